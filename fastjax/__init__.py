@@ -1,0 +1,1 @@
+"""Fast, lean fine-tuning of language models on NVIDIA GPUs in JAX."""
