@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Installs fastjax with its test dependencies in a virtual environment of its own and runs the tests, once for each
+# supported pair of Python and JAX that this machine can run. Arguments go to pytest:
+#
+#     scripts/test.sh                              everything: style, types, tests
+#     scripts/test.sh tests/fastjax/training -k loop     only these tests
+#
+# The environments .venv-test-3.11 and .venv-test-3.12 are kept and reused until what they install changes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+# What each world pins. JAX's CUDA plugin is installed without CUDA itself: it compiles for a GPU that is not there.
+declare -A PINS=(
+  [3.11]="jax==0.10.2 flax==0.12.8"
+  [3.12]="jax==0.11.2"
+)
+declare -A EXTRAS=([3.11]="test,parity" [3.12]="test")
+
+# Prints the path of a working Python of version $1, or fails.
+find_python() {
+  local candidate
+  for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python python3; do
+    "$candidate" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$1'); " >/dev/null 2>&1 || continue
+    "$candidate" -c "import sys; print(sys.executable)"
+    return 0
+  done
+  return 1
+}
+
+# Makes or refreshes the environment $1 with Python $2 for the world $3.
+prepare() {
+  local environment=$1 python=$2 world=$3 stamp version
+  stamp=$({ cat pyproject.toml "$0"; "$python" -VV; pwd; } | sha256sum | cut -d' ' -f1)
+  if [ "$(cat "$environment/.stamp" 2>/dev/null)" = "$stamp" ]; then return 0; fi
+  echo "== $environment: installing (Python $("$python" -V | cut -d' ' -f2), ${PINS[$world]})"
+  rm -rf "$environment"
+  "$python" -m venv "$environment"
+  # shellcheck disable=SC2086  # the pins are several words
+  "$environment/bin/python" -m pip install --quiet --editable ".[${EXTRAS[$world]}]" ${PINS[$world]}
+  version=$("$environment/bin/python" -c "from importlib.metadata import version; print(version('jax'))")
+  "$environment/bin/python" -m pip install --quiet --no-deps "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version"
+  echo "$stamp" >"$environment/.stamp"
+}
+
+failed=()
+# Runs a command; a failure is remembered and the rest still runs.
+check() {
+  local name=$1 start=$SECONDS
+  shift
+  echo "== $name"
+  if "$@"; then echo "== $name: ok ($((SECONDS - start)) s)"; else
+    failed+=("$name")
+    echo "== $name: FAILED ($((SECONDS - start)) s)"
+  fi
+}
+
+worlds=()
+for world in 3.11 3.12; do
+  if python=$(find_python "$world"); then
+    worlds+=("$world")
+    prepare ".venv-test-$world" "$python" "$world"
+  fi
+done
+if [ ${#worlds[@]} -eq 0 ]; then # another Python: the newer world's pins
+  python=$(command -v python3)
+  "$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" || {
+    echo "fastjax needs Python 3.11 or newer; python3 is $("$python" -V 2>&1)" >&2
+    exit 1
+  }
+  worlds=(3.12)
+  prepare .venv-test-3.12 "$python" 3.12
+fi
+
+if [ $# -eq 0 ]; then
+  bin=.venv-test-${worlds[0]}/bin
+  check "ruff check" "$bin/ruff" check .
+  check "ruff format" "$bin/ruff" format --check .
+  check "pyright" "$bin/pyright" --pythonpath "$bin/python"
+fi
+for world in "${worlds[@]}"; do
+  check "tests, Python $world" ".venv-test-$world/bin/python" -m pytest -n 2 --dist worksteal --durations 15 "$@" </dev/null
+done
+
+if [ ${#failed[@]} -gt 0 ]; then
+  printf 'FAILED: %s\n' "${failed[@]}" >&2
+  exit 1
+fi
+echo "All passed in $((SECONDS / 60)) min $((SECONDS % 60)) s."
