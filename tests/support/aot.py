@@ -92,10 +92,10 @@ class AOT:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             yield
 
-    def spec(self, shape, dtype, partition=PartitionSpec(), memory_kind=None) -> jax.ShapeDtypeStruct:
+    def spec(self, shape, dtype, partition=None, memory_kind=None) -> jax.ShapeDtypeStruct:
         """An argument of the compiled function that lives on the cards."""
         kind = {} if memory_kind is None else {"memory_kind": memory_kind}
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, partition, **kind))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, partition or PartitionSpec(), **kind))
 
     def lower(self, function, *specs):
         """Trace and lower for the card; a function that is not jitted yet is jitted."""
