@@ -37,9 +37,9 @@ prepare() {
   rm -rf "$environment"
   "$python" -m venv "$environment"
   # shellcheck disable=SC2086  # the pins are several words
-  "$environment/bin/python" -m pip install --quiet --editable ".[${EXTRAS[$world]}]" ${PINS[$world]}
+  "$environment/bin/python" -m pip install -qq --editable ".[${EXTRAS[$world]}]" ${PINS[$world]}
   version=$("$environment/bin/python" -c "from importlib.metadata import version; print(version('jax'))")
-  "$environment/bin/python" -m pip install --quiet --no-deps "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version"
+  "$environment/bin/python" -m pip install -qq --no-deps "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version"
   echo "$stamp" >"$environment/.stamp"
 }
 

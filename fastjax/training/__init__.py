@@ -1,0 +1,1 @@
+"""Training: the loss, the step, the optimizer and the loop around them."""

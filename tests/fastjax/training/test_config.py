@@ -1,0 +1,71 @@
+"""Values out of range are refused with their full name, what was expected and what was given."""
+
+import dataclasses
+
+import pytest
+
+from fastjax.errors import ConfigError
+from fastjax.training.config import (
+    DataSection,
+    LoraSection,
+    ModelSection,
+    OptimizerConfig,
+    OutputSection,
+    TrainConfig,
+    TrainingSection,
+)
+
+SECTIONS = {
+    "model": ModelSection,
+    "lora": LoraSection,
+    "data": DataSection,
+    "optimizer": OptimizerConfig,
+    "training": TrainingSection,
+    "output": OutputSection,
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("model", "max_seq_length", 1),
+        ("lora", "r", 0),
+        ("lora", "lora_dropout", 1.0),
+        ("optimizer", "learning_rate", 0.0),
+        ("optimizer", "learning_rate", float("nan")),
+        ("optimizer", "warmup_ratio", 1.0),
+        ("optimizer", "warmup_steps", -1),
+        ("optimizer", "weight_decay", -0.1),
+        ("optimizer", "adam_beta2", 1.0),
+        ("optimizer", "adam_epsilon", 0.0),
+        ("optimizer", "max_grad_norm", -1.0),
+        ("training", "max_steps", 0),
+        ("training", "gradient_accumulation_steps", 0),
+        ("training", "eval_steps", 0),
+        ("training", "num_train_epochs", 0.0),
+        ("training", "seed", -1),
+    ],
+)
+def test_out_of_range(section, field, value):
+    needed = {"model": {"model_name": "m"}}.get(section, {})
+    with pytest.raises(ConfigError, match=rf"^{section}\.{field}: expected a value .*, given {value!r}$"):
+        SECTIONS[section](**needed, **{field: value})
+
+
+def test_contradictions():
+    with pytest.raises(ConfigError, match=r"warmup_steps \(3\) and optimizer.warmup_ratio \(0.1\) are both set"):
+        OptimizerConfig(warmup_steps=3, warmup_ratio=0.1)
+    with pytest.raises(ConfigError, match="model.load_in_4bit: expected false with model.full_finetuning: true"):
+        ModelSection("m", full_finetuning=True)
+    whole = ModelSection("m", full_finetuning=True, load_in_4bit=False)
+    with pytest.raises(ConfigError, match="lora: expected no such section"):
+        TrainConfig(whole, DataSection("d"), OutputSection("o"), lora=LoraSection(r=4))
+    with pytest.raises(ConfigError, match="training.eval_steps: expected data.eval_file with it"):
+        TrainConfig(ModelSection("m"), DataSection("d"), OutputSection("o"), training=TrainingSection(eval_steps=5))
+
+
+@pytest.mark.parametrize("section", SECTIONS.values())
+def test_every_field_is_described(section):
+    described = section.__doc__.split("Attributes:")[1]
+    for field in dataclasses.fields(section):
+        assert f"\n        {field.name}: " in described
