@@ -1,0 +1,45 @@
+"""What became of the examples on their way into rows: what was cut, what was left out, how full the rows are."""
+
+from typing import NamedTuple
+
+
+class DataStatistics(NamedTuple):
+    """Counts over a whole data set.
+
+    Attributes:
+        examples: Examples read.
+        documents: Examples that are trained on.
+        truncated: Documents of which tokens to learn were cut off because they are longer than a row.
+        no_targets: Examples left out because they have no token to learn (no response, or cut off before it).
+        tokens: Tokens that go through the model in an epoch, padding not counted.
+        target_tokens: Tokens learnt in an epoch.
+        rows: Rows in an epoch.
+        slots: Places for a token in these rows.
+    """
+
+    examples: int
+    documents: int
+    truncated: int
+    no_targets: int
+    tokens: int
+    target_tokens: int
+    rows: int
+    slots: int
+
+    @property
+    def slots_filled(self) -> float:
+        """The fraction of the slots that hold a token."""
+        return self.tokens / self.slots if self.slots else 0.0
+
+    def __str__(self) -> str:
+        """One line for people."""
+        parts = [
+            f"{self.documents:,} examples in {self.rows:,} rows",
+            f"{self.tokens:,} tokens, {self.target_tokens:,} of them learnt",
+            f"{self.slots_filled:.1%} of the slots filled",
+        ]
+        if self.truncated:
+            parts.append(f"{self.truncated:,} truncated")
+        if self.no_targets:
+            parts.append(f"{self.no_targets:,} left out: nothing to learn in them")
+        return "; ".join(parts)

@@ -1,0 +1,57 @@
+"""Loading a tokenizer from a folder, without torch and without a hub.
+
+transformers' generic class reads tokenizer.json as it is. Its AutoTokenizer would choose a class by the model's type,
+and import torch on the way wherever torch is installed.
+"""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastjax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+"""A folder without any of these holds no tokenizer; the second needs the package sentencepiece or tiktoken."""
+
+
+def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
+    """Load the tokenizer of a model folder.
+
+    Args:
+        folder: A local folder in Hugging Face format.
+
+    Returns:
+        The tokenizer, with the chat template of the folder if it has one. `backend_tokenizer` is the Rust object.
+
+    Raises:
+        ConfigError: There is no such folder, no tokenizer in it, or one that cannot be loaded.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"no tokenizer at {folder}: there is no such folder")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"no tokenizer in {folder}: expected {' or '.join(TOKENIZER_FILES)} there")
+    tokenizer_class = _import_tokenizer_class()
+    try:
+        return tokenizer_class.from_pretrained(str(folder), local_files_only=True)
+    # The readers behind it raise whatever they meet in a broken file, plain Exception included.
+    except Exception as error:
+        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+
+
+def _import_tokenizer_class() -> "type[PreTrainedTokenizerFast]":
+    """Import transformers without its advice to install torch, which fastjax does not need."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger = logging.getLogger("transformers")
+    logger.addFilter(keep)
+    try:
+        from transformers import PreTrainedTokenizerFast
+    finally:
+        logger.removeFilter(keep)
+    return PreTrainedTokenizerFast

@@ -1,0 +1,64 @@
+"""A small byte-level tokenizer and chat templates of the well-known kinds."""
+
+import pytest
+
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+        "{{ message.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    ),
+    # No generation prompt, a space before the answer, EOS after it.
+    "llama2": (
+        "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %} {{ message.content }}"
+        "{{ eos_token }}{% elif message.role == 'user' %}[INST] {{ message.content }} [/INST]"
+        "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+    ),
+    # No special token anywhere.
+    "plain": (
+        "{% for message in messages %}### {{ message.role }}:\n{{ message.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}### assistant:\n{% endif %}"
+    ),
+    # Earlier answers are rewritten once others follow.
+    "forgetful": (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{{ message.content if loop.last or message.role != 'assistant' else message.content.split('|')[-1] }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+}
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer():
+    """`make_tokenizer(template name or None, adds_bos=False, **special tokens)`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    backend.train_from_iterator(["the answer is what the user asked for, and the user is the assistant"] * 3, trainer)
+
+    def make(template=None, adds_bos=False, **special):
+        copy = Tokenizer.from_str(backend.to_str())
+        if adds_bos:
+            copy.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+        special = {"bos_token": "<s>", "eos_token": "</s>"} | special
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=copy, **special)
+        tokenizer.chat_template = TEMPLATES.get(template, template)
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture
+def templates():
+    """The templates by name."""
+    return TEMPLATES

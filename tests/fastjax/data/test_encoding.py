@@ -1,0 +1,152 @@
+import numpy as np
+import pytest
+
+from fastjax.data import ChatRecord, Encoder, TextRecord
+from fastjax.errors import ConfigError, DataError
+
+CHAT = [
+    {"role": "user", "content": "the user asked 世界"},
+    {"role": "assistant", "content": "what the answer is 世"},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": ""},
+]
+SYSTEM = [{"role": "system", "content": "the assistant"}, *CHAT[:2]]
+
+
+def encode(tokenizer, record, loss_on="responses"):
+    """An example as [text, text, …], alternately not learnt and learnt, and its token ids."""
+    record = TextRecord(record, "x") if isinstance(record, str) else ChatRecord(record, "x")
+    (example,) = Encoder(tokenizer, loss_on).encode([record])
+    borders = [0, *(np.flatnonzero(np.diff(example.learn)) + 1), len(example.tokens)]
+    assert not example.learn[0]
+    pieces = [tokenizer.decode(example.tokens[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+    return pieces, example.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "chat", "pieces"),
+    [
+        (
+            "chatml",
+            SYSTEM,
+            [
+                "<|im_start|>system\nthe assistant<|im_end|>\n<|im_start|>user\nthe user asked 世界<|im_end|>\n"
+                "<|im_start|>assistant\n",
+                "what the answer is 世<|im_end|>",
+                "\n",
+            ],
+        ),
+        (
+            "chatml",
+            CHAT,
+            [
+                "<|im_start|>user\nthe user asked 世界<|im_end|>\n<|im_start|>assistant\n",
+                "what the answer is 世<|im_end|>",
+                "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n",
+                "<|im_end|>",
+                "\n",
+            ],
+        ),
+        (
+            "llama3",
+            CHAT,
+            [
+                "<s><|start_header_id|>user<|end_header_id|>\n\nthe user asked 世界<|eot_id|>"
+                "<|start_header_id|>assistant<|end_header_id|>\n\n",
+                "what the answer is 世<|eot_id|>",
+                "<|start_header_id|>user<|end_header_id|>\n\nand?<|eot_id|>"
+                "<|start_header_id|>assistant<|end_header_id|>\n\n",
+                "<|eot_id|>",
+            ],
+        ),
+        (
+            "llama2",
+            CHAT[:2],
+            ["<s>[INST] the user asked 世界 [/INST]", " what the answer is 世</s>"],
+        ),
+        (
+            "plain",
+            CHAT,
+            [
+                "### user:\nthe user asked 世界\n\n### assistant:\n",
+                "what the answer is 世\n\n",
+                "### user:\nand?\n\n### assistant:\n",
+                "\n\n</s>",
+            ],
+        ),
+        ("chatml", CHAT[:1], ["<|im_start|>user\nthe user asked 世界<|im_end|>\n"]),
+    ],
+)
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_responses_and_the_end_of_the_turn_are_learnt(make_tokenizer, name, chat, pieces, adds_bos):
+    found, tokens = encode(make_tokenizer(name, adds_bos=adds_bos), chat)
+    if adds_bos and not pieces[0].startswith("<s>"):
+        pieces = ["<s>" + pieces[0], *pieces[1:]]
+    assert found == pieces
+    assert tokens.count(0) == int(pieces[0].startswith("<s>"))
+
+
+def test_everything_is_learnt_on_request(make_tokenizer):
+    pieces, tokens = encode(make_tokenizer("llama3", adds_bos=True), CHAT[:2], loss_on="all")
+    assert pieces[0] == "<s>" and pieces[1].endswith("世<|eot_id|>") and len(pieces) == 2
+    assert tokens.count(0) == 1
+    forgetful, _ = encode(make_tokenizer("forgetful", adds_bos=True), CHAT, loss_on="all")
+    assert len(forgetful) == 3 and forgetful[2] == "\n"
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("text", ["the answer", "<s>the answer", "the answer</s>", "<s><s>the answer</s>"])
+def test_a_text_gets_one_bos_and_one_eos(make_tokenizer, adds_bos, text):
+    pieces, tokens = encode(make_tokenizer(None, adds_bos=adds_bos), text)
+    assert tokens.count(1) == 1 and tokens[-1] == 1
+    assert "".join(pieces).endswith("the answer</s>") and pieces[-1].endswith("answer</s>")
+    assert tokens.count(0) == (1 if adds_bos else text.count("<s>"))
+
+
+def test_a_text_that_ends_in_another_special_token_still_gets_its_eos(make_tokenizer):
+    _, tokens = encode(make_tokenizer(None), "the<|im_end|>")
+    assert tokens[-2:] == [3, 1]
+
+
+def test_a_prompt_is_the_beginning_of_what_is_trained(make_tokenizer):
+    for name in ("chatml", "llama3", "llama2", "plain"):
+        tokenizer = make_tokenizer(name, adds_bos=True)
+        prompt = Encoder(tokenizer).encode_prompt(CHAT[:1])
+        _, tokens = encode(tokenizer, CHAT[:2])
+        assert tokens[: len(prompt)] == prompt
+
+
+def test_stop_tokens_are_eos_and_the_end_of_the_turn(make_tokenizer):
+    names = {"chatml": (1, 3), "llama3": (1, 6), "llama2": (1,), "plain": (1,), None: (1,)}
+    assert {name: Encoder(make_tokenizer(name)).stop_tokens() for name in names} == names
+
+
+def test_many_examples_come_in_order_across_chunks(make_tokenizer):
+    records = [TextRecord(f"the {index}", "x") for index in range(2500)]
+    tokenizer = make_tokenizer(None)
+    texts = [tokenizer.decode(example.tokens) for example in Encoder(tokenizer).encode(records)]
+    assert texts == [f"the {index}</s>" for index in range(2500)]
+
+
+def test_the_mask_is_transformers_own_where_the_template_marks_responses(make_tokenizer):
+    marked = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}A:\n{% generation %}{{ m.content }}"
+        "{{ eos_token }}{% endgeneration %}{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}A:\n{% endif %}"
+    )
+    tokenizer = make_tokenizer(marked)
+    expected = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    (example,) = Encoder(tokenizer).encode([ChatRecord(CHAT, "x")])
+    assert example.tokens.tolist() == expected["input_ids"]
+    assert example.learn.astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_what_cannot_be_done_is_said(make_tokenizer):
+    with pytest.raises(ConfigError, match="has no eos_token"):
+        Encoder(make_tokenizer("chatml", eos_token=None))
+    with pytest.raises(ConfigError, match="loss_on must be one of responses, all, given 'answers'"):
+        Encoder(make_tokenizer("chatml"), "answers")
+    with pytest.raises(ConfigError, match="has no chat template"):
+        Encoder(make_tokenizer(None)).encode_prompt(CHAT)
+    with pytest.raises(DataError, match="the prompt: the chat template refuses"):
+        Encoder(make_tokenizer("llama2")).encode_prompt(SYSTEM)
