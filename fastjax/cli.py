@@ -1,0 +1,71 @@
+"""The command `fastjax`: finds the subcommand, runs it, and turns expected errors into one message and an exit status.
+
+0: done. 2: the command line or the configuration is wrong. 1: anything else that can be expected, such as a broken
+checkpoint or a full disk. 130: interrupted. A subcommand's module is imported when it is called, so that what needs no
+JAX imports none.
+"""
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from convert.errors import ConvertError
+from fastjax.errors import ConfigError, DataError, TrainingError
+
+#: Subcommand → what it does; its module is fastjax.commands.<name>.
+COMMANDS = {
+    "train": "fine-tune a model as a YAML file says",
+    "generate": "let a model, with or without an adapter, answer prompts",
+    "bench": "measure a kernel or a whole train step on this machine",
+    "quickstart": "fine-tune the embedded tiny model and show it before and after",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments after the program's name; None: those of this process.
+
+    Returns:
+        The exit status.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        importlib.import_module(f"fastjax.commands.{arguments.command}").main(arguments.arguments)
+    except KeyboardInterrupt:
+        print("fastjax: interrupted", file=sys.stderr)
+        return 130
+    except (ConfigError, ConvertError, DataError, TrainingError, OSError) as error:
+        if arguments.traceback:
+            traceback.print_exc()
+        print(f"fastjax {arguments.command}: error: {_message(error)}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="fastjax",
+        description="Fast, lean fine-tuning of language models in JAX.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+        + "\n\n`fastjax COMMAND --help` says what a command takes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fastjax {version('fastjax')}")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    return parser
+
+
+def _message(error: Exception) -> str:
+    """The error in words: an OSError says its file first and leaves out its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
