@@ -1,0 +1,48 @@
+"""Choosing the next token from its logits."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from fastjax.errors import ConfigError
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Refuse settings outside their ranges.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if temperature < 0:
+        raise ConfigError(f"temperature: expected a number >= 0, given {temperature!r}")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k: expected a positive integer, given {top_k!r}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"top_p: expected a number above 0 and up to 1, given {top_p!r}")
+
+
+def sample(
+    logits: Float[Array, "B V"], key: PRNGKeyArray, *, temperature: float, top_k: int | None, top_p: float | None
+) -> Int[Array, "B"]:
+    """One token a row.
+
+    Args:
+        logits: of the next token.
+        key: random state of this step.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: only the k likeliest tokens.
+        top_p: only the likeliest tokens that together have this probability (Holtzman et al., arXiv 1904.09751).
+    """
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits.astype(jnp.float32) / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if top_p is not None and top_p < 1:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        probability = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)

@@ -1,0 +1,269 @@
+"""Adapters over a model: fresh or read from arrays, attached where PEFT's rules say, and back to named arrays."""
+
+import dataclasses
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from convert.adapters import AdapterConfig, rank_and_alpha, scaling, targets
+from fastjax.errors import ConfigError
+from fastjax.lora import LoraEmbedding, LoraLinear, initial_arrays
+from fastjax.models.config import ModelConfig
+from fastjax.models.decoder import part_rows
+from fastjax.models.layout import GROUPS, Run, layer_of, stack
+from fastjax.quantization import dense
+from fastjax.quantization.weights import Weight
+
+#: Modules that `modules_to_save` may name.
+SAVEABLE = ("embed_tokens", "lm_head")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterSite:
+    """One module that gets an adapter: its path, rank and scale."""
+
+    path: str
+    rank: int
+    scaling: float
+
+
+def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSite]:
+    """The modules that an adapter attaches to, in the order of the model.
+
+    Raises:
+        ConfigError: nothing matches, `modules_to_save` names something else than the embeddings or the head, or a
+            combination that is not supported.
+    """
+    candidates = ["embed_tokens"]
+    for index in range(config.num_hidden_layers):
+        for group, parts in GROUPS.items():
+            candidates += [f"layers.{index}.{group.split('.')[0]}.{part}" for part in parts]
+    candidates.append("lm_head")
+    unknown = [name for name in adapter.modules_to_save or () if name.removeprefix("model.") not in SAVEABLE]
+    if unknown:
+        raise ConfigError(f"modules_to_save: expected some of {list(SAVEABLE)}, given {unknown}")
+    sites = []
+    for path in candidates:
+        name = hf_name(path)
+        if targets(adapter, name) and path not in saved_modules(adapter):
+            rank, _ = rank_and_alpha(adapter, name)
+            sites.append(AdapterSite(path, rank, scaling(adapter, name)))
+    if not sites and not adapter.modules_to_save:
+        raise ConfigError(f"target_modules: {adapter.target_modules!r} matches no module of this model")
+    tied_targets = [site.path for site in sites if site.path in SAVEABLE]
+    if adapter.ensure_weight_tying and config.tie_word_embeddings and tied_targets:
+        raise ConfigError(f"ensure_weight_tying: not supported with adapters on {tied_targets}; use modules_to_save")
+    return sites
+
+
+def saved_modules(adapter: AdapterConfig) -> tuple[str, ...]:
+    """The modules that are trained whole, by their path in the model."""
+    return tuple(dict.fromkeys(name.removeprefix("model.") for name in adapter.modules_to_save or ()))
+
+
+def hf_name(path: str) -> str:
+    """The module's name in Hugging Face's model, which PEFT's rules are about."""
+    return path if path == "lm_head" else f"model.{path}"
+
+
+def layer_signatures(sites: Sequence[AdapterSite], layers: int) -> list[tuple[Any, ...]]:
+    """What each layer's adapters must share with another's for the two to be stacked."""
+    found: list[list[Any]] = [[] for _ in range(layers)]
+    for site in sites:
+        if site.path.startswith("layers."):
+            _, index, module = site.path.split(".", 2)
+            found[int(index)].append((module, site.rank, site.scaling))
+    return [tuple(entries) for entries in found]
+
+
+def build_adapters(
+    adapter: AdapterConfig,
+    config: ModelConfig,
+    plan: Sequence[Run],
+    weights: Mapping[str, Any],
+    arrays: Mapping[str, Any] | None,
+    key: PRNGKeyArray,
+) -> dict[str, Any]:
+    """The adapter modules that `Decoder` takes.
+
+    Args:
+        adapter: PEFT's settings.
+        config: the model's.
+        plan: arrangement of the layers, with equal adapters within a run.
+        weights: the frozen weights as `Decoder` takes them.
+        arrays: an adapter's arrays by path as `convert.adapters` names them; None: fresh ones.
+        key: random state of fresh ones; each module draws from it by its own path.
+
+    Raises:
+        ConfigError: arrays that are missing, left over, or of the wrong shape (all named).
+    """
+    sites = {site.path: site for site in adapter_sites(adapter, config)}
+    source = _Source(adapter, config, plan, weights, None if arrays is None else dict(arrays), key)
+    by_run: list[list[dict[str, LoraLinear]]] = []
+    for run in plan:
+        by_run.append([])
+        for position in range(run.period):
+            indices = [run.start + position + n * run.period for n in range(run.count)]
+            modules = [site.path.split(".", 2)[2] for site in sites.values() if _in_layer(site.path, indices[0])]
+            linears = {}
+            for module in modules:
+                leaves = [source.linear(sites[f"layers.{index}.{module}"]) for index in indices]
+                leaf = leaves[0] if run.count == 1 else stack(leaves)
+                scale = sites[f"layers.{indices[0]}.{module}"].scaling
+                linears[module] = LoraLinear(**leaf, scaling=scale, dropout=adapter.lora_dropout)
+            by_run[-1].append(linears)
+    result: dict[str, Any] = {"layers": by_run, "saved": source.saved()}
+    if "embed_tokens" in sites:
+        site = sites["embed_tokens"]
+        result["embed_tokens"] = LoraEmbedding(**source.embedding(site), scaling=site.scaling)
+    if "lm_head" in sites:
+        site = sites["lm_head"]
+        result["lm_head"] = LoraLinear(**source.linear(site), scaling=site.scaling, dropout=adapter.lora_dropout)
+    source.finish()
+    return result
+
+
+class _Source:
+    """Arrays for one module after another, fresh or from a file, checked."""
+
+    def __init__(self, adapter, config, plan, weights, arrays: dict[str, Any] | None, key):
+        self.adapter, self.config, self.plan, self.weights, self.arrays = adapter, config, plan, weights, arrays
+        self.key, self.problems = key, []
+
+    def linear(self, site: AdapterSite) -> dict[str, Array | None]:
+        rows, columns = self._shape(site.path)
+        if self.arrays is None:
+            key = jax.random.fold_in(self.key, zlib.crc32(site.path.encode()) & 0x7FFFFFFF)
+            a, b = initial_arrays(key, self.adapter.init_lora_weights, site.rank, columns, rows)
+        else:
+            a = self._take(f"{site.path}.lora_A", (site.rank, columns))
+            b = self._take(f"{site.path}.lora_B", (rows, site.rank))
+        magnitude = None
+        if self.adapter.use_dora and self.arrays is None:
+            full = self._dense(site.path) + site.scaling * jnp.matmul(b, a, precision="highest")
+            magnitude = jnp.linalg.norm(full, axis=1)
+        elif self.adapter.use_dora:
+            magnitude = self._take(f"{site.path}.lora_magnitude_vector", (rows,))
+        return {"lora_A": a, "lora_B": b, "magnitude": magnitude}
+
+    def embedding(self, site: AdapterSite) -> dict[str, Array | None]:
+        vocabulary, width = self.config.vocab_size, self.config.hidden_size
+        if self.arrays is None:
+            first, second = jax.random.split(jax.random.fold_in(self.key, zlib.crc32(b"embed_tokens") & 0x7FFFFFFF))
+            a = jnp.zeros((site.rank, vocabulary), jnp.float32)
+            if self.adapter.init_lora_weights is False:
+                a = jax.random.normal(first, a.shape, jnp.float32)
+            b = jax.random.normal(second, (width, site.rank), jnp.float32)
+        else:
+            a = self._take(f"{site.path}.lora_embedding_A", (site.rank, vocabulary))
+            b = self._take(f"{site.path}.lora_embedding_B", (width, site.rank))
+        magnitude = None
+        if self.adapter.use_dora and self.arrays is None:
+            table = self.weights["embed_tokens"]["weight"].astype(jnp.float32)
+            magnitude = jnp.linalg.norm(table + site.scaling * jnp.matmul(b, a, precision="highest").T, axis=0)
+        elif self.adapter.use_dora:
+            magnitude = self._take(f"{site.path}.lora_magnitude_vector", (width,))
+        return {"lora_embedding_A": a, "lora_embedding_B": b, "magnitude": magnitude}
+
+    def saved(self) -> dict[str, Array]:
+        """Trainable copies, in float32, of the modules that are trained whole."""
+        names = saved_modules(self.adapter)
+        tied = self.adapter.ensure_weight_tying and self.config.tie_word_embeddings
+        copies = {}
+        for name in names:
+            home = "embed_tokens" if self.config.tie_word_embeddings else name
+            weight = self.weights[home]["weight"]
+            key = f"{name}.modules_to_save.weight"
+            if self.arrays is not None and (not tied or key in self.arrays):
+                weight = self._take(key, weight.shape)
+            copies["tied" if tied else name] = jnp.asarray(weight, jnp.float32)
+        if tied and names and self.arrays is not None:
+            for name in SAVEABLE:
+                self.arrays.pop(f"{name}.modules_to_save.weight", None)
+        return copies
+
+    def finish(self) -> None:
+        """Refuse what was missing or is left over; frozen base matrices that PEFT saves beside adapters may be left."""
+        left = [name for name in self.arrays or () if not name.endswith(".base_layer.weight")]
+        problems = self.problems + [f"{name}: no module of this model takes it" for name in left]
+        if problems:
+            listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise ConfigError(f"adapter does not fit the model: {listed}")
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Array:
+        assert self.arrays is not None
+        array = self.arrays.pop(name, None)
+        if array is None or tuple(array.shape) != tuple(shape):
+            given = "nothing" if array is None else list(array.shape)
+            self.problems.append(f"{name}: expected {list(shape)}, given {given}")
+            return jnp.zeros(shape, jnp.float32)
+        return jnp.asarray(np.asarray(array).astype(np.float32))
+
+    def _shape(self, path: str) -> tuple[int, int]:
+        config = self.config
+        if path == "lm_head":
+            return config.vocab_size, config.hidden_size
+        block, part = path.split(".")[2:]
+        group = next(g for g, parts in GROUPS.items() if g.startswith(block) and part in parts)
+        rows = part_rows(config)[group][GROUPS[group].index(part)]
+        inner = {
+            "self_attn.o": config.num_attention_heads * config.head_dim,
+            "mlp.down": config.intermediate_size,
+        }
+        return rows, inner.get(group, config.hidden_size)
+
+    def _dense(self, path: str) -> Array:
+        """The frozen matrix under an adapter, float32."""
+        if path == "lm_head":
+            home = "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
+            return self.weights[home]["weight"].astype(jnp.float32)
+        _, index, block, part = path.split(".")
+        group = next(g for g, parts in GROUPS.items() if g.startswith(block) and part in parts)
+        layer = layer_of(self.weights["layers"], self.plan, int(index))
+        weight: Weight = layer[block][group.split(".")[1]]["weight"]
+        rows, at = part_rows(self.config)[group], GROUPS[group].index(part)
+        return dense(weight, jnp.float32)[sum(rows[:at]) : sum(rows[: at + 1])]
+
+
+def export_adapters(trainable: Mapping[str, Any], plan: Sequence[Run], tied: bool) -> dict[str, np.ndarray]:
+    """An adapter's trained arrays by path, as `convert.adapters` names them.
+
+    Args:
+        trainable: the trained arrays of a decoder with adapters.
+        plan: arrangement of its layers.
+        tied: whether one saved array stands for the embeddings and the head.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    names = {"magnitude": "lora_magnitude_vector"}
+    for number, positions in trainable.get("layers", {}).items():
+        run = plan[number]
+        for position, blocks in positions.items():
+            for block, groups in blocks.items():
+                for adapters in groups.values():
+                    for part, leaves in adapters["adapters"].items():
+                        for leaf, value in leaves.items():
+                            host = np.asarray(value)
+                            for n in range(run.count):
+                                index = run.start + position + n * run.period
+                                path = f"layers.{index}.{block}.{part}.{names.get(leaf, leaf)}"
+                                arrays[path] = host if run.count == 1 else host[n]
+    for leaf, value in trainable.get("embed_tokens", {}).get("adapter", {}).items():
+        arrays[f"embed_tokens.{names.get(leaf, leaf)}"] = np.asarray(value)
+    for leaf, value in trainable.get("lm_head", {}).get("adapters", {}).get("lm_head", {}).items():
+        arrays[f"lm_head.{names.get(leaf, leaf)}"] = np.asarray(value)
+    for name in SAVEABLE:
+        if "weight" in trainable.get(name, {}):
+            arrays[f"{name}.modules_to_save.weight"] = np.asarray(trainable[name]["weight"])
+    if tied:
+        shared = next(v for k, v in arrays.items() if k.endswith(".modules_to_save.weight"))
+        arrays.update({f"{name}.modules_to_save.weight": shared for name in SAVEABLE})
+    return arrays
+
+
+def _in_layer(path: str, index: int) -> bool:
+    return path.startswith(f"layers.{index}.")

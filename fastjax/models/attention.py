@@ -1,0 +1,93 @@
+"""Self-attention of one layer."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from fastjax.models.config import ModelConfig
+from fastjax.models.projection import Projection
+from fastjax.parallel import BATCH, local
+from pallas_kernels.attention import attention
+from pallas_kernels.rope import rope
+
+
+class Context(NamedTuple):
+    """What all layers share: made once a batch.
+
+    Attributes:
+        cos, sin: rotary tables, float32 [B, S, D/2].
+        segment_ids: int32 [B, S], 0 for padding; None where every row is one document.
+        key: dropout key of the step; None outside training.
+        cache_index: with a cache, the slot of the first of the S tokens; int32 [].
+        cache_segment_ids: with a cache, int32 [B, T]: which slots hold tokens (this step's included).
+    """
+
+    cos: Float[Array, "B S D/2"]
+    sin: Float[Array, "B S D/2"]
+    segment_ids: Int[Array, "B S"] | None
+    key: PRNGKeyArray | None
+    cache_index: Int[Array, ""] | None = None
+    cache_segment_ids: Int[Array, "B T"] | None = None
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer's past tokens, [B, T, K, D]."""
+
+    keys: Float[Array, "B T K D"]
+    values: Float[Array, "B T K D"]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, qkv: Projection, o: Projection):
+        self.shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.qkv, self.o = qkv, o
+
+    def __call__(
+        self,
+        x: Float[Array, "B S E"],
+        context: Context,
+        key: PRNGKeyArray | None,
+        cache: LayerCache | None,
+    ) -> tuple[Float[Array, "B S E"], LayerCache | None]:
+        """Attention of normalised inputs; with a cache, over the cached tokens too, which then include these."""
+        heads, key_heads, size = self.shape
+        batch, length = x.shape[:2]
+        q, k, v = self.qkv(x, key)
+        q = rope(q.reshape(batch, length, heads, size), context.cos, context.sin)
+        k = rope(k.reshape(batch, length, key_heads, size), context.cos, context.sin)
+        v = v.reshape(batch, length, key_heads, size)
+        if cache is None:
+            out = _attend(q, k, v, context.segment_ids)
+        else:
+            start = (0, context.cache_index, 0, 0)
+            cache = LayerCache(
+                jax.lax.dynamic_update_slice(cache.keys, k.astype(cache.keys.dtype), start),
+                jax.lax.dynamic_update_slice(cache.values, v.astype(cache.values.dtype), start),
+            )
+            out = attention(
+                q,
+                cache.keys.astype(q.dtype),
+                cache.values.astype(q.dtype),
+                segment_ids=context.segment_ids,
+                kv_segment_ids=context.cache_segment_ids,
+                query_offset=context.cache_index,
+            )
+        (out,) = self.o(out.reshape(batch, length, heads * size), key)
+        return out, cache
+
+
+def _attend(q, k, v, segment_ids):
+    """Causal attention of whole rows, on each device's own rows."""
+    rows = P(BATCH)
+    if segment_ids is None:
+        return local(attention, in_specs=(rows, rows, rows), out_specs=rows)(q, k, v)
+    island = local(
+        lambda q, k, v, s: attention(q, k, v, segment_ids=s), in_specs=(rows, rows, rows, rows), out_specs=rows
+    )
+    return island(q, k, v, segment_ids.astype(jnp.int32))

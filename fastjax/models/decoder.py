@@ -1,0 +1,220 @@
+"""The one decoder: pre-norm layers driven by a ModelConfig, scanned or unrolled.
+
+Modules are the definition and plain pytrees the state: `nnx.split` once, then pure functions. The layer loop runs over
+runs of layers (`layout.Run`): a run of stacked layers is a `lax.scan`, a single layer a plain call.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from fastjax.lora import LoraEmbedding, LoraLinear, SavedParam, drop
+from fastjax.models.attention import Attention, Context, LayerCache
+from fastjax.models.config import ModelConfig
+from fastjax.models.layout import GROUPS, Run
+from fastjax.models.mlp import MLP
+from fastjax.models.projection import Embedding, Projection, RMSNorm
+from fastjax.models.remat import checkpointed
+from fastjax.models.rotary import rope_tables
+from fastjax.parallel.gather import gathered
+
+
+class DecoderLayer(nnx.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], adapters: Mapping[str, LoraLinear]):
+        parts = part_rows(config)
+
+        def projection(group: str) -> Projection:
+            block, name = group.split(".")
+            named = list(zip(GROUPS[group], parts[group], strict=True))
+            own = {part: adapters[f"{block}.{part}"] for part, _ in named if f"{block}.{part}" in adapters}
+            return Projection(named, weights[block][name]["weight"], weights[block][name].get("bias"), own)
+
+        eps = config.rms_norm_eps
+        self.input_layernorm = RMSNorm(weights["input_layernorm"]["weight"], eps)
+        self.self_attn = Attention(config, projection("self_attn.qkv"), projection("self_attn.o"))
+        self.post_attention_layernorm = RMSNorm(weights["post_attention_layernorm"]["weight"], eps)
+        self.mlp = MLP(config.hidden_act, projection("mlp.gate_up"), projection("mlp.down"))
+
+    def __call__(
+        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, cache: LayerCache | None
+    ) -> tuple[Float[Array, "B S E"], LayerCache | None]:
+        """The layer's output and, given a cache, the cache with this step's keys and values."""
+        attended, cache = self.self_attn(self.input_layernorm(x), context, key, cache)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x), key), cache
+
+
+class Decoder(nnx.Module):
+    """Token ids in, hidden states out; `lm_head` turns these into logits.
+
+    Attributes:
+        embed_tokens: the table of embeddings.
+        layers: modules arranged as `plan` says; leaves of a stacked run have a leading axis of its count.
+        norm: the final normalisation.
+        lm_head: the output projection; on tied embeddings its weight is the table's own variable.
+        plan: the runs of layers.
+        dtype: compute dtype of the activations.
+        remat: "full" (only the layers' inputs are kept for the backward pass), "projections" (the projections' and the
+            attention's results too) or "none".
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: Sequence[Run],
+        weights: Mapping[str, Any],
+        adapters: Mapping[str, Any],
+        *,
+        dtype: jnp.dtype,
+        remat: str,
+    ):
+        """Build the modules around leaves that exist (arrays, stacked arrays, or their shapes).
+
+        Args:
+            config: the model.
+            plan: how `weights["layers"]` is arranged.
+            weights: {"embed_tokens": {"weight"}, "norm": {"weight"}, "lm_head": {"weight"} unless tied, "layers":
+                trees by run and by position in the period}.
+            adapters: {"layers": per run and position {"self_attn.q_proj": LoraLinear}, "embed_tokens": LoraEmbedding,
+                "lm_head": LoraLinear, "saved": {"embed_tokens" | "lm_head" | "tied": array}}, every part optional.
+            dtype: compute dtype.
+            remat: what the backward pass finds in memory.
+        """
+        self.config, self.plan, self.dtype, self.remat = config, tuple(plan), jnp.dtype(dtype), remat
+        by_run = adapters.get("layers") or [[{}] * run.period for run in plan]
+        self.layers = nnx.List(
+            [
+                nnx.List([DecoderLayer(config, w, a) for w, a in zip(ws, ads, strict=True)])
+                for ws, ads in zip(weights["layers"], by_run, strict=True)
+            ]
+        )
+        self.norm = RMSNorm(weights["norm"]["weight"], config.rms_norm_eps)
+        saved = {name: SavedParam(array) for name, array in adapters.get("saved", {}).items()}
+        table: LoraEmbedding | None = adapters.get("embed_tokens")
+        embedding = Embedding(weights["embed_tokens"]["weight"], table)
+        head = embedding.weight if config.tie_word_embeddings else weights["lm_head"]["weight"]
+        for name in ("embed_tokens", "tied"):
+            embedding.weight = saved.get(name, embedding.weight)
+        for name in ("lm_head", "tied"):
+            head = saved.get(name, head)
+        own = {"lm_head": adapters["lm_head"]} if "lm_head" in adapters else None
+        self.embed_tokens = embedding
+        self.lm_head = Projection([("lm_head", config.vocab_size)], head, adapters=own)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "B S E"]:
+        """Hidden states after the final normalisation, in the compute dtype.
+
+        Args:
+            tokens: token ids.
+            positions: position of each token in its document.
+            segment_ids: document of each token, 0 for padding; None: every row is one document.
+            key: dropout key; None switches dropout off.
+        """
+        hidden, _ = self._run(tokens, self._context(positions, segment_ids, key), None)
+        return hidden
+
+    def cached(
+        self,
+        tokens: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"],
+        cache: Any,
+        cache_index: Int[Array, ""],
+        cache_segment_ids: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B S E"], Any]:
+        """Hidden states of S new tokens after those in the cache, and the cache with them.
+
+        Args:
+            tokens: the new tokens.
+            positions: their positions.
+            segment_ids: 1, or 0 for padding.
+            cache: as `empty_cache` makes it.
+            cache_index: slot of the first new token.
+            cache_segment_ids: the slots that hold tokens, the new ones included.
+        """
+        context = self._context(positions, segment_ids, None)
+        context = context._replace(cache_index=cache_index, cache_segment_ids=cache_segment_ids)
+        return self._run(tokens, context, cache)
+
+    def empty_cache(self, batch: int, length: int) -> Any:
+        """Room for the keys and values of `length` tokens a row, in the compute dtype."""
+        shape = (batch, length, self.config.num_key_value_heads, self.config.head_dim)
+
+        def one(run: Run) -> LayerCache:
+            full = shape if run.count == 1 else (run.count, *shape)
+            return LayerCache(jnp.zeros(full, self.dtype), jnp.zeros(full, self.dtype))
+
+        return [[one(run) for _ in range(run.period)] for run in self.plan]
+
+    def head_input(self, hidden: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S C"]:
+        """What `lm_logits` takes: the hidden states, with their dropped copy beside them if the head's adapter drops."""
+        adapter = self.lm_head.adapters.get("lm_head")
+        if adapter is None or key is None or adapter.dropout == 0.0:
+            return hidden
+        return jnp.concatenate([hidden, drop(hidden, key, "lm_head", adapter.dropout)], axis=-1)
+
+    def _context(self, positions, segment_ids, key) -> Context:
+        cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions)
+        return Context(cos, sin, segment_ids, key)
+
+    def _run(self, tokens, context: Context, cache: Any) -> tuple[Float[Array, "B S E"], Any]:
+        x = self.embed_tokens(tokens, self.dtype)
+        caches = []
+        for number, run in enumerate(self.plan):
+            graphdef, variables = nnx.split(self.layers[number])
+            state = nnx.to_pure_dict(variables)
+
+            def block(x, state, context, index, cache, graphdef=graphdef, run=run):
+                layers, after = nnx.merge(graphdef, gathered(state)), []
+                for position, layer in enumerate(layers):
+                    key = context.key
+                    if key is not None:
+                        key = jax.random.fold_in(key, run.start + index * run.period + position)
+                    x, kept = layer(x, context, key, None if cache is None else cache[position])
+                    after.append(kept)
+                return x, None if cache is None else after
+
+            block = checkpointed(block, self.remat if cache is None else "none", scanned=run.count > 1)
+            past = None if cache is None else cache[number]
+            if run.count == 1:
+                x, after = block(x, state, context, jnp.int32(0), past)
+            else:
+
+                def body(x, xs, block=block):
+                    state, index, past = xs
+                    return block(x, state, context, index, past)
+
+                x, after = jax.lax.scan(body, x, (state, jnp.arange(run.count, dtype=jnp.int32), past))
+            caches.append(after)
+        return self.norm(x), caches
+
+
+def lm_logits(head: Projection, hidden: Float[Array, "B S C"]) -> Float[Array, "B S V"]:
+    """Logits of `Decoder.head_input`'s result in its dtype."""
+    width = head.weight.get_value().shape[1]
+    dropped = hidden[..., width:] if hidden.shape[-1] > width else None
+    return head(hidden[..., :width], dropped=dropped)[0]
+
+
+def part_rows(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Output rows of each part of each group of projections."""
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    return {
+        "self_attn.qkv": (q, kv, kv),
+        "self_attn.o": (config.hidden_size,),
+        "mlp.gate_up": (config.intermediate_size, config.intermediate_size),
+        "mlp.down": (config.hidden_size,),
+    }

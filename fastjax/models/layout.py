@@ -1,0 +1,133 @@
+"""How the layers lie in memory: which projections share a weight, which layers share a stack.
+
+On disk every projection is a tensor of its own ("layers.3.self_attn.q_proj.weight"). In memory the projections that
+read the same input are one weight of several parts, and runs of layers with equal structure may be stacked along a
+leading axis, so that one traced body serves them all.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from fastjax.quantization import concatenate
+from fastjax.quantization.weights import Weight
+
+#: group of projections in a layer -> its parts, from the top row down.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "self_attn.qkv": ("q_proj", "k_proj", "v_proj"),
+    "self_attn.o": ("o_proj",),
+    "mlp.gate_up": ("gate_proj", "up_proj"),
+    "mlp.down": ("down_proj",),
+}
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+class Run(NamedTuple):
+    """Layers start … start + period·count - 1, `period` different ones repeated `count` times (stacked if > 1)."""
+
+    start: int
+    period: int
+    count: int
+
+
+def plan_layers(signatures: Sequence[Hashable], layer_loop: str) -> tuple[Run, ...]:
+    """Split the layers into runs.
+
+    Args:
+        signatures: one a layer; equal for layers of equal structure (formats, shapes, adapters).
+        layer_loop: "unroll" (every layer by itself) or "scan" (prefix, period × n, remainder: the longest repetition
+            from each position on, of periods up to 8).
+    """
+    runs, position, total = [], 0, len(signatures)
+    while position < total:
+        best = Run(position, 1, 1)
+        for period in range(1, 9) if layer_loop == "scan" else ():
+            unit, count = signatures[position : position + period], 1
+            while signatures[position + count * period : position + (count + 1) * period] == unit:
+                count += 1
+            if count > 1 and period * count > best.period * best.count:
+                best = Run(position, period, count)
+        runs.append(best)
+        position += best.period * best.count
+    return tuple(runs)
+
+
+def fuse_layer(arrays: Mapping[str, Weight]) -> dict[str, Any]:
+    """The tree of one layer from its tensors.
+
+    Args:
+        arrays: names inside the layer ("self_attn.q_proj.weight") to arrays or NF4 weights.
+    """
+    layer: dict[str, Any] = {name: {"weight": arrays[f"{name}.weight"]} for name in NORMS}
+    for group, parts in GROUPS.items():
+        block, name = group.split(".")
+        tree = {"weight": concatenate([arrays[f"{block}.{part}.weight"] for part in parts])}
+        biases = [arrays.get(f"{block}.{part}.bias") for part in parts]
+        if any(b is not None for b in biases):
+            tree["bias"] = jnp.concatenate([jnp.asarray(b) for b in biases])
+        layer.setdefault(block, {})[name] = tree
+    return layer
+
+
+def split_layer(layer: Mapping[str, Any], parts_of: Mapping[str, Sequence[int]]) -> dict[str, Array]:
+    """The plain tensors of one layer, the way back from `fuse_layer`.
+
+    Args:
+        layer: tree of one layer with arrays for weights.
+        parts_of: output rows of each part of each group.
+    """
+    arrays = {f"{name}.weight": layer[name]["weight"] for name in NORMS}
+    for group, parts in GROUPS.items():
+        block, name = group.split(".")
+        start = 0
+        for part, rows in zip(parts, parts_of[group], strict=True):
+            for kind in ("weight", "bias"):
+                if layer[block][name].get(kind) is not None:
+                    arrays[f"{block}.{part}.{kind}"] = layer[block][name][kind][start : start + rows]
+            start += rows
+    return arrays
+
+
+def signature(layer: Any) -> Hashable:
+    """What two layers must share to be stacked: tree structure, shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(layer)
+    return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+
+
+def stack(layers: Sequence[Any]) -> Any:
+    """Layers of one structure, along a new leading axis of every leaf."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def layer_of(runs: Sequence[Sequence[Any]], plan: Sequence[Run], index: int) -> Any:
+    """Layer `index` out of the runs' trees, unstacked."""
+    for run, trees in zip(plan, runs, strict=True):
+        offset = index - run.start
+        if 0 <= offset < run.period * run.count:
+            tree = trees[offset % run.period]
+            return tree if run.count == 1 else jax.tree.map(lambda leaf: leaf[offset // run.period], tree)
+    raise IndexError(f"layer {index} is in no run of {list(plan)}")
+
+
+def arrange(layers: Sequence[Any], plan: Sequence[Run]) -> list[list[Any]]:
+    """Trees of single layers, arranged as the plan's runs."""
+    return [
+        [
+            layers[run.start + p]
+            if run.count == 1
+            else stack([layers[run.start + p + n * run.period] for n in range(run.count)])
+            for p in range(run.period)
+        ]
+        for run in plan
+    ]
+
+
+def rearrange(runs: Sequence[Sequence[Any]], old: Sequence[Run], new: Sequence[Run]) -> list[list[Any]]:
+    """Runs of one plan as runs of another; the same arrays where the plans agree."""
+    if tuple(old) == tuple(new):
+        return [list(run) for run in runs]
+    total = sum(run.period * run.count for run in old)
+    return arrange([layer_of(runs, old, index) for index in range(total)], new)

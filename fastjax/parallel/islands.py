@@ -1,0 +1,48 @@
+"""Islands: where a kernel sees only its own device's part of the arrays.
+
+Under jit over several devices XLA does not know how to split a custom kernel: it would gather its operands and
+compute everything everywhere. Inside a shard_map island each device calls the kernel on its own rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+#: Mesh axes over which the batch is split.
+BATCH = ("data", "fsdp")
+
+
+def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """The operation, run on each device's own part of its arguments.
+
+    Args:
+        op: arrays in, arrays out; differentiable if the island is to be.
+        in_specs: a PartitionSpec for each argument (a prefix tree), in terms of the ambient mesh's axes.
+        out_specs: likewise for the results.
+
+    Returns:
+        `op` itself where the ambient mesh (`jax.set_mesh`) has one device or none, or where the caller is already
+        inside an island; else `op` in a shard_map over the ambient mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types):
+        return op
+    keep = frozenset(mesh.axis_names)
+    in_specs, out_specs = (
+        jax.tree.map(lambda spec: _on(spec, keep), specs, is_leaf=lambda s: isinstance(s, P))
+        for specs in (in_specs, out_specs)
+    )
+    return jax.shard_map(op, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _on(spec: P, axes: frozenset[str]) -> P:
+    """The spec without the axes that this mesh does not have."""
+
+    def entry(part: Any) -> Any:
+        names = () if part is None else (part,) if isinstance(part, str) else part
+        return tuple(name for name in names if name in axes) or None
+
+    return P(*(entry(part) for part in spec))

@@ -1,0 +1,153 @@
+"""The NF4 weight: what bitsandbytes stores for a linear layer, as a pytree (Dettmers et al., arXiv 2305.14314).
+
+Several projections that read the same input are one weight of several parts, so that one dequantisation and one GEMM
+serve them all. Codes are kept in the split order of `pallas_kernels.nf4`; the bytes of a bitsandbytes checkpoint
+convert without loss in both directions.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from convert.formats.nf4 import NF4Tensor
+from pallas_kernels import nf4
+
+BLOCK = 64
+NESTED_BLOCK = 256
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NF4Weight:
+    """A frozen matrix [out, in] in 4 bits.
+
+    Attributes:
+        codes: uint8 [out, in/2] in split order where in is a multiple of 64, else flat [blocks·32] in bitsandbytes'
+            order, padded to whole blocks (which may cross rows).
+        absmax: the blocks' scales: float32, or uint8 when they are quantised themselves; [out, in/64], else [blocks].
+        nested_absmax: float32 [Σ ceil(blocks of a part / 256)], or None.
+        nested_quant_map: float32 [256], or None.
+        nested_offset: float32 [parts], or None.
+        quant_map: float32 [16] where it is not NF4's own, else None.
+        shape: (out, in).
+        parts: output rows of each part; they add up to out.
+    """
+
+    codes: UInt8[Array, "..."]
+    absmax: Array
+    nested_absmax: Float[Array, "..."] | None
+    nested_quant_map: Float[Array, "..."] | None
+    nested_offset: Float[Array, "..."] | None
+    quant_map: Float[Array, "..."] | None
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    parts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def order(self) -> str:
+        """The order of the codes, as `pallas_kernels.nf4` names it."""
+        return _order(self.shape)
+
+    def scales(self) -> Float[Array, "..."]:
+        """The blocks' absmax in float32, decoded where it is nested; in the shape of `absmax`."""
+        if self.nested_absmax is None or self.nested_quant_map is None or self.nested_offset is None:
+            return self.absmax
+        columns = self.shape[1]
+        flat, decoded, block, group = self.absmax.reshape(-1), [], 0, 0
+        for part, rows in enumerate(self.parts):
+            blocks = -(-rows * columns // BLOCK)
+            groups = -(-blocks // NESTED_BLOCK)
+            decoded.append(
+                nf4.dequantize_absmax(
+                    flat[block : block + blocks],
+                    self.nested_absmax[group : group + groups],
+                    self.nested_quant_map,
+                    self.nested_offset[part],
+                )
+            )
+            block, group = block + blocks, group + groups
+        return jnp.concatenate(decoded).reshape(self.absmax.shape)
+
+    def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
+        """The matrix in `dtype`, as bitsandbytes decodes it: float32 value × float32 absmax, rounded once."""
+        return nf4.dequantize(
+            self.codes, self.scales(), shape=self.shape, dtype=dtype, order=self.order, quant_map=self.quant_map
+        )
+
+    @classmethod
+    def from_tensor(cls, tensor: NF4Tensor) -> "NF4Weight":
+        """From a checkpoint's tensor, without loss.
+
+        Args:
+            tensor: codes, scales and shape as `convert` reads them.
+        """
+        shape = (int(tensor.shape[0]), int(tensor.shape[1]))
+        blocks = -(-shape[0] * shape[1] // BLOCK)
+        codes = np.zeros(blocks * BLOCK // 2, np.uint8)
+        codes[: tensor.codes.size] = tensor.codes.reshape(-1)
+        standard = np.array_equal(tensor.quant_map, nf4.NF4_VALUES)
+        return cls._assemble(
+            jnp.asarray(codes),
+            jnp.asarray(tensor.absmax),
+            None if tensor.nested_absmax is None else jnp.asarray(tensor.nested_absmax, jnp.float32),
+            None if tensor.nested_quant_map is None else jnp.asarray(tensor.nested_quant_map, jnp.float32),
+            None if tensor.nested_offset is None else jnp.full((1,), tensor.nested_offset, jnp.float32),
+            None if standard else jnp.asarray(tensor.quant_map, jnp.float32),
+            shape,
+        )
+
+    @classmethod
+    def quantize(cls, weight: Float[Array, "out in"], *, nested: bool = True) -> "NF4Weight":
+        """Quantise a matrix as bitsandbytes does; runs under jit.
+
+        Args:
+            weight: [out, in] in any float dtype.
+            nested: quantise the scales too (double quantisation).
+        """
+        codes, absmax = nf4.quantize(weight)
+        shape = (weight.shape[0], weight.shape[1])
+        blocks = -(-shape[0] * shape[1] // BLOCK)
+        codes = jnp.pad(codes, (0, blocks * BLOCK // 2 - codes.size))
+        if not nested:
+            return cls._assemble(codes, absmax, None, None, None, None, shape)
+        quantized, nested_absmax, offset = nf4.quantize_absmax(absmax)
+        table = jnp.asarray(nf4.DYNAMIC_MAP)
+        return cls._assemble(codes, quantized, nested_absmax, table, offset.reshape(1), None, shape)
+
+    @classmethod
+    def _assemble(cls, codes, absmax, nested_absmax, nested_quant_map, nested_offset, quant_map, shape) -> "NF4Weight":
+        rows, columns = shape
+        if columns % BLOCK == 0:
+            codes = nf4.reorder(codes, "bitsandbytes", "split").reshape(rows, columns // 2)
+            absmax = absmax.reshape(rows, columns // BLOCK)
+        return cls(codes, absmax, nested_absmax, nested_quant_map, nested_offset, quant_map, shape, (rows,))
+
+
+def concatenate_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
+    """One weight of several parts, or None where their formats do not allow it (blocks that cross rows, mixed)."""
+    first = weights[0]
+    kinds = {(w.absmax.dtype, w.nested_absmax is None, w.quant_map is None, w.shape[1]) for w in weights}
+    if len(kinds) > 1 or first.order != "split" or first.quant_map is not None:
+        return None
+    return NF4Weight(
+        codes=jnp.concatenate([w.codes for w in weights]),
+        absmax=jnp.concatenate([w.absmax for w in weights]),
+        nested_absmax=_joined([w.nested_absmax for w in weights]),
+        nested_quant_map=first.nested_quant_map,
+        nested_offset=_joined([w.nested_offset for w in weights]),
+        quant_map=None,
+        shape=(sum(w.shape[0] for w in weights), first.shape[1]),
+        parts=tuple(rows for w in weights for rows in w.parts),
+    )
+
+
+def _joined(arrays: Sequence[Array | None]) -> Array | None:
+    present = [a for a in arrays if a is not None]
+    return jnp.concatenate(present) if present else None
+
+
+def _order(shape: tuple[int, int]) -> str:
+    return "split" if shape[1] % BLOCK == 0 else "bitsandbytes"

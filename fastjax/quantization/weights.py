@@ -1,0 +1,77 @@
+"""One `matmul` for every kind of frozen weight: the kind of the weight chooses what happens."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from fastjax.parallel import BATCH, local
+from fastjax.quantization.nf4 import NF4Weight, concatenate_nf4
+from pallas_kernels import nf4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixedWeight:
+    """Weights of different formats that read the same input, one below the other ("dynamic" 4-bit folders)."""
+
+    weights: tuple["Weight", ...]
+
+
+Weight = Array | NF4Weight | MixedWeight
+
+
+def matmul(x: Float[Array, "B S in"], weight: Weight) -> Float[Array, "B S out"]:
+    """x·Wᵀ in the dtype of x, accumulated in float32; in true float32 where x is float32.
+
+    Args:
+        x: activations; a gradient flows to them, and to a plain `weight`.
+        weight: [out, in]: an array (cast to the dtype of x), NF4 codes, or several of these one below the other.
+    """
+    if isinstance(weight, MixedWeight):
+        return jnp.concatenate([matmul(x, w) for w in weight.weights], axis=-1)
+    if isinstance(weight, NF4Weight):
+
+        def product(x, codes, scales, quant_map):
+            return nf4.matmul(x, codes, scales, shape=weight.shape, order=weight.order, quant_map=quant_map)
+
+        island = local(product, in_specs=(P(BATCH), P(), P(), P()), out_specs=P(BATCH))
+        return island(x, weight.codes, weight.scales(), weight.quant_map)
+    return linear(x, weight)
+
+
+def linear(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Float[Array, "... out"]:
+    """x·Wᵀ for a plain matrix, in the dtype of x, accumulated in float32 (highest precision for float32)."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight.astype(x.dtype), contract, precision=precision)
+
+
+def dense(weight: Weight, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
+    """The whole matrix in `dtype`."""
+    if isinstance(weight, MixedWeight):
+        return jnp.concatenate([dense(w, dtype) for w in weight.weights])
+    return weight.dequantize(dtype) if isinstance(weight, NF4Weight) else weight.astype(dtype)
+
+
+def concatenate(weights: Sequence[Weight]) -> Weight:
+    """One weight below the other: one array or one set of codes where the formats agree."""
+    if len(weights) == 1:
+        return weights[0]
+    if all(isinstance(w, NF4Weight) for w in weights):
+        joined = concatenate_nf4([w for w in weights if isinstance(w, NF4Weight)])
+        return MixedWeight(tuple(weights)) if joined is None else joined
+    arrays = [w for w in weights if not isinstance(w, NF4Weight | MixedWeight)]
+    if len(arrays) == len(weights) and len({w.dtype for w in arrays}) == 1:
+        return jnp.concatenate(arrays)
+    return MixedWeight(tuple(weights))
+
+
+def out_features(weight: Weight) -> int:
+    """Output rows of a weight (of one layer)."""
+    if isinstance(weight, MixedWeight):
+        return sum(out_features(w) for w in weight.weights)
+    return weight.shape[0]
