@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+from convert.adapters import AdapterConfig, read_adapter, write_adapter
+from convert.weights import save
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from convert.adapters import AdapterConfig, read_adapter, write_adapter
 from convert.checkpoint import open_checkpoint
-from convert.weights import save
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.lora import INITIALISERS, LoraParam, SavedParam

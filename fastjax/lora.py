@@ -1,4 +1,4 @@
-"""Low-rank adapters: W + s·B·A beside a frozen W (LoRA, Hu et al., arXiv 2106.09685), and DoRA (Liu et al., 2402.09353).
+"""Low-rank adapters beside a frozen W: W + s·B·A (LoRA, arXiv 2106.09685), and DoRA (arXiv 2402.09353).
 
 What an adapter computes equals PEFT's, option by option; where adapters attach and how they scale is decided by
 `convert.adapters`, which shares PEFT's rules with the files on disk.

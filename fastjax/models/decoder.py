@@ -160,7 +160,7 @@ class Decoder(nnx.Module):
         return [[one(run) for _ in range(run.period)] for run in self.plan]
 
     def head_input(self, hidden: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S C"]:
-        """What `lm_logits` takes: the hidden states, with their dropped copy beside them if the head's adapter drops."""
+        """What `lm_logits` takes: the hidden states; beside them a dropped copy if the head's adapter drops."""
         adapter = self.lm_head.adapters.get("lm_head")
         if adapter is None or key is None or adapter.dropout == 0.0:
             return hidden

@@ -5,6 +5,7 @@ read the same input are one weight of several parts, and runs of layers with equ
 leading axis, so that one traced body serves them all.
 """
 
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -107,8 +108,8 @@ def layer_of(runs: Sequence[Sequence[Any]], plan: Sequence[Run], index: int) -> 
     for run, trees in zip(plan, runs, strict=True):
         offset = index - run.start
         if 0 <= offset < run.period * run.count:
-            tree = trees[offset % run.period]
-            return tree if run.count == 1 else jax.tree.map(lambda leaf: leaf[offset // run.period], tree)
+            tree, repeat = trees[offset % run.period], offset // run.period
+            return tree if run.count == 1 else jax.tree.map(operator.itemgetter(repeat), tree)
     raise IndexError(f"layer {index} is in no run of {list(plan)}")
 
 

@@ -92,5 +92,5 @@ class RMSNorm(nnx.Module):
         self.weight, self.eps = BaseParam(weight), eps
 
     def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """x / rms(x) · weight."""
+        """Normalise: x / rms(x) · weight."""
         return rms_norm(x, self.weight[...], eps=self.eps)

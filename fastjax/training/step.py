@@ -162,7 +162,7 @@ def _accumulate(gradient: Callable[..., tuple[Any, LossSums]], batch: Batch) -> 
 
 
 def _on_mesh(function: Callable[..., Any], mesh: Mesh | None, donate: tuple[int, ...]) -> Callable[..., Any]:
-    """The function jitted; on a mesh: rows over all devices, frozen weights by the sharding table, the rest repeated."""
+    """The function jitted; on a mesh: rows over all devices, frozen weights by the table, the rest repeated."""
     if mesh is None:
         return jax.jit(function, donate_argnums=donate)
     whole = NamedSharding(mesh, P())
