@@ -1,0 +1,26 @@
+"""Names of what attention keeps for its backward pass, and the block size of the XLA path."""
+
+SAVEABLE_NAMES = ("attention_out", "attention_lse")
+"""What the backward pass needs beside q, k and v: the output [B, S, H, D] in q's dtype and the log-sum-exp of each
+query's logits [B, H, S] in float32. Every implementation names both with ``jax.ad_checkpoint.checkpoint_name``, so that
+``jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(*SAVEABLE_NAMES))`` keeps them and no
+attention runs a second time; naming only the output would keep it and still run the forward kernel for the rest."""
+
+_LOGITS_BYTES = 2**27
+
+
+def query_block(batch: int, heads: int, length: int, keys: int) -> int:
+    """Queries that the XLA path handles at once: as many as keep the float32 logits at 128 MiB, in equal blocks.
+
+    Args:
+        batch: B.
+        heads: H.
+        length: S.
+        keys: T.
+
+    Returns:
+        Queries a block, between 1 and length; length itself means one block and no loop.
+    """
+    most = min(length, max(1, _LOGITS_BYTES // (4 * batch * heads * keys)))
+    blocks = -(-length // most)
+    return -(-length // blocks)

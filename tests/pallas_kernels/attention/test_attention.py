@@ -1,0 +1,181 @@
+"""The XLA path against a float64 oracle, and what must hold for any attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import attention, config, reference, xla
+
+# Three documents (one of length 1) and padding; another row that is one document; a row that is padding throughout.
+PACKED = np.array([[1] * 6 + [2] + [3] * 7 + [0] * 2, [1] * 16, [0] * 16], np.int32)
+
+
+def inputs(batch=3, length=16, keys=None, heads=4, kv_heads=2, size=8, dtype=jnp.float32, seed=0):
+    """q, k, v and a cotangent of the output."""
+    rng = np.random.default_rng(seed)
+    keys = length if keys is None else keys
+    shapes = ((batch, length, heads, size), *[(batch, keys, kv_heads, size)] * 2, (batch, length, heads, size))
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+
+
+def value_and_gradients(function, *arrays):
+    @jax.jit
+    def both(q, k, v, dout):
+        out, vjp = jax.vjp(function, q, k, v)
+        return (out, *vjp(dout))
+
+    return both(*arrays)
+
+
+def oracle(q, k, v, dout, **options):
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(a, jnp.float64) for a in (q, k, v, dout)]
+        results = value_and_gradients(lambda q, k, v: reference.attention(q, k, v, **options), *wide)
+        return tuple(np.asarray(a) for a in results)
+
+
+def assert_close(ours, theirs, tolerance):
+    for actual, expected in zip(ours, theirs, strict=True):
+        actual = np.asarray(actual, np.float64)
+        assert np.all(np.isfinite(actual))
+        np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("causal, packed", [(True, True), (True, False), (False, True)])
+def test_float32_matches_float64(kv_heads, causal, packed):
+    arrays = inputs(kv_heads=kv_heads)
+    options = {"causal": causal, "scale": 0.4, "segment_ids": jnp.asarray(PACKED) if packed else None}
+    ours = value_and_gradients(lambda q, k, v: attention(q, k, v, implementation="xla", **options), *arrays)
+    assert_close(ours, oracle(*arrays, **options), 3e-6)  # float32 over 16 keys
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.bfloat16, 2**-7), (jnp.float16, 2**-10)])
+def test_16_bit_inputs_match_float64(dtype, tolerance):
+    arrays = inputs(dtype=dtype)
+    options = {"segment_ids": jnp.asarray(PACKED)}
+    ours = value_and_gradients(lambda q, k, v: attention(q, k, v, implementation="xla", **options), *arrays)
+    assert [a.dtype for a in ours] == [dtype] * 4
+    # probabilities, logits' gradients and results are rounded to 16 bits: one unit of the largest result
+    assert_close(ours, oracle(*arrays, **options), tolerance)
+
+
+@pytest.mark.parametrize("block, packed", [(1, True), (5, True), (8, True), (5, False)])
+def test_blocks_of_queries_change_nothing(block, packed):
+    q, k, v, dout = inputs()
+    segments = jnp.asarray(PACKED) if packed else None
+
+    def attend(q, k, v):
+        return xla.attention(q, k, v, segments, segments, jnp.zeros((1,), jnp.int32), True, 0.3, block)
+
+    options = {"segment_ids": segments, "scale": 0.3}
+    assert_close(value_and_gradients(attend, q, k, v, dout), oracle(q, k, v, dout, **options), 3e-6)
+
+
+def test_block_size_bounds_the_logits():
+    assert config.query_block(2, 4, 128, 128) == 128
+    for batch, heads, length in ((4, 32, 2048), (1, 32, 8192), (1, 64, 131_072)):
+        block = config.query_block(batch, heads, length, length)
+        assert 1 <= block < length and 4 * batch * heads * block * length <= 2**27
+
+
+def test_no_query_depends_on_a_later_key():
+    q, k, v, _ = inputs(batch=1)
+    for name, jacobian in zip("kv", jax.jit(jax.jacobian(attention, argnums=(1, 2)))(q, k, v), strict=True):
+        influence = np.abs(np.asarray(jacobian)).sum(axis=(0, 2, 3, 4, 6, 7))  # [S, T]
+        assert not np.triu(influence, 1).any(), name
+        visible = influence[np.tril_indices(16)] if name == "v" else influence[np.tril_indices(16)][1:]
+        assert np.all(visible > 0), name  # (the first query's only key has no softmax to move)
+
+
+def test_no_document_depends_on_another():
+    q, k, v, _ = inputs(batch=1)
+    segments = PACKED[:1]
+    same = (segments[0][:, None] == segments[0][None, :]) & (segments[0] != 0)[:, None]
+    attend = jax.jit(jax.jacobian(lambda v: attention(q, k, v, segment_ids=jnp.asarray(segments), causal=False)))
+    jacobian = np.asarray(attend(v))
+    influence = np.abs(np.asarray(jacobian)).sum(axis=(0, 2, 3, 4, 6, 7))
+    np.testing.assert_array_equal(influence > 0, same)
+
+
+def test_packed_equals_unpacked():
+    q, k, v, dout = inputs(batch=1, length=16)
+    lengths, segments = (6, 1, 7), PACKED[:1]
+    packed = value_and_gradients(lambda q, k, v: attention(q, k, v, segment_ids=jnp.asarray(segments)), q, k, v, dout)
+    start = 0
+    for length in lengths:
+        alone = [a[:, start : start + length] for a in (q, k, v, dout)]
+        for ours, theirs in zip(packed, value_and_gradients(attention, *alone), strict=True):
+            np.testing.assert_allclose(ours[:, start : start + length], theirs, atol=2e-6)
+        start += length
+    for array in packed:  # padding
+        assert not np.any(array[:, start:])
+
+
+def test_rows_of_padding_are_zero_and_pass_no_gradient():
+    q, k, v, dout = inputs()
+    results = value_and_gradients(lambda q, k, v: attention(q, k, v, segment_ids=jnp.asarray(PACKED)), q, k, v, dout)
+    for array in results:
+        assert not np.any(array[PACKED == 0])
+        assert np.all(np.isfinite(array))
+
+
+def test_cached_decoding_equals_the_whole_sequence():
+    """Prefill of different lengths, then three tokens a row, against keys padded to the cache's size."""
+    rows, size, prompts, new = 3, 16, np.array([4, 9, 1]), 3
+    q, k, v, _ = inputs(rows, size)
+    whole = attention(q, k, v)
+    taken = prompts[:, None] + np.arange(new)[None, :]
+    queries = jnp.take_along_axis(q, jnp.asarray(taken)[:, :, None, None], axis=1)
+    filled = np.arange(size)[None, :] < (prompts + new)[:, None]
+    stale = jnp.where(jnp.asarray(filled)[:, :, None, None], 0.0, 1e4)  # what a cache holds beyond the row's end
+    out = attention(
+        queries,
+        k + stale,
+        v + stale,
+        segment_ids=jnp.ones((rows, new), jnp.int32),
+        kv_segment_ids=jnp.asarray(filled, jnp.int32),
+        query_offset=jnp.asarray(prompts, jnp.int32),
+    )
+    expected = jnp.take_along_axis(whole, jnp.asarray(taken)[:, :, None, None], axis=1)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_one_offset_serves_every_row():
+    q, k, v, _ = inputs()
+    np.testing.assert_allclose(attention(q[:, 5:], k, v, query_offset=5), attention(q, k, v)[:, 5:], atol=1e-6)
+
+
+def test_sharded_rows_match():
+    """Eight devices, one row each, inside shard_map with its checks on."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+    q, k, v, dout = inputs(batch=8)
+    segments = jnp.asarray(np.tile(PACKED, (3, 1))[:8])
+
+    def attend(q, k, v, segments):
+        return xla.attention(q, k, v, segments, segments, jnp.zeros((1,), jnp.int32), True, 0.3, 5)
+
+    island = jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)
+    ours = value_and_gradients(lambda q, k, v: island(q, k, v, segments), q, k, v, dout)
+    assert_close(ours, oracle(q, k, v, dout, segment_ids=segments, scale=0.3), 3e-6)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"k": jnp.ones((3, 16, 3, 8)), "v": jnp.ones((3, 16, 3, 8))}, "number of heads that divides q's"),
+        ({"v": jnp.ones((3, 15, 2, 8))}, "k and v must both be"),
+        ({"v": jnp.ones((3, 16, 2, 8), jnp.bfloat16)}, "one dtype, got float32, float32, bfloat16"),
+        ({"segment_ids": jnp.ones((3, 15), jnp.int32)}, r"\[batch, queries\] = \(3, 16\)"),
+        ({"kv_segment_ids": jnp.ones((3, 16), jnp.int32)}, "got None and"),
+        ({"query_offset": jnp.zeros((2,), jnp.int32)}, r"one a row \(3\), got 2"),
+        ({"implementation": "flash"}, "None or one of 'cudnn', 'xla', got 'flash'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    q, k, v, _ = inputs()
+    arguments = {"q": q, "k": k, "v": v} | change
+    with pytest.raises(ValueError, match=message):
+        attention(**arguments)
