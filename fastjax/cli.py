@@ -10,7 +10,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib import metadata
 
 from convert.errors import ConvertError
 from fastjax.errors import ConfigError, DataError, TrainingError
@@ -57,11 +57,18 @@ def _parser() -> argparse.ArgumentParser:
         + "\n\n`fastjax COMMAND --help` says what a command takes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"fastjax {version('fastjax')}")
+    parser.add_argument("--version", action="version", version=f"fastjax {_version()}")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("fastjax")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def _message(error: Exception) -> str:

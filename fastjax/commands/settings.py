@@ -95,7 +95,7 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _explain(message: str, argv: Sequence[str], file: str | None, content: dict[str, Any]) -> str:
-    """jsonargparse's message in our words; as it is, on one line, where it is of an unknown kind."""
+    """The message of jsonargparse in our words; as it is, on one line, where it is of an unknown kind."""
     if match := re.search(r"unrecognized arguments: (--)?([^\s=]+)", message):
         return f"--{_unknown(match[2])}" if match[1] else f"{match[2]}: expected --section.key value"
     if match := re.search(r"arguments are required: (.+)", message):

@@ -21,7 +21,8 @@ class ModelSection:
         dtype: dtype of the computation; null: bfloat16 on a GPU, float32 on a CPU.
         load_in_4bit: hold the frozen weights of the layers in NF4 (QLoRA).
         full_finetuning: train every weight instead of an adapter.
-        use_gradient_checkpointing: what the backward pass recomputes: true, false, or the name of a policy.
+        use_gradient_checkpointing: what the backward pass recomputes: true or "full": all but the layers' inputs;
+            false or "projections": what lies between the projections and the attention; "none": nothing.
         layer_loop: scan over the layers (compile time independent of depth) or unroll them (a few percent faster).
     """
 
@@ -57,6 +58,7 @@ class LoraSection:
         alpha_pattern: the same for lora_alpha.
         layers_to_transform: indices of the layers that get adapters; null: all.
         modules_to_save: modules trained whole and saved with the adapter: embed_tokens, lm_head.
+        ensure_weight_tying: with tied embeddings, modules_to_save trains one array for both uses, not two.
         init_lora_weights: how A and B start: true (B is zero), false, "gaussian" or "orthogonal".
         bias: which biases are trained; only "none".
         random_state: seed of the adapter's start.
@@ -72,6 +74,7 @@ class LoraSection:
     alpha_pattern: dict[str, float] | None = None
     layers_to_transform: list[int] | int | None = None
     modules_to_save: list[str] | None = None
+    ensure_weight_tying: bool = False
     init_lora_weights: bool | str = True
     bias: Literal["none"] = "none"
     random_state: int = 3407

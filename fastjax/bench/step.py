@@ -1,0 +1,259 @@
+"""The whole QLoRA train step, AdamW included, of a model of a known shape with random weights.
+
+Every case runs in a fresh process, because a device's peak memory cannot be reset. Weights are drawn and quantised on
+the device, layer by layer. Rows are full and one document each. The time of a step is the median over steps that each
+end with the device idle; compiling is timed apart.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from fastjax.data.batches import Batch
+from fastjax.language_model import FastLanguageModel
+from fastjax.training.flops import step_flops
+from fastjax.training.optimizers import OptimizerConfig, make_optimizer
+from fastjax.training.step import init_state, make_train_step
+
+_LLAMA = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama3-8b": _LLAMA
+    | {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
+    "llama1b": _LLAMA
+    | {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    "tiny": _LLAMA
+    | {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCase:
+    """What is measured.
+
+    Attributes:
+        preset: a key of PRESETS.
+        batch: rows.
+        seq: tokens a row.
+        rank: of the adapters, on all seven projections.
+        checkpointing: "full", "projections" or "none".
+        layer_loop: "scan" or "unroll".
+        dtype: of the computation; None: by the device.
+        steps: steps that are timed.
+        warmup: steps before these.
+    """
+
+    preset: str
+    batch: int
+    seq: int
+    rank: int
+    checkpointing: str
+    layer_loop: str
+    dtype: str | None
+    steps: int
+    warmup: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What was measured; `error` alone is set where the device had not enough memory.
+
+    Attributes:
+        device: its name.
+        jax: version.
+        dtype: of the computation.
+        step_seconds: median.
+        tokens_per_second: of the median step.
+        model_tflops_per_second: `step_flops` over the median step.
+        compile_seconds: tracing, lowering and compiling.
+        peak_bytes: the allocator's peak in this process; None where the device keeps no count.
+        step_bytes: arguments and temporaries of the step by the compiler's plan.
+        losses: of every step, warm-up included.
+        error: what went wrong.
+    """
+
+    device: str
+    jax: str
+    dtype: str | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    model_tflops_per_second: float | None = None
+    compile_seconds: float | None = None
+    peak_bytes: int | None = None
+    step_bytes: int | None = None
+    losses: Sequence[float] = ()
+    error: str | None = None
+
+
+def measure(case: StepCase) -> StepResult:
+    """Build the model, compile the step, time it.
+
+    Args:
+        case: what to measure.
+    """
+    device = jax.devices()[0]
+    try:
+        return _measure(case, device)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return StepResult(device.device_kind, jax.__version__, error="out of memory")
+
+
+def _measure(case: StepCase, device: jax.Device) -> StepResult:
+    model = FastLanguageModel.from_config(
+        PRESETS[case.preset],
+        max_seq_length=case.seq,
+        dtype=case.dtype,
+        load_in_4bit=True,
+        use_gradient_checkpointing=case.checkpointing,
+        layer_loop=case.layer_loop,  # pyright: ignore[reportArgumentType]
+    )
+    model = FastLanguageModel.get_peft_model(model, r=case.rank)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-4), case.warmup + case.steps)
+    state = init_state(model.trainable, optimizer, jax.random.key(0))
+    frozen = model.frozen
+    batch = _batch(case, model.config.vocab_size)
+
+    start = time.perf_counter()
+    step = make_train_step(model.graphdef, optimizer, model.trainable_filter)
+    compiled = step.lower(state, frozen, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    compile_seconds = time.perf_counter() - start
+
+    seconds, losses = [], []
+    for _ in range(case.warmup + case.steps):
+        start = time.perf_counter()
+        state, metrics = compiled(state, frozen, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(metrics["loss"]))
+    median = statistics.median(seconds[case.warmup :])
+    tokens = case.batch * case.seq
+    flops = step_flops(
+        model.config, tokens=tokens, document_length=case.seq, adapter_parameters=model.num_parameters()[0]
+    )
+    plan = compiled.memory_analysis()
+    return StepResult(
+        device=device.device_kind,
+        jax=jax.__version__,
+        dtype=str(model.dtype),
+        step_seconds=median,
+        tokens_per_second=tokens / median,
+        model_tflops_per_second=flops / median / 1e12,
+        compile_seconds=compile_seconds,
+        peak_bytes=(device.memory_stats() or {}).get("peak_bytes_in_use"),
+        step_bytes=None if plan is None else plan.argument_size_in_bytes + plan.temp_size_in_bytes,
+        losses=losses,
+    )
+
+
+def _batch(case: StepCase, vocab_size: int) -> Batch:
+    """Random rows of one document each, the last place without a target."""
+    shape = (1, case.batch, case.seq)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
+    targets = np.full(shape, -100, np.int32)
+    targets[..., :-1] = tokens[..., 1:]
+    positions = np.broadcast_to(np.arange(case.seq, dtype=np.int32), shape)
+    return Batch(tokens, targets, None, positions)  # pyright: ignore[reportArgumentType]  # None: whole rows
+
+
+def run(cases: Sequence[StepCase], output: Path | None = None, console: Console | None = None) -> list[StepResult]:
+    """Measure each case in a process of its own, show a table, write a file.
+
+    Args:
+        cases: what to measure.
+        output: JSON file for cases and results; None: no file.
+        console: for the table.
+
+    Returns:
+        The results, in the order of the cases.
+    """
+    console = console or Console()
+    results = []
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
+        for case in cases:
+            with console.status(f"{case.preset} {case.checkpointing} {case.layer_loop}"):
+                results.append(pool.submit(measure, case).result())
+    console.print(_table(cases, results))
+    if output is not None:
+        rows = [dataclasses.asdict(case) | dataclasses.asdict(r) for case, r in zip(cases, results, strict=True)]
+        output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        console.print(f"written to {output}", highlight=False)
+    return results
+
+
+def _table(cases: Sequence[StepCase], results: Sequence[StepResult]) -> Table:
+    first, found = cases[0], results[0]
+    title = (
+        f"QLoRA step · {first.preset} · {first.batch}×{first.seq} · r={first.rank} · {found.device} · jax {found.jax}"
+    )
+    table = Table(title=title)
+    for name in ("checkpointing", "loop"):
+        table.add_column(name)
+    for name in ("step ms", "tokens/s", "TFLOP/s", "compile s", "peak GiB", "plan GiB", "loss"):
+        table.add_column(name, justify="right")
+    for case, result in zip(cases, results, strict=True):
+        cells = [case.checkpointing, case.layer_loop]
+        if result.step_seconds is None or not result.losses:
+            table.add_row(*cells, result.error)
+            continue
+        cells += [
+            f"{result.step_seconds * 1e3:,.1f}",
+            f"{result.tokens_per_second:,.0f}",
+            f"{result.model_tflops_per_second:,.2f}",
+            f"{result.compile_seconds:.1f}",
+            "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**30:.2f}",
+            "-" if result.step_bytes is None else f"{result.step_bytes / 2**30:.2f}",
+            f"{result.losses[-1]:.4f}",
+        ]
+        table.add_row(*cells)
+    return table

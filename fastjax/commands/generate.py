@@ -1,0 +1,77 @@
+"""`fastjax generate`: let a model, with or without an adapter, answer prompts."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastjax.errors import ConfigError, DataError
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        argv: its arguments.
+    """
+    arguments = _parser().parse_args(argv)
+    prompts = _prompts(arguments)
+    from fastjax.generation.text import answer  # JAX is imported once the arguments are right
+    from fastjax.language_model import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(
+        arguments.model,
+        max_seq_length=arguments.max_seq_length,
+        dtype=arguments.dtype,
+        load_in_4bit=arguments.load_in_4bit,
+    )
+    if arguments.adapter is not None:
+        model = FastLanguageModel.load_adapter(model, arguments.adapter)
+    answers = answer(
+        model,
+        prompts,
+        chat=not arguments.raw,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    for prompt, text in zip(prompts, answers, strict=True):
+        if arguments.json:
+            print(json.dumps({"prompt": prompt, "answer": text}, ensure_ascii=False))
+        else:
+            print(text if len(prompts) == 1 else f"> {prompt}\n{text}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fastjax generate", description="Let a model answer prompts.")
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="model in Hugging Face format")
+    parser.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter for it")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    parser.add_argument("--file", metavar="FILE", help="prompts, one a line; - is standard input")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    parser.add_argument("--max_new_tokens", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    parser.add_argument("--top_k", type=int, metavar="N", help="sample among the N likeliest tokens")
+    parser.add_argument("--top_p", type=float, metavar="P", help="sample among the tokens that sum to probability P")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+    parser.add_argument("--max_seq_length", type=int, default=2048, metavar="N", help="default: %(default)s")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: by the device")
+    parser.add_argument("--load_in_4bit", action="store_true", help="hold the layers' weights in NF4")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a prompt")
+    return parser
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    prompts = list(arguments.prompt)
+    if arguments.file is not None:
+        try:
+            text = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{arguments.file}: not valid UTF-8 at byte {error.start}") from error
+        prompts += [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ConfigError("--prompt: expected at least one prompt, given none; use --prompt TEXT or --file FILE")
+    return prompts

@@ -1,0 +1,124 @@
+"""`fastjax quickstart`: QLoRA on the embedded tiny model, with its answers before and after."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from fastjax.training.config import (
+    DataSection,
+    LoraSection,
+    ModelSection,
+    OptimizerConfig,
+    OutputSection,
+    TrainConfig,
+    TrainingSection,
+)
+
+ASSETS = Path(__file__).parent.parent / "assets"
+"""The embedded model and data set."""
+
+
+class Scored(NamedTuple):
+    """A model's answers to the held-out prompts.
+
+    Attributes:
+        answers: in the order of the prompts.
+        exact: how many equal the expected answer.
+    """
+
+    answers: list[str]
+    exact: int
+
+
+def quickstart_config(output_dir: str) -> TrainConfig:
+    """The settings of the run, as examples/quickstart.yaml has them.
+
+    Args:
+        output_dir: folder of the run; an earlier run there is replaced.
+    """
+    return TrainConfig(
+        model=ModelSection(str(ASSETS / "tiny-llama"), max_seq_length=256),
+        lora=LoraSection(r=16, lora_alpha=32),
+        data=DataSection(str(ASSETS / "tiny-chat/train.jsonl"), str(ASSETS / "tiny-chat/test.jsonl")),
+        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_ratio=0.05),
+        training=TrainingSection(per_device_train_batch_size=8, num_train_epochs=6, logging_steps=25),
+        output=OutputSection(output_dir, overwrite_output_dir=True),
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        argv: its arguments.
+    """
+    parser = argparse.ArgumentParser(
+        prog="fastjax quickstart",
+        description="Fine-tune the embedded tiny Llama with QLoRA and show its answers before and after. It takes a "
+        "few minutes on two CPU cores and reads nothing from the network.",
+    )
+    parser.add_argument("--output_dir", default="runs/quickstart", metavar="FOLDER", help="default: %(default)s")
+    run(quickstart_config(parser.parse_args(argv).output_dir), Console())
+
+
+def run(config: TrainConfig, console: Console) -> tuple[Scored, Scored]:
+    """Answer, fine-tune, answer again, and show both.
+
+    Args:
+        config: the run; its held-out file has the prompts and the expected answers.
+        console: for what is shown.
+
+    Returns:
+        The answers before and after.
+    """
+    from fastjax.data import read_jsonl
+    from fastjax.fine_tuning import fine_tune
+    from fastjax.language_model import FastLanguageModel
+
+    assert isinstance(config.data.eval_file, str)
+    conversations = [record.messages for record in read_jsonl(config.data.eval_file)]  # pyright: ignore
+    prompts = [messages[0]["content"] for messages in conversations]
+    expected = [messages[-1]["content"] for messages in conversations]
+    base, _ = FastLanguageModel.from_pretrained(config.model.model_name, config.model.max_seq_length)
+    with console.status("asking the base model"):
+        before = _score(base, prompts, expected)
+    tuned = fine_tune(config, console)
+    with console.status("asking the fine-tuned model"):
+        after = _score(tuned.model, prompts, expected)
+    _show(console, prompts, expected, before, after)
+    command = f"fastjax generate --model {shlex.quote(config.model.model_name)} --load_in_4bit"
+    console.print(
+        f"The adapter is in {tuned.folder} (PEFT format). Ask it something:\n"
+        f"  {command} --adapter {shlex.quote(str(tuned.folder))} --prompt {shlex.quote(prompts[0])}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return before, after
+
+
+def _score(model, prompts: Sequence[str], expected: Sequence[str]) -> Scored:
+    from fastjax.generation.text import answer
+
+    answers = answer(model, prompts, max_new_tokens=max(map(len, expected)) + 8)
+    return Scored(answers, sum(a.strip() == e.strip() for a, e in zip(answers, expected, strict=True)))
+
+
+def _show(
+    console: Console, prompts: Sequence[str], expected: Sequence[str], before: Scored, after: Scored, rows: int = 6
+) -> None:
+    table = Table(title=f"Held-out prompts ({rows} of {len(prompts)})")
+    for column in ("prompt", "expected", "before", "after"):
+        table.add_column(column, overflow="fold")
+    for cells in list(zip(prompts, expected, before.answers, after.answers, strict=True))[:rows]:
+        table.add_row(*(cell if len(cell) <= 80 else cell[:77] + "..." for cell in cells))
+    console.print(table)
+    console.print(
+        f"exact match on {len(prompts)} held-out prompts: before {before.exact / len(prompts):.1%}, "
+        f"after {after.exact / len(prompts):.1%}",
+        highlight=False,
+    )
