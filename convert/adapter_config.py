@@ -1,0 +1,297 @@
+"""adapter_config.json: PEFT's LoRA settings, and which modules they mean.
+
+The dataclass has the fields that are supported, under PEFT's names. A field that PEFT knows and this does not is
+refused by name when it is off its default, never ignored; so is an unknown field that is neither null nor false.
+Matching follows PEFT 0.21 (``check_target_module_exists``, ``get_pattern_key``) on Hugging Face module names such as
+"model.layers.0.self_attn.q_proj".
+"""
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from convert.errors import ConvertError, unexpected
+from convert.families import Family
+from convert.families.llama import FAMILY as LLAMA
+
+CONFIG = "adapter_config.json"
+PEFT_VERSION = "0.21.2"  # the version whose format is written
+INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
+
+# PEFT's other fields: the value that means "off". Fields that only qualify one of these may hold anything.
+_OFF: dict[str, Any] = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "layer_replication": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "loftq_config": {},
+    "megatron_config": None,
+    "use_qalora": False,
+}
+_QUALIFIERS = ("auto_mapping", "megatron_core", "qalora_group_size", "peft_type", "peft_version", "runtime_config")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA settings; names, meanings and defaults are PEFT's (``LoraConfig``).
+
+    Attributes:
+        r: Rank.
+        lora_alpha: The update is scaled by ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with `use_rslora`.
+        lora_dropout: Dropout on the adapter's input.
+        target_modules: Module names (whole, or the last parts), a regular expression for the whole name, or
+            "all-linear" for every matrix in the layers.
+        exclude_modules: Modules that are never targets, likewise.
+        modules_to_save: Modules that are trained whole and saved with the adapter.
+        layers_to_transform: Layers that adapters are limited to.
+        layers_pattern: Name of the list of layers, if it must be told apart.
+        rank_pattern: Regular expression for the last parts of a name -> rank; the first that matches counts.
+        alpha_pattern: Likewise -> lora_alpha.
+        use_rslora: See `lora_alpha`.
+        use_dora: Weight-decomposed adapters (arXiv 2402.09353).
+        init_lora_weights: How adapters start: True, False, "gaussian" or "orthogonal".
+        ensure_weight_tying: Keep tied embeddings and head tied in the adapter too.
+        base_model_name_or_path: The model it was trained on.
+        revision: Of that model.
+        task_type: "CAUSAL_LM".
+        inference_mode: Written as true by PEFT; nothing depends on it here.
+    """
+
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    use_rslora: bool = False
+    use_dora: bool = False
+    init_lora_weights: bool | str = True
+    ensure_weight_tying: bool = False
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    task_type: str | None = "CAUSAL_LM"
+    inference_mode: bool = False
+
+    def __post_init__(self):
+        _check(self)
+
+
+def config_from_json(raw: Mapping[str, Any], file: str | os.PathLike[str]) -> AdapterConfig:
+    """Read the contents of adapter_config.json.
+
+    Args:
+        raw: The JSON object.
+        file: Its path, for messages.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ConvertError: A field of the wrong type, or one that is not supported and off its default.
+    """
+    if raw.get("peft_type") != "LORA":
+        raise unexpected(file, "peft_type", "'LORA'", raw.get("peft_type"))
+    known = {item.name: item for item in dataclasses.fields(AdapterConfig)}
+    values: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name in known:
+            values[name] = value
+        elif name in _OFF:
+            if value != _OFF[name] and value not in (None, False):
+                raise unexpected(file, name, f"{_OFF[name]!r}: other values are not supported", value)
+        elif name not in _QUALIFIERS and value not in (None, False, {}, []):
+            raise unexpected(file, name, "null or false: the field is not supported", value)
+    for name in ("rank_pattern", "alpha_pattern"):
+        values[name] = {} if values.get(name) is None else values[name]
+    try:
+        config = AdapterConfig(**values)
+    except ConvertError as error:  # its message starts with the file's bare name
+        raise ConvertError(f"{Path(file).parent}{os.sep}{error}") from None
+    if config.target_modules is None:
+        raise unexpected(file, "target_modules", "a list of names or a regular expression", None)
+    return config
+
+
+def config_to_json(config: AdapterConfig) -> dict[str, Any]:
+    """What adapter_config.json holds for these settings.
+
+    Args:
+        config: The settings.
+
+    Returns:
+        A JSON object that PEFT's ``LoraConfig`` takes.
+    """
+    result = dataclasses.asdict(config)
+    result |= {"peft_type": "LORA", "peft_version": PEFT_VERSION, "bias": "none", "inference_mode": True}
+    return result
+
+
+def targets(config: AdapterConfig, module: str, *, family: Family = LLAMA) -> bool:
+    """Whether PEFT would put an adapter on a module.
+
+    Args:
+        config: The settings.
+        module: The module's Hugging Face name, "model.layers.0.self_attn.q_proj", "model.embed_tokens", "lm_head".
+        family: The model's table, for "all-linear".
+
+    Returns:
+        True for a target. Entries of a list match the whole name or its last parts, a string the whole name;
+        `exclude_modules` and `modules_to_save` win; `layers_to_transform` limits what matched by its last parts.
+    """
+    if config.exclude_modules and _named(config.exclude_modules, module):
+        return False
+    if any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in config.modules_to_save or ()):
+        return False
+    if config.target_modules is None:
+        return False
+    if isinstance(config.target_modules, str):
+        if config.target_modules.lower() == "all-linear":
+            return family.is_layer_linear(module)
+        return re.fullmatch(config.target_modules, module) is not None
+    if module in config.target_modules:
+        return True
+    if not _named(config.target_modules, module):
+        return False
+    layers = config.layers_to_transform
+    if layers is None or layers == []:
+        return True
+    layer = _layer(config, module)
+    return layer is not None and layer in ([layers] if isinstance(layers, int) else layers)
+
+
+def rank_and_alpha(config: AdapterConfig, module: str) -> tuple[int, float]:
+    """A module's rank and alpha, after `rank_pattern` and `alpha_pattern`.
+
+    Args:
+        config: The settings.
+        module: The module's Hugging Face name.
+
+    Returns:
+        (r, lora_alpha).
+    """
+    return (
+        _pattern(config.rank_pattern, module, config.r),
+        _pattern(config.alpha_pattern, module, config.lora_alpha),
+    )
+
+
+def scaling(config: AdapterConfig, module: str) -> float:
+    """What a module's B·A is multiplied with: alpha / r, or alpha / √r with ``use_rslora`` (arXiv 2312.03732).
+
+    Args:
+        config: The settings.
+        module: The module's Hugging Face name.
+    """
+    rank, alpha = rank_and_alpha(config, module)
+    return alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+
+
+def saves_whole(config: AdapterConfig, module: str) -> bool:
+    """Whether PEFT trains a module whole: its name ends with an entry of ``modules_to_save``.
+
+    Args:
+        config: The settings.
+        module: The module's Hugging Face name.
+    """
+    return any(module.endswith(name) for name in config.modules_to_save or ())
+
+
+def _named(names: list[str] | str, module: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return patterns.get(module, default)
+
+
+def _layer(config: AdapterConfig, module: str) -> int | None:
+    """The layer's number in a name: its first numbered part, or the one after `layers_pattern`."""
+    if config.layers_pattern:
+        names = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern
+        matches = (re.match(rf"(?:^|.*?\.){name}\.(?P<index>\d+)\.", module) for name in names)
+        match = next((match for match in matches if match), None)
+    else:
+        match = re.match(r".*?\.[^.]*\.(?P<index>\d+)\.", module)
+    return None if match is None else int(match["index"])
+
+
+def _check(config: AdapterConfig) -> None:
+    """Types, ranges and regular expressions, each with the field's name."""
+
+    def need(name: str, right: bool, expected: str) -> None:
+        if not right:
+            raise unexpected(CONFIG, name, expected, getattr(config, name))
+
+    need("r", _positive(config.r), "a positive integer")
+    need("lora_alpha", _number(config.lora_alpha), "a number")
+    need("lora_dropout", _number(config.lora_dropout) and 0 <= config.lora_dropout < 1, "a number from 0 to below 1")
+    for name in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = getattr(config, name)
+        need(name, value is None or isinstance(value, str) or _strings(value), "a list of strings, a string or null")
+    need("modules_to_save", config.modules_to_save is None or _strings(config.modules_to_save), "a list of strings")
+    layers = config.layers_to_transform
+    listed = isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers)
+    need("layers_to_transform", layers is None or listed or (type(layers) is int and layers >= 0), "layer numbers")
+    ranks, alphas = config.rank_pattern, config.alpha_pattern
+    need("rank_pattern", _strings_to(ranks, _positive), "an object {pattern: positive integer}")
+    need("alpha_pattern", _strings_to(alphas, _number), "an object {pattern: number}")
+    for name in ("use_rslora", "use_dora", "ensure_weight_tying", "inference_mode"):
+        need(name, isinstance(getattr(config, name), bool), "true or false")
+    for name in ("base_model_name_or_path", "revision", "task_type"):
+        value = getattr(config, name)
+        need(name, value is None or isinstance(value, str), "a string or null")
+    start = config.init_lora_weights
+    right = isinstance(start, (bool, str)) and start in INITIALIZATIONS
+    need("init_lora_weights", right, "true, false, 'gaussian' or 'orthogonal'; other starts are not supported")
+
+    if isinstance(config.target_modules, str):
+        need("layers_to_transform", layers is None, "null, since target_modules is a string")
+        need("layers_pattern", config.layers_pattern is None, "null, since target_modules is a string")
+    need("layers_pattern", not config.layers_pattern or layers is not None, "null without layers_to_transform")
+    expressions = {
+        "target_modules": [config.target_modules] if isinstance(config.target_modules, str) else [],
+        "exclude_modules": [config.exclude_modules] if isinstance(config.exclude_modules, str) else [],
+        "layers_pattern": [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern,
+        "modules_to_save": config.modules_to_save,
+        "rank_pattern": list(ranks),
+        "alpha_pattern": list(alphas),
+    }
+    for name, patterns in expressions.items():
+        for pattern in patterns or ():
+            try:
+                re.compile(rf"(.*\.)?({pattern})$")
+                re.compile(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise unexpected(CONFIG, name, f"regular expressions ({error})", pattern) from None
+
+
+def _positive(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and -1e30 < value < 1e30
+
+
+def _strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _strings_to(value: Any, right: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) and right(item) for key, item in value.items())

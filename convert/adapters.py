@@ -1,0 +1,181 @@
+"""PEFT LoRA folders: adapter_config.json and adapter_model.safetensors, to and from named arrays.
+
+Arrays are named by the module's path in the tree and what they are:
+
+- ``layers.0.self_attn.q_proj.lora_A`` [r, in], ``.lora_B`` [out, r]; with DoRA ``.lora_magnitude_vector`` [out];
+- ``embed_tokens.lora_embedding_A`` [r, vocabulary], ``.lora_embedding_B`` [width, r]; with DoRA
+  ``.lora_magnitude_vector`` [width];
+- ``embed_tokens.modules_to_save.weight``, ``lm_head.modules_to_save.weight``: modules that are trained whole;
+- ``embed_tokens.base_layer.weight``, ``lm_head.base_layer.weight``: the frozen matrix that PEFT saves beside an
+  adapter on these two. PEFT loads it over the base model's if it is there and does not need it: leave it out.
+
+With ``ensure_weight_tying`` on a tied model PEFT wants the head's entries too, as copies of the embedding's.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from convert.adapter_config import (
+    CONFIG,
+    AdapterConfig,
+    config_from_json,
+    config_to_json,
+    rank_and_alpha,
+    saves_whole,
+    scaling,
+    targets,
+)
+from convert.checkpoint import write_config
+from convert.errors import ConvertError, unexpected
+from convert.families import Family
+from convert.families.llama import FAMILY as LLAMA
+from convert.files import atomic_folder, read_json
+from convert.tensor_file import TensorInfo, read_header, read_tensor, write_tensor_file
+
+__all__ = [
+    "AdapterConfig",
+    "rank_and_alpha",
+    "read_adapter",
+    "saves_whole",
+    "scaling",
+    "targets",
+    "write_adapter",
+]
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# What an array is: its ending in the tree and in the file. The last two are for `modules_to_save`.
+_ENDINGS = (
+    (".lora_A", ".lora_A.weight"),
+    (".lora_B", ".lora_B.weight"),
+    (".lora_embedding_A", ".lora_embedding_A"),
+    (".lora_embedding_B", ".lora_embedding_B"),
+    (".lora_magnitude_vector", ".lora_magnitude_vector"),
+    (".base_layer.weight", ".base_layer.weight"),
+    (".modules_to_save.weight", ".weight"),
+    (".modules_to_save.bias", ".bias"),
+)
+_PAIRS = ((".lora_A", ".lora_B"), (".lora_embedding_A", ".lora_embedding_B"))
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+
+
+def read_adapter(
+    folder: str | os.PathLike[str], *, family: Family = LLAMA
+) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
+    """Read a PEFT LoRA folder.
+
+    Args:
+        folder: Holds adapter_config.json and adapter_model.safetensors.
+        family: The table of the base model.
+
+    Returns:
+        The settings, and the arrays as they are stored, by the names in this module's description.
+
+    Raises:
+        ConvertError: A file is missing or damaged, a setting is not supported, or names, ranks and settings
+            contradict each other (all listed).
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConvertError(f"{folder}: no such folder; expected a PEFT adapter with {CONFIG} and {WEIGHTS}")
+    config = config_from_json(read_json(folder / CONFIG), folder / CONFIG)
+    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
+        raise unexpected(folder, "weights", f"{WEIGHTS} (pickles are never loaded)", "adapter_model.bin")
+    header = read_header(folder / WEIGHTS)
+    names = _tree_names(header, family, folder / WEIGHTS)
+    _check({path: header[name].shape for path, name in names.items()}, config, family, folder / WEIGHTS)
+    return config, {path: read_tensor(name, header[name]) for path, name in names.items()}
+
+
+def write_adapter(
+    folder: str | os.PathLike[str],
+    config: AdapterConfig,
+    arrays: Mapping[str, np.ndarray],
+    *,
+    family: Family = LLAMA,
+) -> None:
+    """Write a PEFT LoRA folder, whole or not at all.
+
+    Args:
+        folder: The final place; an earlier adapter there is replaced, other files stay.
+        config: The settings.
+        arrays: By the names in this module's description.
+        family: The table of the base model.
+
+    Raises:
+        ConvertError: Names, ranks and settings contradict each other (all listed).
+        OSError: The files cannot be written; nothing half-written is left.
+    """
+    hosts = {path: np.asarray(array) for path, array in arrays.items()}
+    _check({path: array.shape for path, array in hosts.items()}, config, family, Path(folder) / WEIGHTS)
+    tensors = {PREFIX + _file_name(path, family): array for path, array in hosts.items()}
+    with atomic_folder(folder, replaces=("adapter_model.*",)) as temporary:
+        write_tensor_file(temporary / WEIGHTS, tensors)
+        write_config(temporary / CONFIG, config_to_json(config))
+
+
+def _tree_names(header: Mapping[str, TensorInfo], family: Family, file: Path) -> dict[str, str]:
+    """Tree name -> name in the file; one error lists every name that means nothing."""
+    names: dict[str, str] = {}
+    unknown = []
+    for name in header:
+        path = None
+        for ending, stored in _ENDINGS:
+            if name.startswith(PREFIX) and name.endswith(stored):
+                try:
+                    path = family.module_path(name[len(PREFIX) : -len(stored)]) + ending
+                except ConvertError:
+                    continue
+                break
+        if path is None:
+            unknown.append(name)
+        else:
+            names[path] = name
+    if unknown:
+        expected = f"LoRA tensors of {family.model_type} modules under {PREFIX}"
+        raise ConvertError(f"{file}: expected only {expected}, got {', '.join(unknown)}")
+    return names
+
+
+def _file_name(path: str, family: Family) -> str:
+    for ending, stored in _ENDINGS:
+        if path.endswith(ending):
+            return family.module_name(path[: -len(ending)]) + stored
+    raise ConvertError(f"{path}: expected an ending of {', '.join(ending for ending, _ in _ENDINGS)}")
+
+
+def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family: Family, file: Path) -> None:
+    """Pairs are whole, ranks are the settings', and every module is one that the settings mean."""
+    wrong: list[str] = []
+    modules: dict[str, set[str]] = {}
+    for path in shapes:
+        ending = next((ending for ending, _ in _ENDINGS if path.endswith(ending)), None)
+        if ending is None:
+            wrong.append(f"{path} (no LoRA array has this ending)")
+        else:
+            modules.setdefault(path[: -len(ending)], set()).add(ending)
+    for module, endings in modules.items():
+        name = family.module_name(module)
+        whole = {ending for ending in endings if ending.startswith(".modules_to_save")}
+        tied = config.ensure_weight_tying and module in _EMBEDDINGS
+        twins = [family.module_name(twin) for twin in _EMBEDDINGS] if tied else [name]
+        if whole and not any(saves_whole(config, twin) for twin in twins):
+            wrong.append(f"{module} (trained whole, but not in modules_to_save)")
+        if endings - whole and not any(targets(config, twin, family=family) for twin in twins):
+            wrong.append(f"{module} (an adapter, but no target of target_modules)")
+        if endings - whole and not any(set(pair) <= endings for pair in _PAIRS):
+            wrong.append(f"{module} (needs both A and B)")
+        for first, second in _PAIRS:
+            if first in endings and second in endings:
+                rank, _ = rank_and_alpha(config, name)
+                a, b = shapes[module + first], shapes[module + second]
+                if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
+                    wrong.append(f"{module} (expected rank {rank} from {CONFIG}, got shapes {list(a)} and {list(b)})")
+                if config.use_dora != (".lora_magnitude_vector" in endings):
+                    state = "needs" if config.use_dora else "must not have"
+                    wrong.append(f"{module} ({state} lora_magnitude_vector: use_dora is {config.use_dora})")
+    if wrong:
+        raise ConvertError(f"{file}: arrays that do not fit {CONFIG}: {', '.join(wrong)}")

@@ -1,0 +1,197 @@
+"""A Hugging Face folder: config.json and safetensors, one file or shards with an index.
+
+Opening reads config, index and headers; a tensor's bytes are read when asked for. Writing collects one shard at a
+time. Pickled checkpoints (pytorch_model.bin) run code when loaded and are never opened.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert.errors import ConvertError, unexpected
+from convert.files import atomic_folder, read_json
+from convert.tensor_file import TensorInfo, read_header, read_tensor, write_tensor_file
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
+MAX_SHARD_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open folder.
+
+    Attributes:
+        folder: Where it is.
+        config: Its config.json.
+        tensors: name -> where each tensor lies.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensor names, sorted."""
+        return tuple(sorted(self.tensors))
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape, dtype name and file of a tensor; nothing is read.
+
+        Raises:
+            ConvertError: There is no such tensor.
+        """
+        if name not in self.tensors:
+            raise ConvertError(f"{self.folder}: no tensor {name} in its safetensors files")
+        return self.tensors[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """Read one tensor; bfloat16 and float8 come as ml_dtypes.
+
+        Raises:
+            ConvertError: There is no such tensor, or its file was cut short since it was opened.
+        """
+        return read_tensor(name, self.info(name))
+
+
+def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
+    """Open a folder and check its config, index and headers against each other.
+
+    Args:
+        folder: A folder with config.json and model.safetensors, or shards and model.safetensors.index.json.
+
+    Returns:
+        The checkpoint; no tensor is read yet.
+
+    Raises:
+        ConvertError: A file is missing, truncated or contradicts another; the message names it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConvertError(f"{folder}: no such folder; expected a Hugging Face model folder with {CONFIG}")
+    if not (folder / CONFIG).is_file() and (folder / "adapter_config.json").is_file():
+        raise ConvertError(f"{folder}: expected a model folder with {CONFIG}, got a PEFT adapter: name its base model")
+    config = read_json(folder / CONFIG)
+    if (folder / SINGLE).exists():
+        return Checkpoint(folder, config, read_header(folder / SINGLE))
+    if (folder / INDEX).exists():
+        return Checkpoint(folder, config, _read_shards(folder))
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickles:
+        way_out = "pickled weights are never loaded; save them as safetensors first"
+        raise ConvertError(f"{folder}: expected {SINGLE} or {INDEX}, got {', '.join(pickles[:3])}: {way_out}")
+    raise ConvertError(f"{folder}: expected {SINGLE} or {INDEX}, got neither")
+
+
+def write_checkpoint(
+    folder: str | os.PathLike[str],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    config: Mapping[str, Any],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a folder from named tensors, whole or not at all, holding one shard in memory.
+
+    Args:
+        folder: The final place; weight files of an earlier save there are replaced, other files stay.
+        tensors: (name, array) pairs, in any order.
+        config: What config.json will hold.
+        max_shard_bytes: A shard is closed before it would grow beyond this (one larger tensor gets its own).
+
+    Raises:
+        ConvertError: A name comes twice, or a dtype cannot be stored.
+        OSError: The files cannot be written; nothing half-written is left.
+    """
+    with atomic_folder(folder, replaces=WEIGHT_FILES) as temporary:
+        write_shards(temporary, ({name: array} for name, array in tensors), max_shard_bytes=max_shard_bytes)
+        write_config(temporary / CONFIG, config)
+
+
+def write_shards(
+    folder: Path, groups: Iterable[Mapping[str, np.ndarray]], *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write model.safetensors, or shards and their index, in place (call it inside `atomic_folder`).
+
+    Args:
+        folder: An empty folder.
+        groups: Tensors that belong in one shard together, such as an NF4 weight and its scales.
+        max_shard_bytes: A shard is closed before it would grow beyond this.
+
+    Raises:
+        ConvertError: A name comes twice, or a dtype cannot be stored.
+        OSError: A file cannot be written.
+    """
+    weight_map: dict[str, int] = {}
+    total = shards = 0
+    pending: dict[str, np.ndarray] = {}
+
+    def close() -> None:
+        nonlocal shards, pending
+        shards += 1
+        write_tensor_file(folder / f"{shards}.part", pending)
+        pending = {}
+
+    for group in groups:
+        twice = sorted(name for name in group if name in weight_map)
+        if twice:
+            raise ConvertError(f"{folder}: expected every tensor once, got a second {', '.join(twice)}")
+        size = sum(array.nbytes for array in group.values())
+        if pending and size + sum(array.nbytes for array in pending.values()) > max_shard_bytes:
+            close()
+        pending.update(group)
+        total += size
+        weight_map.update(dict.fromkeys(group, shards + 1))
+    if pending or not shards:
+        close()
+    if shards == 1:
+        os.rename(folder / "1.part", folder / SINGLE)
+        return
+    names = {number: f"model-{number:05d}-of-{shards:05d}.safetensors" for number in range(1, shards + 1)}
+    for number, name in names.items():
+        os.rename(folder / f"{number}.part", folder / name)
+    files = {name: names[number] for name, number in sorted(weight_map.items())}
+    write_config(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
+
+
+def write_config(file: Path, config: Mapping[str, Any]) -> None:
+    """Write a JSON file as transformers does: indented by two, keys sorted, a newline at the end."""
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _read_shards(folder: Path) -> dict[str, TensorInfo]:
+    """All tensors of the shards that an index names, after checking that the two agree."""
+    index = folder / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise unexpected(index, "weight_map", "an object {tensor: shard}", weight_map)
+    for name, shard in weight_map.items():
+        plain = isinstance(shard, str) and shard == os.path.basename(shard) and "\\" not in shard and "\0" not in shard
+        if not plain or not shard.endswith(".safetensors"):
+            raise unexpected(index, f"weight_map[{name!r}]", "the plain name of a .safetensors file beside it", shard)
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (folder / shard).exists()]
+    if missing:
+        raise ConvertError(f"{index}: weight_map: expected every shard beside the index, missing {', '.join(missing)}")
+    tensors: dict[str, TensorInfo] = {}
+    for shard in shards:
+        header = read_header(folder / shard)
+        absent = sorted(name for name, home in weight_map.items() if home == shard and name not in header)
+        if absent:
+            raise ConvertError(
+                f"{folder / shard}: expected the tensors that {INDEX} names, missing {', '.join(absent)}"
+            )
+        for name, info in header.items():
+            if weight_map.get(name, shard) != shard:
+                continue
+            if name in tensors:
+                raise ConvertError(f"{folder / shard}: {name} is not in {INDEX} and also in {tensors[name].file.name}")
+            tensors[name] = info
+    return tensors

@@ -1,0 +1,193 @@
+"""What a family's table is made of: rows that give a checkpoint name, a tree path, a shape and a transform.
+
+A family is data. Its rows are templates with ``{i}`` for the layer and shapes in named dimensions; `Family` fills
+both in from a config.json. A new family is a new table, no new code here.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from convert.errors import ConvertError, unexpected
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A reversible change of layout between file and tree.
+
+    Attributes:
+        load: File array -> tree array.
+        save: Tree array -> file array.
+    """
+
+    load: Callable[[np.ndarray], np.ndarray]
+    save: Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor.
+
+    Attributes:
+        name: Its name in the checkpoint; in a table with ``{i}`` for the layer's number.
+        path: Its path in the model's tree, likewise.
+        shape: Its dimensions in the file; in a table as names of the family's dimensions.
+        when: In a table: the flag that the config must raise for the tensor to exist; None for always.
+        transform: Change of layout on the way in and out; None for none.
+    """
+
+    name: str
+    path: str
+    shape: tuple[Any, ...]
+    when: str | None = None
+    transform: Transform | None = None
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A checkpoint name that is read past.
+
+    Attributes:
+        pattern: Regular expression for the whole name.
+        reason: Why, for people.
+        when: The flag that the config must raise; None for always.
+        same_as: Path of the tensor that it must equal byte for byte; None for unchecked.
+    """
+
+    pattern: str
+    reason: str
+    when: str | None = None
+    same_as: str | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A table and how to fill it in.
+
+    Attributes:
+        model_type: ``model_type`` in config.json.
+        table: Rows; those with ``{i}`` stand together and are repeated layer by layer.
+        ignored: Names to read past.
+        dimensions: config -> the sizes that the rows' shapes name, and "L", the number of layers.
+        flags: config -> the conditions that hold, for ``when``.
+    """
+
+    model_type: str
+    table: tuple[Row, ...]
+    ignored: tuple[Ignored, ...]
+    dimensions: Callable[[Config, str], dict[str, int]]
+    flags: Callable[[Config, str], frozenset[str]]
+
+    def rows(self, config: Config, file: str | os.PathLike[str] = "config.json") -> tuple[Row, ...]:
+        """All tensors of a model, in order: embeddings, layer by layer, norm, head.
+
+        Args:
+            config: Contents of config.json.
+            file: Its path, for messages.
+
+        Returns:
+            Rows with the layer's number and the sizes filled in.
+
+        Raises:
+            ConvertError: A config field is missing or of the wrong type; the message names it.
+        """
+        sizes = self.dimensions(config, str(file))
+        flags = self.flags(config, str(file))
+        rows: list[Row] = []
+        wanted = (row for row in self.table if row.when is None or row.when in flags)
+        for layered, group in itertools.groupby(wanted, key=lambda row: "{i}" in row.name):
+            templates = list(group)
+            for i in range(sizes["L"]) if layered else (0,):
+                for row in templates:
+                    shape = tuple(sizes[name] for name in row.shape)
+                    rows.append(Row(row.name.format(i=i), row.path.format(i=i), shape, row.when, row.transform))
+        return tuple(rows)
+
+    def ignores(self, name: str, config: Config, file: str | os.PathLike[str] = "config.json") -> Ignored | None:
+        """The rule by which a checkpoint name is read past, or None."""
+        flags = self.flags(config, str(file))
+        for rule in self.ignored:
+            if (rule.when is None or rule.when in flags) and re.fullmatch(rule.pattern, name):
+                return rule
+        return None
+
+    def module_name(self, path: str) -> str:
+        """The checkpoint's name of a module in the tree: "layers.0.mlp.up_proj" -> "model.layers.0.mlp.up_proj".
+
+        Raises:
+            ConvertError: The family has no such module.
+        """
+        return _renamed(path, {_module(row.path): _module(row.name) for row in self.table}, self.model_type)
+
+    def module_path(self, name: str) -> str:
+        """The way back from `module_name`.
+
+        Raises:
+            ConvertError: The family has no such module.
+        """
+        return _renamed(name, {_module(row.name): _module(row.path) for row in self.table}, self.model_type)
+
+    def is_layer_linear(self, name: str) -> bool:
+        """Whether a module, by its checkpoint name, is a matrix inside a layer (what PEFT calls "all-linear")."""
+        template, _ = _template(name)
+        return any(_module(row.name) == template and "{i}" in template and len(row.shape) == 2 for row in self.table)
+
+
+def size(config: Config, field: str, file: str, default: int | None = None) -> int:
+    """A positive integer of config.json.
+
+    Args:
+        config: Contents of config.json.
+        field: Its key.
+        file: Path of config.json, for the message.
+        default: Value for an absent or null field; None if it must be there.
+
+    Raises:
+        ConvertError: It is missing or no positive integer.
+    """
+    value = config.get(field)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or value <= 0:
+        raise unexpected(file, field, "a positive integer", value)
+    return value
+
+
+def flag(config: Config, field: str, file: str, default: bool) -> bool:
+    """A boolean of config.json, or `default` where it is absent or null.
+
+    Raises:
+        ConvertError: It is something else.
+    """
+    value = config.get(field)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise unexpected(file, field, "true or false", value)
+    return value
+
+
+def _module(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+def _template(name: str) -> tuple[str, str]:
+    """Take the layer's number out of a name: "layers.12.mlp" -> ("layers.{i}.mlp", "12")."""
+    match = re.search(r"(?<=\.)\d+(?=\.)", name)
+    if match is None:
+        return name, ""
+    return f"{name[: match.start()]}{{i}}{name[match.end() :]}", match.group()
+
+
+def _renamed(name: str, names: Mapping[str, str], model_type: str) -> str:
+    template, i = _template(name)
+    if template not in names:
+        raise ConvertError(f"{name}: no such module in the table of {model_type}")
+    return names[template].replace("{i}", i)

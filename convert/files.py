@@ -1,0 +1,171 @@
+"""Whole files or none: folders and files are written under a temporary name, flushed to disk and renamed.
+
+A write that fails (a full disk, an exception in the caller, Ctrl-C) removes the temporary and leaves what stood
+under the final name as it was. The renames come last and need no space.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from convert.errors import ConvertError, unexpected
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: str | os.PathLike[str], *, replaces: Sequence[str] = ()) -> Iterator[Path]:
+    """Give a temporary folder whose files get their final names together when the block ends without an error.
+
+    A new folder appears by one rename. In a folder that exists, its other files stay, every new file is complete and
+    flushed before the first rename, and files that ``replaces`` matches and that were not written again are removed
+    (shards of an earlier save that would otherwise stand beside the new ones).
+
+    Args:
+        folder: The final place; missing parents are created.
+        replaces: Glob patterns of file names that belong to an earlier version of the same contents.
+
+    Yields:
+        The temporary folder; write plain files into it, no subfolders.
+
+    Raises:
+        OSError: The files cannot be written; for a full disk the message says so and names ``folder``.
+    """
+    folder = Path(folder)
+    exists = folder.is_dir()
+    parent = folder if exists else folder.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    temporary = parent / _temporary_name(folder)
+    try:
+        with _full_disk_names(folder):
+            temporary.mkdir()
+            yield temporary
+            files = sorted(temporary.iterdir())
+            for file in files:
+                _flush(file)
+            _flush(temporary)
+            if exists:
+                names = {file.name for file in files}
+                for file in files:
+                    os.replace(file, folder / file.name)
+                for pattern in replaces:
+                    for stale in folder.glob(pattern):
+                        if stale.name not in names:
+                            stale.unlink()
+                _flush(folder)
+            else:
+                os.rename(temporary, folder)
+                _flush(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def atomic_file(file: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Give a binary file that gets its final name when the block ends without an error.
+
+    Args:
+        file: The final place; missing parents are created, an earlier file is replaced.
+
+    Yields:
+        The open temporary file.
+
+    Raises:
+        OSError: The file cannot be written; for a full disk the message says so and names ``file``.
+    """
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.parent / _temporary_name(file)
+    try:
+        with _full_disk_names(file):
+            with open(temporary, "wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, file)
+            _flush(file.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(file: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Args:
+        file: The file, UTF-8.
+
+    Returns:
+        The object; a key that stands twice is an error, not the last one.
+
+    Raises:
+        ConvertError: The file is missing or does not hold a JSON object.
+    """
+    try:
+        raw = Path(file).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConvertError(f"{file}: no such file") from None
+    return parse_json(raw, file, "contents")
+
+
+def parse_json(raw: bytes, file: str | os.PathLike[str], field: str) -> dict[str, Any]:
+    """Parse bytes that should be a JSON object, with every way to fail as one ConvertError.
+
+    Args:
+        raw: UTF-8 JSON.
+        file: The file they come from, for the message.
+        field: Where in the file, for the message.
+
+    Returns:
+        The object.
+
+    Raises:
+        ConvertError: Not UTF-8, not JSON, not an object, nested too deep, or with a key twice.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = sorted({key for key in keys if keys.count(key) > 1})
+            raise ConvertError(f"{file}: {field}: the same key twice: {', '.join(twice)[:200]}")
+        return result
+
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
+    except ConvertError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConvertError(f"{file}: {field}: expected a JSON object, got what cannot be parsed ({error})") from None
+    if not isinstance(value, dict):
+        raise unexpected(file, field, "a JSON object", value)
+    return value
+
+
+def _temporary_name(target: Path) -> str:
+    return f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _full_disk_names(target: Path) -> Iterator[None]:
+    """Turn a full disk's bare error into one that names the target and what became of it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        message = f"{os.strerror(error.errno)} for writing this; nothing half-written was left, make room and run again"
+        raise OSError(error.errno, message, str(target)) from error

@@ -1,0 +1,1 @@
+"""Packed formats, bit for bit."""

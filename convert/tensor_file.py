@@ -1,0 +1,190 @@
+"""One safetensors file: its header checked before anything is believed, its tensors read one at a time.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, a JSON header
+``{name: {dtype, shape, data_offsets}}``, then the tensors' bytes without holes. The writer orders and pads as the
+safetensors library does, so that equal tensors give an equal file.
+"""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import ml_dtypes
+import numpy as np
+
+from convert.errors import ConvertError, unexpected
+from convert.files import parse_json
+
+# In the order of the library's enumeration: it stores the tensors by falling position here, then by name.
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_RANK = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
+_MAX_HEADER = 100_000_000  # bytes; the library's own limit
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies and what it is, known from the header alone.
+
+    Attributes:
+        shape: Its dimensions.
+        dtype: The NumPy (or ml_dtypes) name: "float32", "bfloat16", "uint8"…
+        file: The safetensors file.
+        start: Offset of its first byte in the file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def read_header(file: str | os.PathLike[str]) -> dict[str, TensorInfo]:
+    """Read and check a safetensors file's header; no tensor is read.
+
+    Args:
+        file: The file.
+
+    Returns:
+        name -> TensorInfo, in the order of the data.
+
+    Raises:
+        ConvertError: The file is missing, truncated, or its header contradicts itself or the file's size.
+    """
+    file = Path(file)
+    try:
+        with open(file, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            prefix = stream.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
+                expected = "a safetensors header (8 bytes of length, then JSON) inside the file: is the file whole?"
+                raise unexpected(file, "header", expected, f"{size} bytes with a header length of {length}")
+            raw = stream.read(length)
+    except FileNotFoundError:
+        raise ConvertError(f"{file}: no such file") from None
+    except IsADirectoryError:
+        raise unexpected(file, "file", "a safetensors file", "a folder") from None
+    header = parse_json(raw, file, "header")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise unexpected(file, "__metadata__", "an object of strings", metadata)
+    tensors = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)))
+    _check_layout(file, tensors, 8 + length, size)
+    return tensors
+
+
+def read_tensor(name: str, info: TensorInfo) -> np.ndarray:
+    """Read one tensor.
+
+    Args:
+        name: Its name, for the message.
+        info: From `read_header`.
+
+    Returns:
+        A fresh array of ``info.shape`` and ``info.dtype``.
+
+    Raises:
+        ConvertError: The file ends before the tensor does.
+    """
+    raw = np.empty(info.nbytes, np.uint8)
+    with open(info.file, "rb") as stream:
+        stream.seek(info.start)
+        got = stream.readinto(raw.data)
+    if got != info.nbytes:
+        raise unexpected(info.file, name, f"{info.nbytes} bytes at offset {info.start}", f"{got} bytes")
+    return raw.view(np.dtype(info.dtype)).reshape(info.shape)
+
+
+def write_tensor_file(
+    file: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file, byte for byte as the safetensors library would.
+
+    It is written in place: call it inside `convert.files.atomic_folder`.
+
+    Args:
+        file: The file.
+        tensors: name -> array (any memory order).
+        metadata: The header's ``__metadata__``; ``{"format": "pt"}`` unless given, which transformers asks for.
+
+    Raises:
+        ConvertError: An array's dtype has no name in the format.
+        OSError: The file cannot be written.
+    """
+    arrays = {name: np.asarray(array) for name, array in tensors.items()}
+    for name, array in arrays.items():
+        if array.dtype not in _NAMES:
+            raise unexpected(file, name, f"a dtype of {', '.join(map(str, _RANK))}", str(array.dtype))
+    ordered = sorted(arrays.items(), key=lambda item: (-_RANK[item[1].dtype], item[0]))
+    header: dict[str, Any] = {"__metadata__": dict({"format": "pt"} if metadata is None else metadata)}
+    ends = itertools.accumulate(array.nbytes for _, array in ordered)
+    for (name, array), end in zip(ordered, ends, strict=True):
+        offsets = [end - array.nbytes, end]
+        header[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    raw += b" " * (-len(raw) % 8)
+    with open(file, "wb") as stream:
+        stream.write(len(raw).to_bytes(8, "little"))
+        stream.write(raw)
+        for _, array in ordered:
+            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _entry(file: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    if not isinstance(entry, dict):
+        raise unexpected(file, name, "an object with dtype, shape and data_offsets", entry)
+    dtype = entry.get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise unexpected(file, f"{name}.dtype", f"one of {', '.join(DTYPES)}", dtype)
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not _naturals(shape):
+        raise unexpected(file, f"{name}.shape", "a list of sizes", shape)
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise unexpected(file, f"{name}.data_offsets", "[begin, end]", offsets)
+    info = TensorInfo(tuple(shape), DTYPES[dtype].name, file, data_start + offsets[0])
+    if offsets[1] - offsets[0] != info.nbytes:
+        raise unexpected(file, f"{name}.data_offsets", f"{info.nbytes} bytes for {dtype} {shape}", offsets)
+    return info
+
+
+def _naturals(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _check_layout(file: Path, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
+    """The tensors, in order, must cover the data without holes or overlaps, to the file's last byte."""
+    position = data_start
+    for name, info in tensors.items():
+        if info.start != position:
+            given = f"offset {info.start}"
+            raise unexpected(file, f"{name}.data_offsets", f"offset {position}, where the tensor before it ends", given)
+        position += info.nbytes
+    if position != size:
+        raise unexpected(file, "size", f"{position} bytes from the header: is the file whole?", f"{size} bytes")
