@@ -1,0 +1,7 @@
+"""Cross-entropy over a large vocabulary without the whole logits."""
+
+from pallas_kernels.cross_entropy.api import chunked_cross_entropy
+from pallas_kernels.cross_entropy.config import chunk_size_for
+from pallas_kernels.cross_entropy.reference import IGNORE_INDEX, CrossEntropy
+
+__all__ = ["IGNORE_INDEX", "CrossEntropy", "chunk_size_for", "chunked_cross_entropy"]

@@ -1,0 +1,125 @@
+"""cuDNN's attention on a real card, forward and backward, against a float64 oracle.
+
+The bound is that of FlashAttention's own tests: a kernel may be off by at most twice (gradients: three times) what the
+plain formula in the same 16-bit inputs, with its probabilities rounded to 16 bits, is off. Besides, the root mean
+square of the error stays under 1% of the result's for bfloat16 (three roundings of 2⁻⁹ each) and 0.2% for float16.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import SAVEABLE_NAMES, attention, reference
+from pallas_kernels.attention.shapes import HEADS
+
+pytestmark = pytest.mark.gpu
+
+BATCH, LENGTH = 2, 512
+RMS = {jnp.bfloat16: 0.01, jnp.float16: 0.002}
+
+
+def inputs(shape, dtype):
+    rng = np.random.default_rng(0)
+    q_shape = (BATCH, LENGTH, shape.heads, shape.size)
+    k_shape = (BATCH, LENGTH, shape.kv_heads, shape.size)
+    return tuple(jnp.asarray(rng.standard_normal(s), dtype) for s in (q_shape, k_shape, k_shape, q_shape))
+
+
+def packed_rows():
+    """A row of six documents (one of length 1) with padding behind them, and one of two documents."""
+    rows = np.zeros((BATCH, LENGTH), np.int32)
+    for row, lengths in enumerate(((100, 1, 37, 128, 64, 150), (300, 212))):
+        rows[row, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return rows
+
+
+def value_and_gradients(function, *arrays):
+    @jax.jit
+    def both(q, k, v, dout):
+        out, vjp = jax.vjp(function, q, k, v)
+        return (out, *vjp(dout))
+
+    return [np.asarray(a, np.float64) for a in both(*arrays)]
+
+
+def assert_as_good_as_16_bits_allow(arrays, dtype, **options):
+    def using(implementation):
+        return lambda q, k, v: attention(q, k, v, implementation=implementation, **options)
+
+    ours, plain = value_and_gradients(using("cudnn"), *arrays), value_and_gradients(using("xla"), *arrays)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(a, jnp.float64) for a in arrays]
+        exact = value_and_gradients(lambda q, k, v: reference.attention(q, k, v, **options), *wide)
+    for name, actual, rounded, expected in zip(("out", "dq", "dk", "dv"), ours, plain, exact, strict=True):
+        error, allowed = np.abs(actual - expected), np.abs(rounded - expected).max()
+        assert error.max() <= (2 if name == "out" else 3) * allowed + 1e-5, name
+        assert np.sqrt(np.mean(error**2)) <= RMS[dtype] * np.sqrt(np.mean(expected**2)), name
+    return ours
+
+
+@pytest.mark.parametrize("shape", HEADS, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_causal(shape, dtype):
+    assert_as_good_as_16_bits_allow(inputs(shape, dtype), dtype)
+
+
+def test_every_key_visible_and_another_scale():
+    assert_as_good_as_16_bits_allow(inputs(HEADS[0], jnp.bfloat16), jnp.bfloat16, causal=False, scale=0.05)
+
+
+@pytest.mark.parametrize("shape", HEADS, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_documents(shape, dtype, causal):
+    segments = packed_rows()
+    arrays = inputs(shape, dtype)
+    results = assert_as_good_as_16_bits_allow(arrays, dtype, causal=causal, segment_ids=jnp.asarray(segments))
+    for array in results:
+        assert not np.any(array[segments == 0])
+
+
+def test_packed_equals_unpacked():
+    """Each document of even length, alone, gives what it gives in the packed row."""
+    arrays, segments = inputs(HEADS[0], jnp.bfloat16), packed_rows()
+
+    def packed(q, k, v):
+        return attention(q, k, v, segment_ids=jnp.asarray(segments), implementation="cudnn")
+
+    together = value_and_gradients(packed, *arrays)
+    for document in np.unique(segments[0][segments[0] > 0]):
+        (where,) = np.nonzero(segments[0] == document)
+        if where.size % 2:
+            continue
+        alone = [a[:1, where[0] : where[-1] + 1] for a in arrays]
+        single = value_and_gradients(lambda q, k, v: attention(q, k, v, implementation="cudnn"), *alone)
+        for ours, theirs in zip(together, single, strict=True):
+            theirs_scale = np.abs(theirs).max()
+            # two kernels (with a bias and without) round the same sums in another order: two units of bfloat16
+            np.testing.assert_allclose(ours[:1, where[0] : where[-1] + 1], theirs, atol=2**-7 * theirs_scale)
+
+
+def test_a_row_of_padding_has_no_nan():
+    arrays = inputs(HEADS[0], jnp.bfloat16)
+    segments = jnp.zeros((BATCH, LENGTH), jnp.int32).at[0].set(1)
+    results = value_and_gradients(
+        lambda q, k, v: attention(q, k, v, segment_ids=segments, implementation="cudnn"), *arrays
+    )
+    for array in results:
+        assert np.all(np.isfinite(array)) and not np.any(array[1])
+
+
+def test_saved_residuals_give_the_same_gradients_with_one_forward_kernel():
+    q, k, v, _ = inputs(HEADS[0], jnp.bfloat16)
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(attention(q, k, v, implementation="cudnn").astype(jnp.float32)))
+
+    policy = jax.checkpoint_policies.save_only_these_names(*SAVEABLE_NAMES)
+    kept = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1, 2)))
+    again = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2)))
+    for one, two in zip(kept(q, k, v), again(q, k, v), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(two, np.float32), rtol=0.02, atol=1e-3)
+    text = kept.lower(q, k, v).compile().as_text()
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1

@@ -1,0 +1,143 @@
+"""What a checkpoint policy can keep of attention, and when cuDNN serves it, traced for cards that are not there."""
+
+import contextlib
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend import core
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels.attention import SAVEABLE_NAMES, attention
+from tests.support.aot import AOT, needs_cuda_plugin
+
+FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+Q = jax.ShapeDtypeStruct((2, 64, 8, 32), jnp.bfloat16)
+K = jax.ShapeDtypeStruct((2, 64, 2, 32), jnp.bfloat16)
+POLICIES = {
+    "saved": jax.checkpoint_policies.save_only_these_names(*SAVEABLE_NAMES),
+    "output alone": jax.checkpoint_policies.save_only_these_names(SAVEABLE_NAMES[0]),
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def card(kind):
+    """Tracing for an NVIDIA card, or for this machine."""
+    if kind is None:
+        return contextlib.nullcontext()
+    device = AbstractDevice(device_kind=kind, num_cores=100, platform="cuda")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def primitives(jaxpr) -> Counter:
+    """How often each primitive occurs, at any depth."""
+    counts = Counter()
+    for equation in jaxpr.eqns:
+        counts[equation.primitive.name] += 1
+        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda p: isinstance(p, core.Jaxpr)):
+            if isinstance(parameter, core.ClosedJaxpr):
+                counts += primitives(parameter.jaxpr)
+            elif isinstance(parameter, core.Jaxpr):
+                counts += primitives(parameter)
+    return counts
+
+
+def gradient_primitives(policy, segments):
+    def layer(q, k, v):
+        segment_ids = jnp.ones(q.shape[:2], jnp.int32) if segments else None
+        return jnp.sum(attention(jnp.sin(q), jnp.sin(k), jnp.sin(v), segment_ids=segment_ids).astype(jnp.float32))
+
+    gradient = jax.grad(jax.checkpoint(layer, policy=POLICIES[policy]), argnums=(0, 1, 2))
+    return primitives(jax.make_jaxpr(gradient)(Q, K, K).jaxpr)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("policy, forwards", [("saved", 1), ("output alone", 2), ("nothing", 2)])
+def test_cudnn_forward_runs_once_when_its_residuals_are_saved(policy, forwards, segments):
+    with card("NVIDIA H200"):
+        counts = gradient_primitives(policy, segments)
+    assert (counts[FORWARD], counts[BACKWARD]) == (forwards, 1)
+
+
+@pytest.mark.parametrize("policy, products", [("saved", 2 + 5), ("nothing", 2 + 2 + 5)])
+def test_xla_forward_runs_once_when_its_residuals_are_saved(policy, products):
+    counts = gradient_primitives(policy, segments=True)
+    assert counts["dot_general"] == products
+
+
+@pytest.mark.parametrize("kind", [None, "NVIDIA H200"])
+def test_memory_between_the_passes_is_linear_in_the_sequence(kind):
+    with card(kind):
+        residuals = jax.eval_shape(lambda q, k, v: jax.vjp(attention, q, k, v)[1], Q, K, K)
+    heads, length = 8, 64
+    assert max(leaf.size for leaf in jax.tree.leaves(residuals)) == Q.size
+    assert [leaf.size for leaf in jax.tree.leaves(residuals) if leaf.dtype == jnp.float32] == [2 * heads * length]
+
+
+def chosen(kind, **changes):
+    """Which implementation the target gets."""
+    dtype = changes.pop("dtype", jnp.bfloat16)
+    shape = changes.pop("shape", (2, 64, 8, 64))
+    keys = changes.pop("keys", shape[1])
+    q = jax.ShapeDtypeStruct(shape, dtype)
+    k = jax.ShapeDtypeStruct((shape[0], keys, 2, shape[3]), dtype)
+    with card(kind):
+        counts = primitives(jax.make_jaxpr(lambda q, k, v: attention(q, k, v, **changes))(q, k, k).jaxpr)
+    return "cudnn" if counts[FORWARD] else "xla"
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "NVIDIA B200"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_cudnn_serves_training_on_ampere_and_later(kind, dtype):
+    assert chosen(kind, dtype=dtype) == "cudnn"
+    assert chosen(kind, dtype=dtype, segment_ids=jnp.ones((2, 64), jnp.int32)) == "cudnn"
+
+
+def test_head_size_256_is_for_hopper():
+    assert chosen("NVIDIA H200", shape=(2, 64, 8, 256)) == "cudnn"
+    assert chosen("NVIDIA A100-SXM4-80GB", shape=(2, 64, 8, 256)) == "xla"
+
+
+@pytest.mark.parametrize(
+    "kind, changes, reason",
+    [
+        (None, {}, "compute capability 8.0 or more, not cpu"),
+        ("Tesla T4", {}, "compute capability 8.0 or more, not Tesla T4 .cuda, compute capability 7.5."),
+        ("NVIDIA H200", {"dtype": jnp.float32}, "bfloat16 or float16, not float32"),
+        ("NVIDIA H200", {"shape": (2, 64, 8, 20)}, "multiple of 8 and at most 256 .* not 20"),
+        ("NVIDIA A100-SXM4-80GB", {"shape": (2, 64, 8, 136)}, "at most 128 .* not 136"),
+        ("NVIDIA H200", {"shape": (2, 1, 8, 64), "keys": 64}, "as many queries as keys, .* not 1 over 64"),
+        ("NVIDIA H200", {"query_offset": 3}, "at position 3"),
+        ("NVIDIA H200", {"query_offset": jnp.zeros((2,), jnp.int32)}, "positions known only at run time"),
+        ("NVIDIA H200", {"shape": (2, 63, 8, 64), "segment_ids": jnp.ones((2, 63), jnp.int32)}, "even lengths"),
+    ],
+)
+def test_what_cudnn_cannot_serve_goes_to_xla_and_forcing_it_says_why(kind, changes, reason):
+    if jax.default_backend() == "gpu" and kind is None:
+        pytest.skip("this machine's device is a GPU")
+    assert chosen(kind, **changes) == "xla"
+    with pytest.raises(NotImplementedError, match=reason):
+        chosen(kind, implementation="cudnn", **changes)
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.parametrize("segments", [False, True])
+def test_lowered_for_an_h200_the_step_calls_cudnn_once_each_way(segments):
+    """The kernels that XLA is asked for, in shard_map over four GPUs: with a bias only where there are segments."""
+    aot = AOT(gpus=4)
+    rows = jax.sharding.PartitionSpec("x")
+    q, k = (aot.spec((4, *x.shape[1:]), x.dtype, rows) for x in (Q, K))
+    ids = aot.spec((4, 64), jnp.int32, rows)
+
+    def attend(q, k, v, ids):
+        return attention(q, k, v, segment_ids=ids if segments else None)
+
+    island = jax.shard_map(attend, mesh=aot.mesh, in_specs=rows, out_specs=rows)
+    gradient = jax.grad(lambda *a: jnp.sum(island(*a).astype(jnp.float32)), argnums=(0, 1, 2))
+    text = aot.lower(gradient, q, k, k, ids).as_text()
+    kernel = "__cudnn$fmhaScaleBiasSoftmax" if segments else "__cudnn$fmhaSoftmax"
+    called = re.findall(r"custom_call @(__cudnn\$\w+)\(", text)
+    assert sorted(called) == [kernel, kernel + "Backward"]

@@ -1,0 +1,255 @@
+"""Chunked = full, in value and in every gradient; what runs, what is kept, what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels.cross_entropy import IGNORE_INDEX, CrossEntropy, chunk_size_for, chunked_cross_entropy
+from pallas_kernels.cross_entropy.reference import cross_entropy
+
+B, S, E, V = 2, 12, 16, 37
+
+
+def project(trainable, frozen, hidden):
+    """A head with a frozen weight, a trainable low-rank part and a trainable bias; each may be absent."""
+    logits = jnp.zeros((*hidden.shape[:2], V), hidden.dtype)
+    if "weight" in frozen:
+        logits = logits + jnp.einsum("bse,ev->bsv", hidden, frozen["weight"])
+    if "codes" in frozen:
+        weight = (frozen["codes"].astype(hidden.dtype) - 8.0) * frozen["step"]
+        logits = logits + jnp.einsum("bse,ev->bsv", hidden, weight)
+    if "A" in trainable:
+        low = jnp.einsum("bse,er->bsr", hidden, trainable["A"].astype(hidden.dtype))
+        logits = logits + jnp.einsum("bsr,rv->bsv", low, trainable["B"].astype(hidden.dtype))
+    if "bias" in trainable:
+        logits = logits + trainable["bias"].astype(hidden.dtype)[None, None, :]
+    return logits
+
+
+def inputs(dtype=jnp.float32, seed=0, batch=B):
+    rng = np.random.default_rng(seed)
+    hidden = jnp.asarray(rng.standard_normal((batch, S, E)), dtype)
+    targets = rng.integers(0, V, (batch, S)).astype(np.int32)
+    targets[0, :3] = IGNORE_INDEX
+    targets[1, 5] = IGNORE_INDEX
+    frozen = {"weight": jnp.asarray(rng.standard_normal((E, V)), dtype)}
+    trainable = {
+        "A": jnp.asarray(rng.standard_normal((E, 3)), jnp.float32),
+        "B": jnp.asarray(rng.standard_normal((3, V)), jnp.float32),
+        "bias": jnp.asarray(rng.standard_normal(V), jnp.float32),
+    }
+    return trainable, frozen, hidden, jnp.asarray(targets)
+
+
+def chunked_loss(chunk_size):
+    """The mean loss of chunks, as a train step takes it."""
+
+    def loss(trainable, hidden, frozen, targets):
+        sums = chunked_cross_entropy(project, trainable, frozen, hidden, targets, chunk_size=chunk_size)
+        return sums.loss_sum / sums.num_targets.astype(sums.loss_sum.dtype), sums
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def full_loss(trainable, hidden, frozen, targets):
+    sums = cross_entropy(project(trainable, frozen, hidden), targets)
+    return sums.loss_sum / sums.num_targets.astype(sums.loss_sum.dtype), sums
+
+
+def oracle(trainable, hidden, frozen, targets):
+    """Whole logits in float64, with gradients."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (trainable, hidden, frozen))
+        results = jax.jit(jax.value_and_grad(full_loss, argnums=(0, 1), has_aux=True))(*wide, targets)
+        return jax.tree.map(np.asarray, results)
+
+
+def assert_close(ours, theirs, tolerance):
+    def check(actual, expected):
+        expected = np.asarray(expected, np.float64)
+        atol = tolerance * np.abs(expected).max()
+        np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=tolerance, atol=atol)
+
+    jax.tree.map(check, ours, theirs)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 5, 12, 100])  # a divisor, one that leaves a rest, all, more than all
+def test_chunks_equal_the_whole_in_value_and_gradient(chunk_size):
+    trainable, frozen, hidden, targets = inputs()
+    ours = chunked_loss(chunk_size)(trainable, hidden, frozen, targets)
+    assert_close(ours, oracle(trainable, hidden, frozen, targets), 2e-6)  # float32
+
+
+def test_bfloat16_keeps_a_float32_loss():
+    trainable, frozen, hidden, targets = inputs(jnp.bfloat16)
+    (loss, sums), (dtrainable, dhidden) = chunked_loss(5)(trainable, hidden, frozen, targets)
+    assert loss.dtype == sums.loss_sum.dtype == jnp.float32 and dhidden.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(dtrainable)} == {jnp.dtype(jnp.float32)}
+    (expected, expected_sums), gradients = oracle(trainable, hidden, frozen, targets)
+    np.testing.assert_array_equal(sums.num_targets, expected_sums.num_targets)
+    np.testing.assert_allclose(loss, expected, rtol=2**-7)  # logits in bfloat16
+    assert_close((dtrainable, dhidden), gradients, 2**-6)  # logits, their gradient and the result in bfloat16
+
+
+def test_gradients_keep_the_dtype_of_their_leaf():
+    trainable, frozen, hidden, targets = inputs()
+    trainable["bias"] = trainable["bias"].astype(jnp.bfloat16)
+    _, (gradients, _) = chunked_loss(4)(trainable, hidden, frozen, targets)
+    assert {name: leaf.dtype for name, leaf in gradients.items()} == {
+        "A": jnp.float32,
+        "B": jnp.float32,
+        "bias": jnp.bfloat16,
+    }
+
+
+def test_trainable_gradients_are_summed_in_float32():
+    """1,024 chunks of equal gradients in bfloat16: a bfloat16 sum would stop growing at 256 of them."""
+    length, width = 1024, 8
+    hidden = jnp.ones((1, length, width), jnp.bfloat16)
+    targets = jnp.zeros((1, length), jnp.int32)
+
+    def head(trainable, frozen, piece):
+        return jnp.einsum("bse,ev->bsv", piece, trainable)
+
+    def loss(trainable):
+        return chunked_cross_entropy(head, trainable, (), hidden, targets, chunk_size=1).loss_sum
+
+    gradient = jax.jit(jax.grad(loss))(jnp.zeros((width, 2), jnp.bfloat16))
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32), np.tile([-512.0, 512.0], (width, 1)))
+
+
+def test_a_frozen_quantised_head_without_trainable():
+    """Codes in uint8 beside floats; nothing to train in the head; only hidden has a gradient."""
+    _, _, hidden, targets = inputs()
+    rng = np.random.default_rng(1)
+    frozen = {"codes": jnp.asarray(rng.integers(0, 16, (E, V)), jnp.uint8), "step": jnp.float32(0.1)}
+    ours = chunked_loss(5)({}, hidden, frozen, targets)
+    assert_close(ours, oracle({}, hidden, frozen, targets), 2e-6)
+
+
+def test_only_the_loss_is_computed_without_differentiation():
+    trainable, frozen, hidden, targets = inputs()
+
+    def evaluate(trainable, hidden, frozen, targets):
+        return chunked_cross_entropy(project, trainable, frozen, hidden, targets, chunk_size=5)
+
+    lowered = jax.jit(evaluate).lower(trainable, hidden, frozen, targets).as_text()
+    assert lowered.count("dot_general") == 3  # the head and its two low-rank factors, forward alone
+    sums = jax.jit(evaluate)(trainable, hidden, frozen, targets)
+    (_, expected), _ = oracle(trainable, hidden, frozen, targets)
+    assert_close(sums, expected, 2e-6)
+
+
+def test_a_frozen_head_costs_two_products():
+    _, frozen, hidden, targets = inputs()
+    lowered = chunked_loss(4).lower({}, hidden, frozen, targets).as_text()
+    assert lowered.count("dot_general") == 2
+
+
+def test_nothing_is_counted_where_every_target_is_ignored():
+    trainable, frozen, hidden, targets = inputs()
+
+    def loss(trainable, hidden):
+        nothing = jnp.full_like(targets, IGNORE_INDEX)
+        sums = chunked_cross_entropy(project, trainable, frozen, hidden, nothing, chunk_size=5)
+        return sums.loss_sum, sums
+
+    (loss_sum, sums), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(trainable, hidden)
+    assert loss_sum == 0 and sums.num_targets == 0 and sums.num_correct == 0
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
+def test_the_first_of_equal_logits_is_the_prediction():
+    logits = jnp.asarray([[[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [0.0, 0.0, 5.0]]])
+
+    def head(trainable, frozen, piece):
+        return piece
+
+    for targets, correct in (([1, 0, 2], 3), ([2, 1, 2], 1), ([1, IGNORE_INDEX, 0], 1)):
+        targets = jnp.asarray([targets], jnp.int32)
+        sums = chunked_cross_entropy(head, (), (), logits, targets, chunk_size=2)
+        assert (sums.num_correct, sums.num_correct) == (correct, cross_entropy(logits, targets).num_correct)
+
+
+def test_large_logits_stay_finite():
+    def head(trainable, frozen, piece):
+        return piece * 1e4
+
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((1, 4, V)), jnp.float32)
+    targets = jnp.asarray([[0, 1, 2, 3]], jnp.int32)
+
+    def loss(hidden):
+        return chunked_cross_entropy(head, (), (), hidden, targets, chunk_size=2).loss_sum
+
+    value, gradient = jax.value_and_grad(loss)(hidden)
+    expected = cross_entropy(hidden * 1e4, targets).loss_sum
+    assert np.isfinite(gradient).all() and np.allclose(value, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("target", [V, -1, -101])
+def test_a_target_outside_the_vocabulary_is_not_silent(target):
+    trainable, frozen, hidden, targets = inputs()
+    sums = chunked_cross_entropy(project, trainable, frozen, hidden, targets.at[1, 2].set(target), chunk_size=4)
+    assert np.isnan(sums.loss_sum)
+
+
+def test_rows_sharded_over_eight_devices():
+    """Under jit the batch keeps its sharding; in a shard_map island each device sums its own rows."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, everywhere = PartitionSpec("data"), PartitionSpec()
+    trainable, frozen, hidden, targets = inputs(batch=8)
+    expected = oracle(trainable, hidden, frozen, targets)
+    placed_hidden, placed_targets = jax.device_put((hidden, targets), NamedSharding(mesh, rows))
+    copied = jax.device_put((trainable, frozen), NamedSharding(mesh, everywhere))
+    function = chunked_loss(5)
+    ours = function(copied[0], placed_hidden, copied[1], placed_targets)
+    assert_close(ours, expected, 2e-6)
+    assert ours[1][1].sharding.is_equivalent_to(NamedSharding(mesh, rows), 3)
+    text = function.lower(copied[0], placed_hidden, copied[1], placed_targets).compile().as_text()
+    assert "all-gather" not in text and "all-to-all" not in text
+
+    def local(trainable, frozen, hidden, targets):
+        sums = chunked_cross_entropy(project, trainable, frozen, hidden, targets, chunk_size=5)
+        return CrossEntropy(*(jax.lax.psum(part, "data") for part in sums))
+
+    def loss(trainable, hidden, check):
+        specs = (everywhere, everywhere, rows, rows)
+        island = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=everywhere, check_vma=check)
+        sums = island(trainable, frozen, hidden, targets)
+        return sums.loss_sum / sums.num_targets.astype(jnp.float32), sums
+
+    gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
+    assert_close(gradients(trainable, hidden, False), expected, 2e-6)
+    frozen_head = jax.jit(jax.value_and_grad(loss, argnums=1, has_aux=True), static_argnums=2)
+    with_checks, without = frozen_head({}, hidden, True), frozen_head({}, hidden, False)
+    assert_close(with_checks, without, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"targets": jnp.zeros((B, S + 1), jnp.int32)}, r"got \(2, 12, 16\) and \(2, 13\)"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"trainable": {"codes": jnp.zeros((3,), jnp.uint8)}}, r"got uint8 at \['codes'\]; pass it in frozen"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    trainable, frozen, hidden, targets = inputs()
+    arguments = {"trainable": trainable, "frozen": frozen, "hidden": hidden, "targets": targets, "chunk_size": 4}
+    with pytest.raises(ValueError, match=message):
+        chunked_cross_entropy(project, **(arguments | change))
+
+
+@pytest.mark.parametrize("batch, length", [(1, 1), (1, 8192), (4, 2048), (3, 1000), (64, 512), (4096, 7)])
+@pytest.mark.parametrize("vocab", [512, 32_000, 128_256, 262_144])
+def test_default_chunks(batch, length, vocab):
+    chunk = chunk_size_for(batch, length, vocab)
+    assert 1 <= chunk <= length
+    tokens = batch * chunk
+    assert chunk == 1 or (tokens <= 2048 and 4 * tokens * vocab <= 2**30)
+    if batch * length >= 2048 and batch <= 512:
+        assert tokens >= (1024 if vocab <= 131_072 else 512)
+    padded = -(-length // chunk) * chunk
+    assert padded - length < -(-length // chunk)  # fewer padding positions than chunks
