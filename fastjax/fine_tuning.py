@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import yaml
 from rich.console import Console
 
 from fastjax.data import Batches, Dataset, load_tokenizer, prepare
@@ -58,6 +59,8 @@ def fine_tune(config: TrainConfig, console: Console | None = None) -> FineTuned:
     """
     console = console or Console()
     folder = _result_folder(config)
+    settings_file = folder.parent / "config.yaml"
+    settings_file.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), encoding="utf-8")
     train, held_out = _load_data(config, console)
     model = _load_model(config, console)
     settings = config.training

@@ -5,18 +5,20 @@
 """
 
 import dataclasses
+import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
-from convert.adapters import AdapterConfig, read_adapter, write_adapter
-from convert.weights import save
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from convert.checkpoint import open_checkpoint
+from convert.adapters import AdapterConfig, read_adapter, write_adapter
+from convert.checkpoint import WEIGHT_FILES, open_checkpoint
+from convert.files import atomic_folder
+from convert.weights import save
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.lora import INITIALISERS, LoraParam, SavedParam
@@ -111,18 +113,18 @@ class LanguageModel:
             OSError: the disk is full, …; nothing is left behind.
         """
         folder = Path(folder)
-        if self.lora is not None:
-            tied = bool(self.lora.ensure_weight_tying and self.config.tie_word_embeddings and saved_modules(self.lora))
-            arrays = export_adapters(self.trainable, self.plan, tied)
-            write_adapter(folder, self.lora, arrays)
-        elif self.full_finetuning:
-            save(folder, self._tensors(), dict(self.hf_config), source=self.folder)
-        else:
+        if self.lora is None and not self.full_finetuning:
             raise ConfigError(
                 "save_pretrained: nothing is trained here; call get_peft_model, or load with full_finetuning"
             )
-        if self.tokenizer is not None and (self.lora is not None or self.folder is None):
-            self.tokenizer.save_pretrained(str(folder))
+        with atomic_folder(folder, replaces=("adapter_model.*",) if self.lora is not None else WEIGHT_FILES) as whole:
+            if self.lora is not None:
+                tied = self.lora.ensure_weight_tying and self.config.tie_word_embeddings and saved_modules(self.lora)
+                write_adapter(whole, self.lora, export_adapters(self.trainable, self.plan, bool(tied)))
+            else:
+                save(whole, self._tensors(), dict(self.hf_config), source=self.folder)
+            if self.tokenizer is not None and (self.lora is not None or self.folder is None):
+                _save_tokenizer(self.tokenizer, whole)
         return folder
 
     def _tensors(self) -> Any:
@@ -346,6 +348,16 @@ def attach_adapter(
         plan=plan,
         lora=adapter,
     )
+
+
+def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except OSError:
+        raise
+    except Exception as error:  # its Rust half knows no better, for a full disk either
+        full = "os error 28" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(folder)) from error
 
 
 def _build(config, hf_config, folder, plan, weights, max_seq_length, tokenizer, settings) -> LanguageModel:

@@ -19,10 +19,10 @@ def main(argv: Sequence[str]) -> None:
 
     console = Console()
     result = fine_tune(config, console)
-    base = shlex.quote(config.model.model_name)
     if config.model.full_finetuning:
-        use = f"fastjax generate --model {shlex.quote(str(result.folder))} --prompt '…'"
+        what, options = "model", ["--model", str(result.folder)]
     else:
-        use = f"fastjax generate --model {base} --adapter {shlex.quote(str(result.folder))} --prompt '…'"
-    what = "model" if config.model.full_finetuning else "adapter"
-    console.print(f"{what}: {result.folder}\nuse it: {use}", highlight=False, soft_wrap=True)
+        what, options = "adapter", ["--model", config.model.model_name, "--adapter", str(result.folder)]
+        options += ["--load_in_4bit"] * config.model.load_in_4bit
+    use = shlex.join(["fastjax", "generate", *options])
+    console.print(f"{what}: {result.folder}\nuse it: {use} --prompt '…'", highlight=False, soft_wrap=True)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from convert.adapters import AdapterConfig, rank_and_alpha, scaling, targets
 from jaxtyping import Array, PRNGKeyArray
 
+from convert.adapters import AdapterConfig, rank_and_alpha, scaling, targets
 from fastjax.errors import ConfigError
 from fastjax.lora import LoraEmbedding, LoraLinear, initial_arrays
 from fastjax.models.config import ModelConfig

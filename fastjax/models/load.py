@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from convert.weights import stream, stream_formats
 from jaxtyping import Array, PRNGKeyArray
 
 from convert.formats.nf4 import NF4Tensor
+from convert.weights import stream, stream_formats
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import part_rows
 from fastjax.models.layout import GROUPS, NORMS, Run, fuse_layer, plan_layers

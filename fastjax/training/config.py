@@ -187,7 +187,8 @@ class OutputSection:
     """Where the results go.
 
     Attributes:
-        output_dir: folder of the run: `metrics.jsonl`, and at the end `adapter/` (or `model/`, fully fine-tuned).
+        output_dir: folder of the run: `config.yaml`, `metrics.jsonl`, and at the end `adapter/` (or `model/` after
+            full fine-tuning).
         overwrite_output_dir: replace the result of an earlier run in that folder.
     """
 
