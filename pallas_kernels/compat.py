@@ -1,5 +1,26 @@
 """The one place that knows how supported JAX versions differ (0.10.2 and 0.11)."""
 
+import warnings
+from typing import Any
+
 import jax
 
 JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+
+
+def mosaic_load(ref: Any, layout: Any) -> jax.Array:
+    """`plgpu.load` of a whole reference into registers of a given layout; 0.10 takes an index beside the reference.
+
+    Args:
+        ref: reference in shared or global memory; index it with `.at[…]` first.
+        layout: the registers' layout.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    index = ((),) if JAX_VERSION < (0, 11) else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def silence_triton_deprecation() -> None:
+    """Keep jax 0.11 from warning, at every lowering, that it will drop Pallas-Triton one day; that warning alone."""
+    warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)

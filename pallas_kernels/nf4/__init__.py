@@ -1,0 +1,16 @@
+"""4-bit NormalFloat weights."""
+
+from pallas_kernels.nf4.api import dequantize, matmul
+from pallas_kernels.nf4.codebook import DYNAMIC_MAP, NF4_VALUES
+from pallas_kernels.nf4.quantization import dequantize_absmax, quantize, quantize_absmax, reorder
+
+__all__ = [
+    "DYNAMIC_MAP",
+    "NF4_VALUES",
+    "dequantize",
+    "dequantize_absmax",
+    "matmul",
+    "quantize",
+    "quantize_absmax",
+    "reorder",
+]

@@ -1,0 +1,204 @@
+"""Weights in NF4: dequantise, and multiply by a matrix that stays packed.
+
+Implementations of the dequantisation, in order of preference; all are equal to bitsandbytes' decode to the bit:
+
+- ``mosaic``: Hopper;
+- ``triton``: NVIDIA GPUs of compute capability 8.0 or more;
+- ``xla``: everything else, and what the kernels leave out: bitsandbytes' order, partial blocks, other maps.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels import dispatch
+from pallas_kernels.nf4 import config, xla
+from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, NF4_VALUES, ORDERS, num_blocks, num_bytes
+
+
+def dequantize(
+    codes: UInt8[Array, "..."],
+    absmax: Float[Array, "..."],
+    *,
+    shape: tuple[int, int],
+    dtype: DTypeLike,
+    order: str = "split",
+    quant_map: Float[Array, " 16"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "out in"]:
+    """Decode a matrix: quant_map[code] · absmax in float32, rounded once to `dtype`.
+
+    The codes stand for a frozen weight: no gradient flows to `absmax` or `quant_map`.
+
+    Args:
+        codes: uint8, flat or in any shape, for example [out, in/2]; ceil(out·in / 2) bytes, or 32 a block.
+        absmax: float32, one a block of 64 elements, flat or in any shape, for example [out, in/64].
+        shape: (out, in) of the matrix; blocks run over its rows.
+        dtype: bfloat16, float16 or float32.
+        order: of the codes, "split" or "bitsandbytes" (`codebook` describes both).
+        quant_map: the sixteen values, float32; None for NF4's own. Another one goes to XLA.
+        implementation: None, "mosaic", "triton" or "xla".
+
+    Returns:
+        The matrix.
+
+    Raises:
+        ValueError: codes, absmax, dtype or order that do not fit.
+        NotImplementedError: the implementation that was asked for cannot serve this call; the message says why.
+    """
+    _check("nf4.dequantize", codes, absmax, shape, order, quant_map)
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(f"nf4.dequantize: dtype must be bfloat16, float16 or float32, got {jnp.dtype(dtype)}")
+    codes, absmax = lax.stop_gradient((codes, absmax))
+    if quant_map is not None:
+        quant_map = None if _is_nf4(quant_map) else lax.stop_gradient(quant_map)
+    chosen = dispatch.select("nf4.dequantize", implementation, _candidates(codes, shape, dtype, order, quant_map))
+    if chosen == "xla":
+        return xla.dequantize(codes, absmax, shape=shape, dtype=dtype, order=order, quant_map=quant_map)
+    blocks = num_blocks(shape)
+    codes, absmax = codes.reshape(blocks, BLOCK_BYTES), absmax.reshape(blocks)
+    if chosen == "triton":
+        from pallas_kernels.nf4 import triton
+
+        decoded = triton.dequantize(codes, absmax, dtype=dtype, config=config.triton_config(dtype))
+    else:
+        from pallas_kernels.nf4 import mosaic_sm90
+
+        decoded = mosaic_sm90.dequantize(codes, absmax, dtype=dtype, config=config.mosaic_config(dtype))
+    return decoded.reshape(shape)
+
+
+def matmul(
+    x: Float[Array, "*rows in"],
+    codes: UInt8[Array, "..."],
+    absmax: Float[Array, "..."],
+    *,
+    shape: tuple[int, int],
+    order: str = "split",
+    quant_map: Float[Array, " 16"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "*rows out"]:
+    """x Wᵀ for a packed W: the matrix is decoded to x's dtype and multiplied, forward and again backward.
+
+    Products are accumulated in float32; float32 inputs are multiplied in float32 ("highest" precision). Differentiable
+    in x alone. The backward pass keeps the packed weight, never the decoded one, and decodes only once the gradient
+    that it is multiplied with is there.
+
+    Args:
+        x: rows of `in` features in bfloat16, float16 or float32.
+        codes: as in `dequantize`.
+        absmax: as in `dequantize`.
+        shape: (out, in) of the matrix.
+        order: of the codes.
+        quant_map: as in `dequantize`.
+        implementation: of the dequantisation, in both passes; None lets each pass choose.
+
+    Returns:
+        The product in x's dtype.
+
+    Raises:
+        ValueError: x, codes, absmax, dtype or order that do not fit.
+        NotImplementedError: the implementation that was asked for cannot serve this call; the message says why.
+    """
+    _check("nf4.matmul", codes, absmax, shape, order, quant_map)
+    if x.shape[-1:] != shape[1:] or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(
+            f"nf4.matmul: x must be [..., {shape[1]}] in bfloat16, float16 or float32 for a weight of shape {shape}, "
+            f"got {x.dtype}{x.shape}"
+        )
+    if quant_map is not None and _is_nf4(quant_map):
+        quant_map = None
+    return _matmul(x, codes, absmax, quant_map, shape, order, implementation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _matmul(x, codes, absmax, quant_map, shape, order, implementation):
+    weight = _decode(codes, absmax, quant_map, shape, order, implementation, x.dtype)
+    return _product(x, weight, contract_rows_of_weight=False)
+
+
+def _matmul_forward(x, codes, absmax, quant_map, shape, order, implementation):
+    return _matmul(x, codes, absmax, quant_map, shape, order, implementation), (codes, absmax, quant_map)
+
+
+def _matmul_backward(shape, order, implementation, packed, dy):
+    # The barrier makes the packed weight depend on dy: without it the compiler would see that both passes decode the
+    # same bytes and keep the decoded matrix between them.
+    packed, dy = lax.optimization_barrier((packed, dy))
+    weight = _decode(*packed, shape, order, implementation, dy.dtype)
+    return _product(dy, weight, contract_rows_of_weight=True), None, None, None
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _decode(codes, absmax, quant_map, shape, order, implementation, dtype):
+    weight = dequantize(
+        codes, absmax, shape=shape, dtype=dtype, order=order, quant_map=quant_map, implementation=implementation
+    )
+    # XLA must not fuse a decode of its own into the product: that GEMM is several times slower than the two in turn.
+    return lax.optimization_barrier(weight)
+
+
+def _product(x, weight, *, contract_rows_of_weight: bool):
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = (((x.ndim - 1,), (0 if contract_rows_of_weight else 1,)), ((), ()))
+    product = lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32)
+    return product.astype(x.dtype)
+
+
+def _candidates(codes, shape, dtype, order, quant_map) -> list[tuple[str, str | None]]:
+    target = dispatch.target()
+    blocks, capability = num_blocks(shape), target.compute_capability
+    unserved = None
+    if target.platform != "cuda" or capability is None:
+        unserved = f"it runs on NVIDIA GPUs of a known compute capability, the target is {target}"
+    elif order != "split":
+        unserved = f"it reads codes in the split order, these are in {order!r} order"
+    elif shape[0] * shape[1] % BLOCK:
+        unserved = f"it decodes whole blocks of {BLOCK} elements, {shape[0]}×{shape[1]} ends in a partial one"
+    elif quant_map is not None:
+        unserved = "it decodes NF4's own values, a quant_map was given that differs from them or is not known yet"
+    mosaic, triton = unserved, unserved
+    if unserved is None:
+        least = config.mosaic_config(dtype).blocks
+        if capability != (9, 0):
+            mosaic = f"it needs compute capability 9.0, the target is {target}"
+        elif blocks < least:
+            mosaic = f"it needs at least {least} blocks of {BLOCK} elements, {shape[0]}×{shape[1]} has {blocks}"
+        if capability < (8, 0):
+            triton = f"it needs compute capability 8.0 or more, the target is {target}"
+    return [("mosaic", mosaic), ("triton", triton), ("xla", None)]
+
+
+def _is_nf4(quant_map) -> bool:
+    """Whether a map is known while tracing to be NF4's own."""
+    return not isinstance(quant_map, jax.core.Tracer) and np.array_equal(quant_map, NF4_VALUES)
+
+
+def _check(op: str, codes, absmax, shape, order: str, quant_map) -> None:
+    if len(shape) != 2 or min(shape) < 1:
+        raise ValueError(f"{op}: shape must be (out, in), both at least 1, got {shape}")
+    if order not in ORDERS:
+        raise ValueError(f"{op}: order must be one of {ORDERS}, got {order!r}")
+    blocks, packed = num_blocks(shape), num_bytes(shape)
+    sizes = {blocks * BLOCK_BYTES} | ({packed} if order == "bitsandbytes" else set())
+    if codes.dtype != jnp.uint8 or math.prod(codes.shape) not in sizes:
+        expected = " or ".join(str(size) for size in sorted(sizes))
+        raise ValueError(
+            f"{op}: codes of a {shape[0]}×{shape[1]} matrix must be {expected} uint8 in {order!r} order, "
+            f"got {codes.dtype}{codes.shape}"
+        )
+    if absmax.dtype != jnp.float32 or math.prod(absmax.shape) != blocks:
+        raise ValueError(
+            f"{op}: absmax of a {shape[0]}×{shape[1]} matrix must be {blocks} float32, one for each {BLOCK} elements, "
+            f"got {absmax.dtype}{absmax.shape} (decode nested scales with dequantize_absmax first)"
+        )
+    if quant_map is not None and (quant_map.dtype != jnp.float32 or quant_map.shape != (16,)):
+        raise ValueError(f"{op}: quant_map must be float32[16], got {quant_map.dtype}{quant_map.shape}")

@@ -1,0 +1,114 @@
+"""The NF4 lookup in PTX, shared by the Triton and the Mosaic kernel.
+
+`prmt` picks four bytes out of eight by four 4-bit selectors: a lookup of four codes at once in a table of eight bytes.
+A table of sixteen 16-bit values is two planes of sixteen bytes (low bytes, high bytes), so one plane of four codes takes
+three `prmt`: by the low three bits from entries 0–7, the same from entries 8–15, and a choice between the two by the top
+bit. A last `prmt` a pair of elements joins the planes.
+
+What makes 16-bit results cheap *and* exact: the table is scaled first. The sixteen products NF4[i] · absmax are taken in
+float32 and rounded once, as bitsandbytes does element by element, and serve all codes that a thread holds of the block.
+An element then costs 2.6 integer instructions, no multiplication and no conversion. float32 results need four planes;
+there the values are looked up unscaled and multiplied after (6.5 integer instructions and a product).
+
+The text is pure: ptxas merges what several words of one block have in common, so the table is built once a thread.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels.nf4.codebook import NF4_VALUES
+
+HALVES = ("low", "high")
+#: dtype of the result: (its 32-bit registers for four elements, their LLVM constraint).
+RESULTS = {"bfloat16": (2, "r"), "float16": (2, "r"), "float32": (4, "f")}
+_CONVERT = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
+
+
+@functools.cache
+def lookup(dtype: str, halves: tuple[str, ...]) -> str:
+    """Assembly that decodes one 32-bit word of codes in the split order.
+
+    Operands: the results, four elements of each wanted half in order, in RESULTS[dtype] registers each; the word; the
+    block's absmax as a float register. Operands after these are not read.
+
+    Args:
+        dtype: "bfloat16", "float16" or "float32".
+        halves: which elements to produce: "low" (of the low nibbles), "high", or both in this order.
+
+    Returns:
+        PTX in braces, for LLVM inline assembly.
+    """
+    count = RESULTS[dtype][0]
+    word = len(halves) * count
+    lines = [f"mov.b32 w, ${word};", f"mov.f32 x, ${word + 1};"]
+    lines += ["and.b32 s0, w, 0x77777777;", "shr.u32 s1, s0, 16;"]  # selectors: the low three bits of each nibble
+    lines += ["shr.u32 t0, w, 1;", "and.b32 t0, t0, 0x44444444;", "or.b32 t0, t0, 0x32103210;", "shr.u32 t1, t0, 16;"]
+    lines += _float32_planes() if dtype == "float32" else _scaled_planes(_CONVERT[dtype])
+    planes = 4 if dtype == "float32" else 2
+    for plane in range(planes):
+        for part in range(2):  # bytes 0 and 1 of the word, then 2 and 3; nibbles low, high, low, high
+            lines += [
+                f"prmt.b32 a, q{plane}_0, q{plane}_1, s{part};",
+                f"prmt.b32 b, q{plane}_2, q{plane}_3, s{part};",
+                f"prmt.b32 v{plane}_{part}, a, b, t{part};",
+            ]
+    join = _join_float32 if dtype == "float32" else _join_16_bit
+    for index, half in enumerate(halves):
+        lines += join(range(index * count, (index + 1) * count), HALVES.index(half))
+    registers = [f"q{plane}_{index}" for plane in range(planes) for index in range(4)]
+    registers += [f"v{plane}_{part}" for plane in range(planes) for part in range(2)]
+    names = ", ".join(["w", "s0", "s1", "t0", "t1", "a", "b", *registers])
+    return "{ .reg .b32 " + names + "; .reg .b32 p<8>; .reg .f32 x, f0, f1; " + " ".join(lines) + " }"
+
+
+def lookup_in_jax(
+    codes: UInt8[Array, "blocks bytes"], absmax: Float[Array, "blocks 1"], dtype: DTypeLike, half: str
+) -> Float[Array, "blocks bytes"]:
+    """What `lookup` computes, for interpreters that cannot run assembly."""
+    nibbles = codes & jnp.uint8(15) if half == "low" else codes >> jnp.uint8(4)
+    values = jnp.zeros(codes.shape, jnp.float32)
+    for code, value in enumerate(NF4_VALUES.tolist()):
+        values = jnp.where(nibbles == code, value, values)
+    return (values * absmax).astype(dtype)
+
+
+def _scaled_planes(convert: str) -> list[str]:
+    """q0_i and q1_i: low and high bytes of the sixteen rounded products, four to a register."""
+    lines = []
+    for pair in range(8):
+        first, second = (f"0f{bits:08X}" for bits in NF4_VALUES[2 * pair : 2 * pair + 2].view(np.uint32).tolist())
+        lines += [f"mul.rn.f32 f0, x, {first};", f"mul.rn.f32 f1, x, {second};", f"{convert} p{pair}, f1, f0;"]
+    for index in range(4):
+        first, second = f"p{2 * index}", f"p{2 * index + 1}"
+        lines += [f"prmt.b32 q0_{index}, {first}, {second}, 0x6420;"]
+        lines += [f"prmt.b32 q1_{index}, {first}, {second}, 0x7531;"]
+    return lines
+
+
+def _float32_planes() -> list[str]:
+    """q0_i … q3_i: the four byte planes of the sixteen float32 values, four to a register."""
+    planes = np.ascontiguousarray(NF4_VALUES.view(np.uint8).reshape(16, 4).T).view(np.uint32)
+    return [f"mov.b32 q{plane}_{i}, 0x{planes[plane, i]:08x};" for plane in range(4) for i in range(4)]
+
+
+def _join_16_bit(outputs: range, nibble: int) -> list[str]:
+    selector = f"0x{nibble + 6:x}{nibble + 2:x}{nibble + 4:x}{nibble:x}"
+    return [f"prmt.b32 ${output}, v0_{part}, v1_{part}, {selector};" for part, output in enumerate(outputs)]
+
+
+def _join_float32(outputs: range, nibble: int) -> list[str]:
+    lines = []
+    for element, output in enumerate(outputs):
+        part, byte = divmod(2 * element + nibble, 4)
+        lines += [
+            f"prmt.b32 a, v0_{part}, v1_{part}, 0x00{byte + 4:x}{byte:x};",
+            f"prmt.b32 b, v2_{part}, v3_{part}, 0x00{byte + 4:x}{byte:x};",
+            "prmt.b32 a, a, b, 0x5410;",
+            "mov.b32 f0, a;",
+            f"mul.rn.f32 ${output}, f0, x;",
+        ]
+    return lines

@@ -1,0 +1,187 @@
+"""Weights to NF4, bit for bit as bitsandbytes does it on a CPU; everything runs under jit, on any device.
+
+XLA contracts a product and a sum that it fuses to one instruction with one rounding. Where bitsandbytes rounds twice,
+`_rounded` keeps the two apart.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels.nf4.codebook import (
+    BLOCK,
+    BLOCK_BYTES,
+    DYNAMIC_MAP,
+    NESTED_BLOCK,
+    NF4_VALUES,
+    ORDERS,
+)
+
+# What bitsandbytes records for a last, partial block of zeros.
+_SMALLEST_PARTIAL_ABSMAX = np.float32(1e-38)
+
+
+def quantize(weight: Float[Array, "out in"]) -> tuple[UInt8[Array, " bytes"], Float[Array, " blocks"]]:
+    """Quantise a matrix to NF4 in blocks of 64 (Dettmers et al., arXiv 2305.14314).
+
+    absmax = max |w| of the block; code = how many midpoints between neighbouring values lie below w · (1 / absmax), all
+    in float32. A tie goes to the lower code; a block of zeros decodes to zeros.
+
+    Args:
+        weight: the matrix, float32, float16 or bfloat16; finite. Numbers below the smallest normal float32 (1.2e-38)
+            may count as zero.
+
+    Returns:
+        codes: uint8 [ceil(out·in / 2)], flat, in bitsandbytes' order.
+        absmax: float32 [ceil(out·in / 64)].
+
+    Raises:
+        ValueError: not a matrix of one of these dtypes.
+    """
+    if weight.ndim != 2 or weight.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        raise ValueError(
+            f"nf4.quantize: weight must be [out, in] in float32, float16 or bfloat16, got {weight.dtype}{weight.shape}"
+        )
+    flat = weight.reshape(-1).astype(jnp.float32)
+    whole = flat.size // BLOCK * BLOCK
+    blocks = flat[:whole].reshape(-1, BLOCK)
+    absmax = jnp.max(jnp.abs(blocks), axis=1)
+    codes = _count_midpoints_below(blocks * _reciprocal(absmax)[:, None]).reshape(-1)
+    if whole < flat.size:  # the last block is partial: bitsandbytes divides there
+        last = flat[whole:]
+        last_absmax = jnp.max(jnp.abs(last), keepdims=True)
+        last_absmax = jnp.where(last_absmax == 0, _SMALLEST_PARTIAL_ABSMAX, last_absmax)
+        codes = jnp.concatenate([codes, _count_midpoints_below(last / last_absmax)])
+        absmax = jnp.concatenate([absmax, last_absmax])
+    if codes.size % 2:
+        codes = jnp.append(codes, jnp.uint8(np.flatnonzero(NF4_VALUES == 0)[0]))
+    return (codes[::2] << jnp.uint8(4)) | codes[1::2], absmax
+
+
+def reorder(codes: UInt8[Array, "..."], source: str, to: str) -> UInt8[Array, "..."]:
+    """Repack codes from one order to another, without loss in both directions.
+
+    Args:
+        codes: uint8; whole blocks of 32 bytes, in any shape.
+        source: the order that they are in, "bitsandbytes" or "split".
+        to: the order that they are wanted in.
+
+    Returns:
+        The codes in the same shape.
+
+    Raises:
+        ValueError: an unknown order, or codes that are not whole blocks.
+    """
+    for name, order in (("source", source), ("to", to)):
+        if order not in ORDERS:
+            raise ValueError(f"nf4.reorder: {name} must be one of {ORDERS}, got {order!r}")
+    if codes.dtype != jnp.uint8 or codes.size % BLOCK_BYTES:
+        raise ValueError(
+            f"nf4.reorder: codes must be uint8 in whole blocks of {BLOCK_BYTES} bytes, got {codes.dtype}{codes.shape} "
+            "(pad bitsandbytes' codes with zeros to whole blocks)"
+        )
+    if source == to:
+        return codes
+    blocks = codes.reshape(-1, BLOCK_BYTES)
+    low, high = blocks & jnp.uint8(15), blocks >> jnp.uint8(4)
+    if source == "bitsandbytes":
+        elements = jnp.stack([high, low], axis=2).reshape(-1, 2, BLOCK_BYTES)
+        repacked = elements[:, 0] | (elements[:, 1] << jnp.uint8(4))
+    else:
+        elements = jnp.concatenate([low, high], axis=1).reshape(-1, BLOCK_BYTES, 2)
+        repacked = (elements[:, :, 0] << jnp.uint8(4)) | elements[:, :, 1]
+    return repacked.reshape(codes.shape)
+
+
+def quantize_absmax(
+    absmax: Float[Array, " blocks"], offset: Float[Array, ""] | float | None = None
+) -> tuple[UInt8[Array, " blocks"], Float[Array, " nested"], Float[Array, ""]]:
+    """Quantise the scales too ("double quantisation"): 8-bit codes of DYNAMIC_MAP in blocks of 256.
+
+    As bitsandbytes' CPU code does, a scaled value is rounded to an even grid of 65,536 points over [-1, 1] and gets
+    the code nearest to its grid point; its CUDA code skips the grid, and one code in a thousand differs by one step.
+
+    Args:
+        absmax: float32, flat.
+        offset: what is taken off first; None for the mean. (The order of a mean's additions is not part of the format:
+            codes equal bitsandbytes' for an equal offset.)
+
+    Returns:
+        codes: uint8, one a scale.
+        nested_absmax: float32 [ceil(blocks / 256)].
+        offset: float32 scalar.
+    """
+    offset = jnp.mean(absmax) if offset is None else jnp.asarray(offset, jnp.float32)
+    centred = absmax - offset[None]
+    padded = jnp.pad(centred, (0, -absmax.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
+    nested_absmax = jnp.max(jnp.abs(padded), axis=1)
+    scaled = _rounded(padded * _reciprocal(nested_absmax)[:, None], offset)
+    scaled = jnp.clip(scaled, -1.0, 1.0)
+    grid = _rounded((scaled + 1.0) * 0.5 * 65535.0, offset) + 0.5
+    codes = jnp.asarray(_nearest_on_grid())[grid.astype(jnp.int32)]
+    codes = jnp.where(nested_absmax[:, None] == 0, jnp.uint8(0), codes)
+    return codes.reshape(-1)[: absmax.size], nested_absmax, offset
+
+
+def dequantize_absmax(
+    quantized: UInt8[Array, "..."],
+    nested_absmax: Float[Array, "..."],
+    nested_quant_map: Float[Array, " 256"],
+    offset: Float[Array, ""],
+) -> Float[Array, "..."]:
+    """Nested scales back to float32: map[code] · nested_absmax + offset, rounded after the product and after the sum.
+
+    Args:
+        quantized: uint8 codes, one a block of the weight, in any shape.
+        nested_absmax: float32, one for each 256 codes.
+        nested_quant_map: float32 [256].
+        offset: float32 scalar.
+
+    Returns:
+        absmax in the shape of `quantized`.
+
+    Raises:
+        ValueError: numbers of codes and of nested scales that do not fit together.
+    """
+    if nested_absmax.size != -(-quantized.size // NESTED_BLOCK):
+        raise ValueError(
+            f"nf4.dequantize_absmax: {quantized.size} codes need {-(-quantized.size // NESTED_BLOCK)} nested scales "
+            f"(one for each {NESTED_BLOCK}), got nested_absmax {nested_absmax.shape}"
+        )
+    flat = quantized.reshape(-1)
+    padded = jnp.pad(flat, (0, -flat.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
+    values = nested_quant_map.at[padded.astype(jnp.int32)].get(mode="promise_in_bounds")
+    scaled = _rounded(values * nested_absmax.reshape(-1, 1), offset)
+    return (scaled + offset.reshape(1, 1)).reshape(-1)[: flat.size].reshape(quantized.shape)
+
+
+def _count_midpoints_below(scaled: Float[Array, "..."]) -> UInt8[Array, "..."]:
+    middles = (NF4_VALUES[:-1] + NF4_VALUES[1:]) / np.float32(2)
+    return sum((scaled > middle).astype(jnp.uint8) for middle in middles)  # pyright: ignore[reportReturnType]
+
+
+def _reciprocal(absmax: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 / absmax, and 0 for a block of zeros."""
+    return jnp.where(absmax > 0, 1.0 / jnp.where(absmax > 0, absmax, 1.0), 0.0)
+
+
+def _rounded(x: Float[Array, "..."], witness: Float[Array, ""]) -> Float[Array, "..."]:
+    """x, rounded to float32 whatever follows: its bits plus an integer zero that the compiler cannot know to be zero.
+
+    The zero is "witness is NaN". An optimization_barrier does not do on every supported version (XLA's CPU compiler of
+    jax 0.10.2 drops it before it fuses), and a reduce_precision to float32 is removed as an identity.
+    """
+    unknown_zero = (witness != witness).astype(jnp.int32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) + unknown_zero
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@functools.cache
+def _nearest_on_grid() -> np.ndarray:
+    """uint8 [65536]: the code nearest to each point of an even grid over [-1, 1]."""
+    points = (np.arange(65536) / 65535 * 2 - 1).astype(np.float32)
+    middles = (DYNAMIC_MAP[:-1] + DYNAMIC_MAP[1:]) / np.float32(2)
+    return np.searchsorted(middles, points, side="left").astype(np.uint8)

@@ -1,0 +1,73 @@
+"""NF4 dequantisation with Pallas-Triton: Ampere, Ada and newer (compute capability 8.0 and more), split order.
+
+A thread loads consecutive codes of a block and stores both halves as they come; nothing goes through shared memory.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels import compat
+from pallas_kernels.nf4 import ptx
+from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
+from pallas_kernels.nf4.config import TritonConfig
+
+
+def dequantize(
+    codes: UInt8[Array, "blocks 32"],
+    absmax: Float[Array, " blocks"],
+    *,
+    dtype: DTypeLike,
+    config: TritonConfig,
+    interpret: bool = False,
+) -> Float[Array, "blocks 64"]:
+    """Decode whole blocks.
+
+    Args:
+        codes: uint8, split order.
+        absmax: float32.
+        dtype: bfloat16, float16 or float32.
+        config: block sizes.
+        interpret: run on any device, in jax.numpy.
+    """
+    compat.silence_triton_deprecation()
+    blocks = absmax.size
+    tile = config.blocks * config.steps
+    return pl.pallas_call(
+        functools.partial(_kernel, config=config, interpret=interpret),
+        out_shape=jax.ShapeDtypeStruct((blocks, BLOCK), dtype),
+        grid=(pl.cdiv(blocks, tile),),
+        in_specs=[pl.BlockSpec((tile, BLOCK_BYTES), lambda i: (i, 0)), pl.BlockSpec((tile,), lambda i: (i,))],
+        out_specs=pl.BlockSpec((tile, BLOCK), lambda i: (i, 0)),
+        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="nf4_dequantize",
+    )(codes, absmax)
+
+
+def _kernel(codes_ref, absmax_ref, out_ref, *, config: TritonConfig, interpret: bool):
+    rows = [slice(step * config.blocks, (step + 1) * config.blocks) for step in range(config.steps)]
+    loaded = [(codes_ref[part, :], absmax_ref[part][:, None]) for part in rows]
+    for part, (codes, absmax) in zip(rows, loaded, strict=True):
+        for half, columns in zip(ptx.HALVES, (slice(0, BLOCK_BYTES), slice(BLOCK_BYTES, BLOCK)), strict=True):
+            decode = ptx.lookup_in_jax if interpret else _look_up
+            out_ref[part, columns] = decode(codes, absmax, out_ref.dtype, half)
+
+
+def _look_up(codes, absmax, dtype, half):
+    name = jnp.dtype(dtype).name
+    count, constraint = ptx.RESULTS[name]
+    constraints = [f"={constraint}"] * count + ["r"] + ["f"] * 4  # four codes a word, so absmax comes four times
+    [decoded] = pltriton.elementwise_inline_asm(
+        ptx.lookup(name, (half,)),
+        args=[codes, jnp.broadcast_to(absmax, codes.shape)],
+        constraints=",".join(constraints),
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, dtype)],
+    )
+    return decoded

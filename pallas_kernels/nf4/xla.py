@@ -1,0 +1,38 @@
+"""NF4 dequantisation in jax.numpy: any target, any order, size and map.
+
+Whole blocks are decoded as rows of 64, so that a scale is a broadcast, not a gather, and the two halves of a block in
+the split order are written as they come. XLA makes one fused loop of it.
+"""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, NF4_VALUES, num_blocks
+
+
+def dequantize(
+    codes: UInt8[Array, "..."],
+    absmax: Float[Array, "..."],
+    *,
+    shape: tuple[int, int],
+    dtype: DTypeLike,
+    order: str,
+    quant_map: Float[Array, " 16"] | None = None,
+) -> Float[Array, "out in"]:
+    """The matrix that the codes stand for; arguments as in the api, already checked."""
+    size, blocks = shape[0] * shape[1], num_blocks(shape)
+    table = jnp.asarray(NF4_VALUES if quant_map is None else quant_map)
+    codes = codes.reshape(-1)
+    if codes.size < blocks * BLOCK_BYTES:
+        codes = jnp.pad(codes, (0, blocks * BLOCK_BYTES - codes.size))
+    codes = codes.reshape(blocks, BLOCK_BYTES)
+    low, high = (_look_up(table, nibbles) for nibbles in (codes & jnp.uint8(15), codes >> jnp.uint8(4)))
+    scales = absmax.reshape(blocks, 1, 1)
+    pairs = jnp.stack([high, low], axis=2) if order == "bitsandbytes" else jnp.stack([low, high], axis=1)
+    decoded = (pairs * scales).astype(dtype).reshape(-1)
+    return (decoded if size == blocks * BLOCK else decoded[:size]).reshape(shape)
+
+
+def _look_up(table: Float[Array, " 16"], nibbles: UInt8[Array, "blocks 32"]) -> Float[Array, "blocks 32"]:
+    return table.at[nibbles.astype(jnp.int32)].get(mode="promise_in_bounds")
