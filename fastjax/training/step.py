@@ -101,7 +101,7 @@ def make_train_step(
 
         gradient = jax.grad(microbatch_loss, has_aux=True)
         grads, sums = _accumulate(functools.partial(gradient, state.trainable), batch)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes Python floats with its integer counters
             updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
             trainable = optax.apply_updates(state.trainable, updates)
