@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
@@ -21,7 +22,7 @@ from convert.files import atomic_folder
 from convert.weights import save
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
-from fastjax.lora import INITIALISERS, LoraParam, SavedParam
+from fastjax.lora import LoraParam, SavedParam
 from fastjax.models.adapters import adapter_sites, build_adapters, export_adapters, layer_signatures, saved_modules
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import Decoder, part_rows
@@ -123,14 +124,14 @@ class LanguageModel:
                 write_adapter(whole, self.lora, export_adapters(self.trainable, self.plan, bool(tied)))
             else:
                 save(whole, self._tensors(), dict(self.hf_config), source=self.folder)
-            if self.tokenizer is not None and (self.lora is not None or self.folder is None):
-                _save_tokenizer(self.tokenizer, whole)
-        return folder
+            return folder
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(str(folder))
 
     def _tensors(self) -> Any:
         """The trained weights by path, in the checkpoint's order."""
-        import numpy as np
-
         tree = self.trainable
         kept = jnp.dtype(DTYPES.get(str(self.hf_config.get("dtype", self.hf_config.get("torch_dtype"))), jnp.float32))
         yield "embed_tokens.weight", np.asarray(tree["embed_tokens"]["weight"].astype(kept))
@@ -275,30 +276,24 @@ class FastLanguageModel:
         """
         if bias != "none":
             raise ConfigError(f"bias: expected 'none', given {bias!r}")
-        if not 0.0 <= lora_dropout < 1.0:
-            raise ConfigError(f"lora_dropout: expected a number from 0 to below 1, given {lora_dropout!r}")
-        if init_lora_weights not in INITIALISERS:
-            raise ConfigError(f"init_lora_weights: expected one of {list(INITIALISERS)}, given {init_lora_weights!r}")
-        ranks = {"r": r, **{f"rank_pattern[{name!r}]": rank for name, rank in (rank_pattern or {}).items()}}
-        for name, rank in ranks.items():
-            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-                raise ConfigError(f"{name}: expected a positive integer, given {rank!r}")
-        adapter = AdapterConfig(
-            base_model_name_or_path=None if model.folder is None else str(model.folder),
-            task_type="CAUSAL_LM",
-            r=r,
-            lora_alpha=lora_alpha,
-            lora_dropout=lora_dropout,
-            target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
-            layers_to_transform=_listed(layers_to_transform),
-            use_rslora=use_rslora,
-            use_dora=use_dora,
-            modules_to_save=None if modules_to_save is None else list(modules_to_save),
-            init_lora_weights=init_lora_weights,
-            rank_pattern=dict(rank_pattern or {}),
-            alpha_pattern=dict(alpha_pattern or {}),
-            ensure_weight_tying=ensure_weight_tying,
-        )
+        try:
+            adapter = AdapterConfig(
+                base_model_name_or_path=None if model.folder is None else str(model.folder),
+                r=r,
+                lora_alpha=lora_alpha,
+                lora_dropout=lora_dropout,
+                target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
+                layers_to_transform=_listed(layers_to_transform),
+                use_rslora=use_rslora,
+                use_dora=use_dora,
+                modules_to_save=None if modules_to_save is None else list(modules_to_save),
+                init_lora_weights=init_lora_weights,
+                rank_pattern=dict(rank_pattern or {}),
+                alpha_pattern=dict(alpha_pattern or {}),
+                ensure_weight_tying=ensure_weight_tying,
+            )
+        except ConvertError as error:
+            raise ConfigError(str(error)) from error
         if use_gradient_checkpointing is not None:
             model = model.replace(remat=_remat(use_gradient_checkpointing))
         return attach_adapter(model, adapter, None, jax.random.key(random_state))

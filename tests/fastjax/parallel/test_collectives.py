@@ -1,0 +1,91 @@
+"""What four H200s say to each other in one QLoRA step, read off the compiled program."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fastjax.data.batches import Batch
+from fastjax.language_model import FastLanguageModel
+from fastjax.parallel import batch_sharding, shard_frozen, shard_replicated
+from fastjax.training.step import init_state, make_train_step
+from tests.support.aot import needs_cuda_plugin, target_config
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+}
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(?:-start)?\("
+)
+
+
+def compiled_step(data: int, fsdp: int, layer_loop: str) -> str:
+    # float32: cuDNN's attention, the only operation that needs the card itself to compile, does not serve it.
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(), topology="1x1x4")
+    devices = np.asarray(topology.devices).reshape(data, fsdp)
+    mesh = Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    model = FastLanguageModel.from_config(CONFIG, load_in_4bit=True, dtype="float32", layer_loop=layer_loop)
+    model = FastLanguageModel.get_peft_model(model, r=8)
+    optimizer = optax.adamw(1e-4)
+
+    def spec(tree, shardings):
+        return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), tree, shardings)
+
+    state = jax.eval_shape(lambda: init_state(model.trainable, optimizer, jax.random.key(0)))
+    rows = jax.ShapeDtypeStruct((1, 8, 256), jnp.int32, sharding=batch_sharding(mesh))
+    step = make_train_step(model.graphdef, optimizer, model.trainable_filter, mesh=mesh)
+    with jax.set_mesh(mesh):
+        arguments = (
+            spec(state, shard_replicated(state, mesh)),
+            spec(model.frozen, shard_frozen(model.frozen, mesh)),
+            Batch(rows, rows, rows, rows),
+        )
+        return step.jitted.trace(*arguments).lower().compile().as_text()
+
+
+def collectives(text: str) -> list[tuple[str, str]]:
+    """(kind, result shapes) of every collective in a compiled program."""
+    return [(kind, shapes) for shapes, kind in COLLECTIVE.findall(text)]
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_data_parallel_step_only_sums_gradients_and_metrics(layer_loop):
+    found = collectives(compiled_step(4, 1, layer_loop))
+    kinds = collections.Counter(kind for kind, _ in found)
+    # The adapters' gradients in one piece, the loss, the token counts (the last two are scalars).
+    assert set(kinds) == {"all-reduce"}, found
+    assert kinds["all-reduce"] <= 3, found
+    assert "custom" not in kinds
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+def test_fsdp_gathers_packed_weights_inside_the_layer_loop():
+    found = collectives(compiled_step(1, 4, "scan"))
+    gathers = [shapes for kind, shapes in found if kind == "all-gather"]
+    assert {kind for kind, _ in found} == {"all-gather", "all-reduce"}, found
+    packed = [shapes for shapes in gathers if "u8[" in shapes]
+    # Forward and backward body of the scan (four codes each); the embedding table and the head once.
+    assert len(packed) >= 2, gathers
+    whole_layer_matrices = [s for s in gathers if re.search(r"(f32|bf16)\[(512|1024|2048),(512|1024)\]", s) and "u8[" in s]
+    assert not whole_layer_matrices, f"dequantised weights travel: {whole_layer_matrices}"
+    tables = [s for s in gathers if "u8[" not in s]
+    assert len(tables) <= 2, tables
