@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -148,7 +149,7 @@ def measure(case: StepCase) -> StepResult:
         return StepResult(device.device_kind, jax.__version__, error="out of memory")
 
 
-def _measure(case: StepCase, device: jax.Device) -> StepResult:
+def _measure(case: StepCase, device: Any) -> StepResult:
     model = FastLanguageModel.from_config(
         PRESETS[case.preset],
         max_seq_length=case.seq,
@@ -236,24 +237,26 @@ def _table(cases: Sequence[StepCase], results: Sequence[StepResult]) -> Table:
     title = (
         f"QLoRA step · {first.preset} · {first.batch}×{first.seq} · r={first.rank} · {found.device} · jax {found.jax}"
     )
-    table = Table(title=title)
-    for name in ("checkpointing", "loop"):
-        table.add_column(name)
-    for name in ("step ms", "tokens/s", "TFLOP/s", "compile s", "peak GiB", "plan GiB", "loss"):
-        table.add_column(name, justify="right")
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("remat", "loop"):
+        table.add_column(name, no_wrap=True)
+    counted = any(result.peak_bytes is not None for result in results)
+    memory = "peak GiB" if counted else "plan GiB"
+    for name in ("step ms", "tokens/s", "TFLOP/s", "compile s", memory, "loss"):
+        table.add_column(name, no_wrap=True, justify="right")
     for case, result in zip(cases, results, strict=True):
         cells = [case.checkpointing, case.layer_loop]
         if result.step_seconds is None or not result.losses:
             table.add_row(*cells, result.error)
             continue
+        held = result.peak_bytes if counted else result.step_bytes
         cells += [
             f"{result.step_seconds * 1e3:,.1f}",
             f"{result.tokens_per_second:,.0f}",
             f"{result.model_tflops_per_second:,.2f}",
             f"{result.compile_seconds:.1f}",
-            "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**30:.2f}",
-            "-" if result.step_bytes is None else f"{result.step_bytes / 2**30:.2f}",
-            f"{result.losses[-1]:.4f}",
+            "-" if held is None else f"{held / 2**30:.2f}",
+            f"{result.losses[-1]:.3f}",
         ]
         table.add_row(*cells)
     return table

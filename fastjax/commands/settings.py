@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jsonargparse
 import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
 
 from fastjax.errors import ConfigError
 from fastjax.training.config import TrainConfig
@@ -53,8 +53,8 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
         raise ConfigError(_explain(str(error), argv, file, content)) from error
 
 
-def _parser() -> jsonargparse.ArgumentParser:
-    parser = jsonargparse.ArgumentParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="fastjax train",
         usage="fastjax train --config FILE [--section.key value ...]",
         description="Fine-tune a model. Every setting below can stand in the YAML file under its section, or on the "
@@ -62,7 +62,7 @@ def _parser() -> jsonargparse.ArgumentParser:
         exit_on_error=False,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="the YAML file")
+    parser.add_argument("--config", action=ActionConfigFile, help="the YAML file")
     for name, section in _SECTIONS.items():
         parser.add_class_arguments(section, name, fail_untyped=True)
     for action in parser._actions:
@@ -152,7 +152,7 @@ def _describe(kind: Any) -> str:
     """A type in words."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
-        return "one of " + ", ".join(map(str, arguments)) if len(arguments) > 1 else str(arguments[0])
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(argument) for argument in arguments)
     if origin is list:

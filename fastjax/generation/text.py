@@ -1,11 +1,15 @@
 """Text in, text out: prompts through the chat template, the model and the tokenizer."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from fastjax.data import Encoder, TextRecord
 from fastjax.errors import ConfigError
 from fastjax.generation.generate import generate
 from fastjax.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 def answer(
@@ -41,7 +45,8 @@ def answer(
     """
     if model.tokenizer is None:
         raise ConfigError("answer: expected a model with a tokenizer, given one without; load it from a folder")
-    encoder = Encoder(model.tokenizer)
+    tokenizer = cast("PreTrainedTokenizerFast", model.tokenizer)
+    encoder = Encoder(tokenizer)
     if chat:
         encoded = [encoder.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
     else:  # a text ends in the token that ends it, which a beginning does not have
@@ -60,4 +65,4 @@ def answer(
             seed=seed + start,
             stop_tokens=stops,
         )
-    return [model.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
+    return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in answers]
