@@ -124,11 +124,9 @@ class LanguageModel:
                 write_adapter(whole, self.lora, export_adapters(self.trainable, self.plan, bool(tied)))
             else:
                 save(whole, self._tensors(), dict(self.hf_config), source=self.folder)
-            return folder
-
-    def _save_tokenizer(self, folder: Path) -> None:
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(str(folder))
+            if self.tokenizer is not None and (self.lora is not None or self.folder is None):
+                _save_tokenizer(self.tokenizer, whole)
+        return folder
 
     def _tensors(self) -> Any:
         """The trained weights by path, in the checkpoint's order."""
