@@ -42,8 +42,10 @@ def assert_close(ours, theirs, tolerance):
         np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("causal, packed", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    "kv_heads, causal, packed",
+    [(1, True, True), (2, True, True), (4, True, True), (2, True, False), (2, False, True), (1, False, False)],
+)
 def test_float32_matches_float64(kv_heads, causal, packed):
     arrays = inputs(kv_heads=kv_heads)
     options = {"causal": causal, "scale": 0.4, "segment_ids": jnp.asarray(PACKED) if packed else None}
@@ -61,7 +63,7 @@ def test_16_bit_inputs_match_float64(dtype, tolerance):
     assert_close(ours, oracle(*arrays, **options), tolerance)
 
 
-@pytest.mark.parametrize("block, packed", [(1, True), (5, True), (8, True), (5, False)])
+@pytest.mark.parametrize("block, packed", [(1, True), (5, True), (5, False)])
 def test_blocks_of_queries_change_nothing(block, packed):
     q, k, v, dout = inputs()
     segments = jnp.asarray(PACKED) if packed else None
@@ -125,26 +127,27 @@ def test_cached_decoding_equals_the_whole_sequence():
     """Prefill of different lengths, then three tokens a row, against keys padded to the cache's size."""
     rows, size, prompts, new = 3, 16, np.array([4, 9, 1]), 3
     q, k, v, _ = inputs(rows, size)
-    whole = attention(q, k, v)
+    attend = jax.jit(attention)
+    whole = attend(q, k, v)
     taken = prompts[:, None] + np.arange(new)[None, :]
-    queries = jnp.take_along_axis(q, jnp.asarray(taken)[:, :, None, None], axis=1)
     filled = np.arange(size)[None, :] < (prompts + new)[:, None]
-    stale = jnp.where(jnp.asarray(filled)[:, :, None, None], 0.0, 1e4)  # what a cache holds beyond the row's end
-    out = attention(
-        queries,
-        k + stale,
-        v + stale,
+    stale = np.where(filled[:, :, None, None], np.float32(0.0), np.float32(1e4))  # beyond the row's end
+    out = attend(
+        np.take_along_axis(np.asarray(q), taken[:, :, None, None], axis=1),
+        np.asarray(k) + stale,
+        np.asarray(v) + stale,
         segment_ids=jnp.ones((rows, new), jnp.int32),
         kv_segment_ids=jnp.asarray(filled, jnp.int32),
         query_offset=jnp.asarray(prompts, jnp.int32),
     )
-    expected = jnp.take_along_axis(whole, jnp.asarray(taken)[:, :, None, None], axis=1)
+    expected = np.take_along_axis(np.asarray(whole), taken[:, :, None, None], axis=1)
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 def test_one_offset_serves_every_row():
     q, k, v, _ = inputs()
-    np.testing.assert_allclose(attention(q[:, 5:], k, v, query_offset=5), attention(q, k, v)[:, 5:], atol=1e-6)
+    late = jax.jit(lambda q, k, v: attention(q[:, 5:], k, v, query_offset=5))(q, k, v)
+    np.testing.assert_allclose(late, jax.jit(attention)(q, k, v)[:, 5:], atol=1e-6)
 
 
 def test_sharded_rows_match():
