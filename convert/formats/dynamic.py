@@ -53,10 +53,10 @@ def encode_dynamic(values: Float[np.ndarray, " n"]) -> tuple[UInt8[np.ndarray, "
     padded[: values.size] = values
     table = padded.reshape(-1, NESTED_BLOCK)
     absmax = np.abs(table).max(axis=1)
-    inverse = np.divide(np.float32(1), absmax, out=np.zeros_like(absmax), where=absmax != 0)
-    scaled = np.clip(table * inverse[:, None], np.float32(-1), np.float32(1))
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):  # in a block of zeros 0 · (1 / 0) is NaN
+        scaled = np.clip(table * (np.float32(1) / absmax)[:, None], np.float32(-1), np.float32(1))
     grid = ((scaled + np.float32(1)) * np.float32(0.5)) * np.float32(65535) + np.float32(0.5)
-    codes = np.where(absmax[:, None] == 0, np.uint8(0), _nearest_on_grid()[grid.astype(np.int32)])
+    codes = _nearest_on_grid()[np.where(np.isnan(grid), np.float32(0), grid).astype(np.int32)]
     return codes.reshape(-1)[: values.size], absmax
 
 

@@ -1,0 +1,93 @@
+"""Whole or nothing: what stands under the final name after success, failure and a full disk."""
+
+import errno
+import os
+
+import pytest
+
+from convert.errors import ConvertError
+from convert.files import atomic_file, atomic_folder, parse_json
+
+
+def contents(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_new_folder_appears_whole(tmp_path):
+    target = tmp_path / "deep" / "er" / "out"
+    with atomic_folder(target) as temporary:
+        (temporary / "a").write_text("1")
+        assert not target.exists()
+    assert contents(target) == {"a": "1"}
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+
+
+def test_an_existing_folder_keeps_other_files_and_loses_stale_ones(tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "metrics.jsonl"):
+        (target / name).write_text("old")
+    with atomic_folder(target, replaces=("model-*",)) as temporary:
+        (temporary / "model-00001-of-00002.safetensors").write_text("new")
+    assert contents(target) == {"model-00001-of-00002.safetensors": "new", "metrics.jsonl": "old"}
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
+def test_a_failure_leaves_everything_as_it_was(tmp_path, exists, error):
+    target = tmp_path / "out"
+    if exists:
+        target.mkdir()
+        (target / "model.safetensors").write_text("old")
+    with pytest.raises(type(error)), atomic_folder(target, replaces=("*",)) as temporary:
+        (temporary / "model.safetensors").write_text("half")
+        raise error
+    if exists:
+        assert contents(target) == {"model.safetensors": "old"}
+    assert [path.name for path in tmp_path.iterdir()] == (["out"] if exists else [])
+
+
+def test_a_full_disk_at_the_flush_names_the_folder(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left.*nothing half-written.*out") as caught:
+        with atomic_folder(tmp_path / "out") as temporary:
+            (temporary / "a").write_text("1")
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match="No space left.*file"):
+        with atomic_file(tmp_path / "file") as stream:
+            stream.write(b"1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_of_the_system_pass_unchanged(tmp_path):
+    with pytest.raises(FileNotFoundError, match="absent"), atomic_folder(tmp_path / "out"):
+        open(tmp_path / "absent")
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    target = tmp_path / "state.json"
+    target.write_bytes(b"old")
+    with pytest.raises(RuntimeError), atomic_file(target) as stream:
+        stream.write(b"half")
+        raise RuntimeError
+    assert target.read_bytes() == b"old"
+    with atomic_file(target) as stream:
+        stream.write(b"new")
+    assert target.read_bytes() == b"new"
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_folders_and_files_get_ordinary_permissions(tmp_path):
+    with atomic_folder(tmp_path / "out") as temporary:
+        (temporary / "a").write_text("1")
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("raw", [b"", b"[1]", b"{", b"\xff{}", b'{"a":1,"a":2}', b"[" * 100_000, b'{"a":' * 100_000])
+def test_bytes_that_are_no_json_object(raw):
+    with pytest.raises(ConvertError, match="some/file: part"):
+        parse_json(raw, "some/file", "part")

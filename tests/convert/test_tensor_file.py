@@ -1,0 +1,164 @@
+"""safetensors files: equal to the library's, and damaged ones refused by name."""
+
+import json
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convert.errors import ConvertError
+from convert.tensor_file import DTYPES, read_header, read_tensor, write_tensor_file
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    made = {f"t.{name}": rng.integers(0, 2, (3, 5)).astype(dtype) for name, dtype in DTYPES.items()}
+    return made | {"scalar": np.array(3, np.float32), "empty": np.zeros((0, 4), np.float16), "ä": np.arange(3)}
+
+
+def test_every_dtype_comes_back(tmp_path):
+    file = tmp_path / "a.safetensors"
+    tensors = arrays()
+    tensors["strided"] = np.arange(24, dtype=np.float32).reshape(4, 6).T
+    write_tensor_file(file, tensors)
+    header = read_header(file)
+    assert set(header) == set(tensors)
+    for name, array in tensors.items():
+        back = read_tensor(name, header[name])
+        assert back.dtype == array.dtype and back.shape == array.shape == header[name].shape
+        assert header[name].dtype == array.dtype.name
+        assert back.tobytes() == np.ascontiguousarray(array).tobytes()
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt", "made": "here"}])
+def test_files_equal_the_librarys(tmp_path, metadata):
+    plain = {name: array for name, array in arrays().items() if not str(array.dtype).startswith("float8")}
+    write_tensor_file(tmp_path / "ours.safetensors", plain, metadata)
+    safetensors.numpy.save_file(plain, tmp_path / "theirs.safetensors", metadata=metadata or {"format": "pt"})
+    ours, theirs = ((tmp_path / f"{who}.safetensors").read_bytes() for who in ("ours", "theirs"))
+    if metadata is None:
+        assert ours == theirs
+    else:  # the library writes more than one metadata key in an order of its own
+        assert len(ours) == len(theirs)
+    loaded = safetensors.numpy.load_file(tmp_path / "ours.safetensors")
+    assert all(np.array_equal(loaded[name], array) for name, array in plain.items())
+
+
+def test_float8_is_read_where_the_librarys_numpy_reader_is_not(tmp_path):
+    values = np.arange(8, dtype=np.float32).astype(ml_dtypes.float8_e4m3fn)
+    write_tensor_file(tmp_path / "a.safetensors", {"w": values})
+    header = read_header(tmp_path / "a.safetensors")
+    assert header["w"].dtype == "float8_e4m3fn"
+    assert np.array_equal(read_tensor("w", header["w"]), values)
+
+
+def test_a_dtype_without_a_name_is_refused(tmp_path):
+    with pytest.raises(ConvertError, match="w: expected a dtype of .*float32.*got 'complex64'"):
+        write_tensor_file(tmp_path / "a.safetensors", {"w": np.zeros(2, np.complex64)})
+
+
+def put(file, header, data=b""):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"w": ENTRY | {"dtype": "Q4"}}, r"w\.dtype: expected one of BOOL.*got 'Q4'"),
+        ({"w": ENTRY | {"shape": [3]}}, r"w\.data_offsets: expected 12 bytes for F32 \[3\], got \[0, 8\]"),
+        ({"w": ENTRY | {"shape": [-2]}}, r"w\.shape: expected a list of sizes"),
+        ({"w": ENTRY | {"shape": [True, 2]}}, r"w\.shape: expected a list of sizes"),
+        ({"w": ENTRY | {"shape": [2**63]}}, r"w\.shape: expected a list of sizes"),
+        ({"w": ENTRY | {"data_offsets": [8, 0]}}, r"w\.data_offsets: expected \[begin, end\]"),
+        ({"w": ENTRY | {"data_offsets": [0, 8, 9]}}, r"w\.data_offsets: expected \[begin, end\]"),
+        ({"w": ENTRY | {"data_offsets": [4, 12]}}, r"w\.data_offsets: expected offset \d+, where the tensor before"),
+        ({"w": ENTRY, "v": ENTRY}, r"data_offsets: expected offset"),
+        ({"w": 3}, "w: expected an object with dtype, shape and data_offsets, got 3"),
+        ({"__metadata__": {"a": 1}, "w": ENTRY}, "__metadata__: expected an object of strings"),
+        (b'{"w":1,"w":2}', "header: the same key twice: w"),
+        (b"\xff\xfe", "header: expected a JSON object"),
+        (b"[]", "header: expected a JSON object, got"),
+        ({}, "size: expected 10 bytes from the header.*got '18 bytes'"),
+    ],
+)
+def test_a_header_that_contradicts_itself(tmp_path, header, message):
+    file = tmp_path / "bad.safetensors"
+    put(file, header, bytes(8))
+    with pytest.raises(ConvertError, match=message) as caught:
+        read_header(file)
+    assert str(file) in str(caught.value)
+
+
+def test_truncated_files_name_what_is_short(tmp_path):
+    file = tmp_path / "cut.safetensors"
+    put(file, {"w": ENTRY}, bytes(8))
+    whole = file.read_bytes()
+    header = read_header(file)
+    for size in range(len(whole)):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ConvertError, match="is the file whole") as caught:
+            read_header(file)
+        assert str(file) in str(caught.value)
+    with pytest.raises(ConvertError, match="w: expected 8 bytes at offset .*, got '7 bytes'"):
+        read_tensor("w", header["w"])
+
+
+def test_missing_files_and_folders(tmp_path):
+    with pytest.raises(ConvertError, match="no such file"):
+        read_header(tmp_path / "absent.safetensors")
+    with pytest.raises(ConvertError, match="expected a safetensors file, got 'a folder'"):
+        read_header(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+ENTRIES = st.fixed_dictionaries(
+    {}, optional={"dtype": st.sampled_from(["F32", "U8", 3]) | JSON, "shape": JSON, "data_offsets": JSON}
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    header=st.binary(max_size=60) | st.dictionaries(st.text(max_size=3), ENTRIES | JSON, max_size=3),
+    data=st.binary(max_size=16),
+    length=st.none() | st.integers(0, 2**64 - 1),
+)
+def test_no_bytes_crash_the_reader(tmp_path_factory, header, data, length):
+    file = tmp_path_factory.mktemp("fuzz") / "fuzz.safetensors"
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
+    try:
+        infos = read_header(file)
+    except ConvertError as error:
+        assert str(file) in str(error)
+    else:
+        for name, info in infos.items():
+            assert read_tensor(name, info).nbytes == info.nbytes
+
+
+@settings(max_examples=150, deadline=None)
+@given(position=st.integers(0, 10_000), value=st.integers(0, 255), keep=st.integers(0, 10_000))
+def test_no_flipped_byte_or_cut_crashes_the_reader(tmp_path_factory, position, value, keep):
+    file = tmp_path_factory.mktemp("flip") / "flip.safetensors"
+    write_tensor_file(file, {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(4, dtype=np.uint8)})
+    raw = bytearray(file.read_bytes())
+    raw[position % len(raw)] = value
+    file.write_bytes(raw[: keep % (len(raw) + 1)] if keep % 3 == 0 else raw)
+    try:
+        infos = read_header(file)
+    except ConvertError as error:
+        assert str(file) in str(error)
+    else:
+        for name, info in infos.items():
+            read_tensor(name, info)
