@@ -1,0 +1,175 @@
+"""`fastjax train` and `fastjax generate` from files to files, and what is left behind when they fail."""
+
+import errno
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+from convert import tensor_file
+from convert.adapters import read_adapter
+from fastjax import language_model
+from fastjax.cli import main
+from fastjax.fine_tuning import fine_tune
+from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig, TrainingSection
+
+
+@pytest.fixture
+def settings(chat_folder, chats, tmp_path):
+    """A file with the settings of a short run, after changes to sections."""
+
+    def write(**changes):
+        content = {
+            "model": {"model_name": str(chat_folder), "max_seq_length": 64, "dtype": "float32"},
+            "lora": {"r": 4},
+            "data": {"train_file": str(chats), "eval_file": str(chats)},
+            "optimizer": {"learning_rate": 0.01, "warmup_steps": 1},
+            "training": {"max_steps": 3, "eval_steps": 2},
+            "output": {"output_dir": str(tmp_path / "run")},
+        }
+        for section, values in changes.items():
+            content[section] = content.get(section, {}) | values
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump({name: section for name, section in content.items() if section}))
+        return ["train", "--config", str(file)]
+
+    return write
+
+
+def left_behind(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
+    assert main(settings()) == 0
+    run = tmp_path / "run"
+    out = capsys.readouterr().out
+    assert "train: 40 examples in" in out
+    assert "step 3/3: loss" in out
+    assert f"adapter: {run}/adapter" in out
+    assert left_behind(run) == ["adapter", "config.yaml", "metrics.jsonl"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], "loss" in row) for row in rows] == [(1, 1), (2, 1), (2, 0), (3, 1), (3, 0)]
+    assert rows[-1]["eval_loss"] < rows[0]["loss"]
+    adapter, arrays = read_adapter(run / "adapter")
+    assert adapter.r == 4
+    assert adapter.base_model_name_or_path == str(chat_folder)
+    assert any(np.any(array != 0) for name, array in arrays.items() if name.endswith("lora_B"))
+    assert (run / "adapter" / "tokenizer.json").exists()
+
+    generate = ["generate", "--model", str(chat_folder), "--load_in_4bit", "--max_new_tokens", "5", "--prompt", "abc"]
+    assert main([*generate, "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert before["prompt"] == "abc"
+    assert main([*generate, "--json", "--adapter", str(run / "adapter")]) == 0
+    assert json.loads(capsys.readouterr().out) != before
+    assert main([*generate, "--raw", "--temperature", "1", "--prompt", "de"]) == 0
+    assert capsys.readouterr().out.startswith("> abc\n")
+
+
+def test_the_settings_that_were_used_run_again(settings, tmp_path):
+    assert main([*settings(), "--lora.r", "2"]) == 0
+    again = tmp_path / "run" / "config.yaml"
+    first = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert main(["train", "--config", str(again), "--output.output_dir", str(tmp_path / "again")]) == 0
+    second = (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()
+    losses = [[json.loads(row).get("loss") for row in rows] for rows in (first, second)]
+    assert losses[0] == losses[1]
+
+
+def test_full_fine_tuning(settings, tmp_path, capsys):
+    command = settings(model={"full_finetuning": True, "load_in_4bit": False}, lora={}, training={"eval_steps": None})
+    file = tmp_path / "run.yaml"
+    content = yaml.safe_load(file.read_text())
+    del content["lora"]
+    file.write_text(yaml.safe_dump(content))
+    assert main(command) == 0
+    folder = tmp_path / "run" / "model"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(left_behind(folder))
+    capsys.readouterr()
+    assert main(["generate", "--model", str(folder), "--prompt", "abc", "--max_new_tokens", "3"]) == 0
+
+
+def test_an_earlier_result_is_kept(settings, tmp_path, capsys):
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    assert main(settings()) == 2
+    assert "output.output_dir: expected a folder without a result" in capsys.readouterr().err
+    assert left_behind(tmp_path / "run") == ["adapter"]
+    assert main([*settings(), "--output.overwrite_output_dir", "true"]) == 0
+    assert left_behind(tmp_path / "run" / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "message"),
+    [
+        ({"model": {"model_name": "nowhere"}}, 2, "model.model_name: expected a folder in Hugging Face format, given no"),
+        ({"data": {"train_file": "nowhere.jsonl"}}, 1, "nowhere.jsonl: No such file or directory"),
+        ({"lora": {"target_modules": ["nothing"]}}, 2, "nothing"),
+        ({"model": {"use_gradient_checkpointing": "some"}}, 2, "use_gradient_checkpointing: expected True, False or"),
+        ({"training": {"max_steps": 0}}, 2, "run.yaml: training.max_steps: expected a value at least 1, given 0"),
+    ],
+)  # fmt: skip
+def test_wrong_input(settings, tmp_path, capsys, changes, status, message):
+    assert main(settings(**changes)) == status
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_loss_that_is_not_finite(settings, tmp_path, capsys):
+    command = settings(optimizer={"learning_rate": 1e38, "warmup_steps": 0}, training={"eval_steps": None})
+    assert main(command) == 1
+    assert "step 2: the loss is nan" in capsys.readouterr().err
+    assert left_behind(tmp_path / "run") == ["config.yaml", "metrics.jsonl"]
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] is None
+
+
+@pytest.mark.parametrize("place", ["weights", "tokenizer"])
+def test_a_full_disk_at_the_end(settings, tmp_path, capsys, monkeypatch, place):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if place == "weights":
+        monkeypatch.setattr("convert.adapters.write_tensor_file", full)
+    else:
+        monkeypatch.setattr(language_model, "_save_tokenizer", full)
+    assert main(settings()) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"fastjax train: error: {tmp_path}/run/adapter: No space left on device")
+    assert err.count("\n") == 1
+    assert left_behind(tmp_path / "run") == ["config.yaml", "metrics.jsonl"]
+
+
+def test_a_full_disk_leaves_the_earlier_result(settings, tmp_path, capsys, monkeypatch):
+    assert main(settings()) == 0
+    before = (tmp_path / "run" / "adapter" / "adapter_model.safetensors").read_bytes()
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("convert.adapters.write_tensor_file", full)
+    assert main([*settings(), "--output.overwrite_output_dir", "true", "--lora.random_state", "1"]) == 1
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_from_python(chat_folder, chats, tmp_path):
+    config = TrainConfig(
+        model=ModelSection(str(chat_folder), max_seq_length=64, load_in_4bit=False),
+        data=DataSection(str(chats)),
+        output=OutputSection(str(tmp_path / "run")),
+        lora=LoraSection(r=2, use_rslora=True),
+        training=TrainingSection(max_steps=2, gradient_accumulation_steps=2),
+    )
+    result = fine_tune(config)
+    assert result.evaluation is None
+    assert result.folder == tmp_path / "run" / "adapter"
+    assert result.model.lora is not None
+    assert result.model.lora.use_rslora
+    assert tensor_file.read_header(result.folder / "adapter_model.safetensors")
+
+
+def test_generate_without_prompt(capsys, chat_folder):
+    assert main(["generate", "--model", str(chat_folder)]) == 2
+    assert "--prompt: expected at least one prompt" in capsys.readouterr().err
