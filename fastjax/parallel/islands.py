@@ -4,6 +4,7 @@ Under jit over several devices XLA does not know how to split a custom kernel: i
 compute everything everywhere. Inside a shard_map island each device calls the kernel on its own rows.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,12 @@ def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[...
         for specs in (in_specs, out_specs)
     )
     return jax.shard_map(op, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def batch_devices() -> int:
+    """Over how many devices the ambient mesh splits the batch."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape.get(name, 1) for name in BATCH) if not mesh.empty else 1
 
 
 def _on(spec: P, axes: frozenset[str]) -> P:

@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.models.decoder import Decoder, lm_logits
+from fastjax.parallel import batch_devices
 from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy
 
 
@@ -47,7 +48,8 @@ def loss_sums(
     def project(trained: Any, frozen: Any, hidden: Array) -> Array:
         return lm_logits(nnx.merge(graphdef, trained, frozen), hidden)
 
-    size = chunk_size or chunk_size_for(*tokens.shape, model.config.vocab_size)
+    rows = -(-tokens.shape[0] // batch_devices())
+    size = chunk_size or chunk_size_for(rows, tokens.shape[1], model.config.vocab_size)
     sums = chunked_cross_entropy(
         project, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen), hidden, targets, chunk_size=size
     )
