@@ -81,6 +81,7 @@ def fine_tune(config: TrainConfig, console: Console | None = None) -> FineTuned:
         return run_evaluation(eval_step, trainable, model.frozen, Batches(held_out.rows, size, shuffle=False).epoch())
 
     state = init_state(model.trainable, optimizer, jax.random.key(settings.seed))
+    model = model.replace(trainable=None)  # the state has a copy; of a whole model there should be one
     with contextlib.ExitStack() as stack:
         sinks = [JsonLines(folder.parent / "metrics.jsonl"), make_progress(steps, settings.logging_steps, console)]
         for sink in sinks:

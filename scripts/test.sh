@@ -20,7 +20,8 @@ declare -A EXTRAS=([3.11]="test,parity" [3.12]="test")
 # Prints the path of a working Python of version $1, or fails.
 find_python() {
   local candidate
-  for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python python3; do
+  for candidate in "python$1" python3 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python \
+    "$(dirname "$(command -v python3)")"/../versions/"$1".*/bin/python; do
     "$candidate" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$1'); " >/dev/null 2>&1 || continue
     "$candidate" -c "import sys; print(sys.executable)"
     return 0

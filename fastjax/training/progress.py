@@ -29,9 +29,8 @@ class LiveLine:
             total_steps: the number of steps of the run.
             console: a terminal.
         """
-        self._progress = Progress(
-            BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), console=console
-        )
+        bar = [BarColumn(bar_width=24)] if console.width >= 110 else []  # the numbers alone fill 80 columns
+        self._progress = Progress(*bar, MofNCompleteColumn(), TextColumn("{task.description}"), console=console)
         self._task = self._progress.add_task("compiling the train step", total=total_steps)
         self._progress.start()
 
@@ -71,20 +70,16 @@ class PlainLines:
 
 
 def describe(row: Row) -> str:
-    """A row in words: `loss 1.2345 · learning rate 2.0e-04 · gradient norm 0.52 · 12,345 tokens/s · 0:01:10 left`."""
+    """A row in words: `loss 1.2345  lr 2.0e-04  grad norm 0.52  12,345 tokens/s  0:01:10 left`."""
     if "loss" not in row:
         parts = [
             f"held-out loss {row['eval_loss']:.4f}",
             f"perplexity {row['eval_perplexity']:.2f}",
             f"token accuracy {row['eval_token_accuracy']:.1%}",
         ]
-        return " · ".join(parts)
-    parts = [
-        f"loss {row['loss']:.4f}",
-        f"learning rate {row['learning_rate']:.1e}",
-        f"gradient norm {row['grad_norm']:.2f}",
-    ]
+        return "  ".join(parts)
+    parts = [f"loss {row['loss']:.4f}", f"lr {row['learning_rate']:.1e}", f"grad norm {row['grad_norm']:.2f}"]
     if row["tokens_per_second"] is not None:
         parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
         parts.append(f"{datetime.timedelta(seconds=round(row['seconds_left']))} left")
-    return " · ".join(parts)
+    return "  ".join(parts)

@@ -103,7 +103,7 @@ def test_an_earlier_result_is_kept(settings, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "status", "message"),
     [
-        ({"model": {"model_name": "nowhere"}}, 2, "model.model_name: expected a folder in Hugging Face format, given no"),
+        ({"model": {"model_name": "nowhere"}}, 2, "model.model_name: expected a folder in Hugging Face format"),
         ({"data": {"train_file": "nowhere.jsonl"}}, 1, "nowhere.jsonl: No such file or directory"),
         ({"lora": {"target_modules": ["nothing"]}}, 2, "nothing"),
         ({"model": {"use_gradient_checkpointing": "some"}}, 2, "use_gradient_checkpointing: expected True, False or"),

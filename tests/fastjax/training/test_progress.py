@@ -19,9 +19,9 @@ def row(step: int) -> dict:
     }
 
 
-def show(terminal: bool, steps: int, logging_steps: int) -> str:
+def show(terminal: bool, steps: int, logging_steps: int, width: int = 120) -> str:
     file = io.StringIO()
-    sink = make_progress(steps, logging_steps, Console(file=file, force_terminal=terminal, width=120))
+    sink = make_progress(steps, logging_steps, Console(file=file, force_terminal=terminal, width=width))
     for step in range(1, steps + 1):
         sink.write(row(step))
     sink.write(Evaluation(1.0, 0.5, 10).row(steps))
@@ -31,16 +31,18 @@ def show(terminal: bool, steps: int, logging_steps: int) -> str:
 
 def test_plain_lines():
     assert show(False, 25, 10).splitlines() == [
-        "step 1/25: loss 1.5000 · learning rate 2.0e-04 · gradient norm 0.25",
-        "step 10/25: loss 1.5000 · learning rate 2.0e-04 · gradient norm 0.25 · 12,346 tokens/s · 0:01:10 left",
-        "step 20/25: loss 1.5000 · learning rate 2.0e-04 · gradient norm 0.25 · 12,346 tokens/s · 0:01:10 left",
-        "step 25/25: loss 1.5000 · learning rate 2.0e-04 · gradient norm 0.25 · 12,346 tokens/s · 0:01:10 left",
-        "step 25/25: held-out loss 1.0000 · perplexity 2.72 · token accuracy 50.0%",
+        "step 1/25: loss 1.5000  lr 2.0e-04  grad norm 0.25",
+        "step 10/25: loss 1.5000  lr 2.0e-04  grad norm 0.25  12,346 tokens/s  0:01:10 left",
+        "step 20/25: loss 1.5000  lr 2.0e-04  grad norm 0.25  12,346 tokens/s  0:01:10 left",
+        "step 25/25: loss 1.5000  lr 2.0e-04  grad norm 0.25  12,346 tokens/s  0:01:10 left",
+        "step 25/25: held-out loss 1.0000  perplexity 2.72  token accuracy 50.0%",
     ]
 
 
 def test_live_line():
-    shown = show(True, 3, 10)
-    assert describe(row(3)) in shown
-    assert "3/3" in shown
-    assert "step 3: held-out loss 1.0000" in shown
+    for width in (80, 120):
+        shown = show(True, 3, 10, width)
+        assert describe(row(3)) in shown
+        assert "3/3" in shown
+        assert ("━" in shown) == (width == 120)
+        assert "step 3: held-out loss 1.0000" in shown
