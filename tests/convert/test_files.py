@@ -62,6 +62,33 @@ def test_a_full_disk_at_the_flush_names_the_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_every_file_is_flushed_before_anything_is_renamed(tmp_path, monkeypatch, exists):
+    events = []
+
+    def record(name):
+        original = getattr(os, name)
+
+        def wrapped(first, *rest):
+            path = os.readlink(f"/proc/self/fd/{first}") if name == "fsync" else str(first)
+            events.append((name == "fsync", os.path.basename(path)))
+            return original(first, *rest)
+
+        monkeypatch.setattr(os, name, wrapped)
+
+    if exists:
+        (tmp_path / "out").mkdir()
+    for name in ("fsync", "rename", "replace"):
+        record(name)
+    with atomic_folder(tmp_path / "out") as temporary:
+        for name in ("a", "b"):
+            (temporary / name).write_text("1")
+    renames = [index for index, (flushed, _) in enumerate(events) if not flushed]
+    before, after = events[: renames[0]], events[renames[-1] + 1 :]
+    assert {(True, "a"), (True, "b")} <= set(before)
+    assert after == [(True, "out" if exists else tmp_path.name)]
+
+
 def test_other_errors_of_the_system_pass_unchanged(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent"), atomic_folder(tmp_path / "out"):
         open(tmp_path / "absent")

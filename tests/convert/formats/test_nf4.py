@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from convert.errors import ConvertError
 from convert.formats import nf4
-from convert.formats.dynamic import dynamic_map, encode_dynamic
+from convert.formats.dynamic import _nearest_on_grid, dynamic_map, encode_dynamic
 
 SHAPES = [(1, 1), (3, 7), (1, 63), (8, 8), (5, 13), (7, 64), (9, 65), (33, 31), (64, 192), (130, 257)]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -241,6 +241,33 @@ def test_codes_scales_and_decoding_equal_bitsandbytes(bnb, shape, dtype):
         assert np.array_equal(decoded, nf4.decode(tensor, DTYPES[target]).astype(np.float32))
 
 
+def around(points, scale):
+    """float32 values that, divided by `scale`, lie on the points and a few units in the last place beside them."""
+    values = [np.float32(point * scale) for point in points]
+    for direction in (-np.inf, np.inf):
+        nearby = values
+        for _ in range(2):
+            nearby = np.nextafter(nearby[: len(points)], np.float32(direction))
+            values = np.concatenate([values, nearby])
+    return np.asarray(values, np.float32)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("short", [False, True])
+def test_values_on_the_border_between_two_codes_equal_bitsandbytes(bnb, short):
+    rng = np.random.default_rng(7)
+    bounds = (nf4.NF4_MAP[:-1] + nf4.NF4_MAP[1:]) / np.float32(2)
+    for scale in [np.float32(1), *np.exp(rng.standard_normal(60)).astype(np.float32)]:
+        borders = around(bounds, scale)
+        for part in np.array_split(borders, 2):  # 38 values and the scale fit into one block
+            rest = np.zeros(0 if short else 63 - part.size, np.float32)
+            block = np.concatenate([[scale], part, rest]).astype(np.float32)
+            codes, state = bnb.quantize_4bit(as_torch(block), quant_type="nf4", compress_statistics=False)
+            ours = nf4.encode(block)
+            assert np.array_equal(ours.codes, codes.numpy().reshape(-1))
+            assert np.array_equal(ours.absmax, state.absmax.numpy())
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("shape", [(3, 7), (64, 64), (129, 200), (256, 1031)])
 @pytest.mark.parametrize("zeros", [False, True])
@@ -268,6 +295,16 @@ def test_the_8_bit_encoder_equals_bitsandbytes(bnb):
     codes, state = bnb.quantize_blockwise(torch.from_numpy(values.copy()), blocksize=256)
     ours, absmax = encode_dynamic(values)
     assert np.array_equal(ours, codes.numpy()) and np.array_equal(absmax, state.absmax.numpy())
+
+    # Where one grid point ends and the next, with another code, begins.
+    steps = np.flatnonzero(np.diff(_nearest_on_grid()))
+    for scale in np.exp(rng.standard_normal(40)).astype(np.float32):
+        borders = around((steps + 0.5) / 65535 * 2 - 1, scale)
+        padded = np.zeros(math.ceil(borders.size / 255) * 255, np.float32)
+        padded[: borders.size] = borders
+        values = np.insert(padded.reshape(-1, 255), 0, scale, axis=1).reshape(-1)
+        codes, _ = bnb.quantize_blockwise(torch.from_numpy(values.copy()), blocksize=256)
+        assert np.array_equal(encode_dynamic(values)[0], codes.numpy())
 
 
 @pytest.mark.torch
