@@ -1,0 +1,44 @@
+"""`fastjax bench step` on a tiny model: every figure is there, and plausible."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from fastjax.bench import step
+from fastjax.bench.step import PRESETS, StepCase, measure
+from fastjax.cli import main
+from fastjax.models.config import ModelConfig
+
+
+def test_step_in_its_own_process(tmp_path, capsys):
+    output = tmp_path / "step.json"
+    size = ["--preset", "tiny", "--batch", "2", "--seq", "32", "--rank", "4", "--steps", "2", "--warmup", "1"]
+    assert main(["bench", "step", *size, "--checkpointing", "full", "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert "QLoRA step · tiny · 2×32 · r=4" in out
+    (row,) = json.loads(output.read_text())
+    assert (row["checkpointing"], row["layer_loop"], row["dtype"]) == ("full", "scan", "float32")
+    assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
+    assert row["compile_seconds"] > 0
+    assert row["step_bytes"] > 0
+    assert row["error"] is None
+    # Random weights and tokens, a vocabulary of 512: the loss starts near its logarithm and falls on the same batch.
+    assert row["losses"][0] == pytest.approx(np.log(512), rel=0.1)
+    assert row["losses"][-1] < row["losses"][0]
+    assert len(row["losses"]) == 3
+
+
+def test_a_device_without_enough_memory_is_a_result(monkeypatch):
+    def exhausted(case, device):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+
+    monkeypatch.setattr(step, "_measure", exhausted)
+    assert measure(StepCase("tiny", 1, 8, 4, "full", "scan", None, 1, 1)).error == "out of memory"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_models(preset):
+    config = ModelConfig.from_hf(PRESETS[preset])
+    assert config.tie_word_embeddings == (preset == "llama1b")
