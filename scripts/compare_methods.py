@@ -4,7 +4,7 @@ A Llama of about 100 million parameters with random weights learns one half of t
 checkpoint LoRA and QLoRA learn the other half; a held-out part scores all three. Every run is a process of its own, so
 that its peak of device memory is its own.
 
-    python3 scripts/compare_methods.py --data train.jsonl --tokenizer FOLDER --output runs/compare --plot docs/compare.png
+    python3 scripts/compare_methods.py --data train.jsonl --tokenizer FOLDER --output runs/compare --plot compare.png
 
 The data are JSON lines with `messages`, or with `question` and `answer`.
 """
@@ -130,8 +130,13 @@ def plot(results: list[dict], file: Path, title: str) -> None:
                 continue
             train = [(r["step"], r["loss"]) for r in result["rows"] if "loss" in r]
             held = [(r["step"], r["eval_loss"]) for r in result["rows"] if "eval_loss" in r]
-            (line,) = axis.plot(*zip(*train, strict=True), alpha=0.35, linewidth=1)
-            axis.plot(*zip(*held, strict=True), "o-", color=line.get_color(), label=f"{result['method']}, held out")
+            style = "--" if result["method"] == "qlora" else "-"
+            (line,) = axis.plot(
+                *zip(*train, strict=True), style, alpha=0.5, linewidth=1, label=f"{result['method']}, training"
+            )
+            axis.plot(
+                *zip(*held, strict=True), "o" + style, color=line.get_color(), label=f"{result['method']}, held out"
+            )
         axis.set_xlabel("step")
         axis.set_ylabel("loss (nats a target token)")
         axis.legend()
@@ -150,7 +155,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=Path, help="PNG to write")
+    parser.add_argument("--title", help="of the plot; default: the data file's name")
     parser.add_argument("--epochs", type=float, default=10, help="of full fine-tuning")
     parser.add_argument("--adapter-epochs", type=float, default=4)
     parser.add_argument("--batch", type=int, default=16, help="rows of 2,048 tokens a step")
@@ -189,7 +195,8 @@ def main() -> None:
         result["rows"] = [json.loads(line) for line in file.read_text().splitlines()]
     (arguments.output / "results.json").write_text(json.dumps(results))
     if arguments.plot:
-        plot(results, arguments.plot, f"{arguments.data.stem} packed to 2,048 tokens, {results[0]['device']}")
+        title = arguments.title or arguments.data.name
+        plot(results, arguments.plot, f"{title} packed to 2,048 tokens, {results[0]['device']}")
     print(f"{'method':8} {'held-out loss: first':>22} {'last':>8} {'tokens/s':>10} {'peak GiB':>9}")
     for result in results:
         held = [row["eval_loss"] for row in result["rows"] if "eval_loss" in row]
