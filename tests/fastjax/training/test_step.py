@@ -1,0 +1,249 @@
+"""The train step: packed = unpacked, accumulation invariant, pure, unharmed by what is not finite."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fastjax.data.batches import Batch
+from fastjax.language_model import FastLanguageModel
+from fastjax.training.step import init_state, make_eval_step, make_train_step
+from tests.support import steps, tiny
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+#: float32: two orders of summing a hundred terms of like size differ by a few units in the last place (6e-8) of the
+#: largest; elements that cancel are measured against the largest of their array.
+TOLERANCE = 5e-6
+
+LENGTHS = [(17, 9, 12), (30, 5), (2, 1, 33)]
+WIDTH = 40
+
+
+ADAPTERS = {
+    "qlora": {},
+    "lora": {"use_dora": True, "target_modules": ["q_proj", "v_proj", "down_proj", "embed_tokens", "lm_head"]},
+    "mixed ranks": {"rank_pattern": {r"layers\.1\..*": 2}, "modules_to_save": ["embed_tokens", "lm_head"]},
+    "tied": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+}
+
+
+@functools.cache
+def model(kind, layer_loop="scan", remat="full"):
+    """Every trained array is random: none of its gradients is zero because another starts at zero."""
+    options = {"layer_loop": layer_loop, "use_gradient_checkpointing": remat, "full_finetuning": kind == "full"}
+    folder = tiny.shared_folder(kind in ("full", "tied"))
+    base = tiny.model(folder, tiny.CONFIG, load_in_4bit=kind == "qlora", **options)
+    return base if kind == "full" else tiny.adapted(base, **ADAPTERS[kind])
+
+
+def packed_rows():
+    """Three rows, and empty ones up to the number of documents."""
+    documents = packed_documents() + [()] * 5
+    return tiny.rows(documents, WIDTH, learnt=lambda row, document, place: (place + row) % 4 > 0)
+
+
+def packed_documents():
+    return [tiny.documents(tiny.CONFIG, row, seed=number) for number, row in enumerate(LENGTHS)]
+
+
+def unpacked_rows():
+    documents = packed_documents()
+    alone = [[document] for row in documents for document in row]
+    origin = [(row, number) for row, inside in enumerate(documents) for number in range(len(inside))]
+    return tiny.rows(alone, WIDTH, learnt=lambda row, document, place: (place + origin[row][0]) % 4 > 0)
+
+
+def batch(arrays, accumulation=1):
+    return Batch(*(array.reshape(accumulation, -1, array.shape[-1]) for array in arrays))
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "qlora", "mixed ranks", "tied"])
+def test_packed_equals_unpacked_in_loss_and_every_gradient(kind):
+    metrics, grads = steps.gradients(model(kind), batch(packed_rows()))
+    alone_metrics, alone_grads = steps.gradients(model(kind), batch(unpacked_rows()))
+    assert metrics["num_targets"] == alone_metrics["num_targets"] > 50
+    assert metrics["num_correct"] == alone_metrics["num_correct"]
+    np.testing.assert_allclose(metrics["loss"], alone_metrics["loss"], rtol=1e-6)
+    steps.assert_close(grads, alone_grads, TOLERANCE)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
+
+
+def test_a_row_without_padding_needs_no_segments():
+    rows = tiny.rows([[document] for document in tiny.documents(tiny.CONFIG, (WIDTH,) * 8)], WIDTH)
+    metrics, grads = steps.gradients(model("lora"), batch(rows))
+    plain_metrics, plain_grads = steps.gradients(model("lora"), batch(rows)._replace(segment_ids=None))
+    np.testing.assert_allclose(metrics["loss"], plain_metrics["loss"], rtol=1e-6)
+    steps.assert_close(grads, plain_grads, TOLERANCE)
+
+
+def test_what_lies_in_the_padding_does_not_matter():
+    rows = packed_rows()
+    tokens, targets, segments, positions = (array.copy() for array in rows)
+    metrics, grads = steps.gradients(model("lora"), batch(rows))
+    tokens[segments == 0], positions[segments == 0] = 7, 11
+    other_metrics, other = steps.gradients(model("lora"), batch((tokens, targets, segments, positions)))
+    assert metrics["loss"] == other_metrics["loss"]
+    steps.assert_same(other, grads)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_accumulation_does_not_change_loss_and_gradients(kind):
+    """Microbatches have very different numbers of targets: a mean of means would be off by far."""
+    rows = unpacked_rows()
+    counts = (rows[1] != -100).sum(1)
+    assert counts.max() > 5 * max(1, counts.min())
+    metrics, grads = steps.gradients(model(kind), batch(rows))
+    for accumulation in (4,):
+        split_metrics, split = steps.gradients(model(kind), batch(rows, accumulation))
+        for name in ("num_targets", "num_correct"):
+            assert split_metrics[name] == metrics[name]
+        np.testing.assert_allclose(split_metrics["loss"], metrics["loss"], rtol=1e-6)
+        np.testing.assert_allclose(split_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-5)
+        steps.assert_close(split, grads, TOLERANCE)
+
+
+def test_the_loss_is_a_mean_over_target_tokens():
+    rows = unpacked_rows()
+    ours = model("lora")
+    metrics, _ = steps.gradients(ours, batch(rows, 8))
+    logits = tiny.logits(ours, rows[0], rows[3], rows[2]).astype(np.float64)
+    logits -= logits.max(-1, keepdims=True)
+    log_probability = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    chosen = np.take_along_axis(log_probability, np.maximum(rows[1], 0)[..., None], -1)[..., 0]
+    wanted = rows[1] != -100
+    np.testing.assert_allclose(metrics["loss"], -chosen[wanted].mean(), rtol=1e-6)
+    assert metrics["num_targets"] == wanted.sum()
+    assert metrics["num_correct"] == (logits.argmax(-1) == rows[1])[wanted].sum()
+
+
+def test_evaluation_sums_equal_the_steps_loss():
+    """Evaluation draws no dropout."""
+    rows, base = unpacked_rows(), tiny.model(tiny.shared_folder(), tiny.CONFIG)
+    drops, keeps = (tiny.adapted(base, use_dora=True, lora_dropout=rate) for rate in (0.5, 0.0))
+    sums = make_eval_step(drops.graphdef, drops.trainable_filter)(drops.trainable, drops.frozen, batch(rows, 4))
+    metrics, _ = steps.gradients(keeps, batch(rows))
+    np.testing.assert_allclose(float(sums.loss_sum) / int(sums.num_targets), metrics["loss"], rtol=1e-6)
+    dropped, _ = steps.gradients(drops, batch(rows))
+    assert abs(dropped["loss"] - metrics["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 40])
+def test_the_size_of_the_chunks_does_not_matter(chunk_size):
+    rows = packed_rows()
+    metrics, grads = steps.gradients(model("tied"), batch(rows))
+    chunked_metrics, chunked = steps.gradients(model("tied"), batch(rows), chunk_size=chunk_size)
+    np.testing.assert_allclose(chunked_metrics["loss"], metrics["loss"], rtol=1e-6)
+    steps.assert_close(chunked, grads, TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["full", "qlora", "mixed ranks"])
+@pytest.mark.parametrize(("layer_loop", "remat"), [("unroll", "full"), ("scan", "projections"), ("unroll", "none")])
+def test_neither_loop_nor_rematerialisation_changes_the_gradients(kind, layer_loop, remat):
+    rows = packed_rows()
+    reference, other = model(kind), model(kind, layer_loop, remat)
+    expected, grads = steps.gradients(reference, batch(rows))
+    metrics, found = steps.gradients(other, batch(rows))
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+    steps.assert_close(tiny.by_layer(found, other.plan), tiny.by_layer(grads, reference.plan), TOLERANCE)
+
+
+def test_the_same_input_gives_the_same_bits():
+    """Dropout included: its key is part of the state, and every step and microbatch draws its own masks."""
+    ours = tiny.adapted(tiny.model(tiny.shared_folder(), tiny.CONFIG), lora_dropout=0.5)
+    rows = batch(unpacked_rows(), 2)
+    step = make_train_step(ours.graphdef, optax.adamw(1e-2), ours.trainable_filter, donate=False)
+    state = init_state(ours.trainable, optax.adamw(1e-2), jax.random.key(5))
+    first, metrics = step(state, ours.frozen, rows)
+    again, metrics_again = step(state, ours.frozen, rows)
+    steps.assert_same(data(again), data(first))
+    steps.assert_same(metrics_again, metrics)
+    other_key, other = step(state._replace(key=jax.random.key(6)), ours.frozen, rows)
+    assert other["loss"] != metrics["loss"]
+    _, later = step(state._replace(step=jnp.int32(1)), ours.frozen, rows)
+    assert later["loss"] != metrics["loss"]
+    assert jax.random.key_data(first.key).tolist() == jax.random.key_data(state.key).tolist()
+    assert int(first.step) == 1
+
+
+def test_a_donated_state_is_gone_and_what_it_was_made_from_is_not():
+    ours, optimizer = model("lora"), optax.adamw(1e-2)
+    state = init_state(ours.trainable, optimizer, jax.random.key(5))
+    make_train_step(ours.graphdef, optimizer, ours.trainable_filter)(state, ours.frozen, batch(packed_rows()))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.trainable))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((ours.trainable, ours.frozen)))
+
+
+POISON = 99
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_leaves_the_state_as_it_was(value):
+    """One bad token in the last of two microbatches, between two good steps."""
+    ours, optimizer = model("qlora"), optax.adamw(1e-2)
+    table = ours.frozen["embed_tokens"]["weight"].at[POISON].set(value)
+    frozen = {**ours.frozen, "embed_tokens": {"weight": table}}
+    good = batch(packed_rows(), 2)
+    good = good._replace(tokens=np.where(good.tokens == POISON, 0, good.tokens))
+    bad = good._replace(tokens=good.tokens.copy())
+    bad.tokens[0, 2, 3] = POISON
+    step = steps.adam_step(ours)
+    state, metrics = step(init_state(ours.trainable, optimizer, jax.random.key(5)), frozen, good)
+    assert metrics["finite"] and np.isfinite(metrics["loss"])
+    after, metrics = step(state, frozen, bad)
+    assert not metrics["finite"]
+    steps.assert_same(data(after), data(state))
+    after, metrics = step(after, frozen, good)
+    assert metrics["finite"] and int(after.step) == 2
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_state_as_it_was():
+    """With A zero and B huge the loss is finite, and A's gradient beyond float32."""
+    ours = model("qlora")
+    trainable = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            jnp.full_like(leaf, 1e37) if "lora_B" in jax.tree_util.keystr(path) else jnp.zeros_like(leaf)
+        ),
+        ours.trainable,
+    )
+    state = init_state(trainable, optax.adamw(1e-2), jax.random.key(5))
+    after, metrics = steps.adam_step(ours)(state, ours.frozen, batch(packed_rows(), 2))
+    assert np.isfinite(metrics["loss"]) and not metrics["finite"]
+    steps.assert_same(data(after), data(state))
+
+
+def data(state):
+    """The state with its key as numbers."""
+    return state._replace(key=jax.random.key_data(state.key))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_dora": True, "layers_to_transform": [0, 2]}, {"target_modules": ["embed_tokens", "lm_head", "o_proj"]}],
+)
+def test_everything_trained_has_a_gradient_by_the_second_step(options):
+    """B starts at zero (an embedding's A does), so its partner's gradient is zero in the first step only."""
+    base = tiny.model(tiny.shared_folder(), tiny.CONFIG)
+    ours = FastLanguageModel.get_peft_model(base, r=4, **options)
+    optimizer = optax.chain(steps.RECORDED, optax.adamw(1e-2))
+    step = make_train_step(ours.graphdef, optimizer, ours.trainable_filter)
+    state = init_state(ours.trainable, optimizer, jax.random.key(5))
+    seen = []
+    for _ in range(2):
+        state, _ = step(state, ours.frozen, batch(packed_rows()))
+        seen.append({name: np.abs(leaf).max() for name, leaf in steps.named(state.opt_state[0]).items()})
+    assert all(size > 0 for size in seen[1].values())
+    idle = {name for name, size in seen[0].items() if size == 0}
+    assert idle == {name for name in seen[0] if "lora_A" in name or "lora_embedding_B" in name}
+
+
+def test_a_batch_without_targets_changes_nothing_but_the_counters():
+    ours, rows = model("qlora"), batch(packed_rows(), 2)
+    rows = rows._replace(targets=np.full_like(rows.targets, -100))
+    state = init_state(ours.trainable, optax.adamw(1e-2), jax.random.key(5))
+    state, metrics = steps.adam_step(ours)(state, ours.frozen, rows)
+    assert metrics["loss"] == 0 and metrics["num_targets"] == 0 and metrics["finite"]
+    steps.assert_same(state.trainable, ours.trainable)
