@@ -130,7 +130,7 @@ def select(op: str, implementation: str | None, candidates: Sequence[tuple[str, 
 
 
 def _platform(platform: str, device_kind: str, capability: str = "") -> str:
-    """ "cuda" or "rocm" where a device only calls itself "gpu"."""
+    """Which of "cuda" and "rocm" a device is that only calls itself "gpu"."""
     if platform != "gpu":
         return platform
     return "rocm" if capability.startswith("gfx") or device_kind.startswith(("gfx", "AMD")) else "cuda"

@@ -58,7 +58,7 @@ def dequantize(
     codes, absmax = lax.stop_gradient((codes, absmax))
     if quant_map is not None:
         quant_map = None if _is_nf4(quant_map) else lax.stop_gradient(quant_map)
-    chosen = dispatch.select("nf4.dequantize", implementation, _candidates(codes, shape, dtype, order, quant_map))
+    chosen = dispatch.select("nf4.dequantize", implementation, _candidates(shape, dtype, order, quant_map))
     if chosen == "xla":
         return xla.dequantize(codes, absmax, shape=shape, dtype=dtype, order=order, quant_map=quant_map)
     blocks = num_blocks(shape)
@@ -84,7 +84,7 @@ def matmul(
     quant_map: Float[Array, " 16"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows out"]:
-    """x Wᵀ for a packed W: the matrix is decoded to x's dtype and multiplied, forward and again backward.
+    """Multiply by a packed matrix, y = x Wᵀ: decode it to x's dtype, multiply; in the backward pass again.
 
     Products are accumulated in float32; float32 inputs are multiplied in float32 ("highest" precision). Differentiable
     in x alone. The backward pass keeps the packed weight, never the decoded one, and decodes only once the gradient
@@ -149,11 +149,12 @@ def _decode(codes, absmax, quant_map, shape, order, implementation, dtype):
 def _product(x, weight, *, contract_rows_of_weight: bool):
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((x.ndim - 1,), (0 if contract_rows_of_weight else 1,)), ((), ()))
-    product = lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32)
-    return product.astype(x.dtype)
+    # No preferred_element_type: 16-bit products are accumulated in float32 anyway, and when it is asked for a float32
+    # result XLA writes one and converts it in a second kernel.
+    return lax.dot_general(x, weight, dims, precision=precision)
 
 
-def _candidates(codes, shape, dtype, order, quant_map) -> list[tuple[str, str | None]]:
+def _candidates(shape, dtype, order, quant_map) -> list[tuple[str, str | None]]:
     target = dispatch.target()
     blocks, capability = num_blocks(shape), target.compute_capability
     unserved = None

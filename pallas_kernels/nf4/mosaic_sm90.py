@@ -95,18 +95,18 @@ def _pipelined(codes_ref, absmax_ref, out_ref, *, config: MosaicConfig, blocks: 
 
 def _decode_tile(codes_ref, absmax_ref, out_ref, *, config: MosaicConfig, interpreted: bool):
     """Decode config.blocks blocks from references to references, in shared or global memory."""
-    layout = _codes_layout(config.bytes_per_thread)
-    codes = compat.mosaic_load(codes_ref, layout)
-    absmax = compat.mosaic_load(absmax_ref, layout.reduce(1))
-    if interpreted:
+    if interpreted:  # neither assembly nor layouts there
+        codes, absmax = codes_ref[...], absmax_ref[...]
         decoded = [ptx.lookup_in_jax(codes, absmax[:, None], out_ref.dtype, half) for half in ptx.HALVES]
     else:
+        layout = _codes_layout(config.bytes_per_thread)
+        codes, absmax = compat.mosaic_load(codes_ref, layout), compat.mosaic_load(absmax_ref, layout.reduce(1))
         decoded = _look_up(codes, absmax, out_ref.dtype, layout)
     out_ref[:, :BLOCK_BYTES], out_ref[:, BLOCK_BYTES:] = decoded
 
 
 def _codes_layout(bytes_per_thread: int):
-    """Codes [blocks, 32] in registers: neighbouring lanes hold the neighbouring parts of a block, a warp whole blocks."""
+    """Codes [blocks, 32] in registers: neighbouring lanes hold neighbouring parts of a block, a warp whole blocks."""
     warp = bytes_per_thread  # blocks of a warp: 32 lanes · bytes / 32 bytes
     tiling = plgpu.Tiling(((4 * warp, BLOCK_BYTES), (warp, BLOCK_BYTES), (bytes_per_thread,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

@@ -1,14 +1,14 @@
 """The NF4 lookup in PTX, shared by the Triton and the Mosaic kernel.
 
 `prmt` picks four bytes out of eight by four 4-bit selectors: a lookup of four codes at once in a table of eight bytes.
-A table of sixteen 16-bit values is two planes of sixteen bytes (low bytes, high bytes), so one plane of four codes takes
-three `prmt`: by the low three bits from entries 0–7, the same from entries 8–15, and a choice between the two by the top
-bit. A last `prmt` a pair of elements joins the planes.
+A table of sixteen 16-bit values is two planes of sixteen bytes (low bytes, high bytes), so one plane of four codes
+takes three `prmt`: by the low three bits from entries 0–7, the same from entries 8–15, and a choice between the two by
+the top bit. A last `prmt` a pair of elements joins the planes.
 
-What makes 16-bit results cheap *and* exact: the table is scaled first. The sixteen products NF4[i] · absmax are taken in
-float32 and rounded once, as bitsandbytes does element by element, and serve all codes that a thread holds of the block.
-An element then costs 2.6 integer instructions, no multiplication and no conversion. float32 results need four planes;
-there the values are looked up unscaled and multiplied after (6.5 integer instructions and a product).
+What makes 16-bit results cheap *and* exact: the table is scaled first. The sixteen products NF4[i] · absmax are taken
+in float32 and rounded once, as bitsandbytes does element by element, and serve all codes that a thread holds of the
+block. An element then costs 2.6 integer instructions, no multiplication and no conversion. float32 results need four
+planes; there the values are looked up unscaled and multiplied after (6.5 integer instructions and a product).
 
 The text is pure: ptxas merges what several words of one block have in common, so the table is built once a thread.
 """

@@ -52,10 +52,9 @@ def quantize(weight: Float[Array, "out in"]) -> tuple[UInt8[Array, " bytes"], Fl
     codes = _count_midpoints_below(blocks * _reciprocal(absmax)[:, None]).reshape(-1)
     if whole < flat.size:  # the last block is partial: bitsandbytes divides there
         last = flat[whole:]
-        last_absmax = jnp.max(jnp.abs(last), keepdims=True)
-        last_absmax = jnp.where(last_absmax == 0, _SMALLEST_PARTIAL_ABSMAX, last_absmax)
-        codes = jnp.concatenate([codes, _count_midpoints_below(last / last_absmax)])
-        absmax = jnp.concatenate([absmax, last_absmax])
+        largest = jnp.max(jnp.abs(last), keepdims=True)
+        codes = jnp.concatenate([codes, _count_midpoints_below(last / jnp.where(largest > 0, largest, 1.0))])
+        absmax = jnp.concatenate([absmax, jnp.where(largest > 0, largest, _SMALLEST_PARTIAL_ABSMAX)])
     if codes.size % 2:
         codes = jnp.append(codes, jnp.uint8(np.flatnonzero(NF4_VALUES == 0)[0]))
     return (codes[::2] << jnp.uint8(4)) | codes[1::2], absmax

@@ -24,18 +24,14 @@ BENCHMARK = LLAMA_8B[3]
 #: Whole blocks in whole rows, few and odd numbers of blocks.
 WHOLE_ROWS = (
     Matrix("one block", (1, 64)),
-    Matrix("three blocks", (3, 64)),
-    Matrix("fewer than a tile", (5, 128)),
     Matrix("tile and a bit", (37, 192)),
     Matrix("many tiles", (64, 256)),
 )
 
 #: Blocks that cross rows, partial blocks, odd sizes.
 IRREGULAR = (
-    Matrix("rows of half a block", (6, 32)),
-    Matrix("blocks cross rows", (64, 100)),
+    Matrix("whole blocks cross rows", (16, 100)),
     Matrix("partial block", (3, 30)),
     Matrix("odd", (7, 13)),
-    Matrix("odd, more than a block", (5, 27)),
     Matrix("one element", (1, 1)),
 )

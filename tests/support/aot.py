@@ -95,7 +95,8 @@ class AOT:
     def spec(self, shape, dtype, partition=None, memory_kind=None) -> jax.ShapeDtypeStruct:
         """An argument of the compiled function that lives on the cards."""
         kind = {} if memory_kind is None else {"memory_kind": memory_kind}
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, partition or PartitionSpec(), **kind))
+        sharding = NamedSharding(self.mesh, partition or PartitionSpec(), **kind)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def lower(self, function, *specs):
         """Trace and lower for the card; a function that is not jitted yet is jitted."""

@@ -112,11 +112,11 @@ def by_layer(tree, plan):
 
 
 @functools.cache
-def shared_folder(tie_word_embeddings=True):
-    """A folder of `CONFIG`, tied or not, written once a process."""
+def shared_folder(**changes):
+    """A folder of `CONFIG` with changes, written once a process."""
     folder = Path(tempfile.mkdtemp(prefix="tiny-llama-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    changed = config(tie_word_embeddings=tie_word_embeddings)
+    changed = config(**changes)
     return write_folder(folder, changed, arrays(changed))
 
 

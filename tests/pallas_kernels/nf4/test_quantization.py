@@ -1,0 +1,122 @@
+"""Codes and scales against bitsandbytes, bit for bit; packing and unpacking without loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nf4
+from pallas_kernels.nf4 import reference
+from pallas_kernels.nf4.shapes import IRREGULAR, WHOLE_ROWS
+
+SHAPES = [pytest.param(matrix.shape, id=matrix.name) for matrix in WHOLE_ROWS + IRREGULAR]
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def weights(shape, dtype, seed=0):
+    drawn = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return jnp.asarray(drawn).astype(dtype)
+
+
+def to_torch(array):
+    import torch
+
+    wide = torch.from_numpy(np.asarray(array.astype(jnp.float32)).copy())
+    return wide.to(getattr(torch, array.dtype.name))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_and_scales_equal_bitsandbytes(bitsandbytes, shape, dtype):
+    weight = weights(shape, dtype).at[0, 0].set(0)
+    expected, state = bitsandbytes.quantize_4bit(to_torch(weight), quant_type="nf4")
+    codes, absmax = jax.jit(nf4.quantize)(weight)
+    np.testing.assert_array_equal(codes, expected.numpy().reshape(-1))
+    np.testing.assert_array_equal(absmax, state.absmax.numpy())
+
+
+@pytest.mark.torch
+def test_blocks_of_zeros_equal_bitsandbytes(bitsandbytes):
+    weight = weights((3, 70), "float32").at[0].set(0).at[2, 40:].set(0)
+    expected, state = bitsandbytes.quantize_4bit(to_torch(weight), quant_type="nf4")
+    codes, absmax = nf4.quantize(weight)
+    np.testing.assert_array_equal(codes, expected.numpy().reshape(-1))
+    np.testing.assert_array_equal(absmax, state.absmax.numpy())
+    zeros, zero_absmax = nf4.quantize(jnp.zeros((2, 64)))
+    decoded = nf4.dequantize(zeros, zero_absmax, shape=(2, 64), dtype=jnp.float32, order="bitsandbytes")
+    assert not decoded.any()
+
+
+@pytest.mark.torch
+def test_ties_go_to_the_lower_code(bitsandbytes):
+    middles = (nf4.NF4_VALUES[:-1] + nf4.NF4_VALUES[1:]) / np.float32(2)
+    row = np.zeros((1, 64), np.float32)
+    row[0, :16] = [1.0, *middles]
+    row[0, 16:31] = np.nextafter(middles, np.float32(2))
+    expected, _ = bitsandbytes.quantize_4bit(to_torch(jnp.asarray(row)), quant_type="nf4")
+    codes, _ = nf4.quantize(jnp.asarray(row))
+    np.testing.assert_array_equal(codes, expected.numpy().reshape(-1))
+    np.testing.assert_array_equal(reference.unpack(codes, 31, "bitsandbytes")[1:16], range(15))
+    np.testing.assert_array_equal(reference.unpack(codes, 31, "bitsandbytes")[16:], range(1, 16))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("blocks", [1, 255, 256, 257, 5000])
+def test_nested_scales_equal_bitsandbytes(bitsandbytes, blocks):
+    import torch
+
+    absmax = np.abs(np.random.default_rng(blocks).standard_normal(blocks)).astype(np.float32)
+    offset = torch.from_numpy(absmax).mean()
+    expected, state = bitsandbytes.quantize_blockwise(torch.from_numpy(absmax) - offset, blocksize=256)
+    quantized, nested_absmax, own_offset = jax.jit(nf4.quantize_absmax)(absmax, np.float32(offset))
+    np.testing.assert_array_equal(quantized, expected.numpy())
+    np.testing.assert_array_equal(nested_absmax, state.absmax.numpy())
+    np.testing.assert_array_equal(nf4.DYNAMIC_MAP, bitsandbytes.create_dynamic_map().numpy())
+    assert own_offset == offset.item()
+    # The mean itself is the same but for the order of its additions: a few units in the last place.
+    np.testing.assert_allclose(nf4.quantize_absmax(jnp.asarray(absmax))[2], offset.item(), rtol=1e-6)
+    decoded = jax.jit(nf4.dequantize_absmax)(quantized, nested_absmax, nf4.DYNAMIC_MAP, own_offset)
+    np.testing.assert_array_equal(decoded, (bitsandbytes.dequantize_blockwise(expected, state) + offset).numpy())
+
+
+def test_nested_scales_are_rounded_after_the_product_and_after_the_sum():
+    """XLA would contract the two to one instruction with one rounding: a third of these would differ."""
+    rng = np.random.default_rng(0)
+    quantized = rng.integers(0, 256, (512, 1024), dtype=np.uint8)
+    nested_absmax = rng.random(2048, dtype=np.float32)
+    offset = np.float32(0.7)
+    expected = nf4.DYNAMIC_MAP[quantized.reshape(-1, 256)] * nested_absmax[:, None] + offset
+    decoded = jax.jit(nf4.dequantize_absmax)(quantized, nested_absmax, nf4.DYNAMIC_MAP, offset)
+    assert decoded.shape == quantized.shape
+    np.testing.assert_array_equal(np.asarray(decoded).reshape(-1, 256), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantising_a_decoded_weight_changes_nothing(shape):
+    codes, absmax = nf4.quantize(weights(shape, "float32"))
+    decoded = nf4.dequantize(codes, absmax, shape=shape, dtype=jnp.float32, order="bitsandbytes")
+    again, absmax_again = nf4.quantize(decoded)
+    np.testing.assert_array_equal(again, codes)
+    np.testing.assert_array_equal(absmax_again, absmax)
+
+
+def test_reordering_is_lossless_both_ways():
+    codes = np.random.default_rng(0).integers(0, 256, (6, 96), dtype=np.uint8)
+    split = nf4.reorder(jnp.asarray(codes), "bitsandbytes", "split")
+    assert split.shape == codes.shape
+    elements = reference.unpack(jnp.asarray(codes), codes.size * 2, "bitsandbytes")
+    np.testing.assert_array_equal(reference.unpack(split, codes.size * 2, "split"), elements)
+    np.testing.assert_array_equal(nf4.reorder(split, "split", "bitsandbytes"), codes)
+    np.testing.assert_array_equal(nf4.reorder(split, "split", "split"), split)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="weight must be .out, in. in float32, float16 or bfloat16, got int32"):
+        nf4.quantize(jnp.zeros((2, 64), jnp.int32))
+    with pytest.raises(ValueError, match="to must be one of"):
+        nf4.reorder(jnp.zeros(32, jnp.uint8), "split", "interleaved")
+    with pytest.raises(ValueError, match="whole blocks of 32 bytes"):
+        nf4.reorder(jnp.zeros(33, jnp.uint8), "bitsandbytes", "split")
+    with pytest.raises(ValueError, match="300 codes need 2 nested scales"):
+        nf4.dequantize_absmax(jnp.zeros(300, jnp.uint8), jnp.zeros(1), jnp.asarray(nf4.DYNAMIC_MAP), jnp.float32(0))

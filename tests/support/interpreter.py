@@ -1,0 +1,27 @@
+"""Run Mosaic GPU kernels on CPU through Pallas' interpreter, the same way on every supported jax."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh
+
+
+@contextlib.contextmanager
+def mosaic_interpreter(num_cores: int = 4) -> Iterator[Any]:
+    """The context for a kernel under `interpret=`, which takes what this yields.
+
+    Args:
+        num_cores: simulated multiprocessors; few are fast.
+    """
+    try:
+        from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+    except ImportError:  # jax 0.10
+        from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        interpret_pallas_call.gpu_callbacks.reset_gpu_interpret_mode_state()
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=num_cores, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        yield InterpretGPUParams()

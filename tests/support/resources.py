@@ -1,0 +1,57 @@
+"""What ptxas says of Pallas kernels that `aot` compiles: registers, spills, stack.
+
+A Mosaic kernel's report is dumped when it is asked for. A Triton kernel's PTX is dumped by XLA, which can also refuse a
+kernel that spills (with an error from `compile`); its registers need a ptxas on this machine.
+"""
+
+import pathlib
+import re
+import shutil
+import subprocess
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.aot import AOT
+
+_PTXAS = shutil.which("ptxas") or shutil.which("ptxas", path="/usr/local/cuda/bin")
+
+
+class Resources(NamedTuple):
+    """Of one thread."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+
+
+def _parse(report: str) -> Resources:
+    stack, stores, loads = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report
+    ).groups()
+    return Resources(int(re.search(r"Used (\d+) registers", report)[1]), int(stores) + int(loads), int(stack))
+
+
+def of_mosaic(aot: AOT, function, *specs, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Resources:
+    """Compile a function that holds one Mosaic kernel."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    aot.compile(function, *specs)
+    [report] = folder.glob("*.ptxas")
+    return _parse(report.read_text())
+
+
+def of_triton(aot: AOT, function, *specs, folder: pathlib.Path) -> Resources | None:
+    """Compile a function that holds one Triton kernel; an error where it spills; None without a ptxas."""
+    options = {
+        "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
+        "xla_dump_to": str(folder),
+        "xla_dump_emitter_re": ".*",
+    }
+    aot.compile(function, *specs, options=options)
+    if _PTXAS is None:
+        return None
+    [ptx] = [file for file in folder.glob("*.ptx") if ".entry" in file.read_text()]
+    arch = re.search(r"^\.target (\w+)", ptx.read_text(), re.MULTILINE)[1]
+    command = [_PTXAS, "-v", f"-arch={arch}", str(ptx), "-o", str(folder / "kernel.cubin")]
+    return _parse(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
