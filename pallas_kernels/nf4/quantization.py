@@ -20,8 +20,9 @@ from pallas_kernels.nf4.codebook import (
     ORDERS,
 )
 
-# What bitsandbytes records for a last, partial block of zeros.
-_SMALLEST_PARTIAL_ABSMAX = np.float32(1e-38)
+# What bitsandbytes records for a last, partial block of zeros. It is subnormal, and XLA's CPU code flushes those to zero
+# in float arithmetic, a choice between two floats included: the choice is made between bits.
+_SMALLEST_PARTIAL_ABSMAX = np.float32(1e-38).view(np.int32)
 
 
 def quantize(weight: Float[Array, "out in"]) -> tuple[UInt8[Array, " bytes"], Float[Array, " blocks"]]:
@@ -54,7 +55,7 @@ def quantize(weight: Float[Array, "out in"]) -> tuple[UInt8[Array, " bytes"], Fl
         last = flat[whole:]
         largest = jnp.max(jnp.abs(last), keepdims=True)
         codes = jnp.concatenate([codes, _count_midpoints_below(last / jnp.where(largest > 0, largest, 1.0))])
-        absmax = jnp.concatenate([absmax, jnp.where(largest > 0, largest, _SMALLEST_PARTIAL_ABSMAX)])
+        absmax = jnp.concatenate([absmax, _or_smallest(largest)])
     if codes.size % 2:
         codes = jnp.append(codes, jnp.uint8(np.flatnonzero(NF4_VALUES == 0)[0]))
     return (codes[::2] << jnp.uint8(4)) | codes[1::2], absmax
@@ -165,6 +166,11 @@ def _count_midpoints_below(scaled: Float[Array, "..."]) -> UInt8[Array, "..."]:
 def _reciprocal(absmax: Float[Array, "..."]) -> Float[Array, "..."]:
     """1 / absmax, and 0 for a block of zeros."""
     return jnp.where(absmax > 0, 1.0 / jnp.where(absmax > 0, absmax, 1.0), 0.0)
+
+
+def _or_smallest(absmax: Float[Array, "1"]) -> Float[Array, "1"]:
+    bits = jnp.where(absmax > 0, jax.lax.bitcast_convert_type(absmax, jnp.int32), _SMALLEST_PARTIAL_ABSMAX)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _rounded(x: Float[Array, "..."], witness: Float[Array, ""]) -> Float[Array, "..."]:

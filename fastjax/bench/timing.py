@@ -1,0 +1,135 @@
+"""How long compiled functions keep the device busy.
+
+On a GPU the profiler's record of each kernel is added up, so that launches, the gaps between kernels and Python do not
+count: what is left is the time that the kernels themselves need, whatever they are embedded in. Elsewhere (and if the
+profiler gives nothing) it is the wall clock from the call to the results.
+
+Functions that are compared run by turns, round after round, so that a clock that changes meets them all; the figure is
+the median over the rounds. Kernels are launched one by one, not from command buffers, because the profiler sees a
+command buffer as one.
+"""
+
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Program(NamedTuple):
+    """A function to be timed.
+
+    Attributes:
+        name: a unique Python identifier.
+        function: of `arguments`; it is jitted here.
+        arguments: arrays on the device.
+        calls: how many of the operations that are counted it performs.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    calls: int
+
+
+class Timing(NamedTuple):
+    """Seconds of one operation.
+
+    Attributes:
+        median: over the rounds.
+        best: smallest.
+        worst: largest.
+        source: "kernels" (device time of the kernels) or "wall clock".
+    """
+
+    median: float
+    best: float
+    worst: float
+    source: str
+
+
+def measure(programs: Sequence[Program], rounds: int = 9) -> dict[str, Timing]:
+    """Compile, warm up and time.
+
+    Args:
+        programs: what to time.
+        rounds: how often each runs.
+
+    Returns:
+        The time of one call of each program's operation, by name.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    compiled = {program.name: _compile(program, on_gpu) for program in programs}
+    for program in programs:
+        for _ in range(2):
+            jax.block_until_ready(compiled[program.name](*program.arguments))
+    if on_gpu:
+        with tempfile.TemporaryDirectory(prefix="fastjax-bench-") as folder:
+            with jax.profiler.trace(folder):
+                wall = _run(programs, compiled, rounds)
+            kernels = _kernel_seconds(Path(folder), rounds)
+    else:
+        wall, kernels = _run(programs, compiled, rounds), {}
+    timings = {}
+    for program in programs:
+        source = "kernels" if program.name in kernels else "wall clock"
+        seconds = [total / program.calls for total in (kernels if source == "kernels" else wall)[program.name]]
+        timings[program.name] = Timing(statistics.median(seconds), min(seconds), max(seconds), source)
+    return timings
+
+
+def _compile(program: Program, on_gpu: bool) -> Callable[..., Any]:
+    def named(*arguments):
+        return program.function(*arguments)
+
+    named.__name__ = program.name
+    options = {"xla_gpu_enable_command_buffer": ""} if on_gpu else {}
+    return jax.jit(named).lower(*program.arguments).compile(compiler_options=options)
+
+
+def _run(
+    programs: Sequence[Program], compiled: Mapping[str, Callable[..., Any]], rounds: int
+) -> dict[str, list[float]]:
+    wall = {program.name: [] for program in programs}
+    for _ in range(rounds):
+        for program in programs:
+            start = time.perf_counter()
+            jax.block_until_ready(compiled[program.name](*program.arguments))
+            wall[program.name].append(time.perf_counter() - start)
+    return wall
+
+
+def _kernel_seconds(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds in which a kernel of the program ran, for each run; programs without a clear record are left out."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    [file] = folder.rglob("*.xplane.pb")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reader's own types are not quite Python's
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    module = str(dict(event.stats).get("hlo_module", ""))
+                    if module.startswith("jit_"):
+                        span = (event.start_ns, event.start_ns + event.duration_ns)
+                        spans.setdefault(module.removeprefix("jit_"), []).append(span)
+    return {name: _busy(sorted(found), rounds) for name, found in spans.items() if len(found) % rounds == 0}
+
+
+def _busy(spans: list[tuple[float, float]], rounds: int) -> list[float]:
+    """The union of the spans in each of `rounds` equal parts, in seconds."""
+    size, totals = len(spans) // rounds, []
+    for first in range(0, len(spans), size):
+        total, end = 0.0, 0.0
+        for start, stop in spans[first : first + size]:
+            total += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        totals.append(total * 1e-9)
+    return totals
