@@ -1,4 +1,4 @@
-"""`fastjax bench step` on a tiny model: every figure is there, and plausible."""
+"""`fastjax bench` on tiny sizes: every figure is there, and plausible."""
 
 import json
 
@@ -42,3 +42,14 @@ def test_a_device_without_enough_memory_is_a_result(monkeypatch):
 def test_presets_are_models(preset):
     config = ModelConfig.from_hf(PRESETS[preset])
     assert config.tie_word_embeddings == (preset == "llama1b")
+
+
+def test_nf4(tmp_path, capsys):
+    output = tmp_path / "nf4.json"
+    size = ["--shape", "64", "128", "--dtypes", "float32", "--dtype", "float32", "--rows", "4"]
+    assert main(["bench", "nf4", *size, "--rounds", "2", "--cold_bytes", "8192", "--output", str(output)]) == 0
+    assert "NF4 · 64×128" in capsys.readouterr().out
+    lines = json.loads(output.read_text())["results"]
+    found = {(line["operation"], line["implementation"]) for line in lines}
+    assert {("copy", "xla"), ("decode", "xla"), ("product", "xla"), ("product", "dense")} <= found
+    assert all(line["microseconds"] > 0 for line in lines)
