@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
+from convert.errors import ConvertError
 from convert.formats.nf4 import NF4Tensor
 from convert.weights import stream, stream_formats
 from fastjax.models.config import ModelConfig
@@ -47,7 +48,10 @@ def load_weights(
 
     def prepare(path: str, value: np.ndarray | NF4Tensor) -> Weight:
         if isinstance(value, NF4Tensor):
-            weight = NF4Weight.from_tensor(value)
+            try:
+                weight = NF4Weight.from_tensor(value)
+            except ConvertError as error:
+                raise ConvertError(f"{folder}: {path}: {error}") from None
             return weight if load_in_4bit else weight.dequantize(dtype)
         if quantize and _quantizable(path):
             return _quantize(jnp.asarray(value))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
+from convert.errors import ConvertError
 from convert.formats.nf4 import NF4Tensor
 from pallas_kernels import nf4
 
@@ -83,7 +84,16 @@ class NF4Weight:
 
         Args:
             tensor: codes, scales and shape as `convert` reads them.
+
+        Raises:
+            ConvertError: its blocks have other sizes than 64 elements and 256 scales.
         """
+        given = (tensor.blocksize, tensor.nested_blocksize if tensor.nested else NESTED_BLOCK)
+        if given != (BLOCK, NESTED_BLOCK):
+            raise ConvertError(
+                f"an NF4 tensor {list(tensor.shape)}: expected blocks of {BLOCK} elements and of {NESTED_BLOCK} "
+                f"scales, given {given[0]} and {given[1]}; quantise it again with bitsandbytes' defaults"
+            )
         shape = (int(tensor.shape[0]), int(tensor.shape[1]))
         blocks = -(-shape[0] * shape[1] // BLOCK)
         codes = np.zeros(blocks * BLOCK // 2, np.uint8)
@@ -127,10 +137,17 @@ class NF4Weight:
 
 
 def concatenate_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
-    """One weight of several parts, or None where their formats do not allow it (blocks that cross rows, mixed)."""
+    """One weight of several parts, or None where their formats do not allow it (blocks that cross rows, mixed).
+
+    Args:
+        weights: with concrete arrays: the nested scales' maps are compared by value.
+    """
     first = weights[0]
     kinds = {(w.absmax.dtype, w.nested_absmax is None, w.quant_map is None, w.shape[1]) for w in weights}
     if len(kinds) > 1 or first.order != "split" or first.quant_map is not None:
+        return None
+    tables = [w.nested_quant_map for w in weights if w.nested_quant_map is not None]
+    if not all(np.array_equal(table, tables[0]) for table in tables):
         return None
     return NF4Weight(
         codes=jnp.concatenate([w.codes for w in weights]),

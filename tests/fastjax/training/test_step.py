@@ -35,7 +35,7 @@ ADAPTERS = {
 def model(kind, layer_loop="scan", remat="full"):
     """Every trained array is random: none of its gradients is zero because another starts at zero."""
     options = {"layer_loop": layer_loop, "use_gradient_checkpointing": remat, "full_finetuning": kind == "full"}
-    folder = tiny.shared_folder(kind in ("full", "tied"))
+    folder = tiny.shared_folder(tie_word_embeddings=kind in ("full", "tied"))
     base = tiny.model(folder, tiny.CONFIG, load_in_4bit=kind == "qlora", **options)
     return base if kind == "full" else tiny.adapted(base, **ADAPTERS[kind])
 

@@ -1,0 +1,208 @@
+"""Loading: 4-bit folders as they are, 16-bit folders quantised on the way, and no more memory than said."""
+
+import gc
+import weakref
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from convert import weights as convert_weights
+from convert.errors import ConvertError
+from convert.families import family_for
+from convert.formats import nf4
+from fastjax.data.batches import Batch
+from fastjax.language_model import FastLanguageModel
+from fastjax.models import load
+from fastjax.quantization import NF4Weight
+from tests.support import steps, tiny
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+WHOLE_BLOCKS = {"hidden_size": 64, "intermediate_size": 128}
+ODD = {"hidden_size": 40, "intermediate_size": 72, "head_dim": 10}
+#: What Unsloth's "dynamic" folders do: some projections, some layers, stay in 16 bits.
+KEPT = ("layers.1.mlp.down_proj.weight", "layers.0.self_attn.v_proj.weight", "layers.2.self_attn.q_proj.weight")
+
+
+def write_4bit(folder, config, *, nested, kept=()):
+    """A folder in NF4 and one with the very numbers that it decodes to; both from the same random weights."""
+    arrays = tiny.arrays(config)
+    packed, decoded = [], {}
+    for row in family_for(config).rows(config):
+        array = arrays[row.name]
+        if row.path.startswith("layers.") and row.path.endswith("_proj.weight"):
+            if row.path in kept:
+                array = array.astype(ml_dtypes.bfloat16)
+            else:
+                array = nf4.encode(array, nested=nested)
+        packed.append((row.path, array))
+        decoded[row.name] = nf4.decode(array, np.float32) if isinstance(array, nf4.NF4Tensor) else array
+    convert_weights.save(folder / "packed", packed, config)
+    tiny.write_folder(folder / "decoded", config, decoded)
+    (folder / "packed" / "tokenizer.json").write_bytes((folder / "decoded" / "tokenizer.json").read_bytes())
+    return folder / "packed", folder / "decoded"
+
+
+def rows(config):
+    return tiny.rows([tiny.documents(config, (30, 9)), tiny.documents(config, (40,))], 40)
+
+
+@pytest.mark.parametrize(("layer_loop", "nested"), [("scan", True), ("scan", False), ("unroll", False)])
+@pytest.mark.parametrize("kept", [(), KEPT], ids=["uniform", "dynamic"])
+@pytest.mark.parametrize("shapes", [WHOLE_BLOCKS, ODD], ids=["whole blocks", "blocks across rows"])
+def test_a_4bit_folder_gives_the_logits_of_its_decoded_weights(tmp_path, shapes, kept, nested, layer_loop):
+    config = tiny.config(**shapes)
+    packed, decoded = write_4bit(tmp_path, config, nested=nested, kept=kept)
+    tokens, _, segments, positions = rows(config)
+    plain = tiny.model(decoded, config)
+    ours = tiny.model(packed, config, load_in_4bit=True, layer_loop=layer_loop)
+    weights = [leaf for leaf in leaves(ours.frozen) if isinstance(leaf, NF4Weight)]
+    assert weights, "the weights stay packed"
+    expected = tiny.logits(plain, tokens, positions, segments)
+    # float32, logits of a few units: only the order of sums differs
+    np.testing.assert_allclose(tiny.logits(ours, tokens, positions, segments), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kept", [(), KEPT], ids=["uniform", "dynamic"])
+def test_gradients_through_packed_weights_equal_those_through_decoded_ones(tmp_path, kept):
+    config = tiny.config(**WHOLE_BLOCKS, tie_word_embeddings=False)
+    packed, decoded = write_4bit(tmp_path, config, nested=True, kept=kept)
+    batch = Batch(*(array[None] for array in rows(config)))
+    found = []
+    for folder, load_in_4bit in ((packed, True), (decoded, False)):
+        model = tiny.adapted(
+            tiny.model(folder, config, load_in_4bit=load_in_4bit), use_dora=True, lora_dropout=0.3, lora_alpha=8
+        )
+        metrics, grads = steps.gradients(model, batch)
+        found.append((metrics["loss"], tiny.by_layer(grads, model.plan)))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
+    steps.assert_close(found[0][1], found[1][1], 1e-5)  # float32, see test_step.TOLERANCE; DoRA subtracts norms
+
+
+def test_in_16_bits_a_packed_weight_is_its_decoded_weight_rounded(tmp_path):
+    config = tiny.config(**WHOLE_BLOCKS)
+    packed, decoded = write_4bit(tmp_path, config, nested=True)
+    tokens, _, segments, positions = rows(config)
+    ours = tiny.model(packed, config, load_in_4bit=True, dtype="bfloat16")
+    plain = tiny.model(decoded, config, dtype="bfloat16")
+    found, expected = (tiny.logits(model, tokens, positions, segments) for model in (ours, plain))
+    # the same bfloat16 numbers go into the same products; fusions may round an intermediate once more or less
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.02 * np.abs(expected).max())
+    exact = tiny.logits(tiny.model(decoded, config), tokens, positions, segments)
+    assert np.linalg.norm(found - expected) < 0.5 * np.linalg.norm(found - exact)
+
+
+def test_a_4bit_folder_loaded_in_16_bits_is_decoded(tmp_path):
+    config = tiny.config(**WHOLE_BLOCKS)
+    packed, decoded = write_4bit(tmp_path, config, nested=True, kept=KEPT)
+    ours, plain = tiny.model(packed, config), tiny.model(decoded, config)
+    assert ours.plan == plain.plan
+    steps.assert_same(ours.frozen, plain.frozen)
+
+
+@pytest.mark.parametrize("shapes", [WHOLE_BLOCKS, ODD], ids=["whole blocks", "blocks across rows"])
+def test_quantising_while_loading_gives_the_4bit_folders_model(tmp_path, shapes):
+    config = tiny.config(**shapes)
+    packed, _ = write_4bit(tmp_path, config, nested=True)
+    plain = tiny.write_folder(tmp_path / "plain", config, tiny.arrays(config))
+    ours, stored = (tiny.model(folder, config, load_in_4bit=True) for folder in (plain, packed))
+    assert ours.plan == stored.plan
+    for mine, theirs in zip(leaves(ours.frozen), leaves(stored.frozen), strict=True):
+        if isinstance(mine, NF4Weight):
+            assert np.array_equal(mine.codes, theirs.codes)
+            np.testing.assert_allclose(mine.nested_offset, theirs.nested_offset, rtol=1e-6)  # order of a float32 sum
+        else:
+            assert np.array_equal(mine, theirs)
+
+
+def test_blocks_of_another_size_are_refused_by_name(tmp_path):
+    config = tiny.config(**WHOLE_BLOCKS)
+    packed, _ = write_4bit(tmp_path, config, nested=True)
+    original = convert_weights.stream(packed)
+
+    def rewritten():
+        for path, tensor in original:
+            if path == "layers.1.self_attn.k_proj.weight":
+                scales = tensor.absmax[::2]
+                tensor = nf4.NF4Tensor(
+                    tensor.codes,
+                    nf4.decode_absmax(tensor)[::2].copy(),
+                    tensor.quant_map,
+                    tensor.shape,
+                    tensor.dtype,
+                    128,
+                )
+                assert len(scales) * 128 == tensor.codes.size * 2
+            yield path, tensor
+
+    convert_weights.save(tmp_path / "other", rewritten(), source=packed)
+    with pytest.raises(ConvertError, match=r"other: layers\.1\.self_attn\.k_proj\.weight: .*expected blocks of 64"):
+        tiny.model(tmp_path / "other", config, load_in_4bit=True)
+
+
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+@pytest.mark.parametrize("source", ["16 bits", "4 bits"])
+def test_device_memory_stays_at_the_4bit_model_and_one_layer(tmp_path, monkeypatch, layer_loop, source):
+    config = tiny.config(hidden_size=128, intermediate_size=256, num_hidden_layers=8)
+    if source == "4 bits":
+        folder, _ = write_4bit(tmp_path, config, nested=True)
+    else:
+        folder = tiny.write_folder(tmp_path / "plain", config, tiny.arrays(config))
+    layer = sum(array.nbytes for name, array in tiny.arrays(config).items() if "layers.3." in name)
+    gc.collect()
+    others = [weakref.ref(array) for array in jax.live_arrays()]
+    known = {id(ref()) for ref in others}
+    seen = []
+
+    def watched(place, *arguments):
+        result = place(*arguments)
+        seen.append(sum(array.nbytes for array in jax.live_arrays() if id(array) not in known))
+        return result
+
+    place, quantize = load._place, load._quantize
+    monkeypatch.setattr(load, "_place", lambda *arguments: watched(place, *arguments))
+    monkeypatch.setattr(load, "_quantize", lambda *arguments: watched(quantize, *arguments))
+    model = tiny.model(folder, config, load_in_4bit=True, layer_loop=layer_loop)
+    whole = sum(array.nbytes for array in jax.tree.leaves(model.frozen))
+    assert len(seen) == (8 if source == "4 bits" else 64)
+    assert whole < 8 * layer / 4, "the model is in 4 bits"
+    assert max(seen) <= whole + layer
+
+
+def test_host_memory_stays_at_one_shard(tmp_path, monkeypatch):
+    config = tiny.config(hidden_size=128, intermediate_size=256, num_hidden_layers=8)
+    arrays = {name: array.astype(ml_dtypes.bfloat16) for name, array in tiny.arrays(config).items()}
+    shard = 300_000
+    folder = tiny.write_folder(tmp_path, config, arrays, max_shard_bytes=shard)
+    assert len(list(folder.glob("*.safetensors"))) > 5
+    alive, seen = [], []
+    read = convert_weights.Checkpoint.read
+
+    def watched(checkpoint, name):
+        array = read(checkpoint, name)
+        alive.append(weakref.ref(array))
+        seen.append(sum(found.nbytes for ref in alive if (found := ref()) is not None))
+        return array
+
+    monkeypatch.setattr(convert_weights.Checkpoint, "read", watched)
+    tiny.model(folder, config, load_in_4bit=True)
+    assert len(seen) == len(arrays)
+    assert max(seen) <= shard < sum(array.nbytes for array in arrays.values()) / 5
+
+
+@pytest.mark.parametrize("load_in_4bit", [False, True])
+def test_both_loops_hold_the_same_random_model(load_in_4bit):
+    scan, unroll = (
+        FastLanguageModel.from_config(tiny.CONFIG, load_in_4bit=load_in_4bit, layer_loop=loop, dtype="float32")
+        for loop in ("scan", "unroll")
+    )
+    steps.assert_same(tiny.by_layer(scan.frozen, scan.plan), tiny.by_layer(unroll.frozen, unroll.plan))
+    trained, total = scan.num_parameters()
+    expected = sum(array.size for array in tiny.arrays(tiny.CONFIG).values())
+    assert (trained, total) == (0, expected)
+
+
+def leaves(tree):
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, NF4Weight))

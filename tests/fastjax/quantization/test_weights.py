@@ -1,0 +1,120 @@
+"""Products with packed weights equal products with the same weights decoded, whatever their parts and formats."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from convert.errors import ConvertError
+from convert.formats import nf4
+from fastjax.quantization import MixedWeight, NF4Weight, concatenate, dense, matmul, out_features
+
+#: (rows of the parts, columns): whole blocks a row; blocks that cross rows; an odd number of elements.
+SHAPES = [((64, 32, 32), 128), ((24, 40), 72), ((3, 5), 21), ((7,), 64), ((300, 300), 64)]
+
+
+@functools.cache
+def tensors(rows, columns, nested):
+    rng = np.random.default_rng(columns)
+    return [nf4.encode(rng.standard_normal((n, columns)).astype(np.float32), nested=nested) for n in rows]
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("nested", [False, True])
+def test_decoding_equals_the_file_formats_bit_for_bit(rows, columns, nested):
+    packed = tensors(rows, columns, nested)
+    joined = concatenate([NF4Weight.from_tensor(tensor) for tensor in packed])
+    assert isinstance(joined, NF4Weight) == (columns % 64 == 0 or len(rows) == 1)
+    assert out_features(joined) == sum(rows)
+    for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
+        expected = np.concatenate([nf4.decode(tensor, dtype) for tensor in packed])
+        assert np.array_equal(np.asarray(dense(joined, dtype)), expected)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_products_and_gradients_equal_those_of_the_decoded_matrix(rows, columns, dtype):
+    joined = concatenate([NF4Weight.from_tensor(tensor) for tensor in tensors(rows, columns, True)])
+    plain = dense(joined, dtype)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 3, columns)), dtype)
+    out, pull = jax.vjp(lambda x: matmul(x, joined), x)
+    expected, pull_plain = jax.vjp(lambda x: matmul(x, plain), x)
+    dy = jnp.asarray(rng.standard_normal(out.shape), dtype)
+    assert out.dtype == dtype
+    # float32: order of sums; bfloat16: 8 bits, once for the result
+    tolerance = {"rtol": 1e-2, "atol": 1e-2 * columns**0.5} if dtype == jnp.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for ours, theirs in ((out, expected), (pull(dy)[0], pull_plain(dy)[0])):
+        np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), **tolerance)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("shape", [(40, 64), (9, 21), (5, 13)])
+def test_quantising_on_the_device_gives_the_codes_of_the_file_format(nested, shape):
+    """The nested offset is a float32 mean, whose last bits depend on the order of the sum."""
+    matrix = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    ours = jax.jit(functools.partial(NF4Weight.quantize, nested=nested))(matrix)
+    theirs = NF4Weight.from_tensor(nf4.encode(matrix, nested=nested))
+    assert ours.shape == theirs.shape and ours.parts == theirs.parts
+    assert np.array_equal(ours.codes, theirs.codes)
+    if nested:
+        np.testing.assert_allclose(ours.nested_offset, theirs.nested_offset, rtol=1e-6)
+        np.testing.assert_allclose(ours.scales(), theirs.scales(), rtol=2e-2)
+    else:
+        assert np.array_equal(ours.absmax, theirs.absmax)
+
+
+def test_formats_mix():
+    """A "dynamic" folder keeps some projections in 16 bits: one product, several formats, no copy in 16 bits."""
+    first, second = tensors((24, 40), 64, True)[0], tensors((24, 40), 64, False)[1]
+    plain = np.random.default_rng(2).standard_normal((8, 64)).astype(ml_dtypes.bfloat16)
+    parts = [NF4Weight.from_tensor(first), jnp.asarray(plain), NF4Weight.from_tensor(second)]
+    mixed = concatenate(parts)
+    assert isinstance(mixed, MixedWeight) and out_features(mixed) == 72
+    expected = np.concatenate([nf4.decode(first, np.float32), plain.astype(np.float32), nf4.decode(second, np.float32)])
+    assert np.array_equal(np.asarray(dense(mixed, jnp.float32)), expected)
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((1, 4, 64)), jnp.float32)
+    np.testing.assert_allclose(matmul(x, mixed)[0], x[0] @ expected.T, rtol=1e-5, atol=1e-5)
+    assert isinstance(concatenate([jnp.zeros((2, 8)), jnp.zeros((3, 8), jnp.bfloat16)]), MixedWeight)
+
+
+def test_values_of_another_map_are_kept():
+    tensor = tensors((7,), 64, False)[0]
+    other = NF4Weight.from_tensor(
+        nf4.NF4Tensor(tensor.codes, tensor.absmax, np.linspace(-1, 1, 16, dtype=np.float32), tensor.shape, "float32")
+    )
+    assert other.quant_map is not None
+    values = np.linspace(-1, 1, 16, dtype=np.float32)
+    nibbles = np.stack([tensor.codes >> 4, tensor.codes & 15], 1).reshape(7, 64)
+    assert np.array_equal(other.dequantize(jnp.float32), values[nibbles] * tensor.absmax[:, None])
+
+
+def test_scales_of_different_maps_stay_apart():
+    first, second = tensors((24, 40), 64, True)
+    stretched = dataclasses.replace(second, nested_quant_map=second.nested_quant_map * np.float32(1.5))
+    joined = concatenate([NF4Weight.from_tensor(first), NF4Weight.from_tensor(stretched)])
+    expected = np.concatenate([nf4.decode(first, np.float32), nf4.decode(stretched, np.float32)])
+    assert np.array_equal(np.asarray(dense(joined, jnp.float32)), expected)
+
+
+@pytest.mark.parametrize("sizes", [{"blocksize": 128}, {"blocksize": 64, "nested_blocksize": 128}])
+def test_blocks_of_another_size_are_refused(sizes):
+    """bitsandbytes can write them; reading them as blocks of 64 and 256 would decode to something else."""
+    blocks = 7 * 64 // sizes["blocksize"] + (7 * 64 % sizes["blocksize"] > 0)
+    tensor = nf4.NF4Tensor(
+        np.zeros(7 * 32, np.uint8),
+        np.zeros(blocks, np.uint8),
+        nf4.NF4_MAP,
+        (7, 64),
+        "float32",
+        nested_absmax=np.ones(1, np.float32),
+        nested_quant_map=np.zeros(256, np.float32),
+        nested_offset=1.0,
+        **sizes,
+    )
+    with pytest.raises(ConvertError, match="block"):
+        NF4Weight.from_tensor(tensor)

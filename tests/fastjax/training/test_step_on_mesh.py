@@ -1,0 +1,82 @@
+"""The same step on eight fake devices: data parallel, and with the frozen weights split."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from fastjax.data.batches import Batch
+from fastjax.parallel import make_mesh
+from fastjax.training.optimizers import OptimizerConfig, make_optimizer
+from fastjax.training.step import init_state, make_eval_step, make_train_step
+from tests.support import steps, tiny
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+#: float32: a sum over eight devices is another order of the same terms.
+LOSS_TOLERANCE = 1e-6
+TOLERANCE = 1e-5
+#: Adam divides by the gradient's size: with its usual epsilon, rounding decides the sign of steps along a zero.
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, adam_epsilon=1e-3)
+
+MESHES = {"data": {"data": 8}, "data and fsdp": {"data": 2, "fsdp": 4}, "fsdp": {"fsdp": 8}}
+CONFIG = tiny.config(hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
+
+
+@functools.cache
+def model(kind):
+    folder = tiny.shared_folder(
+        **{name: CONFIG[name] for name in ("hidden_size", "intermediate_size")}, tie_word_embeddings=False
+    )
+    base = tiny.model(folder, CONFIG, load_in_4bit=kind == "qlora", full_finetuning=kind == "full")
+    options = {"lora": {"use_dora": True, "lora_dropout": 0.3}, "qlora": {"modules_to_save": ["lm_head"]}}
+    return base if kind == "full" else tiny.adapted(base, **options[kind])
+
+
+@functools.cache
+def batch():
+    """Two microbatches of eight rows, some of them padding only."""
+    lengths = [(17, 20), (9, 4, 25), (38,), (11, 11), (2,), (), (40,), (21, 3)]
+    parts = [
+        tiny.rows([tiny.documents(CONFIG, row, seed=10 * part + n) for n, row in enumerate(lengths)], 40)
+        for part in range(2)
+    ]
+    return Batch(*(np.stack(arrays) for arrays in zip(*parts, strict=True)))
+
+
+@functools.cache
+def trained(kind, mesh=None):
+    """Three steps: the metrics of each and the trained arrays."""
+    ours, optimizer = model(kind), make_optimizer(OPTIMIZER, 3)
+    mesh = None if mesh is None else make_mesh(**MESHES[mesh])
+    step = make_train_step(ours.graphdef, optimizer, ours.trainable_filter, mesh=mesh)
+    state, seen = init_state(ours.trainable, optimizer, jax.random.key(1)), []
+    for _ in range(3):
+        state, metrics = step(state, ours.frozen, batch())
+        seen.append(jax.device_get(metrics))
+    return seen, jax.device_get(state.trainable)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [("lora", "data"), ("full", "data"), ("qlora", "data"), ("qlora", "data and fsdp"), ("lora", "fsdp")],
+)
+def test_eight_devices_equal_one(kind, mesh):
+    expected, arrays = trained(kind)
+    found, spread = trained(kind, mesh)
+    for one, eight in zip(expected, found, strict=True):
+        np.testing.assert_allclose(eight["loss"], one["loss"], rtol=LOSS_TOLERANCE)
+        np.testing.assert_allclose(eight["grad_norm"], one["grad_norm"], rtol=TOLERANCE)
+        assert eight["num_targets"] == one["num_targets"] and eight["num_correct"] == one["num_correct"]
+    steps.assert_close(spread, arrays, TOLERANCE)
+
+
+def test_evaluation_on_eight_devices_equals_one():
+    ours, mesh = model("qlora"), make_mesh(data=4, fsdp=2)
+    one, eight = (
+        make_eval_step(ours.graphdef, ours.trainable_filter, mesh=m)(ours.trainable, ours.frozen, batch())
+        for m in (None, mesh)
+    )
+    np.testing.assert_allclose(eight.loss_sum, one.loss_sum, rtol=LOSS_TOLERANCE)
+    assert eight.num_targets == one.num_targets and eight.num_correct == one.num_correct
