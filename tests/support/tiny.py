@@ -78,9 +78,13 @@ def arrays(config, seed=0):
 def write_folder(folder, config, tensors, **options):
     """A model folder with a tokenizer of one word a token."""
     write_checkpoint(folder, tensors.items(), config, **options)
+    write_tokenizer(folder, config)
+    return folder
+
+
+def write_tokenizer(folder, config):
     words = {f"w{number}": number for number in range(config["vocab_size"])}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def model(folder, config, seed=0, **options):

@@ -4,11 +4,23 @@ Import only after `pytest.importorskip("torch")`.
 """
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
+
+#: What PEFT warns of in the cases that the tests mean to try.
+NOTES_OF_PEFT = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        "`is_gradient_checkpointing` is deprecated:FutureWarning",
+        "Model has `tie_word_embeddings=True`:UserWarning",
+        "Model with `tie_word_embeddings=True`:UserWarning",
+        "Setting `save_embedding_layers` to `True`:UserWarning",
+    )
+]
 
 
 def build(config, arrays):

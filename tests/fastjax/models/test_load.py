@@ -41,7 +41,7 @@ def write_4bit(folder, config, *, nested, kept=()):
         decoded[row.name] = nf4.decode(array, np.float32) if isinstance(array, nf4.NF4Tensor) else array
     convert_weights.save(folder / "packed", packed, config)
     tiny.write_folder(folder / "decoded", config, decoded)
-    (folder / "packed" / "tokenizer.json").write_bytes((folder / "decoded" / "tokenizer.json").read_bytes())
+    tiny.write_tokenizer(folder / "packed", config)
     return folder / "packed", folder / "decoded"
 
 

@@ -17,14 +17,7 @@ from tests.support import tiny
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 torch_llama = pytest.importorskip("tests.support.torch_llama")
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.usefixtures("quick_compilation"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("quick_compilation"), *torch_llama.NOTES_OF_PEFT]
 
 STEPS = 20
 LOSS_TOLERANCE = 1e-4  # float32, losses of 4 to 6

@@ -1,0 +1,74 @@
+"""Greedy generation equals transformers', for prompts of different lengths in one batch."""
+
+import numpy as np
+import pytest
+
+from fastjax.generation import generate
+from tests.support import tiny
+
+torch = pytest.importorskip("torch")
+torch_llama = pytest.importorskip("tests.support.torch_llama")
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("quick_compilation")]
+
+#: Shorter and longer than 32, the step in which prompts are padded; beyond the original positions of llama3 scaling.
+LENGTHS = (1, 33, 7, 20)
+NEW = 24
+
+#: Untied and with large weights: small random models repeat a token for ever.
+CHANGES = {"tie_word_embeddings": False, "initializer_range": 0.3}
+CONFIG = tiny.config(**CHANGES)
+
+
+def torch_answers(model, prompts, **options):
+    width = max(len(prompt) for prompt in prompts)
+    tokens, mask = torch.zeros(len(prompts), width, dtype=torch.long), torch.zeros(len(prompts), width)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt) :] = torch.from_numpy(prompt).long()
+        mask[row, width - len(prompt) :] = 1
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": CONFIG["pad_token_id"], **options}
+    with torch.no_grad():
+        return model.generate(tokens, attention_mask=mask.long(), **settings)[:, width:].tolist()
+
+
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_greedy_answers_equal_transformers(layer_loop):
+    reference = torch_llama.build(CONFIG, tiny.arrays(CONFIG))
+    prompts = tiny.documents(CONFIG, LENGTHS, seed=4)
+    expected = torch_answers(reference, prompts, eos_token_id=None)
+    assert len({tuple(row) for row in expected}) == len(prompts)
+    assert all(len(set(row)) > 10 for row in expected), "the answers go round in circles"
+    model = tiny.model(tiny.shared_folder(**CHANGES), CONFIG, layer_loop=layer_loop)
+    found = generate(model, [prompt.tolist() for prompt in prompts], max_new_tokens=NEW)
+    assert found == expected
+    alone = generate(model, [prompts[2].tolist()], max_new_tokens=NEW)
+    assert alone == [expected[2]], "neighbours in the batch change an answer"
+
+
+def test_a_row_ends_at_its_stop_token():
+    reference = torch_llama.build(CONFIG, tiny.arrays(CONFIG))
+    prompts = tiny.documents(CONFIG, LENGTHS, seed=4)
+    free = torch_answers(reference, prompts, eos_token_id=None)
+    stops = [free[0][5], free[1][9]]
+    expected = torch_answers(reference, prompts, eos_token_id=stops)
+    model = tiny.model(tiny.shared_folder(**CHANGES), CONFIG)
+    found = generate(model, [prompt.tolist() for prompt in prompts], max_new_tokens=NEW, stop_tokens=stops)
+    for row, theirs in zip(found, expected, strict=True):
+        end = next((n for n, token in enumerate(theirs) if token in stops), len(theirs))
+        assert row == theirs[:end]
+    assert len(found[0]) <= 5 and len(found[1]) <= 9
+
+
+def test_an_adapter_takes_part():
+    """With what a cached step computes from the adapter: greedy tokens are those of the whole forward pass."""
+    model = tiny.adapted(
+        tiny.model(tiny.shared_folder(**CHANGES), CONFIG, load_in_4bit=True),
+        use_dora=True,
+        lora_dropout=0.5,
+        target_modules=["q_proj", "v_proj", "down_proj", "embed_tokens", "lm_head"],
+    )
+    prompt = tiny.documents(CONFIG, (9,), seed=4)[0].tolist()
+    (answer,) = generate(model, [prompt], max_new_tokens=10)
+    whole = tiny.logits(model, np.asarray([prompt + answer]))[0].argmax(-1)
+    assert answer == whole[len(prompt) - 1 : -1].tolist()
+    base = tiny.model(tiny.shared_folder(**CHANGES), CONFIG, load_in_4bit=True)
+    assert answer != generate(base, [prompt], max_new_tokens=10)[0]
