@@ -45,8 +45,8 @@ def quickstart_config(output_dir: str) -> TrainConfig:
         model=ModelSection(str(ASSETS / "tiny-llama"), max_seq_length=256),
         lora=LoraSection(r=16, lora_alpha=32),
         data=DataSection(str(ASSETS / "tiny-chat/train.jsonl"), str(ASSETS / "tiny-chat/test.jsonl")),
-        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_ratio=0.05),
-        training=TrainingSection(per_device_train_batch_size=8, num_train_epochs=6, logging_steps=25),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_ratio=0.05),
+        training=TrainingSection(per_device_train_batch_size=8, num_train_epochs=3, logging_steps=25),
         output=OutputSection(output_dir, overwrite_output_dir=True),
     )
 

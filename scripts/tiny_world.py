@@ -1,0 +1,138 @@
+"""The small world that the embedded model's text is about: people who order things.
+
+`base_document` is what the base model learns: sentences, facts, lists, and conversations that ask about a sentence or
+copy from it. `record_document` is the task that it does not know: the sentence as a JSON record.
+"""
+
+import json
+import random
+
+NAMES = (
+    "Nora Omar Lena Hugo Mila Ivan Ruth Adam Sara Noah Emma Paul Alma Finn Iris Karl Dana Leon Vera Otto Tara Igor "
+    "Jane Eric Lucy Mark Rosa Alan Zoe Ben Amy Sam Eva Tom Ida Max"
+).split()
+ITEMS = (
+    "pens cups hats bags books lamps chairs boxes plates bells spoons kites shirts coats rings ropes candles baskets "
+    "bottles brushes clocks drums forks gloves jars knives maps mirrors nails paddles rugs scarves shovels socks tables"
+).split()
+COLORS = "red green blue black white yellow brown pink gray purple orange golden".split()
+PLACES = "market harbor school garden station bakery library castle village museum theater farm".split()
+MOODS = "happy tired quiet busy hungry brave kind young".split()
+SENTENCES = (
+    "{who} bought {count} {color} {item} for {price} coins each.",
+    "For {price} coins each, {who} bought {count} {color} {item}.",
+    "{count} {color} {item} were sold to {who} at {price} coins each.",
+    "{who} paid {price} coins each for {count} {color} {item}.",
+    "{who} ordered {count} {item} in {color}, each for {price} coins.",
+    "The {count} {color} {item} that {who} ordered cost {price} coins each.",
+)
+QUESTIONS = (
+    ("Who bought the {item}?", "{who}."),
+    ("What did {who} buy?", "{color} {item}."),
+    ("What color were the {item}?", "{color}."),
+    ("How many {item} did {who} buy?", "{count}."),
+    ("What was the price of one of the {item}?", "{price} coins."),
+)
+FACTS = (
+    "{who} went to the {place}.",
+    "{who} was {mood}.",
+    "The {item} were {color}.",
+    "There were {count} of the {item}.",
+    "One of the {item} cost {price} coins.",
+    "The {place} was {mood} that day.",
+    "{who} took the {color} {item} to the {place}.",
+    "{who} said: I have {count} {item} now.",
+)
+SYSTEM = ("Answer in a few words.", "You are a helpful clerk.", "Be brief.")
+
+Document = dict[str, object]
+
+
+def order(rng: random.Random) -> dict[str, object]:
+    """Who ordered what."""
+    return {
+        "who": rng.choice(NAMES),
+        "item": rng.choice(ITEMS),
+        "color": rng.choice(COLORS),
+        "count": rng.randint(2, 99),
+        "price": rng.randint(2, 99),
+        "place": rng.choice(PLACES),
+        "mood": rng.choice(MOODS),
+    }
+
+
+def sentence(facts: dict[str, object], rng: random.Random) -> str:
+    """The order in one of six forms."""
+    return rng.choice(SENTENCES).format(**facts)
+
+
+def words(rng: random.Random, count: int) -> list[str]:
+    """Words and numbers in no order."""
+    pool = NAMES + ITEMS + COLORS + PLACES + MOODS
+    return [rng.choice(pool) if rng.random() < 0.75 else str(rng.randint(2, 99)) for _ in range(count)]
+
+
+def base_document(rng: random.Random) -> Document:
+    """One document of the base model's training text."""
+    if rng.random() < 0.3:
+        return {"text": _prose(rng)}
+    turns = _questions(rng) if rng.random() < 0.5 else [_copying(rng) for _ in range(rng.randint(1, 3))]
+    messages = [{"role": "system", "content": rng.choice(SYSTEM)}] if rng.random() < 0.3 else []
+    for question, answer in turns:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages}
+
+
+def record_document(rng: random.Random) -> Document:
+    """One conversation of the task: a sentence, and the record that it states."""
+    facts = order(rng)
+    record = {name: facts[name] for name in ("who", "item", "color", "count", "price")}
+    return {
+        "messages": [
+            {"role": "user", "content": f"Record: {sentence(facts, rng)}"},
+            {"role": "assistant", "content": json.dumps(record)},
+        ]
+    }
+
+
+def _questions(rng: random.Random) -> list[tuple[str, str]]:
+    """Questions about one order, or about one of two."""
+    facts, other = order(rng), order(rng)
+    text = [sentence(facts, rng)]
+    if other["who"] != facts["who"] and other["item"] != facts["item"] and rng.random() < 0.3:
+        text.insert(rng.randint(0, 1), sentence(other, rng))
+    asked = [(q.format(**facts), a.format(**facts)) for q, a in rng.sample(QUESTIONS, rng.randint(2, 5))]
+    (first, answer), *rest = asked
+    return [(f"{' '.join(text)} {first}", answer), *rest]
+
+
+def _copying(rng: random.Random) -> tuple[str, str]:
+    listed = words(rng, rng.randint(2, 7))
+    plain = " ".join(listed)
+    text = sentence(order(rng), rng) if rng.random() < 0.5 else plain
+    return rng.choice(
+        (
+            (f"Repeat: {text}", text),
+            (f"Repeat in quotes: {text}", f'"{text}"'),
+            (f"Repeat twice: {text}", f"{text} / {text}"),
+            (f"First word: {plain}", listed[0]),
+            (f"Last word: {plain}", listed[-1]),
+            (f"Join with commas: {plain}", ", ".join(listed)),
+            (f"Put each in quotes: {plain}", " ".join(f'"{word}"' for word in listed)),
+            (f"How many words? {plain}", str(len(listed))),
+        )
+    )
+
+
+def _prose(rng: random.Random) -> str:
+    kind = rng.random()
+    if kind < 0.35:  # the same keys with other values: JSON-like lines
+        keys = rng.sample(["name", "age", "place", "animal", "size", "shape", "mood", "tool", "day"], rng.randint(2, 5))
+        rows = [{key: rng.choice((rng.randint(2, 99), *words(rng, 2))) for key in keys} for _ in range(2)]
+        return "\n".join(json.dumps(row) for row in rows)
+    if kind < 0.6:  # the same words again: what teaches a small model to copy
+        listed = words(rng, rng.randint(4, 12))
+        return "\n".join([" ".join(listed)] * rng.randint(2, 4))
+    facts = order(rng)
+    parts = [sentence(facts, rng)] + [fact.format(**facts) for fact in rng.sample(FACTS, rng.randint(2, 5))]
+    return " ".join(parts)
