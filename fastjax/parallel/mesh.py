@@ -14,6 +14,9 @@ from jax.sharding import PartitionSpec as P
 from fastjax.errors import ConfigError
 from fastjax.parallel.islands import BATCH
 
+#: Words in the path of a leaf that is a vector a layer.
+VECTORS = ("bias", "norm", "nested_", "quant_map")
+
 
 def make_mesh(data: int = 1, fsdp: int = 1, devices: list[Any] | None = None) -> Mesh:
     """A mesh of data × fsdp devices.
@@ -45,14 +48,16 @@ def shard_replicated(tree: Any, mesh: Mesh) -> Any:
 def shard_frozen(tree: Any, mesh: Mesh) -> Any:
     """A NamedSharding for every leaf of the frozen tree.
 
-    A leaf whose next-to-last axis (the output rows of a weight, after any axis of stacked layers) is a multiple of the
-    fsdp size is split there; the others (norms, biases, the few nested scales) are repeated.
+    A matrix whose output rows (the next-to-last axis, after any axis of stacked layers) are a multiple of the fsdp size
+    is split there; the others are repeated, and so are norms, biases and the few nested scales, which are recognised by
+    their path because a stacked vector has two dimensions as well.
     """
     size = mesh.shape["fsdp"]
 
-    def place(leaf: Any) -> NamedSharding:
-        if size == 1 or leaf.ndim < 2 or leaf.shape[-2] % size or leaf.shape[-2] < 8 * size:
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        vector = leaf.ndim < 2 or any(word in jax.tree_util.keystr(path) for word in VECTORS)
+        if size == 1 or vector or leaf.shape[-2] % size or leaf.shape[-2] < 8 * size:
             return NamedSharding(mesh, P())
         return NamedSharding(mesh, P(*([None] * (leaf.ndim - 2)), "fsdp", None))
 
-    return jax.tree.map(place, tree)
+    return jax.tree_util.tree_map_with_path(place, tree)

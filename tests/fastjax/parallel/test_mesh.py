@@ -1,0 +1,59 @@
+"""Where arrays live on a mesh."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from fastjax.errors import ConfigError
+from fastjax.parallel import batch_sharding, make_mesh, shard_frozen, shard_replicated
+from fastjax.quantization import NF4Weight
+
+
+def test_matrices_are_split_by_output_rows_and_vectors_repeated():
+    """With enough layers a stack of vectors looks like a matrix; split over its layers, each would be fetched apart."""
+    packed = NF4Weight(
+        codes=jnp.zeros((32, 64, 32), jnp.uint8),
+        absmax=jnp.zeros((32, 64, 1), jnp.uint8),
+        nested_absmax=jnp.zeros((32, 1)),
+        nested_quant_map=jnp.zeros((32, 256)),
+        nested_offset=jnp.zeros((32, 3)),
+        quant_map=jnp.zeros((32, 16)),
+        shape=(64, 64),
+        parts=(32, 16, 16),
+    )
+    attention = {"qkv": {"weight": packed, "bias": jnp.zeros((32, 64))}, "o": {"weight": jnp.zeros((32, 64, 64))}}
+    frozen = {
+        "embed_tokens": {"weight": jnp.zeros((96, 64))},
+        "layers": {0: {0: {"input_layernorm": {"weight": jnp.zeros((32, 64))}, "self_attn": attention}}},
+        "norm": {"weight": jnp.zeros(64)},
+    }
+    shardings = shard_frozen(frozen, make_mesh(data=2, fsdp=4))
+    found = {jax.tree_util.keystr(path): s.spec for path, s in jax.tree_util.tree_flatten_with_path(shardings)[0]}
+    split = {name for name, spec in found.items() if "fsdp" in spec}
+    layer = "['layers'][0][0]['self_attn']"
+    assert split == {
+        "['embed_tokens']['weight']",
+        f"{layer}['o']['weight']",
+        f"{layer}['qkv']['weight'].codes",
+        f"{layer}['qkv']['weight'].absmax",
+    }
+    for name in split:
+        assert found[name] == (P(None, "fsdp", None) if name.startswith(layer) else P("fsdp", None))
+
+
+def test_what_does_not_divide_is_repeated():
+    mesh = make_mesh(fsdp=4)
+    tree = {"odd": {"weight": jnp.zeros((66, 8))}, "small": {"weight": jnp.zeros((16, 8))}}
+    assert all(s.spec == P() for s in jax.tree.leaves(shard_frozen(tree, mesh)))
+    assert all(s.spec == P() for s in jax.tree.leaves(shard_replicated(tree, mesh)))
+
+
+def test_rows_of_a_batch_are_split_over_all_devices():
+    assert batch_sharding(make_mesh(data=2, fsdp=4)).spec == P(None, ("data", "fsdp"), None)
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [(8, 2), (0, 1), (1, 0)])
+def test_a_mesh_needs_its_devices(data, fsdp):
+    with pytest.raises(ConfigError, match="there are 8"):
+        make_mesh(data=data, fsdp=fsdp)
