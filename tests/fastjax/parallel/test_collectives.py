@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh
 
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
@@ -20,7 +19,7 @@ from tests.support.aot import needs_cuda_plugin, target_config
 
 CONFIG = {
     "model_type": "llama",
-    "vocab_size": 512,
+    "vocab_size": 640,
     "hidden_size": 512,
     "intermediate_size": 1024,
     "num_hidden_layers": 4,
@@ -73,7 +72,6 @@ def test_data_parallel_step_only_sums_gradients_and_metrics(layer_loop):
     # The adapters' gradients in one piece, the loss, the token counts (the last two are scalars).
     assert set(kinds) == {"all-reduce"}, found
     assert kinds["all-reduce"] <= 3, found
-    assert "custom" not in kinds
 
 
 @pytest.mark.aot
@@ -82,10 +80,10 @@ def test_fsdp_gathers_packed_weights_inside_the_layer_loop():
     found = collectives(compiled_step(1, 4, "scan"))
     gathers = [shapes for kind, shapes in found if kind == "all-gather"]
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce"}, found
-    packed = [shapes for shapes in gathers if "u8[" in shapes]
-    # Forward and backward body of the scan (four codes each); the embedding table and the head once.
-    assert len(packed) >= 2, gathers
-    whole_layer_matrices = [s for s in gathers if re.search(r"(f32|bf16)\[(512|1024|2048),(512|1024)\]", s) and "u8[" in s]
-    assert not whole_layer_matrices, f"dequantised weights travel: {whole_layer_matrices}"
-    tables = [s for s in gathers if "u8[" not in s]
-    assert len(tables) <= 2, tables
+    # The four projections' codes, in the forward and in the backward body of the scan.
+    assert sum("u8[" in shapes for shapes in gathers) >= 2, gathers
+    floats = [tuple(map(int, dims)) for shapes in gathers for dims in re.findall(r"f(?:32|16)\[(\d+),(\d+)\]", shapes)]
+    matrices = {(1024, 512), (512, 512), (2048, 512), (512, 1024)}
+    assert not matrices & set(floats), f"dequantised weights travel: {gathers}"
+    # The embedding table and the head, once each (a shard and the whole array are named in one gather).
+    assert sum(dims == (640, 512) for dims in floats) <= 2, gathers
