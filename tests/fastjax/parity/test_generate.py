@@ -1,6 +1,5 @@
 """Greedy generation equals transformers', for prompts of different lengths in one batch."""
 
-import numpy as np
 import pytest
 
 from fastjax.generation import generate
@@ -56,19 +55,3 @@ def test_a_row_ends_at_its_stop_token():
         end = next((n for n, token in enumerate(theirs) if token in stops), len(theirs))
         assert row == theirs[:end]
     assert len(found[0]) <= 5 and len(found[1]) <= 9
-
-
-def test_an_adapter_takes_part():
-    """With what a cached step computes from the adapter: greedy tokens are those of the whole forward pass."""
-    model = tiny.adapted(
-        tiny.model(tiny.shared_folder(**CHANGES), CONFIG, load_in_4bit=True),
-        use_dora=True,
-        lora_dropout=0.5,
-        target_modules=["q_proj", "v_proj", "down_proj", "embed_tokens", "lm_head"],
-    )
-    prompt = tiny.documents(CONFIG, (9,), seed=4)[0].tolist()
-    (answer,) = generate(model, [prompt], max_new_tokens=10)
-    whole = tiny.logits(model, np.asarray([prompt + answer]))[0].argmax(-1)
-    assert answer == whole[len(prompt) - 1 : -1].tolist()
-    base = tiny.model(tiny.shared_folder(**CHANGES), CONFIG, load_in_4bit=True)
-    assert answer != generate(base, [prompt], max_new_tokens=10)[0]

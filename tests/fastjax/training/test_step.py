@@ -32,9 +32,10 @@ ADAPTERS = {
 
 
 @functools.cache
-def model(kind, layer_loop="scan", remat="full"):
+def model(kind, layer_loop="scan", remat="full", dtype="float32"):
     """Every trained array is random: none of its gradients is zero because another starts at zero."""
     options = {"layer_loop": layer_loop, "use_gradient_checkpointing": remat, "full_finetuning": kind == "full"}
+    options["dtype"] = dtype
     folder = tiny.shared_folder(tie_word_embeddings=kind in ("full", "tied"))
     base = tiny.model(folder, tiny.CONFIG, load_in_4bit=kind == "qlora", **options)
     return base if kind == "full" else tiny.adapted(base, **ADAPTERS[kind])
@@ -140,8 +141,15 @@ def test_the_size_of_the_chunks_does_not_matter(chunk_size):
     steps.assert_close(chunked, grads, TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["full", "qlora", "mixed ranks"])
-@pytest.mark.parametrize(("layer_loop", "remat"), [("unroll", "full"), ("scan", "projections"), ("unroll", "none")])
+@pytest.mark.parametrize(
+    ("kind", "layer_loop", "remat"),
+    [
+        ("qlora", "unroll", "full"),
+        ("qlora", "scan", "projections"),
+        ("full", "unroll", "none"),
+        ("mixed ranks", "scan", "none"),
+    ],
+)
 def test_neither_loop_nor_rematerialisation_changes_the_gradients(kind, layer_loop, remat):
     rows = packed_rows()
     reference, other = model(kind), model(kind, layer_loop, remat)
@@ -149,6 +157,24 @@ def test_neither_loop_nor_rematerialisation_changes_the_gradients(kind, layer_lo
     metrics, found = steps.gradients(other, batch(rows))
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
     steps.assert_close(tiny.by_layer(found, other.plan), tiny.by_layer(grads, reference.plan), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("full", "bfloat16"), ("lora", "bfloat16"), ("tied", "bfloat16"), ("qlora", "float16")],
+)
+def test_computing_in_16_bits_trains_float32_arrays(kind, dtype):
+    """Gradients point where float32's do; the trained arrays and their gradients are float32 all the while."""
+    rows = batch(packed_rows(), 2)
+    exact, grads = steps.gradients(model(kind), rows)
+    metrics, found = steps.gradients(model(kind, dtype=dtype), rows)
+    assert metrics["finite"] and metrics["loss"].dtype == np.float32
+    np.testing.assert_allclose(metrics["loss"], exact["loss"], rtol=2e-2)  # bfloat16 has 8 bits
+    for name, leaf in steps.named(found).items():
+        expected = steps.named(grads)[name]
+        assert leaf.dtype == np.float32
+        cosine = (leaf * expected).sum() / np.linalg.norm(leaf) / np.linalg.norm(expected)
+        assert cosine > 0.98, name
 
 
 def test_the_same_input_gives_the_same_bits():
