@@ -87,7 +87,7 @@ def _compile(program: Program, on_gpu: bool) -> Callable[..., Any]:
         return program.function(*arguments)
 
     named.__name__ = program.name
-    options = {"xla_gpu_enable_command_buffer": ""} if on_gpu else {}
+    options: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""} if on_gpu else {}
     return jax.jit(named).lower(*program.arguments).compile(compiler_options=options)
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
@@ -119,7 +120,7 @@ def matmul(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _matmul(x, codes, absmax, quant_map, shape, order, implementation):
-    weight = _decode(codes, absmax, quant_map, shape, order, implementation, x.dtype)
+    x, weight = _decode_when_needed(x, codes, absmax, quant_map, shape, order, implementation)
     return _product(x, weight, contract_rows_of_weight=False)
 
 
@@ -128,22 +129,28 @@ def _matmul_forward(x, codes, absmax, quant_map, shape, order, implementation):
 
 
 def _matmul_backward(shape, order, implementation, packed, dy):
-    # The barrier makes the packed weight depend on dy: without it the compiler would see that both passes decode the
-    # same bytes and keep the decoded matrix between them.
-    packed, dy = lax.optimization_barrier((packed, dy))
-    weight = _decode(*packed, shape, order, implementation, dy.dtype)
+    codes, absmax, quant_map = packed
+    dy, weight = _decode_when_needed(dy, codes, absmax, quant_map, shape, order, implementation)
     return _product(dy, weight, contract_rows_of_weight=True), None, None, None
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _decode(codes, absmax, quant_map, shape, order, implementation, dtype):
+def _decode_when_needed(x, codes, absmax, quant_map, shape, order, implementation):
+    """Decode the matrix to x's dtype, but no earlier than x is there; returns x and the matrix.
+
+    If it depended on the packed weight alone, the compiler could decode all layers' matrices at the start (XLA does, in
+    one fusion), and would see that the forward and the backward pass decode the same bytes and keep the result between
+    them. So one of the decode's operands is made to depend on x: the scales, the small one. A barrier on the codes
+    would cost a copy of them where they are a slice of stacked layers, which XLA otherwise decodes where it lies.
+    """
+    absmax, x = lax.optimization_barrier((absmax, x))
     weight = dequantize(
-        codes, absmax, shape=shape, dtype=dtype, order=order, quant_map=quant_map, implementation=implementation
+        codes, absmax, shape=shape, dtype=x.dtype, order=order, quant_map=quant_map, implementation=implementation
     )
     # XLA must not fuse a decode of its own into the product: that GEMM is several times slower than the two in turn.
-    return lax.optimization_barrier(weight)
+    return x, lax.optimization_barrier(weight)
 
 
 def _product(x, weight, *, contract_rows_of_weight: bool):
@@ -155,20 +162,20 @@ def _product(x, weight, *, contract_rows_of_weight: bool):
 
 
 def _candidates(shape, dtype, order, quant_map) -> list[tuple[str, str | None]]:
+    """The implementations in order of preference, each with the reason why it cannot serve the call, or None."""
     target = dispatch.target()
-    blocks, capability = num_blocks(shape), target.compute_capability
-    unserved = None
-    if target.platform != "cuda" or capability is None:
-        unserved = f"it runs on NVIDIA GPUs of a known compute capability, the target is {target}"
+    blocks, least = num_blocks(shape), config.mosaic_config(dtype).blocks
+    capability = target.compute_capability if target.platform == "cuda" else None
+    if capability is None:
+        mosaic = triton = f"it runs on NVIDIA GPUs of a known compute capability, the target is {target}"
     elif order != "split":
-        unserved = f"it reads codes in the split order, these are in {order!r} order"
+        mosaic = triton = f"it reads codes in the split order, these are in {order!r} order"
     elif shape[0] * shape[1] % BLOCK:
-        unserved = f"it decodes whole blocks of {BLOCK} elements, {shape[0]}×{shape[1]} ends in a partial one"
+        mosaic = triton = f"it decodes whole blocks of {BLOCK} elements, {shape[0]}×{shape[1]} ends in a partial one"
     elif quant_map is not None:
-        unserved = "it decodes NF4's own values, a quant_map was given that differs from them or is not known yet"
-    mosaic, triton = unserved, unserved
-    if unserved is None:
-        least = config.mosaic_config(dtype).blocks
+        mosaic = triton = "it decodes NF4's own values, the quant_map differs from them or is not known while tracing"
+    else:
+        mosaic = triton = None
         if capability != (9, 0):
             mosaic = f"it needs compute capability 9.0, the target is {target}"
         elif blocks < least:
@@ -180,7 +187,7 @@ def _candidates(shape, dtype, order, quant_map) -> list[tuple[str, str | None]]:
 
 def _is_nf4(quant_map) -> bool:
     """Whether a map is known while tracing to be NF4's own."""
-    return not isinstance(quant_map, jax.core.Tracer) and np.array_equal(quant_map, NF4_VALUES)
+    return not isinstance(quant_map, Tracer) and np.array_equal(quant_map, NF4_VALUES)
 
 
 def _check(op: str, codes, absmax, shape, order: str, quant_map) -> None:

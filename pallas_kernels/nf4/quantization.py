@@ -20,8 +20,8 @@ from pallas_kernels.nf4.codebook import (
     ORDERS,
 )
 
-# What bitsandbytes records for a last, partial block of zeros. It is subnormal, and XLA's CPU code flushes those to zero
-# in float arithmetic, a choice between two floats included: the choice is made between bits.
+# What bitsandbytes records for a last, partial block of zeros. It is subnormal; XLA's CPU code flushes those to zero in
+# float arithmetic, a choice between two floats included, so the choice is made between bits.
 _SMALLEST_PARTIAL_ABSMAX = np.float32(1e-38).view(np.int32)
 
 

@@ -1,6 +1,7 @@
 """NF4 dequantisation with Pallas-Triton: Ampere, Ada and newer (compute capability 8.0 and more), split order.
 
-A thread loads consecutive codes of a block and stores both halves as they come; nothing goes through shared memory.
+The whole kernel is element-wise in Triton's eyes: the assembly turns the four bytes of a register into four elements of
+one half, and Triton chooses which thread holds which bytes.
 """
 
 import functools
@@ -37,26 +38,26 @@ def dequantize(
     """
     compat.silence_triton_deprecation()
     blocks = absmax.size
-    tile = config.blocks * config.steps
     return pl.pallas_call(
-        functools.partial(_kernel, config=config, interpret=interpret),
+        functools.partial(_kernel, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((blocks, BLOCK), dtype),
-        grid=(pl.cdiv(blocks, tile),),
-        in_specs=[pl.BlockSpec((tile, BLOCK_BYTES), lambda i: (i, 0)), pl.BlockSpec((tile,), lambda i: (i,))],
-        out_specs=pl.BlockSpec((tile, BLOCK), lambda i: (i, 0)),
+        grid=(pl.cdiv(blocks, config.blocks),),
+        in_specs=[
+            pl.BlockSpec((config.blocks, BLOCK_BYTES), lambda i: (i, 0)),
+            pl.BlockSpec((config.blocks,), lambda i: (i,)),
+        ],
+        out_specs=pl.BlockSpec((config.blocks, BLOCK), lambda i: (i, 0)),
         compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="nf4_dequantize",
     )(codes, absmax)
 
 
-def _kernel(codes_ref, absmax_ref, out_ref, *, config: TritonConfig, interpret: bool):
-    rows = [slice(step * config.blocks, (step + 1) * config.blocks) for step in range(config.steps)]
-    loaded = [(codes_ref[part, :], absmax_ref[part][:, None]) for part in rows]
-    for part, (codes, absmax) in zip(rows, loaded, strict=True):
-        for half, columns in zip(ptx.HALVES, (slice(0, BLOCK_BYTES), slice(BLOCK_BYTES, BLOCK)), strict=True):
-            decode = ptx.lookup_in_jax if interpret else _look_up
-            out_ref[part, columns] = decode(codes, absmax, out_ref.dtype, half)
+def _kernel(codes_ref, absmax_ref, out_ref, *, interpret: bool):
+    decode = ptx.lookup_in_jax if interpret else _look_up
+    codes, absmax = codes_ref[...], absmax_ref[...][:, None]
+    out_ref[:, :BLOCK_BYTES] = decode(codes, absmax, out_ref.dtype, "low")
+    out_ref[:, BLOCK_BYTES:] = decode(codes, absmax, out_ref.dtype, "high")
 
 
 def _look_up(codes, absmax, dtype, half):

@@ -46,7 +46,7 @@ def of_triton(aot: AOT, function, *specs, folder: pathlib.Path) -> Resources | N
     options = {
         "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
         "xla_dump_to": str(folder),
-        "xla_dump_emitter_re": ".*",
+        "xla_dump_emitter_re": "ptx",
     }
     aot.compile(function, *specs, options=options)
     if _PTXAS is None:

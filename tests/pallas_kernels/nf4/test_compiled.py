@@ -1,10 +1,13 @@
 """Compilation for GPUs that are not there: no spills, the right kernel in the right place, no decoded residuals."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import nf4
+from pallas_kernels.compat import JAX_VERSION
 from pallas_kernels.nf4.shapes import BENCHMARK
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
@@ -34,7 +37,7 @@ def test_mosaic_for_hopper(shape, dtype, tmp_path, monkeypatch):
     assert used.registers <= 64
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("card", ["h200", "a100", "rtx4090"])
 def test_triton(card, dtype, tmp_path):
     aot = AOT(card)
@@ -63,20 +66,43 @@ def test_the_card_chooses_the_kernel_in_both_passes(card, kernel):
     assert len(products) == 2 and all("f32[" not in line.split("custom-call")[0] for line in products)
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
-def test_unrolled_layers_keep_no_decoded_weight(implementation):
-    """The forward and the backward pass decode the same bytes: the compiler must not merge the two."""
-    aot = AOT("h200")
-    shape, layers, rows = (4096, 4096), 6, 256
+def loss_of(shape, implementation):
+    def layer(x, packed):
+        return jnp.tanh(nf4.matmul(x, *packed, shape=shape, implementation=implementation))
 
-    def loss(x, packed):
-        for codes, absmax in packed:
-            x = jnp.tanh(nf4.matmul(x, codes, absmax, shape=shape, implementation=implementation))
+    def unrolled(x, layers):
+        for packed in layers:
+            x = layer(x, packed)
         return x.astype(jnp.float32).sum()
 
-    packed = [specs(aot, shape)] * layers
-    options = {"xla_gpu_enable_triton_gemm": False}
-    compiled = aot.compile(jax.grad(loss), aot.spec((rows, 4096), jnp.bfloat16), packed, options=options)
+    def scanned(x, stacked):
+        return jax.lax.scan(lambda x, packed: (layer(x, packed), None), x, stacked)[0].astype(jnp.float32).sum()
+
+    return unrolled, scanned
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "triton", "xla"])
+def test_unrolled_layers_keep_no_decoded_weight(implementation):
+    """Neither may the two passes' decodes be merged, nor those of all layers be done at once."""
+    aot = AOT("h200")
+    shape, layers, rows = (4096, 4096), 6, 256
+    unrolled, _ = loss_of(shape, implementation)
+    x, options = aot.spec((rows, 4096), jnp.bfloat16), {"xla_gpu_enable_triton_gemm": False}
+    compiled = aot.compile(jax.grad(unrolled), x, [specs(aot, shape)] * layers, options=options)
     decoded, activation = 2 * shape[0] * shape[1], 2 * rows * 4096
-    # Room for two decoded weights at a time and three activations a layer, not for six decoded weights.
-    assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * decoded + 3 * layers * activation
+    # Room for one decoded weight, its neighbour in transition and two activations a layer, not for six decoded weights.
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * decoded + 2 * layers * activation
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_scanned_layers_are_decoded_where_they_lie(implementation):
+    """A layer's codes are a slice of the stacked ones: no kernel may copy it first, forward or backward."""
+    if implementation == "mosaic" and JAX_VERSION < (0, 11):
+        pytest.skip("XLA of jax 0.10 copies the slice for a Mosaic kernel")
+    aot = AOT("h200")
+    shape, layers = (4096, 4096), 6
+    _, scanned = loss_of(shape, implementation)
+    stacked = (aot.spec((layers, 4096, 2048), jnp.uint8), aot.spec((layers, 4096, 64), jnp.float32))
+    x, options = aot.spec((256, 4096), jnp.bfloat16), {"xla_gpu_enable_triton_gemm": False}
+    text = aot.compile(jax.grad(scanned), x, stacked, options=options).as_text()
+    assert not re.findall(r"= u8\[(?:1,)?4096,2048\]\S* (?:fusion|copy)\(.*", text)

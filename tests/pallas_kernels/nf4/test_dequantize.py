@@ -99,7 +99,7 @@ def test_another_map():
     assert_bit_equal(nf4.dequantize(codes, absmax, **arguments), reference.dequantize(codes, absmax, **arguments))
 
 
-@pytest.mark.parametrize("blocks", [None, config.TritonConfig(16, 2, 2)], ids=str)
+@pytest.mark.parametrize("blocks", [None, config.TritonConfig(32, 2)], ids=str)
 @pytest.mark.parametrize("shape", WHOLE)
 def test_triton_interpreted_equals_reference(shape, blocks):
     codes, absmax = packed(shape)

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from convert.formats.nf4 import encode
 from pallas_kernels import dispatch, nf4
 from pallas_kernels.nf4.shapes import LLAMA_8B, WHOLE_ROWS
 
@@ -52,20 +53,19 @@ def test_every_implementation_is_bit_equal(shape, dtype):
 
 @pytest.mark.parametrize("shape", [(7, 13), (64, 100), (512, 1024)])
 def test_quantising_equals_bitsandbytes_arithmetic(shape):
-    """Divisions and products on the card are rounded as on a CPU, so the codes are the same."""
+    """Divisions, products and sums are rounded on the card as they are on a CPU, so that codes and scales are equal."""
     weight = np.random.default_rng().standard_normal(shape).astype(np.float32)
-    with jax.default_device(jax.devices("cpu")[0]):
-        expected = [np.asarray(part) for part in jax.jit(nf4.quantize)(weight)]
-        nested = [np.asarray(part) for part in jax.jit(nf4.quantize_absmax)(expected[1], np.float32(0.8))]
-    actual = jax.jit(nf4.quantize)(weight)
-    for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-    for one, other in zip(jax.jit(nf4.quantize_absmax)(expected[1], np.float32(0.8)), nested, strict=True):
-        np.testing.assert_array_equal(one, other)
-    quantized, nested_absmax, offset = nested
+    expected = encode(weight, nested=True, offset=0.8)
+    scales = encode(weight).absmax
+    codes, absmax = jax.jit(nf4.quantize)(weight)
+    np.testing.assert_array_equal(codes, expected.codes)
+    np.testing.assert_array_equal(absmax, scales)
+    quantized, nested_absmax, offset = jax.jit(nf4.quantize_absmax)(scales, np.float32(0.8))
+    np.testing.assert_array_equal(quantized, expected.absmax)
+    np.testing.assert_array_equal(nested_absmax, expected.nested_absmax)
     decoded = jax.jit(nf4.dequantize_absmax)(quantized, nested_absmax, nf4.DYNAMIC_MAP, offset)
-    scales = np.repeat(nested_absmax, 256)[: quantized.size]
-    np.testing.assert_array_equal(decoded, nf4.DYNAMIC_MAP[quantized] * scales + offset)
+    repeated = np.repeat(expected.nested_absmax, 256)[: scales.size]
+    np.testing.assert_array_equal(decoded, nf4.DYNAMIC_MAP[expected.absmax] * repeated + np.float32(0.8))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
