@@ -1,0 +1,85 @@
+"""The entry points: what they count, save and refuse."""
+
+import jax
+import numpy as np
+import pytest
+
+from convert.checkpoint import open_checkpoint
+from fastjax.errors import ConfigError
+from fastjax.language_model import FastLanguageModel
+from tests.support import steps, tiny
+
+
+@pytest.fixture(scope="module")
+def base():
+    return tiny.model(tiny.shared_folder(), tiny.CONFIG)
+
+
+def test_parameters_are_counted(base):
+    weights = sum(array.size for array in tiny.arrays(tiny.CONFIG).values())
+    assert base.num_parameters() == (0, weights)
+    adapted = FastLanguageModel.get_peft_model(base, r=4, target_modules=["q_proj", "down_proj"])
+    added = 3 * 4 * ((48 + 64) + (72 + 48))
+    assert adapted.num_parameters() == (added, weights + added)
+    full = tiny.model(tiny.shared_folder(), tiny.CONFIG, full_finetuning=True)
+    assert full.num_parameters() == (weights, weights)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_a_fully_trained_model_is_saved_under_the_checkpoints_names(tmp_path, tied, layer_loop):
+    config = tiny.config(tie_word_embeddings=tied)
+    folder = tiny.shared_folder(tie_word_embeddings=tied)
+    model = tiny.model(folder, config, full_finetuning=True, layer_loop=layer_loop)
+    moved = model.replace(trainable=jax.tree.map(lambda leaf: leaf + 1, model.trainable))
+    moved.save_pretrained(tmp_path / "saved")
+    saved, original = open_checkpoint(tmp_path / "saved"), open_checkpoint(folder)
+    assert saved.names == original.names and saved.config == original.config
+    for name in saved.names:
+        assert np.array_equal(saved.read(name), original.read(name) + np.float32(1)), name
+    again = tiny.model(tmp_path / "saved", config, full_finetuning=True, layer_loop=layer_loop)
+    steps.assert_same(again.trainable, moved.trainable)
+
+
+def test_an_adapter_does_not_touch_the_model_that_it_was_made_from(base):
+    before = jax.device_get(jax.tree.leaves(base.frozen))
+    adapted = FastLanguageModel.get_peft_model(base, r=4, use_gradient_checkpointing="none")
+    assert base.lora is None and base.remat == "full" and adapted.remat == "none"
+    assert not jax.tree.leaves(base.trainable) and jax.tree.leaves(adapted.trainable)
+    after = jax.device_get(jax.tree.leaves(base.frozen))
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_gradient_checkpointing_has_an_effect(base):
+    """The remat setting given with the adapter reaches the decoder."""
+    made = [
+        FastLanguageModel.get_peft_model(base, r=4, use_gradient_checkpointing=value).module().remat
+        for value in (None, True, False, "none")
+    ]
+    assert made == ["full", "full", "projections", "none"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"full_finetuning": True, "load_in_4bit": True}, "4-bit weights cannot be trained"),
+        ({"layer_loop": "loop"}, "layer_loop: expected one of .* given 'loop'"),
+        ({"dtype": "int8"}, "dtype: expected one of .* given 'int8'"),
+        ({"use_gradient_checkpointing": "some"}, "use_gradient_checkpointing: .* given 'some'"),
+    ],
+)
+def test_settings_that_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        FastLanguageModel.from_pretrained(tiny.shared_folder(), **{"load_in_4bit": False, **options})
+
+
+def test_order_of_calls(base, tmp_path):
+    with pytest.raises(ConfigError, match="nothing is trained"):
+        base.save_pretrained(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+    adapted = FastLanguageModel.get_peft_model(base, r=4)
+    with pytest.raises(ConfigError, match="without adapters"):
+        FastLanguageModel.get_peft_model(adapted, r=4)
+    full = tiny.model(tiny.shared_folder(), tiny.CONFIG, full_finetuning=True)
+    with pytest.raises(ConfigError, match="full_finetuning"):
+        FastLanguageModel.get_peft_model(full, r=4)
