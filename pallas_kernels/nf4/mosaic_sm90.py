@@ -2,7 +2,7 @@
 
 Many small thread blocks of one warpgroup, no shared memory: each thread loads a few consecutive codes of a block from
 global memory, decodes them by `ptx.lookup` and stores both halves as they come. A persistent form with tiles in flight
-through shared memory (TMA) is 9% slower: the loads are a fifth of the traffic and 2,048 threads hide them.
+through shared memory (TMA) is 8% slower: loads are a fifth of the traffic, and 2,048 threads hide them.
 """
 
 import functools
