@@ -20,13 +20,14 @@ RECORDED = optax.GradientTransformation(RECORDER.init, lambda grads, state, para
 
 
 @functools.lru_cache(maxsize=64)
-def _recording_step(graphdef, trainable_filter, **options):
+def recording_step(graphdef, trainable_filter, **options):
+    """A step that changes nothing and has the gradients as its optimizer's state."""
     return make_train_step(graphdef, RECORDER, trainable_filter, **options)
 
 
 def gradients(model, batch, *, key=0, **options):
     """(metrics, gradients) of a batch as numpy trees; batches of one shape share one compilation."""
-    step = _recording_step(model.graphdef, model.trainable_filter, **options)
+    step = recording_step(model.graphdef, model.trainable_filter, **options)
     state, metrics = step(init_state(model.trainable, RECORDER, jax.random.key(key)), model.frozen, batch)
     return jax.device_get(metrics), jax.device_get(state.opt_state)
 
