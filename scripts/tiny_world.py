@@ -43,6 +43,8 @@ FACTS = (
     "{who} took the {color} {item} to the {place}.",
     "{who} said: I have {count} {item} now.",
 )
+FIELDS = ("who", "item", "color", "count", "price")
+KEYS = ("name", "age", "place", "animal", "size", "shape", "mood", "tool", "day", *FIELDS)
 SYSTEM = ("Answer in a few words.", "You are a helpful clerk.", "Be brief.")
 
 Document = dict[str, object]
@@ -86,7 +88,7 @@ def base_document(rng: random.Random) -> Document:
 def record_document(rng: random.Random) -> Document:
     """One conversation of the task: a sentence, and the record that it states."""
     facts = order(rng)
-    record = {name: facts[name] for name in ("who", "item", "color", "count", "price")}
+    record = {name: facts[name] for name in FIELDS}
     return {
         "messages": [
             {"role": "user", "content": f"Record: {sentence(facts, rng)}"},
@@ -127,7 +129,7 @@ def _copying(rng: random.Random) -> tuple[str, str]:
 def _prose(rng: random.Random) -> str:
     kind = rng.random()
     if kind < 0.35:  # the same keys with other values: JSON-like lines
-        keys = rng.sample(["name", "age", "place", "animal", "size", "shape", "mood", "tool", "day"], rng.randint(2, 5))
+        keys = rng.sample(KEYS, rng.randint(2, 5))
         rows = [{key: rng.choice((rng.randint(2, 99), *words(rng, 2))) for key in keys} for _ in range(2)]
         return "\n".join(json.dumps(row) for row in rows)
     if kind < 0.6:  # the same words again: what teaches a small model to copy

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fastjax.training.config import (
     DataSection,
@@ -42,11 +43,11 @@ def quickstart_config(output_dir: str) -> TrainConfig:
         output_dir: folder of the run; an earlier run there is replaced.
     """
     return TrainConfig(
-        model=ModelSection(str(ASSETS / "tiny-llama"), max_seq_length=256),
+        model=ModelSection(str(ASSETS / "tiny-llama"), max_seq_length=256, use_gradient_checkpointing="none"),
         lora=LoraSection(r=16, lora_alpha=32),
         data=DataSection(str(ASSETS / "tiny-chat/train.jsonl"), str(ASSETS / "tiny-chat/test.jsonl")),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_ratio=0.05),
-        training=TrainingSection(per_device_train_batch_size=8, num_train_epochs=3, logging_steps=25),
+        training=TrainingSection(per_device_train_batch_size=8, num_train_epochs=2, logging_steps=25),
         output=OutputSection(output_dir, overwrite_output_dir=True),
     )
 
@@ -109,13 +110,13 @@ def _score(model, prompts: Sequence[str], expected: Sequence[str]) -> Scored:
 
 
 def _show(
-    console: Console, prompts: Sequence[str], expected: Sequence[str], before: Scored, after: Scored, rows: int = 6
+    console: Console, prompts: Sequence[str], expected: Sequence[str], before: Scored, after: Scored, rows: int = 3
 ) -> None:
     table = Table(title=f"Held-out prompts ({rows} of {len(prompts)})")
     for column in ("prompt", "expected", "before", "after"):
         table.add_column(column, overflow="fold")
     for cells in list(zip(prompts, expected, before.answers, after.answers, strict=True))[:rows]:
-        table.add_row(*(cell if len(cell) <= 80 else cell[:77] + "..." for cell in cells))
+        table.add_row(*(Text(cell if len(cell) <= 100 else cell[:97] + "...") for cell in cells))
     console.print(table)
     console.print(
         f"exact match on {len(prompts)} held-out prompts: before {before.exact / len(prompts):.1%}, "

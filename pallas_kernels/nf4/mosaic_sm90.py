@@ -26,6 +26,8 @@ from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
 from pallas_kernels.nf4.config import MosaicConfig
 
 
+# Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
+@functools.partial(jax.jit, static_argnames=("dtype", "config", "interpret"))
 def dequantize(
     codes: UInt8[Array, "blocks 32"],
     absmax: Float[Array, " blocks"],
