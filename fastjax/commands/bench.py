@@ -1,6 +1,7 @@
 """`fastjax bench`: measure a kernel or a whole train step on this machine."""
 
 import argparse
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +17,10 @@ def main(argv: Sequence[str]) -> None:
     arguments.run(arguments)
 
 
-def positive_integer(text: str) -> int:
-    number = int(text)
-    if number < 1:
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, given {text}")
-    return number
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,12 +34,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Time the decoding of NF4 weights by every implementation that this device has, and products with "
         "them, out of a cold cache. The defaults suit a GPU.",
     )
-    nf4.add_argument("--shape", type=positive_integer, nargs=2, metavar=("OUT", "IN"), help="of the weight (default: 4096 14336)")
+    nf4.add_argument(
+        "--shape", type=_positive, nargs=2, metavar=("OUT", "IN"), help="of the weight (default: 4096 14336)"
+    )
     nf4.add_argument("--dtypes", nargs="+", choices=dtypes, help="of the decoded weight (default: all three)")
-    nf4.add_argument("--rows", type=positive_integer, nargs="*", metavar="N", help="of x in the products; nothing: no products")
+    nf4.add_argument(
+        "--rows", type=_positive, nargs="*", metavar="N", help="of x in the products; nothing: no products"
+    )
     nf4.add_argument("--dtype", choices=dtypes, help="of the products (default: bfloat16)")
-    nf4.add_argument("--rounds", type=positive_integer, metavar="N", help="runs of which the median counts (default: 9)")
-    nf4.add_argument("--cold_bytes", type=positive_integer, metavar="N", help="packed bytes to go over (default: 256 MiB)")
+    nf4.add_argument("--rounds", type=_positive, metavar="N", help="runs of which the median counts (default: 9)")
+    nf4.add_argument("--cold_bytes", type=_positive, metavar="N", help="packed bytes to go over (default: 256 MiB)")
     nf4.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     nf4.set_defaults(run=_nf4)
 
@@ -50,9 +54,11 @@ def _parser() -> argparse.ArgumentParser:
         "its own for each combination of checkpointing and layer loop.",
     )
     step.add_argument("--preset", choices=("llama3-8b", "llama1b", "tiny"), default="llama3-8b", help="shape")
-    step.add_argument("--batch", type=positive_integer, default=4, metavar="N", help="rows (default: %(default)s)")
-    step.add_argument("--seq", type=positive_integer, default=2048, metavar="N", help="tokens a row (default: %(default)s)")
-    step.add_argument("--rank", type=positive_integer, default=16, metavar="N", help="rank of the adapters (default: %(default)s)")
+    step.add_argument("--batch", type=_positive, default=4, metavar="N", help="rows (default: %(default)s)")
+    step.add_argument("--seq", type=_positive, default=2048, metavar="N", help="tokens a row (default: %(default)s)")
+    step.add_argument(
+        "--rank", type=_positive, default=16, metavar="N", help="rank of the adapters (default: %(default)s)"
+    )
     step.add_argument(
         "--checkpointing",
         nargs="+",
@@ -62,8 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     step.add_argument("--layer_loop", nargs="+", choices=("scan", "unroll"), default=["scan"], help="(default: scan)")
     step.add_argument("--dtype", choices=dtypes, help="default: by the device")
-    step.add_argument("--steps", type=positive_integer, default=10, metavar="N", help="timed steps (default: %(default)s)")
-    step.add_argument("--warmup", type=positive_integer, default=3, metavar="N", help="steps before these (default: %(default)s)")
+    step.add_argument("--steps", type=_positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
+    step.add_argument(
+        "--warmup", type=_positive, default=3, metavar="N", help="steps before these (default: %(default)s)"
+    )
     step.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     step.set_defaults(run=_step)
     return parser
@@ -72,10 +80,10 @@ def _parser() -> argparse.ArgumentParser:
 def _nf4(arguments: argparse.Namespace) -> None:
     from fastjax.bench.nf4 import NF4Case, run
 
-    names = ("shape", "dtypes", "rows", "dtype", "rounds", "cold_bytes")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    case = NF4Case(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-    run(case, arguments.output)
+    names = (field.name for field in dataclasses.fields(NF4Case))
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    run(dataclasses.replace(NF4Case(), **(given | lists)), arguments.output)
 
 
 def _step(arguments: argparse.Namespace) -> None:

@@ -110,16 +110,17 @@ def _score(model, prompts: Sequence[str], expected: Sequence[str]) -> Scored:
 
 
 def _show(
-    console: Console, prompts: Sequence[str], expected: Sequence[str], before: Scored, after: Scored, rows: int = 3
+    console: Console, prompts: Sequence[str], expected: Sequence[str], before: Scored, after: Scored, shown: int = 3
 ) -> None:
-    table = Table(title=f"Held-out prompts ({rows} of {len(prompts)})")
-    for column in ("prompt", "expected", "before", "after"):
-        table.add_column(column, overflow="fold")
-    for cells in list(zip(prompts, expected, before.answers, after.answers, strict=True))[:rows]:
-        table.add_row(*(Text(cell if len(cell) <= 100 else cell[:97] + "...") for cell in cells))
+    """The first held-out prompts with all answers, and how many of them all were right."""
+    table = Table.grid(padding=(0, 2))
+    for answers in list(zip(prompts, expected, before.answers, after.answers, strict=True))[:shown]:
+        table.add_row()
+        for name, text in zip(("prompt", "expected", "before", "after"), answers, strict=True):
+            table.add_row(f" {name}", Text(text if len(text) <= 200 else f"{text[:197]}..."))
     console.print(table)
     console.print(
-        f"exact match on {len(prompts)} held-out prompts: before {before.exact / len(prompts):.1%}, "
+        f"\nexact match on {len(prompts)} held-out prompts: before {before.exact / len(prompts):.1%}, "
         f"after {after.exact / len(prompts):.1%}",
         highlight=False,
     )

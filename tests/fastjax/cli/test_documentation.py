@@ -1,11 +1,13 @@
 """What README and the examples say works."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from fastjax.cli import COMMANDS
+from fastjax.commands.quickstart import quickstart_config
 from fastjax.commands.settings import parse_train_config
 
 ROOT = Path(__file__).parents[3]
@@ -19,6 +21,20 @@ def blocks(language: str) -> list[str]:
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda file: file.stem)
 def test_examples_are_read(file):
     parse_train_config(["--config", str(file)])
+
+
+def test_the_quickstart_is_its_example(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    example = parse_train_config(["--config", "examples/quickstart.yaml"])
+    built_in = quickstart_config("runs/quickstart")
+    assert Path(example.model.model_name).samefile(built_in.model.model_name)
+    assert dataclasses.replace(example.model, model_name=built_in.model.model_name) == built_in.model
+    assert isinstance(example.data.train_file, str)
+    assert isinstance(example.data.eval_file, str)
+    assert Path(example.data.train_file).samefile(built_in.data.train_file)
+    assert Path(example.data.eval_file).samefile(built_in.data.eval_file)
+    assert (example.lora, example.optimizer, example.training) == (built_in.lora, built_in.optimizer, built_in.training)
+    assert example.output == built_in.output
 
 
 def test_readme_shows_an_example():
