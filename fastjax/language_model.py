@@ -18,6 +18,7 @@ from jaxtyping import PRNGKeyArray
 
 from convert.adapters import AdapterConfig, read_adapter, write_adapter
 from convert.checkpoint import WEIGHT_FILES, open_checkpoint
+from convert.errors import ConvertError
 from convert.files import atomic_folder
 from convert.weights import save
 from fastjax.data.tokenizer import load_tokenizer

@@ -135,7 +135,7 @@ class _Source:
         self.adapter, self.config, self.plan, self.weights, self.arrays = adapter, config, plan, weights, arrays
         self.key, self.problems = key, []
 
-    def linear(self, site: AdapterSite) -> dict[str, Array | None]:
+    def linear(self, site: AdapterSite) -> dict[str, Any]:
         rows, columns = self._shape(site.path)
         if self.arrays is None:
             key = jax.random.fold_in(self.key, zlib.crc32(site.path.encode()) & 0x7FFFFFFF)
@@ -151,7 +151,7 @@ class _Source:
             magnitude = self._take(f"{site.path}.lora_magnitude_vector", (rows,))
         return {"lora_A": a, "lora_B": b, "magnitude": magnitude}
 
-    def embedding(self, site: AdapterSite) -> dict[str, Array | None]:
+    def embedding(self, site: AdapterSite) -> dict[str, Any]:
         vocabulary, width = self.config.vocab_size, self.config.hidden_size
         if self.arrays is None:
             first, second = jax.random.split(jax.random.fold_in(self.key, zlib.crc32(b"embed_tokens") & 0x7FFFFFFF))

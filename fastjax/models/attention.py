@@ -65,6 +65,7 @@ class Attention(nnx.Module):
         if cache is None:
             out = _attend(q, k, v, context.segment_ids)
         else:
+            assert context.cache_index is not None, "a cache needs the slot that its new tokens go to"
             start = (0, context.cache_index, 0, 0)
             cache = LayerCache(
                 jax.lax.dynamic_update_slice(cache.keys, k.astype(cache.keys.dtype), start),

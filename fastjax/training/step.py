@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.data.batches import Batch
+from fastjax.errors import ConfigError
 from fastjax.parallel import batch_sharding, shard_frozen
 from fastjax.training.loss import LossSums, loss_sums
 
@@ -74,7 +75,8 @@ def make_train_step(
         trainable_filter: the nnx filter that split the decoder.
         chunk_size: sequence places whose logits exist at once (None: by the size of the vocabulary).
         donate: reuse the state's memory; the state passed in is gone afterwards.
-        mesh: spread the batch over these devices (`parallel.make_mesh`).
+        mesh: spread the batch over these devices (`parallel.make_mesh`). Frozen weights that lie elsewhere are sent
+            to them in every step: place them once, `jax.device_put(frozen, shard_frozen(frozen, mesh))`.
 
     Returns:
         The step. Its batch holds int32 [A, B, S] arrays, A the accumulation axis; `segment_ids` may be None where
@@ -86,12 +88,13 @@ def make_train_step(
         targets = jnp.maximum(jnp.sum(batch.targets != IGNORED), 1).astype(jnp.float32)
         key = jax.random.fold_in(state.key, state.step)
 
-        def microbatch_loss(trainable: Any, number: Array, rows: Batch) -> tuple[Array, LossSums]:
+        def microbatch_loss(trainable: Any, number: Array, rows: Any) -> tuple[Array, LossSums]:
             model = nnx.merge(graphdef, trainable, frozen)
             sums = loss_sums(
                 model,
                 trainable_filter,
-                *rows[:2],
+                rows.tokens,
+                rows.targets,
                 rows.positions,
                 rows.segment_ids,
                 key=jax.random.fold_in(key, number),
@@ -133,10 +136,17 @@ def make_eval_step(
     """
 
     def evaluate(trainable: Any, frozen: Any, batch: Batch) -> LossSums:
-        def one(rows: Batch) -> LossSums:
+        def one(rows: Any) -> LossSums:
             model = nnx.merge(graphdef, trainable, frozen)
             return loss_sums(
-                model, trainable_filter, *rows[:2], rows.positions, rows.segment_ids, key=None, chunk_size=chunk_size
+                model,
+                trainable_filter,
+                rows.tokens,
+                rows.targets,
+                rows.positions,
+                rows.segment_ids,
+                key=None,
+                chunk_size=chunk_size,
             )
 
         return jax.tree.map(lambda sums: sums.sum(0), jax.lax.map(one, batch))
@@ -176,9 +186,18 @@ def _on_mesh(function: Callable[..., Any], mesh: Mesh | None, donate: tuple[int,
     jitted = jax.jit(placed, donate_argnums=donate, out_shardings=whole)
 
     @functools.wraps(jitted)
-    def call(*args: Any) -> Any:
+    def call(state: Any, frozen: Any, batch: Batch) -> Any:
+        count = batch.tokens.shape[1]
+        if count % mesh.size:
+            raise ConfigError(
+                f"batch: expected a multiple of the mesh's {mesh.size} devices in rows a microbatch, given {count}"
+            )
+        # Placed before the call, not by it: a step compiled for a state that lies on one device would be compiled
+        # again for the state that it returns.
+        state = jax.device_put(state, whole)
+        frozen = jax.device_put(frozen, shard_frozen(frozen, mesh))
         with jax.set_mesh(mesh):
-            return jitted(*args)
+            return jitted(state, frozen, jax.device_put(batch, rows))
 
     call.jitted = jitted  # pyright: ignore[reportAttributeAccessIssue]
     return call

@@ -83,3 +83,19 @@ def test_order_of_calls(base, tmp_path):
     full = tiny.model(tiny.shared_folder(), tiny.CONFIG, full_finetuning=True)
     with pytest.raises(ConfigError, match="full_finetuning"):
         FastLanguageModel.get_peft_model(full, r=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 0}, "r: expected a positive integer, got 0"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: expected .* got 'pissa'"),
+        ({"bias": "all"}, "bias: expected 'none', given 'all'"),
+        ({"modules_to_save": ["norm"]}, "modules_to_save: expected some of .* given .*norm"),
+        ({"target_modules": ["nothing"]}, "target_modules: .*nothing.* matches no module"),
+        ({"lora_dropout": 1.0}, "lora_dropout: expected a number from 0 to below 1, got 1.0"),
+    ],
+)
+def test_adapter_settings_that_are_refused(base, options, message):
+    with pytest.raises(ConfigError, match=message):
+        FastLanguageModel.get_peft_model(base, **{"r": 4, **options})
