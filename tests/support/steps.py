@@ -1,6 +1,8 @@
 """One train step and what it found: metrics and exact gradients, through the step that training uses."""
 
+import contextlib
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,21 @@ def adam_step(model):
 @functools.lru_cache(maxsize=64)
 def _adam_step(graphdef, trainable_filter):
     return make_train_step(graphdef, optax.adamw(1e-2, weight_decay=0.0), trainable_filter, donate=False)
+
+
+@contextlib.contextmanager
+def compilations():
+    """The messages of JAX about what it compiles in the meantime."""
+    found = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage()) if "Compiling" in record.msg else None
+    logger = logging.getLogger("jax")
+    logger.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def named(tree):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fastjax.data.batches import Batch
+from fastjax.errors import ConfigError
 from fastjax.parallel import make_mesh
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_eval_step, make_train_step
@@ -50,14 +51,16 @@ def batch():
 
 @functools.cache
 def trained(kind, mesh=None):
-    """Three steps: the metrics of each and the trained arrays."""
+    """Three steps of one compilation: the metrics of each and the trained arrays."""
     ours, optimizer = model(kind), make_optimizer(OPTIMIZER, 3)
     mesh = None if mesh is None else make_mesh(**MESHES[mesh])
     step = make_train_step(ours.graphdef, optimizer, ours.trainable_filter, mesh=mesh)
     state, seen = init_state(ours.trainable, optimizer, jax.random.key(1)), []
-    for _ in range(3):
-        state, metrics = step(state, ours.frozen, batch())
+    for number in range(3):
+        with steps.compilations() as compiled:
+            state, metrics = step(state, ours.frozen, batch())
         seen.append(jax.device_get(metrics))
+        assert bool(compiled) == (number == 0), compiled
     return seen, jax.device_get(state.trainable)
 
 
@@ -83,3 +86,11 @@ def test_evaluation_on_eight_devices_equals_one():
     )
     np.testing.assert_allclose(eight.loss_sum, one.loss_sum, rtol=LOSS_TOLERANCE)
     assert eight.num_targets == one.num_targets and eight.num_correct == one.num_correct
+
+
+def test_rows_that_do_not_divide_over_the_devices_are_refused():
+    ours = model("full")
+    step = make_eval_step(ours.graphdef, ours.trainable_filter, mesh=make_mesh(data=8))
+    seven = Batch(*(array[:, :7] for array in batch()))
+    with pytest.raises(ConfigError, match="multiple of the mesh's 8 devices in rows a microbatch, given 7"):
+        step(ours.trainable, ours.frozen, seven)
