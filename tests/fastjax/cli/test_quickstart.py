@@ -1,4 +1,4 @@
-"""The quickstart on a part of its data: it learns the task, shows it, and says where the adapter is."""
+"""The quickstart, a little more than half of it: it learns the task, shows it, and says where the adapter is."""
 
 import dataclasses
 import io
@@ -29,12 +29,12 @@ def test_quickstart(tmp_path, monkeypatch):
     config = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, eval_file=str(held_out)),
-        training=dataclasses.replace(config.training, max_steps=60),
+        training=dataclasses.replace(config.training, max_steps=80),
     )
     shown = io.StringIO()
     before, after = run(config, Console(file=shown, width=100))
     assert before.exact == 0
-    assert after.exact >= 12, after.answers  # 16 after the whole run; a quarter of it is enough for most
+    assert after.exact >= 14, after.answers  # 16 after the whole run of 142 steps
     text = shown.getvalue()
     assert f"before 0.0%, after {after.exact / 16:.1%}" in text
     assert f"--adapter {tmp_path}/run/adapter --prompt 'Record: " in text
