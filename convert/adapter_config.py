@@ -30,7 +30,6 @@ _OFF: dict[str, Any] = {
     "lora_bias": False,
     "layer_replication": None,
     "target_parameters": None,
-    "trainable_token_indices": None,
     "loftq_config": {},
     "megatron_config": None,
     "use_qalora": False,
@@ -57,6 +56,8 @@ class AdapterConfig:
         use_rslora: See `lora_alpha`.
         use_dora: Weight-decomposed adapters (arXiv 2402.09353).
         init_lora_weights: How adapters start: True, False, "gaussian" or "orthogonal".
+        trainable_token_indices: Tokens whose rows are trained, of the embedding (and with it of a tied head), or for
+            each of the tables "embed_tokens" and "lm_head".
         ensure_weight_tying: Keep tied embeddings and head tied in the adapter too.
         base_model_name_or_path: The model it was trained on.
         revision: Of that model.
@@ -77,6 +78,7 @@ class AdapterConfig:
     use_rslora: bool = False
     use_dora: bool = False
     init_lora_weights: bool | str = True
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     ensure_weight_tying: bool = False
     base_model_name_or_path: str | None = None
     revision: str | None = None
@@ -248,6 +250,10 @@ def _check(config: AdapterConfig) -> None:
     layers = config.layers_to_transform
     listed = isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers)
     need("layers_to_transform", layers is None or listed or (type(layers) is int and layers >= 0), "layer numbers")
+    rows = config.trainable_token_indices
+    by_table = list(rows.values()) if isinstance(rows, dict) else [[] if rows is None else rows]
+    right = all(isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) for ids in by_table)
+    need("trainable_token_indices", right, "a list of token ids, or an object {module: token ids}")
     ranks, alphas = config.rank_pattern, config.alpha_pattern
     need("rank_pattern", _strings_to(ranks, _positive), "an object {pattern: positive integer}")
     need("alpha_pattern", _strings_to(alphas, _number), "an object {pattern: number}")

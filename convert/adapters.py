@@ -6,8 +6,11 @@ Arrays are named by the module's path in the tree and what they are:
 - ``embed_tokens.lora_embedding_A`` [r, vocabulary], ``.lora_embedding_B`` [width, r]; with DoRA
   ``.lora_magnitude_vector`` [width];
 - ``embed_tokens.modules_to_save.weight``, ``lm_head.modules_to_save.weight``: modules that are trained whole;
+- ``embed_tokens.trainable_tokens_delta``, ``lm_head.trainable_tokens_delta`` [tokens, width]: the rows that stand in
+  for those of the tokens in ``trainable_token_indices`` (no differences, despite the name);
 - ``embed_tokens.base_layer.weight``, ``lm_head.base_layer.weight``: the frozen matrix that PEFT saves beside an
-  adapter on these two. PEFT loads it over the base model's if it is there and does not need it: leave it out.
+  adapter on these two, and where the vocabulary has grown. PEFT loads it over the base model's if it is there and does
+  not need it: leave it out.
 
 With ``ensure_weight_tying`` on a tied model PEFT wants the head's entries too, as copies of the embedding's.
 """
@@ -54,9 +57,16 @@ _ENDINGS = (
     (".lora_embedding_A", ".lora_embedding_A"),
     (".lora_embedding_B", ".lora_embedding_B"),
     (".lora_magnitude_vector", ".lora_magnitude_vector"),
+    (".trainable_tokens_delta", ".token_adapter.trainable_tokens_delta"),
     (".base_layer.weight", ".base_layer.weight"),
     (".modules_to_save.weight", ".weight"),
     (".modules_to_save.bias", ".bias"),
+)
+# What PEFT writes besides, under these names, where the vocabulary has grown; a trained module stands there twice.
+_GROWN = (
+    (".base_layer.weight", ".token_adapter.base_layer.weight"),
+    (".base_layer.weight", ".original_module.weight"),
+    (".modules_to_save.weight", ".modules_to_save.weight"),
 )
 _PAIRS = ((".lora_A", ".lora_B"), (".lora_embedding_A", ".lora_embedding_B"))
 _EMBEDDINGS = ("embed_tokens", "lm_head")
@@ -85,7 +95,7 @@ def read_adapter(
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise unexpected(folder, "weights", f"{WEIGHTS} (pickles are never loaded)", "adapter_model.bin")
     header = read_header(folder / WEIGHTS)
-    names = _tree_names(header, family, folder / WEIGHTS)
+    names = _tree_names(header, config, family, folder / WEIGHTS)
     _check({path: header[name].shape for path, name in names.items()}, config, family, folder / WEIGHTS)
     return config, {path: read_tensor(name, header[name]) for path, name in names.items()}
 
@@ -117,18 +127,21 @@ def write_adapter(
         write_config(temporary / CONFIG, config_to_json(config))
 
 
-def _tree_names(header: Mapping[str, TensorInfo], family: Family, file: Path) -> dict[str, str]:
+def _tree_names(header: Mapping[str, TensorInfo], config: AdapterConfig, family: Family, file: Path) -> dict[str, str]:
     """Tree name -> name in the file; one error lists every name that means nothing."""
     names: dict[str, str] = {}
     unknown = []
     for name in header:
         path = None
-        for ending, stored in _ENDINGS:
+        for ending, stored in (*_ENDINGS, *_GROWN):
             if name.startswith(PREFIX) and name.endswith(stored):
                 try:
-                    path = family.module_path(name[len(PREFIX) : -len(stored)]) + ending
+                    module = family.module_path(name[len(PREFIX) : -len(stored)])
                 except ConvertError:
                     continue
+                if stored == ".weight" and module in _EMBEDDINGS and not _whole(config, module, family):
+                    ending = ".base_layer.weight"  # not trained, but grown
+                path = module + ending
                 break
         if path is None:
             unknown.append(name)
@@ -160,13 +173,15 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family:
     for module, endings in modules.items():
         name = family.module_name(module)
         whole = {ending for ending in endings if ending.startswith(".modules_to_save")}
-        tied = config.ensure_weight_tying and module in _EMBEDDINGS
-        twins = [family.module_name(twin) for twin in _EMBEDDINGS] if tied else [name]
-        if whole and not any(saves_whole(config, twin) for twin in twins):
+        adapter = endings - whole - {".trainable_tokens_delta", ".base_layer.weight"}
+        twins = _twins(config, module, family)
+        if whole and not _whole(config, module, family):
             wrong.append(f"{module} (trained whole, but not in modules_to_save)")
-        if endings - whole and not any(targets(config, twin, family=family) for twin in twins):
+        if ".trainable_tokens_delta" in endings and config.trainable_token_indices is None:
+            wrong.append(f"{module} (has rows of tokens, but trainable_token_indices is null)")
+        if adapter and not any(targets(config, twin, family=family) for twin in twins):
             wrong.append(f"{module} (an adapter, but no target of target_modules)")
-        if endings - whole and not any(set(pair) <= endings for pair in _PAIRS):
+        if adapter and not any(set(pair) <= endings for pair in _PAIRS):
             wrong.append(f"{module} (needs both A and B)")
         for first, second in _PAIRS:
             if first in endings and second in endings:
@@ -179,3 +194,14 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family:
                     wrong.append(f"{module} ({state} lora_magnitude_vector: use_dora is {config.use_dora})")
     if wrong:
         raise ConvertError(f"{file}: arrays that do not fit {CONFIG}: {', '.join(wrong)}")
+
+
+def _twins(config: AdapterConfig, module: str, family: Family) -> list[str]:
+    """The Hugging Face names of a module and of the one that is tied to it."""
+    tied = config.ensure_weight_tying and module in _EMBEDDINGS
+    return [family.module_name(twin) for twin in (_EMBEDDINGS if tied else (module,))]
+
+
+def _whole(config: AdapterConfig, module: str, family: Family) -> bool:
+    """Whether a module is trained whole, itself or the one that is tied to it."""
+    return any(saves_whole(config, twin) for twin in _twins(config, module, family))

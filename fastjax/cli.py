@@ -1,8 +1,8 @@
 """The command `fastjax`: finds the subcommand, runs it, and turns expected errors into one message and an exit status.
 
 0: done. 2: the command line or the configuration is wrong. 1: anything else that can be expected, such as a broken
-checkpoint or a full disk. 130: interrupted. A subcommand's module is imported when it is called, so that what needs no
-JAX imports none.
+checkpoint or a full disk. 130 and 143: interrupted, by Ctrl-C or SIGTERM. A subcommand's module is imported when it is
+called, so that what needs no JAX imports none.
 """
 
 import argparse
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from convert.errors import ConvertError
-from fastjax.errors import ConfigError, DataError, TrainingError
+from fastjax.errors import ConfigError, DataError, Interrupted, TrainingError
 
 #: Subcommand → what it does; its module is fastjax.commands.<name>.
 COMMANDS = {
     "train": "fine-tune a model as a YAML file says",
+    "preview": "show the data of a run as the model will see them",
     "generate": "let a model, with or without an adapter, answer prompts",
     "bench": "measure a kernel or a whole train step on this machine",
     "quickstart": "fine-tune the embedded tiny model and show it before and after",
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fastjax: interrupted", file=sys.stderr)
         return 130
+    except Interrupted as stop:
+        print(f"fastjax {arguments.command}: {stop}", file=sys.stderr)
+        return 128 + stop.signal_number
     except (ConfigError, ConvertError, DataError, TrainingError, OSError) as error:
         if arguments.traceback:
             traceback.print_exc()

@@ -11,3 +11,11 @@ class DataError(ValueError):
 
 class TrainingError(RuntimeError):
     """A run that cannot go on, such as a loss that is not finite: the message names the step. Exit status 1."""
+
+
+class Interrupted(Exception):
+    """A run that a signal has stopped, its state saved. Exit status 128 + the signal's number: 143, 130."""
+
+    def __init__(self, message: str, signal_number: int):
+        super().__init__(message)
+        self.signal_number = signal_number

@@ -1,29 +1,45 @@
 """A whole run: from its settings to an adapter, or a model, on disk.
 
-This puts the parts together in the order in which mistakes are cheap: the output folder and the data are looked at
-before the weights are loaded.
+This puts the parts together in the order in which mistakes are cheap: the output folder, the checkpoint to go on from
+and the data are looked at before the weights are loaded.
 """
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import yaml
 from rich.console import Console
 
-from fastjax.data import Batches, Dataset, load_tokenizer, prepare
-from fastjax.errors import ConfigError, TrainingError
+from fastjax.data import Batches
+from fastjax.data.batches import Batch
+from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.language_model import FastLanguageModel, LanguageModel
+from fastjax.training.checkpoint import Checkpoints, Progress
 from fastjax.training.config import TrainConfig
-from fastjax.training.loop import fit, run_evaluation
-from fastjax.training.metrics import Evaluation, JsonLines
+from fastjax.training.datasets import RunData, load_run_data, load_run_tokenizer
+from fastjax.training.determinism import compiler_options
+from fastjax.training.flops import attended_length, flops_per_token, peak_flops
+from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
+from fastjax.training.loop import Cadence, Fitted, fit, run_evaluation
+from fastjax.training.loss import Loss, loss_sums
+from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant
 from fastjax.training.optimizers import learning_rates, make_optimizer
 from fastjax.training.progress import make_progress
-from fastjax.training.step import init_state, make_eval_step, make_train_step
+from fastjax.training.report import default_settings, describe_environment, usage, write_report
+from fastjax.training.resume import Earlier, check_identity, check_settings, model_fingerprint, newest, restore
+from fastjax.training.run_folder import RunFolder, claimed
+from fastjax.training.signals import StopSignals
+from fastjax.training.step import init_state, make_eval_step, make_probe, make_train_step
+from fastjax.training.trackers import make_trackers
+
+#: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
+Evaluate = Callable[[LanguageModel], Mapping[str, float]]
 
 
 class FineTuned(NamedTuple):
@@ -40,114 +56,268 @@ class FineTuned(NamedTuple):
     evaluation: Evaluation | None
 
 
-def fine_tune(config: TrainConfig, console: Console | None = None) -> FineTuned:
+def fine_tune(
+    config: TrainConfig,
+    console: Console | None = None,
+    *,
+    resume: bool = False,
+    loss: Loss | None = None,
+    evaluate: Evaluate | None = None,
+) -> FineTuned:
     """Load, train, save.
 
     Args:
         config: the settings.
         console: for progress; None: standard output.
+        resume: go on from the newest whole checkpoint in the output folder; from the start where there is none.
+        loss: a loss of your own in place of the cross-entropy; see `training.loss.Loss`.
+        evaluate: what else to measure at each held-out evaluation.
 
     Returns:
         The trained model and where it is.
 
     Raises:
-        ConfigError: settings that contradict each other, the model or the output folder.
+        ConfigError: settings that contradict each other, the model, the output folder or the checkpoint.
         ConvertError: what is wrong with the model's folder.
         DataError: what is wrong with the data.
-        TrainingError: a step that is not finite, or a device without enough memory.
+        TrainingError: a step that is not finite, weights without gradient, or a device without enough memory.
+        Interrupted: SIGTERM or SIGINT came; the state is saved.
         OSError: a file that cannot be read or written.
     """
     console = console or Console()
-    folder = _result_folder(config)
-    settings_file = folder.parent / "config.yaml"
-    settings_file.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), encoding="utf-8")
-    train, held_out = _load_data(config, console)
-    model = _load_model(config, console)
-    settings = config.training
-    batches = Batches(
-        train.rows,
-        settings.per_device_train_batch_size,
-        settings.gradient_accumulation_steps,
-        seed=settings.seed,
-    )
-    steps = settings.max_steps or math.ceil(settings.num_train_epochs * batches.steps_per_epoch)
-    optimizer = make_optimizer(config.optimizer, steps)
-    train_step = make_train_step(model.graphdef, optimizer, model.trainable_filter)
-    eval_step = make_eval_step(model.graphdef, model.trainable_filter)
+    with claimed(config, resume=resume) as folder:
+        checkpoints = Checkpoints(folder.checkpoints, keep=config.output.save_total_limit)
+        earlier = newest(checkpoints) if resume else None
+        changed = [] if earlier is None else check_settings(earlier, dataclasses.asdict(config))
+        tokenizer = load_run_tokenizer(config)
+        data = load_run_data(config, tokenizer, lambda text: _say(console, text))
+        for name, became in data.statistics().items():
+            _say(console, f"{name}: {became}")
+        model = _load_model(config, console).replace(tokenizer=tokenizer)
+        _check_vocabulary(model, data)
+        identity = {"model": model_fingerprint(config.model.model_name), "data": data.train.fingerprint}
+        if earlier is not None:
+            check_identity(earlier, **identity)
+        stored = {"config": dataclasses.asdict(config), **identity}
+        checkpoints.extra = lambda step: {**stored, "position": data.batches.position(step)}
+        run = _Run(config, console, folder, checkpoints, data, model, loss, evaluate)
+        return run.train(earlier, changed if resume else None)
 
-    def evaluate(trainable) -> Evaluation:
-        size = settings.per_device_eval_batch_size or settings.per_device_train_batch_size
+
+class _Run:
+    """A run whose settings, data and model are there."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        console: Console,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        data: RunData,
+        model: LanguageModel,
+        loss: Loss | None,
+        evaluate: Evaluate | None,
+    ):
+        self.config, self.console, self.folder, self.checkpoints, self.data = config, console, folder, checkpoints, data
+        training, self.user_evaluate = config.training, evaluate
+        self.loss = loss or functools.partial(loss_sums, neftune_noise_alpha=training.neftune_noise_alpha)
+        options = compiler_options(training.deterministic, folder.path)
+        optimizer = make_optimizer(config.optimizer, data.total_steps)
+        self.train_step = make_train_step(
+            model.graphdef,
+            optimizer,
+            model.trainable_filter,
+            loss=self.loss,
+            accumulation_dtype=training.accumulation_dtype,
+            loss_scale_window=training.loss_scale_window,
+            compiler_options=options,
+        )
+        self.eval_step = make_eval_step(
+            model.graphdef, model.trainable_filter, loss=self.loss, compiler_options=options
+        )
+        scale = training.initial_loss_scale if model.dtype == jnp.float16 else None
+        self.state = init_state(model.trainable, optimizer, jax.random.key(training.seed), scale)
+        # Rows of tokens that the first batches do not have get no gradient by right.
+        self.check = GradientCheck(
+            leaf_names(model.trainable, model.plan), lambda name: name == "embed_tokens.tokens.trainable_tokens_delta"
+        )
+        lengths = data.document_lengths
+        self.flops_per_token = None
+        if lengths is not None:
+            self.flops_per_token = flops_per_token(model.config, model.trainable, attended_length(lengths))
+        self.model = model.replace(trainable=None)  # the state has a copy; of a whole model there should be one
+
+    def train(self, earlier: Earlier | None, changed: list[str] | None) -> FineTuned:
+        """Take the steps, from the start or from a checkpoint, and save the result."""
+        config, total = self.config, self.data.total_steps
+        start, position = Progress(), None
+        if earlier is None:
+            self.folder.clear()
+        else:
+            earlier, self.state = restore(self.checkpoints, earlier, self.state, self.console)
+            start, position = earlier.progress, earlier.position
+        text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+        self.folder.settings.write_text(text, encoding="utf-8")
+        evaluations = {} if self.data.held_out is None else {"evaluate": self._evaluate}
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.checkpoints.close)
+            sinks = self._sinks(None if earlier is None else start.step)
+            for sink in sinks:
+                stack.callback(sink.close)
+            if changed is not None:
+                _tell(sinks, start.step, earlier, changed)
+            stop = stack.enter_context(StopSignals())
+            status = "failed"
+            stack.callback(lambda: self._report(status))
+            stack.enter_context(_memory_advice())
+            fitted = fit(
+                self.train_step,
+                self.state,
+                self.model.frozen,
+                self.data.batches.from_step(start.step, total, position),
+                learning_rates=learning_rates(config.optimizer, total),
+                start=start,
+                cadence=Cadence(
+                    config.training.eval_steps,
+                    config.output.save_steps,
+                    config.output.load_best_model_at_end,
+                    config.training.early_stopping_patience,
+                    config.training.early_stopping_threshold,
+                ),
+                sinks=sinks,
+                throughput=self._throughput(start),
+                checkpoints=self.checkpoints,
+                stop=stop,
+                check=self.check,
+                explain=self._explain,
+                **evaluations,
+            )
+            if not fitted.complete:
+                assert stop.received is not None
+                status = f"interrupted by {stop.received.name}"
+                message = (
+                    f"{status} after step {fitted.progress.step} of {total}; its state is saved, and --resume goes on"
+                )
+                for sink in sinks:
+                    sink.write({"step": fitted.progress.step, "event": "interrupted", "message": message})
+                raise Interrupted(message, stop.received)
+            self.model = self.model.replace(trainable=self._chosen(fitted))
+            self.model.save_pretrained(self.folder.result)
+            status = "finished"
+        return FineTuned(self.model, self.folder.result, fitted.evaluation)
+
+    def _evaluate(self, trainable: Any) -> Evaluation:
+        training, held_out = self.config.training, self.data.held_out
         assert held_out is not None
-        return run_evaluation(eval_step, trainable, model.frozen, Batches(held_out.rows, size, shuffle=False).epoch())
+        size = training.per_device_eval_batch_size or training.per_device_train_batch_size
+        batches = Batches(held_out.rows, size, shuffle=False).epoch()
+        found = run_evaluation(self.eval_step, trainable, self.model.frozen, batches)
+        if self.user_evaluate is None:
+            return found
+        extra = {
+            name: float(value) for name, value in self.user_evaluate(self.model.replace(trainable=trainable)).items()
+        }
+        wrong = [name for name in extra if not name.startswith("eval_")]
+        if wrong:
+            raise ConfigError(f"evaluate: expected numbers by names that begin with eval_, given {', '.join(wrong)}")
+        return found._replace(extra=extra)
 
-    state = init_state(model.trainable, optimizer, jax.random.key(settings.seed))
-    model = model.replace(trainable=None)  # the state has a copy; of a whole model there should be one
-    with contextlib.ExitStack() as stack:
-        sinks = [JsonLines(folder.parent / "metrics.jsonl"), make_progress(steps, settings.logging_steps, console)]
-        for sink in sinks:
-            stack.callback(sink.close)
-        stack.enter_context(_memory_advice())
-        state, evaluation = fit(
-            train_step,
-            state,
-            model.frozen,
-            batches.from_step(0, steps),
-            learning_rates=learning_rates(config.optimizer, steps),
-            sinks=sinks,
-            evaluate=None if held_out is None else evaluate,
-            eval_steps=settings.eval_steps,
+    def _sinks(self, resume_step: int | None) -> list[Sink]:
+        """What takes the rows: the file first, so that a tracker that fails cannot keep a row from it."""
+        output, total = self.config.output, self.data.total_steps
+        name = output.run_name or Path(output.output_dir).name
+        file = Tolerant(JsonLines(self.folder.metrics, resume_step), str(self.folder.metrics), self.console)
+        trackers = make_trackers(
+            output.report_to, self.folder.path, name, dataclasses.asdict(self.config), resume_step, self.console
         )
-    model = model.replace(trainable=state.trainable)
-    model.save_pretrained(folder)
-    return FineTuned(model, folder, evaluation)
+        return [file, *trackers, make_progress(total, self.config.training.logging_steps, self.console)]
 
-
-def _result_folder(config: TrainConfig) -> Path:
-    """Where the result goes, in an output folder that exists now and holds no other result."""
-    output = Path(config.output.output_dir)
-    folder = output / ("model" if config.model.full_finetuning else "adapter")
-    if folder.exists() and not config.output.overwrite_output_dir:
-        raise ConfigError(
-            f"output.output_dir: expected a folder without a result, given {output}, which holds {folder.name}/ of an "
-            "earlier run; name another folder or set output.overwrite_output_dir: true"
+    def _throughput(self, start: Progress) -> Throughput:
+        return Throughput(
+            self.data.total_steps,
+            steps_per_epoch=self.data.batches.steps_per_epoch,
+            flops_per_token=self.flops_per_token,
+            peak_flops=peak_flops(jax.devices()[0].device_kind, self.model.dtype),
+            seconds_before=start.seconds,
         )
-    output.mkdir(parents=True, exist_ok=True)
-    return folder
 
+    def _explain(self, state: Any, batch: Batch, step: int) -> str:
+        """Which rows of the data break a step."""
+        probe = make_probe(self.model.graphdef, self.model.trainable_filter, loss=self.loss)
+        places = non_finite_rows(lambda rows: probe(state, self.model.frozen, rows), batch)
+        if not places:
+            return "No row of the step is at fault alone."
+        numbers = self.data.batches.row_numbers(step - 1)
+        return f"Not finite: {self.data.batches.describe_rows(numbers[tuple(zip(*places, strict=True))])}."
 
-def _load_data(config: TrainConfig, console: Console) -> tuple[Dataset, Dataset | None]:
-    model, data = config.model, config.data
-    if not Path(model.model_name).is_dir():
-        raise ConfigError(
-            f"model.model_name: expected a folder in Hugging Face format, given {model.model_name}, which is none"
+    def _chosen(self, fitted: Fitted) -> Any:
+        """The weights that are the result: the last, or the best."""
+        best = fitted.progress.best_step
+        if not self.config.output.load_best_model_at_end or best is None or best == fitted.progress.step:
+            return fitted.state.trainable
+        try:
+            return self.checkpoints.load(best, fitted.state).trainable
+        except FileNotFoundError as error:
+            raise TrainingError(
+                f"output.load_best_model_at_end: the checkpoint of step {best}, the best, could not be saved; the last "
+                f"state is in {self.checkpoints.folder}"
+            ) from error
+
+    def _report(self, status: str) -> None:
+        write_report(
+            self.folder.path,
+            config=dataclasses.asdict(self.config),
+            defaults=default_settings(),
+            statistics=self.data.statistics(),
+            environment=describe_environment(),
+            result=usage(self.config, self.folder.result) if status == "finished" else [],
+            status=status,
+            console=self.console,
         )
-    tokenizer = load_tokenizer(model.model_name)
-    datasets = []
-    for name, files in (("train", data.train_file), ("held out", data.eval_file)):
-        if files is None:
-            datasets.append(None)
-            continue
-        dataset = prepare(files, tokenizer, model.max_seq_length, loss_on=data.loss_on, packing=data.packing)
-        console.print(f"{name}: {dataset.statistics}", highlight=False, soft_wrap=True)
-        datasets.append(dataset)
-    return datasets[0], datasets[1]
 
 
 def _load_model(config: TrainConfig, console: Console) -> LanguageModel:
     model, _ = FastLanguageModel.from_pretrained(**dataclasses.asdict(config.model))
-    if not config.model.full_finetuning:
+    if config.lora.adapter is not None:
+        model = FastLanguageModel.load_adapter(model, config.lora.adapter, config.lora.lora_dropout)
+    elif not config.model.full_finetuning:
         arguments = dataclasses.asdict(config.lora)
-        if arguments["target_modules"] is None:
-            del arguments["target_modules"]
+        del arguments["adapter"]
+        for name in ("target_modules", "lora_dropout"):
+            if arguments[name] is None:
+                del arguments[name]
         model = FastLanguageModel.get_peft_model(model, **arguments)
     trained, total = model.num_parameters()
-    console.print(
+    _say(
+        console,
         f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%}), on "
         f"{jax.devices()[0].device_kind}, {model.dtype}",
-        highlight=False,
-        soft_wrap=True,
     )
     return model
+
+
+def _check_vocabulary(model: LanguageModel, data: RunData) -> None:
+    if data.max_token_id >= model.config.vocab_size:
+        raise ConfigError(
+            f"model.model_name: expected an embedding for every token of the data, given {model.config.vocab_size} "
+            f"rows for token {data.max_token_id}; the tokenizer has more tokens than the model: name them in "
+            "model.new_tokens"
+        )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _tell(sinks: list[Sink], step: int, earlier: Earlier | None, changed: list[str]) -> None:
+    """Say where a run goes on, and what is new."""
+    if earlier is None:
+        message = "no checkpoint to go on from: started from the beginning"
+    else:
+        message = f"going on after step {step}, from {earlier.where}"
+        message += f"; changed since: {'; '.join(changed)}" if changed else ""
+    for sink in sinks:
+        sink.write({"step": step, "event": "resumed", "message": message})
 
 
 @contextlib.contextmanager

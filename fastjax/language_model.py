@@ -6,6 +6,7 @@
 
 import dataclasses
 import errno
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,29 +15,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import PRNGKeyArray
 
-from convert.adapters import AdapterConfig, read_adapter, write_adapter
+from convert.adapters import AdapterConfig, write_adapter
 from convert.checkpoint import WEIGHT_FILES, open_checkpoint
 from convert.errors import ConvertError
 from convert.files import atomic_folder
 from convert.weights import save
+from fastjax.data.new_tokens import add_tokens, vocabulary_size
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.lora import LoraParam, SavedParam
-from fastjax.models.adapters import adapter_sites, build_adapters, export_adapters, layer_signatures, saved_modules
+from fastjax.models.adapters import export_adapters, saved_modules
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import Decoder, part_rows
-from fastjax.models.layout import Run, layer_of, plan_layers, rearrange, signature, split_layer
+from fastjax.models.layout import Run, layer_of, split_layer
 from fastjax.models.load import load_weights, random_weights
+from fastjax.models.precision import DTYPES, Precision, make_precision
 from fastjax.models.remat import POLICIES
+from fastjax.models.rope_config import with_rope_scaling
+from fastjax.models.vocabulary import check_vocabulary, grown, training_new_tokens
+from fastjax.peft import attach_adapter, load_adapter
 
 if TYPE_CHECKING:
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerBase
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LAYER_LOOPS = ("scan", "unroll")
-DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +58,12 @@ class LanguageModel:
         plan: arrangement of the layers.
         lora: the adapter's settings, or None.
         full_finetuning: whether every weight is trained.
-        dtype: compute dtype.
+        precision: dtypes of computation and parameters.
         remat: what the backward pass finds in memory.
         layer_loop: "scan" or "unroll".
         max_seq_length: rows are at most this long.
-        tokenizer: the folder's, or None.
+        tokenizer: the folder's, with the new tokens, or None.
+        new_token_ids: tokens that were added to the checkpoint's vocabulary.
     """
 
     config: ModelConfig
@@ -69,11 +75,17 @@ class LanguageModel:
     plan: tuple[Run, ...]
     lora: AdapterConfig | None
     full_finetuning: bool
-    dtype: jnp.dtype
+    precision: Precision
     remat: str
     layer_loop: str
     max_seq_length: int
     tokenizer: "PreTrainedTokenizerBase | None" = dataclasses.field(repr=False)
+    new_token_ids: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype."""
+        return self.precision.dtype
 
     @property
     def trainable_filter(self) -> Any:
@@ -107,6 +119,10 @@ class LanguageModel:
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write what was trained: a PEFT adapter folder, or after full fine-tuning a Hugging Face folder.
 
+        An adapter with new tokens has their rows and the tokenizer that knows them. PEFT's
+        `AutoPeftModelForCausalLM.from_pretrained(folder)` then grows the base by itself; before
+        `PeftModel.from_pretrained(base, folder)` call `base.resize_token_embeddings(…)` with the rows of this model.
+
         Args:
             folder: created; appears under its name only when whole.
 
@@ -125,9 +141,15 @@ class LanguageModel:
                 write_adapter(whole, self.lora, export_adapters(self.trainable, self.plan, bool(tied)))
             else:
                 save(whole, self._tensors(), dict(self.hf_config), source=self.folder)
-            if self.tokenizer is not None and (self.lora is not None or self.folder is None):
+            if self.tokenizer is not None and (self.lora is not None or self._has_own_tokenizer()):
                 _save_tokenizer(self.tokenizer, whole)
         return folder
+
+    def _has_own_tokenizer(self) -> bool:
+        """Whether the tokenizer is another than the checkpoint's, whose files are copied as they are."""
+        if self.folder is None or self.new_token_ids:
+            return True
+        return getattr(self.tokenizer, "chat_template", None) != load_tokenizer(self.folder).chat_template
 
     def _tensors(self) -> Any:
         """The trained weights by path, in the checkpoint's order."""
@@ -150,54 +172,80 @@ class FastLanguageModel:
     @staticmethod
     def from_pretrained(
         model_name: str | Path,
-        max_seq_length: int = 2048,
+        max_seq_length: int | None = None,
         dtype: str | None = None,
         load_in_4bit: bool = True,
         full_finetuning: bool = False,
         use_gradient_checkpointing: bool | str = True,
         random_state: int = 3407,
         layer_loop: Literal["scan", "unroll"] = "scan",
+        param_dtype: str = "float32",
+        float32_modules: Sequence[str] | None = None,
+        new_tokens: "Sequence[str | AddedToken] | None" = None,
+        rope_scaling: Mapping[str, Any] | None = None,
     ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
         """Load a Hugging Face folder.
 
         Args:
             model_name: the folder.
-            max_seq_length: longest row that will be trained on or generated.
+            max_seq_length: longest row that will be trained on or generated; None: 2048, or what the model can do
+                where that is less.
             dtype: compute dtype; None: bfloat16 on a GPU, float32 on a CPU.
             load_in_4bit: quantise the layers' matrices to NF4 as they are read, or keep them as a 4-bit folder has
                 them.
-            full_finetuning: train every weight, in float32 (excludes `load_in_4bit`).
+            full_finetuning: train every weight (excludes `load_in_4bit`).
             use_gradient_checkpointing: True or "full": keep only the layers' inputs; False or "projections": keep the
                 projections' and the attention's results too; "none": keep everything.
             random_state: seed of what starts at random.
             layer_loop: "scan" (short compilation) or "unroll".
+            param_dtype: dtype of what is trained; frozen weights are held in the compute dtype.
+            float32_modules: names of modules, or ends of names ("norm", "lm_head", "layers.0.mlp"), that are held and
+                computed in float32 whatever the dtype, and not quantised.
+            new_tokens: tokens to add to the tokenizer and to the tables (`models.vocabulary`).
+            rope_scaling: replaces the scaling of the rotary positions: {"rope_type": "yarn", "factor": 4.0}; types
+                default, linear, yarn and llama3, with transformers' names and defaults.
 
         Returns:
             The model, and its tokenizer.
 
         Raises:
-            ConfigError: arguments that contradict each other.
+            ConfigError: arguments that contradict each other or the model.
             ConvertError: what is wrong with the folder.
         """
         del random_state  # nothing starts at random here; get_peft_model has its own
-        settings = _settings(dtype, load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
-        checkpoint = open_checkpoint(model_name)
-        config = ModelConfig.from_hf(checkpoint.config, where=str(Path(model_name) / "config.json"))
+        settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
+        hf_config: Mapping[str, Any] = open_checkpoint(model_name).config
+        config = ModelConfig.from_hf(hf_config, where=str(Path(model_name) / "config.json"))
+        if rope_scaling is not None:
+            hf_config = with_rope_scaling(hf_config, rope_scaling)
+            config = ModelConfig.from_hf(hf_config)
+        settings["max_seq_length"] = _length(max_seq_length, config)
+        precision = make_precision(dtype, param_dtype, float32_modules, config)
+        tokenizer = load_tokenizer(model_name)
+        known = vocabulary_size(tokenizer)
+        new_ids = add_tokens(tokenizer, new_tokens, config.vocab_size) if new_tokens else []
+        if not new_ids:
+            check_vocabulary(tokenizer, config, model_name)
         plan, weights = load_weights(
             model_name,
             config,
-            dtype=jnp.float32 if full_finetuning else settings["dtype"],
+            precision=precision,
+            trained=full_finetuning,
             load_in_4bit=load_in_4bit,
             layer_loop=layer_loop,
         )
-        tokenizer = load_tokenizer(model_name)
-        model = _build(config, checkpoint.config, Path(model_name), plan, weights, max_seq_length, tokenizer, settings)
-        return model, tokenizer
+        if new_ids:
+            rows = max(config.vocab_size, vocabulary_size(tokenizer))
+            weights = grown(weights, rows, min(known, config.vocab_size), new_ids)
+            config = dataclasses.replace(config, vocab_size=rows)
+            hf_config = {**hf_config, "vocab_size": rows}
+        model = _build(config, hf_config, Path(model_name), plan, weights, precision, tokenizer, settings)
+        return model.replace(new_token_ids=tuple(new_ids)), tokenizer
 
     @staticmethod
     def from_config(
         config: Mapping[str, Any],
-        max_seq_length: int = 2048,
+        max_seq_length: int | None = None,
         dtype: str | None = None,
         load_in_4bit: bool = False,
         full_finetuning: bool = False,
@@ -205,6 +253,8 @@ class FastLanguageModel:
         random_state: int = 3407,
         layer_loop: Literal["scan", "unroll"] = "scan",
         tokenizer: "PreTrainedTokenizerBase | None" = None,
+        param_dtype: str = "float32",
+        float32_modules: Sequence[str] | None = None,
     ) -> LanguageModel:
         """A model with random weights, for training from scratch and for benchmarks.
 
@@ -218,17 +268,24 @@ class FastLanguageModel:
             random_state: seed of the weights.
             layer_loop: "scan" or "unroll".
             tokenizer: saved with the model.
+            param_dtype: dtype of what is trained.
+            float32_modules: modules that stay in float32.
         """
-        settings = _settings(dtype, load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
+        settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
         parsed = ModelConfig.from_hf(config, where="config")
+        settings["max_seq_length"] = _length(max_seq_length, parsed)
+        precision = make_precision(dtype, param_dtype, float32_modules, parsed)
+        if tokenizer is not None:
+            check_vocabulary(tokenizer, parsed, "from_config")
         plan, weights = random_weights(
             parsed,
             jax.random.key(random_state),
-            dtype=jnp.float32 if full_finetuning else settings["dtype"],
+            precision=precision,
+            trained=full_finetuning,
             load_in_4bit=load_in_4bit,
             layer_loop=layer_loop,
         )
-        return _build(parsed, config, None, plan, weights, max_seq_length, tokenizer, settings)
+        return _build(parsed, config, None, plan, weights, precision, tokenizer, settings)
 
     @staticmethod
     def get_peft_model(
@@ -248,6 +305,7 @@ class FastLanguageModel:
         rank_pattern: Mapping[str, int] | None = None,
         alpha_pattern: Mapping[str, float] | None = None,
         ensure_weight_tying: bool = False,
+        trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     ) -> LanguageModel:
         """Attach fresh LoRA adapters; everything else is frozen.
 
@@ -263,12 +321,15 @@ class FastLanguageModel:
             random_state: seed of the adapters.
             use_rslora: the scale is lora_alpha / √r (Kalajdzievski, arXiv 2312.03732).
             use_dora: train the rows' magnitudes too (Liu et al., arXiv 2402.09353).
-            modules_to_save: "embed_tokens", "lm_head" or both are trained whole, in float32.
+            modules_to_save: "embed_tokens", "lm_head" or both are trained whole.
             init_lora_weights: True, False, "gaussian" or "orthogonal", as in PEFT.
             rank_pattern: ranks of some modules by regular expression.
             alpha_pattern: the same for lora_alpha.
             ensure_weight_tying: with tied embeddings, `modules_to_save` trains one array for both uses; without it
                 PEFT unties them, and so is it done here.
+            trainable_token_indices: tokens whose rows of the embedding are trained, and no others (with tied embeddings
+                the head's too); or ids for "embed_tokens" and for "lm_head". The rows of the model's new tokens are
+                always among them, unless `modules_to_save` trains the whole table.
 
         Raises:
             ConfigError: a value that is not supported, or settings that match no module.
@@ -290,58 +351,32 @@ class FastLanguageModel:
                 rank_pattern=dict(rank_pattern or {}),
                 alpha_pattern=dict(alpha_pattern or {}),
                 ensure_weight_tying=ensure_weight_tying,
+                trainable_token_indices=_token_ids(trainable_token_indices),
             )
         except ConvertError as error:
             raise ConfigError(str(error)) from error
         if use_gradient_checkpointing is not None:
             model = model.replace(remat=_remat(use_gradient_checkpointing))
+        adapter = training_new_tokens(adapter, model.config, model.new_token_ids)
         return attach_adapter(model, adapter, None, jax.random.key(random_state))
 
     @staticmethod
-    def load_adapter(model: LanguageModel, folder: str | Path) -> LanguageModel:
-        """Attach the adapter of a PEFT folder.
+    def load_adapter(model: LanguageModel, folder: str | Path, lora_dropout: float | None = None) -> LanguageModel:
+        """Attach the adapter of a PEFT folder, to generate with it or to train it on.
+
+        A tokenizer in the folder, with its chat template, becomes the model's, unless it knows fewer tokens. Where the
+        adapter was trained with new tokens, the model's tables grow by their rows.
 
         Args:
             model: without adapters.
             folder: adapter_config.json and adapter_model.safetensors.
+            lora_dropout: in place of the adapter's own.
 
         Raises:
             ConvertError: what is wrong with the folder.
             ConfigError: it is not for this model (every misfit named).
         """
-        adapter, arrays = read_adapter(folder)
-        return attach_adapter(model, adapter, arrays, jax.random.key(0))
-
-
-def attach_adapter(
-    model: LanguageModel, adapter: AdapterConfig, arrays: Mapping[str, Any] | None, key: PRNGKeyArray
-) -> LanguageModel:
-    """A model with an adapter attached, the functional form of `get_peft_model` and `load_adapter`.
-
-    Args:
-        model: without adapters, not loaded for full fine-tuning.
-        adapter: PEFT's settings.
-        arrays: the adapter's arrays as `convert.adapters.read_adapter` gives them; None: fresh ones.
-        key: random state of fresh ones.
-    """
-    if model.lora is not None or model.full_finetuning:
-        raise ConfigError("an adapter needs a model without adapters that was not loaded with full_finetuning")
-    sites = adapter_sites(adapter, model.config)
-    runs = [[model.frozen["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
-    own = layer_signatures(sites, model.config.num_hidden_layers)
-    shapes = [jax.eval_shape(lambda i=i: layer_of(runs, model.plan, i)) for i in range(model.config.num_hidden_layers)]
-    plan = plan_layers([(signature(s), o) for s, o in zip(shapes, own, strict=True)], model.layer_loop)
-    weights = {**model.frozen, "layers": rearrange(runs, model.plan, plan)}
-    adapters = build_adapters(adapter, model.config, plan, weights, arrays, key)
-    decoder = Decoder(model.config, plan, weights, adapters, dtype=model.dtype, remat=model.remat)
-    graphdef, trainable, frozen = nnx.split(decoder, nnx.Any(LoraParam, SavedParam), ...)
-    return model.replace(
-        graphdef=graphdef,
-        trainable=nnx.to_pure_dict(trainable),
-        frozen=nnx.to_pure_dict(frozen),
-        plan=plan,
-        lora=adapter,
-    )
+        return load_adapter(model, folder, lora_dropout)
 
 
 def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
@@ -354,8 +389,8 @@ def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(folder)) from error
 
 
-def _build(config, hf_config, folder, plan, weights, max_seq_length, tokenizer, settings) -> LanguageModel:
-    decoder = Decoder(config, plan, weights, {}, dtype=settings["dtype"], remat=settings["remat"])
+def _build(config, hf_config, folder, plan, weights, precision, tokenizer, settings) -> LanguageModel:
+    decoder = Decoder(config, plan, weights, {}, precision=precision, remat=settings["remat"])
     full = settings["full_finetuning"]
     graphdef, trainable, frozen = nnx.split(decoder, nnx.Param if full else nnx.Nothing(), ...)
     return LanguageModel(
@@ -367,29 +402,43 @@ def _build(config, hf_config, folder, plan, weights, max_seq_length, tokenizer, 
         frozen=nnx.to_pure_dict(frozen),
         plan=tuple(plan),
         lora=None,
-        max_seq_length=max_seq_length,
+        precision=precision,
         tokenizer=tokenizer,
         **settings,
     )
 
 
-def _settings(dtype, load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop) -> dict[str, Any]:
+def _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop) -> dict[str, Any]:
     if full_finetuning and load_in_4bit:
         raise ConfigError(
             "full_finetuning trains every weight and 4-bit weights cannot be trained: set load_in_4bit=False"
         )
     if layer_loop not in LAYER_LOOPS:
         raise ConfigError(f"layer_loop: expected one of {list(LAYER_LOOPS)}, given {layer_loop!r}")
-    if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype: expected one of {list(DTYPES)}, given {dtype!r}")
     return {
-        "dtype": jnp.dtype(DTYPES[dtype]),
         "remat": _remat(use_gradient_checkpointing),
         "full_finetuning": full_finetuning,
         "layer_loop": layer_loop,
     }
+
+
+def _length(max_seq_length: int | None, config: ModelConfig) -> int:
+    if max_seq_length is None:
+        return min(2048, config.max_length)
+    if max_seq_length > config.max_length:
+        pretrained = config.rope.original_max_position_embeddings or config.max_length / config.rope.factor
+        raise ConfigError(
+            f"max_seq_length: expected at most the model's {config.max_length} positions, given {max_seq_length}; take "
+            "a smaller one, or stretch the positions: rope_scaling: {rope_type: yarn, factor: "
+            f"{math.ceil(max_seq_length / pretrained):.1f}}}"
+        )
+    return max_seq_length
+
+
+def _token_ids(indices: Sequence[int] | Mapping[str, Sequence[int]] | None) -> list[int] | dict[str, list[int]] | None:
+    if isinstance(indices, Mapping):
+        return {name: list(ids) for name, ids in indices.items()}
+    return None if indices is None else list(indices)
 
 
 def _remat(use_gradient_checkpointing: bool | str) -> str:

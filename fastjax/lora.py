@@ -38,8 +38,8 @@ class LoraLinear(nnx.Module):
     """The adapter of one projection.
 
     Attributes:
-        lora_A: [R, in], float32.
-        lora_B: [out, R], float32.
+        lora_A: [R, in].
+        lora_B: [out, R].
         magnitude: [out] (DoRA), or None.
         scaling: lora_alpha / r, or lora_alpha / √r.
         dropout: probability with which an input of the adapter is zeroed while training.
@@ -66,13 +66,13 @@ class LoraLinear(nnx.Module):
             product: applies W to another input; given where x was dropped (DoRA's second term needs it).
         """
         thin = checkpoint_name(linear(x, self.lora_A[...]), "lora")
-        delta = linear(thin, self.lora_B[...] * self.scaling)
+        b = self.lora_B[...].astype(jnp.float32)  # scaled in float32 and rounded once, to the dtype of x
+        delta = linear(thin, b * self.scaling)
         if self.magnitude is None:
             return base + delta
-        a, b = self.lora_A[...].astype(jnp.float32), self.lora_B[...].astype(jnp.float32)
-        full = dense() + self.scaling * linear(b, a.T)
+        full = dense() + self.scaling * linear(b, self.lora_A[...].astype(jnp.float32).T)
         norm = jax.lax.stop_gradient(jnp.linalg.norm(full, axis=1))
-        scale = (self.magnitude[...] / norm).astype(x.dtype)[None, None, :]
+        scale = (self.magnitude[...].astype(jnp.float32) / norm).astype(x.dtype)[None, None, :]
         inner = base if product is None else product(x)
         return base + (scale - 1) * inner + scale * delta
 
@@ -90,13 +90,14 @@ class LoraEmbedding(nnx.Module):
     ) -> Float[Array, "B S E"]:
         """The embeddings of `tokens`, whose rows in the frozen `table` are `base`."""
         thin = jnp.take(self.lora_embedding_A[...].T, tokens, axis=0).astype(base.dtype)
-        delta = linear(thin, self.lora_embedding_B[...] * self.scaling)
+        b = self.lora_embedding_B[...].astype(jnp.float32)
+        delta = linear(thin, b * self.scaling)
         if self.magnitude is None:
             return base + delta
-        a, b = self.lora_embedding_A[...].astype(jnp.float32), self.lora_embedding_B[...].astype(jnp.float32)
+        a = self.lora_embedding_A[...].astype(jnp.float32)
         full = table.astype(jnp.float32) + self.scaling * linear(a.T, b)
         norm = jax.lax.stop_gradient(jnp.linalg.norm(full, axis=0))
-        scale = (self.magnitude[...] / norm).astype(base.dtype)[None, None, :]
+        scale = (self.magnitude[...].astype(jnp.float32) / norm).astype(base.dtype)[None, None, :]
         return scale * (base + delta)
 
 

@@ -10,7 +10,7 @@ The data are JSON lines with `messages`, or with `question` and `answer`.
 """
 
 import argparse
-import dataclasses
+import concurrent.futures
 import json
 import multiprocessing
 import random
@@ -73,8 +73,8 @@ def make_base(tokenizer_folder: str, folder: str) -> None:
     model.save_pretrained(folder)
 
 
-def run(name: str, settings: dict, queue: multiprocessing.Queue) -> None:
-    """One training run; what it used goes into the queue."""
+def run(name: str, settings: dict) -> dict:
+    """One training run, and what it used."""
     import jax
 
     from fastjax.fine_tuning import fine_tune
@@ -90,30 +90,19 @@ def run(name: str, settings: dict, queue: multiprocessing.Queue) -> None:
     )
     result = fine_tune(config)
     device = jax.devices()[0]
-    queue.put(
-        {
-            "method": name,
-            "device": device.device_kind,
-            "folder": str(result.folder),
-            "peak_gib": (device.memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30,
-            "evaluation": dataclasses.asdict(result.evaluation)
-            if dataclasses.is_dataclass(result.evaluation)
-            else result.evaluation._asdict(),
-        }
-    )
+    return {
+        "method": name,
+        "device": device.device_kind,
+        "folder": str(result.folder),
+        "peak_gib": (device.memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30,
+    }
 
 
-def in_process(target, *arguments):
-    """Call a function in a fresh process; returns what it put into its queue, if it takes one."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=target, args=(*arguments, queue) if target is run else arguments)
-    process.start()
-    result = queue.get() if target is run else None
-    process.join()
-    if process.exitcode:
-        raise SystemExit(f"{arguments[0]}: the run ended with exit code {process.exitcode}")
-    return result
+def in_process(function, *arguments):
+    """What a function returns in a fresh process."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def plot(results: list[dict], file: Path, title: str) -> None:
@@ -170,7 +159,7 @@ def main() -> None:
     def settings(name: str, half: str, model: dict, learning_rate: float, epochs: float) -> dict:
         return {
             "model": {"max_seq_length": 2048, "use_gradient_checkpointing": False} | model,
-            "data": {"train_file": files[half], "eval_file": files["held_out"], "loss_on": "all"},
+            "data": {"train": files[half], "eval": files["held_out"], "loss_on": "all"},
             "output": {"output_dir": str(arguments.output / name), "overwrite_output_dir": True},
             "optimizer": {"learning_rate": learning_rate, "warmup_ratio": 0.05, "weight_decay": 0.01},
             "training": {

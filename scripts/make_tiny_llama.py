@@ -1,14 +1,13 @@
-"""Make the embedded model and data set: fastjax/assets/tiny-llama and fastjax/assets/tiny-chat.
+"""Make the embedded model, fastjax/assets/tiny-llama, and the data sets beside it (see tiny_world.py).
 
 Everything follows from the seed: the text, the tokenizer, the weights' start and the order of the rows. Training the
 base model from random weights takes a minute on a GPU and hours on a few CPU cores.
 
-    python3 scripts/make_tiny_llama.py            # both folders, in place
+    python3 scripts/make_tiny_llama.py            # in place
     python3 scripts/make_tiny_llama.py --output /tmp/assets --steps 100
 """
 
 import argparse
-import json
 import random
 import shutil
 from pathlib import Path
@@ -20,9 +19,7 @@ from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fastjax.data import Batches
-from fastjax.data.prepare import prepare_records
-from fastjax.data.sources import parse_row
+from fastjax.data import Batches, parse_row, prepare_records
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.config import OptimizerConfig
 from fastjax.training.optimizers import make_optimizer
@@ -109,14 +106,8 @@ def train(config: dict, tokenizer, documents: list, *, steps: int, batch_size: i
     return model.replace(trainable=state.trainable)
 
 
-def write_lines(file: Path, documents: list) -> None:
-    """JSON lines."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding="utf-8")
-
-
 def main() -> None:
-    """Make both folders."""
+    """Make the data sets and the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ASSETS)
     parser.add_argument("--documents", type=int, default=120_000)
@@ -126,18 +117,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
-    # Training and held-out records from two seeds; a held-out prompt that also stands in training is left out.
+    tiny_world.write_data_sets(arguments.output, arguments.seed)
     rng = random.Random(arguments.seed + 1)
-    learnt = [tiny_world.record_document(rng) for _ in range(2_000)]
-    prompts = {document["messages"][0]["content"] for document in learnt}  # pyright: ignore
-    held = [tiny_world.record_document(rng) for _ in range(120)]
-    held = [d for d in held if d["messages"][0]["content"] not in prompts][:100]  # pyright: ignore
-    write_lines(arguments.output / "tiny-chat" / "train.jsonl", learnt)
-    write_lines(arguments.output / "tiny-chat" / "test.jsonl", held)
+    learnt = [tiny_world.record_document(rng) for _ in range(200)]  # the first of tiny-chat's
 
     rng = random.Random(arguments.seed)
     documents = [tiny_world.base_document(rng) for _ in range(arguments.documents)]
-    texts = [text_of(d) for d in documents[:20_000]] + [text_of(d) for d in learnt[:200]]
+    texts = [text_of(d) for d in documents[:20_000]] + [text_of(d) for d in learnt]
     tokenizer = make_tokenizer(texts)
     assert len(tokenizer) == CONFIG["vocab_size"], len(tokenizer)
     model = train(

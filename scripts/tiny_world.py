@@ -1,11 +1,21 @@
 """The small world that the embedded model's text is about: people who order things.
 
 `base_document` is what the base model learns: sentences, facts, lists, and conversations that ask about a sentence or
-copy from it. `record_document` is the task that it does not know: the sentence as a JSON record.
+copy from it. What it does not know are the tasks of the embedded data sets: `record_document`, a sentence as a JSON
+record (tiny-chat); `ledger_document`, plain text in a form of its own (tiny-text); `shelf_document`, a class in one
+word at the end of a conversation (tiny-answers).
+
+    python3 scripts/tiny_world.py                 # writes the data sets into fastjax/assets
+    python3 scripts/tiny_world.py --output /tmp/assets
 """
 
+import argparse
 import json
 import random
+from collections.abc import Callable
+from pathlib import Path
+
+ASSETS = Path(__file__).resolve().parent.parent / "fastjax" / "assets"
 
 NAMES = (
     "Nora Omar Lena Hugo Mila Ivan Ruth Adam Sara Noah Emma Paul Alma Finn Iris Karl Dana Leon Vera Otto Tara Igor "
@@ -97,6 +107,53 @@ def record_document(rng: random.Random) -> Document:
     }
 
 
+def ledger_document(rng: random.Random) -> Document:
+    """A day's orders as a page of a ledger; the last two lines follow from those above them."""
+    orders = [order(rng) for _ in range(rng.randint(3, 16))]
+    lines = [f"Ledger of the {rng.choice(PLACES)}, a {rng.choice(MOODS)} day"]
+    lines += [
+        f"{n}. {o['who']} / {o['count']} {o['color']} {o['item']} / {o['price']}" for n, o in enumerate(orders, 1)
+    ]
+    lines.append("Sold: " + ", ".join(str(o["item"]) for o in orders))
+    lines.append("To: " + ", ".join(str(o["who"]) for o in orders))
+    return {"text": "\n".join(lines)}
+
+
+def shelf_document(rng: random.Random) -> Document:
+    """A conversation about an order; the last answer is the shelf, one of twelve, which has the goods' colour."""
+    facts = order(rng)
+    asked = [(q.format(**facts), a.format(**facts)) for q, a in rng.sample(QUESTIONS, rng.randint(0, 2))]
+    turns = [*asked, ("Which shelf?", str(facts["color"]))]
+    messages = []
+    for number, (question, answer) in enumerate(turns):
+        text = question if number else f"{sentence(facts, rng)} {question}"
+        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+    return {"messages": messages}
+
+
+def write_data_sets(output: Path, seed: int = 0) -> None:
+    """Write the embedded data sets, of which each has held-out rows that do not begin as a training row does."""
+    _write_data_set(output / "tiny-chat", record_document, 2_000, 100, seed + 1)
+    _write_data_set(output / "tiny-text", ledger_document, 180, 24, seed + 2)
+    _write_data_set(output / "tiny-answers", shelf_document, 320, 60, seed + 3)
+
+
+def _write_data_set(folder: Path, make: Callable[[random.Random], Document], train: int, test: int, seed: int) -> None:
+    rng = random.Random(seed)
+    learnt = [make(rng) for _ in range(train)]
+    beginnings = {_beginning(document) for document in learnt}
+    held = [make(rng) for _ in range(test * 6 // 5)]
+    held = [document for document in held if _beginning(document) not in beginnings][:test]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, documents in (("train", learnt), ("test", held)):
+        lines = "".join(json.dumps(document) + "\n" for document in documents)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def _beginning(document: Document) -> str:
+    return str(document.get("text") or document["messages"][0]["content"])  # pyright: ignore
+
+
 def _questions(rng: random.Random) -> list[tuple[str, str]]:
     """Questions about one order, or about one of two."""
     facts, other = order(rng), order(rng)
@@ -138,3 +195,14 @@ def _prose(rng: random.Random) -> str:
     facts = order(rng)
     parts = [sentence(facts, rng)] + [fact.format(**facts) for fact in rng.sample(FACTS, rng.randint(2, 5))]
     return " ".join(parts)
+
+
+def main() -> None:
+    """Write the data sets."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ASSETS)
+    write_data_sets(parser.parse_args().output)
+
+
+if __name__ == "__main__":
+    main()

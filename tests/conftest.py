@@ -15,6 +15,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def home(tmp_path_factory):
+    """What a test keeps for the next run, as prepared data, it keeps for no one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 def pytest_collection_modifyitems(config, items):
     """Tests marked gpu run only where there is one; elsewhere they are skipped with the reason."""
     if jax.default_backend() == "gpu":

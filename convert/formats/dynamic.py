@@ -1,8 +1,8 @@
-"""The signed dynamic 8-bit map (arXiv 1511.04561), with which bitsandbytes quantises NF4's scales.
+"""The dynamic 8-bit maps (arXiv 1511.04561): the signed one quantises NF4's scales, both quantise optimizer states.
 
-Encoding follows its CPU kernel to the bit: values are scaled by their block's largest magnitude, rounded to an even
-grid of 65,536 points and replaced by the code nearest to the grid point. (Its CUDA kernel searches for the nearest
-code itself; about one code in a thousand differs, by one step.)
+Encoding NF4's scales follows its CPU kernel to the bit: values are scaled by their block's largest magnitude, rounded
+to an even grid of 65,536 points and replaced by the code nearest to the grid point. (Its CUDA kernel searches for the
+nearest code itself; about one code in a thousand differs, by one step.)
 """
 
 import functools
@@ -15,11 +15,14 @@ NESTED_BLOCK = 256
 
 
 @functools.cache
-def dynamic_map() -> Float[np.ndarray, " 256"]:
-    """The signed dynamic 8-bit map: seven decades, each with twice the points of the one below, and 0 and 1.
+def dynamic_map(signed: bool = True) -> Float[np.ndarray, " 256"]:
+    """A dynamic 8-bit map: seven decades, each with twice the points of the one below, and 0 and 1.
+
+    Args:
+        signed: Points on both sides of 0; else twice as many in each decade above it.
 
     Returns:
-        float32 [256], rising; bit-equal to bitsandbytes' ``create_dynamic_map()``.
+        float32 [256], rising; bit-equal to bitsandbytes' ``create_dynamic_map(signed)``.
 
     References:
         Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, arXiv 1511.04561.
@@ -27,14 +30,14 @@ def dynamic_map() -> Float[np.ndarray, " 256"]:
     values = [0.0, 1.0]
     start, end = np.float32(0.1), np.float32(1.0)
     for decade in range(7):
-        steps = 2**decade
+        steps = 2**decade if signed else 2 ** (decade + 1)
         step = np.float64((end - start) / np.float32(steps))
         index = np.arange(steps + 1)
         # torch.linspace: from the left end in the first half, from the right end in the second, fused multiply-add.
         points = np.where(index < (steps + 1) // 2, start + step * index, end - step * (steps - index))
         points = points.astype(np.float32)
         means = np.float32(10.0 ** (decade - 6)) * ((points[:-1] + points[1:]) / np.float32(2))
-        values += [*means.tolist(), *(-means).tolist()]
+        values += [*means.tolist(), *(-means if signed else means[:0]).tolist()]
     result = np.array(sorted(values), np.float32)
     result.flags.writeable = False
     return result

@@ -1,4 +1,4 @@
-"""`fastjax bench`: measure a kernel or a whole train step on this machine."""
+"""`fastjax bench`: measure a kernel, a whole train step or the preparation of data on this machine."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: `nf4` or `step`, and its arguments.
+        argv: `nf4`, `step` or `data`, and its arguments.
     """
     arguments = _parser().parse_args(argv)
     arguments.run(arguments)
@@ -74,6 +74,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     step.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     step.set_defaults(run=_step)
+
+    data = commands.add_parser(
+        "data",
+        help="preparing a data set, beside the bare tokenizer",
+        description="Time the preparation of a data set (reading, chat template, tokens, mask, packing) on one core, "
+        "beside the tokenizer alone on the same texts.",
+    )
+    data.add_argument("--data", required=True, metavar="PATH", help="the data set, as data.train takes it")
+    data.add_argument(
+        "--columns", nargs="*", default=[], metavar="MEANING=NAME", help="what its columns are called, as data.columns"
+    )
+    data.add_argument("--tokenizer", required=True, metavar="FOLDER", help="folder with a tokenizer")
+    data.add_argument("--chat_template", metavar="NAME", help="as data.chat_template (default: the tokenizer's own)")
+    data.add_argument("--seq", type=_positive, default=2048, metavar="N", help="tokens a row (default: %(default)s)")
+    data.add_argument("--rounds", type=_positive, default=5, metavar="N", help="runs, the best counts (default: 5)")
+    data.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    data.set_defaults(run=_data)
     return parser
 
 
@@ -104,3 +121,13 @@ def _step(arguments: argparse.Namespace) -> None:
         for checkpointing, layer_loop in itertools.product(arguments.checkpointing, arguments.layer_loop)
     ]
     run(cases, arguments.output)
+
+
+def _data(arguments: argparse.Namespace) -> None:
+    from fastjax.bench.data import DataCase, run
+    from fastjax.data.settings import DataSource
+
+    columns = dict(pair.split("=", 1) if "=" in pair else (pair, pair) for pair in arguments.columns)
+    source = DataSource(arguments.data, columns=columns or None)
+    case = DataCase(source, arguments.tokenizer, arguments.seq, arguments.chat_template, arguments.rounds)
+    run(case, arguments.output)

@@ -5,6 +5,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from fastjax.errors import ConfigError, DataError
 
@@ -25,6 +28,7 @@ def main(argv: Sequence[str]) -> None:
         max_seq_length=arguments.max_seq_length,
         dtype=arguments.dtype,
         load_in_4bit=arguments.load_in_4bit,
+        rope_scaling=arguments.rope_scaling,
     )
     if arguments.adapter is not None:
         model = FastLanguageModel.load_adapter(model, arguments.adapter)
@@ -57,11 +61,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top_k", type=int, metavar="N", help="sample among the N likeliest tokens")
     parser.add_argument("--top_p", type=float, metavar="P", help="sample among the tokens that sum to probability P")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    parser.add_argument("--max_seq_length", type=int, default=2048, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max_seq_length", type=int, metavar="N", help="default: 2048, or what the model can do")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: by the device")
     parser.add_argument("--load_in_4bit", action="store_true", help="hold the layers' weights in NF4")
+    parser.add_argument(
+        "--rope_scaling",
+        type=_mapping,
+        metavar="MAPPING",
+        help="as model.rope_scaling of the run that made the adapter: '{rope_type: yarn, factor: 4.0}'",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object a prompt")
     return parser
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a mapping such as '{{rope_type: yarn, factor: 4.0}}', given {text}")
+    return value
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:

@@ -81,8 +81,8 @@ def run(config: TrainConfig, console: Console) -> tuple[Scored, Scored]:
     from fastjax.fine_tuning import fine_tune
     from fastjax.language_model import FastLanguageModel
 
-    assert isinstance(config.data.eval_file, str)
-    conversations = [record.messages for record in read_jsonl(config.data.eval_file)]  # pyright: ignore
+    assert isinstance(config.data.eval, str)
+    conversations = [record.messages for record in read_jsonl(config.data.eval)]  # pyright: ignore
     prompts = [messages[0]["content"] for messages in conversations]
     expected = [messages[-1]["content"] for messages in conversations]
     base, _ = FastLanguageModel.from_pretrained(config.model.model_name, config.model.max_seq_length)

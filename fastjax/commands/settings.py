@@ -8,28 +8,37 @@ import argparse
 import dataclasses
 import difflib
 import re
-import types
+import shutil
+import textwrap
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
 
+from fastjax.commands.reference import SECTIONS, describe_kind, help_text
+from fastjax.data.settings import DataSource
 from fastjax.errors import ConfigError
 from fastjax.training.config import TrainConfig
 
-_SECTIONS: dict[str, type] = typing.get_type_hints(TrainConfig)
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
-_PLURALS = {int: "integers", float: "numbers", str: "strings"}
+_USAGE = "fastjax train --config FILE [--section.key value ...] [--resume]"
+
+#: Options that are no settings, with what they do.
+_OPTIONS = {
+    "--config FILE": "the YAML file",
+    "--resume": "go on from the newest whole checkpoint in output.output_dir; from the start where there is none",
+    "--print_config": "print all settings as they would be used, as a YAML file, and exit",
+    "--help": "show this and exit",
+}
 
 
 def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     """Read the settings of a run.
 
     Args:
-        argv: `--config FILE` and any `--section.key value`; the latter win.
+        argv: `--config FILE` and any `--section.key value`; the latter win. `--resume` is no setting and is left out.
 
     Returns:
         The settings.
@@ -38,14 +47,16 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
         ConfigError: no file, one that is not YAML, an unknown key, a wrong type, a value out of range.
         SystemExit: `--help` or `--print_config` was asked for and has been printed.
     """
-    finder = argparse.ArgumentParser(prog="fastjax train", add_help=False, allow_abbrev=False)
+    finder = argparse.ArgumentParser(prog="fastjax train", usage=_USAGE, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
-    file = finder.parse_known_args(argv)[0].config
+    finder.add_argument("--resume", action="store_true")
+    found, argv = finder.parse_known_args(argv)
+    file = found.config
     content = _read(file) if file is not None else {}
     parser = _parser()
     try:
-        sections = parser.instantiate(parser.parse_args(list(argv)))
-        return TrainConfig(**{name: sections[name] for name in _SECTIONS})
+        sections = parser.instantiate(parser.parse_args([*([f"--config={file}"] if file is not None else []), *argv]))
+        return TrainConfig(**{name: sections[name] for name in SECTIONS})
     except ConfigError as error:  # out of range: the message begins with the key
         key = str(error).partition(":")[0]
         raise ConfigError(f"{_place(key, argv, file)}{error}") from error
@@ -53,21 +64,30 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
         raise ConfigError(_explain(str(error), argv, file, content)) from error
 
 
+class _Parser(ArgumentParser):
+    """jsonargparse's parser with a help of our own: its lists type annotations instead of saying what is expected."""
+
+    def format_help(self) -> str:
+        width = max(50, min(shutil.get_terminal_size().columns, 120) - 2)
+        introduction = textwrap.fill(
+            "Fine-tune a model. Every setting below can stand in the YAML file under its section, or on the command "
+            "line, which wins. Values are YAML: [a, b] is a list, {a: 1} a mapping, null nothing. Paths are relative "
+            "to the current folder.",
+            width,
+        )
+        indent = " " * (max(map(len, _OPTIONS)) + 4)
+        options = [
+            textwrap.fill(f"  {name:<{len(indent) - 2}}{what}", width, subsequent_indent=indent)
+            for name, what in _OPTIONS.items()
+        ]
+        return "\n".join([f"usage: {_USAGE}", "", introduction, "", *options, "", help_text(width)])
+
+
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="fastjax train",
-        usage="fastjax train --config FILE [--section.key value ...]",
-        description="Fine-tune a model. Every setting below can stand in the YAML file under its section, or on the "
-        "command line, which wins. Paths are relative to the current folder.",
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action=ActionConfigFile, help="the YAML file")
-    for name, section in _SECTIONS.items():
+    parser = _Parser(prog="fastjax train", exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action=ActionConfigFile)
+    for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name, fail_untyped=True)
-    for action in parser._actions:
-        if action.dest in _SECTIONS:  # "--model FILE": a section from a file of its own, more than is needed
-            action.help = argparse.SUPPRESS
     return parser
 
 
@@ -81,9 +101,9 @@ def _read(file: str) -> dict[str, Any]:
         line = f":{where.line + 1}" if where is not None else ""
         raise ConfigError(f"{file}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: expected the sections {', '.join(_SECTIONS)}, given {_show(content)}")
+        raise ConfigError(f"{file}: expected the sections {', '.join(SECTIONS)}, given {_show(content)}")
     for name, section in content.items():
-        if name not in _SECTIONS:
+        if name not in SECTIONS:
             raise ConfigError(f"{file}: {_unknown(str(name))}")
         if not isinstance(section, dict):
             keys = ", ".join(_keys(name))
@@ -105,8 +125,10 @@ def _explain(message: str, argv: Sequence[str], file: str | None, content: dict[
         key = match[1]
         kind = _kind(key)
         if kind is not None:
-            given = _show(_given(key, argv, content))
-            return f"{_place(key, argv, file)}{key}: expected {_describe(kind)}, given {given}"
+            given = _given(key, argv, content)
+            inside = next(_wrong_sources(key, given), None) if key in ("data.train", "data.eval") else None
+            wrong = inside or f"{key}: expected {describe_kind(kind)}, given {_show(given)}"
+            return f"{_place(key, argv, file)}{wrong}"
     return " ".join(message.split())
 
 
@@ -128,38 +150,49 @@ def _given(key: str, argv: Sequence[str], content: dict[str, Any]) -> Any:
     return value
 
 
+def _wrong_sources(key: str, given: Any) -> Iterator[str]:
+    """What is wrong with the sections in a list of data sets."""
+    kinds = typing.get_type_hints(DataSource)
+    for index, source in enumerate(given if isinstance(given, list) else []):
+        if not isinstance(source, dict):
+            continue
+        where = f"{key}[{index}]"
+        if "path" not in source:
+            yield f"{where}: expected a section with path, given {_show(source)}"
+        for name, value in source.items():
+            if name not in kinds:
+                yield f"{where}.{name}: unknown; expected one of {', '.join(kinds)}"
+            elif not _fits(value, kinds[name]):
+                yield f"{where}.{name}: expected {describe_kind(kinds[name])}, given {_show(value)}"
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if options := typing.get_args(kind) if typing.get_origin(kind) is not dict else ():
+        return any(_fits(value, option) for option in options)
+    if isinstance(value, bool) and kind is not bool:
+        return False
+    return isinstance(value, (int, float) if kind is float else typing.get_origin(kind) or kind)
+
+
 def _keys(section: str) -> list[str]:
-    return [field.name for field in dataclasses.fields(_SECTIONS[section])]
+    return [field.name for field in dataclasses.fields(SECTIONS[section])]
 
 
 def _kind(key: str) -> Any:
     section, _, field = key.partition(".")
-    return typing.get_type_hints(_SECTIONS[section]).get(field) if section in _SECTIONS else None
+    return typing.get_type_hints(SECTIONS[section]).get(field) if section in SECTIONS else None
 
 
 def _unknown(key: str) -> str:
     section, _, field = key.partition(".")
-    if section in _SECTIONS and field:
+    if section in SECTIONS and field:
         known, what, name = _keys(section), f"keys of {section}", field
     else:
-        known, what, name = list(_SECTIONS), "sections", section
+        known, what, name = list(SECTIONS), "sections", section
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{key}: unknown; expected one of the {what} ({', '.join(known)}){hint}"
-
-
-def _describe(kind: Any) -> str:
-    """A type in words."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(argument) for argument in arguments)
-    if origin is list:
-        return f"a list of {_PLURALS[arguments[0]]}"
-    if origin is dict:
-        return f"a mapping from {_PLURALS[arguments[0]]} to {_PLURALS[arguments[1]]}"
-    return _WORDS[kind]
+    if close:
+        return f"{key}: unknown; did you mean {close[0]}? `fastjax train --help` lists the {what}"
+    return f"{key}: unknown; expected one of the {what}: {', '.join(known)}"
 
 
 def _show(value: Any) -> str:

@@ -1,6 +1,5 @@
 """`fastjax train`: fine-tune as a YAML file says."""
 
-import shlex
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,17 +11,14 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: `--config FILE` and overrides.
+        argv: `--config FILE`, `--resume` and overrides.
     """
     config = parse_train_config(argv)
     from fastjax.fine_tuning import fine_tune  # JAX is imported once the settings are right
+    from fastjax.training.report import usage
 
     console = Console()
-    result = fine_tune(config, console)
-    if config.model.full_finetuning:
-        what, options = "model", ["--model", str(result.folder)]
-    else:
-        what, options = "adapter", ["--model", config.model.model_name, "--adapter", str(result.folder)]
-        options += ["--load_in_4bit"] * config.model.load_in_4bit
-    use = shlex.join(["fastjax", "generate", *options])
-    console.print(f"{what}: {result.folder}\nuse it: {use} --prompt '…'", highlight=False, soft_wrap=True)
+    result = fine_tune(config, console, resume="--resume" in argv)
+    console.print(f"{result.folder.name}: {result.folder}", highlight=False, soft_wrap=True)
+    console.print(f"report: {result.folder.parent / 'report.html'}", highlight=False, soft_wrap=True)
+    console.print(f"use it: {usage(config, result.folder)[0]}", highlight=False, soft_wrap=True)

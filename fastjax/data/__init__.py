@@ -1,38 +1,64 @@
-"""From files of text or conversations to the integer arrays of a train step.
+"""From data sets of text or conversations to the integer arrays of a train step.
 
 A row of text flows one way through the modules of this folder::
 
-    sources     JSON lines → TextRecord | ChatRecord, each with its file and line
-    template    the tokenizer's chat template: messages → text, and where the responses lie in it
-    encoding    text → token ids and a mask of the tokens to learn; one BOS, a learnt end of turn
-    documents   all examples in three flat arrays, cut to the row length, what was cut counted
-    packing     documents → rows of a fixed length, with segment ids, positions and shifted targets
-    batches     rows → Batch [A, B, S], shuffled by seed and epoch
+    files            JSON lines, JSON, CSV, parquet → rows, each with its file and line
+    sources          files, folders, globs and what `datasets` loads → rows
+    columns          rows → TextRecord | ChatRecord
+    mixture          which examples of several data sets an epoch has
+    template         the chat template: messages → text, and where the responses lie in it
+    named_templates  ChatML, Llama 3, Mistral, Gemma, Alpaca and plain, for tokenizers without
+    encoding         text → token ids and a mask of the tokens to learn; one BOS, a learnt end of turn
+    documents        examples as documents in flat arrays, cut to the row length, what was cut counted
+    packing          documents → rows of a fixed length, with segment ids, positions and shifted targets
+    cache            rows kept for the next run
+    batches          rows → Batch [A, B, S], shuffled by seed and epoch
 
-`prepare` runs the first five. Nothing here imports JAX or torch.
+`prepare` runs all but the last. `stream` does the same bit by bit while training goes on (streaming), and `prefetched`
+runs either ahead of the train step. Nothing here imports JAX or torch.
 """
 
-from fastjax.data.batches import Batch, Batches
+from fastjax.data.batches import Batch, Batches, BatchSource
+from fastjax.data.columns import parse_row
 from fastjax.data.documents import Documents
 from fastjax.data.encoding import Encoder
+from fastjax.data.examples import Example, Examples
+from fastjax.data.named_templates import NAMED_TEMPLATES, set_chat_template
 from fastjax.data.packing import PackedRows, pack_documents
-from fastjax.data.prepare import Dataset, prepare
-from fastjax.data.sources import ChatRecord, TextRecord, read_jsonl
+from fastjax.data.prefetch import Prefetched, prefetched
+from fastjax.data.prepare import Dataset, prepare, prepare_records
+from fastjax.data.records import ChatRecord, Record, TextRecord
+from fastjax.data.settings import DataSource
+from fastjax.data.sources import read_jsonl
 from fastjax.data.statistics import DataStatistics
+from fastjax.data.streaming import StreamedBatches, stream
 from fastjax.data.tokenizer import load_tokenizer
 
 __all__ = [
+    "NAMED_TEMPLATES",
     "Batch",
+    "BatchSource",
     "Batches",
     "ChatRecord",
+    "DataSource",
     "DataStatistics",
     "Dataset",
     "Documents",
     "Encoder",
+    "Example",
+    "Examples",
     "PackedRows",
+    "Prefetched",
+    "Record",
+    "StreamedBatches",
     "TextRecord",
     "load_tokenizer",
     "pack_documents",
+    "parse_row",
+    "prefetched",
     "prepare",
+    "prepare_records",
     "read_jsonl",
+    "set_chat_template",
+    "stream",
 ]

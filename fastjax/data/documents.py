@@ -1,21 +1,45 @@
-"""All examples of a data set in flat arrays.
+"""All examples of a data set as documents, in flat arrays.
 
 A document is an example as the model will see it: the tokens that go in, and for each the token to predict. Tokens
 behind the last one that is learnt (a user's last word, the newline after an end of turn, the end of turn itself as an
 input) change no loss and are not kept. Flat arrays are as small as the tokens, quick to build, and can be
 written to a file as they are.
+
+An example longer than a row is one document, of its beginning (truncate), or none (drop), or several (split): pieces
+of a row's length, one behind the other. Each piece is a document of its own: the model sees nothing of the pieces
+before it, positions begin at 0 again, and no BOS is put before it. A piece in which nothing is learnt is left out.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from fastjax.data.encoding import Example
+from fastjax.data.examples import Examples
+from fastjax.data.settings import TooLong
+from fastjax.errors import ConfigError
 
 IGNORE = -100
 """The target of a token after which nothing is learnt."""
+
+
+class Counts(NamedTuple):
+    """What became of examples.
+
+    Attributes:
+        examples: All of them.
+        truncated: Those that lost tokens to learn because they are longer than a row.
+        split: Those that became several documents for that reason.
+        dropped: Those left out for that reason.
+        no_targets: Those left out because nothing in them is learnt.
+    """
+
+    examples: int = 0
+    truncated: int = 0
+    split: int = 0
+    dropped: int = 0
+    no_targets: int = 0
 
 
 class Documents(NamedTuple):
@@ -25,15 +49,15 @@ class Documents(NamedTuple):
         tokens: Token ids that go into the model.
         targets: For each the token to predict, the one that follows it in the text, or -100.
         offsets: Where each document starts, and the total at the end.
-        truncated: Documents that lost tokens to learn because they were too long.
-        no_targets: Examples that are no documents, because nothing in them is learnt.
+        examples: The index of the example that each document comes from, ascending.
+        counts: What became of all examples.
     """
 
     tokens: Int32[np.ndarray, " N"]
     targets: Int32[np.ndarray, " N"]
     offsets: Int64[np.ndarray, " D_plus_1"]
-    truncated: int
-    no_targets: int
+    examples: Int64[np.ndarray, " D"]
+    counts: Counts
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -44,36 +68,70 @@ class Documents(NamedTuple):
         return np.diff(self.offsets)
 
     @classmethod
-    def from_examples(cls, examples: Iterable[Example], max_length: int) -> "Documents":
+    def of(cls, examples: Examples, max_length: int, too_long: TooLong = "truncate") -> "Documents":
         """Lay examples down as documents of at most `max_length` tokens.
 
         Args:
             examples: The examples.
-            max_length: The most tokens of a document. Of a longer example the beginning is kept; its end is then
-                not learnt.
+            max_length: The most tokens of a document.
+            too_long: What becomes of a longer example.
 
         Returns:
             The documents, in order.
+
+        Raises:
+            ConfigError: An unknown `too_long`.
         """
-        tokens, targets, lengths = [], [], []
-        truncated = no_targets = 0
-        for example in examples:
-            learnt = np.flatnonzero(example.learn)
-            # Token n is learnt by the model's answer to token n - 1: max_length tokens in learn one token more.
-            kept = learnt[learnt <= max_length]
-            if kept.size == 0:
-                no_targets += 1
-                continue
-            truncated += int(kept.size < learnt.size)
-            length = int(kept[-1])
-            tokens.append(example.tokens[:length])
-            following = slice(1, length + 1)
-            targets.append(np.where(example.learn[following], example.tokens[following], np.int32(IGNORE)))
-            lengths.append(length)
+        if too_long not in get_args(TooLong):
+            raise ConfigError(f"too_long must be one of {', '.join(get_args(TooLong))}, given {too_long!r}")
+        learnt = np.flatnonzero(examples.learn)
+        example = np.repeat(np.arange(len(examples)), np.diff(examples.offsets))[learnt]
+        # The token at place p of an example is learnt by the model's answer to the one at p - 1, which lies in this
+        # piece of max_length tokens, and is the piece's token number:
+        piece, last = np.divmod(learnt - examples.offsets[example] - 1, max_length)
+        longer = np.unique(example[piece > 0])
+        kept = np.ones(len(learnt), bool)
+        if too_long == "truncate":
+            kept = piece == 0
+        elif too_long == "drop":
+            kept = ~np.isin(example, longer)
+        example, piece, last = example[kept], piece[kept], last[kept]
+        # A document ends at its last learnt token: the last before example or piece changes.
+        ends = np.flatnonzero((np.diff(example, append=-1) != 0) | (np.diff(piece, append=-1) != 0))
+        example, lengths = example[ends], last[ends] + 1
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        starts = examples.offsets[example] + piece[ends] * max_length
+        taken = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+        targets = np.where(examples.learn[taken + 1], examples.tokens[taken + 1], np.int32(IGNORE))
+        found = np.unique(example)
+        dropped = len(longer) if too_long == "drop" else 0
+        counts = Counts(
+            examples=len(examples),
+            truncated=int(np.isin(longer, found).sum()) if too_long == "truncate" else 0,
+            split=len(longer) if too_long == "split" else 0,
+            dropped=dropped,
+            no_targets=len(examples) - dropped - len(found),
+        )
+        return cls(examples.tokens[taken], targets, offsets, example, counts)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["Documents"]) -> "Documents":
+        """Put documents one behind the other.
+
+        Args:
+            parts: Documents of successive examples.
+
+        Returns:
+            All of them.
+        """
+        before = np.cumsum([0, *(part.counts.examples for part in parts)])
+        lengths = [part.lengths for part in parts]
         return cls(
-            tokens=np.concatenate([*tokens, np.zeros(0, np.int32)]),
-            targets=np.concatenate([*targets, np.zeros(0, np.int32)]),
-            offsets=np.cumsum([0, *lengths], dtype=np.int64),
-            truncated=truncated,
-            no_targets=no_targets,
+            tokens=np.concatenate([*(part.tokens for part in parts), np.zeros(0, np.int32)]),
+            targets=np.concatenate([*(part.targets for part in parts), np.zeros(0, np.int32)]),
+            offsets=np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum(),
+            examples=np.concatenate(
+                [*(part.examples + n for part, n in zip(parts, before, strict=False)), np.zeros(0, np.int64)]
+            ),
+            counts=Counts(*np.sum([Counts(), *(part.counts for part in parts)], axis=0).tolist()),
         )

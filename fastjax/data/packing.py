@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int, Int32, Int64
 
 from fastjax.data.documents import IGNORE, Documents
+from fastjax.data.origins import Origins
 
 
 class Rows(NamedTuple):
@@ -34,20 +35,34 @@ class Rows(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """Documents and the rows they share.
+    """Documents and the rows they share; row r has the documents `order[offsets[r] : offsets[r + 1]]`.
 
     Attributes:
         documents: The documents.
-        members: For each row its documents, in the order of the data set.
+        order: Documents, row after row; one that an epoch repeats stands there as often.
+        offsets: Where each row starts in `order`, and the total at the end.
         row_length: Tokens in a row.
+        origins: The names of the examples; None: not known.
     """
 
     documents: Documents
-    members: list[list[int]]
+    order: Int64[np.ndarray, " D"]
+    offsets: Int64[np.ndarray, " R_plus_1"]
     row_length: int
+    origins: Origins | None = None
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self.offsets) - 1
+
+    def members(self, row: int) -> list[int]:
+        """The documents of a row.
+
+        Args:
+            row: Its number; outside [0, len(self)) it has none.
+        """
+        if not 0 <= row < len(self):
+            return []
+        return self.order[self.offsets[row] : self.offsets[row + 1]].tolist()
 
     def rows(self, indices: Sequence[int] | Int[np.ndarray, " B"]) -> Rows:
         """Write rows.
@@ -63,7 +78,7 @@ class PackedRows(NamedTuple):
         targets = np.full(shape, IGNORE, np.int32)
         for row, index in enumerate(indices):
             start = 0
-            for segment, document in enumerate(self.members[index] if 0 <= index < len(self) else (), start=1):
+            for segment, document in enumerate(self.members(int(index)), start=1):
                 first, last = self.documents.offsets[document : document + 2]
                 end = start + int(last - first)
                 tokens[row, start:end] = self.documents.tokens[first:last]
@@ -73,23 +88,50 @@ class PackedRows(NamedTuple):
                 start = end
         return Rows(tokens, targets, segment_ids, positions)
 
+    def describe(self, row: int, most: int = 8) -> str:
+        """Name the examples of a row as a user can find them.
 
-def pack_documents(documents: Documents, row_length: int, *, packing: bool = True) -> PackedRows:
+        Args:
+            row: Its number.
+            most: How many to name at most.
+
+        Returns:
+            Their places, such as "train.jsonl:12, 95 and 3 more".
+        """
+        examples = dict.fromkeys(int(self.documents.examples[document]) for document in self.members(row))
+        shown = list(examples)[:most]
+        names = ", ".join(f"example {n}" for n in shown) if self.origins is None else self.origins.listed(shown)
+        return names + (f" and {len(examples) - most} more" if len(examples) > most else "")
+
+
+def pack_documents(
+    documents: Documents,
+    row_length: int,
+    *,
+    packing: bool = True,
+    chosen: Int64[np.ndarray, " _"] | None = None,
+    origins: Origins | None = None,
+) -> PackedRows:
     """Decide which documents share a row.
 
     Args:
         documents: The documents, none longer than `row_length`.
         row_length: Tokens in a row.
         packing: Whether documents share rows; if not, each has its own, padded.
+        chosen: The documents that an epoch has, some perhaps several times; None: each once.
+        origins: The names of the examples.
 
     Returns:
         The rows, in the order of their first documents.
     """
+    chosen = np.arange(len(documents)) if chosen is None else chosen
     if packing:
-        members = best_fit(documents.lengths, row_length)
+        bins = best_fit(documents.lengths[chosen], row_length)
     else:
-        members = [[document] for document in range(len(documents))]
-    return PackedRows(documents, members, row_length)
+        bins = [[document] for document in range(len(chosen))]
+    flat = np.fromiter((item for members in bins for item in members), np.int64, len(chosen))
+    offsets = np.cumsum([0, *map(len, bins)], dtype=np.int64)
+    return PackedRows(documents, chosen[flat], offsets, row_length, origins)
 
 
 def best_fit(lengths: Sequence[int] | Int[np.ndarray, " D"], capacity: int) -> list[list[int]]:
@@ -112,8 +154,8 @@ def best_fit(lengths: Sequence[int] | Int[np.ndarray, " D"], capacity: int) -> l
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit n is set while some bin has room for exactly n
     # A stable order, so that equal data sets give equal rows.
-    for item in np.argsort(-sizes, kind="stable").tolist():
-        length = int(sizes[item])
+    descending = np.argsort(-sizes, kind="stable")
+    for item, length in zip(descending.tolist(), sizes[descending].tolist(), strict=True):
         sufficient = rooms >> length
         if sufficient:
             room = length + (sufficient & -sufficient).bit_length() - 1

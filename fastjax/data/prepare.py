@@ -1,15 +1,24 @@
-"""Files to rows, in one call."""
+"""Data sets to rows, in one call."""
 
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import tokenizers
 
+from fastjax.data import cache
 from fastjax.data.documents import IGNORE, Documents
-from fastjax.data.encoding import Encoder, LossOn
+from fastjax.data.encoding import Encoder
+from fastjax.data.mixture import choose
+from fastjax.data.named_templates import set_chat_template
+from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows, pack_documents
-from fastjax.data.sources import Record, read_jsonl
+from fastjax.data.records import Record
+from fastjax.data.settings import Exhaustion, LossOn, TooLong
+from fastjax.data.sources import OpenSource, Sources, open_sources
 from fastjax.data.statistics import DataStatistics
 from fastjax.errors import DataError
 
@@ -23,52 +32,109 @@ class Dataset(NamedTuple):
     Attributes:
         rows: Its rows.
         statistics: What became of its examples.
+        fingerprint: A checksum of the rows, the same for equal data wherever they came from.
+        max_token_id: The largest token id in it, which the model's embedding must have.
+        from_cache: Whether it was prepared by an earlier run.
     """
 
     rows: PackedRows
     statistics: DataStatistics
+    fingerprint: str
+    max_token_id: int
+    from_cache: bool = False
 
 
 def prepare(
-    paths: str | Path | Iterable[str | Path],
+    sources: Sources,
     tokenizer: "PreTrainedTokenizerFast",
     max_seq_length: int,
     *,
+    chat_template: str | None = None,
     loss_on: LossOn = "responses",
+    too_long: TooLong = "truncate",
     packing: bool = True,
+    mixture_ends: Exhaustion = "first_exhausted",
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Dataset:
-    """Read, encode and pack a data set.
+    """Read, mix, encode and pack data sets.
 
     Args:
-        paths: JSON lines files with `messages` or `text`.
+        sources: A path, several, or descriptions of data sets.
         tokenizer: The model's tokenizer.
-        max_seq_length: Tokens in a row; the beginning of a longer example is kept.
-        loss_on: "responses" or "all"; see `Encoder`.
+        max_seq_length: Tokens in a row.
+        chat_template: A named template or a file, which the tokenizer has from then on; None: the tokenizer's own.
+        loss_on: What is learnt; see `Encoder`.
+        too_long: What becomes of an example longer than a row; see `Documents`.
         packing: Whether examples share rows.
+        mixture_ends: With weights, when an epoch ends; see `choose`.
+        seed: Of the parts of data sets that a mixture takes.
+        cache_dir: Where prepared data are kept; None: nowhere.
+        progress: Takes a message for people now and then; None: nothing is said.
 
     Returns:
-        The rows and their statistics.
+        The rows and what is known of them.
 
     Raises:
-        OSError: A file that cannot be read.
-        ConfigError: A tokenizer without EOS, or without a chat template that is needed.
+        OSError: A file or data set that cannot be read.
+        ConfigError: A tokenizer without EOS, or without a chat template that is needed; a wrong option.
         DataError: A row that cannot be used, no row at all, or none with a token to learn.
     """
-    paths = [paths] if isinstance(paths, str | Path) else list(paths)
-    names = ", ".join(map(str, paths))
-    return prepare_records(
-        list(read_jsonl(paths)), tokenizer, max_seq_length, loss_on=loss_on, packing=packing, where=names
+    if chat_template is not None:
+        set_chat_template(tokenizer, chat_template)
+    opened = open_sources(sources)
+    options = [max_seq_length, loss_on, too_long, packing, chat_template is not None]
+    folder = None
+    if cache_dir is not None:
+        key = identity(opened, tokenizer, [*options, mixture_ends, seed])
+        folder = Path(cache_dir).expanduser() / key
+        found = cache.load(folder)
+        if found is not None:
+            return _dataset(*found)
+    records = [list(source.records(templated=chat_template is not None)) for source in opened]
+    names = [source.source.path for source in opened]
+    for name, read in zip(names, records, strict=True):
+        if not read:
+            raise DataError(f"{name}: no examples")
+    chosen = choose([len(read) for read in records], [s.source.weight for s in opened], mixture_ends, seed)
+    if progress is not None and len(opened) > 1:
+        parts = zip(names, chosen, records, strict=True)
+        progress("; ".join(f"{name}: {len(part):,} of {len(read):,} examples" for name, part, read in parts))
+    used: list[Record] = []
+    order: list[np.ndarray] = []
+    for read, part in zip(records, chosen, strict=True):
+        distinct, places = np.unique(part, return_inverse=True)
+        order.append(places + len(used))
+        used += [read[index] for index in distinct.tolist()]
+    dataset = prepare_records(
+        used,
+        tokenizer,
+        max_seq_length,
+        loss_on=loss_on,
+        too_long=too_long,
+        packing=packing,
+        where=", ".join(names),
+        order=np.concatenate(order),
+        progress=progress,
     )
+    if folder is not None:
+        extra = {"statistics": dataset.statistics._asdict(), "max_token_id": dataset.max_token_id}
+        cache.store(folder, dataset.rows, extra | {"fingerprint": dataset.fingerprint}, progress)
+    return dataset
 
 
 def prepare_records(
-    records: list[Record],
+    records: Sequence[Record],
     tokenizer: "PreTrainedTokenizerFast",
     max_seq_length: int,
     *,
     loss_on: LossOn = "responses",
+    too_long: TooLong = "truncate",
     packing: bool = True,
     where: str = "the data set",
+    order: np.ndarray | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Dataset:
     """Encode and pack examples that were read already.
 
@@ -76,35 +142,107 @@ def prepare_records(
         records: The examples.
         tokenizer: The model's tokenizer.
         max_seq_length: Tokens in a row.
-        loss_on: "responses" or "all"; see `Encoder`.
+        loss_on: What is learnt; see `Encoder`.
+        too_long: What becomes of an example longer than a row; see `Documents`.
         packing: Whether examples share rows.
         where: What to call the data set in errors.
+        order: The examples of an epoch, int64, some perhaps several times; None: each once.
+        progress: Takes a message for people now and then.
 
     Returns:
-        The rows and their statistics.
+        The rows and what is known of them.
 
     Raises:
-        ConfigError: A tokenizer without EOS, or without a chat template that is needed.
+        ConfigError: A tokenizer without EOS, or without a chat template that is needed; a wrong option.
         DataError: No example at all, or none with a token to learn.
     """
     if not records:
         raise DataError(f"{where}: no examples")
     encoder = Encoder(tokenizer, loss_on)
-    documents = Documents.from_examples(encoder.encode(records), max_seq_length)
+    parts = []
+    done = reported = 0
+    for examples in encoder.encode(records):
+        parts.append(Documents.of(examples, max_seq_length, too_long))
+        done += len(examples)
+        if progress is not None and done - reported >= _REPORT and done < len(records):
+            progress(f"{where}: {done:,} of {len(records):,} examples encoded")
+            reported = done
+    documents = Documents.concatenate(parts)
     if not len(documents):
-        raise DataError(
-            f"{where}: none of the {len(records):,} examples has a token to learn: no response by the assistant "
-            f"within the first {max_seq_length:,} tokens"
-        )
-    rows = pack_documents(documents, max_seq_length, packing=packing)
+        raise DataError(nothing_to_learn(where, documents, max_seq_length))
+    chosen = None
+    if order is not None and len(order) != len(records):  # some repeat: so do all of their documents
+        first, behind = (np.searchsorted(documents.examples, order, side) for side in ("left", "right"))
+        pieces = behind - first
+        starts = np.cumsum(pieces) - pieces
+        chosen = np.arange(pieces.sum()) + np.repeat(first - starts, pieces)
+    origins = Origins.of(record.where for record in records)
+    rows = pack_documents(documents, max_seq_length, packing=packing, chosen=chosen, origins=origins)
+    learnt = np.add.reduceat(documents.targets != IGNORE, documents.offsets[:-1], dtype=np.int64)
     statistics = DataStatistics(
-        examples=len(records),
-        documents=len(documents),
-        truncated=documents.truncated,
-        no_targets=documents.no_targets,
-        tokens=len(documents.tokens),
-        target_tokens=int(np.count_nonzero(documents.targets != IGNORE)),
+        examples=len(records) if order is None else len(order),
+        documents=len(rows.order),
+        truncated=documents.counts.truncated,
+        split=documents.counts.split,
+        dropped=documents.counts.dropped,
+        no_targets=documents.counts.no_targets,
+        tokens=int(documents.lengths[rows.order].sum()),
+        target_tokens=int(learnt[rows.order].sum()),
         rows=len(rows),
         slots=len(rows) * max_seq_length,
     )
-    return Dataset(rows, statistics)
+    largest = max(int(documents.tokens.max()), int(documents.targets.max()))
+    return Dataset(rows, statistics, cache.fingerprint(rows), largest)
+
+
+_REPORT = 100_000
+"""Examples between two messages."""
+
+
+def identity(opened: Iterable[OpenSource], tokenizer: "PreTrainedTokenizerFast", options: Any) -> str:
+    """A fingerprint of everything that shapes prepared data, without preparing them.
+
+    A template that writes the current date is not expected to: the date of the first run stays.
+
+    Args:
+        opened: The data sets.
+        tokenizer: The tokenizer, with the chat template.
+        options: Everything else, as JSON.
+
+    Returns:
+        Hexadecimal digits.
+
+    Raises:
+        OSError: A file that cannot be read.
+    """
+    shapes = {
+        "format": cache.FORMAT,
+        "tokenizers": tokenizers.__version__,
+        "sources": [[s.identity(), s.source.path, list(map(str, s.files or ())), s.source.weight] for s in opened],
+        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "template": tokenizer.chat_template,
+        "options": options,
+    }
+    return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def nothing_to_learn(where: str, documents: Documents, max_seq_length: int) -> str:
+    """What to say of data without any token to learn.
+
+    Args:
+        where: The data set.
+        documents: None, with the counts of what became of the examples.
+        max_seq_length: Tokens in a row.
+    """
+    counts = documents.counts
+    dropped = f"; {counts.dropped:,} are longer and dropped" if counts.dropped else ""
+    return (
+        f"{where}: none of the {counts.examples:,} examples has a token to learn: no response by the assistant "
+        f"within the first {max_seq_length:,} tokens{dropped}"
+    )
+
+
+def _dataset(rows: PackedRows, extra: dict[str, Any]) -> Dataset:
+    statistics = DataStatistics(**extra["statistics"])
+    return Dataset(rows, statistics, extra["fingerprint"], extra["max_token_id"], from_cache=True)

@@ -1,129 +1,203 @@
-"""Reading examples: JSON lines whose rows hold a conversation or a text.
+"""Data sets, wherever they are, to examples.
 
-A row is a JSON object with `messages`, a list of `{"role": …, "content": …}`, or with `text`, a string. Other columns
-are left alone. Whatever is wrong with a row is reported with its file and line, because the file is the user's and the
-line is where to look.
+Files that can be read here are (`files`), so that every error names its line; a folder's files are told apart by
+split as `datasets` does it. Everything else is what `datasets.load_dataset` makes of the path. Examples come one after
+the other, from any place on, whether they are all read before training or while it goes on.
 """
 
+import dataclasses
+import glob
+import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastjax.errors import DataError
+from fastjax.data.columns import check_columns, parse_row
+from fastjax.data.files import SUFFIXES, Row, is_readable, read_rows, without_nulls
+from fastjax.data.records import Record
+from fastjax.data.settings import DataSource
+from fastjax.errors import ConfigError, DataError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The roles that a message may have."""
+Sources = str | Path | DataSource | Sequence[str | Path | DataSource]
+"""Data sets as they are given: one or several, each a path or described in full."""
 
-Message = dict[str, Any]
-"""One message of a conversation: `role`, `content`, and whatever else the chat template reads."""
-
-
-class TextRecord(NamedTuple):
-    """A plain text, all of it to be learnt.
-
-    Attributes:
-        text: The text.
-        where: File and line it came from, for messages to the user.
-    """
-
-    text: str
-    where: str
+_SLICED = re.compile(r"(?P<split>\w+)\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\]")
 
 
-class ChatRecord(NamedTuple):
-    """A conversation.
+class OpenSource(NamedTuple):
+    """A data set that was found.
 
     Attributes:
-        messages: The messages in order, none of their values None.
-        where: File and line it came from, for messages to the user.
+        source: How it was described.
+        files: Its files, in order; None where `datasets` reads it.
+        dataset: The `datasets.Dataset`, or its `IterableDataset`; None where files are read here.
     """
 
-    messages: list[Message]
-    where: str
+    source: DataSource
+    files: tuple[Path, ...] | None
+    dataset: Any = None
+
+    def records(self, *, templated: bool = False, skip: int = 0) -> Iterator[Record]:
+        """Read the examples.
+
+        Args:
+            templated: See `parse_row`.
+            skip: How many to leave out at the beginning.
+
+        Yields:
+            The examples, in order.
+
+        Raises:
+            OSError: A file that cannot be read.
+            DataError: A row that cannot be used.
+        """
+        for row, where in self._rows(skip):
+            yield parse_row(row, where, self.source.columns, templated=templated)
+
+    def identity(self) -> str:
+        """A fingerprint of the contents: of every byte of the files, or `datasets`' own.
+
+        Raises:
+            OSError: A file that cannot be read.
+        """
+        digest = hashlib.sha256(json.dumps([self.source.split, self.source.columns], sort_keys=True).encode())
+        if self.files is None:
+            digest.update(str(getattr(self.dataset, "_fingerprint", self.source)).encode())
+        for file in self.files or ():
+            with open(file, "rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+            digest.update("".join(file.suffixes).encode())
+        return digest.hexdigest()
+
+    def _rows(self, skip: int) -> Iterator[Row]:
+        if self.files is not None:
+            rows = itertools.chain.from_iterable(map(read_rows, self.files))
+            return itertools.islice(_sliced(rows, self.source.split), skip, None)
+        rows = self.dataset.skip(skip) if skip else self.dataset
+        name = f"{self.source.path}[{self.source.split or 'train'}] row"
+        return ((without_nulls(row), f"{name} {n}") for n, row in enumerate(_iterate(rows, name), start=skip))
 
 
-Record = TextRecord | ChatRecord
-"""An example as it was read."""
+def open_sources(sources: Sources, *, streaming: bool = False) -> list[OpenSource]:
+    """Find data sets.
+
+    Args:
+        sources: The data sets.
+        streaming: Whether `datasets` is to read them bit by bit instead of fetching them first.
+
+    Returns:
+        One for each, in order.
+
+    Raises:
+        ConfigError: None at all, or a description that no data set fits.
+        OSError: A file or data set that is not there.
+        DataError: What `datasets` cannot read.
+    """
+    single = isinstance(sources, str | Path | DataSource)
+    listed = [sources] if single else list(sources)
+    if not listed:
+        raise ConfigError("expected at least one data set, given none")
+    described = [item if isinstance(item, DataSource) else DataSource(str(item)) for item in listed]
+    return [_open(dataclasses.replace(source, streaming=streaming)) for source in described]
 
 
 def read_jsonl(paths: str | Path | Iterable[str | Path]) -> Iterator[Record]:
-    """Read examples from JSON lines files, one row at a time; blank lines are skipped.
+    """Read examples from files, one row at a time.
 
     Args:
         paths: One file or several, read in the order given.
 
     Yields:
-        A `ChatRecord` for a row with `messages`, a `TextRecord` for a row with `text`.
+        The examples; see `parse_row`.
 
     Raises:
         OSError: A file that cannot be read.
         DataError: Broken UTF-8 or JSON, wrong columns, an unknown role; file and line are named.
     """
     for path in [paths] if isinstance(paths, str | Path) else paths:
-        # Binary lines, so that a broken character is reported with its own line and not with a buffer's.
-        with open(path, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield parse_row(_parse_json(line, f"{path}:{number}"), f"{path}:{number}")
+        for row, where in read_rows(path):
+            yield parse_row(row, where)
 
 
-def parse_row(row: Any, where: str) -> Record:
-    """Make an example of one row of a data set.
-
-    Args:
-        row: The row: a mapping from column to value.
-        where: File and line, for errors.
-
-    Returns:
-        The example.
-
-    Raises:
-        DataError: The row has neither or both of the columns, or they hold something else than they should.
-    """
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object with 'messages' or 'text', found {_describe(row)}")
-    columns = [name for name in ("messages", "text") if row.get(name) is not None]
-    if len(columns) != 1:
-        found = ", ".join(repr(name) for name in row) or "none"
-        wanted = "expected one of the columns 'messages' and 'text'"
-        raise DataError(f"{where}: {wanted}, found {'both' if columns else f'the columns {found}'}")
-    value = row[columns[0]]
-    if columns[0] == "messages":
-        return ChatRecord(_check_messages(value, where), where)
-    if not isinstance(value, str) or not value:
-        raise DataError(f"{where}: 'text' must be a string that is not empty, found {_describe(value)}")
-    return TextRecord(value, where)
+def _open(source: DataSource) -> OpenSource:
+    check_columns(source.columns or {})
+    path = str(Path(source.path).expanduser()) if source.path.startswith("~") else source.path
+    if Path(path).is_file():
+        if not is_readable(path):
+            raise ConfigError(f"{path}: expected a file that ends in {SUFFIXES}")
+        return _of_files(source, [Path(path)])
+    if Path(path).is_dir():
+        return _of_folder(source, path)
+    if glob.has_magic(path):
+        files = sorted(Path(name) for name in glob.glob(path, recursive=True) if is_readable(name))
+        if not files:
+            raise FileNotFoundError(2, f"no file that ends in {SUFFIXES} matches the pattern", path)
+        return _of_files(source, files)
+    if is_readable(path) or Path(path).is_absolute() or path.startswith("."):
+        raise FileNotFoundError(2, "no such file or folder", path)
+    return OpenSource(source, None, _load(source, path))
 
 
-def _parse_json(line: bytes, where: str) -> Any:
+def _of_files(source: DataSource, files: Sequence[Path]) -> OpenSource:
+    split = source.split or "train"
+    if split != "train" and not ((match := _SLICED.fullmatch(split)) and match["split"] == "train"):
+        raise ConfigError(f"{source.path}: split: expected train, or a part of it such as train[:10%], given {split}")
+    if source.name is not None:
+        raise ConfigError(f"{source.path}: name: expected none for files, given {source.name}")
+    return OpenSource(source, tuple(files))
+
+
+def _of_folder(source: DataSource, folder: str) -> OpenSource:
+    """A folder's files of the split, if they are all of the kinds that are read here."""
+    import datasets
+
+    split = source.split or "train"
+    name = match["split"] if (match := _SLICED.fullmatch(split)) else split
+    builder = _wrapped(source, lambda: datasets.load_dataset_builder(folder, source.name))
+    files = [Path(str(file)) for file in (builder.config.data_files or {}).get(name, ())]
+    if files and all(file.is_file() and is_readable(file) for file in files):
+        return OpenSource(source, tuple(files))
+    return OpenSource(source, None, _load(source, folder))
+
+
+def _load(source: DataSource, path: str) -> Any:
+    import datasets
+
+    split = source.split or "train"
+    return _wrapped(source, lambda: datasets.load_dataset(path, source.name, split=split, streaming=source.streaming))
+
+
+def _wrapped(source: DataSource, load: Any) -> Any:
     try:
-        return json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not valid UTF-8 at byte {error.start} of the line") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}") from error
+        return load()
+    # It raises what the hub, its builders and Arrow raise: there is no common class.
+    except Exception as error:
+        message = " ".join(str(error.__cause__ or error).split())
+        raise DataError(f"{source.path}: datasets.load_dataset cannot read it: {message}") from error
 
 
-def _check_messages(messages: Any, where: str) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: 'messages' must be a list that is not empty, found {_describe(messages)}")
-    return [_check_message(message, f"{where}: messages[{index}]") for index, message in enumerate(messages)]
+def _iterate(rows: Iterable[Any], name: str) -> Iterator[Any]:
+    try:
+        yield from rows
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name}s cannot be read: {error}") from error
 
 
-def _check_message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict) or "role" not in message:
-        raise DataError(f"{where}: expected an object with 'role' and 'content', found {_describe(message)}")
-    role = message["role"]
-    if role not in ROLES:
-        raise DataError(f"{where}: unknown role {role!r}; the roles are {', '.join(ROLES)}")
-    content = message.get("content")
-    # A tool call may come without words; templates expect a missing key there, not None.
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise DataError(f"{where}: 'content' must be a string, found {_describe(content)}")
-    return {key: value for key, value in message.items() if value is not None}
+def _sliced(rows: Iterator[Row], split: str | None) -> Iterator[Row]:
+    """The part of the rows that a split such as train[10:-20%] names, rounded as `datasets` does."""
+    match = _SLICED.fullmatch(split or "")
+    if match is None:
+        return rows
+    start, stop = match["start"] or "0", match["stop"]
+    if start.isdecimal() and (stop is None or stop.isdecimal()):
+        return itertools.islice(rows, int(start), None if stop is None else int(stop))
+    kept = list(rows)
 
+    def index(bound: str) -> int:
+        value = int(bound.rstrip("%"))
+        return round(value * len(kept) / 100) if bound.endswith("%") else value
 
-def _describe(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return iter(kept[index(start) : None if stop is None else index(stop)])

@@ -7,9 +7,11 @@ class DataStatistics(NamedTuple):
     """Counts over a whole data set.
 
     Attributes:
-        examples: Examples read.
-        documents: Examples that are trained on.
-        truncated: Documents of which tokens to learn were cut off because they are longer than a row.
+        examples: Examples read that an epoch has.
+        documents: Documents that are trained on in an epoch.
+        truncated: Examples of which tokens to learn were cut off because they are longer than a row.
+        split: Examples that became several documents because they are longer than a row.
+        dropped: Examples left out because they are longer than a row.
         no_targets: Examples left out because they have no token to learn (no response, or cut off before it).
         tokens: Tokens that go through the model in an epoch, padding not counted.
         target_tokens: Tokens learnt in an epoch.
@@ -20,6 +22,8 @@ class DataStatistics(NamedTuple):
     examples: int
     documents: int
     truncated: int
+    split: int
+    dropped: int
     no_targets: int
     tokens: int
     target_tokens: int
@@ -34,12 +38,16 @@ class DataStatistics(NamedTuple):
     def __str__(self) -> str:
         """One line for people."""
         parts = [
-            f"{self.documents:,} examples in {self.rows:,} rows",
+            f"{self.documents:,} {'documents' if self.split else 'examples'} in {self.rows:,} rows",
             f"{self.tokens:,} tokens, {self.target_tokens:,} of them learnt",
             f"{self.slots_filled:.1%} of the slots filled",
         ]
         if self.truncated:
             parts.append(f"{self.truncated:,} truncated")
+        if self.split:
+            parts.append(f"{self.split:,} too long, split")
+        if self.dropped:
+            parts.append(f"{self.dropped:,} too long, dropped")
         if self.no_targets:
             parts.append(f"{self.no_targets:,} left out: nothing to learn in them")
         return "; ".join(parts)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from fastjax.data import Encoder, TextRecord
+from fastjax.data import Encoder
 from fastjax.errors import ConfigError
 from fastjax.generation.generate import generate
 from fastjax.language_model import LanguageModel
@@ -49,9 +49,8 @@ def answer(
     encoder = Encoder(tokenizer)
     if chat:
         encoded = [encoder.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
-    else:  # a text ends in the token that ends it, which a beginning does not have
-        records = [TextRecord(prompt, "the prompt") for prompt in prompts]
-        encoded = [example.tokens[:-1].tolist() for example in encoder.encode(records)]
+    else:
+        encoded = [encoder.encode_beginning(prompt) for prompt in prompts]
     stops = encoder.stop_tokens()
     answers: list[list[int]] = []
     for start in range(0, len(encoded), batch_size):

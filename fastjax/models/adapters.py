@@ -16,11 +16,11 @@ from fastjax.lora import LoraEmbedding, LoraLinear, initial_arrays
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import part_rows
 from fastjax.models.layout import GROUPS, Run, layer_of, stack
+from fastjax.models.precision import Precision
+from fastjax.models.vocabulary import TABLES, trained_rows
 from fastjax.quantization import dense
 from fastjax.quantization.weights import Weight
-
-#: Modules that `modules_to_save` may name.
-SAVEABLE = ("embed_tokens", "lm_head")
+from fastjax.trainable_tokens import TrainableTokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,9 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
         for group, parts in GROUPS.items():
             candidates += [f"layers.{index}.{group.split('.')[0]}.{part}" for part in parts]
     candidates.append("lm_head")
-    unknown = [name for name in adapter.modules_to_save or () if name.removeprefix("model.") not in SAVEABLE]
+    unknown = [name for name in adapter.modules_to_save or () if name.removeprefix("model.") not in TABLES]
     if unknown:
-        raise ConfigError(f"modules_to_save: expected some of {list(SAVEABLE)}, given {unknown}")
+        raise ConfigError(f"modules_to_save: expected some of {list(TABLES)}, given {unknown}")
     sites = []
     for path in candidates:
         name = hf_name(path)
@@ -55,7 +55,7 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
             sites.append(AdapterSite(path, rank, scaling(adapter, name)))
     if not sites and not adapter.modules_to_save:
         raise ConfigError(f"target_modules: {adapter.target_modules!r} matches no module of this model")
-    tied_targets = [site.path for site in sites if site.path in SAVEABLE]
+    tied_targets = [site.path for site in sites if site.path in TABLES]
     if adapter.ensure_weight_tying and config.tie_word_embeddings and tied_targets:
         raise ConfigError(f"ensure_weight_tying: not supported with adapters on {tied_targets}; use modules_to_save")
     return sites
@@ -88,6 +88,7 @@ def build_adapters(
     weights: Mapping[str, Any],
     arrays: Mapping[str, Any] | None,
     key: PRNGKeyArray,
+    precision: Precision,
 ) -> dict[str, Any]:
     """The adapter modules that `Decoder` takes.
 
@@ -98,12 +99,13 @@ def build_adapters(
         weights: the frozen weights as `Decoder` takes them.
         arrays: an adapter's arrays by path as `convert.adapters` names them; None: fresh ones.
         key: random state of fresh ones; each module draws from it by its own path.
+        precision: in which dtype what is trained is held.
 
     Raises:
         ConfigError: arrays that are missing, left over, or of the wrong shape (all named).
     """
     sites = {site.path: site for site in adapter_sites(adapter, config)}
-    source = _Source(adapter, config, plan, weights, None if arrays is None else dict(arrays), key)
+    source = _Source(adapter, config, plan, weights, None if arrays is None else dict(arrays), key, precision)
     by_run: list[list[dict[str, LoraLinear]]] = []
     for run in plan:
         by_run.append([])
@@ -117,7 +119,7 @@ def build_adapters(
                 scale = sites[f"layers.{indices[0]}.{module}"].scaling
                 linears[module] = LoraLinear(**leaf, scaling=scale, dropout=adapter.lora_dropout)
             by_run[-1].append(linears)
-    result: dict[str, Any] = {"layers": by_run, "saved": source.saved()}
+    result: dict[str, Any] = {"layers": by_run, "saved": source.saved(), "tokens": source.tokens()}
     if "embed_tokens" in sites:
         site = sites["embed_tokens"]
         result["embed_tokens"] = LoraEmbedding(**source.embedding(site), scaling=site.scaling)
@@ -131,9 +133,9 @@ def build_adapters(
 class _Source:
     """Arrays for one module after another, fresh or from a file, checked."""
 
-    def __init__(self, adapter, config, plan, weights, arrays: dict[str, Any] | None, key):
+    def __init__(self, adapter, config, plan, weights, arrays: dict[str, Any] | None, key, precision: Precision):
         self.adapter, self.config, self.plan, self.weights, self.arrays = adapter, config, plan, weights, arrays
-        self.key, self.problems = key, []
+        self.key, self.precision, self.problems = key, precision, []
 
     def linear(self, site: AdapterSite) -> dict[str, Any]:
         rows, columns = self._shape(site.path)
@@ -149,7 +151,7 @@ class _Source:
             magnitude = jnp.linalg.norm(full, axis=1)
         elif self.adapter.use_dora:
             magnitude = self._take(f"{site.path}.lora_magnitude_vector", (rows,))
-        return {"lora_A": a, "lora_B": b, "magnitude": magnitude}
+        return self._held(site.path, {"lora_A": a, "lora_B": b, "magnitude": magnitude})
 
     def embedding(self, site: AdapterSite) -> dict[str, Any]:
         vocabulary, width = self.config.vocab_size, self.config.hidden_size
@@ -168,10 +170,10 @@ class _Source:
             magnitude = jnp.linalg.norm(table + site.scaling * jnp.matmul(b, a, precision="highest").T, axis=0)
         elif self.adapter.use_dora:
             magnitude = self._take(f"{site.path}.lora_magnitude_vector", (width,))
-        return {"lora_embedding_A": a, "lora_embedding_B": b, "magnitude": magnitude}
+        return self._held(site.path, {"lora_embedding_A": a, "lora_embedding_B": b, "magnitude": magnitude})
 
     def saved(self) -> dict[str, Array]:
-        """Trainable copies, in float32, of the modules that are trained whole."""
+        """Trainable copies of the modules that are trained whole."""
         names = saved_modules(self.adapter)
         tied = self.adapter.ensure_weight_tying and self.config.tie_word_embeddings
         copies = {}
@@ -181,11 +183,25 @@ class _Source:
             key = f"{name}.modules_to_save.weight"
             if self.arrays is not None and (not tied or key in self.arrays):
                 weight = self._take(key, weight.shape)
-            copies["tied" if tied else name] = jnp.asarray(weight, jnp.float32)
+            copies["tied" if tied else name] = self._held(name, {"weight": weight})["weight"]
         if tied and names and self.arrays is not None:
-            for name in SAVEABLE:
+            for name in TABLES:
                 self.arrays.pop(f"{name}.modules_to_save.weight", None)
         return copies
+
+    def tokens(self) -> dict[str, TrainableTokens]:
+        """The rows that are trained in tables that are not."""
+        modules = {}
+        for place, indices in trained_rows(self.adapter, self.config).items():
+            table = "embed_tokens" if place == "tied" else place
+            home = "embed_tokens" if self.config.tie_word_embeddings else table
+            rows = self.weights[home]["weight"][np.asarray(indices, np.int32)]
+            if self.arrays is not None:
+                rows = self._take(f"{table}.trainable_tokens_delta", rows.shape)
+                if place == "tied":  # PEFT writes a copy where the vocabulary has grown
+                    self.arrays.pop("lm_head.trainable_tokens_delta", None)
+            modules[place] = TrainableTokens(indices, self._held(table, {"rows": rows})["rows"])
+        return modules
 
     def finish(self) -> None:
         """Refuse what was missing or is left over; frozen base matrices that PEFT saves beside adapters may be left."""
@@ -194,6 +210,11 @@ class _Source:
         if problems:
             listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise ConfigError(f"adapter does not fit the model: {listed}")
+
+    def _held(self, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Arrays of a module in the dtype in which what is trained of it is held; None stays."""
+        dtype = self.precision.weight_dtype(f"{path}.weight", trained=True)
+        return {name: None if array is None else jnp.asarray(array, dtype) for name, array in arrays.items()}
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Array:
         assert self.arrays is not None
@@ -256,12 +277,14 @@ def export_adapters(trainable: Mapping[str, Any], plan: Sequence[Run], tied: boo
         arrays[f"embed_tokens.{names.get(leaf, leaf)}"] = np.asarray(value)
     for leaf, value in trainable.get("lm_head", {}).get("adapters", {}).get("lm_head", {}).items():
         arrays[f"lm_head.{names.get(leaf, leaf)}"] = np.asarray(value)
-    for name in SAVEABLE:
+    for name in TABLES:
         if "weight" in trainable.get(name, {}):
             arrays[f"{name}.modules_to_save.weight"] = np.asarray(trainable[name]["weight"])
+        for leaf, value in trainable.get(name, {}).get("tokens", {}).items():
+            arrays[f"{name}.{leaf}"] = np.asarray(value)
     if tied:
         shared = next(v for k, v in arrays.items() if k.endswith(".modules_to_save.weight"))
-        arrays.update({f"{name}.modules_to_save.weight": shared for name in SAVEABLE})
+        arrays.update({f"{name}.modules_to_save.weight": shared for name in TABLES})
     return arrays
 
 

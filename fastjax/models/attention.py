@@ -42,10 +42,18 @@ class LayerCache(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions.
 
-    def __init__(self, config: ModelConfig, qkv: Projection, o: Projection):
+    Attributes:
+        shape: query heads, key heads, head size.
+        qkv: projections to queries, keys and values.
+        o: projection of what the heads give.
+        float32: whether all of it is computed in float32, whatever the input's dtype.
+    """
+
+    def __init__(self, config: ModelConfig, qkv: Projection, o: Projection, float32: bool = False):
         self.shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.float32 = float32
         self.qkv, self.o = qkv, o
 
     def __call__(
@@ -58,6 +66,8 @@ class Attention(nnx.Module):
         """Attention of normalised inputs; with a cache, over the cached tokens too, which then include these."""
         heads, key_heads, size = self.shape
         batch, length = x.shape[:2]
+        dtype = x.dtype
+        x = x.astype(jnp.float32) if self.float32 else x
         q, k, v = self.qkv(x, key)
         q = rope(q.reshape(batch, length, heads, size), context.cos, context.sin)
         k = rope(k.reshape(batch, length, key_heads, size), context.cos, context.sin)
@@ -80,7 +90,7 @@ class Attention(nnx.Module):
                 query_offset=context.cache_index,
             )
         (out,) = self.o(out.reshape(batch, length, heads * size), key)
-        return out, cache
+        return out.astype(dtype), cache
 
 
 def _attend(q, k, v, segment_ids):

@@ -5,29 +5,11 @@ config.json onto it. A field that would change the mathematics and is not suppor
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from convert.errors import ConvertError
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling.
-
-    Attributes:
-        theta: base of the frequencies.
-        kind: "default", or "llama3" (the scaling of Llama 3.1: low frequencies divided by `factor`, a smooth ramp
-            between the two wavelengths `original_max_position_embeddings / {low,high}_freq_factor`).
-    """
-
-    theta: float
-    kind: str
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
+from fastjax.models.rope_config import RopeConfig, parse_rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +32,11 @@ class ModelConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
     initializer_range: float
+
+    @property
+    def max_length(self) -> int:
+        """The longest row that the rotary positions are made for."""
+        return self.rope.max_length(self.max_position_embeddings)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, where: str = "config.json") -> "ModelConfig":
@@ -129,7 +116,7 @@ def _llama(config: Mapping[str, Any], where: str) -> ModelConfig:
         head_dim=head_dim,
         hidden_act=activation,
         rms_norm_eps=get.number("rms_norm_eps", 1e-6),
-        rope=_rope(config, where),
+        rope=parse_rope(config, where),
         attention_bias=get.flag("attention_bias"),
         mlp_bias=get.flag("mlp_bias"),
         tie_word_embeddings=get.flag("tie_word_embeddings"),
@@ -139,33 +126,6 @@ def _llama(config: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 _FAMILIES: dict[str, Callable[[Mapping[str, Any], str], ModelConfig]] = {"llama": _llama}
-
-
-def _rope(config: Mapping[str, Any], where: str) -> RopeConfig:
-    """RoPE from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
-    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    field = "rope_parameters" if new else "rope_scaling"
-    values = {**old, **new}
-    theta = new.get("rope_theta", old.get("rope_theta", config.get("rope_theta", 10000.0)))
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
-        raise ConvertError(f"{where}: rope_theta: expected a positive number, given {theta!r}")
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta=float(theta), kind="default")
-    if kind != "llama3":
-        raise ConvertError(f"{where}: {field}.rope_type: expected 'default' or 'llama3', given {kind!r}")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [n for n in names if not isinstance(values.get(n), int | float) or not math.isfinite(values[n])]
-    if missing:
-        raise ConvertError(f"{where}: {field}: llama3 scaling needs the numbers {list(names)}, missing {missing}")
-    return RopeConfig(
-        theta=float(theta),
-        kind="llama3",
-        factor=float(values["factor"]),
-        low_freq_factor=float(values["low_freq_factor"]),
-        high_freq_factor=float(values["high_freq_factor"]),
-        original_max_position_embeddings=int(values["original_max_position_embeddings"]),
-    )
 
 
 def _refuse_unsupported(config: Mapping[str, Any], used: set[str], where: str) -> None:

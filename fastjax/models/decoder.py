@@ -4,7 +4,7 @@ Modules are the definition and plain pytrees the state: `nnx.split` once, then p
 runs of layers (`layout.Run`): a run of stacked layers is a `lax.scan`, a single layer a plain call.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,29 +17,43 @@ from fastjax.models.attention import Attention, Context, LayerCache
 from fastjax.models.config import ModelConfig
 from fastjax.models.layout import GROUPS, Run
 from fastjax.models.mlp import MLP
+from fastjax.models.neftune import noisy_embeddings
+from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Projection, RMSNorm
 from fastjax.models.remat import checkpointed
 from fastjax.models.rotary import rope_tables
 from fastjax.parallel.gather import gathered
+from fastjax.trainable_tokens import TrainableTokens
 
 
 class DecoderLayer(nnx.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], adapters: Mapping[str, LoraLinear]):
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Any],
+        adapters: Mapping[str, LoraLinear],
+        float32: Collection[str] = (),
+    ):
         parts = part_rows(config)
 
         def projection(group: str) -> Projection:
             block, name = group.split(".")
             named = list(zip(GROUPS[group], parts[group], strict=True))
             own = {part: adapters[f"{block}.{part}"] for part, _ in named if f"{block}.{part}" in adapters}
-            return Projection(named, weights[block][name]["weight"], weights[block][name].get("bias"), own)
+            wide = [part for part, _ in named if f"{block}.{part}" in float32]
+            return Projection(named, weights[block][name]["weight"], weights[block][name].get("bias"), own, wide)
 
-        eps = config.rms_norm_eps
-        self.input_layernorm = RMSNorm(weights["input_layernorm"]["weight"], eps)
-        self.self_attn = Attention(config, projection("self_attn.qkv"), projection("self_attn.o"))
-        self.post_attention_layernorm = RMSNorm(weights["post_attention_layernorm"]["weight"], eps)
-        self.mlp = MLP(config.hidden_act, projection("mlp.gate_up"), projection("mlp.down"))
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(weights[name]["weight"], config.rms_norm_eps, name in float32)
+
+        self.input_layernorm = norm("input_layernorm")
+        self.self_attn = Attention(
+            config, projection("self_attn.qkv"), projection("self_attn.o"), "self_attn" in float32
+        )
+        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.mlp = MLP(config.hidden_act, projection("mlp.gate_up"), projection("mlp.down"), "mlp" in float32)
 
     def __call__(
         self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, cache: LayerCache | None
@@ -59,7 +73,7 @@ class Decoder(nnx.Module):
         norm: the final normalisation.
         lm_head: the output projection; on tied embeddings its weight is the table's own variable.
         plan: the runs of layers.
-        dtype: compute dtype of the activations.
+        precision: of the computation; `precision.dtype` is that of the activations between the layers.
         remat: "full" (only the layers' inputs are kept for the backward pass), "projections" (the projections' and the
             attention's results too) or "none".
     """
@@ -71,7 +85,7 @@ class Decoder(nnx.Module):
         weights: Mapping[str, Any],
         adapters: Mapping[str, Any],
         *,
-        dtype: jnp.dtype,
+        precision: Precision,
         remat: str,
     ):
         """Build the modules around leaves that exist (arrays, stacked arrays, or their shapes).
@@ -82,22 +96,33 @@ class Decoder(nnx.Module):
             weights: {"embed_tokens": {"weight"}, "norm": {"weight"}, "lm_head": {"weight"} unless tied, "layers":
                 trees by run and by position in the period}.
             adapters: {"layers": per run and position {"self_attn.q_proj": LoraLinear}, "embed_tokens": LoraEmbedding,
-                "lm_head": LoraLinear, "saved": {"embed_tokens" | "lm_head" | "tied": array}}, every part optional.
-            dtype: compute dtype.
+                "lm_head": LoraLinear, "saved": {"embed_tokens" | "lm_head" | "tied": array}, "tokens": {likewise:
+                TrainableTokens}}, every part optional.
+            precision: of the computation.
             remat: what the backward pass finds in memory.
         """
-        self.config, self.plan, self.dtype, self.remat = config, tuple(plan), jnp.dtype(dtype), remat
+        self.config, self.plan, self.precision, self.remat = config, tuple(plan), precision, remat
         by_run = adapters.get("layers") or [[{}] * run.period for run in plan]
         self.layers = nnx.List(
             [
-                nnx.List([DecoderLayer(config, w, a) for w, a in zip(ws, ads, strict=True)])
-                for ws, ads in zip(weights["layers"], by_run, strict=True)
+                nnx.List(
+                    [
+                        DecoderLayer(config, w, a, precision.in_layer(run.start + position))
+                        for position, (w, a) in enumerate(zip(ws, ads, strict=True))
+                    ]
+                )
+                for run, ws, ads in zip(plan, weights["layers"], by_run, strict=True)
             ]
         )
-        self.norm = RMSNorm(weights["norm"]["weight"], config.rms_norm_eps)
+        wide = precision.float32_modules
+        self.norm = RMSNorm(weights["norm"]["weight"], config.rms_norm_eps, "norm" in wide)
         saved = {name: SavedParam(array) for name, array in adapters.get("saved", {}).items()}
+        rows: Mapping[str, TrainableTokens] = adapters.get("tokens", {})
         table: LoraEmbedding | None = adapters.get("embed_tokens")
-        embedding = Embedding(weights["embed_tokens"]["weight"], table)
+        shared = rows.get("tied")
+        embedding = Embedding(
+            weights["embed_tokens"]["weight"], table, rows.get("embed_tokens", shared), "embed_tokens" in wide
+        )
         head = embedding.weight if config.tie_word_embeddings else weights["lm_head"]["weight"]
         for name in ("embed_tokens", "tied"):
             embedding.weight = saved.get(name, embedding.weight)
@@ -105,7 +130,13 @@ class Decoder(nnx.Module):
             head = saved.get(name, head)
         own = {"lm_head": adapters["lm_head"]} if "lm_head" in adapters else None
         self.embed_tokens = embedding
-        self.lm_head = Projection([("lm_head", config.vocab_size)], head, adapters=own)
+        self.lm_head = Projection(
+            [("lm_head", config.vocab_size)],
+            head,
+            adapters=own,
+            float32=wide & {"lm_head"},
+            tokens=rows.get("lm_head", shared),
+        )
 
     def __call__(
         self,
@@ -114,6 +145,7 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B S"] | None = None,
         *,
         key: PRNGKeyArray | None = None,
+        neftune_noise_alpha: float | None = None,
     ) -> Float[Array, "B S E"]:
         """Hidden states after the final normalisation, in the compute dtype.
 
@@ -121,9 +153,13 @@ class Decoder(nnx.Module):
             tokens: token ids.
             positions: position of each token in its document.
             segment_ids: document of each token, 0 for padding; None: every row is one document.
-            key: dropout key; None switches dropout off.
+            key: random state of dropout and noise; None switches both off.
+            neftune_noise_alpha: size of the noise on the embeddings (`neftune`); None or 0: none.
         """
-        hidden, _ = self._run(tokens, self._context(positions, segment_ids, key), None)
+        x = self.embed_tokens(tokens, self.precision.dtype)
+        if key is not None and neftune_noise_alpha:
+            x = noisy_embeddings(x, segment_ids, key, neftune_noise_alpha)
+        hidden, _ = self._run(x, self._context(positions, segment_ids, key), None)
         return hidden
 
     def cached(
@@ -147,17 +183,18 @@ class Decoder(nnx.Module):
         """
         context = self._context(positions, segment_ids, None)
         context = context._replace(cache_index=cache_index, cache_segment_ids=cache_segment_ids)
-        return self._run(tokens, context, cache)
+        return self._run(self.embed_tokens(tokens, self.precision.dtype), context, cache)
 
     def empty_cache(self, batch: int, length: int) -> Any:
-        """Room for the keys and values of `length` tokens a row, in the compute dtype."""
+        """Room for the keys and values of `length` tokens a row, in the dtype in which attention is computed."""
         shape = (batch, length, self.config.num_key_value_heads, self.config.head_dim)
 
-        def one(run: Run) -> LayerCache:
+        def one(run: Run, layer: DecoderLayer) -> LayerCache:
             full = shape if run.count == 1 else (run.count, *shape)
-            return LayerCache(jnp.zeros(full, self.dtype), jnp.zeros(full, self.dtype))
+            dtype = jnp.float32 if layer.self_attn.float32 else self.precision.dtype
+            return LayerCache(jnp.zeros(full, dtype), jnp.zeros(full, dtype))
 
-        return [[one(run) for _ in range(run.period)] for run in self.plan]
+        return [[one(run, layer) for layer in layers] for run, layers in zip(self.plan, self.layers, strict=True)]
 
     def head_input(self, hidden: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S C"]:
         """What `lm_logits` takes: the hidden states; beside them a dropped copy if the head's adapter drops."""
@@ -170,8 +207,7 @@ class Decoder(nnx.Module):
         cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions)
         return Context(cos, sin, segment_ids, key)
 
-    def _run(self, tokens, context: Context, cache: Any) -> tuple[Float[Array, "B S E"], Any]:
-        x = self.embed_tokens(tokens, self.dtype)
+    def _run(self, x: Array, context: Context, cache: Any) -> tuple[Float[Array, "B S E"], Any]:
         caches = []
         for number, run in enumerate(self.plan):
             graphdef, variables = nnx.split(self.layers[number])
@@ -203,7 +239,8 @@ class Decoder(nnx.Module):
 
 
 def lm_logits(head: Projection, hidden: Float[Array, "B S C"]) -> Float[Array, "B S V"]:
-    """Logits of `Decoder.head_input`'s result in its dtype."""
+    """Logits of `Decoder.head_input`'s result in its dtype, or in float32 where the head is computed in it."""
+    hidden = hidden.astype(jnp.float32) if head.float32 else hidden
     width = head.weight.get_value().shape[1]
     dropped = hidden[..., width:] if hidden.shape[-1] > width else None
     return head(hidden[..., :width], dropped=dropped)[0]

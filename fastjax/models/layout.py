@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fastjax.quantization import concatenate
+from fastjax.quantization import part as part_of
 from fastjax.quantization.weights import Weight
 
 #: group of projections in a layer -> its parts, from the top row down.
@@ -68,7 +69,9 @@ def fuse_layer(arrays: Mapping[str, Weight]) -> dict[str, Any]:
         tree = {"weight": concatenate([arrays[f"{block}.{part}.weight"] for part in parts])}
         biases = [arrays.get(f"{block}.{part}.bias") for part in parts]
         if any(b is not None for b in biases):
-            tree["bias"] = jnp.concatenate([jnp.asarray(b) for b in biases])
+            plain = [jnp.asarray(b) for b in biases]
+            dtype = plain[0].dtype if len({b.dtype for b in plain}) == 1 else jnp.float32
+            tree["bias"] = jnp.concatenate([b.astype(dtype) for b in plain])
         layer.setdefault(block, {})[name] = tree
     return layer
 
@@ -84,10 +87,11 @@ def split_layer(layer: Mapping[str, Any], parts_of: Mapping[str, Sequence[int]])
     for group, parts in GROUPS.items():
         block, name = group.split(".")
         start = 0
-        for part, rows in zip(parts, parts_of[group], strict=True):
-            for kind in ("weight", "bias"):
-                if layer[block][name].get(kind) is not None:
-                    arrays[f"{block}.{part}.{kind}"] = layer[block][name][kind][start : start + rows]
+        for index, (part, rows) in enumerate(zip(parts, parts_of[group], strict=True)):
+            here = slice(start, start + rows)
+            arrays[f"{block}.{part}.weight"] = part_of(layer[block][name]["weight"], index, here)
+            if layer[block][name].get("bias") is not None:
+                arrays[f"{block}.{part}.bias"] = layer[block][name]["bias"][here]
             start += rows
     return arrays
 

@@ -19,21 +19,25 @@ from convert.weights import stream, stream_formats
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import part_rows
 from fastjax.models.layout import GROUPS, NORMS, Run, fuse_layer, plan_layers
+from fastjax.models.precision import Precision
+from fastjax.models.vocabulary import TABLES
 from fastjax.quantization import NF4Weight
 from fastjax.quantization.weights import Weight
 
 
 def load_weights(
-    folder: str | Path, config: ModelConfig, *, dtype: jnp.dtype, load_in_4bit: bool, layer_loop: str
+    folder: str | Path, config: ModelConfig, *, precision: Precision, trained: bool, load_in_4bit: bool, layer_loop: str
 ) -> tuple[tuple[Run, ...], dict[str, Any]]:
     """Read a Hugging Face folder into the tree that `Decoder` takes.
 
     Args:
         folder: safetensors files and config.json.
         config: the model's.
-        dtype: of the weights that are not quantised.
-        load_in_4bit: quantise the layers' matrices to NF4 with nested scales. In a folder that is quantised already the
-            matrices keep their format (some may be in 16 bits there); without `load_in_4bit` they are dequantised.
+        precision: in which dtype each weight is held that is not quantised.
+        trained: whether the weights are trained themselves.
+        load_in_4bit: quantise the layers' matrices, but those of float32 modules, to NF4 with nested scales. In a
+            folder that is quantised already the matrices keep their format (some may be in 16 bits there); without
+            `load_in_4bit` they are dequantised.
         layer_loop: "scan" or "unroll".
 
     Returns:
@@ -47,64 +51,72 @@ def load_weights(
     quantize = load_in_4bit and not quantized
 
     def prepare(path: str, value: np.ndarray | NF4Tensor) -> Weight:
+        dtype = precision.weight_dtype(path, trained=trained)
         if isinstance(value, NF4Tensor):
             try:
                 weight = NF4Weight.from_tensor(value)
             except ConvertError as error:
                 raise ConvertError(f"{folder}: {path}: {error}") from None
-            return weight if load_in_4bit else weight.dequantize(dtype)
-        if quantize and _quantizable(path):
+            return weight if load_in_4bit and _quantizable(path, precision) else weight.dequantize(dtype)
+        if quantize and _quantizable(path, precision):
             return _quantize(jnp.asarray(value))
         return jnp.asarray(value).astype(dtype)
 
-    kinds: list[set[Hashable]] = [set() for _ in range(config.num_hidden_layers)]
+    kinds: list[set[Hashable]] = [set(precision.in_layer(index)) for index in range(config.num_hidden_layers)]
     for path, kind in formats.items():
         if path.startswith("layers."):
             _, index, rest = path.split(".", 2)
-            kinds[int(index)].add((rest, kind if load_in_4bit and kind.startswith("nf4") else "plain"))
+            packed = load_in_4bit and kind.startswith("nf4") and _quantizable(path, precision)
+            kinds[int(index)].add((rest, kind if packed else "plain"))
     plan = plan_layers([frozenset(kind) for kind in kinds], layer_loop)
     return plan, _fill(plan, ((path, prepare(path, value)) for path, value in stream(folder)))
 
 
 def random_weights(
-    config: ModelConfig, key: PRNGKeyArray, *, dtype: jnp.dtype, load_in_4bit: bool, layer_loop: str
+    config: ModelConfig, key: PRNGKeyArray, *, precision: Precision, trained: bool, load_in_4bit: bool, layer_loop: str
 ) -> tuple[tuple[Run, ...], dict[str, Any]]:
     """Random weights, normal with the config's initializer_range, norms one, biases zero.
 
     Args:
         config: the model's.
         key: random state.
-        dtype: of the weights that are not quantised.
-        load_in_4bit: quantise the layers' matrices, layer by layer.
+        precision: in which dtype each weight is held that is not quantised.
+        trained: whether the weights are trained themselves.
+        load_in_4bit: quantise the layers' matrices, but those of float32 modules, layer by layer.
         layer_loop: "scan" or "unroll".
     """
 
-    def normal(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
         return (jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype)
 
-    @jax.jit
-    def layer(key: PRNGKeyArray) -> dict[str, Weight]:
-        arrays: dict[str, Weight] = {f"{name}.weight": jnp.ones((config.hidden_size,), dtype) for name in NORMS}
-        shapes = _shapes(config)
-        for (path, shape), own in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True):
-            if path.endswith(".bias"):
-                arrays[path] = jnp.zeros(shape, dtype)
+    def layer(index: int) -> dict[str, Weight]:
+        arrays: dict[str, Weight] = {}
+        shapes = {f"{name}.weight": (config.hidden_size,) for name in NORMS} | _shapes(config)
+        keys = jax.random.split(jax.random.fold_in(key, index + 2), len(shapes))
+        for (name, shape), own in zip(shapes.items(), keys, strict=True):
+            path = f"layers.{index}.{name}"
+            dtype = precision.weight_dtype(path, trained=trained)
+            if len(shape) == 1:
+                arrays[name] = (jnp.zeros if name.endswith(".bias") else jnp.ones)(shape, dtype)
+            elif load_in_4bit and _quantizable(path, precision):
+                arrays[name] = _quantize(normal(own, shape, dtype))
             else:
-                matrix = normal(own, shape)
-                arrays[path] = NF4Weight.quantize(matrix) if load_in_4bit else matrix
+                arrays[name] = normal(own, shape, dtype)
         return arrays
 
     def everything() -> Iterator[tuple[str, Weight]]:
         matrix = (config.vocab_size, config.hidden_size)
-        yield "embed_tokens.weight", jax.jit(normal, static_argnums=1)(jax.random.fold_in(key, 0), matrix)
+        dtypes = {name: precision.weight_dtype(f"{name}.weight", trained=trained) for name in (*TABLES, "norm")}
+        yield "embed_tokens.weight", normal(jax.random.fold_in(key, 0), matrix, dtypes["embed_tokens"])
         for index in range(config.num_hidden_layers):
-            for path, value in layer(jax.random.fold_in(key, index + 2)).items():
-                yield f"layers.{index}.{path}", value
-        yield "norm.weight", jnp.ones((config.hidden_size,), dtype)
+            for name, value in layer(index).items():
+                yield f"layers.{index}.{name}", value
+        yield "norm.weight", jnp.ones((config.hidden_size,), dtypes["norm"])
         if not config.tie_word_embeddings:
-            yield "lm_head.weight", jax.jit(normal, static_argnums=1)(jax.random.fold_in(key, 1), matrix)
+            yield "lm_head.weight", normal(jax.random.fold_in(key, 1), matrix, dtypes["lm_head"])
 
-    plan = plan_layers([()] * config.num_hidden_layers, layer_loop)
+    plan = plan_layers([precision.in_layer(index) for index in range(config.num_hidden_layers)], layer_loop)
     return plan, _fill(plan, everything())
 
 
@@ -122,8 +134,9 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _quantizable(path: str) -> bool:
-    return path.startswith("layers.") and path.endswith("_proj.weight")
+def _quantizable(path: str, precision: Precision) -> bool:
+    held = path.rpartition(".")[0] in precision.float32_modules
+    return path.startswith("layers.") and path.endswith("_proj.weight") and not held
 
 
 @jax.jit

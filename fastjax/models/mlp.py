@@ -1,5 +1,6 @@
 """The gated feed-forward block of one layer."""
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -8,13 +9,20 @@ from pallas_kernels.glu import glu
 
 
 class MLP(nnx.Module):
-    """down(act(gate(x)) · up(x))  (Shazeer, arXiv 2002.05202)."""
+    """down(act(gate(x)) · up(x))  (Shazeer, arXiv 2002.05202).
 
-    def __init__(self, activation: str, gate_up: Projection, down: Projection):
-        self.activation, self.gate_up, self.down = activation, gate_up, down
+    Attributes:
+        activation: Hugging Face's name of act.
+        gate_up: the two projections of the input.
+        down: the projection back.
+        float32: whether all of it is computed in float32, whatever the input's dtype.
+    """
+
+    def __init__(self, activation: str, gate_up: Projection, down: Projection, float32: bool = False):
+        self.activation, self.gate_up, self.down, self.float32 = activation, gate_up, down, float32
 
     def __call__(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S E"]:
         """The block on normalised inputs."""
-        gate, up = self.gate_up(x, key)
+        gate, up = self.gate_up(x.astype(jnp.float32) if self.float32 else x, key)
         (out,) = self.down(glu(gate, up, activation=self.activation), key)
-        return out
+        return out.astype(x.dtype)

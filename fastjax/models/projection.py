@@ -1,6 +1,6 @@
 """Projections and embeddings: the weights that adapters attach to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 from flax import nnx
@@ -8,8 +8,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.lora import BaseParam, LoraEmbedding, LoraLinear, drop
-from fastjax.quantization import dense, matmul
+from fastjax.quantization import dense, matmul, part
 from fastjax.quantization.weights import Weight
+from fastjax.trainable_tokens import TrainableTokens
 from pallas_kernels.rms_norm import rms_norm
 
 
@@ -21,6 +22,8 @@ class Projection(nnx.Module):
         weight: [out, in] in any format that `quantization.matmul` takes.
         bias: [out], or None.
         adapters: by the part's name.
+        float32: names of the parts that are computed in float32 whatever the input's dtype.
+        tokens: trained rows in the place of some of the weight's (of a head), or None.
     """
 
     def __init__(
@@ -29,11 +32,15 @@ class Projection(nnx.Module):
         weight: Weight | nnx.Param,
         bias: Array | None = None,
         adapters: Mapping[str, LoraLinear] | None = None,
+        float32: Collection[str] = (),
+        tokens: TrainableTokens | None = None,
     ):
         self.parts = tuple(parts)
         self.weight = weight if isinstance(weight, nnx.Variable) else BaseParam(weight)
         self.bias = None if bias is None else BaseParam(bias)
         self.adapters = nnx.Dict(dict(adapters or {}))
+        self.float32 = tuple(name for name, _ in parts if name in float32)
+        self.tokens = tokens
 
     def __call__(
         self,
@@ -50,47 +57,79 @@ class Projection(nnx.Module):
             dropped: the adapters' input, where the caller has drawn the dropout already.
         """
         weight = self.weight.get_value()
-        base, outputs, start = matmul(x, weight), [], 0
-        for name, rows in self.parts:
-            rows_here = slice(start, start + rows)
-            out = base[..., rows_here]
+        dtypes = [jnp.dtype(jnp.float32) if name in self.float32 else x.dtype for name, _ in self.parts]
+        whole = matmul(x.astype(dtypes[0]), weight) if len(set(dtypes)) == 1 else None
+        outputs, start = [], 0
+        for index, ((name, rows), dtype) in enumerate(zip(self.parts, dtypes, strict=True)):
+            here = slice(start, start + rows)
+
+            def product(y: Array, index: int = index, here: slice = here) -> Array:
+                if whole is None:
+                    return matmul(y, part(weight, index, here))
+                return matmul(y, weight)[..., here]
+
+            out = product(x.astype(dtype)) if whole is None else whole[..., here]
             if name in self.adapters:
                 adapter = self.adapters[name]
                 out = adapter(
-                    drop(x, key, name, adapter.dropout) if dropped is None else dropped,
+                    (drop(x, key, name, adapter.dropout) if dropped is None else dropped).astype(dtype),
                     out,
-                    dense=lambda rows=rows_here: dense(weight, jnp.float32)[rows],
-                    product=(lambda y, rows=rows_here: matmul(y, weight)[..., rows])
-                    if dropped is not None or (key is not None and adapter.dropout)
-                    else None,
+                    dense=lambda here=here: dense(weight, jnp.float32)[here],
+                    product=product if dropped is not None or (key is not None and adapter.dropout) else None,
                 )
+            if self.tokens is not None:
+                out = self.tokens.score(x.astype(dtype), out)
             if self.bias is not None:
-                out = out + self.bias[...][rows_here].astype(x.dtype)[None, None, :]
-            outputs.append(checkpoint_name(out, "projection"))
+                out = out + self.bias[...][here].astype(dtype)[None, None, :]
+            outputs.append(checkpoint_name(out.astype(x.dtype), "projection"))
             start += rows
         return tuple(outputs)
 
 
 class Embedding(nnx.Module):
-    """The table of token embeddings [V, E], with an adapter or without."""
+    """The table of token embeddings [V, E].
 
-    def __init__(self, weight: Array | nnx.Param, adapter: LoraEmbedding | None = None):
+    Attributes:
+        weight: the table.
+        adapter: its adapter, or None.
+        tokens: trained rows in the place of some of the table's, or None.
+        float32: whether the adapter is computed in float32 whatever the dtype asked for.
+    """
+
+    def __init__(
+        self,
+        weight: Array | nnx.Param,
+        adapter: LoraEmbedding | None = None,
+        tokens: TrainableTokens | None = None,
+        float32: bool = False,
+    ):
         self.weight = weight if isinstance(weight, nnx.Variable) else BaseParam(weight)
-        self.adapter = adapter
+        self.adapter, self.tokens, self.float32 = adapter, tokens, float32
 
     def __call__(self, tokens: Int[Array, "B S"], dtype: jnp.dtype) -> Float[Array, "B S E"]:
         """The tokens' embeddings in `dtype`."""
         table = self.weight.get_value()
-        out = jnp.take(table, tokens, axis=0).astype(dtype)
-        return out if self.adapter is None else self.adapter(tokens, out, table)
+        out = jnp.take(table, tokens, axis=0).astype(jnp.float32 if self.float32 else dtype)
+        if self.adapter is not None:
+            out = self.adapter(tokens, out, table)
+        if self.tokens is not None:
+            out = self.tokens.embed(tokens, out)
+        return out.astype(dtype)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation with a learned scale [E]."""
+    """Root-mean-square normalisation with a learned scale [E], in float32 inside.
 
-    def __init__(self, weight: Array, eps: float):
-        self.weight, self.eps = BaseParam(weight), eps
+    Attributes:
+        weight: the scale.
+        eps: added to the mean square.
+        float32: whether the normalised values stay in float32 until they are scaled, whatever the input's dtype.
+    """
+
+    def __init__(self, weight: Array, eps: float, float32: bool = False):
+        self.weight, self.eps, self.float32 = BaseParam(weight), eps, float32
 
     def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         """Normalise: x / rms(x) · weight."""
-        return rms_norm(x, self.weight[...], eps=self.eps)
+        inner = x.astype(jnp.float32) if self.float32 else x
+        return rms_norm(inner, self.weight[...], eps=self.eps).astype(x.dtype)

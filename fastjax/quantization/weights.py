@@ -70,6 +70,20 @@ def concatenate(weights: Sequence[Weight]) -> Weight:
     return MixedWeight(tuple(weights))
 
 
+def part(weight: Weight, index: int, rows: slice) -> Weight:
+    """One of the weights that lie one below the other, where each has its own format or all are one array.
+
+    Args:
+        weight: several parts.
+        index: number of the part.
+        rows: its rows in the whole.
+    """
+    if isinstance(weight, MixedWeight):
+        return weight.weights[index]
+    assert not isinstance(weight, NF4Weight), "the parts of packed codes are not taken apart"
+    return weight[rows]
+
+
 def out_features(weight: Weight) -> int:
     """Output rows of a weight (of one layer)."""
     if isinstance(weight, MixedWeight):

@@ -1,6 +1,81 @@
-"""Model FLOPs of a train step: the multiplications and additions that the mathematics asks for, recomputation not."""
+"""Model FLOPs of a train step, and what a device could do at best; their ratio over time is the utilisation (MFU).
+
+Model FLOPs are the multiplications and additions that the mathematics asks for: recomputation, padding, decoding of
+4-bit weights and the optimizer are none (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
 
 from fastjax.models.config import ModelConfig
+
+
+class PeakFlops(NamedTuple):
+    """The most FLOP/s of one device, dense, without sparsity.
+
+    Attributes:
+        half: bfloat16 and float16 matrices with accumulation in float32.
+        tf32: float32 matrices rounded to TF32; None where the device has none.
+        float32: float32 without tensor cores.
+        bfloat16: whether `half` holds for bfloat16 too; Turing has float16 only.
+    """
+
+    half: float
+    tf32: float | None
+    float32: float
+    bfloat16: bool = True
+
+
+_H100_SXM = PeakFlops(989.4e12, 494.7e12, 66.9e12)  # NVIDIA H100 Tensor Core GPU Architecture, table of peak rates
+_H100_PCIE = PeakFlops(756e12, 378e12, 51.2e12)  # the same table
+_H100_NVL = PeakFlops(835.5e12, 417.5e12, 60e12)  # H100 data sheet: 1,671, 835 (with sparsity), 60
+_A100 = PeakFlops(312e12, 156e12, 19.5e12)  # NVIDIA A100 Tensor Core GPU Architecture, table 1
+
+PEAK_FLOPS: dict[str, PeakFlops] = {
+    "NVIDIA H200": _H100_SXM,  # H200 data sheet: the processor of the H100 SXM
+    "NVIDIA H200 NVL": _H100_NVL,  # H200 data sheet, the same figures
+    "NVIDIA GH200 480GB": _H100_SXM,  # GH200 data sheet, the same figures
+    "NVIDIA H100 80GB HBM3": _H100_SXM,
+    "NVIDIA H100 PCIe": _H100_PCIE,
+    "NVIDIA H100 NVL": _H100_NVL,
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA A40": PeakFlops(149.7e12, 74.8e12, 37.4e12),  # A40 data sheet
+    "NVIDIA A30": PeakFlops(165e12, 82e12, 10.3e12),  # A30 data sheet
+    "NVIDIA A10": PeakFlops(125e12, 62.5e12, 31.2e12),  # A10 data sheet
+    "NVIDIA RTX A6000": PeakFlops(154.8e12, 77.4e12, 38.7e12),  # GA102 GPU Architecture, appendix
+    "NVIDIA GeForce RTX 3090": PeakFlops(71e12, 35.6e12, 35.6e12),  # GA102 GPU Architecture, table 2
+    "NVIDIA L40S": PeakFlops(362e12, 183e12, 91.6e12),  # L40S data sheet
+    "NVIDIA L40": PeakFlops(181e12, 90.5e12, 90.5e12),  # L40 data sheet
+    "NVIDIA L4": PeakFlops(121e12, 60e12, 30.3e12),  # L4 data sheet: 242, 120 (with sparsity), 30.3
+    "NVIDIA RTX 6000 Ada Generation": PeakFlops(364.2e12, 182.1e12, 91.1e12),  # RTX 6000 Ada data sheet
+    "NVIDIA GeForce RTX 4090": PeakFlops(165.2e12, 82.6e12, 82.6e12),  # Ada GPU Architecture, appendix A
+    "Tesla T4": PeakFlops(65e12, None, 8.1e12, bfloat16=False),  # T4 data sheet
+}
+"""What NVIDIA states, by `jax.Device.device_kind`; a part of a GPU (MIG) has a name of its own and is not listed."""
+
+
+def peak_flops(device_kind: str, dtype: Any) -> float | None:
+    """The most FLOP/s that one device can do in a dtype.
+
+    Args:
+        device_kind: `jax.Device.device_kind`.
+        dtype: of the products: bfloat16, float16, float32 (not rounded to anything), or "tf32".
+
+    Returns:
+        FLOP/s, dense; None where it is not known.
+    """
+    peak = PEAK_FLOPS.get(device_kind)
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if peak is None or (name == "bfloat16" and not peak.bfloat16):
+        return None
+    return {"bfloat16": peak.half, "float16": peak.half, "tf32": peak.tf32, "float32": peak.float32}.get(name)
 
 
 def matrix_parameters(config: ModelConfig) -> int:
@@ -11,8 +86,29 @@ def matrix_parameters(config: ModelConfig) -> int:
     return config.num_hidden_layers * layer + width * config.vocab_size
 
 
+def attended_length(lengths: Sequence[int] | Int[np.ndarray, " D"]) -> float:
+    """The length that all documents would have if they cost as much attention a token as these do.
+
+    A document of n tokens costs n times n, so this is the sum of the squares over the sum: the mean length of the
+    document in which a token lies, which long documents push up.
+
+    Args:
+        lengths: tokens of each document.
+
+    Returns:
+        `step_flops`' document_length; 0 without documents.
+    """
+    sizes = np.asarray(lengths, np.float64)
+    return float(np.sum(sizes**2) / np.sum(sizes)) if sizes.size else 0.0
+
+
 def step_flops(
-    config: ModelConfig, *, tokens: int, document_length: int, adapter_parameters: int, frozen: bool = True
+    config: ModelConfig,
+    *,
+    tokens: int,
+    document_length: float,
+    adapter_parameters: int = 0,
+    trained_parameters: int = 0,
 ) -> float:
     """FLOPs of one step.
 
@@ -22,11 +118,33 @@ def step_flops(
 
     Args:
         config: the model.
-        tokens: tokens of the step.
-        document_length: S, the length of a document: attention does not reach beyond it.
+        tokens: tokens of the step, padding not counted.
+        document_length: S, the length of a document: attention does not reach beyond it. `attended_length` gives it
+            for documents of several lengths.
         adapter_parameters: trained elements of LoRA's A and B.
-        frozen: whether the model's own matrices are; with False every one has a gradient.
+        trained_parameters: elements of the model's own matrices that have a gradient: `matrix_parameters` of them in
+            full fine-tuning.
     """
-    products = (4 if frozen else 6) * matrix_parameters(config) + 6 * adapter_parameters
+    products = 4 * matrix_parameters(config) + 2 * trained_parameters + 6 * adapter_parameters
     attention = 6 * document_length * config.num_attention_heads * config.head_dim * config.num_hidden_layers
     return float(tokens) * (products + attention)
+
+
+def flops_per_token(config: ModelConfig, trainable: Any, document_length: float) -> float:
+    """FLOPs of a step for each of its tokens, by what is trained.
+
+    Args:
+        config: the model.
+        trainable: its tree of trained arrays (`LanguageModel.trainable`).
+        document_length: as for `step_flops`.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(trainable)
+    sizes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.size for path, leaf in leaves}
+    adapter = sum(size for name, size in sizes.items() if name.endswith(("lora_A", "lora_B")))
+    own = sum(size for name, size in sizes.items() if name.endswith(".weight") and "norm" not in name)
+    # An embedding is looked up, not multiplied, unless it is the head as well.
+    if not config.tie_word_embeddings or "lm_head.weight" in sizes:
+        own -= sizes.get("embed_tokens.weight", 0)
+    return step_flops(
+        config, tokens=1, document_length=document_length, adapter_parameters=adapter, trained_parameters=own
+    )

@@ -1,6 +1,6 @@
 """The loss of a batch: cross-entropy summed over target tokens, never the whole logits at once."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax import nnx
@@ -19,38 +19,45 @@ class LossSums(NamedTuple):
     num_correct: Int[Array, ""]
 
 
+class Loss(Protocol):
+    """The loss of one microbatch: `loss_sums`, or a function of your own."""
+
+    def __call__(self, model: Decoder, trainable: Any, rows: Any, *, key: PRNGKeyArray | None) -> LossSums:
+        """The sums over the rows' target tokens; `loss_sum` is divided by the step's number of targets."""
+        ...
+
+
 def loss_sums(
     model: Decoder,
     trainable: Any,
-    tokens: Int[Array, "B S"],
-    targets: Int[Array, "B S"],
-    positions: Int[Array, "B S"],
-    segment_ids: Int[Array, "B S"] | None,
+    rows: Any,
     *,
     key: PRNGKeyArray | None,
     chunk_size: int | None = None,
+    neftune_noise_alpha: float | None = None,
 ) -> LossSums:
     """Forward pass and cross-entropy of one microbatch.
 
     Args:
         model: the decoder, merged.
         trainable: the nnx filter that says which variables are trained.
-        tokens: token ids.
-        targets: the next token at every place, -100 where it does not count.
-        positions: place of each token in its document.
-        segment_ids: document of each token, 0 for padding; None: every row is one document.
-        key: dropout key, or None.
+        rows: a Batch without its accumulation axis, int32 [B, S]: tokens, targets (-100 where nothing is learnt),
+            segment_ids (or None: every row is one document) and positions.
+        key: dropout key; None in an evaluation.
         chunk_size: sequence places whose logits exist at once; None: by the size of the vocabulary.
+        neftune_noise_alpha: magnitude of the noise on the embeddings where there is a key; None: none.
     """
-    hidden = model.head_input(model(tokens, positions, segment_ids, key=key), key)
+    hidden = model.head_input(
+        model(rows.tokens, rows.positions, rows.segment_ids, key=key, neftune_noise_alpha=neftune_noise_alpha), key
+    )
     graphdef, trained, frozen = nnx.split(model.lm_head, trainable, ...)
 
     def project(trained: Any, frozen: Any, hidden: Array) -> Array:
         return lm_logits(nnx.merge(graphdef, trained, frozen), hidden)
 
-    rows = -(-tokens.shape[0] // batch_devices())
-    size = chunk_size or chunk_size_for(rows, tokens.shape[1], model.config.vocab_size)
+    local_rows = -(-rows.tokens.shape[0] // batch_devices())
+    size = chunk_size or chunk_size_for(local_rows, rows.tokens.shape[1], model.config.vocab_size)
     sums = chunked_cross_entropy(
-        project, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen), hidden, targets, chunk_size=size
+        project, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen), hidden, rows.targets, chunk_size=size
     )
     return LossSums(*(jax.numpy.asarray(value) for value in sums))

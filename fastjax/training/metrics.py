@@ -1,18 +1,31 @@
 """What a run reports: rows of numbers, and the sinks that take them.
 
-A row is a flat mapping. A row of a train step has `step`, `loss`, `grad_norm`, `learning_rate`, `token_accuracy`,
-`num_targets`, `tokens_per_second`, `seconds` (since the start) and `seconds_left`; a row of an evaluation has `step`,
-`eval_loss`, `eval_perplexity`, `eval_token_accuracy` and `eval_num_targets`. A sink is anything with `write` and
-`close`; the loop knows no more of it, so a tracker is one small class.
+A row is a flat mapping, of one of three kinds. All have `step`, the number of updates so far.
+
+- Train step: `loss` (nats a target token), `grad_norm`, `learning_rate`, `token_accuracy`, `num_targets`, `num_tokens`,
+  `epoch` (passes over the data), `tokens_per_second`, `model_flops_utilization`, `memory_bytes`, `seconds` (since the
+  start) and `seconds_left`, None where unknown; with float16 `loss_scale`, `skipped_steps` (so far), and `skipped`
+  (True) on a step that changed nothing.
+- Evaluation: `eval_loss`, `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`, and what a user's evaluation
+  adds under names that begin with `eval_`.
+- Event: `event` ("saved", "save_failed", "resumed", "early_stop", "interrupted" …) and a `message` for people.
+
+A sink is anything with `write` and `close`; the loop knows no more of it, so a tracker is one small class.
 """
 
 import collections
 import json
 import math
 import time
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
+
+import jax
+from rich.console import Console
+
+from convert.files import atomic_file
 
 Row = Mapping[str, Any]
 
@@ -29,6 +42,38 @@ class Sink(Protocol):
         ...
 
 
+class Tolerant:
+    """A sink whose failure, such as a lost network or a full disk, does not end the run: it is told once."""
+
+    def __init__(self, sink: Sink, name: str, console: Console):
+        """Wrap a sink.
+
+        Args:
+            sink: what may fail.
+            name: what to call it.
+            console: for the warning.
+        """
+        self._sink, self._name, self._console = sink, name, console
+        self._failed = False
+
+    def write(self, row: Row) -> None:
+        """Hand a row on; the next one is tried again."""
+        self._try(lambda: self._sink.write(row))
+
+    def close(self) -> None:
+        """Close the sink."""
+        self._try(self._sink.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a tracker's library raises
+            if not self._failed:
+                message = f"warning: {self._name} fails, the run goes on without it: {type(error).__name__}: {error}"
+                self._console.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
+            self._failed = True
+
+
 class Evaluation(NamedTuple):
     """The model on held-out rows, as means over all target tokens.
 
@@ -36,11 +81,13 @@ class Evaluation(NamedTuple):
         loss: nats a token.
         token_accuracy: part of the tokens that are the most probable one.
         num_targets: tokens counted.
+        extra: what a user's evaluation has measured, by names that begin with `eval_`.
     """
 
     loss: float
     token_accuracy: float
     num_targets: int
+    extra: Mapping[str, float] = types.MappingProxyType({})
 
     def row(self, step: int) -> dict[str, Any]:
         """The row that is reported for it after `step` steps."""
@@ -50,6 +97,7 @@ class Evaluation(NamedTuple):
             "eval_perplexity": math.exp(min(self.loss, 700.0)),
             "eval_token_accuracy": self.token_accuracy,
             "eval_num_targets": self.num_targets,
+            **self.extra,
         }
 
 
@@ -59,18 +107,23 @@ class JsonLines:
     A number that is not finite is written as null, which JSON can hold.
     """
 
-    def __init__(self, path: str | Path):
-        """Start the file, over an earlier one.
+    def __init__(self, path: str | Path, resume_step: int | None = None):
+        """Start the file, or go on with it.
 
         Args:
             path: the file; its folder exists.
+            resume_step: the step from which the run goes on: rows after it, and a line that was torn when the run was
+                killed, are dropped. None: start anew, over an earlier file.
         """
-        self._file: TextIO = open(path, "w", encoding="utf-8")
+        path = Path(path)
+        kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
+        with atomic_file(path) as file:
+            file.write("".join(map(_line, kept)).encode())
+        self._file: TextIO = open(path, "a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
         """Write one line, and hand it to the operating system."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.write(_line(row))
         self._file.flush()
 
     def close(self) -> None:
@@ -78,23 +131,72 @@ class JsonLines:
         self._file.close()
 
 
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a file that `JsonLines` wrote.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The rows in order, without lines that hold none (a torn one); nothing where there is no file.
+    """
+    rows = []
+    if Path(path).exists():
+        for line in Path(path).read_bytes().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:  # torn in the middle of a character, or of the JSON
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows
+
+
+def _line(row: Row) -> str:
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def peak_memory() -> int | None:
+    """The most bytes that arrays have taken on any of this process's devices; None where they keep no count (a CPU)."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
 class Throughput:
-    """Tokens a second and the time left, from the steps that ended last.
+    """How fast a run is, from the steps that ended last, and how far.
 
     The first step, which compiles, and what happens between `pause` and the next step's end do not count.
     """
 
-    def __init__(self, total_steps: int, *, window: int = 20, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        steps_per_epoch: int | None = None,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        memory: Callable[[], int | None] = peak_memory,
+        seconds_before: float = 0.0,
+        window: int = 20,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         """Start the clock.
 
         Args:
             total_steps: the number of steps of the run.
+            steps_per_epoch: steps of a pass over the data; None: unknown.
+            flops_per_token: model FLOPs of a token (`flops.flops_per_token`); None: unknown.
+            peak_flops: FLOP/s of all devices together at best (`peak_flops` times their number); None: unknown.
+            memory: peak of the device memory in bytes, asked once a step.
+            seconds_before: seconds that a resumed run took before it was stopped.
             window: how many steps the mean is over.
             clock: seconds from any zero.
         """
-        self._total, self._clock = total_steps, clock
+        self._total, self._steps_per_epoch, self._memory, self._clock = total_steps, steps_per_epoch, memory, clock
+        self._utilization_per_speed = flops_per_token / peak_flops if flops_per_token and peak_flops else None
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
-        self._start = clock()
+        self._start = clock() - seconds_before
         self._mark: float | None = None
 
     def pause(self) -> None:
@@ -109,16 +211,22 @@ class Throughput:
             num_tokens: the tokens it read, padding not counted.
 
         Returns:
-            tokens_per_second and seconds_left (None while unknown) and seconds since the start.
+            num_tokens, epoch, tokens_per_second, model_flops_utilization, memory_bytes, seconds and seconds_left of a
+            train row.
         """
         now = self._clock()
         if self._mark is not None:
             self._recent.append((now - self._mark, num_tokens))
         self._mark = now
         seconds = sum(s for s, _ in self._recent)
-        known = seconds > 0
+        speed = sum(n for _, n in self._recent) / seconds if seconds > 0 else None
+        per_speed = self._utilization_per_speed
         return {
-            "tokens_per_second": sum(n for _, n in self._recent) / seconds if known else None,
+            "num_tokens": num_tokens,
+            "epoch": step / self._steps_per_epoch if self._steps_per_epoch else None,
+            "tokens_per_second": speed,
+            "model_flops_utilization": None if speed is None or per_speed is None else speed * per_speed,
+            "memory_bytes": self._memory(),
             "seconds": now - self._start,
-            "seconds_left": seconds / len(self._recent) * (self._total - step) if known else None,
+            "seconds_left": None if speed is None else seconds / len(self._recent) * (self._total - step),
         }

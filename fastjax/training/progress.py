@@ -1,11 +1,21 @@
-"""The progress of a run on the console: a live line on a terminal, plain lines elsewhere."""
+"""The progress of a run on the console: a live line on a terminal, plain lines elsewhere.
 
-import datetime
+The live line is drawn when a row comes, four times a second at most, and by no thread of its own, so it takes nothing
+from the run. On a narrow terminal it leaves out what matters least instead of wrapping.
+"""
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
 
 from fastjax.training.metrics import Row, Sink
+
+REDRAW_SECONDS = 0.25
+"""Between two drawings of the live line."""
 
 
 def make_progress(total_steps: int, logging_steps: int, console: Console) -> Sink:
@@ -20,34 +30,38 @@ def make_progress(total_steps: int, logging_steps: int, console: Console) -> Sin
 
 
 class LiveLine:
-    """One line with a bar that is drawn over; evaluations stay above it."""
+    """One line that is drawn over; evaluations, events and skipped steps stay above it."""
 
-    def __init__(self, total_steps: int, console: Console):
+    def __init__(self, total_steps: int, console: Console, clock: Callable[[], float] = time.monotonic):
         """Draw the line.
 
         Args:
             total_steps: the number of steps of the run.
             console: a terminal.
+            clock: seconds from any zero.
         """
-        bar = [BarColumn(bar_width=24)] if console.width >= 110 else []  # the numbers alone fill 80 columns
-        self._progress = Progress(*bar, MofNCompleteColumn(), TextColumn("{task.description}"), console=console)
-        self._task = self._progress.add_task("compiling the train step", total=total_steps)
-        self._progress.start()
+        self._total, self._clock = total_steps, clock
+        self._live = Live(Text("compiling the train step …", style="dim"), console=console, auto_refresh=False)
+        self._live.start(refresh=True)
+        self._drawn = -REDRAW_SECONDS
 
     def write(self, row: Row) -> None:
         """Show a row."""
+        if "loss" not in row or row.get("skipped"):
+            self._live.console.print(Text(f"step {row['step']:,}: {describe(row)}", style=_style(row)), soft_wrap=True)
         if "loss" in row:
-            self._progress.update(self._task, completed=row["step"], description=describe(row))
-        else:
-            self._progress.console.print(f"step {row['step']}: {describe(row)}", highlight=False)
+            now = self._clock()
+            due = now - self._drawn >= REDRAW_SECONDS
+            self._live.update(StatusLine(row, self._total), refresh=due)
+            self._drawn = now if due else self._drawn
 
     def close(self) -> None:
         """Leave the last line as it stands."""
-        self._progress.stop()
+        self._live.stop()
 
 
 class PlainLines:
-    """A line every so many steps, for logs: the first and the last step and evaluations always have one."""
+    """A line every so many steps, for logs: the first and the last step always have one, and what is no step."""
 
     def __init__(self, total_steps: int, logging_steps: int, console: Console):
         """Print nothing yet.
@@ -62,24 +76,127 @@ class PlainLines:
     def write(self, row: Row) -> None:
         """Print a row when it is its turn."""
         step = row["step"]
-        if "loss" not in row or step % self._every == 0 or step in (1, self._total):
-            self._console.print(f"step {step}/{self._total}: {describe(row)}", highlight=False, soft_wrap=True)
+        if "loss" not in row or row.get("skipped") or step % self._every == 0 or step in (1, self._total):
+            line = f"step {step}/{self._total}: {describe(row)}"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Nothing is open."""
 
 
+class StatusLine(NamedTuple):
+    """A row of a train step as one line of exactly the console's width, or less.
+
+    Attributes:
+        row: the row.
+        total: the number of steps of the run.
+    """
+
+    row: Row
+    total: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.fit(options.max_width, ascii_only=options.ascii_only)
+
+    def fit(self, width: int, *, ascii_only: bool = False) -> Text:
+        """The line for a width.
+
+        Args:
+            width: columns.
+            ascii_only: draw the bar without box characters.
+        """
+        step = f"{self.row['step']:>{len(f'{self.total:,}')},}/{self.total:,}"
+        left = width - len(step)
+        shown = set()
+        parts = list(_parts(self.row))
+        for part in sorted(parts, key=lambda part: part.rank):
+            needed = 2 + len(part.label) + len(part.value)
+            if needed > left:
+                break  # what matters less is not shown in its place, or the line would change with every digit
+            left -= needed
+            shown.add(part)
+        line = Text(no_wrap=True, overflow="crop", end="")
+        if left >= 10 and len(shown) == len(parts):
+            line.append_text(_bar(self.row["step"] / self.total, min(30, left - 2), ascii_only)).append("  ")
+        line.append(step, style="bold")
+        for part in parts:
+            if part in shown:
+                line.append("  ").append(part.label, style="dim").append(part.value, style=part.style)
+        return line
+
+
+class _Part(NamedTuple):
+    """A figure of the line; the lower its rank, the narrower the line may be in which it still stands."""
+
+    rank: int
+    label: str
+    value: str
+    style: str = ""
+
+
+def _parts(row: Row) -> Iterator[_Part]:
+    """What a row has to show, in the order of the line."""
+    yield _Part(0, "loss ", f"{row['loss']:.4f}", "bold cyan")
+    yield _Part(4, "grad ", f"{row['grad_norm']:.3g}")
+    yield _Part(3, "lr ", f"{row['learning_rate']:.1e}")
+    if row.get("tokens_per_second") is not None:
+        yield _Part(2, "", f"{row['tokens_per_second']:,.0f} tok/s")
+    if row.get("model_flops_utilization") is not None:
+        yield _Part(6, "MFU ", f"{row['model_flops_utilization']:.1%}")
+    if row.get("memory_bytes") is not None:
+        yield _Part(7, "", f"{row['memory_bytes'] / 2**30:.1f} GiB")
+    if row.get("loss_scale") is not None:
+        yield _Part(8, "scale ", f"{row['loss_scale']:,.0f}")
+    if row.get("skipped_steps"):
+        yield _Part(5, "", f"{row['skipped_steps']:,} skipped", "yellow")
+    if row.get("seconds_left") is not None:
+        yield _Part(1, "", f"{duration(row['seconds_left'])} left", "magenta")
+
+
+def _bar(part: float, width: int, ascii_only: bool) -> Text:
+    full = round(min(part, 1.0) * width)
+    done, rest = ("=", "-") if ascii_only else ("━", "─")
+    return Text.assemble((done * full, "green"), (rest * (width - full), "dim"))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `1:02:03`, hours first."""
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+
+
 def describe(row: Row) -> str:
     """A row in words: `loss 1.2345  lr 2.0e-04  grad norm 0.52  12,345 tokens/s  0:01:10 left`."""
+    if "event" in row:
+        return row["message"]
     if "loss" not in row:
-        parts = [
-            f"held-out loss {row['eval_loss']:.4f}",
-            f"perplexity {row['eval_perplexity']:.2f}",
-            f"token accuracy {row['eval_token_accuracy']:.1%}",
-        ]
+        known = {
+            "eval_loss": "held-out loss {:.4f}",
+            "eval_perplexity": "perplexity {:.2f}",
+            "eval_token_accuracy": "token accuracy {:.1%}",
+        }
+        parts = [words.format(row[name]) for name, words in known.items() if row.get(name) is not None]
+        own = [name for name in row if name.startswith("eval_") and name not in (*known, "eval_num_targets")]
+        parts += [f"{name[5:]} {f'{row[name]:.4g}' if isinstance(row[name], float) else row[name]}" for name in own]
         return "  ".join(parts)
-    parts = [f"loss {row['loss']:.4f}", f"lr {row['learning_rate']:.1e}", f"grad norm {row['grad_norm']:.2f}"]
-    if row["tokens_per_second"] is not None:
+    scale = [] if row.get("loss_scale") is None else [f"loss scale {row['loss_scale']:,.0f}"]
+    if row.get("skipped"):
+        return "  ".join(["skipped: the gradient overflows in float16", *scale])
+    parts = [f"loss {row['loss']:.4f}", f"lr {row['learning_rate']:.1e}", f"grad norm {row['grad_norm']:.3g}", *scale]
+    if row.get("skipped_steps"):
+        parts.append(f"{row['skipped_steps']:,} skipped")
+    if row.get("tokens_per_second") is not None:
         parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
-        parts.append(f"{datetime.timedelta(seconds=round(row['seconds_left']))} left")
+    if row.get("model_flops_utilization") is not None:
+        parts.append(f"MFU {row['model_flops_utilization']:.1%}")
+    if row.get("memory_bytes") is not None:
+        parts.append(f"{row['memory_bytes'] / 2**30:.1f} GiB")
+    if row.get("seconds_left") is not None:
+        parts.append(f"{duration(row['seconds_left'])} left")
     return "  ".join(parts)
+
+
+def _style(row: Row) -> str:
+    """Evaluations in green, what went wrong in yellow, the rest dim."""
+    wrong = row.get("skipped") or row.get("event", "").endswith("failed") or row.get("event") == "interrupted"
+    return "yellow" if wrong else "dim" if "event" in row else "green"

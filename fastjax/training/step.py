@@ -2,11 +2,12 @@
 
 The loss is the sum over target tokens divided by their number in the whole batch, over all microbatches and devices:
 accumulation, packing and data parallelism do not change it. A step whose loss or gradient is not finite leaves the
-state as it was, decided inside jit.
+weights as they were, decided inside jit. Under float16 that is an overflow: the loss scale falls and training goes on.
+Otherwise the state is halted: later steps, which the host may have dispatched already, change nothing either.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +16,14 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.parallel import batch_sharding, shard_frozen
-from fastjax.training.loss import LossSums, loss_sums
+from fastjax.training.health import squared_norms
+from fastjax.training.loss import Loss, LossSums, loss_sums
+from fastjax.training.loss_scale import LossScale
 
 #: Places that carry no target, as in PyTorch's and Hugging Face's losses.
 IGNORED = -100
@@ -34,17 +37,24 @@ class TrainState(NamedTuple):
         trainable: the trained arrays.
         opt_state: the optimizer's.
         key: random state of dropout; a step draws from it by its number.
-        loss_scale: float32 [] under float16, else None.
+        loss_scale: under float16, else None.
+        halted: a step was not finite, and no other will change anything; bool [].
     """
 
     step: Int[Array, ""]
     trainable: Any
     opt_state: Any
     key: PRNGKeyArray
-    loss_scale: Float[Array, ""] | None
+    loss_scale: LossScale | None
+    halted: Bool[Array, ""]
 
 
-def init_state(trainable: Any, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:
+def init_state(
+    trainable: Any,
+    optimizer: optax.GradientTransformation,
+    key: PRNGKeyArray,
+    initial_loss_scale: float | None = None,
+) -> TrainState:
     """The state before the first step.
 
     The arrays are copied: the step donates its state, and the caller keeps what it passed in.
@@ -53,9 +63,13 @@ def init_state(trainable: Any, optimizer: optax.GradientTransformation, key: PRN
         trainable: the arrays to train.
         optimizer: makes the optimizer's state for them.
         key: random state of dropout.
+        initial_loss_scale: for float16; None: the loss is not scaled.
     """
     trainable = jax.tree.map(jnp.copy, trainable)
-    return TrainState(jnp.zeros((), jnp.int32), trainable, optimizer.init(trainable), jnp.copy(key), None)
+    scale = None if initial_loss_scale is None else LossScale.start(initial_loss_scale)
+    return TrainState(
+        jnp.zeros((), jnp.int32), trainable, optimizer.init(trainable), jnp.copy(key), scale, jnp.zeros((), bool)
+    )
 
 
 def make_train_step(
@@ -63,9 +77,12 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     trainable_filter: Any,
     *,
-    chunk_size: int | None = None,
+    loss: Loss = loss_sums,
+    accumulation_dtype: Any = jnp.float32,
+    loss_scale_window: int = 1000,
     donate: bool = True,
     mesh: Mesh | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Array]]]:
     """Build the jitted step (state, frozen, batch) -> (state, metrics).
 
@@ -73,89 +90,125 @@ def make_train_step(
         graphdef: of the decoder, from `nnx.split(model, trainable_filter, ...)`.
         optimizer: any optax transformation; its updates are added to the trainable arrays.
         trainable_filter: the nnx filter that split the decoder.
-        chunk_size: sequence places whose logits exist at once (None: by the size of the vocabulary).
+        loss: of a microbatch.
+        accumulation_dtype: in which the gradients of the microbatches are added up.
+        loss_scale_window: with a state that has a loss scale, steps without overflow after which it doubles.
         donate: reuse the state's memory; the state passed in is gone afterwards.
         mesh: spread the batch over these devices (`parallel.make_mesh`). Frozen weights that lie elsewhere are sent
             to them in every step: place them once, `jax.device_put(frozen, shard_frozen(frozen, mesh))`.
+        compiler_options: XLA's, for this step alone.
 
     Returns:
         The step. Its batch holds int32 [A, B, S] arrays, A the accumulation axis; `segment_ids` may be None where
-        every row is one document. Metrics, all scalars on the device: loss (mean over target tokens), num_targets,
-        num_correct, grad_norm (before clipping), finite.
+        every row is one document. Metrics, on the device: loss (mean over target tokens), num_targets, num_correct,
+        grad_norm (before clipping), squared_norms (float32 [n], in the order of `health.leaf_names`), finite, updates
+        (made before this step), and with a loss scale loss_scale (that of this step) and skipped_steps (so far).
     """
 
     def step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         targets = jnp.maximum(jnp.sum(batch.targets != IGNORED), 1).astype(jnp.float32)
-        key = jax.random.fold_in(state.key, state.step)
-
-        def microbatch_loss(trainable: Any, number: Array, rows: Any) -> tuple[Array, LossSums]:
-            model = nnx.merge(graphdef, trainable, frozen)
-            sums = loss_sums(
-                model,
-                trainable_filter,
-                rows.tokens,
-                rows.targets,
-                rows.positions,
-                rows.segment_ids,
-                key=jax.random.fold_in(key, number),
-                chunk_size=chunk_size,
-            )
-            return sums.loss_sum / targets, sums
-
-        gradient = jax.grad(microbatch_loss, has_aux=True)
-        grads, sums = _accumulate(functools.partial(gradient, state.trainable), batch)
-        grad_norm = optax.tree.norm(grads)
+        factor = None if state.loss_scale is None else state.loss_scale.scale
+        gradient = _gradient(graphdef, trainable_filter, loss, state, frozen, targets, factor)
+        grads, sums = _accumulate(gradient, batch, jnp.dtype(accumulation_dtype))
+        if factor is not None:
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / factor, grads)
+        norms = squared_norms(grads, nnx.merge(graphdef, state.trainable, frozen).plan)
+        grad_norm = jnp.sqrt(jnp.sum(norms))
+        finite = jnp.isfinite(sums.loss_sum) & jnp.isfinite(grad_norm) & ~state.halted
         with jax.numpy_dtype_promotion("standard"):  # optax mixes Python floats with its integer counters
             updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
             trainable = optax.apply_updates(state.trainable, updates)
-        updated = TrainState(state.step + 1, trainable, opt_state, state.key, state.loss_scale)
-        finite = jnp.isfinite(sums.loss_sum) & jnp.isfinite(grad_norm)
+        updated = state._replace(step=state.step + 1, trainable=trainable, opt_state=opt_state)
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
         metrics = {
             "loss": sums.loss_sum / targets,
             "num_targets": sums.num_targets,
             "num_correct": sums.num_correct,
             "grad_norm": grad_norm,
+            "squared_norms": norms,
             "finite": finite,
+            "updates": state.step,
         }
-        return new_state, metrics
+        lost = jnp.asarray(True)
+        if state.loss_scale is not None:
+            scale = state.loss_scale.after(finite, loss_scale_window)
+            new_state, lost = new_state._replace(loss_scale=scale), state.loss_scale.exhausted
+            metrics |= {"loss_scale": state.loss_scale.scale, "skipped_steps": scale.skipped_steps}
+        return new_state._replace(halted=state.halted | (~finite & lost)), metrics
 
-    return _on_mesh(step, mesh, donate=(0,) if donate else ())
+    return _on_mesh(step, mesh, compiler_options, donate=(0,) if donate else ())
 
 
 def make_eval_step(
-    graphdef: nnx.GraphDef, trainable_filter: Any, *, chunk_size: int | None = None, mesh: Mesh | None = None
+    graphdef: nnx.GraphDef,
+    trainable_filter: Any,
+    *,
+    loss: Loss = loss_sums,
+    mesh: Mesh | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Callable[[Any, Any, Batch], LossSums]:
     """Build the jitted evaluation (trainable, frozen, batch) -> sums over the batch's target tokens, without dropout.
 
     Args:
         graphdef: of the decoder.
         trainable_filter: the nnx filter that split the decoder.
-        chunk_size: as for `make_train_step`.
+        loss: as for `make_train_step`.
         mesh: as for `make_train_step`.
+        compiler_options: as for `make_train_step`.
     """
 
     def evaluate(trainable: Any, frozen: Any, batch: Batch) -> LossSums:
-        def one(rows: Any) -> LossSums:
-            model = nnx.merge(graphdef, trainable, frozen)
-            return loss_sums(
-                model,
-                trainable_filter,
-                rows.tokens,
-                rows.targets,
-                rows.positions,
-                rows.segment_ids,
-                key=None,
-                chunk_size=chunk_size,
-            )
+        def one(rows: Batch) -> LossSums:
+            return loss(nnx.merge(graphdef, trainable, frozen), trainable_filter, rows, key=None)
 
         return jax.tree.map(lambda sums: sums.sum(0), jax.lax.map(one, batch))
 
-    return _on_mesh(evaluate, mesh, donate=())
+    return _on_mesh(evaluate, mesh, compiler_options, donate=())
 
 
-def _accumulate(gradient: Callable[..., tuple[Any, LossSums]], batch: Batch) -> tuple[Any, LossSums]:
-    """Gradients and sums added over the accumulation axis, in float32 and in the dtype of the parameters."""
+def make_probe(
+    graphdef: nnx.GraphDef, trainable_filter: Any, *, loss: Loss = loss_sums
+) -> Callable[[TrainState, Any, Batch], tuple[Array, Array]]:
+    """Build the jitted (state, frozen, batch) -> (loss, gradient norm), which looks for what broke a step.
+
+    Args:
+        graphdef: of the decoder.
+        trainable_filter: the nnx filter that split the decoder.
+        loss: as for `make_train_step`.
+    """
+
+    @jax.jit
+    def probe(state: TrainState, frozen: Any, batch: Batch) -> tuple[Array, Array]:
+        gradient = _gradient(graphdef, trainable_filter, loss, state, frozen, jnp.float32(1.0), None)
+        grads, sums = _accumulate(gradient, batch, jnp.dtype(jnp.float32))
+        return sums.loss_sum, optax.tree.norm(grads)
+
+    return probe
+
+
+def _gradient(
+    graphdef: nnx.GraphDef,
+    trainable_filter: Any,
+    loss: Loss,
+    state: TrainState,
+    frozen: Any,
+    targets: Array,
+    factor: Array | None,
+) -> Callable[[Array, Batch], tuple[Any, LossSums]]:
+    """(number, rows) of a microbatch -> its gradient, of the mean over `targets` times `factor`, and its sums."""
+    key = jax.random.fold_in(state.key, state.step)
+
+    def microbatch_loss(trainable: Any, number: Array, rows: Batch) -> tuple[Array, LossSums]:
+        model = nnx.merge(graphdef, trainable, frozen)
+        sums = loss(model, trainable_filter, rows, key=jax.random.fold_in(key, number))
+        mean = sums.loss_sum / targets
+        return mean if factor is None else mean * factor, sums
+
+    return functools.partial(jax.grad(microbatch_loss, has_aux=True), state.trainable)
+
+
+def _accumulate(gradient: Callable[..., tuple[Any, LossSums]], batch: Batch, dtype: jnp.dtype) -> tuple[Any, LossSums]:
+    """Gradients and sums added over the accumulation axis: gradients in `dtype`, or as they are if there is one."""
     count = batch.tokens.shape[0]
     if count == 1:
         return gradient(jnp.int32(0), jax.tree.map(lambda array: array[0], batch))
@@ -165,16 +218,24 @@ def _accumulate(gradient: Callable[..., tuple[Any, LossSums]], batch: Batch) -> 
 
     numbers = jnp.arange(count, dtype=jnp.int32)
     shapes = jax.eval_shape(gradient, numbers[0], jax.tree.map(lambda array: array[0], batch))
-    dtypes = jax.tree.map(lambda s: jnp.float32 if jnp.issubdtype(s.dtype, jnp.floating) else s.dtype, shapes)
-    zero = jax.tree.map(lambda s, dtype: jnp.zeros(s.shape, dtype), shapes, dtypes)
-    total, _ = jax.lax.scan(body, zero, (numbers, batch))
-    return jax.tree.map(lambda t, s: t.astype(s.dtype), total, shapes)
+    gradients, sums = shapes
+    zero = (
+        jax.tree.map(lambda s: jnp.zeros(s.shape, dtype), gradients),
+        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums),
+    )
+    return jax.lax.scan(body, zero, (numbers, batch))[0]
 
 
-def _on_mesh(function: Callable[..., Any], mesh: Mesh | None, donate: tuple[int, ...]) -> Callable[..., Any]:
+def _on_mesh(
+    function: Callable[..., Any],
+    mesh: Mesh | None,
+    compiler_options: Mapping[str, Any] | None,
+    donate: tuple[int, ...],
+) -> Callable[..., Any]:
     """The function jitted; on a mesh: rows over all devices, frozen weights by the table, the rest repeated."""
+    options = None if compiler_options is None else dict(compiler_options)
     if mesh is None:
-        return jax.jit(function, donate_argnums=donate)
+        return jax.jit(function, donate_argnums=donate, compiler_options=options)
     whole = NamedSharding(mesh, P())
     rows = batch_sharding(mesh)
 
@@ -183,7 +244,7 @@ def _on_mesh(function: Callable[..., Any], mesh: Mesh | None, donate: tuple[int,
         batch = jax.tree.map(lambda array: jax.lax.with_sharding_constraint(array, rows), batch)
         return function(state, frozen, batch)
 
-    jitted = jax.jit(placed, donate_argnums=donate, out_shardings=whole)
+    jitted = jax.jit(placed, donate_argnums=donate, out_shardings=whole, compiler_options=options)
 
     @functools.wraps(jitted)
     def call(state: Any, frozen: Any, batch: Batch) -> Any:

@@ -1,4 +1,4 @@
-"""The embedded model and data set: whole, small, made by scripts/make_tiny_llama.py, and fit for each other."""
+"""The embedded model and data sets: whole, small, made by the scripts, and fit for each other."""
 
 import json
 import random
@@ -61,16 +61,28 @@ def test_every_row_fits_and_only_answers_are_learnt():
     dataset = prepare(TRAIN, tokenizer, 256)
     assert dataset.statistics.truncated == dataset.statistics.no_targets == 0
     assert dataset.statistics.slots_filled > 0.8
-    first = next(iter(Encoder(tokenizer).encode(list(read_jsonl(TRAIN))[:1])))
+    first = next(Encoder(tokenizer).encode(read_jsonl(TRAIN)))[0]
     answer = conversations(TRAIN)[0][-1]["content"]
     assert tokenizer.decode(first.tokens[first.learn]) == answer + "<|eot_id|>"
 
 
-def test_the_data_set_is_what_the_script_writes(script):
-    rng = random.Random(1)
-    assert [chat.messages for chat in read_jsonl(TRAIN)] == [
-        script.tiny_world.record_document(rng)["messages"] for _ in range(2_000)
-    ]
+def test_the_data_sets_are_what_the_script_writes(script, tmp_path):
+    script.tiny_world.write_data_sets(tmp_path)
+    written = sorted(file.relative_to(tmp_path) for file in tmp_path.rglob("*.jsonl"))
+    assert written == sorted(file.relative_to(ASSETS) for file in ASSETS.rglob("*.jsonl"))
+    for file in written:
+        assert (tmp_path / file).read_bytes() == (ASSETS / file).read_bytes(), file
+
+
+def test_the_small_data_sets_fit_their_recipes():
+    tokenizer = load_tokenizer(ASSETS / "tiny-llama")
+    for name in ("tiny-text", "tiny-answers"):
+        assert sum(file.stat().st_size for file in (ASSETS / name).iterdir()) < 110_000
+    text = prepare(ASSETS / "tiny-text" / "train.jsonl", tokenizer, 256, too_long="split")
+    assert text.statistics.split > 0  # some are longer than a row
+    answers = prepare(ASSETS / "tiny-answers" / "train.jsonl", tokenizer, 256, loss_on="last_response", too_long="drop")
+    assert answers.statistics.dropped == 0
+    assert answers.statistics.target_tokens == 2 * answers.statistics.examples  # a colour and the end of the turn
 
 
 def test_the_tokenizer_is_what_the_script_makes(script):

@@ -1,11 +1,14 @@
 """`fastjax bench` on tiny sizes: every figure is there, and plausible."""
 
 import json
+import os
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+import fastjax
 from fastjax.bench import step
 from fastjax.bench.step import PRESETS, StepCase, measure
 from fastjax.cli import main
@@ -53,3 +56,18 @@ def test_nf4(tmp_path, capsys):
     found = {(line["operation"], line["implementation"]) for line in lines}
     assert {("copy", "xla"), ("decode", "xla"), ("product", "xla"), ("product", "dense")} <= found
     assert all(line["microseconds"] > 0 for line in lines)
+
+
+def test_data(tmp_path, capsys):
+    assets = Path(fastjax.__file__).parent / "assets"
+    output, cores = tmp_path / "data.json", os.sched_getaffinity(0)
+    where = ["--data", str(assets / "tiny-chat" / "test.jsonl"), "--tokenizer", str(assets / "tiny-llama")]
+    assert main(["bench", "data", *where, "--seq", "128", "--rounds", "1", "--output", str(output)]) == 0
+    assert "of the tokenizer" in capsys.readouterr().out
+    result = json.loads(output.read_text())["result"]
+    assert result["examples"] == 100 and result["tokens"] > 100 * 10
+    assert 1 <= result["rows_over_ideal"] < 1.5
+    assert result["ratio"] == pytest.approx(result["bare_seconds"] / result["prepare_seconds"])
+    assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["prepare_seconds"])
+    assert result["cached_seconds"] > 0
+    assert "RAYON_NUM_THREADS" not in os.environ and os.sched_getaffinity(0) == cores

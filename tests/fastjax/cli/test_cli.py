@@ -106,7 +106,5 @@ def test_bad_configuration_as_a_process(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith(
-        f"fastjax train: error: {file}: model.dtpe: unknown; expected one of the keys of model"
-    )
+    assert done.stderr.startswith(f"fastjax train: error: {file}: model.dtpe: unknown; did you mean dtype?")
     assert done.stderr.count("\n") == 1

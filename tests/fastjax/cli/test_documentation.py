@@ -8,14 +8,15 @@ import pytest
 
 from fastjax.cli import COMMANDS
 from fastjax.commands.quickstart import quickstart_config
+from fastjax.commands.reference import list_sections
 from fastjax.commands.settings import parse_train_config
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda file: file.stem)
@@ -29,17 +30,55 @@ def test_the_quickstart_is_its_example(monkeypatch):
     built_in = quickstart_config("runs/quickstart")
     assert Path(example.model.model_name).samefile(built_in.model.model_name)
     assert dataclasses.replace(example.model, model_name=built_in.model.model_name) == built_in.model
-    assert isinstance(example.data.train_file, str)
-    assert isinstance(example.data.eval_file, str)
-    assert Path(example.data.train_file).samefile(built_in.data.train_file)
-    assert Path(example.data.eval_file).samefile(built_in.data.eval_file)
+    assert isinstance(example.data.train, str)
+    assert isinstance(example.data.eval, str)
+    assert Path(example.data.train).samefile(built_in.data.train)
+    assert Path(example.data.eval).samefile(built_in.data.eval)
     assert (example.lora, example.optimizer, example.training) == (built_in.lora, built_in.optimizer, built_in.training)
     assert example.output == built_in.output
 
 
-def test_readme_shows_an_example():
+def test_readme_shows_settings_that_are_read(tmp_path):
     (shown,) = blocks("yaml")
-    assert shown == (ROOT / "examples" / "qlora_chat.yaml").read_text(encoding="utf-8")
+    (tmp_path / "shown.yaml").write_text(shown)
+    parse_train_config(["--config", str(tmp_path / "shown.yaml")])
+
+
+def test_readme_names_every_recipe():
+    for file in (ROOT / "examples").glob("*.yaml"):
+        assert f"(examples/{file.name})" in README
+
+
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "docs/training.md", "docs/performance.md"])
+def test_links_lead_somewhere(file):
+    text = (ROOT / file).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert ((ROOT / file).parent / link).exists(), link
+
+
+def test_the_reference_of_settings_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import write_settings_reference
+
+    written = write_settings_reference.FILE.read_text(encoding="utf-8")
+    assert written == write_settings_reference.page(), "run scripts/write_settings_reference.py"
+
+
+def test_every_setting_is_documented():
+    for section in list_sections():
+        for setting in section.settings:
+            assert len(setting.meaning) > 4, f"{section.name}.{setting.name}"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_fits_and_says_what_is_taken(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit, match="0"):
+        parse_train_config(["--help"])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= columns
+    assert "--lora.r  an integer; default 16\n      rank" in shown
+    assert not re.search(r"\(type|Union|Optional|Literal|==SUPPRESS==", shown)
 
 
 def test_readme_names_every_command():
@@ -66,3 +105,17 @@ def test_readme_python(chat_folder, chats, tmp_path, monkeypatch):
     exec(code, names)
     assert int(names["state"].step) == 2
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_own_loss_and_evaluation(chat_folder, chats, tmp_path, monkeypatch):
+    """The block of docs/training.md, on a small model and two steps."""
+    monkeypatch.chdir(ROOT)
+    (code,) = blocks("python", (ROOT / "docs" / "training.md").read_text(encoding="utf-8"))
+    given = '"--config", "examples/quickstart.yaml"'
+    assert given in code
+    changes = {"model.model_name": chat_folder, "data.train": chats, "data.eval": chats, "output.output_dir": tmp_path}
+    changes |= {"model.max_seq_length": 128, "training.max_steps": 2}
+    options = "".join(f', "--{key}", "{value}"' for key, value in changes.items())
+    names: dict = {}
+    exec(code.replace(given, given + options), names)
+    assert names["result"].evaluation.extra == {"eval_exact": 0.0}

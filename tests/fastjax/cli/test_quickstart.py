@@ -14,7 +14,8 @@ from fastjax.commands.quickstart import ASSETS, quickstart_config, run
 def test_every_asset_is_packaged():
     """The wheel takes what pyproject names: fastjax/assets and all below."""
     files = {path for path in ASSETS.rglob("*") if path.is_file()}
-    assert {path.parent.name for path in files} == {"tiny-llama", "tiny-chat"}
+    data = {"tiny-chat", "tiny-text", "tiny-answers"}
+    assert {path.parent.name for path in files} == {"tiny-llama", "chat_templates", *data}
     pyproject = tomllib.loads((ASSETS.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = pyproject["tool"]["setuptools"]["package-data"]["fastjax"]
     assert files <= {path for pattern in patterns for path in ASSETS.parent.glob(pattern)}
@@ -28,7 +29,7 @@ def test_quickstart(tmp_path, monkeypatch):
     config = quickstart_config(str(tmp_path / "run"))
     config = dataclasses.replace(
         config,
-        data=dataclasses.replace(config.data, eval_file=str(held_out)),
+        data=dataclasses.replace(config.data, eval=str(held_out)),
         training=dataclasses.replace(config.training, max_steps=80),
     )
     shown = io.StringIO()

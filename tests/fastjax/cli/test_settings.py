@@ -15,7 +15,7 @@ lora:
   target_modules: [q_proj, v_proj]
   lora_dropout: 1e-2
 data:
-  train_file: train.jsonl
+  train: train.jsonl
 optimizer:
   learning_rate: 1e-4
 output:
@@ -46,19 +46,19 @@ def test_file(write):
 
 
 def test_command_line_wins(write):
-    overrides = ["--lora.r", "4", "--training.max_steps=7", "--data.train_file", "[a, b]", "--model.dtype", "null"]
+    overrides = ["--lora.r", "4", "--training.max_steps=7", "--data.train", "[a, b]", "--model.dtype", "null"]
     config = parse_train_config(["--config", write(GOOD), *overrides])
     assert (config.lora.r, config.training.max_steps) == (4, 7)
-    assert config.data.train_file == ["a", "b"]
+    assert config.data.train == ["a", "b"]
     assert config.model.dtype is None
 
 
 def test_command_line_alone():
-    config = parse_train_config(["--model.model_name=m", "--data.train_file=d", "--output.output_dir=o"])
+    config = parse_train_config(["--model.model_name=m", "--data.train=d", "--output.output_dir=o"])
     assert config.model.model_name == "m"
 
 
-NEEDED = "model: {model_name: m}\ndata: {train_file: d}\noutput: {output_dir: o}\n"
+NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,16 @@ NEEDED = "model: {model_name: m}\ndata: {train_file: d}\noutput: {output_dir: o}
         ("", "{file}: expected the sections model, data, output, lora, optimizer, training, given None"),
         ("- a\n", "{file}: expected the sections model, data, output, lora, optimizer, training, given ['a']"),
         ("model: [\n", "{file}:2: not valid YAML: expected the node content, but found '<stream end>'"),
-        ("train: {}\n", "{file}: train: unknown; expected one of the sections (model, data, output, lora, optimizer, "
-         "training); did you mean training?"),
+        ("train: {}\n", "{file}: train: unknown; did you mean training? `fastjax train --help` lists the sections"),
         ("model: llama\n", "{file}: model: expected a section with the keys model_name, max_seq_length, dtype, "
-         "load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop, given 'llama'"),
-        (NEEDED + "training: {num_epochs: 1}\n", "{file}: training.num_epochs: unknown; expected one of the keys of "
-         "training (per_device_train_batch_size, gradient_accumulation_steps, num_train_epochs, max_steps, "
-         "per_device_eval_batch_size, eval_steps, logging_steps, seed); did you mean num_train_epochs?"),
+         "param_dtype, float32_modules, load_in_4bit, full_finetuning, new_tokens, rope_scaling, "
+         "use_gradient_checkpointing, layer_loop, given 'llama'"),
+        (NEEDED + "training: {num_epochs: 1}\n", "{file}: training.num_epochs: unknown; did you mean "
+         "num_train_epochs? `fastjax train --help` lists the keys of training"),
+        (NEEDED + "data: {train: 3}\n", "{file}: data.train: expected a string or a list of strings or sections with "
+         "path, given 3"),
+        (NEEDED.replace("{output_dir: o}", "{output_dir: o, report_to: [paper]}"), "{file}: output.report_to: expected "
+         "a list of some of tensorboard, wandb, given ['paper']"),
         (NEEDED + "training: {max_steps: many}\n",
          "{file}: training.max_steps: expected an integer or null, given 'many'"),
         (NEEDED + "lora: {r: 8.5}\n", "{file}: lora.r: expected an integer, given 8.5"),
@@ -84,10 +87,10 @@ NEEDED = "model: {model_name: m}\ndata: {train_file: d}\noutput: {output_dir: o}
          "strings to numbers or null, given {{'q_proj': 'big'}}"),
         (NEEDED + "lora: {bias: all}\n", "{file}: lora.bias: expected none, given 'all'"),
         (NEEDED + "optimizer: {lr_scheduler_type: step}\n",
-         "{file}: optimizer.lr_scheduler_type: expected one of cosine, linear, constant, given 'step'"),
+         "{file}: optimizer.lr_scheduler_type: expected one of cosine, linear, constant, wsd, given 'step'"),
         (NEEDED + "optimizer: {learning_rate: -1}\n",
          "{file}: optimizer.learning_rate: expected a value greater than 0, given -1.0"),
-        ("model: {model_name: m}\n", "{file}: data.train_file, output.output_dir: expected a value, given none"),
+        ("model: {model_name: m}\n", "{file}: data.train, output.output_dir: expected a value, given none"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_file(write, text, message):
@@ -103,11 +106,13 @@ def test_mistakes_in_the_file(write, text, message):
         (["--lora.r", "big"], "--lora.r: expected an integer, given 'big'"),
         (["--lora.r=big"], "--lora.r: expected an integer, given 'big'"),
         (["--lora.r", "0"], "--lora.r: expected a value at least 1, given 0"),
-        (["--lora.rang", "4"], "--lora.rang: unknown; expected one of the keys of lora (r, lora_alpha, lora_dropout, "
-         "target_modules, use_rslora, use_dora, rank_pattern, alpha_pattern, layers_to_transform, modules_to_save, "
-         "ensure_weight_tying, init_lora_weights, bias, random_state)"),
-        (["--optimiser.learning_rate", "1"], "--optimiser.learning_rate: unknown; expected one of the sections (model, "
-         "data, output, lora, optimizer, training); did you mean optimizer?"),
+        (["--lora.alpha", "4"], "--lora.alpha: unknown; did you mean lora_alpha? `fastjax train --help` lists the keys "
+         "of lora"),
+        (["--lora.quick", "4"], "--lora.quick: unknown; expected one of the keys of lora: adapter, r, lora_alpha, "
+         "lora_dropout, target_modules, use_rslora, use_dora, rank_pattern, alpha_pattern, layers_to_transform, "
+         "modules_to_save, trainable_token_indices, ensure_weight_tying, init_lora_weights, bias, random_state"),
+        (["--optimiser.learning_rate", "1"], "--optimiser.learning_rate: unknown; did you mean optimizer? `fastjax "
+         "train --help` lists the sections"),
         (["7"], "7: expected --section.key value"),
     ],
 )  # fmt: skip
@@ -129,3 +134,34 @@ def test_not_text(tmp_path):
     file.write_bytes(b"model: \xff\xfe\n")
     with pytest.raises(ConfigError, match="not valid YAML: .*utf-8"):
         parse_train_config(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("[{pth: a}]", "data.train[0]: expected a section with path, given {'pth': 'a'}"),
+        ("[a, {path: b, wight: 2}]", "data.train[1].wight: unknown; expected one of path, name, split, weight"),
+        ("[{path: a, weight: much}]", "data.train[0].weight: expected a number or null, given 'much'"),
+        ("[{path: a, streaming: 1}]", "data.train[0].streaming: expected true or false, given 1"),
+        ("[{path: a, columns: [text]}]", "data.train[0].columns: expected a mapping from strings to strings or null"),
+        ("7", "data.train: expected a string or a list of strings or sections with path, given 7"),
+    ],
+)
+def test_mistakes_in_a_list_of_data_sets(write, train, message):
+    file = write(NEEDED.replace("train: d", f"train: {train}"))
+    with pytest.raises(ConfigError) as caught:
+        parse_train_config(["--config", file])
+    assert str(caught.value).startswith(f"{file}: {message}")
+
+
+def test_printed_settings_can_be_read_again(write, tmp_path, capsys):
+    options = ["--config", write(GOOD), "--resume", "--training.max_steps", "7"]
+    with pytest.raises(SystemExit, match="0"):
+        parse_train_config([*options, "--print_config"])
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    assert parse_train_config(["--config", str(printed)]) == parse_train_config(options)
+
+
+def test_the_command_line_wins_wherever_the_file_stands(write):
+    assert parse_train_config(["--lora.r", "4", "--config", write(GOOD)]).lora.r == 4

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from convert import tensor_file
 from convert.adapters import read_adapter
 from fastjax import language_model
 from fastjax.cli import main
+from fastjax.data.new_tokens import tokenizer_for
 from fastjax.fine_tuning import fine_tune
+from fastjax.language_model import FastLanguageModel
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig, TrainingSection
 
 
@@ -23,7 +26,7 @@ def settings(chat_folder, chats, tmp_path):
         content = {
             "model": {"model_name": str(chat_folder), "max_seq_length": 64, "dtype": "float32"},
             "lora": {"r": 4},
-            "data": {"train_file": str(chats), "eval_file": str(chats)},
+            "data": {"train": str(chats), "eval": str(chats), "cache_dir": None},
             "optimizer": {"learning_rate": 0.01, "warmup_steps": 1},
             "training": {"max_steps": 3, "eval_steps": 2},
             "output": {"output_dir": str(tmp_path / "run")},
@@ -38,7 +41,7 @@ def settings(chat_folder, chats, tmp_path):
 
 
 def left_behind(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
@@ -48,7 +51,7 @@ def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
     assert "train: 40 examples in" in out
     assert "step 3/3: loss" in out
     assert f"adapter: {run}/adapter" in out
-    assert left_behind(run) == ["adapter", "config.yaml", "metrics.jsonl"]
+    assert left_behind(run) == ["adapter", "config.yaml", "metrics.jsonl", "report.html", "report.png"]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], "loss" in row) for row in rows] == [(1, 1), (2, 1), (2, 0), (3, 1), (3, 0)]
     assert rows[-1]["eval_loss"] < rows[0]["loss"]
@@ -94,7 +97,7 @@ def test_full_fine_tuning(settings, tmp_path, capsys):
 def test_an_earlier_result_is_kept(settings, tmp_path, capsys):
     (tmp_path / "run" / "adapter").mkdir(parents=True)
     assert main(settings()) == 2
-    assert "output.output_dir: expected a folder without a result" in capsys.readouterr().err
+    assert "output.output_dir: expected a folder without an earlier run" in capsys.readouterr().err
     assert left_behind(tmp_path / "run") == ["adapter"]
     assert main([*settings(), "--output.overwrite_output_dir", "true"]) == 0
     assert left_behind(tmp_path / "run" / "adapter")
@@ -104,9 +107,9 @@ def test_an_earlier_result_is_kept(settings, tmp_path, capsys):
     ("changes", "status", "message"),
     [
         ({"model": {"model_name": "nowhere"}}, 2, "model.model_name: expected a folder in Hugging Face format"),
-        ({"data": {"train_file": "nowhere.jsonl"}}, 1, "nowhere.jsonl: No such file or directory"),
+        ({"data": {"train": "nowhere.jsonl"}}, 1, "nowhere.jsonl: no such file or folder"),
         ({"lora": {"target_modules": ["nothing"]}}, 2, "nothing"),
-        ({"model": {"use_gradient_checkpointing": "some"}}, 2, "use_gradient_checkpointing: expected True, False or"),
+        ({"model": {"use_gradient_checkpointing": "some"}}, 2, "use_gradient_checkpointing: expected true or false or"),
         ({"training": {"max_steps": 0}}, 2, "run.yaml: training.max_steps: expected a value at least 1, given 0"),
     ],
 )  # fmt: skip
@@ -122,8 +125,9 @@ def test_a_loss_that_is_not_finite(settings, tmp_path, capsys):
     command = settings(optimizer={"learning_rate": 1e38, "warmup_steps": 0}, training={"eval_steps": None})
     assert main(command) == 1
     assert "step 2: the loss is nan" in capsys.readouterr().err
-    assert left_behind(tmp_path / "run") == ["config.yaml", "metrics.jsonl"]
-    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["loss"] is None
+    assert left_behind(tmp_path / "run") == ["checkpoints", "config.yaml", "metrics.jsonl", "report.html", "report.png"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-2]["loss"] is None and rows[-1]["event"] == "not_finite"
 
 
 @pytest.mark.parametrize("place", ["weights", "tokenizer"])
@@ -139,7 +143,7 @@ def test_a_full_disk_at_the_end(settings, tmp_path, capsys, monkeypatch, place):
     err = capsys.readouterr().err
     assert err.startswith(f"fastjax train: error: {tmp_path}/run/adapter: No space left on device")
     assert err.count("\n") == 1
-    assert left_behind(tmp_path / "run") == ["config.yaml", "metrics.jsonl"]
+    assert left_behind(tmp_path / "run") == ["config.yaml", "metrics.jsonl", "report.html", "report.png"]
 
 
 def test_a_full_disk_leaves_the_earlier_result(settings, tmp_path, capsys, monkeypatch):
@@ -157,7 +161,7 @@ def test_a_full_disk_leaves_the_earlier_result(settings, tmp_path, capsys, monke
 def test_from_python(chat_folder, chats, tmp_path):
     config = TrainConfig(
         model=ModelSection(str(chat_folder), max_seq_length=64, load_in_4bit=False),
-        data=DataSection(str(chats)),
+        data=DataSection(str(chats), cache_dir=None),
         output=OutputSection(str(tmp_path / "run")),
         lora=LoraSection(r=2, use_rslora=True),
         training=TrainingSection(max_steps=2, gradient_accumulation_steps=2),
@@ -173,3 +177,36 @@ def test_from_python(chat_folder, chats, tmp_path):
 def test_generate_without_prompt(capsys, chat_folder):
     assert main(["generate", "--model", str(chat_folder)]) == 2
     assert "--prompt: expected at least one prompt" in capsys.readouterr().err
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"full_finetuning": True, "load_in_4bit": False}], ids=["adapter", "whole model"]
+)
+def test_the_chat_template_of_the_run_is_that_of_its_result(settings, tmp_path, chat_folder, chats, model):
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    sections = {"model": model, "data": {"chat_template": str(template)}, "training": {"max_steps": 1}}
+    assert main(settings(**sections, lora={"r": 16})) == 0
+    if model:
+        result, tokenizer = FastLanguageModel.from_pretrained(tmp_path / "run" / "model", load_in_4bit=False)
+    else:
+        base, before = FastLanguageModel.from_pretrained(chat_folder)
+        assert before.chat_template != TEMPLATE
+        result = FastLanguageModel.load_adapter(base, tmp_path / "run" / "adapter")
+        tokenizer = tokenizer_for(chat_folder, adapter=tmp_path / "run" / "adapter")
+    assert result.tokenizer.chat_template == tokenizer.chat_template == TEMPLATE
+
+
+def test_generate_with_scaled_positions(chat_folder, capsys):
+    length = json.loads((chat_folder / "config.json").read_text())["max_position_embeddings"]
+    generate = ["generate", "--model", str(chat_folder), "--max_new_tokens", "2", "--prompt", "abc"]
+    generate += ["--max_seq_length", str(2 * length)]
+    assert main(generate) == 2
+    (advice,) = re.findall(r"rope_scaling: (\{.*\})", capsys.readouterr().err)
+    assert main([*generate, "--rope_scaling", advice]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main([*generate, "--rope_scaling", "yarn"])
+    assert "expected a mapping such as '{rope_type: yarn, factor: 4.0}', given yarn" in capsys.readouterr().err

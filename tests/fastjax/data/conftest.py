@@ -1,5 +1,8 @@
 """A small byte-level tokenizer and chat templates of the well-known kinds."""
 
+import json
+
+import numpy as np
 import pytest
 
 TEMPLATES = {
@@ -31,6 +34,8 @@ TEMPLATES = {
     ),
 }
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL += ["<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]
+SPECIAL += ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +67,28 @@ def make_tokenizer():
 def templates():
     """The templates by name."""
     return TEMPLATES
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """`write_rows(file name, rows)`: a file of JSON lines."""
+
+    def write(name, rows):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def make_examples():
+    """`make_examples([(token ids, which are learnt), …])`."""
+    from fastjax.data import Examples
+
+    def make(examples):
+        tokens = np.array([token for tokens, _ in examples for token in tokens], np.int32)
+        learn = np.array([flag for _, flags in examples for flag in flags], bool)
+        return Examples(tokens, learn, np.cumsum([0, *(len(tokens) for tokens, _ in examples)]))
+
+    return make

@@ -3,15 +3,14 @@ import itertools
 import numpy as np
 import pytest
 
-from fastjax.data import Batches, Documents, pack_documents
-from fastjax.data.encoding import Example
+from fastjax.data import Batches, BatchSource, Documents, pack_documents
 
 
 @pytest.fixture
-def rows():
+def rows(make_examples):
     """Seven rows of one document each; row n holds the token n + 1."""
-    examples = [Example(np.full(4, n, np.int32), np.array([False, True, True, True])) for n in range(1, 8)]
-    return pack_documents(Documents.from_examples(examples, 4), 4, packing=False)
+    examples = make_examples([([n] * 4, [0, 1, 1, 1]) for n in range(1, 8)])
+    return pack_documents(Documents.of(examples, 4), 4, packing=False)
 
 
 def firsts(batches):
@@ -42,6 +41,17 @@ def test_accumulation_splits_the_same_rows(rows):
         wide = Batches(rows, batch_size=4, seed=1).batch(step)
         deep = Batches(rows, batch_size=1, accumulation_steps=4, seed=1).batch(step)
         np.testing.assert_array_equal(wide.tokens.reshape(-1, 4), deep.tokens.reshape(-1, 4))
+
+
+def test_rows_of_a_step_are_named(rows):
+    batches = Batches(rows, batch_size=2, accumulation_steps=2, shuffle=False)
+    assert batches.row_numbers(1).tolist() == [[4, 5], [6, -1]]
+    assert batches.describe_rows(batches.row_numbers(1)) == "row 4 (example 4); row 5 (example 5); row 6 (example 6)"
+    shuffled = Batches(rows, batch_size=4, seed=3)
+    assert (shuffled.batch(1).tokens[..., 0] == shuffled.row_numbers(1) + 1).all()
+    assert shuffled.position(1) == {}
+    source: BatchSource = shuffled
+    assert source.steps_per_epoch == 2
 
 
 def test_a_run_goes_on_where_it_stopped(rows):

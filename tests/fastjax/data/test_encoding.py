@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fastjax.data import ChatRecord, Encoder, TextRecord
+from fastjax.data import ChatRecord, Encoder, TextRecord, encoding
 from fastjax.errors import ConfigError, DataError
 
 CHAT = [
@@ -16,7 +16,7 @@ SYSTEM = [{"role": "system", "content": "the assistant"}, *CHAT[:2]]
 def encode(tokenizer, record, loss_on="responses"):
     """An example as [text, text, …], alternately not learnt and learnt, and its token ids."""
     record = TextRecord(record, "x") if isinstance(record, str) else ChatRecord(record, "x")
-    (example,) = Encoder(tokenizer, loss_on).encode([record])
+    ((example,),) = Encoder(tokenizer, loss_on).encode([record])
     borders = [0, *(np.flatnonzero(np.diff(example.learn)) + 1), len(example.tokens)]
     assert not example.learn[0]
     pieces = [tokenizer.decode(example.tokens[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
@@ -121,10 +121,14 @@ def test_stop_tokens_are_eos_and_the_end_of_the_turn(make_tokenizer):
     assert {name: Encoder(make_tokenizer(name)).stop_tokens() for name in names} == names
 
 
-def test_many_examples_come_in_order_across_chunks(make_tokenizer):
+def test_many_examples_come_in_order_across_chunks(make_tokenizer, monkeypatch):
+    monkeypatch.setattr(encoding, "CHUNK", 5000)
     records = [TextRecord(f"the {index}", "x") for index in range(2500)]
     tokenizer = make_tokenizer(None)
-    texts = [tokenizer.decode(example.tokens) for example in Encoder(tokenizer).encode(records)]
+    chunks = Encoder(tokenizer).encode(records)
+    chunks = list(chunks)
+    assert len(chunks) > 2
+    texts = [tokenizer.decode(example.tokens) for examples in chunks for example in examples]
     assert texts == [f"the {index}</s>" for index in range(2500)]
 
 
@@ -136,7 +140,7 @@ def test_the_mask_is_transformers_own_where_the_template_marks_responses(make_to
     )
     tokenizer = make_tokenizer(marked)
     expected = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    (example,) = Encoder(tokenizer).encode([ChatRecord(CHAT, "x")])
+    ((example,),) = Encoder(tokenizer).encode([ChatRecord(CHAT, "x")])
     assert example.tokens.tolist() == expected["input_ids"]
     assert example.learn.astype(int).tolist() == expected["assistant_masks"]
 
@@ -144,7 +148,7 @@ def test_the_mask_is_transformers_own_where_the_template_marks_responses(make_to
 def test_what_cannot_be_done_is_said(make_tokenizer):
     with pytest.raises(ConfigError, match="has no eos_token"):
         Encoder(make_tokenizer("chatml", eos_token=None))
-    with pytest.raises(ConfigError, match="loss_on must be one of responses, all, given 'answers'"):
+    with pytest.raises(ConfigError, match="loss_on must be one of responses, last_response, all, given 'answers'"):
         Encoder(make_tokenizer("chatml"), "answers")
     with pytest.raises(ConfigError, match="has no chat template"):
         Encoder(make_tokenizer(None)).encode_prompt(CHAT)

@@ -1,43 +1,87 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastjax.data import DataStatistics, Documents, pack_documents
-from fastjax.data.encoding import Example
+from fastjax.data.documents import Counts
+from fastjax.data.origins import Origins
 from fastjax.data.packing import best_fit
-
-
-def example(tokens, learn):
-    return Example(np.asarray(tokens, np.int32), np.asarray(learn, bool))
-
+from fastjax.errors import ConfigError
 
 EXAMPLES = [
-    example([10, 11, 12, 13, 14], [0, 0, 1, 1, 0]),  # 3 tokens: the last two serve nothing
-    example([20, 21, 22, 23, 24, 25, 26], [0, 1, 1, 1, 1, 1, 1]),  # one too long for 5
-    example([30, 31], [0, 0]),  # nothing to learn
-    example([40, 41], [0, 1]),
-    example([50, 51, 52, 53, 54, 55, 56], [0, 0, 0, 0, 0, 0, 1]),  # nothing left once cut
+    ([10, 11, 12, 13, 14], [0, 0, 1, 1, 0]),  # 3 tokens: the last two serve nothing
+    ([20, 21, 22, 23, 24, 25, 26], [0, 1, 1, 1, 1, 1, 1]),  # one too long for 5
+    ([30, 31], [0, 0]),  # nothing to learn
+    ([40, 41], [0, 1]),
+    ([50, 51, 52, 53, 54, 55, 56], [0, 0, 0, 0, 0, 0, 1]),  # nothing left once cut
 ]
 
 
-def test_documents_are_shifted_cut_and_counted():
-    documents = Documents.from_examples(EXAMPLES, 5)
+def test_documents_are_shifted_cut_and_counted(make_examples):
+    documents = Documents.of(make_examples(EXAMPLES), 5)
     assert documents.tokens.tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 40]
     assert documents.targets.tolist() == [-100, 12, 13, 21, 22, 23, 24, 25, 41]
     assert documents.offsets.tolist() == [0, 3, 8, 9]
-    assert (documents.truncated, documents.no_targets) == (1, 2)
+    assert documents.examples.tolist() == [0, 1, 3]
+    assert documents.counts == Counts(examples=5, truncated=1, no_targets=2)
     assert documents.tokens.dtype == documents.targets.dtype == np.int32
 
 
-def test_no_document_at_all():
-    documents = Documents.from_examples([], 5)
+def test_too_long_examples_are_split(make_examples):
+    documents = Documents.of(make_examples(EXAMPLES), 3, "split")
+    pieces = [documents.tokens[a:b].tolist() for a, b in itertools.pairwise(documents.offsets)]
+    # Of the fifth example, 50 51 52 has nothing to learn.
+    assert pieces == [[10, 11, 12], [20, 21, 22], [23, 24, 25], [40], [53, 54, 55]]
+    assert documents.targets.tolist() == [-100, 12, 13, 21, 22, 23, 24, 25, 26, 41, -100, -100, 56]
+    assert documents.examples.tolist() == [0, 1, 1, 3, 4]
+    assert documents.counts == Counts(examples=5, split=2, no_targets=1)
+    assert pack_documents(documents, 3).rows([2]).positions.tolist() == [[0, 1, 2]]
+
+
+def test_too_long_examples_are_dropped(make_examples):
+    documents = Documents.of(make_examples(EXAMPLES), 5, "drop")
+    assert documents.examples.tolist() == [0, 3]
+    assert documents.counts == Counts(examples=5, dropped=2, no_targets=1)
+    with pytest.raises(ConfigError, match="too_long must be one of truncate, split, drop, given 'cut'"):
+        Documents.of(make_examples(EXAMPLES), 5, "cut")
+
+
+@pytest.mark.parametrize("too_long", ["truncate", "split", "drop"])
+def test_documents_of_parts_are_those_of_the_whole(make_examples, too_long):
+    parts = [Documents.of(make_examples(some), 4, too_long) for some in (EXAMPLES[:2], [], EXAMPLES[2:])]
+    whole = Documents.of(make_examples(EXAMPLES), 4, too_long)
+    for joined, expected in zip(Documents.concatenate(parts), whole, strict=True):
+        np.testing.assert_array_equal(joined, expected)
+
+
+def test_chosen_documents_are_packed_as_often_as_they_come(make_examples):
+    origins = Origins.of([f"a.jsonl:{n}" for n in range(5)])
+    documents = Documents.of(make_examples(EXAMPLES), 5)
+    rows = pack_documents(documents, 5, chosen=np.array([0, 2, 2, 2]), origins=origins)
+    assert [rows.members(row) for row in range(len(rows))] == [[0, 2, 2], [2]]
+    assert rows.describe(0) == "a.jsonl:0, 3" and rows.describe(0, most=1) == "a.jsonl:0 and 1 more"
+    assert pack_documents(documents, 5).describe(1) == "example 1"
+
+
+@given(st.lists(st.sampled_from(["a:1", "a:12", "b row 0", "x", "007", "", "12", "9" * 30])))
+def test_origins_give_names_back(names):
+    origins = Origins.of(names)
+    assert [origins.name(n) for n in range(len(names))] == names
+    joined = Origins.concatenate([origins, Origins.of(["b row 7"]), origins])
+    assert [joined.name(n) for n in range(2 * len(names) + 1)] == [*names, "b row 7", *names]
+
+
+def test_no_document_at_all(make_examples):
+    documents = Documents.of(make_examples([]), 5)
     assert len(documents) == 0 and len(pack_documents(documents, 5)) == 0
 
 
-def test_packed_rows():
-    rows = pack_documents(Documents.from_examples(EXAMPLES, 5), 5)
-    assert rows.members == [[0, 2], [1]]
+def test_packed_rows(make_examples):
+    rows = pack_documents(Documents.of(make_examples(EXAMPLES), 5), 5)
+    assert [rows.members(row) for row in range(-1, 3)] == [[], [0, 2], [1], []]
     tokens, targets, segment_ids, positions = rows.rows([0, -1, 1])
     assert tokens.tolist() == [[10, 11, 12, 40, 0], [0] * 5, [20, 21, 22, 23, 24]]
     assert targets.tolist() == [[-100, 12, 13, 41, -100], [-100] * 5, [21, 22, 23, 24, 25]]
@@ -46,9 +90,9 @@ def test_packed_rows():
     assert {array.dtype for array in (tokens, targets, segment_ids, positions)} == {np.dtype(np.int32)}
 
 
-def test_padded_rows():
-    rows = pack_documents(Documents.from_examples(EXAMPLES, 5), 5, packing=False)
-    assert rows.members == [[0], [1], [2]]
+def test_padded_rows(make_examples):
+    rows = pack_documents(Documents.of(make_examples(EXAMPLES), 5), 5, packing=False)
+    assert [rows.members(row) for row in range(3)] == [[0], [1], [2]]
     assert rows.rows([2]).segment_ids.tolist() == [[1, 0, 0, 0, 0]]
 
 
@@ -75,9 +119,11 @@ def test_best_fit_refuses_what_does_not_fit():
 
 
 def test_statistics_read_as_a_line():
-    statistics = DataStatistics(10, 8, 1, 2, 900, 300, 2, 1000)
+    statistics = DataStatistics(10, 8, 1, 0, 0, 2, 900, 300, 2, 1000)
     assert statistics.slots_filled == 0.9
     assert str(statistics) == (
         "8 examples in 2 rows; 900 tokens, 300 of them learnt; 90.0% of the slots filled; 1 truncated; "
         "2 left out: nothing to learn in them"
     )
+    assert "8 documents in" in str(statistics._replace(split=3, truncated=0, dropped=4))
+    assert "; 3 too long, split; 4 too long, dropped; " in str(statistics._replace(split=3, truncated=0, dropped=4))

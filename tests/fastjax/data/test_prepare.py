@@ -5,8 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from fastjax.data import Batches, load_tokenizer, prepare
+from fastjax.data import Batches, DataSource, load_tokenizer, prepare
 from fastjax.errors import ConfigError, DataError
+
+MIXED = (("many", 10), ("few", 4))
 
 
 def write(path, rows):
@@ -46,6 +48,51 @@ def test_nothing_to_train_on_is_an_error(tmp_path, make_tokenizer):
     unanswered = write(tmp_path / "unanswered.jsonl", [chat("a"), chat("b")])
     with pytest.raises(DataError, match="unanswered.jsonl: none of the 2 examples has a token to learn"):
         prepare(unanswered, tokenizer, 32)
+
+
+def test_data_sets_are_mixed_by_weight_and_repeated(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer(None)
+    files = [
+        write(tmp_path / f"{name}.jsonl", [{"text": f"{name} {n}"} for n in range(count)]) for name, count in MIXED
+    ]
+    sources = [DataSource(str(file), weight=weight) for file, weight in zip(files, (1.0, 1.0), strict=True)]
+
+    def texts(**options):
+        said = []
+        dataset = prepare(sources, tokenizer, 64, packing=False, progress=said.append, **options)
+        (batch,) = Batches(dataset.rows, batch_size=len(dataset.rows)).epoch()
+        found = [tokenizer.decode(row[row >= 0]).removesuffix("</s>") for row in batch.targets[0]]
+        assert dataset.statistics.examples == dataset.statistics.documents == len(found)
+        assert dataset.statistics.target_tokens == (batch.targets != -100).sum()
+        assert dataset.statistics.tokens == (batch.segment_ids > 0).sum()
+        return [text.lstrip() for text in found], said
+
+    found, said = texts(mixture_ends="first_exhausted", seed=1)
+    # The first token of a text is not predicted, so of "few 0" only " 0" is read back.
+    assert len(found) == len(set(said)) * 8 == 8
+    assert said == [f"{files[0]}: 4 of 10 examples; {files[1]}: 4 of 4 examples"]
+    found, said = texts(mixture_ends="all_exhausted", seed=1)
+    assert len(found) == 20 and said == [f"{files[0]}: 10 of 10 examples; {files[1]}: 10 of 4 examples"]
+
+
+def test_the_largest_token_is_known_before_the_model_is(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer(None)
+    tokenizer.add_tokens(["<|new|>"])
+    assert prepare(write(tmp_path / "a.jsonl", [{"text": "a"}]), tokenizer, 8).max_token_id < len(tokenizer) - 1
+    # As the last token of a text cut short it is only ever a target.
+    rows = [{"text": "a b"}, {"text": "a<|new|>"}]
+    assert prepare(write(tmp_path / "b.jsonl", rows), tokenizer, 8).max_token_id == len(tokenizer) - 1
+
+
+def test_a_named_template_stays_with_the_tokenizer(tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer(None)
+    rows = [{"prompt": "what is the user", "completion": "the answer"}]
+    as_text = prepare(write(tmp_path / "rows.jsonl", rows), tokenizer, 64)
+    assert tokenizer.chat_template is None
+    as_chat = prepare(tmp_path / "rows.jsonl", tokenizer, 64, chat_template="plain")
+    assert "Assistant:" in tokenizer.chat_template
+    decoded = [tokenizer.decode(data.rows.documents.tokens) for data in (as_text, as_chat)]
+    assert decoded == ["what is the userthe answer", "User: what is the user\n\nAssistant: the answer"]
 
 
 def test_tokenizers_load_from_folders(tmp_path, make_tokenizer):

@@ -1,7 +1,8 @@
 import pytest
 
-from fastjax.data import ChatRecord, TextRecord, read_jsonl
-from fastjax.errors import DataError
+from fastjax.data import ChatRecord, DataSource, TextRecord, read_jsonl
+from fastjax.data.sources import open_sources
+from fastjax.errors import ConfigError, DataError
 
 
 def write(folder, *lines):
@@ -40,11 +41,10 @@ def test_a_tool_call_needs_no_content(tmp_path):
     [
         ('{"text": "a"', r":2: not valid JSON at column \d+"),
         (b'{"text": "\xff"}', ":2: not valid UTF-8 at byte 10"),
-        ("[1]", r":2: expected a JSON object with 'messages' or 'text', found \[1\]"),
-        ('{"prompt": "a", "answer": "b"}', ":2: expected one of .* found the columns 'prompt', 'answer'"),
-        ('{"text": "a", "messages": []}', ":2: expected one of .* found both"),
-        ('{"text": 3}', ":2: 'text' must be a string that is not empty, found 3"),
-        ('{"text": ""}', ":2: 'text' must be a string that is not empty"),
+        ("[1]", r":2: expected an object with messages, .* or text, found \[1\]"),
+        ('{"prompt": "a", "answer": "b"}', ":2: expected the columns .*; the columns there are: prompt, answer"),
+        ('{"text": "a", "messages": []}', ":2: the columns of several kinds of example: messages, text; say which"),
+        ('{"text": 3}', ":2: 'text' must be a string, found 3"),
         ('{"messages": []}', ":2: 'messages' must be a list that is not empty"),
         ('{"messages": "hi"}', ":2: 'messages' must be a list"),
         ('{"messages": [{"content": "a"}]}', r":2: messages\[0\]: expected an object with 'role' and 'content'"),
@@ -63,3 +63,84 @@ def test_what_is_wrong_is_named_with_file_and_line(tmp_path, line, message):
 def test_a_missing_file_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         list(read_jsonl(tmp_path / "none.jsonl"))
+
+
+def texts(source, **options):
+    (found,) = open_sources(source)
+    return [record.text for record in found.records(**options)]
+
+
+@pytest.fixture
+def ten(write_rows):
+    return write_rows("ten.jsonl", [{"text": str(n)} for n in range(10)])
+
+
+def test_patterns_and_slices(ten, write_rows, tmp_path):
+    write_rows("other.jsonl", [{"text": "a"}])
+    (tmp_path / "notes.txt").write_text("no data")
+    assert texts(f"{tmp_path}/*") == ["a", *map(str, range(10))]
+    slices = {"[:2]": "01", "[8:]": "89", "[-2:]": "89", "[:-7]": "012", "[:20%]": "01", "[25%:50%]": "234", "[:]": ""}
+    for split, expected in slices.items():
+        assert texts(DataSource(str(ten), split=f"train{split}")) == list(expected or "0123456789")
+    assert texts(DataSource(str(ten), split="train[5:]"), skip=3) == ["8", "9"]
+
+
+def test_identity_is_of_the_contents(ten, tmp_path):
+    def identity(path, **options):
+        (found,) = open_sources(DataSource(str(path), **options))
+        return found.identity()
+
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(ten.read_bytes())
+    assert identity(ten) == identity(copy) == identity(ten, weight=2.0)
+    others = [identity(ten, split="train[:5]"), identity(ten, columns={"text": "text"})]
+    copy.write_bytes(ten.read_bytes().replace(b"9", b"8"))
+    assert len({identity(ten), identity(copy), *others}) == 4
+
+
+def test_a_folder_has_splits_as_datasets_finds_them(write_rows, tmp_path):
+    write_rows("train.jsonl", [{"text": "train"}] * 4)
+    write_rows("test.jsonl", [{"text": "test"}])
+    assert texts(str(tmp_path)) == ["train"] * 4
+    assert texts(DataSource(str(tmp_path), split="test")) == ["test"]
+    assert texts(DataSource(str(tmp_path), split="train[:50%]")) == ["train"] * 2
+    (source,) = open_sources(str(tmp_path))
+    assert [record.where for record in source.records()][:1] == [f"{tmp_path}/train.jsonl:1"]
+    with pytest.raises(DataError, match="datasets.load_dataset cannot read it: .*val"):
+        open_sources(DataSource(str(tmp_path), split="val"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_datasets_loads(write_rows, tmp_path, streaming):
+    """A combination of splits is left to `datasets`, which also reads names on the hub."""
+    write_rows("train.jsonl", [{"text": f"train {n}", "extra": None} for n in range(3)])
+    write_rows("test.jsonl", [{"text": "test", "extra": None}])
+    split = "train" if streaming else "train+test"
+    (source,) = open_sources(DataSource(str(tmp_path), split=split), streaming=streaming)
+    found = list(source.records(skip=1))
+    if not streaming:
+        assert found[0] == TextRecord("train 1", f"{tmp_path}[train+test] row 1")
+        assert found[-1].text == "test" and source.files is None
+        assert len(source.identity()) == 64
+    assert [record.text for record in found][:2] == ["train 1", "train 2"]
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("none.jsonl", FileNotFoundError, "no such file or folder"),
+        ("./none", FileNotFoundError, "no such file or folder"),
+        ("none*.jsonl", FileNotFoundError, "no file that ends in .* matches the pattern"),
+        (DataSource("ten.jsonl", split="test"), ConfigError, "split: expected train, or a part of it .* given test"),
+        (DataSource("ten.jsonl", name="main"), ConfigError, "name: expected none for files, given main"),
+        (DataSource("ten.jsonl", columns={"answer": "a"}), ConfigError, "columns: answer: unknown"),
+        ("notes.txt", ConfigError, "expected a file that ends in .jsonl"),
+        ("someone/something", DataError, "someone/something: datasets.load_dataset cannot read it"),
+        ([], ConfigError, "expected at least one data set, given none"),
+    ],
+)
+def test_what_is_not_there_is_said(ten, tmp_path, monkeypatch, source, error, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("no data")
+    with pytest.raises(error, match=message):
+        open_sources(source)

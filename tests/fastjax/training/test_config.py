@@ -60,8 +60,14 @@ def test_contradictions():
     whole = ModelSection("m", full_finetuning=True, load_in_4bit=False)
     with pytest.raises(ConfigError, match="lora: expected no such section"):
         TrainConfig(whole, DataSection("d"), OutputSection("o"), lora=LoraSection(r=4))
-    with pytest.raises(ConfigError, match="training.eval_steps: expected data.eval_file with it"):
+    with pytest.raises(ConfigError, match="training.eval_steps: expected data.eval with it"):
         TrainConfig(ModelSection("m"), DataSection("d"), OutputSection("o"), training=TrainingSection(eval_steps=5))
+
+
+def test_an_adapter_to_start_from_has_its_own_settings():
+    assert LoraSection(adapter="folder", lora_dropout=0.1).adapter == "folder"
+    with pytest.raises(ConfigError, match=r"lora\.adapter: expected no settings .* given lora\.r, lora\.use_dora$"):
+        LoraSection(adapter="folder", r=8, use_dora=True)
 
 
 @pytest.mark.parametrize("section", SECTIONS.values())

@@ -1,15 +1,76 @@
-"""The count against the known number of parameters of Llama 3."""
+"""The count against the known number of parameters of Llama 3, and against products counted one by one."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
 
 from fastjax.bench.step import PRESETS
+from fastjax.language_model import FastLanguageModel
 from fastjax.models.config import ModelConfig
-from fastjax.training.flops import matrix_parameters, step_flops
+from fastjax.training.flops import (
+    PEAK_FLOPS,
+    attended_length,
+    flops_per_token,
+    matrix_parameters,
+    peak_flops,
+    step_flops,
+)
+
+CONFIG = ModelConfig.from_hf(PRESETS["llama3-8b"])
 
 
 def test_llama_3_8b():
-    config = ModelConfig.from_hf(PRESETS["llama3-8b"])
     # 8,030,261,248 parameters, of which the embedding table (128256 x 4096) and 65 norms multiply nothing.
-    assert matrix_parameters(config) == 8_030_261_248 - 128256 * 4096 - 65 * 4096
-    flops = step_flops(config, tokens=8192, document_length=2048, adapter_parameters=0)
-    assert flops / 8192 == 4 * matrix_parameters(config) + 32 * 6 * 2048 * 32 * 128
-    whole = step_flops(config, tokens=1, document_length=0, adapter_parameters=0, frozen=False)
-    assert whole == 6 * matrix_parameters(config)
+    assert matrix_parameters(CONFIG) == 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    flops = step_flops(CONFIG, tokens=8192, document_length=2048)
+    assert flops / 8192 == 4 * matrix_parameters(CONFIG) + 32 * 6 * 2048 * 32 * 128
+    own = matrix_parameters(CONFIG)
+    assert step_flops(CONFIG, tokens=1, document_length=0, trained_parameters=own) == 6 * own
+
+
+def test_trained_parts():
+    frozen = step_flops(CONFIG, tokens=10, document_length=0)
+    assert step_flops(CONFIG, tokens=10, document_length=0, adapter_parameters=7) - frozen == 10 * 6 * 7
+    assert step_flops(CONFIG, tokens=10, document_length=0, trained_parameters=7) - frozen == 10 * 2 * 7
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_by_what_is_trained(tied):
+    """Full fine-tuning trains every matrix, an adapter its own, and a saved head is one of the model's."""
+    hf = PRESETS["tiny"] | {"tie_word_embeddings": tied}
+    full = FastLanguageModel.from_config(hf, full_finetuning=True)
+    own = matrix_parameters(full.config)
+    attention = step_flops(full.config, tokens=1, document_length=100) - 4 * own
+    assert flops_per_token(full.config, full.trainable, 100) == 6 * own + attention
+    base = FastLanguageModel.from_config(hf, load_in_4bit=False)
+    lora = FastLanguageModel.get_peft_model(base, r=4, use_dora=True, target_modules=["q_proj", "down_proj"])
+    adapter = 2 * 4 * (128 + 128 + 256 + 128)  # layers, rank, q_proj's and down_proj's in and out
+    assert flops_per_token(lora.config, lora.trainable, 100) == 4 * own + 6 * adapter + attention
+    saved = FastLanguageModel.get_peft_model(
+        base, r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head", "embed_tokens"]
+    )
+    head = 512 * 128
+    assert flops_per_token(saved.config, saved.trainable, 100) == 4 * own + 6 * adapter + 2 * head + attention
+
+
+def test_packed_documents_cost_what_they_cost_alone():
+    lengths = [3, 1000, 70, 2048]
+    alone = [step_flops(CONFIG, tokens=n, document_length=n, adapter_parameters=5) for n in lengths]
+    packed = step_flops(CONFIG, tokens=sum(lengths), document_length=attended_length(lengths), adapter_parameters=5)
+    assert packed == pytest.approx(sum(alone), rel=1e-12)  # float64
+    assert attended_length([8, 8, 8]) == 8
+    assert attended_length(np.zeros(0, np.int64)) == 0
+
+
+def test_peak_flops():
+    assert peak_flops("NVIDIA H200", jnp.bfloat16) == peak_flops("NVIDIA H200", "float16") == 989.4e12
+    assert peak_flops("NVIDIA H200", np.dtype("float32")) == 66.9e12
+    assert peak_flops("NVIDIA H200", "tf32") == 494.7e12
+    assert peak_flops("Tesla T4", jnp.bfloat16) is None
+    assert peak_flops("Tesla T4", jnp.float16) == 65e12
+    for unknown in ("cpu", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 4090 Laptop GPU"):
+        assert peak_flops(unknown, jnp.bfloat16) is None
+    assert peak_flops("NVIDIA H200", "int8") is None
+    for peak in PEAK_FLOPS.values():  # dense figures: TF32 is half of 16 bit; 2%: NVIDIA prints three digits
+        assert peak.tf32 is None or peak.half / peak.tf32 == pytest.approx(2, rel=0.02)
+        assert peak.half > peak.float32

@@ -1,6 +1,6 @@
-"""The loop over a toy step: what it reports, when it evaluates, that it reads a step behind, how it fails."""
+"""The loop over a toy step: what it reports, saves and evaluates, that it reads a step behind, how it ends."""
 
-import json
+import signal
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,13 +9,17 @@ import pytest
 
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
-from fastjax.training.loop import fit, run_evaluation
-from fastjax.training.metrics import Evaluation, JsonLines, Throughput
+from fastjax.training.checkpoint import Progress, SaveFailed
+from fastjax.training.health import GradientCheck
+from fastjax.training.loop import Cadence, fit, run_evaluation
+from fastjax.training.metrics import Evaluation
+from fastjax.training.signals import StopSignals
 
 
 class State(NamedTuple):
     step: int
-    trainable: float
+    trainable: int
+    halted: bool = False
 
 
 class Rows(list):
@@ -27,6 +31,35 @@ class Rows(list):
     def close(self):
         pass
 
+    def events(self):
+        return [(row["step"], row["event"]) for row in self if "event" in row]
+
+
+class Saves:
+    """Checkpoints in a list; those of the steps in `failing` do not get there."""
+
+    folder = "checkpoints"
+
+    def __init__(self, failing=()):
+        self.states, self.failing, self.pending = {}, failing, None
+
+    def save(self, state, progress):
+        self.wait()
+        self.pending = progress.step
+        if progress.step not in self.failing:
+            self.states[progress.step] = state, progress
+
+    def begin(self):
+        pass
+
+    def wait(self):
+        step, self.pending = self.pending, None
+        if step in self.failing:
+            raise SaveFailed(f"no room for {step}")
+        return step
+
+    poll = wait
+
 
 def batch(tokens: int = 6) -> Batch:
     segments = np.zeros((1, 2, 4), np.int32)
@@ -34,42 +67,49 @@ def batch(tokens: int = 6) -> Batch:
     return Batch(segments, segments, segments, segments)
 
 
-def toy_step(log=None, bad=()):
+def toy_step(log=None, bad=(), scale=None, norms=(1.0,)):
     def step(state, frozen, batch):
         number = state.step + 1
         if log is not None:
             log.append(("dispatch", number))
-        loss = float("nan") if number in bad else 10.0 / number
+        finite = number not in bad and not state.halted
         metrics = {
-            "loss": jnp.float32(loss),
+            "loss": jnp.float32(10.0 / number if finite else float("nan")),
             "num_targets": jnp.int32(8),
             "num_correct": jnp.int32(2),
             "grad_norm": jnp.float32(0.5),
-            "finite": jnp.asarray(number not in bad),
+            "squared_norms": jnp.asarray(norms, jnp.float32),
+            "finite": jnp.asarray(finite),
+            "updates": jnp.int32(state.trainable),
         }
-        return State(number, state.trainable + 1), metrics
+        if scale is not None:
+            metrics |= {"loss_scale": jnp.float32(scale), "skipped_steps": jnp.int32(sum(b <= number for b in bad))}
+        halted = state.halted or (not finite and scale in (None, 1.0))
+        return State(number, state.trainable + finite, halted), metrics
 
     return step
 
 
-def run(steps, step=None, *, batches=None, **options):
-    rows = Rows()
+def run(steps, step=None, *, batches=None, start=None, rows=None, **options):
+    start = start or Progress()
+    rows = Rows() if rows is None else rows
     rates = np.linspace(0.1, 1.0, steps, dtype=np.float32)
-    batches = [batch()] * steps if batches is None else batches
-    state, evaluation = fit(
-        step or toy_step(), State(0, 0), None, batches, learning_rates=rates, sinks=[rows], **options
-    )
-    return state, evaluation, rows
+    batches = [batch()] * (steps - start.step) if batches is None else batches
+    state = State(start.step, start.step)
+    return fit(
+        step or toy_step(), state, None, batches, learning_rates=rates, start=start, sinks=[rows], **options
+    ), rows
 
 
 def test_one_row_a_step():
-    state, evaluation, rows = run(3)
-    assert state == State(3, 3)
-    assert evaluation is None
+    fitted, rows = run(3)
+    assert fitted.state == State(3, 3)
+    assert fitted.complete and fitted.evaluation is None and fitted.progress.step == 3
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["loss"] for row in rows] == pytest.approx([10, 5, 10 / 3])
     assert [row["learning_rate"] for row in rows] == pytest.approx([0.1, 0.55, 1.0])
     assert {row["token_accuracy"] for row in rows} == {0.25}
+    assert {row["num_tokens"] for row in rows} == {6}
     assert rows[0]["tokens_per_second"] is None  # the first step compiles
     assert rows[2]["tokens_per_second"] > 0
     assert rows[2]["seconds_left"] == 0
@@ -82,7 +122,7 @@ def test_reads_a_step_while_the_next_one_runs():
         def write(self, row):
             log.append(("report", row["step"]))
 
-    fit(toy_step(log), State(0, 0), None, [batch()] * 3, learning_rates=np.ones(3), sinks=[Log()])
+    run(3, toy_step(log), rows=Log())
     expected = [("dispatch", 1), ("dispatch", 2), ("report", 1), ("dispatch", 3), ("report", 2), ("report", 3)]
     assert log == expected
 
@@ -92,11 +132,11 @@ def test_evaluates_every_few_steps_and_at_the_end():
 
     def evaluate(trainable):
         seen.append(trainable)
-        return Evaluation(1.0, 0.5, 10)
+        return Evaluation(1.0, 0.5, 10, {"eval_exact": 0.25})
 
-    _, evaluation, rows = run(5, evaluate=evaluate, eval_steps=2)
+    fitted, rows = run(5, evaluate=evaluate, cadence=Cadence(evaluate=2))
     assert seen == [2, 4, 5]
-    assert evaluation == Evaluation(1.0, 0.5, 10)
+    assert fitted.evaluation is not None and fitted.evaluation.loss == 1.0
     kinds = [(row["step"], "loss" in row) for row in rows]
     assert kinds == [(1, True), (2, True), (2, False), (3, True), (4, True), (4, False), (5, True), (5, False)]
     assert rows[2] == {
@@ -105,15 +145,97 @@ def test_evaluates_every_few_steps_and_at_the_end():
         "eval_perplexity": pytest.approx(np.e),
         "eval_token_accuracy": 0.5,
         "eval_num_targets": 10,
+        "eval_exact": 0.25,
     }
-    assert run(4, evaluate=evaluate, eval_steps=2)[2][-1]["step"] == 4
+    assert run(4, evaluate=evaluate, cadence=Cadence(evaluate=2))[1][-1]["step"] == 4
     assert seen == [2, 4, 5, 2, 4]  # a last step that was evaluated already is not evaluated again
+
+
+def losses(*values):
+    found = iter(values)
+    return lambda trainable: Evaluation(next(found), 0.5, 10)
+
+
+def test_saves_every_few_steps_at_the_end_and_at_the_best():
+    saves = Saves()
+    cadence = Cadence(evaluate=2, save=3, save_best=True)
+    fitted, rows = run(7, evaluate=losses(3.0, 2.0, 2.5, 2.4), cadence=cadence, checkpoints=saves)
+    assert {step: state.step for step, (state, _) in saves.states.items()} == {2: 2, 3: 3, 4: 4, 6: 6, 7: 7}
+    assert saves.states[6][1][:4] == (6, 2.0, 4, 1)
+    assert fitted.progress[:4] == (7, 2.0, 4, 2)
+    assert rows.events() == [(step, "saved") for step in (2, 3, 4, 6, 7)]
+
+
+def test_goes_on_where_it_stood():
+    start = Progress(2, best_loss=1.0, best_step=2, evaluations_since_best=1, seconds=50.0)
+    fitted, rows = run(4, start=start, evaluate=losses(1.5), cadence=Cadence(evaluate=4))
+    assert [row["step"] for row in rows] == [3, 4, 4]
+    assert fitted.progress[:4] == (4, 1.0, 2, 2)
+    fitted, rows = run(2, start=Progress(2))
+    assert rows == [] and fitted.complete
+
+
+def test_patience():
+    cadence = Cadence(evaluate=1, patience=2, threshold=0.1)
+    fitted, rows = run(9, evaluate=losses(3.0, 2.0, 1.95, 1.92), cadence=cadence, checkpoints=Saves())
+    assert fitted.complete and fitted.progress[:4] == (4, 2.0, 2, 2)
+    assert rows.events() == [(4, "early_stop")]
+    saves = Saves()
+    run(9, evaluate=losses(3.0, 4.0, 4.0), cadence=Cadence(evaluate=1, patience=2, save=5), checkpoints=saves)
+    assert list(saves.states) == [3]
+
+
+def test_a_save_that_fails_is_told_and_the_run_goes_on():
+    saves = Saves(failing={2})
+    fitted, rows = run(4, cadence=Cadence(save=1), checkpoints=saves)
+    assert fitted.complete and list(saves.states) == [1, 3, 4]
+    assert rows.events() == [(1, "saved"), (2, "save_failed"), (3, "saved"), (4, "saved")]
+    assert "no room for 2" in [row["message"] for row in rows if row.get("event") == "save_failed"]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_signal_ends_the_run_after_its_step_and_saves(failing):
+    stop, saves = StopSignals(), Saves({2} if failing else ())
+
+    class Signalling(Rows):
+        def write(self, row):
+            super().write(row)
+            stop.received = signal.SIGTERM  # while step 2 runs
+
+    if failing:
+        with pytest.raises(SaveFailed):
+            run(5, rows=Signalling(), stop=stop, checkpoints=saves)
+        return
+    fitted, rows = run(5, rows=Signalling(), stop=stop, checkpoints=saves)
+    assert not fitted.complete and fitted.state.step == 2
+    assert list(saves.states) == [2]
+    assert rows.events() == [(2, "saved")]
 
 
 @pytest.mark.parametrize("bad", [1, 2, 4])
 def test_a_step_that_is_not_finite_ends_the_run(bad):
-    with pytest.raises(TrainingError, match=rf"^step {bad}: the loss is nan and the gradient norm 0.5"):
-        run(4, toy_step(bad={bad}))
+    saves, rows = Saves(), Rows()
+    with pytest.raises(TrainingError, match=rf"^step {bad}: the loss is nan and the gradient norm 0.5.* row 7 is bad"):
+        run(4, toy_step(bad={bad}), rows=rows, checkpoints=saves, explain=lambda *_: "row 7 is bad")
+    kept = {step: (state.trainable, bool(state.halted)) for step, (state, _) in saves.states.items()}
+    assert kept == ({bad - 1: (bad - 1, False)} if bad > 1 else {})
+    assert rows.events() == [(bad, "not_finite")]
+    assert rows[-1]["message"].count("checkpoint of step") == (bad > 1)
+
+
+def test_an_overflow_in_float16_is_a_skipped_step():
+    fitted, rows = run(4, toy_step(bad={2}, scale=1024.0))
+    assert fitted.state.trainable == 3
+    assert [row.get("skipped", False) for row in rows] == [False, True, False, False]
+    assert [row["skipped_steps"] for row in rows] == [0, 1, 1, 1]
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.1, 0.4, 0.4, 0.7])
+    with pytest.raises(TrainingError, match=r"^step 2: the loss is nan"):
+        run(4, toy_step(bad={2}, scale=1.0))
+
+
+def test_weights_without_gradient_end_the_run():
+    with pytest.raises(TrainingError, match=r"^1 of 2 trained weights have no gradient after the first steps: dead\."):
+        run(4, toy_step(norms=(1.0, 0.0)), check=GradientCheck(["alive", "dead"]))
 
 
 def test_too_few_batches():
@@ -127,22 +249,3 @@ def test_evaluation_is_a_mean_over_tokens():
     assert evaluation == Evaluation(2.5, 0.5, 4)
     with pytest.raises(TrainingError, match="no token to predict"):
         run_evaluation(lambda *_: next(sums), None, None, [])
-
-
-def test_throughput_leaves_out_compilation_and_evaluation():
-    times = iter([0.0, 30.0, 32.0, 34.0, 100.0, 102.0])
-    throughput = Throughput(10, clock=lambda: next(times))
-    assert throughput.step(1, 100) == {"tokens_per_second": None, "seconds": 30.0, "seconds_left": None}
-    assert throughput.step(2, 100) == {"tokens_per_second": 50.0, "seconds": 32.0, "seconds_left": 16.0}
-    assert throughput.step(3, 300)["tokens_per_second"] == 100.0
-    throughput.pause()
-    assert throughput.step(4, 100)["tokens_per_second"] == 100.0
-    assert throughput.step(5, 200)["seconds_left"] == 10.0
-
-
-def test_json_lines_are_json(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    lines = JsonLines(path)
-    lines.write({"step": 1, "loss": float("nan"), "tokens_per_second": None})
-    assert json.loads(path.read_text()) == {"step": 1, "loss": None, "tokens_per_second": None}
-    lines.close()

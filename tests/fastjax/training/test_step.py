@@ -10,6 +10,7 @@ import pytest
 
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
+from fastjax.training.loss import loss_sums
 from fastjax.training.step import init_state, make_eval_step, make_train_step
 from tests.support import steps, tiny
 
@@ -135,7 +136,9 @@ def test_evaluation_draws_no_dropout():
 def test_the_size_of_the_chunks_does_not_matter():
     rows = packed_rows()
     metrics, grads = steps.gradients(model("tied"), batch(rows))
-    chunked_metrics, chunked = steps.gradients(model("tied"), batch(rows), chunk_size=7)
+    chunked_metrics, chunked = steps.gradients(
+        model("tied"), batch(rows), loss=functools.partial(loss_sums, chunk_size=7)
+    )
     np.testing.assert_allclose(chunked_metrics["loss"], metrics["loss"], rtol=1e-6)
     steps.assert_close(chunked, grads, TOLERANCE)
 
@@ -220,10 +223,13 @@ def test_a_loss_that_is_not_finite_leaves_the_state_as_it_was(value):
     step = steps.adam_step(ours)
     state, metrics = step(init_state(ours.trainable, optimizer, jax.random.key(5)), frozen, good)
     assert metrics["finite"] and np.isfinite(metrics["loss"])
-    after, metrics = step(state, frozen, bad)
+    halted, metrics = step(state, frozen, bad)
+    assert not metrics["finite"] and halted.halted
+    steps.assert_same(data(halted), data(state._replace(halted=True)))
+    after, metrics = step(halted, frozen, good)
     assert not metrics["finite"]
-    steps.assert_same(data(after), data(state))
-    after, metrics = step(after, frozen, good)
+    steps.assert_same(data(after), data(halted))
+    after, metrics = step(state, frozen, good)
     assert metrics["finite"] and int(after.step) == 2
 
 
@@ -239,7 +245,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_as_it_was():
     state = init_state(trainable, optax.adamw(1e-2), jax.random.key(5))
     after, metrics = steps.adam_step(ours)(state, ours.frozen, batch(packed_rows(), 2))
     assert np.isfinite(metrics["loss"]) and not metrics["finite"]
-    steps.assert_same(data(after), data(state))
+    steps.assert_same(data(after), data(state._replace(halted=True)))
 
 
 def data(state):

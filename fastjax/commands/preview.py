@@ -1,0 +1,89 @@
+"""`fastjax preview`: the rows of a run as the model will see them, and what becomes of the data. No JAX, no weights."""
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from fastjax.commands.settings import parse_train_config
+from fastjax.errors import ConfigError
+from fastjax.training.config import TrainConfig
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        argv: the YAML file, overrides, and how many rows.
+    """
+    parser = argparse.ArgumentParser(
+        prog="fastjax preview",
+        usage="fastjax preview CONFIG [--section.key value ...] [--rows N]",
+        description="Show the first rows of a run as the model will see them, with what is learnt in colour, and what "
+        "becomes of the data: lengths, slots filled, what is cut or left out, steps. It needs no GPU and reads no "
+        "weights.",
+        epilog="CONFIG and the overrides are those of `fastjax train`, whose --help lists every setting.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rows", type=int, default=1, metavar="N", help="rows to show (default: %(default)s)")
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.rows < 0:
+        raise ConfigError(f"--rows: expected 0 or more, given {arguments.rows}")
+    if rest and not rest[0].startswith("-"):
+        rest.insert(0, "--config")
+    preview(parse_train_config(rest), arguments.rows, Console())
+
+
+def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
+    """Show the data of a run.
+
+    Args:
+        config: the run.
+        num_rows: rows to show of the training data and of the held-out data.
+        console: where to.
+    """
+    from fastjax.data import Batches, Dataset
+    from fastjax.preview.render import counts, histogram, legend, mixture, show_row
+    from fastjax.preview.view import first_rows, view_row
+    from fastjax.training.datasets import load_datasets, load_run_tokenizer, total_steps, train_batches
+
+    tokenizer = load_run_tokenizer(config)
+    with console.status("preparing the data") as status:
+        train, held_out = load_datasets(config, tokenizer, status.update)
+    batches = train_batches(config, train)
+    steps, per_epoch = total_steps(config, batches), batches.steps_per_epoch
+    sources = {"train": batches}
+    if held_out is not None:
+        sources["held out"] = Batches(held_out.rows, 1, shuffle=False)
+    if num_rows:
+        console.print(legend(console))
+        for name, source in sources.items():
+            for row in first_rows(source, num_rows):
+                where = f"{name}, step {row.step}, row {row.place}" if name == "train" else name
+                documents = view_row(row.tokens, row.targets, row.segment_ids, tokenizer)
+                console.print()
+                console.print(show_row(documents, len(row.tokens), where, row.origin, console))
+    known = {name: data for name, data in (("train", train), ("held out", held_out)) if isinstance(data, Dataset)}
+    for name, dataset in known.items():
+        console.print()
+        console.print(
+            histogram(dataset.rows.documents.lengths[dataset.rows.order], f"{name}: tokens in a document", console)
+        )
+    for name, dataset in known.items():
+        shares = mixture(dataset, f"{name}: where the documents come from")
+        if shares is not None:
+            console.print()
+            console.print(shares)
+    if known:
+        console.print()
+        console.print(counts(known))
+        console.print()
+    size, parts = config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps
+    sentence = f"{f'{parts} × ' if parts > 1 else ''}{size} rows a step"
+    if isinstance(train, Dataset) and per_epoch is not None:
+        tokens = train.statistics.tokens / per_epoch
+        sentence += f", {tokens:,.0f} tokens on average; {per_epoch:,} steps an epoch, {steps:,} steps in all"
+        sentence += f" ({steps / per_epoch:.3g} epoch{'s' * (steps != per_epoch)})"
+    else:
+        sentence += f"; {steps:,} steps of streamed data, whose number is not known"
+    console.print(sentence, highlight=False, soft_wrap=True)

@@ -1,0 +1,167 @@
+"""Every setting of a run in words: its name, what it takes, its default, and what it means.
+
+All of it comes from the sections' annotations and docstrings, which therefore are the one place where a setting is
+documented: `fastjax train --help` and docs/settings.md are two renderings of this.
+"""
+
+import dataclasses
+import inspect
+import json
+import textwrap
+import types
+import typing
+from typing import Any, Literal, NamedTuple
+
+from fastjax.data.settings import DataSource
+from fastjax.training.config import TrainConfig
+
+SECTIONS: dict[str, type] = typing.get_type_hints(TrainConfig)
+"""The sections of the file, in order, with their dataclasses."""
+
+_WORDS: dict[Any, str] = {
+    DataSource: "a section with path",
+    Any: "anything",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    type(None): "null",
+}
+_PLURALS: dict[Any, str] = {
+    DataSource: "sections with path",
+    Any: "values",
+    int: "integers",
+    float: "numbers",
+    str: "strings",
+}
+
+
+class Setting(NamedTuple):
+    """One setting.
+
+    Attributes:
+        name: its key in the section.
+        takes: its type in words.
+        default: as YAML writes it; None: it has none and must be given.
+        meaning: a sentence or more.
+    """
+
+    name: str
+    takes: str
+    default: str | None
+    meaning: str
+
+
+class Section(NamedTuple):
+    """A section of settings.
+
+    Attributes:
+        name: its key in the file.
+        meaning: a sentence.
+        settings: in order.
+    """
+
+    name: str
+    meaning: str
+    settings: list[Setting]
+
+
+def list_sections() -> list[Section]:
+    """All sections, and at the end that of a data set, by which data.train and data.eval may name one."""
+    listed = [_section(name, section) for name, section in SECTIONS.items()]
+    source = _section("data.train[…]", DataSource)
+    return [*listed, source._replace(meaning="One data set, where data.train or data.eval lists sections.")]
+
+
+def help_text(width: int) -> str:
+    """The sections for a terminal.
+
+    Args:
+        width: columns.
+    """
+    lines = []
+    for section in list_sections():
+        lines += ["", *textwrap.wrap(f"{section.name}: {_lower(section.meaning)}", width)]
+        for setting in section.settings:
+            default = "required" if setting.default is None else f"default {setting.default}"
+            option = f"--{section.name}.{setting.name}" if section.name in SECTIONS else setting.name
+            lines += textwrap.wrap(
+                f"{option}  {setting.takes}; {default}", width, initial_indent="  ", subsequent_indent="      "
+            )
+            lines += textwrap.wrap(setting.meaning, width, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def markdown() -> str:
+    """The sections as tables."""
+    lines = []
+    for section in list_sections():
+        lines += ["", f"## `{section.name}`", "", section.meaning, ""]
+        lines += ["| key | takes | default | meaning |", "| --- | --- | --- | --- |"]
+        for setting in section.settings:
+            default = "required" if setting.default is None else f"`{setting.default}`"
+            cells = (f"`{setting.name}`", setting.takes, default, setting.meaning)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def describe_kind(kind: Any) -> str:
+    """A type in words.
+
+    Args:
+        kind: an annotation of a setting.
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe_kind(argument) for argument in arguments)
+    if origin is list:
+        return f"a list of {_plural(arguments[0])}"
+    if origin is dict:
+        return f"a mapping from {_PLURALS[arguments[0]]} to {_plural(arguments[1])}"
+    return _WORDS[kind]
+
+
+def _plural(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return f"some of {', '.join(map(str, typing.get_args(kind)))}"
+    if typing.get_origin(kind) is list:
+        return f"lists of {_plural(typing.get_args(kind)[0])}"
+    return " or ".join(_PLURALS[k] for k in typing.get_args(kind) or (kind,))
+
+
+def _section(name: str, section: type) -> Section:
+    meanings, hints = _attributes(section), typing.get_type_hints(section)
+    settings = [
+        Setting(field.name, describe_kind(hints[field.name]), _default(field), meanings[field.name])
+        for field in dataclasses.fields(section)
+    ]
+    return Section(name, inspect.cleandoc(section.__doc__ or "").partition("\n")[0], settings)
+
+
+def _attributes(section: type) -> dict[str, str]:
+    """The entries under `Attributes:` in a docstring."""
+    found: dict[str, list[str]] = {}
+    name = None
+    for line in inspect.cleandoc(section.__doc__ or "").partition("Attributes:\n")[2].splitlines():
+        if not line.startswith("     "):  # an entry; its other lines stand further to the right
+            name, _, line = line.strip().partition(": ")
+            found[name] = []
+        assert name is not None
+        found[name].append(line.strip())
+    return {name: " ".join(lines) for name, lines in found.items()}
+
+
+def _default(field: dataclasses.Field) -> str | None:
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    elif field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        return None
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "")
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:].removesuffix(".")

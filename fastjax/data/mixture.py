@@ -1,0 +1,56 @@
+"""Several data sets in one.
+
+Without weights they are put one behind the other. With weights, each data set's share of the examples is its weight
+over the sum of the weights, exact up to rounding. An epoch then either ends before any data set would have to repeat
+an example (the others are not used up: a random part of each, the same in every epoch), or after every data set has
+been used up (the others repeat: all of each as often as that goes, and a random part of it).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int64
+
+from fastjax.data.settings import Exhaustion
+
+
+def choose(
+    sizes: Sequence[int], weights: Sequence[float | None], ends: Exhaustion, seed: int
+) -> list[Int64[np.ndarray, " _"]]:
+    """Decide which examples an epoch has.
+
+    Args:
+        sizes: Examples in each data set.
+        weights: The weight of each; None in all: everything once.
+        ends: When the epoch ends.
+        seed: What random parts are drawn from.
+
+    Returns:
+        For each data set the indices of its examples, ascending, repeated ones as often as they come.
+    """
+    if not any(weights):
+        return [np.arange(size) for size in sizes]
+    known = np.array([weight or 0.0 for weight in weights])
+    length = np.array(sizes) / known
+    scale = length.min() if ends == "first_exhausted" else length.max()
+    chosen = []
+    for index, (size, weight) in enumerate(zip(sizes, known, strict=True)):
+        times, rest = divmod(round(scale * weight), size)
+        part = np.random.default_rng((seed, index)).permutation(size)[:rest]
+        chosen.append(np.sort(np.concatenate([np.tile(np.arange(size), times), part])))
+    return chosen
+
+
+def next_source(weights: Sequence[float], drawn: Sequence[int]) -> int:
+    """The data set that a stream takes its next example from: the one that is furthest behind its share.
+
+    Args:
+        weights: The weight of each, all positive.
+        drawn: Examples taken from each so far.
+
+    Returns:
+        Its index.
+    """
+    total = sum(drawn) + 1
+    share = sum(weights)
+    return int(np.argmax([weight / share * total - taken for weight, taken in zip(weights, drawn, strict=True)]))

@@ -1,0 +1,89 @@
+"""Chat templates by name, for tokenizers that have none, or another than is wanted.
+
+The templates are files in `assets/chat_templates`. They mark responses, the end of the turn included, and take
+system messages, tools, tool calls and results. Llama 3, Mistral and Gemma are written as these models were trained,
+as far as their makers say; system messages and tools stand at the beginning (not in the last turn), so that a
+conversation's beginning stays as it is when messages follow.
+
+A template is of use only to a tokenizer that knows its special tokens: as plain text they would be learnt as the
+letters they are made of, and nothing would end a turn.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastjax.data.template import ChatTemplate
+from fastjax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_FOLDER = Path(__file__).parent.parent / "assets" / "chat_templates"
+
+
+class _Needs(NamedTuple):
+    """What a template writes that a tokenizer must know.
+
+    Attributes:
+        tokens: Tokens written as they stand.
+        names: Tokens written by the tokenizer's name for them.
+    """
+
+    tokens: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+
+NAMED_TEMPLATES: dict[str, _Needs] = {
+    "chatml": _Needs(("<|im_start|>", "<|im_end|>")),
+    "llama3": _Needs(("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), ("bos_token",)),
+    "mistral": _Needs(
+        (
+            *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+            *("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        ),
+        ("bos_token", "eos_token"),
+    ),
+    "gemma": _Needs(("<start_of_turn>", "<end_of_turn>"), ("bos_token",)),
+    "alpaca": _Needs(names=("eos_token",)),
+    "plain": _Needs(names=("eos_token",)),
+}
+"""The templates that can be named."""
+
+
+def set_chat_template(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
+    """Give a tokenizer a chat template, which is then saved with it.
+
+    Args:
+        tokenizer: The tokenizer; changed in place.
+        name: One of `NAMED_TEMPLATES`, or a file with a Jinja template.
+
+    Raises:
+        ConfigError: An unknown name, a file that is not a template, or special tokens that the tokenizer lacks.
+    """
+    if name not in NAMED_TEMPLATES:
+        tokenizer.chat_template = _read(name)
+        return
+    needs = NAMED_TEMPLATES[name]
+    backend = tokenizer.backend_tokenizer
+    lacking = [token for token in needs.tokens if backend.token_to_id(token) is None]
+    lacking += [f"{kind} (none is set)" for kind in needs.names if getattr(tokenizer, kind) is None]
+    if lacking:
+        raise ConfigError(
+            f"data.chat_template: {name} needs special tokens that the tokenizer in {tokenizer.name_or_path} lacks: "
+            f"{', '.join(lacking)}; add them (model.new_tokens), or choose a template without, such as plain"
+        )
+    tokenizer.chat_template = (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def _read(name: str) -> str:
+    if not Path(name).is_file():
+        raise ConfigError(
+            f"data.chat_template: expected one of {', '.join(NAMED_TEMPLATES)}, or a file with a Jinja template, "
+            f"given {name}, which is neither"
+        )
+    try:
+        source = Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.chat_template: {name} is not valid UTF-8 at byte {error.start}") from error
+    ChatTemplate(source, {})
+    return source

@@ -1,0 +1,81 @@
+"""New tokens, as far as the tokenizer is concerned; `models.vocabulary` gives them their rows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convert.files import read_json
+from fastjax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from fastjax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+
+def tokenizer_for(
+    folder: str | Path,
+    new_tokens: "Sequence[str | AddedToken] | None" = None,
+    adapter: str | Path | None = None,
+) -> "PreTrainedTokenizerFast":
+    """The tokenizer of a run: the model folder's with new tokens, or the adapter's own unless that knows fewer tokens.
+
+    Args:
+        folder: the base model.
+        new_tokens: tokens to add.
+        adapter: a PEFT folder that the run starts from.
+
+    Raises:
+        ConfigError: there is no tokenizer, or it knows one of the new tokens.
+    """
+    tokenizer = load_tokenizer(folder)
+    if new_tokens:
+        add_tokens(tokenizer, new_tokens, read_json(Path(folder) / "config.json").get("vocab_size"))
+    if adapter is not None and any((Path(adapter) / name).is_file() for name in TOKENIZER_FILES):
+        own = load_tokenizer(adapter)
+        if vocabulary_size(own) >= vocabulary_size(tokenizer):
+            return own  # with the chat template that the adapter was trained with
+    return tokenizer
+
+
+def add_tokens(
+    tokenizer: "PreTrainedTokenizerBase", tokens: "Sequence[str | AddedToken]", rows: int | None = None
+) -> list[int]:
+    """Teach a tokenizer new tokens.
+
+    A text is found in the input as it stands and is an ordinary token, which decoding shows even where special tokens
+    are skipped; for another behaviour give a `tokenizers.AddedToken`, for instance with `special=True`.
+
+    Args:
+        tokenizer: changed in place.
+        tokens: the new tokens.
+        rows: of the embedding; a token that the tokenizer knows counts as new if the embedding has no row for it.
+
+    Returns:
+        Their ids.
+
+    Raises:
+        ConfigError: empty tokens, the same twice, or tokens that the tokenizer knows.
+    """
+    from tokenizers import AddedToken
+
+    wanted = [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False) for token in tokens]
+    texts = [token.content for token in wanted]
+    if isinstance(tokens, str) or not all(texts) or len(set(texts)) < len(texts):
+        raise ConfigError(f"new_tokens: expected different texts that are not empty, given {tokens!r}")
+    known = tokenizer.get_vocab()
+    there = [text for text in texts if text in known and (rows is None or known[text] < rows)]
+    if there:
+        listed = ", ".join(f"{text!r} (id {known[text]})" for text in there)
+        raise ConfigError(
+            f"new_tokens: expected tokens that the tokenizer does not know, given {listed}; leave them out"
+        )
+    missing: Any = [token for token in wanted if token.content not in known]
+    tokenizer.add_tokens(missing)
+    known = tokenizer.get_vocab()
+    return [known[text] for text in texts]
+
+
+def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """One more than the largest id: the rows that an embedding needs."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1

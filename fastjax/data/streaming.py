@@ -1,0 +1,362 @@
+"""Batches from data sets that are read while training goes on.
+
+Examples are read, encoded and packed a window at a time: as many as fill a few hundred rows. A window's rows are
+shuffled and dealt out to batches; what is left goes into the next window's first batch. A thread makes the next window
+while this one is trained on. When the data end they begin again, with other windows.
+
+Everything follows from where a window begins: how many examples of each data set were taken before it. That, and how
+many of its rows were dealt out, is all that a checkpoint stores; the window is made again from it.
+"""
+
+import collections
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Int64
+
+from fastjax.data.batches import Batch, stack
+from fastjax.data.documents import Counts, Documents
+from fastjax.data.encoding import Encoder
+from fastjax.data.mixture import next_source
+from fastjax.data.named_templates import set_chat_template
+from fastjax.data.origins import Origins
+from fastjax.data.packing import PackedRows, Rows, pack_documents
+from fastjax.data.prefetch import prefetched
+from fastjax.data.prepare import identity, nothing_to_learn
+from fastjax.data.records import Record
+from fastjax.data.settings import Exhaustion, LossOn, TooLong
+from fastjax.data.sources import OpenSource, Sources, open_sources
+from fastjax.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+WINDOW = 256
+"""Rows that a window fills at least: enough for best-fit packing to waste nothing, and for a few steps."""
+
+_READ = 250
+"""Examples between two looks at whether a window is full."""
+
+_REMEMBERED = 4096
+"""Steps whose rows can be asked for."""
+
+
+class Place(NamedTuple):
+    """How far the data sets were read.
+
+    Attributes:
+        taken: Examples taken from each since it last began.
+        drawn: Examples taken from each in all.
+        window: Windows made.
+        rows: Rows made.
+    """
+
+    taken: tuple[int, ...]
+    drawn: tuple[int, ...]
+    window: int = 0
+    rows: int = 0
+
+
+class _Window(NamedTuple):
+    """Rows of successive examples.
+
+    Attributes:
+        place: Where the examples begin.
+        rows: Their rows.
+        order: The order in which the rows are dealt out.
+    """
+
+    place: Place
+    rows: PackedRows
+    order: np.ndarray
+
+
+class StreamedBatches:
+    """Batches of data sets that are read bit by bit; a `BatchSource`.
+
+    Attributes:
+        fingerprint: Of everything that shapes the rows: the data sets, the tokenizer, the options.
+        counts: What became of the examples read so far, which is more than was trained on.
+    """
+
+    steps_per_epoch = None
+
+    def __init__(
+        self,
+        sources: Sequence[OpenSource],
+        encoder: Encoder,
+        max_seq_length: int,
+        batch_size: int,
+        accumulation_steps: int = 1,
+        *,
+        too_long: TooLong = "truncate",
+        packing: bool = True,
+        mixture_ends: Exhaustion = "first_exhausted",
+        seed: int = 0,
+        templated: bool = False,
+        fingerprint: str = "",
+    ):
+        """Take what `stream` has put together; see there."""
+        self.fingerprint = fingerprint
+        self.counts = Counts()
+        self._sources = list(sources)
+        self._encoder = encoder
+        self._row_length = max_seq_length
+        self._shape = (accumulation_steps, batch_size)
+        self._too_long: TooLong = too_long
+        self._packing = packing
+        self._ends: Exhaustion = mixture_ends
+        self._seed = seed
+        self._templated = templated
+        self._positions: dict[int, dict[str, Any]] = {}
+        self._numbers: dict[int, np.ndarray] = {}
+        self._windows: collections.deque[_Window] = collections.deque(maxlen=8)
+
+    def from_step(
+        self, start: int = 0, stop: int | None = None, position: Mapping[str, Any] | None = None
+    ) -> Iterator[Batch]:
+        """The batches of successive steps.
+
+        Args:
+            start: The first step.
+            stop: The step to stop before; None: never.
+            position: What `position(start)` was; None: the data are read again up to there.
+
+        Yields:
+            The batch of each step.
+
+        Raises:
+            OSError: Data that cannot be read.
+            DataError: A row that cannot be used, data without a row, or without one token to learn.
+        """
+        if position:
+            step = start
+            place = Place(tuple(position["taken"]), tuple(position["drawn"]), position["window"], position["rows"])
+            dealt = int(position["dealt"])
+        else:
+            nothing = (0,) * len(self._sources)
+            step, place, dealt = 0, Place(nothing, nothing), 0
+        self._positions[step] = _position(place, dealt)
+        per_batch = self._shape[0] * self._shape[1]
+        with prefetched(self._make_windows(place), depth=1) as windows:
+            waiting: list[tuple[_Window, int]] = []  # rows to deal out, by their place in the order
+            while stop is None or step < stop:
+                while len(waiting) < per_batch:
+                    window = next(windows)
+                    self._windows.append(window)
+                    waiting += [(window, n) for n in range(dealt, len(window.order))]
+                    dealt = 0
+                batch, waiting = waiting[:per_batch], waiting[per_batch:]
+                self._remember(step, batch, waiting)
+                if step >= start:
+                    yield self._batch(batch)
+                step += 1
+
+    def position(self, step: int) -> dict[str, Any]:
+        """What a checkpoint stores after `step` steps.
+
+        Args:
+            step: The number of steps taken, of which the batch was the last, or nearly.
+
+        Returns:
+            A few numbers, as JSON.
+
+        Raises:
+            ValueError: A step that was not reached, or long ago.
+        """
+        if step not in self._positions:
+            raise ValueError(f"the position after step {step} is not known; known are those after the latest steps")
+        return self._positions[step]
+
+    def row_numbers(self, step: int) -> Int64[np.ndarray, "A B"]:
+        """The rows in a step's batch.
+
+        Args:
+            step: The number of the step, from 0, one of the latest.
+
+        Returns:
+            Their numbers, counted from the beginning of the run.
+        """
+        return self._numbers[step]
+
+    def describe_rows(self, rows: Int[np.ndarray, " _"]) -> str:
+        """Rows with the examples in them, as a user can find them.
+
+        Args:
+            rows: Their numbers.
+
+        Returns:
+            For instance "row 17 (train.jsonl:12, 95)".
+        """
+        return "; ".join(f"row {row} ({self._describe(row)})" for row in np.ravel(rows).tolist() if row >= 0)
+
+    def _describe(self, row: int) -> str:
+        for window in list(self._windows):
+            index = row - window.place.rows
+            if 0 <= index < len(window.rows):
+                return window.rows.describe(index)
+        return "no longer known"
+
+    def _remember(self, step: int, batch: list[tuple[_Window, int]], waiting: list[tuple[_Window, int]]) -> None:
+        """Note what a step trains on, and where the next one begins."""
+        numbers = [window.place.rows + int(window.order[n]) for window, n in batch]
+        self._numbers[step] = np.array(numbers, np.int64).reshape(self._shape)
+        if waiting:
+            position = _position(waiting[0][0].place, waiting[0][1])
+        else:
+            window, n = batch[-1]
+            position = _position(window.place, n + 1)
+        self._positions[step + 1] = position
+        self._positions.pop(step + 1 - _REMEMBERED, None)
+        self._numbers.pop(step - _REMEMBERED, None)
+
+    def _batch(self, batch: list[tuple[_Window, int]]) -> Batch:
+        parts = []
+        for _, group in itertools.groupby(batch, key=lambda item: item[0].place.window):
+            (window, *_), places = zip(*group, strict=True)
+            parts.append(window.rows.rows(window.order[list(places)]))
+        return stack(Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), self._shape)
+
+    def _make_windows(self, place: Place) -> Iterator[_Window]:
+        reader = _Reader(self._sources, self._ends, place, self._templated)
+        while True:
+            reader.restarts = [0] * len(self._sources)
+            records: list[Record] = []
+            parts: list[Documents] = []
+            tokens = 0
+            while tokens < WINDOW * self._row_length:
+                chunk = reader.read(_READ)
+                records += chunk
+                for examples in self._encoder.encode(chunk):
+                    parts.append(Documents.of(examples, self._row_length, self._too_long))
+                    tokens += len(parts[-1].tokens)
+                if not tokens and min(reader.restarts) > 1:  # all of every data set was seen
+                    names = ", ".join(source.source.path for source in self._sources)
+                    raise DataError(nothing_to_learn(names, Documents.concatenate(parts), self._row_length))
+            documents = Documents.concatenate(parts)
+            self.counts = Counts(*np.add(self.counts, documents.counts).tolist())
+            origins = Origins.of(record.where for record in records)
+            rows = pack_documents(documents, self._row_length, packing=self._packing, origins=origins)
+            yield _Window(place, rows, np.random.default_rng((self._seed, place.window)).permutation(len(rows)))
+            place = reader.place(place.window + 1, place.rows + len(rows))
+
+
+class _Reader:
+    """The examples of the mixture, one behind the other, for ever."""
+
+    def __init__(self, sources: Sequence[OpenSource], ends: Exhaustion, place: Place, templated: bool):
+        self._sources = sources
+        self._ends = ends
+        self._templated = templated
+        self._taken = list(place.taken)
+        self._drawn = list(place.drawn)
+        self._weights = [source.source.weight or 0.0 for source in sources]
+        self._open = [self._records(n, skip) for n, skip in enumerate(self._taken)]
+        # Without weights the data sets come in turn, and those behind the present one are untouched.
+        self._turn = max((n for n, taken in enumerate(self._taken) if taken), default=0)
+        self.restarts = [0] * len(sources)
+
+    def place(self, window: int, rows: int) -> Place:
+        """Where the next example is."""
+        return Place(tuple(self._taken), tuple(self._drawn), window, rows)
+
+    def read(self, count: int) -> list[Record]:
+        """The next examples."""
+        records: list[Record] = []
+        while len(records) < count:
+            n = next_source(self._weights, self._drawn) if any(self._weights) else self._turn
+            record = next(self._open[n], None)
+            if record is None:
+                self._end(n)
+                continue
+            self._taken[n] += 1
+            self._drawn[n] += 1
+            records.append(record)
+        return records
+
+    def _end(self, ended: int) -> None:
+        """Go on after the end of a data set."""
+        if not self._taken[ended]:
+            raise DataError(f"{self._sources[ended].source.path}: no examples")
+        if any(self._weights) and self._ends == "all_exhausted":
+            self._restart(ended)
+        elif not any(self._weights) and ended + 1 < len(self._sources):
+            self._turn += 1
+        else:
+            for n in range(len(self._sources)):
+                self._restart(n)
+                self._drawn[n] = 0
+            self._turn = 0
+
+    def _restart(self, n: int) -> None:
+        self.restarts[n] += 1
+        self._taken[n] = 0
+        self._open[n] = self._records(n, 0)
+
+    def _records(self, n: int, skip: int) -> Iterator[Record]:
+        return self._sources[n].records(templated=self._templated, skip=skip)
+
+
+def _position(place: Place, dealt: int) -> dict[str, Any]:
+    return place._asdict() | {"taken": list(place.taken), "drawn": list(place.drawn), "dealt": dealt}
+
+
+def stream(
+    sources: Sources,
+    tokenizer: "PreTrainedTokenizerFast",
+    max_seq_length: int,
+    batch_size: int,
+    accumulation_steps: int = 1,
+    *,
+    chat_template: str | None = None,
+    loss_on: LossOn = "responses",
+    too_long: TooLong = "truncate",
+    packing: bool = True,
+    mixture_ends: Exhaustion = "first_exhausted",
+    seed: int = 0,
+) -> StreamedBatches:
+    """Batches from data sets that are read while training goes on.
+
+    With weights, every data set has its share of the examples at any time; see `next_source`. With `first_exhausted`
+    all data sets begin again when one has ended, with `all_exhausted` only that one.
+
+    Args:
+        sources: A path, several, or descriptions of data sets.
+        tokenizer: The model's tokenizer.
+        max_seq_length: Tokens in a row.
+        batch_size: Rows in a microbatch (B).
+        accumulation_steps: Microbatches in a batch (A).
+        chat_template: A named template or a file, which the tokenizer has from then on; None: the tokenizer's own.
+        loss_on: What is learnt; see `Encoder`.
+        too_long: What becomes of an example longer than a row; see `Documents`.
+        packing: Whether examples share rows.
+        mixture_ends: With weights, what happens when a data set has ended.
+        seed: Of the order of the rows.
+
+    Returns:
+        The batches; nothing is read yet.
+
+    Raises:
+        OSError: A file or data set that is not there.
+        ConfigError: A tokenizer without EOS, a template that it lacks; a wrong option.
+        DataError: What `datasets` cannot read.
+    """
+    if chat_template is not None:
+        set_chat_template(tokenizer, chat_template)
+    opened = open_sources(sources, streaming=True)
+    options = [max_seq_length, loss_on, too_long, packing, chat_template is not None, mixture_ends, seed]
+    return StreamedBatches(
+        opened,
+        Encoder(tokenizer, loss_on),
+        max_seq_length,
+        batch_size,
+        accumulation_steps,
+        too_long=too_long,
+        packing=packing,
+        mixture_ends=mixture_ends,
+        seed=seed,
+        templated=chat_template is not None,
+        fingerprint=identity(opened, tokenizer, options),
+    )

@@ -1,0 +1,105 @@
+"""In which precision a model is held and computed: three settings, and the modules that stay in float32.
+
+Frozen weights are held in the compute dtype, what is trained in the parameter dtype, and both are cast to the dtype of
+the activations where they are used. A module named in `float32_modules` is held in float32, and its input is cast to
+float32 before it and its output back after it; the logits of a float32 head stay in float32.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from fastjax.errors import ConfigError
+from fastjax.models.config import ModelConfig
+from fastjax.models.layout import GROUPS, NORMS
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """How a model is held and computed.
+
+    Attributes:
+        dtype: of the computation, and of the frozen weights.
+        param_dtype: of what is trained.
+        float32_modules: paths of the modules that stay in float32: "norm", "layers.0.self_attn.q_proj", and
+            "layers.0.self_attn" where all of it does, the attention included.
+    """
+
+    dtype: jnp.dtype
+    param_dtype: jnp.dtype
+    float32_modules: frozenset[str] = frozenset()
+
+    def weight_dtype(self, path: str, *, trained: bool) -> jnp.dtype:
+        """The dtype in which a tensor is held.
+
+        Args:
+            path: as "layers.0.self_attn.q_proj.weight".
+            trained: whether it is trained, not frozen.
+        """
+        if path.rpartition(".")[0] in self.float32_modules:
+            return jnp.dtype(jnp.float32)
+        return self.param_dtype if trained else self.dtype
+
+    def in_layer(self, index: int) -> frozenset[str]:
+        """The float32 modules of a layer, by their path in it."""
+        prefix = f"layers.{index}."
+        return frozenset(path.removeprefix(prefix) for path in self.float32_modules if path.startswith(prefix))
+
+
+def make_precision(
+    dtype: str | None, param_dtype: str, float32_modules: Sequence[str] | None, config: ModelConfig
+) -> Precision:
+    """Settings as a user gives them, checked.
+
+    Args:
+        dtype: "bfloat16", "float16" or "float32"; None: bfloat16 on a GPU, float32 on a CPU.
+        param_dtype: likewise.
+        float32_modules: names of modules, or the ends of names.
+        config: the model that has the modules.
+
+    Raises:
+        ConfigError: an unknown dtype; a name that no module has.
+    """
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if value not in DTYPES:
+            raise ConfigError(f"{name}: expected one of {list(DTYPES)}, given {value!r}")
+    kept = _resolve(float32_modules or (), config)
+    return Precision(jnp.dtype(DTYPES[dtype]), jnp.dtype(DTYPES[param_dtype]), kept)
+
+
+def _resolve(names: Iterable[str], config: ModelConfig) -> frozenset[str]:
+    """The paths that the names mean: of the modules named, and of all modules inside them."""
+    if isinstance(names, str):
+        raise ConfigError(f"float32_modules: expected a list of names, given the text {names!r}")
+    paths = list(_paths(config))
+    kept: set[str] = set()
+    for name in names:
+        wanted = name.removeprefix("model.")
+        chosen = [path for path in paths if path == wanted or path.endswith(f".{wanted}")]
+        if not wanted or not chosen:
+            ends = sorted({part for path in paths for part in (path.split(".", 2)[-1], path.split(".")[-1])} - {"0"})
+            ends = [end for end in ends if not end.isdigit()]
+            raise ConfigError(
+                f"float32_modules: no module has the name {name!r} or a name that ends with it; there are {ends}, in "
+                f"layers.0 to layers.{config.num_hidden_layers - 1} or beside the layers"
+            )
+        kept.update(path for path in paths for top in chosen if path == top or path.startswith(f"{top}."))
+    if config.tie_word_embeddings and kept & {"embed_tokens", "lm_head"}:
+        kept |= {"embed_tokens"}  # one array for both: it is held once
+    return frozenset(kept)
+
+
+def _paths(config: ModelConfig) -> Iterable[str]:
+    """Every module that can be named."""
+    yield from ("embed_tokens", "norm", "lm_head", "layers")
+    for index in range(config.num_hidden_layers):
+        layer = f"layers.{index}"
+        yield from (layer, *(f"{layer}.{name}" for name in NORMS), f"{layer}.self_attn", f"{layer}.mlp")
+        for group, parts in GROUPS.items():
+            yield from (f"{layer}.{group.split('.')[0]}.{part}" for part in parts)

@@ -1,0 +1,1 @@
+"""What the model will see of the data, shown before anything is trained. Nothing here imports JAX."""

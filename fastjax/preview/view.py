@@ -1,0 +1,141 @@
+"""A row of a batch as text: its documents, and in them what is learnt and which tokens are special.
+
+It is read back from the arrays that go into the train step, not from the examples, so that what is shown is what is
+trained on. A document's last target is no input of its own (nothing follows it), but is shown, because it is learnt.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32
+
+from fastjax.data.batches import BatchSource
+from fastjax.data.documents import IGNORE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Piece(NamedTuple):
+    """Tokens in a row that are treated alike.
+
+    Attributes:
+        text: what they say.
+        learnt: whether the model learns to predict them.
+        special: whether it is a special token.
+    """
+
+    text: str
+    learnt: bool
+    special: bool
+
+
+class DocumentView(NamedTuple):
+    """A document within a row.
+
+    Attributes:
+        pieces: what it says.
+        tokens: slots that it fills.
+        targets: tokens that are learnt.
+    """
+
+    pieces: list[Piece]
+    tokens: int
+    targets: int
+
+
+class FirstRow(NamedTuple):
+    """A row of one of the first batches.
+
+    Attributes:
+        step: the step that trains on it, from 1.
+        place: its place among the step's rows, as "2 of 8".
+        origin: where its examples come from, for people.
+        tokens: its token ids.
+        targets: its targets.
+        segment_ids: its segment ids.
+    """
+
+    step: int
+    place: str
+    origin: str
+    tokens: Int32[np.ndarray, " S"]
+    targets: Int32[np.ndarray, " S"]
+    segment_ids: Int32[np.ndarray, " S"]
+
+
+def first_rows(batches: BatchSource, count: int) -> Iterator[FirstRow]:
+    """The first rows of a run, without those that are padding alone.
+
+    Args:
+        batches: its batches.
+        count: how many at most; there are no more than an epoch has.
+
+    Yields:
+        The rows, in the order of the steps.
+    """
+    found = 0
+    for step, batch in enumerate(batches.from_step(0, batches.steps_per_epoch)):
+        numbers = batches.row_numbers(step).ravel()
+        rows = [array.reshape(len(numbers), -1) for array in (batch.tokens, batch.targets, batch.segment_ids)]
+        for place in np.flatnonzero(numbers >= 0).tolist():
+            if found == count:
+                return
+            origin = batches.describe_rows(numbers[place : place + 1])
+            yield FirstRow(step + 1, f"{place + 1} of {len(numbers)}", origin, *(array[place] for array in rows))
+            found += 1
+
+
+def view_row(
+    tokens: Int32[np.ndarray, " S"],
+    targets: Int32[np.ndarray, " S"],
+    segment_ids: Int32[np.ndarray, " S"],
+    tokenizer: "PreTrainedTokenizerFast",
+) -> list[DocumentView]:
+    """Read the documents of a row.
+
+    Args:
+        tokens: a row of `Batch.tokens`.
+        targets: its targets.
+        segment_ids: its segment ids.
+        tokenizer: decodes the tokens.
+    """
+    special = np.array(sorted(_special_tokens(tokenizer)), np.int64)
+    views = []
+    for segment in range(1, int(segment_ids.max(initial=0)) + 1):
+        here = segment_ids == segment
+        inputs, learnt = tokens[here], targets[here] != IGNORE
+        ids = np.append(inputs, targets[here][-1:]) if learnt[-1] else inputs
+        mask = np.insert(learnt, 0, False)[: len(ids)]
+        pieces = list(_pieces(ids, mask, np.isin(ids, special), tokenizer))
+        views.append(DocumentView(pieces, len(inputs), int(np.count_nonzero(learnt))))
+    return views
+
+
+def _special_tokens(tokenizer: "PreTrainedTokenizerFast") -> set[int]:
+    return {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def _pieces(
+    ids: Int[np.ndarray, " N"],
+    learnt: Bool[np.ndarray, " N"],
+    special: Bool[np.ndarray, " N"],
+    tokenizer: "PreTrainedTokenizerFast",
+) -> Iterator[Piece]:
+    """Tokens in groups, each with the text that it adds to that of those before it.
+
+    A group is not decoded alone: decoders treat the beginning of a text in their own way, and a character's bytes may
+    lie in two groups; then it goes to the second.
+    """
+    end, before = 0, ""
+    for (is_learnt, is_special, _), group in groupby(
+        range(len(ids)), key=lambda n: (bool(learnt[n]), bool(special[n]), int(special[:n].sum()) if special[n] else -1)
+    ):
+        end += len(list(group))
+        text = str(tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if end < len(ids):
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        yield Piece(text[len(before) :], is_learnt, is_special)
+        before = text

@@ -1,0 +1,42 @@
+"""A few trained rows of a frozen table: embeddings of some tokens, or their rows of the head (PEFT's trainable tokens).
+
+The trained rows take the place of the table's own wherever one of their tokens is looked up or scored. Only they are
+trained and only they have a gradient and an optimizer's state; the table is neither copied nor written to.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from fastjax.lora import SavedParam
+from fastjax.quantization.weights import linear
+
+
+class TrainableTokens(nnx.Module):
+    """Rows of a table that are trained.
+
+    Attributes:
+        indices: the tokens, in the order of the rows.
+        trainable_tokens_delta: [N, E], the rows themselves; the name is PEFT's, which once stored differences.
+    """
+
+    def __init__(self, indices: Sequence[int], rows: Float[Array, "N E"]):
+        self.indices = tuple(int(index) for index in indices)
+        self.trainable_tokens_delta = SavedParam(rows)
+
+    def embed(self, tokens: Int[Array, "B S"], base: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """The embeddings of `tokens`, whose rows in the frozen table are `base`; in base's dtype."""
+        order = np.argsort(self.indices)
+        ordered = jnp.asarray(np.asarray(self.indices, np.int32)[order])
+        place = jnp.minimum(jnp.searchsorted(ordered, tokens), len(self.indices) - 1)
+        own = jnp.take(ordered, place) == tokens
+        rows = jnp.take(self.trainable_tokens_delta[...], jnp.take(jnp.asarray(order), place), axis=0)
+        return jnp.where(own[:, :, None], rows.astype(base.dtype), base)
+
+    def score(self, hidden: Float[Array, "B S E"], logits: Float[Array, "B S V"]) -> Float[Array, "B S V"]:
+        """Logits of `hidden`, which the frozen head gives as `logits`; in their dtype."""
+        own = linear(hidden, self.trainable_tokens_delta[...]).astype(logits.dtype)
+        return logits.at[:, :, np.asarray(self.indices, np.int32)].set(own, unique_indices=True)

@@ -1,0 +1,275 @@
+"""Checkpoints of a run: everything that a step changes, and where the run stands, through Orbax.
+
+One folder a step under `checkpoints/`, which Orbax writes under a temporary name and renames when it is whole; so a run
+that is killed leaves whole checkpoints only. A thread of its own writes, from a copy of the state: on the device where
+it has room for one, which costs the run a millisecond, otherwise on the host. The arrays are stored under their names
+in the state; beside them, as JSON, what the host knows: progress, data position, settings. One that is to go is renamed
+before it is deleted.
+"""
+
+import concurrent.futures
+import functools
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fastjax.errors import ConfigError, TrainingError
+
+#: Of the JSON beside the arrays; one of another version is refused.
+FORMAT = 1
+_GONE = ".deleted"
+
+
+class SaveFailed(TrainingError):
+    """A checkpoint that could not be written; the earlier ones are whole."""
+
+
+class Progress(NamedTuple):
+    """Where a run stands, beside its state.
+
+    Attributes:
+        step: steps taken, skipped ones included; the data of as many batches have been used.
+        best_loss: the lowest held-out loss; None before the first evaluation.
+        best_step: its step.
+        evaluations_since_best: evaluations that were no better.
+        seconds: the run has taken so far.
+    """
+
+    step: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+    evaluations_since_best: int = 0
+    seconds: float = 0.0
+
+
+class Checkpoints:
+    """The checkpoints in a folder.
+
+    Attributes:
+        folder: of the checkpoints.
+        extra: what else to keep of a step, as JSON can hold it.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, keep: int = 1, extra: Callable[[int], Mapping[str, Any]] = lambda step: {}
+    ):
+        """Look at a folder, which need not exist yet, and clear what a killed run left unfinished in it.
+
+        Args:
+            folder: of the checkpoints.
+            keep: how many of the newest stay, beside the best.
+            extra: what else to keep of a step, as JSON can hold it.
+        """
+        self.folder, self._keep, self.extra = Path(folder).absolute(), keep, extra
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._copied: tuple[int, Callable[[], None]] | None = None
+        self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
+        self._writer.submit(_orbax)  # its import takes a second, in which later a step could not be dispatched
+        for left in [*self.folder.glob(f"*{_GONE}"), *self.folder.glob("*.orbax-checkpoint-tmp*")]:
+            shutil.rmtree(left, ignore_errors=True)
+
+    def steps(self) -> list[int]:
+        """The steps of the whole checkpoints, the newest first."""
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted((int(f.name) for f in found if f.name.isdecimal() and f.is_dir()), reverse=True)
+
+    def save(self, state: Any, progress: Progress) -> None:
+        """Copy a state, to be written in the background from `begin` on; one write at a time.
+
+        Args:
+            state: the TrainState after `progress.step` steps.
+            progress: where the run stands.
+
+        Raises:
+            SaveFailed: the write before this one failed, or this one at its start.
+        """
+        self.wait()
+        arrays = named_arrays(state)
+        described = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
+        metadata: Any = {"format": FORMAT, "progress": progress._asdict(), "arrays": described}
+        metadata |= self.extra(progress.step)
+        stored = _copy({name: array for name, array in arrays.items() if array.size})  # zarr has no empty arrays
+        path = self.folder / str(progress.step)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):  # Orbax leaves threads behind where it cannot even begin
+                pass
+        except OSError as error:
+            raise self._failed(progress.step, error) from error
+
+        def write(arrays: dict[str, Any]) -> None:
+            # One after the other, and not by Orbax, which sends all at once: the next steps could not be dispatched.
+            arrays = {name: np.asarray(arrays.pop(name)) for name in list(arrays)}
+            _orbax().save_checkpointables(
+                str(path), {"state": arrays}, overwrite=path.exists(), custom_metadata=metadata
+            )
+            self._retire(progress)
+
+        self._copied = progress.step, functools.partial(write, stored)
+
+    def begin(self) -> None:
+        """Start to write what was copied. Python is busy with it at first: do it when the device has its next step."""
+        if self._copied is not None:
+            (step, write), self._copied = self._copied, None
+            self._pending = step, self._writer.submit(write)
+
+    def poll(self) -> int | None:
+        """The step of the save that has ended since the last look; None: none has.
+
+        Raises:
+            SaveFailed: it failed.
+        """
+        if self._pending is None or not self._pending[1].done():
+            return None
+        return self.wait()
+
+    def wait(self) -> int | None:
+        """Wait for the save that is being written, and return its step; None: there is none.
+
+        Raises:
+            SaveFailed: it failed.
+        """
+        self.begin()
+        if self._pending is None:
+            return None
+        (step, future), self._pending = self._pending, None
+        try:
+            future.result()
+        except Exception as error:
+            raise self._failed(step, error) from error
+        return step
+
+    def close(self) -> None:
+        """End the background thread, after the write that it is in."""
+        self._writer.shutdown()
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """The JSON of a checkpoint.
+
+        Raises:
+            ConfigError: it is of another version of this format, or of another program.
+        """
+        stored: Any = _orbax().checkpointables_metadata(str(self.folder / str(step))).custom_metadata
+        found: dict[str, Any] = dict(stored or {})
+        if found.get("format") != FORMAT:
+            raise ConfigError(
+                f"{self.folder / str(step)}: expected a checkpoint of format {FORMAT}, given {found.get('format')}; "
+                "it was written by another version of fastjax"
+            )
+        return found
+
+    def load(self, step: int, like: Any) -> Any:
+        """Read the state of a checkpoint.
+
+        Args:
+            step: of the checkpoint.
+            like: a state with the arrays' shapes, dtypes and places.
+
+        Returns:
+            The state.
+
+        Raises:
+            ConfigError: the checkpoint's arrays are others (the first of them named).
+        """
+        arrays = named_arrays(like)
+        wanted = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
+        _check(wanted, self.metadata(step)["arrays"], self.folder / str(step))
+        abstract = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+            for name, array in arrays.items()
+            if array.size
+        }
+        stored = _orbax().load_checkpointables(str(self.folder / str(step)), {"state": abstract})["state"]
+        leaves, structure = jax.tree.flatten(like)
+        found = [stored.get(name, array) for name, array in arrays.items()]
+        return jax.tree.unflatten(
+            structure,
+            [
+                jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if _is_key(old) else new
+                for new, old in zip(found, leaves, strict=True)
+            ],
+        )
+
+    def _retire(self, progress: Progress) -> None:
+        """Delete what is neither among the newest nor the best."""
+        for step in self.steps()[self._keep :]:
+            if step != progress.best_step:
+                path = self.folder / str(step)
+                gone = path.rename(path.with_name(f"{step}{_GONE}"))
+                shutil.rmtree(gone, ignore_errors=True)
+
+    def _failed(self, step: int, error: Exception) -> SaveFailed:
+        for left in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(left, ignore_errors=True)
+        text = " ".join(str(error).split())
+        return SaveFailed(f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(text)}")
+
+
+def _orbax() -> Any:
+    """Orbax, imported when it is needed; it logs a failure at length, which is raised here."""
+    from orbax.checkpoint import v1
+
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    return v1
+
+
+@jax.jit
+def _copy_on_device(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(jnp.copy, arrays)
+
+
+def _copy(arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    """Arrays that a step which is donated the original ones leaves alone."""
+    if jax.default_backend() == "cpu":
+        return {name: np.array(array) for name, array in arrays.items()}
+    stats = jax.local_devices()[0].memory_stats() or {}
+    room = stats.get("bytes_limit", 0) - stats.get("peak_bytes_in_use", 0)  # what no step so far has needed
+    if sum(array.nbytes for array in arrays.values()) < room:
+        return _copy_on_device(arrays)
+    return jax.device_get(arrays)
+
+
+def named_arrays(state: Any) -> dict[str, jax.Array]:
+    """The arrays of a state by their path in it; random keys as their data.
+
+    Args:
+        state: any tree of arrays.
+    """
+    named = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        named[name] = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return named
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _check(wanted: Mapping[str, Sequence[Any]], found: Mapping[str, Sequence[Any]], where: Path) -> None:
+    problems = [
+        f"{name}: expected {_show(wanted.get(name))}, given {_show(found.get(name))}"
+        for name in [*wanted, *(name for name in found if name not in wanted)]
+        if list(wanted.get(name, ())) != list(found.get(name, ()))
+    ]
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ConfigError(f"{where} is a checkpoint of another model or adapter: {'; '.join(problems[:3])}{more}")
+
+
+def _show(described: Sequence[Any] | None) -> str:
+    return "nothing" if described is None else f"{described[1]}{list(described[0])}"
+
+
+def _reason(text: str) -> str:
+    """What an error of the storage layers comes down to."""
+    if "No space left" in text or "ENOSPC" in text:
+        return "the disk is full"
+    return text if len(text) <= 300 else f"{text[:297]}..."

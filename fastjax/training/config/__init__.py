@@ -1,0 +1,61 @@
+"""The settings of a training run: the sections of the YAML file that `fastjax train --config` reads.
+
+The sections `model` and `lora` are the arguments of `FastLanguageModel.from_pretrained` and `.get_peft_model`; the
+others carry the names of Hugging Face's TrainingArguments where they mean the same. Nothing here repeats a value that
+the model's config.json gives. A value out of range is refused when the section is made, with its full name.
+"""
+
+import dataclasses
+
+from fastjax.errors import ConfigError
+from fastjax.training.config.data import DataSection
+from fastjax.training.config.model import LoraSection, ModelSection
+from fastjax.training.config.optimizer import OptimizerConfig
+from fastjax.training.config.output import OutputSection
+from fastjax.training.config.training import TrainingSection
+
+__all__ = [
+    "DataSection",
+    "LoraSection",
+    "ModelSection",
+    "OptimizerConfig",
+    "OutputSection",
+    "TrainConfig",
+    "TrainingSection",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """A training run.
+
+    Attributes:
+        model: the base model and how it is held.
+        data: what is learnt.
+        output: where the results go, and what is kept.
+        lora: the adapter.
+        optimizer: the rule of the updates and its schedule.
+        training: how long and in which portions.
+    """
+
+    model: ModelSection
+    data: DataSection
+    output: OutputSection
+    lora: LoraSection = dataclasses.field(default_factory=LoraSection)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    training: TrainingSection = dataclasses.field(default_factory=TrainingSection)
+
+    def __post_init__(self) -> None:
+        if self.model.full_finetuning and self.lora != LoraSection():
+            raise ConfigError("lora: expected no such section with model.full_finetuning: true, which has no adapter")
+        needs_eval = {
+            "training.eval_steps": self.training.eval_steps is not None,
+            "training.early_stopping_patience": self.training.early_stopping_patience is not None,
+            "output.load_best_model_at_end": self.output.load_best_model_at_end,
+        }
+        for name, given in needs_eval.items():
+            if given and self.data.eval is None:
+                raise ConfigError(f"{name}: expected data.eval with it, given none; name held-out data or leave it out")
+        streaming = any(source.streaming for source in self.data.sources("train"))
+        if streaming and self.training.max_steps is None:
+            raise ConfigError("training.max_steps: expected a number of steps for streamed data, given none")

@@ -1,0 +1,59 @@
+"""The section `data`: what is learnt."""
+
+import dataclasses
+
+from fastjax.data.settings import DataSource, Exhaustion, LossOn, TooLong
+from fastjax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSection:
+    """What is learnt.
+
+    Attributes:
+        train: a file, a folder, or a name that `datasets.load_dataset` takes; or a list of these, or of sections with
+            path, name, split, weight, streaming and columns. Rows hold messages (with tools), conversations (ShareGPT),
+            prompt and completion, instruction, input and output, or text. If one is streamed, all are.
+        eval: held-out data, given in the same way; null: no evaluation.
+        columns: what the columns are called where a data set does not say: {prompt: question, completion: answer}.
+        mixture_ends: with weights: first_exhausted (an epoch ends before any example would be repeated; of the other
+            data sets it has a random part) or all_exhausted (no example is left out; the others repeat).
+        chat_template: chatml, llama3, mistral, gemma, alpaca, plain, or a file with a Jinja template, which is saved
+            with the tokenizer; prompt and completion then are a user's and an assistant's message. null: the
+            tokenizer's own, for conversations only.
+        loss_on: the tokens to learn: the assistant's responses, its last_response, or all.
+        too_long: what becomes of an example longer than max_seq_length: truncate (its beginning is kept), split (into
+            pieces that do not see each other) or drop.
+        packing: put several documents into one row; false: one document a row, padded.
+        cache_dir: folder in which prepared data are kept for the next run; null: nowhere.
+    """
+
+    train: str | list[str | DataSource]
+    eval: str | list[str | DataSource] | None = None
+    columns: dict[str, str] | None = None
+    mixture_ends: Exhaustion = "first_exhausted"
+    chat_template: str | None = None
+    loss_on: LossOn = "responses"
+    too_long: TooLong = "truncate"
+    packing: bool = True
+    cache_dir: str | None = "~/.cache/fastjax/data"
+
+    def __post_init__(self) -> None:
+        for which in ("train", "eval"):
+            weights = [source.weight for source in self.sources(which)]
+            given = [weight for weight in weights if weight is not None]
+            if given and (len(given) < len(weights) or min(given) <= 0):
+                raise ConfigError(
+                    f"data.{which}: weight: expected a positive number in every data set or in none, given {weights}"
+                )
+        if not self.sources("train"):
+            raise ConfigError("data.train: expected at least one data set, given none")
+        if any(source.streaming for source in self.sources("eval")):
+            raise ConfigError("data.eval: streaming: expected false, given true; held-out data are read whole")
+
+    def sources(self, which: str) -> list[DataSource]:
+        """The data sets of `train` or `eval`, each as a section, with the columns that hold for all."""
+        given = getattr(self, which)
+        listed = [] if given is None else [given] if isinstance(given, str) else list(given)
+        sources = [DataSource(item) if isinstance(item, str) else item for item in listed]
+        return [s if s.columns is not None else dataclasses.replace(s, columns=self.columns) for s in sources]

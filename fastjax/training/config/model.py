@@ -1,0 +1,110 @@
+"""The sections `model` and `lora`: the arguments of `FastLanguageModel.from_pretrained` and `.get_peft_model`."""
+
+import dataclasses
+from typing import Any, Literal
+
+from fastjax.errors import ConfigError
+from fastjax.training.config.checks import expect
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSection:
+    """The base model and how it is held.
+
+    Attributes:
+        model_name: folder of the base model in Hugging Face format.
+        max_seq_length: length of a row, in tokens.
+        dtype: dtype of the computation; null: bfloat16 on a GPU, float32 on a CPU. float16 brings dynamic loss scaling,
+            float32 means float32 in every product.
+        param_dtype: dtype of what is trained.
+        float32_modules: modules whose weights and computation stay in float32 whatever dtype says, by name or by the
+            end of it: norm, lm_head, layers.0.mlp.
+        load_in_4bit: hold the frozen weights of the layers in NF4 (QLoRA).
+        full_finetuning: train every weight instead of an adapter.
+        new_tokens: tokens to add to the vocabulary; embedding and head grow with them, by rows that start as the mean
+            of the others.
+        rope_scaling: replaces the scaling of the rotary positions, for longer contexts, as config.json has it:
+            {rope_type: yarn, factor: 4.0}; default, linear, yarn or llama3, the factor counted from the length that
+            the model was pretrained on.
+        use_gradient_checkpointing: what the backward pass recomputes: true or "full": all but the layers' inputs;
+            false or "projections": what lies between the projections and the attention; "none": nothing.
+        layer_loop: scan over the layers (compile time independent of depth) or unroll them (a few percent faster).
+    """
+
+    model_name: str
+    max_seq_length: int = 2048
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    param_dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    float32_modules: list[str] | None = None
+    load_in_4bit: bool = True
+    full_finetuning: bool = False
+    new_tokens: list[str] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    use_gradient_checkpointing: bool | Literal["full", "projections", "none"] = True
+    layer_loop: Literal["scan", "unroll"] = "scan"
+
+    def __post_init__(self) -> None:
+        expect("model.max_seq_length", self.max_seq_length, self.max_seq_length >= 2, "at least 2")
+        if self.full_finetuning and self.load_in_4bit:
+            raise ConfigError(
+                "model.load_in_4bit: expected false with model.full_finetuning: true, given true; "
+                "a 4-bit weight is frozen and only an adapter can be trained over it"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSection:
+    """The adapter, with PEFT's names and meanings.
+
+    Attributes:
+        adapter: folder of a PEFT adapter to start from; it brings its own settings, so no other key but lora_dropout
+            may stand beside it.
+        r: rank.
+        lora_alpha: scale: the adapter's product is multiplied by lora_alpha / r.
+        lora_dropout: probability with which an input of an adapter is zeroed in training; null: 0, or that of the
+            adapter to start from.
+        target_modules: names of the projections that get an adapter; null: all seven.
+        use_rslora: scale by lora_alpha / √r instead.
+        use_dora: train the magnitude of each weight row apart from its direction (DoRA).
+        rank_pattern: ranks for modules that match a name or pattern, in place of r.
+        alpha_pattern: the same for lora_alpha.
+        layers_to_transform: indices of the layers that get adapters; null: all.
+        modules_to_save: modules trained whole and saved with the adapter: embed_tokens, lm_head.
+        trainable_token_indices: ids of tokens whose rows of the embedding (and of a head that is tied to it) are
+            trained, and no others; or ids for each table, {embed_tokens: [7], lm_head: [7]}. The rows of
+            model.new_tokens are always among them, unless modules_to_save trains the whole table.
+        ensure_weight_tying: with tied embeddings, modules_to_save trains one array for both uses, not two.
+        init_lora_weights: how A and B start: true (B is zero), false, "gaussian" or "orthogonal".
+        bias: which biases are trained; only "none".
+        random_state: seed of the adapter's start.
+    """
+
+    adapter: str | None = None
+    r: int = 16
+    lora_alpha: float = 16
+    lora_dropout: float | None = None
+    target_modules: list[str] | str | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    layers_to_transform: list[int] | int | None = None
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    ensure_weight_tying: bool = False
+    init_lora_weights: bool | Literal["gaussian", "orthogonal"] = True
+    bias: Literal["none"] = "none"
+    random_state: int = 3407
+
+    def __post_init__(self) -> None:
+        expect("lora.r", self.r, self.r >= 1, "at least 1")
+        dropout = self.lora_dropout
+        expect("lora.lora_dropout", dropout, dropout is None or 0 <= dropout < 1, "in [0, 1)")
+        if self.adapter is not None:
+            others = [f for f in dataclasses.fields(self) if f.name not in ("adapter", "lora_dropout")]
+            changed = [field.name for field in others if getattr(self, field.name) != field.default]
+            if changed:
+                raise ConfigError(
+                    f"lora.adapter: expected no settings beside an adapter to start from, which has its own, given "
+                    f"{', '.join(f'lora.{name}' for name in changed)}"
+                )

@@ -1,0 +1,34 @@
+"""The section `output`: where the results go, and what is kept."""
+
+import dataclasses
+from typing import Literal
+
+from fastjax.training.config.checks import expect
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputSection:
+    """Where the results go, and what is kept.
+
+    Attributes:
+        output_dir: folder of the run: `config.yaml`, `metrics.jsonl`, `checkpoints/`, `report.html`, `report.png`, and
+            at the end `adapter/` (or `model/` after full fine-tuning).
+        overwrite_output_dir: replace an earlier run in that folder.
+        save_steps: write a checkpoint every so many steps; null: only when the run is stopped.
+        save_total_limit: how many of the newest checkpoints are kept.
+        load_best_model_at_end: keep the checkpoint with the lowest held-out loss too, and save that one as the result.
+        report_to: trackers that get the metrics beside metrics.jsonl: tensorboard, wandb.
+        run_name: what trackers and the report call the run; null: the folder's name.
+    """
+
+    output_dir: str
+    overwrite_output_dir: bool = False
+    save_steps: int | None = None
+    save_total_limit: int = 2
+    load_best_model_at_end: bool = False
+    report_to: list[Literal["tensorboard", "wandb"]] = dataclasses.field(default_factory=list)
+    run_name: str | None = None
+
+    def __post_init__(self) -> None:
+        expect("output.save_steps", self.save_steps, self.save_steps is None or self.save_steps >= 1, "at least 1")
+        expect("output.save_total_limit", self.save_total_limit, self.save_total_limit >= 1, "at least 1")

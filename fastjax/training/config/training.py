@@ -1,0 +1,69 @@
+"""The section `training`: how long, in which portions, and what is looked at meanwhile."""
+
+import dataclasses
+from typing import Literal
+
+from fastjax.training.config.checks import expect
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSection:
+    """How long, in which portions, and what is looked at meanwhile.
+
+    Attributes:
+        per_device_train_batch_size: rows a device takes at once.
+        gradient_accumulation_steps: such portions a step.
+        num_train_epochs: passes over the data.
+        max_steps: number of steps, in place of num_train_epochs.
+        per_device_eval_batch_size: rows a device takes at once in an evaluation; null: as in training.
+        eval_steps: evaluate every so many steps; null: at the end only.
+        early_stopping_patience: end after so many evaluations in a row that are no better than the best; null: never.
+        early_stopping_threshold: how much lower than the best an evaluation's loss must be to be better, in nats.
+        logging_steps: print a line every so many steps where the output is not a terminal.
+        accumulation_dtype: dtype in which the gradients of a step's portions are added up.
+        initial_loss_scale: with model.dtype float16: what the loss is multiplied by at first.
+        loss_scale_window: with float16: after so many steps without an overflow the scale doubles; an overflow halves
+            it, and that step changes nothing.
+        neftune_noise_alpha: magnitude of the noise on the embeddings in training (NEFTune); null: none.
+        deterministic: on a GPU, deterministic operations only, and kernels chosen once and kept beside the
+            checkpoints: two equal runs are equal bit for bit. Slower. On a CPU they always are.
+        seed: of the order of the rows and of dropout.
+    """
+
+    per_device_train_batch_size: int = 2
+    gradient_accumulation_steps: int = 1
+    num_train_epochs: float = 1.0
+    max_steps: int | None = None
+    per_device_eval_batch_size: int | None = None
+    eval_steps: int | None = None
+    early_stopping_patience: int | None = None
+    early_stopping_threshold: float = 0.0
+    logging_steps: int = 10
+    accumulation_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    initial_loss_scale: float = 65536.0
+    loss_scale_window: int = 1000
+    neftune_noise_alpha: float | None = None
+    deterministic: bool = False
+    seed: int = 3407
+
+    def __post_init__(self) -> None:
+        for name in (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "max_steps",
+            "per_device_eval_batch_size",
+            "eval_steps",
+            "early_stopping_patience",
+            "logging_steps",
+            "loss_scale_window",
+        ):
+            value = getattr(self, name)
+            expect(f"training.{name}", value, value is None or value >= 1, "at least 1")
+        for name in ("num_train_epochs", "neftune_noise_alpha"):
+            value = getattr(self, name)
+            expect(f"training.{name}", value, value is None or value > 0, "greater than 0")
+        scale = self.initial_loss_scale
+        expect("training.initial_loss_scale", scale, 1 <= scale <= 2.0**24, "from 1 to 2^24")
+        threshold = self.early_stopping_threshold
+        expect("training.early_stopping_threshold", threshold, threshold >= 0, "at least 0")
+        expect("training.seed", self.seed, 0 <= self.seed < 2**32, "in [0, 2^32)")

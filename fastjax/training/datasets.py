@@ -1,0 +1,155 @@
+"""From the settings of a run to its batches and the number of its steps; the run and its preview agree by construction.
+
+Nothing here imports JAX.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+
+from fastjax.data import Batches, BatchSource, Dataset, StreamedBatches, prepare, stream
+from fastjax.data.new_tokens import tokenizer_for
+from fastjax.errors import ConfigError
+from fastjax.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class RunData(NamedTuple):
+    """The data of a run.
+
+    Attributes:
+        train: the training data.
+        held_out: the held-out data; None: there are none.
+        batches: the training batches.
+        total_steps: the number of updates of the run.
+    """
+
+    train: Dataset | StreamedBatches
+    held_out: Dataset | None
+    batches: BatchSource
+    total_steps: int
+
+    @property
+    def document_lengths(self) -> Int64[np.ndarray, " D"] | None:
+        """Tokens of each document of an epoch; None for streamed data."""
+        if isinstance(self.train, StreamedBatches):
+            return None
+        return self.train.rows.documents.lengths[self.train.rows.order]
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest token id in the data that were read."""
+        found = [data.max_token_id for data in (self.train, self.held_out) if isinstance(data, Dataset)]
+        return max(found, default=0)
+
+    def statistics(self) -> dict[str, str]:
+        """What became of each data set, for people."""
+        named = {"train": self.train, "held out": self.held_out}
+        return {
+            name: str(data.statistics) if isinstance(data, Dataset) else "streamed"
+            for name, data in named.items()
+            if data is not None
+        }
+
+
+def load_run_data(
+    config: TrainConfig, tokenizer: "PreTrainedTokenizerFast", progress: Callable[[str], None] | None = None
+) -> RunData:
+    """All that a run needs of its data; see `load_datasets`.
+
+    Args:
+        config: the settings.
+        tokenizer: `load_run_tokenizer`'s.
+        progress: takes a message for people now and then.
+    """
+    train, held_out = load_datasets(config, tokenizer, progress)
+    batches = train_batches(config, train)
+    return RunData(train, held_out, batches, total_steps(config, batches))
+
+
+def load_run_tokenizer(config: TrainConfig) -> "PreTrainedTokenizerFast":
+    """The tokenizer of the model, with the tokens that the run adds.
+
+    Args:
+        config: the settings.
+
+    Raises:
+        ConfigError: a model that is no folder, or has no tokenizer that can be loaded; new tokens that it knows.
+    """
+    model = config.model
+    if not Path(model.model_name).is_dir():
+        raise ConfigError(
+            f"model.model_name: expected a folder in Hugging Face format, given {model.model_name}, which is none"
+        )
+    return tokenizer_for(model.model_name, model.new_tokens, config.lora.adapter)
+
+
+def load_datasets(
+    config: TrainConfig, tokenizer: "PreTrainedTokenizerFast", progress: Callable[[str], None] | None = None
+) -> tuple[Dataset | StreamedBatches, Dataset | None]:
+    """Read, encode and pack what is learnt and what is held out.
+
+    Args:
+        config: the settings.
+        tokenizer: `load_run_tokenizer`'s; it has the chat template of the settings afterwards.
+        progress: takes a message for people now and then.
+
+    Returns:
+        The training data, which are only opened where one of them is streamed; and the held-out data where the
+        settings name any.
+
+    Raises:
+        ConfigError: settings that do not suit the data or the tokenizer.
+        DataError: what is wrong with the data.
+        OSError: a file that cannot be read.
+    """
+    data, length, settings = config.data, config.model.max_seq_length, config.training
+    shared: Any = {
+        "chat_template": data.chat_template,
+        "loss_on": data.loss_on,
+        "too_long": data.too_long,
+        "packing": data.packing,
+        "mixture_ends": data.mixture_ends,
+        "seed": settings.seed,
+    }
+    kept: Any = shared | {"cache_dir": data.cache_dir, "progress": progress}
+    if any(source.streaming for source in data.sources("train")):
+        size, parts = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+        train = stream(data.sources("train"), tokenizer, length, size, parts, **shared)
+    else:
+        train = prepare(data.sources("train"), tokenizer, length, **kept)
+    return train, None if data.eval is None else prepare(data.sources("eval"), tokenizer, length, **kept)
+
+
+def train_batches(config: TrainConfig, train: Dataset | StreamedBatches) -> BatchSource:
+    """The batches of the run, in its order.
+
+    Args:
+        config: the settings.
+        train: `load_datasets`' training data.
+    """
+    settings = config.training
+    if isinstance(train, StreamedBatches):
+        return train
+    return Batches(
+        train.rows, settings.per_device_train_batch_size, settings.gradient_accumulation_steps, seed=settings.seed
+    )
+
+
+def total_steps(config: TrainConfig, batches: BatchSource) -> int:
+    """The number of updates of the run.
+
+    Args:
+        config: the settings.
+        batches: `train_batches`' batches.
+    """
+    if config.training.max_steps is not None:
+        return config.training.max_steps
+    assert batches.steps_per_epoch is not None, "streamed data come with max_steps, which TrainConfig checks"
+    return math.ceil(config.training.num_train_epochs * batches.steps_per_epoch)

@@ -1,0 +1,133 @@
+"""Whether training reaches every weight: gradient norms by leaf and layer, and which rows break a step.
+
+A weight that gets no gradient is a mistake that no loss curve shows. Norms are taken per layer, because a stacked array
+hides a dead layer behind its neighbours. Where an adapter starts with one half at zero, the other half has no gradient
+until the first half has moved; so the leaves are judged once a step with a learning rate above zero lies behind.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from fastjax.data.batches import Batch
+from fastjax.errors import TrainingError
+from fastjax.models.layout import Run
+
+
+def leaf_names(trainable: Any, plan: Sequence[Run]) -> list[str]:
+    """A name for each leaf, and for each layer of a stacked one, in the order of `squared_norms`.
+
+    Args:
+        trainable: the trained arrays of a decoder, or their shapes.
+        plan: the arrangement of its layers.
+
+    Returns:
+        Names such as `layers.7.self_attn.qkv.adapters.q_proj.lora_A`.
+    """
+    names = []
+    for path, _ in jax.tree_util.tree_flatten_with_path(trainable)[0]:
+        keys = [str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry)))) for entry in path]
+        run = _run_of(path, plan)
+        if run is None:
+            names.append(".".join(keys))
+        else:
+            rest = [str(run.start + int(keys[2])), *keys[3:]]
+            layers = [int(rest[0]) + n * run.period for n in range(run.count)]
+            names += [".".join(["layers", str(layer), *rest[1:]]) for layer in layers]
+    return names
+
+
+def squared_norms(tree: Any, plan: Sequence[Run]) -> Float[Array, " n"]:
+    """Squared Euclidean norm of each leaf, of a stacked one by layer, in float32.
+
+    Args:
+        tree: arrays arranged as the trained ones.
+        plan: the arrangement of the layers.
+    """
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        run = _run_of(path, plan)
+        rows = leaf.reshape(run.count if run is not None else 1, -1).astype(jnp.float32)
+        found.append(jnp.sum(jnp.square(rows), axis=1))
+    return jnp.concatenate(found)
+
+
+def _run_of(path: Sequence[Any], plan: Sequence[Run]) -> Run | None:
+    """The run that a leaf belongs to; None outside the layers."""
+    keys = [getattr(entry, "key", None) for entry in path[:2]]
+    if len(keys) < 2 or keys[0] != "layers" or not isinstance(keys[1], int) or keys[1] >= len(plan):
+        return None
+    return plan[keys[1]]
+
+
+class GradientCheck:
+    """Looks at the first steps' gradients, until every leaf has been judged."""
+
+    def __init__(self, names: Sequence[str], may_rest: Callable[[str], bool] = lambda name: False):
+        """Nothing is known yet.
+
+        Args:
+            names: of the norms, from `leaf_names`.
+            may_rest: whether a leaf may go without gradient (rows of tokens that no batch has shown yet).
+        """
+        self._names, self._may_rest = names, may_rest
+        self._largest = np.zeros(len(names), np.float32)
+        self._moved = False
+        self.done = False
+
+    def step(self, norms: np.ndarray, learning_rate: float, *, last: bool) -> None:
+        """A finite step has ended.
+
+        Args:
+            norms: squared norms by leaf, float32 [n].
+            learning_rate: the step's.
+            last: no other step follows.
+
+        Raises:
+            TrainingError: leaves have had no gradient, by name.
+        """
+        if self.done:
+            return
+        self._largest = np.maximum(self._largest, norms)
+        if self._moved or last:
+            self.done = True
+            dead = [
+                name
+                for name, norm in zip(self._names, self._largest, strict=True)
+                if not norm > 0 and not self._may_rest(name) and (self._moved or not _half(name))
+            ]
+            if dead:
+                shown = ", ".join(dead[:10]) + (f" and {len(dead) - 10} more" if len(dead) > 10 else "")
+                raise TrainingError(
+                    f"{len(dead)} of {len(self._names)} trained weights have no gradient after the first steps: "
+                    f"{shown}. They would never change: leave them out of what is trained, or look for what cuts them "
+                    "off from the loss"
+                )
+        self._moved = self._moved or learning_rate > 0
+
+
+def _half(name: str) -> bool:
+    """Whether a leaf is one half of a product whose other half may be zero."""
+    return name.rpartition(".")[2] in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+
+
+def non_finite_rows(probe: Callable[[Batch], Any], batch: Batch) -> list[tuple[int, int]]:
+    """The rows that break a step, found by taking each alone.
+
+    Args:
+        probe: loss and gradient norm of a batch of one row, [1, 1, S], with the weights of the step.
+        batch: of the step, [A, B, S].
+
+    Returns:
+        (microbatch, row) of each row whose loss or gradient is not finite.
+    """
+    found = []
+    for place in np.ndindex(*np.shape(batch.tokens)[:2]):
+        row = jax.tree.map(lambda array, place=place: np.asarray(array)[place][None, None], batch)
+        if not np.all(np.isfinite(np.asarray(jax.device_get(probe(row)), np.float64))):
+            found.append((int(place[0]), int(place[1])))
+    return found

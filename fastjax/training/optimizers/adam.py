@@ -1,0 +1,98 @@
+"""Adam's direction (Kingma and Ba, arXiv 1412.6980), with moments of 32 bits, or of 8 as bitsandbytes keeps them.
+
+With 8 bits (Dettmers et al., arXiv 2110.02861) a step decodes the moments, updates them in float32, takes the
+direction from these, and only then encodes them again: the first with the signed dynamic map, the second with the
+unsigned one, in blocks of 256 (`blockwise.py`). That is a quarter of the memory. A tensor with fewer than 4,096
+elements keeps 32 bits, as in bitsandbytes; of stacked layers each is such a tensor.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from fastjax.training.optimizers.blockwise import Blockwise, block_absmax, dequantize, quantize, zeros
+from fastjax.training.optimizers.groups import stack_dims
+
+#: Tensors with fewer elements keep moments of 32 bits (bitsandbytes' min_8bit_size).
+MIN_8BIT_SIZE = 4096
+
+
+class AdamState(NamedTuple):
+    """Moments of the gradient.
+
+    Attributes:
+        count: updates made; int32 [].
+        mu: mean of the gradient; a leaf is a float32 array or `Blockwise`.
+        nu: mean of its square, likewise.
+    """
+
+    count: Int[Array, ""]
+    mu: Any
+    nu: Any
+
+
+def scale_by_adam(b1: float, b2: float, eps: float, *, eight_bit: bool) -> optax.GradientTransformation:
+    """The direction m / (√v + eps), with m and v the bias-corrected means of the gradient and of its square.
+
+    Args:
+        b1: decay of the first mean.
+        b2: decay of the second mean.
+        eps: added to the root.
+        eight_bit: keep the moments of tensors with at least `MIN_8BIT_SIZE` elements in 8 bits.
+
+    Returns:
+        A transformation of float32 gradients into float32 directions.
+    """
+
+    def moment(path: tuple[Any, ...], leaf: Any) -> Array | Blockwise:
+        stack = stack_dims(path, leaf)
+        if eight_bit and math.prod(leaf.shape[stack:]) >= MIN_8BIT_SIZE:
+            return zeros(leaf.shape, stack)
+        return jnp.zeros(leaf.shape, jnp.float32)
+
+    def init(params: Any) -> AdamState:
+        mu, nu = (jax.tree_util.tree_map_with_path(moment, params) for _ in range(2))
+        return AdamState(jnp.zeros((), jnp.int32), mu, nu)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        count = state.count + 1
+        correction1, correction2 = _one_minus_power(b1, count), _one_minus_power(b2, count)
+
+        def moments(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Array]:
+            m = b1 * _load(mu, signed=True) + (1 - b1) * gradient
+            return m, b2 * _load(nu, signed=False) + (1 - b2) * gradient * gradient
+
+        def leaf(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Any, Any]:
+            m, v = moments(gradient, mu, nu)
+            if isinstance(mu, Blockwise):
+                stack = mu.absmax.ndim - 1
+                scales = block_absmax(m, stack), block_absmax(v, stack)
+                # Behind the barrier the moments are computed again: one kernel finds the scales, one does the rest,
+                # and the moments never lie in memory in 32 bits.
+                old, scales = jax.lax.optimization_barrier(((mu.absmax, nu.absmax), scales))
+                m, v = moments(gradient, mu._replace(absmax=old[0]), nu._replace(absmax=old[1]))
+                mu, nu = quantize(m, scales[0], signed=True), quantize(v, scales[1], signed=False)
+            else:
+                mu, nu = m, v
+            return (m / correction1) / (jnp.sqrt(v / correction2) + eps), mu, nu
+
+        leaves, structure = jax.tree.flatten(updates)
+        found = map(leaf, leaves, structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu))
+        directions, mu, nu = (structure.unflatten(column) for column in zip(*found, strict=True))
+        return directions, AdamState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _load(moment: Any, *, signed: bool) -> Float[Array, "..."]:
+    return dequantize(moment, signed=signed) if isinstance(moment, Blockwise) else moment
+
+
+def _one_minus_power(base: float, count: Int[Array, ""]) -> Float[Array, ""]:
+    """1 - base^count without cancellation: at count 1, 1 - 0.999 in float32 has an error of one in 80,000."""
+    return -jnp.expm1(count.astype(jnp.float32) * (math.log(base) if base else -math.inf))

@@ -1,0 +1,120 @@
+"""The report at the end of a run: `report.html`, one page that needs nothing but itself, and `report.png`.
+
+It is made from metrics.jsonl, so a run that was resumed, interrupted or ended by an error has one too.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from rich.console import Console
+
+from convert.files import atomic_file
+from fastjax.training.metrics import read_rows
+from fastjax.training.report.environment import describe_environment
+from fastjax.training.report.facts import about, headline, list_evaluations, list_events, list_spikes, show_loss
+from fastjax.training.report.history import History
+from fastjax.training.report.settings import default_settings, list_settings, usage
+from fastjax.training.report.spikes import DEVIATIONS, LEAST_SPREAD, WINDOW, find_spikes
+
+__all__ = ["default_settings", "describe_environment", "usage", "write_report"]
+
+_TEMPLATE = Path(__file__).with_name("page.html.jinja")
+
+
+def write_report(
+    folder: Path,
+    *,
+    config: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    statistics: Mapping[str, str],
+    environment: Mapping[str, str],
+    result: Sequence[str],
+    status: str,
+    console: Console | None = None,
+) -> Path | None:
+    """Write `report.html` and `report.png` of a run. What goes wrong here is a warning: the run's result stands.
+
+    Args:
+        folder: the run's output folder, with metrics.jsonl.
+        config: the settings: section → key → value.
+        defaults: `default_settings()`.
+        statistics: data set → what became of it.
+        environment: `describe_environment()`.
+        result: commands that use the result, such as `usage`'s; none where there is no result.
+        status: how the run ended: "finished", or what stopped it.
+        console: for the warning; None: standard error.
+
+    Returns:
+        The page; None where it could not be written.
+    """
+    try:
+        return _write(folder, config, defaults, statistics, environment, result, status)
+    except Exception as error:
+        message = f"warning: no report in {folder}: {type(error).__name__}: {error}"
+        console = console or Console(stderr=True)
+        console.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        return None
+
+
+def _write(
+    folder: Path,
+    config: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    statistics: Mapping[str, str],
+    environment: Mapping[str, str],
+    result: Sequence[str],
+    status: str,
+) -> Path:
+    from fastjax.training.report.picture import draw_picture  # matplotlib takes a while to import
+    from fastjax.training.report.plots import panels, svg
+
+    history = History.from_rows(read_rows(folder / "metrics.jsonl"))
+    spikes = find_spikes(history.steps["step"], history.steps["loss"])
+    plots = []
+    if len(history.steps["step"]) or history.evaluations:
+        plots = panels(history, spikes, config.get("optimizer", {}).get("max_grad_norm"))
+    settings = list_settings(config, defaults)
+    changed = [setting for setting in settings if setting.changed]
+    name = config.get("output", {}).get("run_name") or folder.resolve().name
+    facts = headline(history)
+    sentence = about(config, environment)
+    templates = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    templates.filters["loss"] = show_loss
+    page = templates.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    listed = list_spikes(spikes)
+    html = page.render(
+        name=name,
+        status=status,
+        finished=status.startswith("finished"),
+        about=sentence,
+        facts=facts,
+        tile_columns=-(-len(facts) // -(-len(facts) // 6)) if facts else 1,
+        plots=[{"title": plot.title, "wide": plot.wide, "source": _data_url(svg(plot, history))} for plot in plots],
+        result=result,
+        evaluations=list_evaluations(history),
+        spikes={
+            **listed._asdict(),
+            "deviations": f"{DEVIATIONS:g}",
+            "window": WINDOW,
+            "least": f"{LEAST_SPREAD:.0%}",
+        },
+        events=list_events(history),
+        statistics=statistics,
+        environment=environment,
+        changed=changed,
+        unchanged=[setting for setting in settings if not setting.changed],
+    )
+    with atomic_file(folder / "report.html") as file:
+        file.write(html.encode())
+    tables = {"Data": statistics, "Environment": environment}
+    picture = draw_picture((name, status, sentence), facts, plots, history, changed, tables, result)
+    with atomic_file(folder / "report.png") as file:
+        file.write(picture)
+    return folder / "report.html"
+
+
+def _data_url(image: str) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(image.encode()).decode()}"

@@ -1,0 +1,80 @@
+"""Where a run took place: versions, devices, the machine, the state of the code."""
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def describe_environment() -> dict[str, str]:
+    """What a report says of the surroundings; nothing that is not known stands in it.
+
+    Returns:
+        What → value, in the order in which it is shown.
+    """
+    devices = jax.devices()
+    kinds = sorted({device.device_kind for device in devices})
+    found = {
+        "date": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "devices": f"{len(devices)} × {', '.join(kinds)}",
+        "device memory": _device_memory(),
+        "NVIDIA driver": _driver(),
+        "host": f"{platform.node()}, {os.cpu_count()} CPUs, {platform.system()} {platform.release()}",
+        "processes": str(jax.process_count()) if jax.process_count() > 1 else None,
+        "Python": platform.python_version(),
+    }
+    for package in (
+        "fastjax",
+        "jax",
+        "jaxlib",
+        "jax-cuda13-plugin",
+        "flax",
+        "optax",
+        "orbax-checkpoint",
+        "transformers",
+    ):
+        found[package] = _version(package)
+    found["git commit"] = _commit()
+    return {what: value for what, value in found.items() if value}
+
+
+def _device_memory() -> str | None:
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return f"{limit / 2**30:.1f} GiB for JAX on each" if limit else None
+
+
+def _driver() -> str | None:
+    """The kernel module's own word, which needs no library."""
+    try:
+        match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _DRIVER.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the current folder, where a project keeps its settings; "+ changes" when it differs from that."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= + changes"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,120 @@
+"""The rows of a run as columns, for plots and figures."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+
+COLUMNS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "token_accuracy",
+    "num_tokens",
+    "epoch",
+    "tokens_per_second",
+    "model_flops_utilization",
+    "memory_bytes",
+    "seconds",
+    "loss_scale",
+    "skipped",
+)
+"""The figures of a train step that the report shows."""
+
+
+class History(NamedTuple):
+    """What a run reported.
+
+    Attributes:
+        steps: column → float64 [number of steps], NaN where a row has no such figure or it was not finite; by step.
+        evaluations: rows of evaluations, by step.
+        events: rows of events, in order.
+    """
+
+    steps: dict[str, Float64[np.ndarray, " N"]]
+    evaluations: list[Mapping[str, Any]]
+    events: list[Mapping[str, Any]]
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> "History":
+        """Sort rows by kind; of two rows of one step, which a resumed run may have, the later one counts.
+
+        Args:
+            rows: as `metrics.read_rows` has them.
+        """
+        steps, evaluations, events = {}, {}, []
+        for row in rows:
+            if "event" in row:
+                events.append(row)
+            elif "loss" in row:
+                steps[row["step"]] = row
+            else:
+                evaluations[row["step"]] = row
+        ordered = [steps[step] for step in sorted(steps)]
+        columns = {name: np.array([_number(row.get(name)) for row in ordered], np.float64) for name in COLUMNS}
+        return cls(columns, [evaluations[step] for step in sorted(evaluations)], events)
+
+    def known(self, name: str) -> bool:
+        """Whether any step has the figure."""
+        return bool(np.isfinite(self.steps[name]).any())
+
+    def evaluated(self, name: str) -> tuple[list[int], list[float]]:
+        """The steps at which an evaluation has a figure, and the figures."""
+        found = [(row["step"], _number(row.get(name))) for row in self.evaluations]
+        found = [(step, value) for step, value in found if np.isfinite(value)]
+        return [step for step, _ in found], [value for _, value in found]
+
+    @property
+    def own_metrics(self) -> list[str]:
+        """Names of the numbers that a user's own evaluation added."""
+        known = ("eval_loss", "eval_perplexity", "eval_token_accuracy", "eval_num_targets")
+        names = dict.fromkeys(name for row in self.evaluations for name in row if name.startswith("eval_"))
+        return [name for name in names if name not in known and self.evaluated(name)[0]]
+
+    @property
+    def best(self) -> Mapping[str, Any] | None:
+        """The evaluation with the lowest loss."""
+        rows = [row for row in self.evaluations if np.isfinite(_number(row.get("eval_loss")))]
+        return min(rows, key=lambda row: row["eval_loss"], default=None)
+
+    @property
+    def seconds(self) -> float:
+        """How long the steps took, over all parts of a resumed run, whether or not its clock went on."""
+        seconds = self.steps["seconds"][np.isfinite(self.steps["seconds"])]
+        ends = np.append(seconds[:-1][np.diff(seconds) < 0], seconds[-1:])
+        return float(ends.sum())
+
+
+def smooth(values: Float64[np.ndarray, " N"], window: int) -> Float64[np.ndarray, " N"]:
+    """The median over the places around each, fewer at the ends, so that a spike bends no curve.
+
+    Args:
+        values: a column.
+        window: an odd number of places; NaN comes where none of them is finite.
+    """
+    if not len(values):
+        return values
+    padded = np.pad(np.where(np.isfinite(values), values, np.nan), window // 2, constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, window)
+    smoothed = np.full(len(values), np.nan)
+    known = np.isfinite(windows).any(axis=1)
+    smoothed[known] = np.nanmedian(windows[known], axis=1)
+    return smoothed
+
+
+def smoothing_window(num_steps: int) -> int:
+    """Steps to smooth over: a thirtieth of the run, an odd number from 5 to 101."""
+    return min(max(5, num_steps // 30), 100) | 1
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def median(values: Sequence[float] | Float64[np.ndarray, " N"]) -> float | None:
+    """The median of what is finite; None without any."""
+    finite = np.asarray(values, np.float64)
+    finite = finite[np.isfinite(finite)]
+    return float(np.median(finite)) if finite.size else None

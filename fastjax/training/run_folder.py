@@ -1,0 +1,97 @@
+"""The output folder of a run: whose it is, what is in it, and that only one run is in it at a time."""
+
+import contextlib
+import fcntl
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from fastjax.errors import ConfigError
+from fastjax.training.config import TrainConfig
+
+#: What a run leaves in its folder; other files are none of ours.
+RUN_FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "checkpoints",
+    "adapter",
+    "model",
+    "report.html",
+    "report.png",
+    "tensorboard",
+)
+
+
+class RunFolder(NamedTuple):
+    """The output folder.
+
+    Attributes:
+        path: of the folder.
+        result: where the result goes: `adapter`, or `model` after full fine-tuning.
+    """
+
+    path: Path
+    result: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """The file of the metrics."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def settings(self) -> Path:
+        """The file of the settings."""
+        return self.path / "config.yaml"
+
+    def clear(self) -> None:
+        """Remove what an earlier run has left, but its result, which the new one replaces when it is whole."""
+        for name in RUN_FILES:
+            path = self.path / name
+            if path != self.result:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def claimed(config: TrainConfig, *, resume: bool) -> Iterator[RunFolder]:
+    """The run's folder, made if need be, and locked until the block or the process ends.
+
+    Args:
+        config: the settings.
+        resume: whether an earlier run there is to be gone on with.
+
+    Raises:
+        ConfigError: another run is at work in the folder, or its results are there and neither `resume` nor
+            overwrite_output_dir is set.
+        OSError: the folder cannot be made.
+    """
+    output = Path(config.output.output_dir)
+    folder = RunFolder(output, output / ("model" if config.model.full_finetuning else "adapter"))
+    found = [name for name in RUN_FILES if (output / name).exists()]
+    if found and not resume and not config.output.overwrite_output_dir:
+        raise ConfigError(
+            f"output.output_dir: expected a folder without an earlier run, given {output}, which holds "
+            f"{', '.join(found)}; go on with that run (--resume), name another folder, or replace it "
+            "(output.overwrite_output_dir: true)"
+        )
+    if resume and folder.result.exists() and not folder.checkpoints.exists() and not config.output.overwrite_output_dir:
+        raise ConfigError(
+            f"--resume: expected a checkpoint in {folder.checkpoints}, given none beside the finished {folder.result}; "
+            "name another folder, or replace the result (output.overwrite_output_dir: true)"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    with open(output / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"output.output_dir: expected a folder that no run is at work in, given {output}, which one is"
+            ) from error
+        for left in output.glob(f".{folder.result.name}.*.partial"):  # of a run that was killed while it saved
+            shutil.rmtree(left, ignore_errors=True)
+        yield folder

@@ -1,0 +1,42 @@
+"""SIGTERM and Ctrl-C as a wish that the loop grants after the step it is in."""
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+
+
+class StopSignals:
+    """While it is entered, a first SIGTERM or SIGINT is noted, and a second SIGINT ends the process at once.
+
+    Signals reach only the main thread; entered elsewhere, nothing is caught.
+
+    Attributes:
+        received: the signal that was noted; None: none.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        self._previous.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # a live line has hidden the cursor
+            os._exit(128 + number)
+        if self.received is None:
+            self.received = signal.Signals(number)
+            again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+            os.write(2, f"\nfastjax: {self.received.name}: finishing the step and saving{again}\n".encode())

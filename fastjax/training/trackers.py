@@ -1,0 +1,159 @@
+"""TensorBoard and Weights & Biases as sinks of a run's rows.
+
+Both draw `train/…` and `eval/…` over the step, have the settings and the events as text, and go on in the same run
+after a resumption. They are imported when they are asked for. Once a run has begun nothing that they do ends it.
+"""
+
+import importlib
+import json
+import math
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from convert.files import atomic_file, read_json
+from fastjax.errors import ConfigError
+from fastjax.training.metrics import Row, Sink, Tolerant
+
+RUN_ID_FILE = "wandb_run.json"
+"""Remembers in the output folder under which id Weights & Biases knows the run."""
+
+
+def make_trackers(
+    names: Sequence[str],
+    folder: Path,
+    run_name: str,
+    config: Mapping[str, Any],
+    resume_step: int | None = None,
+    console: Console | None = None,
+) -> list[Sink]:
+    """Start trackers, or go on with them.
+
+    Args:
+        names: "tensorboard" and "wandb", in any order.
+        folder: the run's output folder, which exists; TensorBoard's files go into `tensorboard/` in it, and Weights &
+            Biases' into `wandb/`.
+        run_name: what to call the run.
+        config: the settings, by section.
+        resume_step: the step from which the run goes on; None: it is a new one.
+        console: for the warning when a tracker fails later; None: standard error.
+
+    Returns:
+        A sink for each name.
+
+    Raises:
+        ConfigError: a tracker that is not installed, or cannot be started (no login, no network).
+    """
+    kinds = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    console = console or Console(stderr=True)
+    return [Tolerant(kinds[name](folder, run_name, config, resume_step), name, console) for name in names]
+
+
+class TensorBoard:
+    """Event files for `tensorboard --logdir`."""
+
+    def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None = None):
+        """Open a new event file; with a resume step TensorBoard hides what older files say of later steps.
+
+        Args:
+            folder: the run's output folder.
+            run_name: what to call the run.
+            config: the settings.
+            resume_step: as for `make_trackers`.
+        """
+        library = _import("tensorboardX", "tensorboard", "tensorboardX")
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = library.SummaryWriter(str(folder / "tensorboard"), purge_step=purge, max_queue=1000)
+        self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        self._text("config", f"run: {run_name}\n{text}", resume_step or 0)
+
+    def write(self, row: Row) -> None:
+        """Add the row's figures at its step, all in one record: each costs as much as a line of JSON."""
+        figures = [self._summary.Value(tag=name, simple_value=value) for name, value in _figures(row).items()]
+        if figures:
+            self._writer.file_writer.add_summary(self._summary(value=figures), row["step"])
+        if "event" in row:
+            self._text("events", f"{row['event']}: {row['message']}", row["step"])
+
+    def close(self) -> None:
+        """Write what is waiting."""
+        self._writer.close()
+
+    def _text(self, name: str, text: str, step: int) -> None:
+        """TensorBoard renders text as Markdown; indented, it is shown as it is."""
+        self._writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), step)
+
+
+class WeightsAndBiases:
+    """A run on wandb.ai, or on the disk with WANDB_MODE=offline; the library's own variables name the project."""
+
+    def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None = None):
+        """Start a run, or go on with the one of this folder.
+
+        Args:
+            folder: the run's output folder.
+            run_name: what to call the run.
+            config: the settings.
+            resume_step: as for `make_trackers`.
+        """
+        library = _import("wandb", "wandb", "wandb")
+        file = folder / RUN_ID_FILE
+        if resume_step is not None and file.exists():
+            run_id = read_json(file)["id"]
+        else:
+            run_id = uuid.uuid4().hex[:12]
+            with atomic_file(file) as stream:
+                stream.write(json.dumps({"id": run_id}).encode())
+        try:
+            self._run = library.init(
+                project=os.environ.get("WANDB_PROJECT", "fastjax"),
+                name=run_name,
+                id=run_id,
+                dir=str(folder),
+                config=dict(config),
+                resume="allow",
+                settings=library.Settings(console="off"),  # it would take over the progress line's output
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"output.report_to: wandb cannot be started: {error}. Log in with `wandb login`, set "
+                "WANDB_MODE=offline to keep the run on this disk, or leave wandb out"
+            ) from error
+        # Its own counter only rises, but a resumed run repeats the steps since its checkpoint.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, row: Row) -> None:
+        """Log the row's figures over its step."""
+        figures: dict[str, Any] = dict(_figures(row))
+        if "event" in row:
+            figures["event"] = f"{row['event']}: {row['message']}"
+        self._run.log(figures | {"step": row["step"]})
+
+    def close(self) -> None:
+        """Send what is waiting."""
+        self._run.finish()
+
+
+def _figures(row: Row) -> dict[str, float]:
+    """The row's numbers that can be drawn, by their names in the trackers."""
+    figures = {}
+    for name, value in row.items():
+        if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+            figures[f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"] = float(value)
+    return figures
+
+
+def _import(module: str, tracker: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"output.report_to: {tracker} needs the package {package}, which cannot be imported ({error}): "
+            f"`pip install {package}`, or leave {tracker} out"
+        ) from error

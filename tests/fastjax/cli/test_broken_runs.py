@@ -1,0 +1,223 @@
+"""Runs that are stopped, broken or wrong from the start, from files to files: what they say and what they leave."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from convert import tensor_file
+from convert.checkpoint import open_checkpoint, write_checkpoint
+from fastjax.errors import ConfigError, Interrupted, TrainingError
+from fastjax.fine_tuning import fine_tune
+from fastjax.training.config import (
+    DataSection,
+    LoraSection,
+    ModelSection,
+    OptimizerConfig,
+    OutputSection,
+    TrainConfig,
+    TrainingSection,
+)
+from fastjax.training.loss import loss_sums
+
+
+@pytest.fixture
+def config(chat_folder, chats, tmp_path):
+    """A run of six steps with dropout, noise and a state in eight bits, after changes to its sections."""
+
+    def make(**changes):
+        sections = {
+            "model": (ModelSection, {"model_name": str(chat_folder), "max_seq_length": 48, "dtype": "float32"}),
+            "data": (DataSection, {"train": str(chats), "eval": str(chats), "cache_dir": None}),
+            "output": (OutputSection, {"output_dir": str(tmp_path / "run"), "save_steps": 2}),
+            "lora": (LoraSection, {"r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "down_proj"]}),
+            "optimizer": (OptimizerConfig, {"learning_rate": 0.01, "warmup_steps": 2}),
+            "training": (TrainingSection, {"max_steps": 6, "eval_steps": 3, "neftune_noise_alpha": 5.0}),
+        }
+        made = {name: kind(**(given | changes.get(name, {}))) for name, (kind, given) in sections.items()}
+        return TrainConfig(**made)
+
+    return make
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures(folder):
+    """What must be equal in two equal runs."""
+    names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "loss_scale", "skipped_steps")
+    return [[row.get(name) for name in names] for row in rows(folder) if "event" not in row]
+
+
+def result(folder):
+    return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(config, tmp_path, number, dtype):
+    """Dropout, noise, warm-up, the order of the rows, the best score and float16's loss scale go on bit for bit."""
+
+    def settings(name, **training):
+        return config(
+            output={"output_dir": str(tmp_path / name)},
+            model={"dtype": dtype},
+            training={"initial_loss_scale": 2.0**24},
+        )
+
+    fine_tune(settings("whole"))
+    looked = []
+
+    def stop(model):
+        looked.append(1)
+        if len(looked) == 1:
+            os.kill(os.getpid(), number)
+        return {}
+
+    with pytest.raises(
+        Interrupted, match=rf"interrupted by {number.name} after step 4 of 6; its state is saved"
+    ) as error:
+        fine_tune(settings("stopped"), evaluate=stop)
+    assert error.value.signal_number == number
+    assert not (tmp_path / "stopped" / "adapter").exists()
+    assert sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir()) == ["2", "4"]
+    fine_tune(settings("stopped"), resume=True)
+    assert result(tmp_path / "stopped") == result(tmp_path / "whole")
+    assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
+    if dtype == "float16":
+        assert max(row.get("skipped_steps", 0) for row in rows(tmp_path / "whole")) > 0
+    before = result(tmp_path / "whole")
+    fine_tune(settings("whole"), resume=True)  # over already: nothing is trained
+    assert result(tmp_path / "whole") == before
+    assert rows(tmp_path / "whole")[-1]["event"] == "resumed"
+
+
+def test_resuming_without_a_checkpoint(config, tmp_path):
+    settings = config(output={"save_steps": None}, training={"max_steps": 2, "eval_steps": None})
+    fine_tune(settings, resume=True)
+    told = [row["message"] for row in rows(tmp_path / "run") if "event" in row]
+    assert told == ["no checkpoint to go on from: started from the beginning"]
+    with pytest.raises(ConfigError, match="--resume: expected a checkpoint in .*, given none beside the finished"):
+        fine_tune(settings, resume=True)
+    with pytest.raises(ConfigError, match="expected a folder without an earlier run"):
+        fine_tune(settings)
+
+
+def test_what_may_not_change_is_refused_and_nothing_is_touched(config, tmp_path):
+    short = {"max_steps": 2, "eval_steps": None}
+    fine_tune(config(training=short))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="another configuration: lora.r: expected 4, given 8"):
+        fine_tune(config(training=short, lora={"r": 8}), resume=True)
+    other = tmp_path / "other.jsonl"
+    other.write_text((json.dumps({"text": "abc"}) + "\n") * 9)
+    with pytest.raises(ConfigError, match="^data.train: expected the data of"):
+        fine_tune(config(training=short, data={"train": str(other)}), resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    fine_tune(config(training={"max_steps": 3, "eval_steps": None}, optimizer={"learning_rate": 0.02}), resume=True)
+    (told,) = [row["message"] for row in rows(tmp_path / "run") if row.get("event") == "resumed"]
+    assert "changed since: optimizer.learning_rate: 0.01 → 0.02; training.max_steps: 2 → 3" in told
+    assert [row["step"] for row in rows(tmp_path / "run") if "loss" in row] == [1, 2, 3]
+
+
+def test_a_weight_that_is_cut_off_from_the_loss_ends_the_run_by_name(config):
+    """B of one projection of one layer of two, which are stacked in one array; as B stays zero, its A is dead too."""
+
+    def cut(model, trainable, rows, *, key):
+        def stopped(path, leaf):
+            name = jax.tree_util.keystr(path)
+            if "down_proj" not in name or "lora_B" not in name:
+                return leaf
+            return leaf.at[1].set(jax.lax.stop_gradient(leaf[1]))
+
+        graphdef, variables = nnx.split(model)
+        changed = jax.tree_util.tree_map_with_path(stopped, nnx.to_pure_dict(variables))
+        return loss_sums(nnx.merge(graphdef, changed), trainable, rows, key=key)
+
+    with pytest.raises(TrainingError, match="2 of 8 trained weights have no gradient after the first steps: ") as e:
+        fine_tune(config(training={"eval_steps": None}), loss=cut)
+    dead = "layers.1.mlp.down.adapters.down_proj.lora_"
+    assert f"first steps: {dead}A, {dead}B. They would never change" in str(e.value)
+
+
+def test_a_row_that_breaks_a_step_is_named_and_the_state_before_it_kept(config, chat_folder, tmp_path):
+    """The embedding of one character is not a number; one row of forty has it."""
+    folder, data = tmp_path / "model", tmp_path / "rows.jsonl"
+    checkpoint = open_checkpoint(chat_folder)
+    arrays = {name: np.array(checkpoint.read(name)) for name in checkpoint.names}
+    poisoned = json.loads((chat_folder / "tokenizer.json").read_text())["model"]["vocab"]["Z"]
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()
+    arrays["model.embed_tokens.weight"][poisoned] = np.nan
+    write_checkpoint(folder, arrays.items(), dict(checkpoint.config) | {"tie_word_embeddings": False})
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (chat_folder / name).exists():
+            (folder / name).write_bytes((chat_folder / name).read_bytes())
+    texts = ["abcabc"] * 40
+    texts[17] = "abcZabc"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = config(
+        model={"model_name": str(folder), "load_in_4bit": False},
+        data={"train": str(data), "eval": None, "packing": False},
+        training={"max_steps": 20, "eval_steps": None},
+        output={"save_steps": None},
+    )
+    with pytest.raises(TrainingError) as error:
+        fine_tune(settings)
+    message = str(error.value)
+    step = next(row["step"] for row in rows(tmp_path / "run") if row.get("event") == "not_finite")
+    assert message.startswith(f"step {step}: the loss is nan")
+    assert f"{data}:18)" in message and message.count("row ") == 1
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [str(step - 1)]
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_users_evaluation_decides_nothing_but_is_reported(config, tmp_path):
+    seen = []
+
+    def exact(model):
+        seen.append(model.num_parameters())
+        return {"eval_exact": 0.5}
+
+    done = fine_tune(config(training={"max_steps": 3}), evaluate=exact)
+    assert done.evaluation is not None and done.evaluation.extra == {"eval_exact": 0.5}
+    assert [row["eval_exact"] for row in rows(tmp_path / "run") if "eval_loss" in row] == [0.5]
+    assert len(seen) == 1
+    with pytest.raises(ConfigError, match="evaluate: expected numbers by names that begin with eval_, given exact"):
+        fine_tune(config(output={"overwrite_output_dir": True}), evaluate=lambda model: {"exact": 1.0})
+
+
+def test_the_best_state_is_the_result(config, tmp_path):
+    """Better is two nats less: the second evaluation is the best, and three later ones are not better."""
+    changes = {
+        "optimizer": {"learning_rate": 30.0, "warmup_steps": 40, "lr_scheduler_type": "constant"},
+        "training": {
+            "max_steps": 20,
+            "eval_steps": 1,
+            "early_stopping_patience": 3,
+            "early_stopping_threshold": 2.0,
+            "neftune_noise_alpha": 5.0,
+        },
+        "output": {"load_best_model_at_end": True, "save_steps": None},
+    }
+    done = fine_tune(config(**changes))
+    losses = {row["step"]: row["eval_loss"] for row in rows(tmp_path / "run") if "eval_loss" in row}
+    (told,) = [row["message"] for row in rows(tmp_path / "run") if row.get("event") == "early_stop"]
+    best = 2
+    assert max(losses) == best + 3 and f"{losses[best]:.4f} at step {best} in 3 evaluations" in told
+    again = fine_tune(
+        dataclasses.replace(
+            config(**changes),
+            training=TrainingSection(max_steps=best, eval_steps=best, neftune_noise_alpha=5.0),
+            output=OutputSection(str(tmp_path / "again")),
+        )
+    )
+    assert result(tmp_path / "again") == result(tmp_path / "run")
+    assert done.model.lora is not None and again.evaluation is not None
+    assert again.evaluation.loss == pytest.approx(losses[best])
+    assert tensor_file.read_header(tmp_path / "run" / "adapter" / "adapter_model.safetensors")

@@ -1,0 +1,111 @@
+import errno
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from fastjax.data import Batches, DataSource, prepare
+from fastjax.data import cache as cache_module
+
+
+@pytest.fixture
+def file(write_rows):
+    return write_rows("rows.jsonl", [{"prompt": f"the user {n} ", "completion": "the answer" * n} for n in range(1, 9)])
+
+
+@pytest.fixture
+def prepared(file, tmp_path, make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+
+    def run(source=file, length=32, **options):
+        return prepare(source, tokenizer, length, **({"cache_dir": tmp_path / "cache"} | options))
+
+    return run
+
+
+def same(one, other):
+    assert one.statistics == other.statistics and one.fingerprint == other.fingerprint
+    assert one.max_token_id == other.max_token_id
+    for ours, theirs in zip(Batches(one.rows, 2).epoch(), Batches(other.rows, 2).epoch(), strict=True):
+        for array, expected in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(array, expected)
+    rows = np.arange(len(one.rows))
+    assert Batches(one.rows, 2).describe_rows(rows) == Batches(other.rows, 2).describe_rows(rows)
+
+
+def test_the_second_time_rows_come_from_the_cache_mapped(prepared, file):
+    first, second = prepared(too_long="split"), prepared(too_long="split")
+    assert (first.from_cache, second.from_cache) == (False, True)
+    assert isinstance(second.rows.documents.tokens, np.memmap)
+    same(first, second)
+    same(first, prepared(too_long="split", cache_dir=None))
+    named = Batches(second.rows, 2).describe_rows(np.arange(len(second.rows)))
+    assert re.search(rf"{re.escape(str(file))}:(\d+, )*8\b", named)
+
+
+def test_whatever_shapes_the_rows_makes_another_entry(prepared, file, tmp_path, make_tokenizer):
+    prepared()
+    options = [
+        {"length": 31},
+        {"loss_on": "all"},
+        {"too_long": "drop"},
+        {"packing": False},
+        {"chat_template": "plain"},
+        {"source": DataSource(str(file), split="train[:4]")},
+        {"source": [file, file]},
+    ]
+    seen = set()
+    for changed in options:
+        dataset = prepared(**changed)
+        assert not dataset.from_cache, changed
+        seen.add(dataset.fingerprint)
+    assert len(seen) == len(options)
+    before = file.stat()
+    file.write_text(file.read_text().replace("user 1", "user 7"))
+    assert file.stat().st_size == before.st_size and not prepared().from_cache
+    other = make_tokenizer("chatml")
+    other.add_tokens(["answer"])
+    assert not prepare(file, other, 32, cache_dir=tmp_path / "cache").from_cache
+
+
+def test_the_fingerprint_is_of_the_rows_not_of_the_place(prepared, file, tmp_path):
+    moved = tmp_path / "moved.jsonl"
+    shutil.copy(file, moved)
+    assert prepared(moved).fingerprint == prepared().fingerprint
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing", "no meta", "broken meta"])
+def test_a_damaged_entry_is_made_again(prepared, tmp_path, damage):
+    first = prepared()
+    (entry,) = (tmp_path / "cache").iterdir()
+    tokens, meta = entry / "documents.tokens.npy", entry / "meta.json"
+    if damage == "cut":
+        tokens.write_bytes(tokens.read_bytes()[:-8])
+    elif damage == "changed":
+        tokens.write_bytes(tokens.read_bytes()[:-1] + b"\x01")
+    elif damage == "missing":
+        tokens.unlink()
+    elif damage == "no meta":
+        meta.unlink()
+    else:
+        meta.write_text(meta.read_text()[:-20])
+    again = prepared()
+    assert not again.from_cache
+    same(first, again)
+    assert prepared().from_cache
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_no_failure(prepared, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="the prepared data are not kept for the next run: .*file"):
+        assert len(prepared(cache_dir=tmp_path / "file" / "cache").rows)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache_module.np, "save", full)
+    said = []
+    assert len(prepared(progress=said.append).rows)
+    assert len(said) == 1 and "No space left" in said[0]
+    assert not list((tmp_path / "cache").iterdir())

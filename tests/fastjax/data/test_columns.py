@@ -1,0 +1,129 @@
+import json
+
+import pytest
+
+from fastjax.data import ChatRecord, TextRecord, parse_row
+from fastjax.data.columns import check_columns
+from fastjax.errors import ConfigError, DataError
+
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+FUNCTION = {"name": "f", "parameters": {}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "record"),
+    [
+        ({"text": "t", "id": 1}, TextRecord("t", "w")),
+        ({"messages": [USER, ANSWER], "text": None}, ChatRecord([USER, ANSWER], "w")),
+        ({"messages": [USER], "prompt": "of the set"}, ChatRecord([USER], "w")),
+        ({"prompt": "q", "completion": " a"}, TextRecord("q a", "w", prompt=1)),
+        ({"prompt": [USER], "completion": [ANSWER]}, ChatRecord([USER, ANSWER], "w", prompt=1)),
+        ({"instruction": "q", "output": "a"}, ChatRecord([USER, ANSWER], "w")),
+        (
+            {"instruction": "q", "input": "i", "output": "a"},
+            ChatRecord([{"role": "user", "content": "q\n\ni", "instruction": "q", "input": "i"}, ANSWER], "w"),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            ChatRecord([USER, ANSWER], "w"),
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "human", "value": "q"},
+                    {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                    {"from": "observation", "value": "1"},
+                    {"from": "gpt", "value": "a"},
+                ],
+                "tools": json.dumps([FUNCTION]),
+            },
+            ChatRecord(
+                [
+                    {"role": "system", "content": "s"},
+                    USER,
+                    {"role": "assistant", "tool_calls": [CALL]},
+                    {"role": "tool", "content": "1"},
+                    ANSWER,
+                ],
+                "w",
+                [{"type": "function", "function": FUNCTION}],
+            ),
+        ),
+        # Arguments as a string, as OpenAI has them, and no content.
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+                    }
+                ],
+                "tools": [{"type": "function", "function": FUNCTION}],
+            },
+            ChatRecord(
+                [{"role": "assistant", "tool_calls": [CALL | {"id": "1"}]}],
+                "w",
+                [{"type": "function", "function": FUNCTION}],
+            ),
+        ),
+        # Content in parts.
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]},
+            ChatRecord([USER, ANSWER], "w"),
+        ),
+    ],
+)
+def test_every_kind_of_row(row, record):
+    assert parse_row(row, "w") == record
+
+
+def test_columns_are_renamed_and_decide_between_kinds():
+    row = {"question": "q", "answer": "a", "text": "t"}
+    assert parse_row(row, "w", {"instruction": "question", "output": "answer"}) == ChatRecord([USER, ANSWER], "w")
+    assert parse_row(row, "w", {"prompt": "question", "completion": "answer"}) == TextRecord("qa", "w", prompt=1)
+    assert parse_row(row, "w", {"text": "answer"}) == TextRecord("a", "w")
+    both = {"instruction": "q", "output": "a", "text": "t"}
+    assert parse_row(both, "w", {"text": "text"}) == TextRecord("t", "w")
+    with pytest.raises(DataError, match=r"w: the columns of several kinds of example: instruction, text; say which"):
+        parse_row(both, "w")
+    with pytest.raises(ConfigError, match="columns: answer: unknown; expected some of messages"):
+        check_columns({"answer": "a"})
+
+
+def test_prompt_and_completion_are_messages_where_a_template_was_named():
+    assert parse_row({"prompt": "q", "completion": "a"}, "w", templated=True) == ChatRecord([USER, ANSWER], "w")
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        (
+            {"question": "q", "text": None},
+            None,
+            r"w: expected the columns messages, .*there are: question, text \(null",
+        ),
+        ({"question": "q"}, {"prompt": "question"}, r"expected the columns 'question', 'completion'; .* question$"),
+        ({"prompt": "q", "completion": 3}, None, "'completion' must be a string, found 3"),
+        ({"instruction": ["q"], "output": "a"}, None, r"'instruction' must be a string, found \[\"q\"\]"),
+        ({"q": 3, "output": "a"}, {"instruction": "q"}, "'q' must be a string, found 3"),
+        ({"conversations": [{"from": "alien", "value": "q"}]}, None, r"conversations\[0\]: unknown speaker 'alien'"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, None, r"conversations\[0\]: 'value' must be a string"),
+        ({"conversations": [{"from": "function_call", "value": "{"}]}, None, "'value' is not valid JSON"),
+        ({"messages": [USER], "tools": "{"}, None, "'tools' is not valid JSON"),
+        ({"messages": [USER], "tools": [3]}, None, "'tools' must be a list of JSON schemas"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, None, r"tool_calls\[0\]: expected an object with"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+            None,
+            "'arguments' are not valid JSON",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, None, "'content' must be a string"),
+    ],
+)
+def test_what_is_wrong_is_named(row, columns, message):
+    with pytest.raises(DataError, match=message) as caught:
+        parse_row(row, "w", columns)
+    assert str(caught.value).startswith("w: ")

@@ -1,0 +1,27 @@
+import pytest
+
+from fastjax.data import DataSource
+from fastjax.errors import ConfigError
+from fastjax.training.config import DataSection
+
+
+def test_columns_hold_for_every_data_set_that_does_not_say():
+    own = DataSource("b", columns={"text": "c"})
+    data = DataSection(["a", own], columns={"text": "t"})
+    assert data.sources("train") == [DataSource("a", columns={"text": "t"}), own]
+    assert data.sources("eval") == []
+
+
+@pytest.mark.parametrize("weights", [(1.0, None), (1.0, 0.0), (-1.0, 2.0)])
+@pytest.mark.parametrize("which", ["train", "eval"])
+def test_weights_are_positive_and_everywhere(which, weights):
+    sources = [DataSource(name, weight=weight) for name, weight in zip("ab", weights, strict=True)]
+    with pytest.raises(ConfigError, match=f"data.{which}: weight: expected a positive number in every data set"):
+        DataSection(**({"train": "a"} | {which: sources}))
+
+
+def test_held_out_data_are_not_streamed():
+    with pytest.raises(ConfigError, match="data.eval: streaming: expected false, given true"):
+        DataSection("a", [DataSource("b", streaming=True)])
+    with pytest.raises(ConfigError, match="data.train: expected at least one data set"):
+        DataSection([])

@@ -1,0 +1,61 @@
+"""Every type of rotary scaling equals transformers', in its frequencies and in a model's logits."""
+
+import numpy as np
+import pytest
+
+from fastjax.models.config import ModelConfig
+from fastjax.models.rope_config import with_rope_scaling
+from fastjax.models.rotary import inverse_frequencies
+from tests.support import tiny
+
+torch = pytest.importorskip("torch")
+torch_llama = pytest.importorskip("tests.support.torch_llama")
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("quick_compilation")]
+
+KINDS = {
+    "linear": {"rope_type": "linear", "factor": 3.5},
+    "llama3": tiny.ROPE,
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "yarn, every field": {
+        "rope_type": "yarn",
+        "factor": 6.0,
+        "original_max_position_embeddings": 48,
+        "beta_fast": 6.0,
+        "beta_slow": 1.5,
+        "truncate": False,
+        "attention_factor": 0.8,
+    },
+    "yarn with mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.6},
+}
+
+
+@pytest.mark.parametrize(("head_dim", "theta", "length"), [(16, 5000.0, 192), (128, 5e5, 8192), (10, 321.0, 64)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_frequencies(kind, head_dim, theta, length):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = KINDS[kind] | {"rope_theta": theta}
+    config = tiny.config(head_dim=head_dim, rope_parameters=scaling, max_position_embeddings=length)
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](LlamaConfig(**config))
+    rope = ModelConfig.from_hf(config).rope
+    # a few float32 operations in another order
+    np.testing.assert_allclose(inverse_frequencies(rope, head_dim), expected.numpy(), rtol=5e-7)
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_an_override_are_transformers_with_the_config_that_is_saved(kind):
+    """Rows longer than the original length; the override is far from the folder's own scaling."""
+    folder, scaling = tiny.shared_folder(), KINDS[kind]
+    changed = with_rope_scaling(tiny.CONFIG, scaling)
+    arrays = tiny.arrays(tiny.CONFIG)
+    tokens = np.stack(tiny.documents(tiny.CONFIG, (100,)))
+    expected = torch_llama.logits(torch_llama.build(changed, arrays), tokens)
+    model = tiny.model(folder, tiny.CONFIG, rope_scaling=scaling, max_seq_length=100)
+    assert dict(model.hf_config) == changed
+    found = tiny.logits(model, tokens)
+    # float32 through three layers, logits of a few units, as in the test of logits
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    if kind != "llama3":
+        assert np.abs(tiny.logits(tiny.model(folder, tiny.CONFIG), tokens) - found).max() > 0.1

@@ -1,0 +1,121 @@
+"""Checkpoints: what goes in comes out bit for bit, only whole ones are found, the right ones are kept."""
+
+import shutil
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fastjax.errors import ConfigError
+from fastjax.training.checkpoint import Checkpoints, Progress, SaveFailed, named_arrays
+from fastjax.training.loss_scale import LossScale
+from tests.support import steps
+
+
+class State(NamedTuple):
+    trainable: dict
+    moments: tuple
+    key: jax.Array
+    scale: LossScale | None
+
+
+def state(seed=0, scale=True):
+    rng = np.random.default_rng(seed)
+    return State(
+        {"layers": {0: jnp.asarray(rng.normal(size=(3, 4)), jnp.bfloat16)}, "none": jnp.zeros((0, 3))},
+        (jnp.asarray(rng.integers(0, 255, 7), jnp.uint8), jnp.float32(rng.normal())),
+        jax.random.key(seed),
+        LossScale.start(2.0**15) if scale else None,
+    )
+
+
+@pytest.fixture
+def made():
+    found = []
+
+    def make(folder, **options):
+        found.append(Checkpoints(folder, **options))
+        return found[-1]
+
+    yield make
+    for checkpoints in found:
+        checkpoints.close()
+
+
+def save(checkpoints, step, **progress):
+    checkpoints.save(state(step), Progress(step, **progress))
+    assert checkpoints.wait() == step
+
+
+def test_round_trip(tmp_path, made):
+    checkpoints = made(tmp_path / "c", extra=lambda step: {"position": {"step": step}, "text": "ä"})
+    progress = Progress(12, 1.25, 8, 3, 4.5)
+    checkpoints.save(state(1), progress)
+    checkpoints.wait()
+    again = made(tmp_path / "c")
+    assert again.steps() == [12]
+    found = again.metadata(12)
+    assert Progress(**found["progress"]) == progress
+    assert found["position"] == {"step": 12} and found["text"] == "ä"
+    steps.assert_same(named_arrays(again.load(12, state(2))), named_arrays(state(1)))
+    assert jax.random.key_impl(again.load(12, state(2)).key) == jax.random.key_impl(jax.random.key(0))
+
+
+def test_a_state_that_is_donated_after_the_call_is_saved_as_it_was(tmp_path, made):
+    """The write goes on while the next step overwrites the arrays."""
+    checkpoints, array = made(tmp_path), jnp.arange(3_000_000, dtype=jnp.float32)
+    expected = np.array(array)
+    checkpoints.save({"a": array}, Progress(1))
+    jax.block_until_ready(jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(array))
+    checkpoints.wait()
+    found = checkpoints.load(1, {"a": jnp.zeros(3_000_000)})
+    np.testing.assert_array_equal(found["a"], expected)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path, made):
+    checkpoints = made(tmp_path, keep=2)
+    save(checkpoints, 10, best_step=10)
+    for step in (20, 30, 40):
+        save(checkpoints, step, best_step=10)
+    assert checkpoints.steps() == [40, 30, 10]
+    save(checkpoints, 50, best_step=50)
+    assert checkpoints.steps() == [50, 40]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["40", "50"]
+
+
+def test_what_a_killed_run_left_is_neither_found_nor_kept(tmp_path, made):
+    save(made(tmp_path), 3)
+    shutil.copytree(tmp_path / "3", tmp_path / "4.orbax-checkpoint-tmp")
+    shutil.copytree(tmp_path / "3", tmp_path / "2.deleted")
+    assert made(tmp_path).steps() == [3]
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, made):
+    checkpoints = made(tmp_path)
+    save(checkpoints, 1)
+    other = state()._replace(trainable={"layers": {0: jnp.zeros((3, 5), jnp.bfloat16)}}, scale=None)
+    with pytest.raises(ConfigError) as error:
+        checkpoints.load(1, other)
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path}/1 is a checkpoint of another model or adapter: ")
+    assert "trainable.layers.0: expected bfloat16[3, 5], given bfloat16[3, 4]" in message
+    assert "scale.scale: expected nothing, given float32[]" in message
+
+
+def test_a_write_that_fails_says_so_and_leaves_the_others(tmp_path, made):
+    """The folder turns into a file behind the writer's back."""
+    checkpoints = made(tmp_path / "c")
+    save(checkpoints, 1)
+    kept = tmp_path / "kept"
+    (tmp_path / "c").rename(kept)
+    (tmp_path / "c").write_text("in the way")
+    with pytest.raises(SaveFailed, match=r"^the checkpoint of step 2 could not be written to .*/c: "):
+        checkpoints.save(state(2), Progress(2))
+        checkpoints.wait()
+    (tmp_path / "c").unlink()
+    kept.rename(tmp_path / "c")
+    save(checkpoints, 3)
+    assert made(tmp_path / "c").steps() == [3]

@@ -1,0 +1,321 @@
+"""The report: what it finds in the rows, what stands in the page, and that nothing in it can end a run."""
+
+import base64
+import dataclasses
+import io
+import json
+import math
+import re
+import subprocess
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from rich.console import Console
+
+from fastjax.training.config import DataSection, ModelSection, OptimizerConfig, OutputSection, TrainConfig
+from fastjax.training.metrics import Evaluation, JsonLines
+from fastjax.training.report import default_settings, describe_environment, environment, usage, write_report
+from fastjax.training.report.facts import headline, list_evaluations, list_events, show_loss
+from fastjax.training.report.history import History, smooth
+from fastjax.training.report.plots import draw_panel, panels
+from fastjax.training.report.settings import list_settings
+from fastjax.training.report.spikes import Spike, find_spikes
+
+CONFIG = TrainConfig(
+    ModelSection("path/to/base", full_finetuning=False),
+    DataSection("<script>alert(1)</script>.jsonl"),
+    OutputSection("runs/x", run_name="a <b>run</b>"),
+    optimizer=OptimizerConfig(learning_rate=1e-3),
+)
+
+
+def rows(steps: int, **changes) -> list[dict]:
+    """A loss that falls with some noise, and an evaluation in the middle and at the end."""
+    noise = np.random.default_rng(0).normal(size=steps + 1) * 0.05
+    found = []
+    for step in range(1, steps + 1):
+        row = {
+            "step": step,
+            "loss": 1 + math.exp(-step / 30) + noise[step],
+            "grad_norm": 0.5 + abs(noise[step]),
+            "learning_rate": 1e-3 * (1 - step / steps),
+            "token_accuracy": 0.5,
+            "num_tokens": 1000,
+            "epoch": step / 40,
+            "tokens_per_second": None if step == 1 else 2000.0,
+            "model_flops_utilization": None if step == 1 else 0.4,
+            "memory_bytes": 3 * 2**30,
+            "seconds": step * 0.5,
+        }
+        found.append(row | {name: change(step) for name, change in changes.items()})
+        if step in (steps // 2, steps):
+            found.append(Evaluation(1.5 if step < steps else 1.6, 0.6, 100).row(step) | {"eval_exact": 0.25})
+    return found
+
+
+def report(folder, found: list[dict], status: str = "finished"):
+    sink = JsonLines(folder / "metrics.jsonl")
+    for row in found:
+        sink.write(row)
+    sink.close()
+    return write_report(
+        folder,
+        config=dataclasses.asdict(CONFIG),
+        defaults=default_settings(),
+        statistics={"train": "3 examples & more"},
+        environment={"devices": "1 × NVIDIA H200"},
+        result=usage(CONFIG, folder / "adapter"),
+        status=status,
+        console=Console(stderr=True),
+    )
+
+
+# Spikes
+
+
+def test_spikes_are_found():
+    history = History.from_rows(rows(200))
+    steps, losses = history.steps["step"], history.steps["loss"]
+    assert find_spikes(steps, losses) == []
+    losses[[100, 101, 102, 150]] = [3.0, 4.0, 3.5, 2.5]
+    losses[120] = np.nan
+    first, second = find_spikes(steps, losses)
+    assert first == Spike(102, 4.0, first.expected, 3)
+    assert second == Spike(151, 2.5, second.expected, 1)
+    assert first.expected == float(np.median(losses[50:100]))
+
+
+def test_ripples_of_an_even_loss_and_the_first_steps_are_no_spikes():
+    losses = np.full(100, 1.0)
+    losses[::9] += 0.1  # within six times 2%
+    losses[5] = 9.0
+    assert find_spikes(np.arange(1.0, 101.0), losses) == []
+    losses[60] = 1.13
+    assert [spike.step for spike in find_spikes(np.arange(1.0, 101.0), losses)] == [61]
+
+
+# History
+
+
+def test_the_later_row_of_a_step_counts():
+    found = [*rows(4), {"step": 4, "event": "resumed", "message": "m"}, rows(4)[3] | {"loss": 7.0}]
+    history = History.from_rows(found)
+    assert history.steps["step"].tolist() == [1, 2, 3, 4]
+    assert history.steps["loss"][2] == 7.0
+    assert len(history.events) == 1
+    assert history.best is not None
+    assert history.best["step"] == 2
+    assert history.own_metrics == ["eval_exact"]
+
+
+@pytest.mark.parametrize(("seconds", "total"), [([1, 2, 3], 3), ([10, 20, 1, 5, 2, 3], 28), ([], 0), ([4], 4)])
+def test_time_over_resumptions(seconds, total):
+    history = History.from_rows([{"step": n, "loss": 1.0, "seconds": float(s)} for n, s in enumerate(seconds)])
+    assert history.seconds == total
+
+
+def test_smoothing_ignores_spikes_and_gaps():
+    values = np.array([1.0, 1.0, 9.0, np.nan, 1.0, 1.0, np.inf])
+    np.testing.assert_array_equal(smooth(values, 3)[:3], [1.0, 1.0, 5.0])
+    np.testing.assert_array_equal(smooth(values, 5), [1, 1, 1, 1, 1, 1, 1])
+    assert np.isnan(smooth(np.full(3, np.nan), 3)).all()
+
+
+def test_headline():
+    facts = {fact.label: (fact.value, fact.note) for fact in headline(History.from_rows(rows(80)))}
+    assert facts["steps"] == ("80", "2 epochs")
+    assert facts["best held-out loss"] == ("1.5000", "step 40, perplexity 4.48")
+    assert facts["throughput"][0] == "2,000"
+    assert facts["MFU"][0] == "40.0%"
+    assert facts["peak memory"][0] == "3.0 GiB"
+    assert facts["time"] == ("0:00:40", "80 k tokens")
+    assert "skipped steps" not in facts
+
+
+def test_small_losses_have_digits():
+    assert [show_loss(loss) for loss in (12.345678, 0.1, 0.00048124)] == ["12.3457", "0.1000", "0.000481"]
+
+
+def test_lists_are_short():
+    saved = [{"step": step, "event": "saved", "message": f"saved {step}"} for step in range(1, 51)]
+    other = [{"step": step, "event": "save_failed", "message": "disk full"} for step in range(100, 160)]
+    events = list_events(History.from_rows(saved + other))
+    assert events.rows[0]["message"] == "saved 50 (50 checkpoints in all)"
+    assert (len(events.rows), events.hidden) == (20, 41)
+    evaluated = [Evaluation(2.0 - (step == 7), 0.5, 1).row(step) for step in range(1, 101)]
+    table = list_evaluations(History.from_rows(evaluated))
+    assert table is not None
+    assert [row["cells"][0] for row in table["rows"]] == ["1", "7", *map(str, range(91, 101))]
+    assert [row["cells"][0] for row in table["rows"] if row["best"]] == ["7"]
+    assert table["hidden"] == 88
+
+
+# Plots
+
+
+def test_the_loss_panel():
+    found = rows(200)
+    found[99]["loss"], found[120]["loss"] = 50.0, float("nan")
+    found.append({"step": 90, "event": "saved", "message": "m"})
+    found.append({"step": 120, "event": "resumed", "message": "m"})
+    history = History.from_rows(found)
+    spikes = find_spikes(history.steps["step"], history.steps["loss"])
+    axis = Figure().subplots()
+    drawn = panels(history, spikes, 1.0)
+    assert [panel.title.split(" (")[0].split(",")[0] for panel in drawn] == [
+        "Loss",
+        "Gradient norm",
+        "Learning rate",
+        "Token accuracy",
+        "Tokens a second · model FLOPs utilisation",
+        "Device memory",
+        "Held out: exact",
+    ]
+    draw_panel(drawn[0], axis, history)
+    lines = {str(line.get_label()): line for line in axis.get_lines()}
+    assert set(lines["held out"].get_xdata()) == {100, 200}
+    assert list(lines["best held out"].get_xdata()) == [100]
+    assert list(lines["spike (1)"].get_xdata()) == [100]
+    assert list(lines["not finite"].get_xdata()) == [120]
+    assert list(lines["checkpoint"].get_xdata()) == [90]
+    assert set(lines["stopped, resumed"].get_xdata()) == {120}
+    assert axis.get_ylim()[1] < 3  # the spike does not flatten the curve
+    assert [text.get_text() for text in axis.texts] == ["50"]
+
+
+@pytest.mark.parametrize(("factor", "scale"), [(1.0, "linear"), (20.0, "log")])
+def test_a_loss_that_falls_far_is_shown_by_its_logarithm(factor, scale):
+    history = History.from_rows(rows(200, loss=lambda step: math.exp(-step * factor / 200)))
+    axis = Figure().subplots()
+    draw_panel(panels(history._replace(evaluations=[]), [])[0], axis, history)
+    assert axis.get_yscale() == scale
+    low, high = axis.get_ylim()
+    assert 0 <= low < math.exp(-factor)
+    assert 4 > high > math.exp(-factor * 3 / 200)
+
+
+def test_the_loss_scale_panel():
+    found = rows(60, loss_scale=lambda step: 2.0 ** (16 - (step > 3)), skipped=lambda step: step == 3)
+    history = History.from_rows(found)
+    (panel,) = [panel for panel in panels(history, []) if panel.title.startswith("Loss scale")]
+    axis = Figure().subplots()
+    draw_panel(panel, axis, history)
+    (skipped,) = [line for line in axis.get_lines() if str(line.get_label()).startswith("skipped")]
+    assert (list(skipped.get_xdata()), list(skipped.get_ydata())) == ([3], [65536])
+    assert "steps skipped" not in str(list_events(history).rows)
+    assert list_events(history).rows[0]["message"] == "1 step skipped, the gradient overflowed in float16: 3"
+
+
+# The page
+
+
+def test_report(tmp_path):
+    found = rows(120)
+    found[79]["loss"] = 12.5
+    found.append({"step": 120, "event": "interrupted", "message": "<img src=x onerror=alert(2)>"})
+    page = report(tmp_path, found, "interrupted at step 120")
+    assert page == tmp_path / "report.html"
+    html = page.read_text(encoding="utf-8")
+    assert "<script" not in html
+    assert "&lt;script&gt;alert(1)" in html
+    assert "<h1>a &lt;b&gt;run&lt;/b&gt;</h1>" in html
+    assert "&lt;img src=x onerror=alert(2)&gt;" in html
+    assert not re.search(r"(?:src|href)=\"(?!data:)", html)  # it needs nothing but itself
+    assert "url(" not in html
+    images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
+    assert len(images) == 7
+    assert all(b"</svg>" in base64.b64decode(image) for image in images)
+    assert '<span class="status bad">interrupted at step 120</span>' in html
+    assert '<td class="number">79</td><td class="number">12.5000</td>' in html
+    assert "optimizer.learning_rate" in html.partition("settings are as by default")[0]
+    assert "optimizer.adam_beta2" in html.partition("settings are as by default")[2]
+    assert "fastjax generate --model path/to/base --adapter" in html
+    assert "3 examples &amp; more" in html
+    height, width, _ = imread(tmp_path / "report.png").shape
+    assert width == 1320
+    assert height > width
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html", "report.png"]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [],
+        rows(1)[:1],
+        [{"step": n, "loss": float("nan"), "learning_rate": 0.0, "grad_norm": float("inf")} for n in (1, 2)],
+        [{"step": 0, "eval_loss": 2.0}, {"step": 3, "event": "saved", "message": "m"}],
+        [{"step": 1, "loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0, "tokens_per_second": 0.0}],
+    ],
+    ids=["no rows", "one step", "nothing finite", "no steps", "zeros"],
+)
+def test_report_of_little(tmp_path, found, capsys):
+    assert report(tmp_path, found) is not None, capsys.readouterr().err
+    assert "finished" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert (tmp_path / "report.png").stat().st_size > 1000
+
+
+def test_a_failing_report_is_a_warning(tmp_path):
+    file = io.StringIO()
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "run"
+    console = Console(file=file, width=40)
+    arguments = {"config": {}, "defaults": {}, "statistics": {}, "environment": {}, "result": [], "status": "finished"}
+    assert write_report(folder, **arguments, console=console) is None
+    assert file.getvalue().startswith(f"warning: no report in {folder}: ")
+    assert file.getvalue().count("\n") == 1
+
+
+# Settings and surroundings
+
+
+def test_settings():
+    settings = list_settings(dataclasses.asdict(CONFIG), default_settings())
+    changed = {setting.name: (setting.value, setting.default) for setting in settings if setting.changed}
+    assert changed == {
+        "model.model_name": ("path/to/base", ""),
+        "data.train": ("<script>alert(1)</script>.jsonl", ""),
+        "output.output_dir": ("runs/x", ""),
+        "output.run_name": ("a <b>run</b>", "null"),
+        "optimizer.learning_rate": ("0.001", "0.0002"),
+    }
+    assert settings[: len(changed)] == [setting for setting in settings if setting.changed]
+    assert len(settings) == sum(len(section) for section in dataclasses.asdict(CONFIG).values())
+
+
+def test_usage(tmp_path):
+    command, python = usage(CONFIG, tmp_path / "my adapter")
+    assert (
+        command
+        == f"fastjax generate --model path/to/base --adapter '{tmp_path}/my adapter' --load_in_4bit --prompt '…'"
+    )
+    compile(python, "usage", "exec")
+    whole = dataclasses.replace(CONFIG, model=ModelSection("base", full_finetuning=True, load_in_4bit=False))
+    command, python = usage(whole, tmp_path / "model")
+    assert command == f"fastjax generate --model {tmp_path}/model --prompt '…'"
+    assert "peft" not in python
+
+
+def test_environment(tmp_path, monkeypatch):
+    driver = tmp_path / "version"
+    driver.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12\n"
+    )
+    monkeypatch.setattr(environment, "_DRIVER", driver)
+    monkeypatch.chdir(tmp_path)
+    found = describe_environment()
+    assert found["devices"] == "8 × cpu"
+    assert found["NVIDIA driver"] == "580.95.05"
+    assert {"date", "host", "Python", "jax", "flax", "transformers"} <= set(found)
+    assert "git commit" not in found
+    assert "device memory" not in found
+    json.dumps(found)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "version"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "m"], check=True)
+    assert re.fullmatch(r"[0-9a-f]{40}", describe_environment()["git commit"])
+    driver.write_text("changed")
+    assert re.fullmatch(r"[0-9a-f]{40} \+ changes", describe_environment()["git commit"])
+    assert "NVIDIA driver" not in describe_environment()

@@ -1,0 +1,121 @@
+"""What may change between a checkpoint and the run that goes on from it, and damaged checkpoints."""
+
+import dataclasses
+import io
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from fastjax.errors import ConfigError, TrainingError
+from fastjax.training.checkpoint import Checkpoints, Progress
+from fastjax.training.config import (
+    DataSection,
+    LoraSection,
+    ModelSection,
+    OptimizerConfig,
+    OutputSection,
+    TrainConfig,
+    TrainingSection,
+)
+from fastjax.training.resume import Earlier, check_identity, check_settings, model_fingerprint, newest, restore
+
+
+def settings(**sections):
+    base = {"model": {"model_name": "m"}, "data": {"train": "d"}, "output": {"output_dir": "o"}}
+    kinds = {
+        "model": ModelSection,
+        "data": DataSection,
+        "output": OutputSection,
+        "lora": LoraSection,
+        "optimizer": OptimizerConfig,
+        "training": TrainingSection,
+    }
+    made = {name: kinds[name](**(base.get(name, {}) | sections.get(name, {}))) for name in kinds}
+    return dataclasses.asdict(TrainConfig(**made))
+
+
+def earlier(**sections):
+    return Earlier(Path("c/7"), Progress(7), settings(**sections), "model", "data", {})
+
+
+def test_equal_settings():
+    assert check_settings(earlier(), settings()) == []
+
+
+def test_what_may_change_is_told():
+    changed = settings(
+        optimizer={"learning_rate": 0.5},
+        training={"num_train_epochs": 3.0, "logging_steps": 1},
+        output={"output_dir": "elsewhere", "save_steps": 5},
+        model={"model_name": "moved"},
+    )
+    assert check_settings(earlier(), changed) == [
+        "optimizer.learning_rate: 0.0002 → 0.5",
+        "training.num_train_epochs: 1.0 → 3.0",
+    ]
+
+
+def test_another_accumulation_of_the_same_rows():
+    old = earlier(training={"per_device_train_batch_size": 8})
+    new = settings(training={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})
+    assert check_settings(old, new) == [
+        "training.per_device_train_batch_size: 8 → 2",
+        "training.gradient_accumulation_steps: 1 → 4",
+    ]
+    with pytest.raises(ConfigError, match="the rows of a step: expected 8, given 4"):
+        check_settings(old, settings(training={"per_device_train_batch_size": 4}))
+
+
+def test_what_makes_another_state_is_refused():
+    with pytest.raises(ConfigError) as error:
+        check_settings(earlier(), settings(lora={"r": 8}, model={"dtype": "float16"}, training={"seed": 1}))
+    message = str(error.value)
+    assert message.startswith(
+        "c/7 is a checkpoint of another configuration: model.dtype: expected None, given 'float16'"
+    )
+    assert "lora.r: expected 16, given 8" in message and "training.seed: expected 3407, given 1" in message
+
+
+def test_another_model_or_other_data():
+    check_identity(earlier(), "model", "data")
+    with pytest.raises(ConfigError, match="^model.model_name: expected the base model of c/7"):
+        check_identity(earlier(), "other", "data")
+    with pytest.raises(ConfigError, match="^data.train: expected the data of c/7"):
+        check_identity(earlier(), "model", "other")
+
+
+def test_the_fingerprint_of_a_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"12")
+    first = model_fingerprint(tmp_path)
+    (tmp_path / "README.md").write_text("text")
+    assert model_fingerprint(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"123")
+    assert model_fingerprint(tmp_path) != first
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    stored = {"config": settings(), "model": "m", "data": "d", "position": {}}
+    checkpoints = Checkpoints(tmp_path, keep=3, extra=lambda step: stored)
+    for step in (1, 2, 3):
+        checkpoints.save({"a": jnp.full(3, step, jnp.float32)}, Progress(step))
+        checkpoints.wait()
+    (tmp_path / "3" / "_CHECKPOINT_METADATA").unlink()
+    for file in (tmp_path / "2" / "state").rglob("*"):
+        if file.is_file() and "manifest" in file.name:
+            file.write_bytes(b"damaged")
+    console = Console(file=io.StringIO(), width=300)
+    like = {"a": jnp.zeros(3)}
+    found = newest(checkpoints)
+    assert found is not None and found.progress.step == 2
+    found, state = restore(checkpoints, found, like, console)
+    assert found.progress.step == 1 and state["a"].tolist() == [1, 1, 1]
+    assert "/2 cannot be read" in console.file.getvalue() and f"going on from {tmp_path}/1" in console.file.getvalue()
+    for file in (tmp_path / "1" / "state").rglob("*"):
+        if file.is_file() and "manifest" in file.name:
+            file.write_bytes(b"damaged")
+    with pytest.raises(TrainingError, match="there is no earlier checkpoint"):
+        restore(checkpoints, found, like, console)
+    checkpoints.close()

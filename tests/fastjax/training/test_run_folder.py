@@ -1,0 +1,56 @@
+"""The output folder: whose it is, what is cleared, what is left alone."""
+
+import pytest
+
+from fastjax.errors import ConfigError
+from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
+from fastjax.training.run_folder import RUN_FILES, claimed
+
+
+def config(folder, **output):
+    return TrainConfig(ModelSection("m"), DataSection("d"), OutputSection(str(folder), **output))
+
+
+def test_two_runs_are_not_in_one_folder(tmp_path):
+    with claimed(config(tmp_path / "run"), resume=False):
+        with pytest.raises(ConfigError, match="expected a folder that no run is at work in"):
+            with claimed(config(tmp_path / "run"), resume=True):
+                pass
+    with claimed(config(tmp_path / "run"), resume=False) as folder:
+        assert folder.path.is_dir()
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_what_an_earlier_run_left_is_not_taken_over(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"an earlier run, given .*, which holds {name}; go on with that run"):
+        with claimed(config(tmp_path), resume=False):
+            pass
+    with claimed(config(tmp_path, overwrite_output_dir=True), resume=False):
+        assert (tmp_path / name).exists()  # nothing is lost before the new run is sure to start
+
+
+def test_clearing_leaves_the_result_and_what_is_not_ours(tmp_path):
+    for name in (*RUN_FILES, "notes"):
+        (tmp_path / name).mkdir()
+    with claimed(config(tmp_path, overwrite_output_dir=True), resume=False) as folder:
+        folder.clear()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "adapter", "notes"]
+
+
+def test_a_finished_run_without_checkpoints_is_not_resumed(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(ConfigError, match="--resume: expected a checkpoint in"):
+        with claimed(config(tmp_path), resume=True):
+            pass
+    (tmp_path / "checkpoints").mkdir()
+    with claimed(config(tmp_path), resume=True):
+        pass
+
+
+def test_what_a_killed_run_was_saving_is_removed(tmp_path):
+    (tmp_path / ".adapter.123-abc.partial").mkdir()
+    (tmp_path / ".other.partial").mkdir()
+    with claimed(config(tmp_path), resume=False):
+        assert not (tmp_path / ".adapter.123-abc.partial").exists()
+        assert (tmp_path / ".other.partial").exists()
