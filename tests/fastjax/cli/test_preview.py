@@ -35,7 +35,7 @@ def settings(chat_folder, chats, tmp_path):
 
 def shown(argv: list[str], rows: int = 1, **options) -> str:
     file = io.StringIO()
-    console = Console(file=file, width=100, force_terminal=True, **({"color_system": None} | options))
+    console = Console(file=file, force_terminal=True, **({"color_system": None, "width": 100} | options))
     preview(parse_train_config(argv), rows, console)
     return file.getvalue()
 
@@ -93,7 +93,7 @@ def test_a_mixture(settings, chats, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "abcdefg"}\n' * 30)
     sources = [{"path": str(chats), "weight": 3}, {"path": str(other), "weight": 1}]
-    out = shown(["--config", str(settings), "--data.train", json.dumps(sources)], rows=0)
+    out = shown(["--config", str(settings), "--data.train", json.dumps(sources)], rows=0, width=300)  # no path is folded
     assert "train: where the documents come from" in out
     assert "held out: where" not in out
     found = {name: int(count) for name, count in re.findall(r"(\w+\.jsonl) +(\d+) ", out)}

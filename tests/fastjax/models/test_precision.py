@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.models.adapters import export_adapters
@@ -43,8 +44,8 @@ def loss(model):
 
     def of(trainable):
         decoder = nnx.merge(model.graphdef, trainable, model.frozen)
-        arrays = (tokens, targets, positions, segments)
-        sums = loss_sums(decoder, model.trainable_filter, *map(jnp.asarray, arrays), key=jax.random.key(0))
+        rows = Batch(*map(jnp.asarray, (tokens, targets, segments, positions)))
+        sums = loss_sums(decoder, model.trainable_filter, rows, key=jax.random.key(0))
         return sums.loss_sum
 
     return of

@@ -87,8 +87,11 @@ def test_a_model_is_trained_and_saved_with_the_override(tmp_path):
 
 
 def test_rows_longer_than_the_model():
-    with pytest.raises(ConfigError, match=r"at most the model's 192 positions, given 200; .*yarn, factor: 2.0\}"):
+    # stretched from the 32 positions that the model was pretrained on, not from the 192 that its own scaling allows
+    with pytest.raises(ConfigError, match=r"at most the model's 192 positions, given 200; .*yarn, factor: 7.0\}"):
         tiny.model(tiny.shared_folder(), tiny.CONFIG, max_seq_length=200)
+    suggested = {"rope_type": "yarn", "factor": 7.0}
+    assert tiny.model(tiny.shared_folder(), tiny.CONFIG, max_seq_length=200, rope_scaling=suggested)
     assert tiny.model(tiny.shared_folder(), tiny.CONFIG, max_seq_length=None).max_seq_length == 192
 
 
