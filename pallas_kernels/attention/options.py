@@ -1,0 +1,23 @@
+"""What an attention call asks for beyond its arrays: static, hashable, shared by every implementation."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The static part of a call.
+
+    Attributes:
+        scale: what the logits are multiplied with.
+        causal: key t is visible to query s only if t <= s + query_offset.
+        sliding_window: a query sees the keys t > s + query_offset − sliding_window only, that is with ``causal`` its
+            own and the sliding_window − 1 before it; None: no window.
+        logits_soft_cap: logits become cap · tanh(logits / cap); None: no cap.
+        dropout_rate: probability that a weight is dropped; 0: no dropout.
+    """
+
+    scale: float
+    causal: bool = True
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    dropout_rate: float = 0.0
