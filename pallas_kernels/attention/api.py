@@ -11,6 +11,7 @@ independently:
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def attention(
     dropout_key: PRNGKeyArray | None = None,
     return_lse: bool = False,
     implementation: str | tuple[str | None, str | None] | None = None,
-) -> Float[Array, "B S H Dv"] | tuple[Float[Array, "B S H Dv"], Float[Array, "B H S"]]:
+) -> Any:
     """softmax(scale · q kᵀ) v over the keys that each query may see.
 
     Query head h uses key head h // (H / K). Logits, softmax and sums are float32 for any input dtype; float32 inputs
@@ -80,8 +81,9 @@ def attention(
         implementation: None, "cudnn" or "xla", for both passes, or a pair for the forward and the backward pass.
 
     Returns:
-        The weighted values in q's dtype; with return_lse also the natural log-sum-exp of the scaled, capped, visible
-        logits and the sink, float32, -inf for a query that sees neither. Differentiable in q, k, v and sinks.
+        The weighted values [B, S, H, Dv] in q's dtype; with return_lse a pair of them and the natural log-sum-exp of
+        the scaled, capped, visible logits and the sink, float32 [B, H, S], -inf for a query that sees neither.
+        Differentiable in q, k, v and sinks.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together.
@@ -169,8 +171,8 @@ def _chosen(
     both = pair[0] == pair[1]
 
     def reason(name: str, direction: str) -> str | None:
-        if name in NEEDS_RANGES and (disordered := disorder()) is not None:
-            return disordered
+        if name in NEEDS_RANGES and call["segments"]:
+            return disorder() or IMPLEMENTATIONS[name].unsupported(target, *arrays, **call | {"ranges": True})
         if name == "cudnn" and direction == "backward" and lse_gradient:
             return "its backward pass takes no gradient of the log-sum-exp, which return_lse=True asks for"
         return IMPLEMENTATIONS[name].unsupported(target, *arrays, **call)

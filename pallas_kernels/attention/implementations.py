@@ -7,7 +7,7 @@ Each is a module with three functions:
     backward(q, k, v, mask, sinks, seed, lse, delta, dout, options) -> (dq, dk, dv)
 
 - ``unsupported`` says in one clause why the target or the call is not served: ``ranges`` and ``segments`` say whether
-  the documents are known as ranges or as ids (both: ids whose ranges `api` can make), ``offset`` is the position of the
+  the documents are known as ranges or as ids (both: ids of which `api` makes ranges), ``offset`` is the position of the
   first query among the keys or, where that is known only at run time, a clause that says so, ``sinks`` whether there
   are any.
 - ``lse`` is the natural log-sum-exp of the scaled, capped, visible logits and the sink, +inf for a query that sees

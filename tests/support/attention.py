@@ -16,6 +16,11 @@ PACKED = np.array([[1] * 6 + [2] + [3] * 7 + [0] * 2, [1] * 16, [0] * 16], np.in
 QUICK = {"xla_backend_optimization_level": 0}
 
 
+def once(function, *arguments):
+    """The function's results, compiled as a whole (compiling it op by op takes longer)."""
+    return jax.jit(function, compiler_options=QUICK)(*arguments)
+
+
 def inputs(batch=3, length=16, keys=None, heads=4, kv_heads=2, size=8, value_size=None, dtype=jnp.float32, seed=0):
     """q, k, v and a cotangent of the output."""
     rng = np.random.default_rng(seed)
@@ -37,7 +42,7 @@ def value_and_gradients(function, *arrays):
         out, vjp = jax.vjp(function, q, k, v)
         return (out, *vjp(dout))
 
-    return jax.jit(both, compiler_options=QUICK)(*arrays)
+    return once(both, *arrays)
 
 
 def gradients(function, arguments: dict[str, Any], cotangents) -> dict[str, np.ndarray]:
@@ -47,7 +52,7 @@ def gradients(function, arguments: dict[str, Any], cotangents) -> dict[str, np.n
         results, vjp = jax.vjp(lambda arguments: function(**arguments), arguments)
         return results, *vjp(cotangents)
 
-    results, found = jax.jit(both, compiler_options=QUICK)(arguments, cotangents)
+    results, found = once(both, arguments, cotangents)
     named = dict(zip(("out", "lse"), results, strict=True)) | {f"d{name}": leaf for name, leaf in found.items()}
     return {name: np.asarray(leaf, np.float64) for name, leaf in named.items()}
 

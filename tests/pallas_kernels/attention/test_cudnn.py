@@ -12,7 +12,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention import attention, cudnn_documents, segment_ranges
 from pallas_kernels.attention.options import Options
 from tests.support import cudnn as stand_in
-from tests.support.attention import PACKED, QUICK, assert_close, inputs, oracle, value_and_gradients
+from tests.support.attention import PACKED, assert_close, inputs, once, oracle, value_and_gradients
 
 H200 = dispatch.Target("cuda", "NVIDIA H200", (9, 0), 132)
 A100 = dispatch.Target("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
@@ -20,7 +20,7 @@ WRAPPED, LISTED = "_dot_product_attention_fwd_p_wrapper", "_dot_product_attentio
 
 
 def made(ids, max_documents=None):
-    return jax.jit(lambda ids: segment_ranges(ids, max_documents=max_documents), compiler_options=QUICK)(ids)
+    return once(lambda ids: segment_ranges(ids, max_documents=max_documents), ids)
 
 
 PATHS = {
@@ -72,9 +72,10 @@ def test_log_sum_exp_is_that_of_the_documents(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda: H200)
     q, k, v, _ = inputs(dtype=jnp.bfloat16)
     ids = jnp.asarray(PACKED)
-    _, plain = attention(q, k, v, return_lse=True, segment_ids=ids, implementation="xla")
-    for options in ({"segment_ranges": made(ids, 3)}, {"segment_ids": ids}):
-        _, lse = attention(q, k, v, return_lse=True, implementation=("cudnn", "xla"), **options)
+    lse_of = functools.partial(attention, return_lse=True)
+    _, plain = once(functools.partial(lse_of, segment_ids=ids, implementation="xla"), q, k, v)
+    for documents in ({"segment_ranges": made(ids, 3)}, {"segment_ids": ids}):
+        _, lse = once(functools.partial(lse_of, implementation=("cudnn", "xla"), **documents), q, k, v)
         np.testing.assert_allclose(lse, plain, rtol=1e-5, atol=1e-5)  # float32 sums of 16
 
 
@@ -103,7 +104,7 @@ def test_documents_beyond_the_list_give_nan(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda: H200)
     q, k, v, _ = inputs(dtype=jnp.bfloat16)
     ranges = made(jnp.asarray(PACKED), 2)
-    out = np.asarray(attention(q, k, v, segment_ranges=ranges), np.float32)
+    out = np.asarray(once(functools.partial(attention, segment_ranges=ranges), q, k, v), np.float32)
     np.testing.assert_array_equal(np.isnan(out).all(axis=(2, 3)), PACKED == 3)
     np.testing.assert_array_equal(np.isnan(out).any(axis=(2, 3)), PACKED == 3)
 
@@ -146,8 +147,8 @@ def test_the_list_is_the_one_that_jaxs_wrapper_makes():
     lengths = jnp.where(there, documents.length, -1)
     starts = jnp.pad(jnp.where(there, documents.start, -1), ((0, 0), (0, 1)), constant_values=-1)
     array = jnp.zeros((4, 16, 3, 8), jnp.bfloat16)
-    expected = fused._fix_seqlen_offsets(lengths, lengths, starts, starts, array, array)
-    listed = cudnn_documents.listed(ranges)
+    expected = once(fused._fix_seqlen_offsets, lengths, lengths, starts, starts, array, array)
+    listed = once(cudnn_documents.listed, ranges)
     np.testing.assert_array_equal(listed.length.reshape(4, 4), expected[0])
     for theirs in expected[2:]:
         np.testing.assert_array_equal(cudnn_documents.offsets(listed, 3, 8), theirs)

@@ -1,12 +1,14 @@
 """Dropout of attention weights: the generator's statistics, and that both passes drop the same weights."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.attention import attention, config, dropout, reference
-from tests.support.attention import PACKED, QUICK, gradients, inputs
+from tests.support.attention import PACKED, QUICK, gradients, inputs, once
 
 HEADS, LENGTH = 12, 160
 
@@ -57,8 +59,8 @@ def test_the_mean_over_many_draws_is_attention_without_dropout():
     q, k, v, _ = inputs(batch=2, length=8)
     draws = jax.vmap(lambda key: attention(q, k, v, dropout_rate=0.3, dropout_key=key))
     keys = jax.random.split(jax.random.key(0), 4000)
-    samples = np.asarray(jax.jit(draws, compiler_options=QUICK)(keys), np.float64)
-    expected = np.asarray(attention(q, k, v))
+    samples = np.asarray(once(draws, keys), np.float64)
+    expected = np.asarray(once(attention, q, k, v))
     error = np.abs(samples.mean(axis=0) - expected)
     assert np.all(error < 5 * samples.std(axis=0) / np.sqrt(len(keys)) + 1e-6)  # 512 numbers
 
@@ -67,8 +69,8 @@ def kept_by(q, k, key, rate, ids):
     """Which of the weights [B, H, S, T] attention keeps, seen from outside: with v = 1 for one key, out is a weight."""
     batch, keys, kv_heads = k.shape[:3]
     v = jnp.broadcast_to(jnp.eye(keys, dtype=q.dtype)[None, :, None], (batch, keys, kv_heads, keys))
-    weights = attention(q, k, v, segment_ids=ids, dropout_rate=rate, dropout_key=key)
-    return jnp.asarray(weights).transpose(0, 2, 1, 3) != 0.0
+    attend = functools.partial(attention, segment_ids=ids, dropout_rate=rate, dropout_key=key)
+    return once(attend, q, k, v).transpose(0, 2, 1, 3) != 0.0
 
 
 @pytest.mark.parametrize("most", [16, 6])
@@ -100,7 +102,7 @@ def test_the_reference_drops_what_attention_drops():
     key = jax.random.key(4)
     kept = kept_by(q, k, key, 0.25, None)
     causal = np.tri(16, dtype=bool)
-    expected = reference.kept_weights(key, 0.25, (3, 4, 16, 16))
+    expected = once(lambda key: reference.kept_weights(key, 0.25, (3, 4, 16, 16)), key)
     np.testing.assert_array_equal(np.asarray(kept)[:, :, causal], np.asarray(expected)[:, :, causal])
 
 

@@ -1,30 +1,27 @@
 """Every feature of attention, alone and together, against a float64 oracle: values, log-sum-exp and all gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention, config, reference, segment_ranges
-from tests.support.attention import PACKED, QUICK, assert_close, gradients, inputs, oracle, value_and_gradients
+from pallas_kernels.attention import api, attention, config, reference, segment_ranges, xla
+from tests.support.attention import PACKED, assert_close, gradients, inputs, once, oracle, value_and_gradients
 
 # Keys for PACKED's queries: a first document that is shorter, a second that no key belongs to, a third that is longer.
 KEYS = np.array([[1] * 3 + [0] * 2 + [3] * 15, [0] * 4 + [1] * 16, [1] * 20], np.int32)
 SINKS = np.array([0.5, -1.0, 2.0, -30.0], np.float32)
 CASES = {
-    "window": {"sliding_window": 3},
     "window on both sides": {"sliding_window": 3, "causal": False},
-    "window, packed": {"sliding_window": 4, "segment_ids": PACKED},
+    "window": {"sliding_window": 4, "segment_ids": PACKED},
     "window of one key": {"sliding_window": 1},
-    "cap": {"logits_soft_cap": 1.5},
-    "cap, packed": {"logits_soft_cap": 0.7, "segment_ids": PACKED, "scale": 2.0},
-    "sinks": {"sinks": SINKS},
-    "sinks, packed": {"sinks": SINKS, "segment_ids": PACKED},
-    "values larger than keys": {"value_size": 12},
+    "cap": {"logits_soft_cap": 0.7, "segment_ids": PACKED, "scale": 2.0},
+    "sinks": {"sinks": SINKS, "segment_ids": PACKED},
     "values smaller than keys": {"value_size": 4, "kv_heads": 1},
     "more keys": {"keys": 21},
     "fewer keys": {"keys": 11},
-    "fewer keys, not causal": {"keys": 11, "causal": False},
     "from the first key": {"keys": 21, "query_offset": 0},
     "an offset a row": {"keys": 21, "query_offset": np.array([0, 3, -2], np.int32)},
     "keys with documents of their own": {"keys": 20, "segment_ids": PACKED, "kv_segment_ids": KEYS, "causal": False},
@@ -89,9 +86,7 @@ def test_all_features_at_once_in_blocks_of_queries(ranges, monkeypatch):
     arguments, cotangents, options = problem(EVERYTHING, 100)
     expected = expected_results(arguments, cotangents, options)
     if ranges:
-        made = jax.jit(segment_ranges, compiler_options=QUICK)(
-            options.pop("segment_ids"), options.pop("kv_segment_ids")
-        )
+        made = once(segment_ranges, options.pop("segment_ids"), options.pop("kv_segment_ids"))
         options["segment_ranges"] = made
 
     def attend(**arguments):
@@ -114,7 +109,7 @@ def test_ranges_and_ids_say_the_same():
     q, k, v, dout = inputs(seed=1)
     ids = jnp.asarray(PACKED)
     by_ids = value_and_gradients(lambda q, k, v: attention(q, k, v, segment_ids=ids), q, k, v, dout)
-    ranges = jax.jit(segment_ranges, compiler_options=QUICK)(ids)
+    ranges = once(segment_ranges, ids)
     by_ranges = value_and_gradients(lambda q, k, v: attention(q, k, v, segment_ranges=ranges), q, k, v, dout)
     for one, two in zip(by_ids, by_ranges, strict=True):
         np.testing.assert_array_equal(one, two)
@@ -131,7 +126,7 @@ def test_documents_in_several_pieces_are_served_as_ids():
 def test_no_query_depends_on_a_key_it_does_not_see(causal, window):
     """The gradients of each query in every key and value are zero exactly where it sees none, documents included."""
     q, k, v, _ = inputs(batch=1, heads=2, kv_heads=1, size=4, seed=7)
-    ranges = jax.jit(segment_ranges, compiler_options=QUICK)(jnp.asarray(PACKED[:1]))
+    ranges = once(segment_ranges, jnp.asarray(PACKED[:1]))
 
     def row(k, v):
         return attention(q, k, v, segment_ranges=ranges, causal=causal, sliding_window=window)
@@ -141,18 +136,18 @@ def test_no_query_depends_on_a_key_it_does_not_see(causal, window):
     sees &= (t <= s) if causal else np.True_
     sees &= (abs(s - t) < window) if window else np.True_
     alone = sees & (sees.sum(axis=1) == 1)[:, None]  # its only key has no softmax to move
-    jacobians = jax.jit(jax.jacobian(row, argnums=(0, 1)), compiler_options=QUICK)
-    for name, jacobian in zip("kv", jacobians(k, v), strict=True):
+    for name, jacobian in zip("kv", once(jax.jacobian(row, argnums=(0, 1)), k, v), strict=True):
         influence = np.abs(np.asarray(jacobian)).sum(axis=(0, 2, 3, 4, 6, 7)) > 0  # [S, T]
         np.testing.assert_array_equal(influence, sees & ~alone if name == "k" else sees, err_msg=name)
 
 
 def test_a_query_that_sees_nothing_has_the_sinks_log_sum_exp_or_none():
     q, k, v, _ = inputs()
-    out, lse = attention(q, k, v, segment_ids=jnp.asarray(PACKED), return_lse=True)
+    attend = functools.partial(attention, segment_ids=jnp.asarray(PACKED), return_lse=True)
+    out, lse = once(attend, q, k, v)
     blind = np.broadcast_to((PACKED == 0)[:, None], lse.shape)
     assert np.all(np.asarray(lse)[blind] == -np.inf) and np.all(np.isfinite(np.asarray(lse)[~blind]))
-    _, with_sinks = attention(q, k, v, segment_ids=jnp.asarray(PACKED), return_lse=True, sinks=jnp.asarray(SINKS))
+    _, with_sinks = once(functools.partial(attend, sinks=jnp.asarray(SINKS)), q, k, v)
     np.testing.assert_array_equal(
         np.asarray(with_sinks)[blind], np.broadcast_to(SINKS[None, :, None], lse.shape)[blind]
     )
@@ -181,3 +176,61 @@ def test_the_passes_may_be_of_different_implementations():
     pair = value_and_gradients(lambda q, k, v: attention(q, k, v, implementation=("xla", None)), q, k, v, dout)
     for one, two in zip(pair, value_and_gradients(attention, q, k, v, dout), strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+class RangesAlone:
+    """An implementation that, like a kernel, reads documents as ranges only and may not serve a call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def unsupported(self, target, q, k, v, *, ranges, segments, offset, sinks, options):
+        assert ranges or not segments
+        return f"it has no dropout, not {options.dropout_rate}" if options.dropout_rate else None
+
+    def forward(self, q, k, v, mask, *others):
+        self.calls.append(mask.ranges is not None)
+        return xla.forward(q, k, v, mask._replace(segment_ids=None, kv_segment_ids=None), *others)
+
+    def backward(self, q, k, v, mask, *others):
+        self.calls.append(mask.ranges is not None)
+        return xla.backward(q, k, v, mask._replace(segment_ids=None, kv_segment_ids=None), *others)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    found = RangesAlone()
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "kernel", found)
+    monkeypatch.setattr(api, "NEEDS_RANGES", {"kernel"})
+    monkeypatch.setattr(config, "preference", lambda target, direction: ("kernel", "xla"))
+    return found
+
+
+def test_an_implementation_that_needs_ranges_gets_them(kernel):
+    """Of ids that are known, or as ranges; each pass once."""
+    arrays, ids = inputs(), jnp.asarray(PACKED)
+    expected = oracle(*arrays, segment_ids=ids)
+    for documents in ({"segment_ids": ids}, {"segment_ranges": once(segment_ranges, ids)}):
+        ours = value_and_gradients(functools.partial(attention, **documents), *arrays)
+        assert_close(ours, expected, 3e-6)
+        assert kernel.calls == [True, True]
+        kernel.calls.clear()
+    jax.eval_shape(lambda *arrays: attention(*arrays), *arrays[:3])
+    assert kernel.calls == [False]
+
+
+def test_documents_that_may_be_in_pieces_do_not_reach_an_implementation_that_needs_ranges(kernel):
+    q, k, v, _ = inputs(batch=1, length=4)
+    pieces = jnp.asarray([[1, 2, 1, 0]])
+
+    def traced(ids, **options):
+        return attention(q, k, v, segment_ids=ids, **options)
+
+    once(traced, pieces), traced(pieces)
+    assert kernel.calls == []
+    with pytest.raises(NotImplementedError, match="known only at run time may not be contiguous: pass segment_ranges"):
+        jax.eval_shape(lambda ids: traced(ids, implementation="kernel"), pieces)
+    with pytest.raises(NotImplementedError, match="given document 1 after document 2 at row 0, place 2"):
+        traced(pieces, implementation="kernel")
+    with pytest.raises(NotImplementedError, match="no dropout, not 0.5"):
+        attention(q, k, v, dropout_rate=0.5, dropout_key=jax.random.key(0), implementation="kernel")
