@@ -116,7 +116,7 @@ def _kernel(arrays, dk_ref, dv_ref, smem, tiles, ctas, options: Options, config:
 
     @pl.when(warpgroup == 2)
     def _load():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
         def load_tile(turn, count):
             row, first, key_head, low, _, _, high = tile(turn)
@@ -153,7 +153,7 @@ def _kernel(arrays, dk_ref, dv_ref, smem, tiles, ctas, options: Options, config:
 
     @pl.when(warpgroup < 2)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         k_smem, v_smem = smem["k_smem"].at[warpgroup], smem["v_smem"].at[warpgroup]
 
         def compute_tile(turn, count):

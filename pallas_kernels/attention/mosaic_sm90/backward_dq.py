@@ -112,7 +112,7 @@ def _kernel(arrays, dq_ref, smem, length, tiles, ctas, options: Options, config:
 
     @pl.when(warpgroup == 2)
     def _load():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
         def load_tile(turn, count):
             row, first, head, low, _, _, high = tile(turn)
@@ -145,7 +145,7 @@ def _kernel(arrays, dq_ref, smem, length, tiles, ctas, options: Options, config:
 
     @pl.when(warpgroup < 2)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         q_smem, do_smem = smem["q_smem"].at[warpgroup], smem["do_smem"].at[warpgroup]
 
         def compute_tile(turn, count):

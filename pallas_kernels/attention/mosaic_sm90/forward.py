@@ -28,6 +28,7 @@ class ForwardConfig:
     overlap: bool = False
     pingpong: bool = True
     ctas: int = 132
+    HAS_OVERLAP = True
 
 
 @functools.partial(jax.jit, static_argnames=("options", "config", "interpret"))
@@ -72,6 +73,7 @@ def forward(
         "k_free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
         "v_free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
         "turn": plgpu.Barrier(num_arrivals=2),
+        "turns": plgpu.Barrier(num_barriers=2),
     }
     if separate:
         scratch["o_smem"] = plgpu.SMEM((2, WARPGROUP_ROWS, value_size), dtype, transforms=tile(value_size))
@@ -119,7 +121,7 @@ def _kernel(arrays, out_ref, lse_ref, smem, length, tiles, ctas, options: Option
 
     @pl.when(warpgroup == 2)
     def _load():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
         def load_tile(turn, count):
             row, first, head, low, _, _, high = tile(turn)
@@ -156,10 +158,16 @@ def _kernel(arrays, out_ref, lse_ref, smem, length, tiles, ctas, options: Option
 
     @pl.when(warpgroup < 2)
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         q_smem = smem["q_smem"].at[warpgroup]
         o_smem = smem["o_smem" if separate else "q_smem"].at[warpgroup]
-        if separate:
+        if config.overlap and config.pingpong:
+
+            @pl.when(warpgroup == 1)
+            def _():
+                plgpu.barrier_arrive(smem["turns"].at[0])
+
+        elif separate:
             pl.when(warpgroup == 1)(take_turns)
 
         def compute_tile(turn, count):
@@ -167,7 +175,7 @@ def _kernel(arrays, out_ref, lse_ref, smem, length, tiles, ctas, options: Option
             first = first + warpgroup * WARPGROUP_ROWS
             start, end = rows.of_rows(row, first)
             plgpu.barrier_wait(smem["q_full"].at[warpgroup])
-            if not separate:
+            if not separate and not config.overlap:
                 pl.when(warpgroup == 1)(take_turns)
 
             def step(masked, index, carry):
@@ -212,14 +220,90 @@ def _kernel(arrays, out_ref, lse_ref, smem, length, tiles, ctas, options: Option
                 plgpu.barrier_arrive(smem["v_free"].at[slot])
                 return acc, new_top, total, count + 1
 
-            carry = common.zeros((WARPGROUP_ROWS, value_size)), common.full_rows(LOWEST), common.full_rows(0.0), count
-            plain, masked = functools.partial(step, False), functools.partial(step, True)
-            carry = lax.fori_loop(0, high - outer, masked, carry)
-            carry = lax.fori_loop(high - outer, high - inner, plain, carry)
-            if rows.start is not None or options.sliding_window is not None:
-                carry = lax.fori_loop(high - inner, high - low, masked, carry)
-            acc, top, total, count = carry
-            if not separate:
+            def softmax(s, top, block_index, masked):
+                """The weights of a block, their row sums, and what earlier ones are to be multiplied with."""
+                s, c, _ = common.capped(s, options)
+                if masked:
+                    s = common.mask(s, start, end, block_index * block)
+                new_top = jnp.maximum(top, jnp.max(s, axis=1) * c)
+                p = jnp.exp2(s * c - common.broadcast_rows(new_top, s.shape))
+                return p, jnp.sum(p, axis=1), jnp.exp2(top - new_top), new_top
+
+            def release(block_index, slot):
+                plgpu.barrier_arrive(smem["k_free"].at[slot])
+                if separate:
+
+                    @pl.when(block_index == low)
+                    def _():
+                        plgpu.barrier_arrive(smem["q_free"].at[0])
+
+            def overlapped(masked, index, carry):
+                """The product with the keys of a block and with the values of the block before it, at the same time."""
+                acc, top, total, p16, count = carry
+                block_index = high - 1 - index
+                slot, before = lax.rem(count, jnp.int32(stages)), lax.rem(count + (stages - 1), jnp.int32(stages))
+
+                def products(s_ref, acc_ref):
+                    acc_ref[...] = acc
+                    plgpu.barrier_wait(smem["k_full"].at[slot])
+                    if config.pingpong:
+                        plgpu.barrier_wait(smem["turns"].at[warpgroup])
+                    plgpu.wgmma(s_ref, q_smem, smem["k_smem"].at[slot].T)
+                    plgpu.barrier_wait(smem["v_full"].at[before])
+                    plgpu.wgmma(acc_ref, p16, smem["v_smem"].at[before])
+                    if config.pingpong:
+                        plgpu.barrier_arrive(smem["turns"].at[1 - warpgroup])
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                    release(block_index, slot)
+                    p, summed, alpha, new_top = softmax(s, top, block_index, masked)
+                    new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+                    plgpu.barrier_arrive(smem["v_free"].at[before])
+                    new_acc = new_acc * common.broadcast_rows(alpha, acc.shape)
+                    return new_acc, new_top, total * alpha + summed, p.astype(dtype)
+
+                shapes = ((WARPGROUP_ROWS, block), (WARPGROUP_ROWS, value_size))
+                carry = pl.run_scoped(products, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+                return *carry, count + 1
+
+            def overlapped_tile():
+                slot = lax.rem(count, jnp.int32(stages))
+
+                def first_logits(s_ref):
+                    plgpu.barrier_wait(smem["k_full"].at[slot])
+                    plgpu.wgmma(s_ref, q_smem, smem["k_smem"].at[slot].T)
+                    return s_ref[...]
+
+                s = pl.run_scoped(first_logits, plgpu.ACC((WARPGROUP_ROWS, block), jnp.float32))
+                release(high - 1, slot)
+                p, total, _, top = softmax(s, common.full_rows(LOWEST), high - 1, True)
+                carry = common.zeros((WARPGROUP_ROWS, value_size)), top, total, p.astype(dtype), count + 1
+                plain, masked = functools.partial(overlapped, False), functools.partial(overlapped, True)
+                carry = lax.fori_loop(1, high - outer, masked, carry)
+                carry = lax.fori_loop(jnp.maximum(high - outer, 1), high - inner, plain, carry)
+                if rows.start is not None or options.sliding_window is not None:
+                    carry = lax.fori_loop(jnp.maximum(high - inner, 1), high - low, masked, carry)
+                acc, top, total, p16, after = carry
+                slot = lax.rem(after + (stages - 1), jnp.int32(stages))
+
+                def last_values(acc_ref):
+                    plgpu.barrier_wait(smem["v_full"].at[slot])
+                    plgpu.wgmma(acc_ref, p16, smem["v_smem"].at[slot])
+
+                acc = pl.run_state(last_values)(plgpu.ACC.init(acc))
+                plgpu.barrier_arrive(smem["v_free"].at[slot])
+                return acc, top, total, after
+
+            def alternating_tile():
+                carry = common.zeros((WARPGROUP_ROWS, value_size)), common.full_rows(LOWEST), common.full_rows(0.0), count
+                plain, masked = functools.partial(step, False), functools.partial(step, True)
+                carry = lax.fori_loop(0, high - outer, masked, carry)
+                carry = lax.fori_loop(high - outer, high - inner, plain, carry)
+                if rows.start is not None or options.sliding_window is not None:
+                    carry = lax.fori_loop(high - inner, high - low, masked, carry)
+                return carry
+
+            acc, top, total, count = overlapped_tile() if config.overlap else alternating_tile()
+            if not separate and not config.overlap:
                 pl.when(warpgroup == 0)(take_turns)
             empty = total == 0.0
             if "sinks" in arrays:
@@ -243,7 +327,7 @@ def _kernel(arrays, out_ref, lse_ref, smem, length, tiles, ctas, options: Option
             return count
 
         lax.fori_loop(0, turns, compute_tile, jnp.int32(0))
-        if separate:
+        if separate and not config.overlap:
             pl.when(warpgroup == 0)(take_turns)
         plgpu.wait_smem_to_gmem(0)
 
