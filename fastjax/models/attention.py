@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from fastjax.models.config import ModelConfig
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, local
-from pallas_kernels.attention import attention
+from pallas_kernels.attention import SegmentRanges, attention, segment_ranges
 from pallas_kernels.rope import rope
 
 
@@ -20,16 +20,18 @@ class Context(NamedTuple):
 
     Attributes:
         cos, sin: rotary tables, float32 [B, S, D/2].
-        segment_ids: int32 [B, S], 0 for padding; None where every row is one document.
+        segment_ranges: where the documents of the rows lie; None where every row is one document, and with a cache.
         key: dropout key of the step; None outside training.
+        segment_ids: with a cache, int32 [B, S]: 1, or 0 for padding.
         cache_index: with a cache, the slot of the first of the S tokens; int32 [].
         cache_segment_ids: with a cache, int32 [B, T]: which slots hold tokens (this step's included).
     """
 
     cos: Float[Array, "B S D/2"]
     sin: Float[Array, "B S D/2"]
-    segment_ids: Int[Array, "B S"] | None
+    segment_ranges: SegmentRanges | None
     key: PRNGKeyArray | None
+    segment_ids: Int[Array, "B S"] | None = None
     cache_index: Int[Array, ""] | None = None
     cache_segment_ids: Int[Array, "B T"] | None = None
 
@@ -73,7 +75,7 @@ class Attention(nnx.Module):
         k = rope(k.reshape(batch, length, key_heads, size), context.cos, context.sin)
         v = v.reshape(batch, length, key_heads, size)
         if cache is None:
-            out = _attend(q, k, v, context.segment_ids)
+            out = _attend(q, k, v, context.segment_ranges)
         else:
             assert context.cache_index is not None, "a cache needs the slot that its new tokens go to"
             start = (0, context.cache_index, 0, 0)
@@ -93,12 +95,21 @@ class Attention(nnx.Module):
         return out.astype(dtype), cache
 
 
-def _attend(q, k, v, segment_ids):
+def document_ranges(segment_ids: Int[Array, "B S"]) -> SegmentRanges:
+    """Where the documents of the rows lie, for `Context`; made on each device of its own rows.
+
+    Args:
+        segment_ids: document of each token, never decreasing along the row but for padding, which is 0.
+    """
+    return local(segment_ranges, in_specs=(P(BATCH),), out_specs=P(BATCH))(segment_ids)
+
+
+def _attend(q, k, v, ranges: SegmentRanges | None):
     """Causal attention of whole rows, on each device's own rows."""
     rows = P(BATCH)
-    if segment_ids is None:
+    if ranges is None:
         return local(attention, in_specs=(rows, rows, rows), out_specs=rows)(q, k, v)
     island = local(
-        lambda q, k, v, s: attention(q, k, v, segment_ids=s), in_specs=(rows, rows, rows, rows), out_specs=rows
+        lambda q, k, v, ranges: attention(q, k, v, segment_ranges=ranges), in_specs=(rows,) * 4, out_specs=rows
     )
-    return island(q, k, v, segment_ids.astype(jnp.int32))
+    return island(q, k, v, ranges)

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.lora import LoraEmbedding, LoraLinear, SavedParam, drop
-from fastjax.models.attention import Attention, Context, LayerCache
+from fastjax.models.attention import Attention, Context, LayerCache, document_ranges
 from fastjax.models.config import ModelConfig
 from fastjax.models.layout import GROUPS, Run
 from fastjax.models.mlp import MLP
@@ -152,14 +152,16 @@ class Decoder(nnx.Module):
         Args:
             tokens: token ids.
             positions: position of each token in its document.
-            segment_ids: document of each token, 0 for padding; None: every row is one document.
+            segment_ids: document of each token, 0 for padding: each in one piece, numbers never decreasing along the
+                row (`segment_ranges`); None: every row is one document.
             key: random state of dropout and noise; None switches both off.
             neftune_noise_alpha: size of the noise on the embeddings (`neftune`); None or 0: none.
         """
         x = self.embed_tokens(tokens, self.precision.dtype)
         if key is not None and neftune_noise_alpha:
             x = noisy_embeddings(x, segment_ids, key, neftune_noise_alpha)
-        hidden, _ = self._run(x, self._context(positions, segment_ids, key), None)
+        ranges = None if segment_ids is None else document_ranges(segment_ids)
+        hidden, _ = self._run(x, self._context(positions, ranges, key), None)
         return hidden
 
     def cached(
@@ -181,8 +183,10 @@ class Decoder(nnx.Module):
             cache_index: slot of the first new token.
             cache_segment_ids: the slots that hold tokens, the new ones included.
         """
-        context = self._context(positions, segment_ids, None)
-        context = context._replace(cache_index=cache_index, cache_segment_ids=cache_segment_ids)
+        context = self._context(positions, None, None)
+        context = context._replace(
+            segment_ids=segment_ids, cache_index=cache_index, cache_segment_ids=cache_segment_ids
+        )
         return self._run(self.embed_tokens(tokens, self.precision.dtype), context, cache)
 
     def empty_cache(self, batch: int, length: int) -> Any:
@@ -203,9 +207,9 @@ class Decoder(nnx.Module):
             return hidden
         return jnp.concatenate([hidden, drop(hidden, key, "lm_head", adapter.dropout)], axis=-1)
 
-    def _context(self, positions, segment_ids, key) -> Context:
+    def _context(self, positions, ranges, key) -> Context:
         cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions)
-        return Context(cos, sin, segment_ids, key)
+        return Context(cos, sin, ranges, key)
 
     def _run(self, x: Array, context: Context, cache: Any) -> tuple[Float[Array, "B S E"], Any]:
         caches = []

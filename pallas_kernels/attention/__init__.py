@@ -2,5 +2,6 @@
 
 from pallas_kernels.attention.api import attention
 from pallas_kernels.attention.config import SAVEABLE_NAMES
+from pallas_kernels.attention.ranges import SegmentRanges, segment_ranges
 
-__all__ = ["SAVEABLE_NAMES", "attention"]
+__all__ = ["SAVEABLE_NAMES", "SegmentRanges", "attention", "segment_ranges"]

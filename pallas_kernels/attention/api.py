@@ -1,30 +1,52 @@
 """Scaled dot-product attention: the public function.
 
-Grouped-query heads, causality, packed documents, padding and a key-value cache in one function. The implementations:
+Grouped-query heads, causality, packed documents, padding, a sliding window, capped logits, sinks, dropout and a
+key-value cache in one function, differentiable once for all implementations, which forward and backward pass choose
+independently:
 
-- ``cudnn``: NVIDIA GPUs of compute capability 8.0 or more, bfloat16 and float16, training and prefill.
+- ``cudnn``: NVIDIA GPUs of compute capability 8.0 or more, bfloat16 and float16, training and prefill, without cap,
+  sinks and dropout.
 - ``xla``: everything else; decoding, float32, CPU, older cards.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jax import Array as JaxArray
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import config, cudnn, xla
+from pallas_kernels.attention import checks, config, ranges
+from pallas_kernels.attention.implementations import IMPLEMENTATIONS, NEEDS_RANGES
+from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.ranges import SegmentRanges
 
 
 def attention(
     q: Float[Array, "B S H D"],
     k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
+    v: Float[Array, "B T K Dv"],
     *,
     segment_ids: Int[Array, "B S"] | None = None,
     kv_segment_ids: Int[Array, "B T"] | None = None,
+    segment_ranges: SegmentRanges | None = None,
     causal: bool = True,
-    query_offset: int | Int[Array, "#B"] | Int[Array, ""] = 0,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    query_offset: int | Int[Array, "#B"] | Int[Array, ""] | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
-) -> Float[Array, "B S H D"]:
+    dropout_rate: float = 0.0,
+    dropout_key: PRNGKeyArray | None = None,
+    return_lse: bool = False,
+    implementation: str | tuple[str | None, str | None] | None = None,
+) -> Float[Array, "B S H Dv"] | tuple[Float[Array, "B S H Dv"], Float[Array, "B H S"]]:
     """softmax(scale · q kᵀ) v over the keys that each query may see.
 
     Query head h uses key head h // (H / K). Logits, softmax and sums are float32 for any input dtype; float32 inputs
@@ -33,51 +55,158 @@ def attention(
     for checkpoint policies.
 
     Args:
-        q: queries.
+        q: queries in bfloat16, float16 or float32.
         k: keys, of q's dtype; K divides H.
-        v: values, of q's dtype.
+        v: values, of q's dtype; their size may differ from that of q and k.
         segment_ids: the document of each query, counted from 1, int32; 0 marks padding, which sees nothing and is not
-            seen. None where the row is one document.
+            seen. None where the row is one document. Ids known only at run time may belong to documents in several
+            pieces, which only some implementations take.
         kv_segment_ids: the document of each key, likewise; segment_ids by default, where there are as many keys.
+        segment_ranges: instead of ids, `segment_ranges(segment_ids)`: documents that each are one piece of the row.
+            Made once a batch for all layers, they let kernels skip what lies in other documents.
         causal: key t is visible to query s only if t <= s + query_offset.
-        query_offset: the position of the first query among the keys: a number for all rows or one for each. Not 0 with
-            a cache.
+        sliding_window: key t is visible to query s only if t > s + query_offset - sliding_window, and, where causal is
+            False, t < s + query_offset + sliding_window.
+        logits_soft_cap: the scaled logits become cap · tanh(logits / cap).
+        sinks: float32, a logit for each query head that joins the softmax's denominator and has no value.
+        query_offset: the position of the first query among the keys: a number for all rows or one for each. By default
+            the last query stands at the last key, T - S.
         scale: what the logits are multiplied with, 1/√D by default.
-        implementation: None, "cudnn" or "xla".
+        dropout_rate: probability with which each weight is dropped after the softmax; the others are divided by
+            1 - dropout_rate.
+        dropout_key: what decides which; the same key drops the same weights in every implementation. Rows and heads are
+            counted from 0 on each device, so inside shard_map each device needs a key of its own.
+        return_lse: whether to return the log-sum-exp of each query's logits as well.
+        implementation: None, "cudnn" or "xla", for both passes, or a pair for the forward and the backward pass.
 
     Returns:
-        The weighted values in q's dtype. Differentiable in q, k and v.
+        The weighted values in q's dtype; with return_lse also the natural log-sum-exp of the scaled, capped, visible
+        logits and the sink, float32, -inf for a query that sees neither. Differentiable in q, k, v and sinks.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes, dtypes or options that do not fit together.
         NotImplementedError: the implementation that was asked for cannot serve this call; the message says why.
     """
-    batch, length, heads, size = q.shape
-    if k.shape != v.shape or k.ndim != 4 or k.shape[0] != batch or k.shape[3] != size or heads % k.shape[2]:
-        raise ValueError(
-            "attention: k and v must both be [batch, keys, key heads, head size] with q's batch and head size and a "
-            f"number of heads that divides q's, got q {q.shape}, k {k.shape}, v {v.shape}"
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"attention: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    checks.arrays(q, k, v, sinks)
+    checks.documents(q, k, segment_ids, kv_segment_ids, segment_ranges)
+    options = Options(
+        q.shape[3] ** -0.5 if scale is None else scale, causal, sliding_window, logits_soft_cap, dropout_rate
+    )
+    checks.options(options, dropout_key)
+    place, offset = _offset(q, k, query_offset)
     if segment_ids is not None and kv_segment_ids is None:
         kv_segment_ids = segment_ids
-    if kv_segment_ids is not None and (
-        segment_ids is None or segment_ids.shape != q.shape[:2] or kv_segment_ids.shape != k.shape[:2]
-    ):
+
+    forward, backward = _chosen(
+        implementation,
+        (q, k, v),
+        disorder=lambda: _disorder(segment_ids, kv_segment_ids),
+        ranges=segment_ranges is not None,
+        segments=segment_ids is not None,
+        offset=place,
+        sinks=sinks is not None,
+        options=options,
+        lse_gradient=return_lse,
+    )
+    if segment_ids is not None and not NEEDS_RANGES.isdisjoint((forward, backward)):
+        segment_ranges = ranges.segment_ranges(segment_ids, kv_segment_ids)
+    mask = Mask(segment_ranges, segment_ids, kv_segment_ids, offset)
+    seed = None if dropout_key is None or dropout_rate == 0.0 else jax.random.bits(dropout_key, (2,), jnp.uint32)
+    results: tuple[JaxArray, JaxArray] = _attend(q, k, v, mask, sinks, seed, options, forward, backward)
+    out, lse = results
+    return (out, jnp.where(lse == jnp.inf, -jnp.inf, lse)) if return_lse else out
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _attend(q, k, v, mask, sinks, seed, options: Options, forward: str, backward: str) -> tuple[JaxArray, JaxArray]:
+    return IMPLEMENTATIONS[forward].forward(q, k, v, mask, sinks, seed, options)
+
+
+def _attend_forward(q, k, v, mask, sinks, seed, options, forward, backward):
+    results = IMPLEMENTATIONS[forward].forward(q, k, v, mask, sinks, seed, options)
+    out, lse = (checkpoint_name(*pair) for pair in zip(results, config.SAVEABLE_NAMES, strict=True))
+    return (out, lse), (q, k, v, mask, sinks, seed, out, lse)
+
+
+def _attend_backward(options, forward, backward, residuals, gradients):
+    q, k, v, mask, sinks, seed, out, lse = residuals
+    dout, dlse = gradients
+    products = dout.astype(jnp.float32) * out.astype(jnp.float32)
+    delta = jnp.sum(products, axis=-1).transpose(0, 2, 1) - dlse
+    # cuDNN computes its own delta, and asks for the output to do so.
+    extra = {"out": out} if backward == "cudnn" else {}
+    dq, dk, dv = IMPLEMENTATIONS[backward].backward(q, k, v, mask, sinks, seed, lse, delta, dout, options, **extra)
+    dsinks = None
+    if sinks is not None:
+        weights = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse)
+        dsinks = -jnp.sum(weights * delta, axis=(0, 2)).astype(sinks.dtype)
+    return dq, dk, dv, None, dsinks, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _chosen(
+    implementation: str | Sequence[str | None] | None,
+    arrays: tuple[JaxArray, JaxArray, JaxArray],
+    *,
+    disorder: Callable[[], str | None],
+    lse_gradient: bool,
+    **call,
+) -> tuple[str, str]:
+    """The implementations of the forward and of the backward pass."""
+    target = dispatch.target()
+    pair = (
+        (implementation, implementation)
+        if implementation is None or isinstance(implementation, str)
+        else implementation
+    )
+    if len(pair) != 2:
         raise ValueError(
-            f"attention: segment_ids must be [batch, queries] = {q.shape[:2]} and kv_segment_ids [batch, keys] = "
-            f"{k.shape[:2]} (both, where they differ), got {None if segment_ids is None else segment_ids.shape} and "
-            f"{kv_segment_ids.shape}"
+            "attention: implementation: expected a name or a pair of names, for the forward and the backward pass, "
+            f"given {implementation!r}"
         )
-    segments = segment_ids is not None
-    scale = size**-0.5 if scale is None else scale
-    reason = cudnn.unsupported(dispatch.target(), q, k, segments=segments, causal=causal, query_offset=query_offset)
-    chosen = dispatch.select("attention", implementation, [("cudnn", reason), ("xla", None)])
-    if chosen == "cudnn":
-        return cudnn.attention(q, k, v, segment_ids, kv_segment_ids, causal, scale)
+    both = pair[0] == pair[1]
+
+    def reason(name: str, direction: str) -> str | None:
+        if name in NEEDS_RANGES and (disordered := disorder()) is not None:
+            return disordered
+        if name == "cudnn" and direction == "backward" and lse_gradient:
+            return "its backward pass takes no gradient of the log-sum-exp, which return_lse=True asks for"
+        return IMPLEMENTATIONS[name].unsupported(target, *arrays, **call)
+
+    forward, backward = (
+        dispatch.select(
+            "attention" if both else f"attention ({direction})",
+            name,
+            [(candidate, reason(candidate, direction)) for candidate in config.preference(target, direction)],
+        )
+        for direction, name in zip(("forward", "backward"), pair, strict=True)
+    )
+    return forward, backward
+
+
+def _disorder(*segment_ids: JaxArray | None) -> str | None:
+    """Why no ranges can be made of the documents that ids give, or None where they can or where there are no ids."""
+    for ids in segment_ids:
+        if isinstance(ids, Tracer):
+            return (
+                "documents that are known only at run time may not be contiguous: pass segment_ranges(segment_ids) "
+                "for those that are"
+            )
+        reason = None if ids is None else ranges.not_contiguous(ids)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _offset(q: JaxArray, k: JaxArray, query_offset) -> tuple[int | str, JaxArray]:
+    """The first query's position: as a number or the clause that says why there is none, and as an array."""
+    if query_offset is None:
+        query_offset = k.shape[1] - q.shape[1]
     offset = jnp.asarray(query_offset, jnp.int32).reshape(-1)
-    if offset.size not in (1, batch):
-        raise ValueError(f"attention: query_offset must be one number or one a row ({batch}), got {offset.size}")
-    block = config.query_block(batch, heads, length, k.shape[1])
-    return xla.attention(q, k, v, segment_ids, kv_segment_ids, offset, causal, scale, block)
+    if offset.size not in (1, q.shape[0]):
+        raise ValueError(f"attention: query_offset must be one number or one a row ({q.shape[0]}), got {offset.size}")
+    if isinstance(query_offset, Tracer) or np.size(query_offset) != 1:
+        return "positions known only at run time", offset
+    return int(np.asarray(query_offset).reshape(())), offset

@@ -1,12 +1,28 @@
-"""Names of what attention keeps for its backward pass, and the block size of the XLA path."""
+"""Names of what attention keeps for its backward pass, which implementation is preferred, and the XLA path's blocks."""
+
+from pallas_kernels.dispatch import Target
 
 SAVEABLE_NAMES = ("attention_out", "attention_lse")
-"""What the backward pass needs beside q, k and v: the output [B, S, H, D] in q's dtype and the log-sum-exp of each
-query's logits [B, H, S] in float32. Every implementation names both with ``jax.ad_checkpoint.checkpoint_name``, so that
+"""What the backward pass needs beside q, k and v: the output [B, S, H, Dv] in q's dtype and the log-sum-exp of each
+query's logits [B, H, S] in float32. Both are named with ``jax.ad_checkpoint.checkpoint_name``, so that
 ``jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(*SAVEABLE_NAMES))`` keeps them and no
 attention runs a second time; naming only the output would keep it and still run the forward kernel for the rest."""
 
 _LOGITS_BYTES = 2**27
+
+
+def preference(target: Target, direction: str) -> tuple[str, ...]:
+    """The implementations, the fastest on a target first; the first that can serve a call is taken.
+
+    Args:
+        target: the device to plan for.
+        direction: "forward" or "backward".
+
+    Returns:
+        Names of `implementations.IMPLEMENTATIONS`.
+    """
+    del target, direction
+    return ("cudnn", "xla")
 
 
 def query_block(batch: int, heads: int, length: int, keys: int) -> int:

@@ -2,26 +2,25 @@
 
 ``jax.nn.dot_product_attention(implementation="cudnn")`` hides the softmax statistics in its own custom_vjp, where a
 checkpoint policy that goes by name cannot save them, and rounds them to 16 bits when asked to return them. Here the
-same two primitives, forward and backward, are bound in a custom_vjp that names what it keeps (``SAVEABLE_NAMES``).
-They are private to JAX and the same in 0.10.2 and 0.11; this file is the only one that imports them. JAX's own checks
-ask the default backend; ``unsupported`` makes them for the target, so that the call can be traced for a GPU that is
-not there.
+same primitives, forward and backward, are bound one by one. They are private to JAX; this file and `cudnn_documents`
+are the only ones that import them. JAX's own checks ask the default backend; ``unsupported`` makes them for the target,
+so that the call can be traced for a GPU that is not there.
 
-Without segments the mask is cuDNN's causal one, which skips what is masked. Segments become an additive bias
-[B, 1, S, T] in q's dtype: correct, but costly (no tile is skipped for being in another document, and the bias is read
-by every head). The bias has no gradient.
+Without documents the mask is cuDNN's causal one, with its sliding window where there is one: what is masked is skipped.
+Documents whose list is known (`segment_ranges(…, max_documents=…)`) take its variable-length path, on Hopper and later
+(`cudnn_documents`). All others become an additive bias [B, 1, S, T] in q's dtype, any window in it: correct, but costly
+(no tile is skipped for being in another document, and the bias is read by every head). The bias has no gradient.
 """
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax._src.cudnn import fused_attention_stablehlo as fused
-from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.attention.config import SAVEABLE_NAMES
-from pallas_kernels.attention.mask import same_document
+from pallas_kernels import dispatch
+from pallas_kernels.attention import cudnn_documents
+from pallas_kernels.attention.mask import Mask, queries_of, visible
+from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.ranges import SegmentRanges
 from pallas_kernels.dispatch import Target
 
 # Finite, because cuDNN subtracts two of them where a row is masked throughout; JAX's constants for the same purpose.
@@ -29,7 +28,16 @@ _MASKED = {jnp.dtype(jnp.bfloat16): -(2.0**41), jnp.dtype(jnp.float16): -(2.0**1
 
 
 def unsupported(
-    target: Target, q: Array, k: Array, *, segments: bool, causal: bool, query_offset: int | Array
+    target: Target,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    ranges: bool,
+    segments: bool,
+    offset: int | str,
+    sinks: bool,
+    options: Options,
 ) -> str | None:
     """Why cuDNN cannot serve a call on the target, or None when it can.
 
@@ -37,9 +45,12 @@ def unsupported(
         target: the device to plan for.
         q: queries [B, S, H, D].
         k: keys [B, T, K, D].
-        segments: whether segment ids were given.
-        causal: whether a query sees only keys up to its own position.
-        query_offset: the position of the first query among the keys.
+        v: values [B, T, K, Dv].
+        ranges: whether the documents are given as ranges.
+        segments: whether they are given as ids.
+        offset: the position of the first query among the keys, or a clause on why it is not known.
+        sinks: whether there are sinks.
+        options: the call's.
 
     Returns:
         One clause, or None.
@@ -53,54 +64,73 @@ def unsupported(
     largest = 256 if capability >= (9, 0) else 128
     if size % 8 or size > largest:
         return f"the head size must be a multiple of 8 and at most {largest} on {target}, not {size}"
-    if causal and not (isinstance(query_offset, int) and query_offset == 0 and length == keys):
-        where = (
-            f"at position {query_offset}" if isinstance(query_offset, int) else "at positions known only at run time"
-        )
-        return f"its causal mask is for as many queries as keys, from position 0: not {length} over {keys}, {where}"
-    if segments and (length % 2 or keys % 2):
+    if v.shape[3] != size:
+        return f"it takes values of the keys' size {size}, not {v.shape[3]}"
+    for name, given in (("soft cap", options.logits_soft_cap is not None), ("sinks", sinks)):
+        if given:
+            return f"XLA passes no {name} to cuDNN's attention"
+    if options.dropout_rate > 0.0:
+        return "its dropout has a generator of its own, which drops other weights"
+    if options.causal and not (offset == 0 and length == keys):
+        where = offset if isinstance(offset, str) else f"position {offset}"
+        return f"its causal mask is for as many queries as keys, from position 0: not {length} over {keys}, at {where}"
+    if options.sliding_window is not None and not options.causal:
+        return "its sliding window is for causal attention"
+    if (segments or ranges) and (length % 2 or keys % 2):
         return f"its backward pass with a mask needs even lengths, not {length} queries and {keys} keys"
     return None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def attention(
+def forward(
+    q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None, seed: Array | None, options: Options
+) -> tuple[Array, Array]:
+    """The output and the log-sum-exp, for a call that ``unsupported`` lets through; arguments as in `xla.forward`."""
+    assert sinks is None and seed is None
+    if mask.ranges is not None and _lists_documents(q, k, mask.ranges, options):
+        return cudnn_documents.forward(q, k, v, mask.ranges, options)
+    allowed = _allowed(q, k, mask, options)
+    bias = _bias(q.dtype, allowed)
+    out, lse = fused._dot_product_attention_fwd_p_wrapper.bind(
+        *_operands(q, k, v, bias), **_parameters(bias, options), is_training=True
+    )
+    if allowed is not None:  # the bias of a query that sees nothing is the same for every key, and so masks nothing
+        sees = jnp.any(allowed, axis=-1)
+        out = jnp.where(sees[:, :, None, None], out, jnp.zeros((), q.dtype))
+        lse = jnp.where(sees[:, None, :], lse, jnp.inf)
+    return out, lse
+
+
+def backward(
     q: Array,
     k: Array,
     v: Array,
-    segment_ids: Array | None,
-    kv_segment_ids: Array | None,
-    causal: bool,
-    scale: float,
-) -> Array:
-    """``api.attention`` for a call that ``unsupported`` lets through."""
-    bias = _bias(q.dtype, segment_ids, kv_segment_ids)
-    (out,) = fused._dot_product_attention_fwd_p_wrapper.bind(
-        *_operands(q, k, v, bias), **_parameters(bias, causal, scale), is_training=False
-    )
-    return _without_padding(out, segment_ids)
-
-
-def _forward(q, k, v, segment_ids, kv_segment_ids, causal, scale):
-    bias = _bias(q.dtype, segment_ids, kv_segment_ids)
-    out, lse = fused._dot_product_attention_fwd_p_wrapper.bind(
-        *_operands(q, k, v, bias), **_parameters(bias, causal, scale), is_training=True
-    )
-    out = checkpoint_name(_without_padding(out, segment_ids), SAVEABLE_NAMES[0])
-    lse = checkpoint_name(lse, SAVEABLE_NAMES[1])
-    return out, (q, k, v, segment_ids, kv_segment_ids, out, lse)
-
-
-def _backward(causal, scale, residuals, dout):
-    q, k, v, segment_ids, kv_segment_ids, out, lse = residuals
-    bias = _bias(q.dtype, segment_ids, kv_segment_ids)
+    mask: Mask,
+    sinks: Array | None,
+    seed: Array | None,
+    lse: Array,
+    delta: Array,
+    dout: Array,
+    options: Options,
+    *,
+    out: Array,
+) -> tuple[Array, Array, Array]:
+    """The gradients of q, k and v; arguments as in `xla.backward`, and the output, of which cuDNN computes delta."""
+    assert sinks is None and seed is None
+    del delta
+    if mask.ranges is not None and _lists_documents(q, k, mask.ranges, options):
+        return cudnn_documents.backward(q, k, v, mask.ranges, lse, out, dout, options)
+    bias = _bias(q.dtype, _allowed(q, k, mask, options))
+    if bias is not None:  # with 0 for +inf the weights of a query that sees nothing are exp(bias) = 0, and finite
+        lse = jnp.where(lse == jnp.inf, 0.0, lse)
     dq, dk, dv = fused._dot_product_attention_bwd_p_wrapper.bind(
-        *_operands(q, k, v, bias), lse, out, _without_padding(dout, segment_ids), **_parameters(bias, causal, scale)
+        *_operands(q, k, v, bias), lse, out, dout, **_parameters(bias, options)
     )
-    return dq, dk, dv, None, None
+    return dq, dk, dv
 
 
-attention.defvjp(_forward, _backward)
+def _lists_documents(q: Array, k: Array, ranges: SegmentRanges, options: Options) -> bool:
+    """Whether the call takes the variable-length path rather than a bias."""
+    return cudnn_documents.unsupported(dispatch.target(), q, k, ranges, options) is None
 
 
 def _operands(q: Array, k: Array, v: Array, bias: Array | None) -> tuple[Array, ...]:
@@ -109,27 +139,25 @@ def _operands(q: Array, k: Array, v: Array, bias: Array | None) -> tuple[Array, 
     return (q, k, v, unused if bias is None else bias) + (unused,) * 6
 
 
-def _parameters(bias: Array | None, causal: bool, scale: float) -> dict[str, object]:
+def _parameters(bias: Array | None, options: Options) -> dict[str, object]:
     return {
-        "scale": scale,
+        "scale": options.scale,
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (bias is not None, False),  # a bias, and no gradient of it
-        "mask_type": fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK,
+        "mask_type": fused.MaskType.CAUSAL if options.causal else fused.MaskType.NO_MASK,
         "layout": fused.AttentionLayout.BTNH.value,
-        "sliding_window_length": None,
+        "sliding_window_length": options.sliding_window if bias is None else None,
     }
 
 
-def _bias(dtype: jnp.dtype, segment_ids: Array | None, kv_segment_ids: Array | None) -> Array | None:
-    """0 where query and key are of one document, a large negative number elsewhere: [B, 1, S, T]."""
-    if segment_ids is None or kv_segment_ids is None:
+def _allowed(q: Array, k: Array, mask: Mask, options: Options) -> Array | None:
+    """What each query sees [B, S, T]; None without documents, where cuDNN's own masks say it."""
+    if mask.ranges is None and mask.segment_ids is None:
         return None
-    return jnp.where(same_document(segment_ids, kv_segment_ids), 0.0, _MASKED[dtype]).astype(dtype)[:, None]
+    return visible(queries_of(mask, q.shape[1]), mask, k.shape[1], options)
 
 
-def _without_padding(rows: Array, segment_ids: Array | None) -> Array:
-    """Zero rows [B, S, H, D] for padding queries, whose bias is the same for every key and so masks nothing."""
-    if segment_ids is None:
-        return rows
-    return jnp.where((segment_ids != 0)[:, :, None, None], rows, 0.0)
+def _bias(dtype: jnp.dtype, allowed: Array | None) -> Array | None:
+    """0 where the query sees the key, a large negative number elsewhere: [B, 1, S, T]."""
+    return None if allowed is None else jnp.where(allowed, 0.0, _MASKED[dtype]).astype(dtype)[:, None]

@@ -1,38 +1,88 @@
-"""Which key a query sees. Packed rows, padding, causality and a cache are all one boolean array."""
+"""Which key a query sees. Packed rows, padding, causality, a window and a cache are all one boolean array."""
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Int32
+
+from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.ranges import SegmentRanges
 
 
-def visible(
-    positions: Int[Array, "#B S"],
-    keys: int,
-    segment_ids: Int[Array, "B S"] | None,
-    kv_segment_ids: Int[Array, "B T"] | None,
-    *,
-    causal: bool,
-) -> Bool[Array, "#B S T"] | None:
+class Mask(NamedTuple):
+    """The arrays that decide what a query sees, beside the static options.
+
+    Attributes:
+        ranges: where the documents lie; None where every row is one document, or where only their ids are known.
+        segment_ids: the document of each query, from 1; 0 is padding, which sees nothing and is not seen. None where
+            every row is one document, or where only the ranges are known.
+        kv_segment_ids: the document of each key, likewise; None exactly where segment_ids is.
+        query_offset: the position of each row's first query among the keys, or one for all rows.
+    """
+
+    ranges: SegmentRanges | None
+    segment_ids: Int[Array, "B S"] | None
+    kv_segment_ids: Int[Array, "B T"] | None
+    query_offset: Int32[Array, "#B"]
+
+
+class Queries(NamedTuple):
+    """What decides which keys a block of queries sees; every leaf has the queries on its axis 1.
+
+    Attributes:
+        index: the place of each query in its row.
+        segment_ids: as in `Mask`, of these queries.
+        k_start, k_end: the keys of each query's document, where ranges were given instead.
+    """
+
+    index: Int32[Array, "1 S"]
+    segment_ids: Int[Array, "B S"] | None
+    k_start: Int32[Array, "B S"] | None
+    k_end: Int32[Array, "B S"] | None
+
+
+def queries_of(mask: Mask, length: int) -> Queries:
+    """The part of the mask that belongs to its queries.
+
+    Args:
+        mask: of the call.
+        length: S, the queries of a row.
+    """
+    index = jnp.arange(length, dtype=jnp.int32)[None, :]
+    if mask.segment_ids is not None or mask.ranges is None:
+        return Queries(index, mask.segment_ids, None, None)
+    return Queries(index, None, mask.ranges.k_start, mask.ranges.k_end)
+
+
+def visible(queries: Queries, mask: Mask, keys: int, options: Options) -> Bool[Array, "#B S T"] | None:
     """True where the query may look at the key.
 
     Args:
-        positions: the index of each query among the keys.
+        queries: `queries_of` the mask, or a block of it.
+        mask: of the call.
         keys: T.
-        segment_ids: the document of each query, from 1; 0 is padding, which sees nothing and is not seen.
-        kv_segment_ids: the document of each key, likewise.
-        causal: whether a query sees only keys up to its own position.
+        options: of the call.
 
     Returns:
         The mask, or None where every query sees every key.
     """
-    mask = None
-    if causal:
-        mask = positions[:, :, None] >= jnp.arange(keys, dtype=jnp.int32)[None, None, :]
-    if segment_ids is not None and kv_segment_ids is not None:
-        same = same_document(segment_ids, kv_segment_ids)
-        mask = same if mask is None else mask & same
-    return mask
-
-
-def same_document(segment_ids: Int[Array, "B S"], kv_segment_ids: Int[Array, "B T"]) -> Bool[Array, "B S T"]:
-    """True where query and key belong to one document; padding (0) belongs to none."""
-    return (segment_ids[:, :, None] == kv_segment_ids[:, None, :]) & (segment_ids != 0)[:, :, None]
+    conditions = []
+    place = jnp.arange(keys, dtype=jnp.int32)[None, None, :]
+    position = (queries.index + mask.query_offset[:, None])[:, :, None]
+    if options.causal:
+        conditions.append(place <= position)
+    if options.sliding_window is not None:
+        conditions.append(place > position - options.sliding_window)
+        if not options.causal:
+            conditions.append(place < position + options.sliding_window)
+    if queries.segment_ids is not None and mask.kv_segment_ids is not None:
+        segments = queries.segment_ids[:, :, None]
+        conditions.append((segments == mask.kv_segment_ids[:, None, :]) & (segments != 0))
+    if queries.k_start is not None and queries.k_end is not None:
+        conditions.append((queries.k_start[:, :, None] <= place) & (place < queries.k_end[:, :, None]))
+    if not conditions:
+        return None
+    allowed = conditions[0]
+    for condition in conditions[1:]:
+        allowed = allowed & condition
+    return allowed

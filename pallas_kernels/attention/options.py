@@ -11,7 +11,8 @@ class Options:
         scale: what the logits are multiplied with.
         causal: key t is visible to query s only if t <= s + query_offset.
         sliding_window: a query sees the keys t > s + query_offset − sliding_window only, that is with ``causal`` its
-            own and the sliding_window − 1 before it; None: no window.
+            own and the sliding_window − 1 before it; without ``causal`` also only t < s + query_offset +
+            sliding_window, as many behind it as before. None: no window.
         logits_soft_cap: logits become cap · tanh(logits / cap); None: no cap.
         dropout_rate: probability that a weight is dropped; 0: no dropout.
     """

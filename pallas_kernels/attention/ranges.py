@@ -10,71 +10,131 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int, Int32
 
 TILE = 128
 """Rows of a tile in the orders below; the kernels' tiles of queries and of keys."""
 
 
+class Documents(NamedTuple):
+    """The documents of each row one by one, for implementations that are given a list of them (cuDNN).
+
+    M is the `max_documents` of `segment_ranges`, but at least 2: cuDNN reads a list of one as no list.
+
+    Attributes:
+        start: the first token of each of a row's at most M documents; S where the row has fewer.
+        length: its tokens; 0 where the row has fewer.
+        number: which of its row's documents each token belongs to, from 0; M where that is one too many, and for
+            padding.
+    """
+
+    start: Int32[Array, "B M"]
+    length: Int32[Array, "B M"]
+    number: Int32[Array, "B S"]
+
+
 class SegmentRanges(NamedTuple):
     """Where the documents of packed rows lie; made once a batch by `segment_ranges`, for all layers.
+
+    Every leaf leads with the rows of the batch and speaks of its own row alone, so the ranges are split over devices
+    as the batch is.
 
     Attributes:
         k_start, k_end: the keys [k_start, k_end) of each query's document; empty for padding.
         q_start, q_end: the queries [q_start, q_end) of each key's document; empty for padding.
-        q_order: the tiles of `TILE` queries (row · ⌈S/TILE⌉ + tile), those that see most keys first (causal).
-        k_order: the tiles of `TILE` keys likewise, those that most queries see first.
+        q_order: each row's tiles of `TILE` queries, those that see most keys first (causal); `order_of_all` joins the
+            rows.
+        k_order: each row's tiles of `TILE` keys likewise, those that most queries see first.
+        documents: the documents one by one, where `segment_ranges` was told how many there may be.
     """
 
     k_start: Int32[Array, "B S"]
     k_end: Int32[Array, "B S"]
     q_start: Int32[Array, "B T"]
     q_end: Int32[Array, "B T"]
-    q_order: Int32[Array, " QT"]
-    k_order: Int32[Array, " KT"]
+    q_order: Int32[Array, "B QT"]
+    k_order: Int32[Array, "B KT"]
+    documents: Documents | None = None
 
 
-def segment_ranges(segment_ids: Int[Array, "B S"], kv_segment_ids: Int[Array, "B T"] | None = None) -> SegmentRanges:
+def segment_ranges(
+    segment_ids: Int[Array, "B S"],
+    kv_segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    max_documents: int | None = None,
+) -> SegmentRanges:
     """The ranges of the documents in packed rows.
 
     Args:
         segment_ids: the document of each query, from 1 and never decreasing along the row but for padding (0), which
             sees nothing and is not seen.
         kv_segment_ids: the document of each key likewise; segment_ids by default.
+        max_documents: the most documents that a row may have. Given, the ranges carry the list of documents that
+            cuDNN's variable-length attention needs (its memory grows with this number); for queries and keys of the
+            same rows, that is without kv_segment_ids.
 
     Returns:
-        The ranges. Under jit the order of the documents can not be checked: a document in several pieces, or documents
-        out of order, give ranges that are wrong.
+        The ranges. Under jit the order and the number of the documents can not be checked: a document in several
+        pieces, or documents out of order, give ranges that are wrong; documents beyond max_documents give NaN where
+        the list of documents is used.
 
     Raises:
-        ValueError: documents in several pieces or out of order, where the ids are known.
+        ValueError: ids of other shapes; documents in several pieces, out of order or more than max_documents, where
+            the ids are known; max_documents below 1 or beside kv_segment_ids.
     """
+    if max_documents is not None and (max_documents < 1 or kv_segment_ids is not None):
+        given = "kv_segment_ids beside it" if kv_segment_ids is not None else max_documents
+        raise ValueError(f"segment_ranges: max_documents: expected at least 1 and no kv_segment_ids, given {given}")
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
+    if segment_ids.ndim != 2 or kv_segment_ids.ndim != 2 or len(segment_ids) != len(kv_segment_ids):
+        raise ValueError(
+            "segment_ranges: expected segment_ids [batch, queries] and kv_segment_ids [batch, keys], given "
+            f"{segment_ids.shape} and {kv_segment_ids.shape}"
+        )
     for name, ids in (("segment_ids", segment_ids), ("kv_segment_ids", kv_segment_ids)):
         reason = not_contiguous(ids)
         if reason is not None:
             raise ValueError(f"segment_ranges: {name}: {reason}")
+    if max_documents is not None and not isinstance(segment_ids, Tracer):
+        counts = [np.unique(row[row != 0]).size for row in np.asarray(segment_ids)]
+        if max(counts, default=0) > max_documents:
+            raise ValueError(
+                f"segment_ranges: max_documents: expected at least {max(counts)}, the documents of row "
+                f"{np.argmax(counts)}, given {max_documents}"
+            )
     queries, keys = _carried(segment_ids), _carried(kv_segment_ids)
     k_start, k_end = _range(queries, keys, segment_ids, kv_segment_ids)
     q_start, q_end = _range(keys, queries, kv_segment_ids, segment_ids)
-    q_order = _heaviest_first(k_start, jnp.minimum(k_end, jnp.arange(k_end.shape[1], dtype=jnp.int32) + 1))
-    k_order = _heaviest_first(jnp.maximum(q_start, jnp.arange(q_start.shape[1], dtype=jnp.int32)), q_end)
-    return SegmentRanges(k_start, k_end, q_start, q_end, q_order, k_order)
+    q_order = _heaviest_first(k_start, jnp.minimum(k_end, jnp.arange(k_end.shape[1], dtype=jnp.int32)[None] + 1))
+    k_order = _heaviest_first(jnp.maximum(q_start, jnp.arange(q_start.shape[1], dtype=jnp.int32)[None]), q_end)
+    documents = None if max_documents is None else _documents(segment_ids, k_start, k_end, max(max_documents, 2))
+    return SegmentRanges(k_start, k_end, q_start, q_end, q_order, k_order, documents)
+
+
+def order_of_all(order: Int32[Array, "B QT"]) -> Int32[Array, " B*QT"]:
+    """The tiles of all rows, each as row · QT + tile: every row's heaviest, then every row's next.
+
+    Args:
+        order: `SegmentRanges.q_order` or `k_order`.
+    """
+    rows, tiles = order.shape
+    return (order + tiles * jnp.arange(rows, dtype=jnp.int32)[:, None]).T.reshape(-1)
 
 
 def not_contiguous(segment_ids: Int[Array, "B S"]) -> str | None:
     """Why the documents are not ranges in order, or None where they are or where that is known only at run time."""
-    if isinstance(segment_ids, jax.core.Tracer):
+    if isinstance(segment_ids, Tracer):
         return None
     for row, ids in enumerate(np.asarray(segment_ids)):
         documents = ids[ids != 0]
         places = np.flatnonzero(ids != 0)
         drops = np.flatnonzero(np.diff(documents) < 0)
         if drops.size:
-            place = places[drops[0] + 1]
+            before, after = documents[drops[0] : drops[0] + 2]
             return (
-                f"expected documents in order and in one piece, given document {documents[drops[0] + 1]} after document "
-                f"{documents[drops[0]]} at row {row}, place {place}"
+                f"expected documents in order and in one piece, given document {after} after document {before} at row "
+                f"{row}, place {places[drops[0] + 1]}"
             )
         holes = np.flatnonzero((np.diff(documents) == 0) & (np.diff(places) > 1))
         if holes.size:
@@ -101,8 +161,21 @@ def _range(rows: Array, columns: Array, row_ids: Array, column_ids: Array) -> tu
 
 
 def _heaviest_first(start: Array, end: Array) -> Array:
-    """Tiles of rows by the number of columns between their first start and their last end."""
+    """Each row's tiles by the number of columns between their first start and their last end."""
     missing = -start.shape[1] % TILE
     first = jnp.pad(start, ((0, 0), (0, missing)), mode="edge")[:, ::TILE]
     last = jnp.pad(end, ((0, 0), (0, missing)), mode="edge")[:, TILE - 1 :: TILE]
-    return jnp.argsort(-(last - first).reshape(-1), stable=True).astype(jnp.int32)
+    return jnp.argsort(first - last, axis=1, stable=True).astype(jnp.int32)
+
+
+def _documents(ids: Array, start: Array, end: Array, most: int) -> Documents:
+    """The list of each row's documents from the ranges of its tokens."""
+    length = ids.shape[1]
+    place = jnp.arange(length, dtype=jnp.int32)[None]
+    first = (start == place) & (end > start)
+    count = jnp.cumsum(first, axis=1, dtype=jnp.int32)
+    starts = jnp.sort(jnp.where(first, place, length), axis=1)[:, :most]
+    starts = jnp.pad(starts, ((0, 0), (0, most - starts.shape[1])), constant_values=length)
+    ends = jnp.take_along_axis(jnp.pad(end, ((0, 0), (0, 1)), constant_values=length), starts, axis=1)
+    number = jnp.where(end > start, jnp.minimum(count - 1, most), most)
+    return Documents(starts, ends - starts, number)

@@ -1,118 +1,184 @@
 """Attention for XLA, block of queries by block of queries, with FlashAttention's backward pass (arXiv 2307.08691).
 
-The residuals are q, k, v, the output and the log-sum-exp of each query's logits; the probabilities are computed again
-from them, so memory stays linear in the sequence: at most one block of float32 logits lives at a time. With
-P = exp(scale · q kᵀ − lse) and δ = rowsum(dout ∘ out):
+The backward pass computes the weights again from each query's log-sum-exp, so memory stays linear in the sequence: at
+most one block of float32 logits lives at a time. With logits L = cap · tanh(scale · q kᵀ / cap) (or scale · q kᵀ),
+P = exp(L − lse), Z the kept weights' factor of dropout (0 or 1 / (1 − rate), else 1) and δ = rowsum(dout ∘ out) − dlse:
 
-    dv = Pᵀ dout      dS = P ∘ (dout vᵀ − δ)      dq = scale · dS k      dk = scale · dSᵀ q
+    dv = (Z ∘ P)ᵀ dout      dL = P ∘ (Z ∘ dout vᵀ − δ)      dS = dL ∘ (1 − (L / cap)²)
+    dq = scale · dS k       dk = scale · dSᵀ q
 
 Products of 16-bit inputs are accumulated in float32, and what enters the next product is rounded to the inputs' dtype
 first. float32 inputs use float32 products (precision "highest"). Key heads are shared by reshaping q, never by
-repeating k and v. A query that sees no key gives zeros and passes no gradient.
+repeating k and v. A query that sees no key gives zeros and passes no gradient: its lse is +inf, or that of the sink.
 """
 
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.attention.config import SAVEABLE_NAMES
-from pallas_kernels.attention.mask import visible
+from pallas_kernels.attention import dropout
+from pallas_kernels.attention.config import query_block
+from pallas_kernels.attention.mask import Mask, Queries, queries_of, visible
+from pallas_kernels.attention.options import Options
 
 
-class _Queries(NamedTuple):
+class _Block(NamedTuple):
     """What belongs to queries, cut into blocks along S; K key heads of G query heads each."""
 
     q: Array  # [B, S, K, G, D]
-    positions: Array  # [B or 1, S]
-    segment_ids: Array | None  # [B, S]
+    places: Queries
 
 
 class _Gradients(NamedTuple):
     """What the backward pass needs of a block's queries besides."""
 
-    dout: Array  # [B, S, K, G, D]
+    dout: Array  # [B, S, K, G, Dv]
     delta: Array  # [B, S, K, G]
     lse: Array  # [B, S, K, G]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def attention(
+def unsupported(*call: Any, **options: Any) -> None:
+    """None: every call on every target is served."""
+
+
+def forward(
     q: Array,
     k: Array,
     v: Array,
-    segment_ids: Array | None,
-    kv_segment_ids: Array | None,
-    query_offset: Array,
-    causal: bool,
-    scale: float,
-    block: int,
-) -> Array:
-    """``api.attention`` without its checks; query_offset is [B] or [1], block divides the queries into pieces."""
-    return _forward(q, k, v, segment_ids, kv_segment_ids, query_offset, causal, scale, block)[0]
+    mask: Mask,
+    sinks: Array | None,
+    seed: Array | None,
+    options: Options,
+    block: int | None = None,
+) -> tuple[Array, Array]:
+    """The output [B, S, H, Dv] in q's dtype and the log-sum-exp of each query's logits [B, H, S] in float32.
 
+    Args:
+        q: queries [B, S, H, D].
+        k: keys [B, T, K, D].
+        v: values [B, T, K, Dv].
+        mask: what each query sees.
+        sinks: a logit for each query head [H] that joins the denominator alone, or None.
+        seed: two uint32 numbers where there is dropout.
+        options: the call's.
+        block: queries at once; by default `config.query_block`.
+    """
+    batch, length, heads, _ = q.shape
 
-def _forward(q, k, v, segment_ids, kv_segment_ids, query_offset, causal, scale, block):
-    queries = _queries(q, k, segment_ids, query_offset)
-
-    def attend(carry: None, piece: _Queries) -> tuple[None, tuple[Array, Array]]:
-        logits = _logits(piece, k, kv_segment_ids, causal, scale)
-        maximum = jnp.max(logits, axis=-1, keepdims=True)
+    def attend(carry: None, piece: _Block) -> tuple[None, tuple[Array, Array]]:
+        capped, allowed = _logits(piece, k, mask, options)
+        logits = capped if allowed is None else jnp.where(allowed, capped, -jnp.inf)
+        maximum = jnp.max(logits, axis=-1, keepdims=True)  # [B, K, G, S, 1]
+        if sinks is not None:
+            sink = sinks.astype(jnp.float32).reshape(1, *maximum.shape[1:3], 1, 1)
+            maximum = jnp.maximum(maximum, sink)
         maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
         weights = jnp.exp(logits - maximum)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        total = jnp.where(total == 0.0, 1.0, total)
-        out = _dot("bkgst,btkd->bskgd", (weights / total).astype(v.dtype), v)
-        lse = (maximum + jnp.log(total))[..., 0]  # 0 for a query that sees no key
+        if sinks is not None:
+            total = total + jnp.exp(sink - maximum)
+        nothing = total == 0.0
+        total = jnp.where(nothing, 1.0, total)
+        weights = weights / total
+        if seed is not None:
+            weights = weights * _kept(piece, k.shape[1], seed, options)
+        out = _dot("bkgst,btkd->bskgd", weights.astype(v.dtype), v)
+        lse = jnp.where(nothing, jnp.inf, maximum + jnp.log(total))[..., 0]
         return carry, (out.astype(q.dtype), lse.transpose(0, 3, 1, 2))
 
-    _, (out, lse) = _scan(attend, None, queries, block)
-    out, lse = out.reshape(q.shape), lse.reshape(q.shape[:3]).transpose(0, 2, 1)  # [B, H, S]
-    out = checkpoint_name(out, SAVEABLE_NAMES[0])
-    lse = checkpoint_name(lse, SAVEABLE_NAMES[1])
-    return out, (q, k, v, segment_ids, kv_segment_ids, query_offset, out, lse)
+    _, (out, lse) = _scan(attend, None, _cut(q, k, mask), _queries_at_once(q, k, block))
+    return out.reshape(batch, length, heads, v.shape[3]), lse.reshape(batch, length, heads).transpose(0, 2, 1)
 
 
-def _backward(causal, scale, block, residuals, dout):
-    q, k, v, segment_ids, kv_segment_ids, query_offset, out, lse = residuals
-    queries = _queries(q, k, segment_ids, query_offset)
+def backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    sinks: Array | None,
+    seed: Array | None,
+    lse: Array,
+    delta: Array,
+    dout: Array,
+    options: Options,
+    block: int | None = None,
+) -> tuple[Array, Array, Array]:
+    """The gradients of q, k and v in their dtypes.
+
+    Args:
+        q: as in `forward`, like the other arguments that are not named here.
+        k: keys.
+        v: values.
+        mask: what each query sees.
+        sinks: already in lse.
+        seed: of the forward pass.
+        lse: the log-sum-exp of each query's logits [B, H, S] in float32; +inf for a query that sees nothing.
+        delta: rowsum(dout ∘ out) − dlse, [B, H, S] in float32.
+        dout: the output's gradient [B, S, H, Dv].
+        options: the call's.
+        block: queries at once.
+    """
+    del sinks
+    queries = _cut(q, k, mask)
     heads = queries.q.shape[:-1]
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1).reshape(heads)
-    gradients = _Gradients(dout.reshape(queries.q.shape), delta, lse.transpose(0, 2, 1).reshape(heads))
+    rows = [statistics.transpose(0, 2, 1).reshape(heads) for statistics in (delta, lse)]
+    gradients = _Gradients(dout.reshape(*heads, -1), *rows)
 
-    def attend(carry: tuple[Array, Array], piece: tuple[_Queries, _Gradients]) -> tuple[tuple[Array, Array], Array]:
+    def attend(carry: tuple[Array, Array], piece: tuple[_Block, _Gradients]) -> tuple[tuple[Array, Array], Array]:
         (dk, dv), (piece_q, piece_g) = carry, piece
-        logits = _logits(piece_q, k, kv_segment_ids, causal, scale)
-        probabilities = jnp.exp(logits - _rows(piece_g.lse))
-        dv = dv + _dot("bkgst,bskgd->btkd", probabilities.astype(v.dtype), piece_g.dout)
-        dprobabilities = _dot("bskgd,btkd->bkgst", piece_g.dout, v)
-        dlogits = (probabilities * (dprobabilities - _rows(piece_g.delta)) * scale).astype(q.dtype)
+        capped, allowed = _logits(piece_q, k, mask, options)
+        weights = jnp.exp(capped - _rows(piece_g.lse))
+        weights = weights if allowed is None else jnp.where(allowed, weights, 0.0)
+        dweights = _dot("bskgd,btkd->bkgst", piece_g.dout, v)
+        kept = weights
+        if seed is not None:
+            factor = _kept(piece_q, k.shape[1], seed, options)
+            kept, dweights = weights * factor, dweights * factor
+        dv = dv + _dot("bkgst,bskgd->btkd", kept.astype(v.dtype), piece_g.dout)
+        dlogits = weights * (dweights - _rows(piece_g.delta))
+        if options.logits_soft_cap is not None:
+            dlogits = dlogits * (1.0 - jnp.square(capped / options.logits_soft_cap))
+        dlogits = (dlogits * options.scale).astype(q.dtype)
         dk = dk + _dot("bkgst,bskgd->btkd", dlogits, piece_q.q)
         return (dk, dv), _dot("bkgst,btkd->bskgd", dlogits, k).astype(q.dtype)
 
     zeros = jnp.zeros_like(k, dtype=jnp.float32), jnp.zeros_like(v, dtype=jnp.float32)
-    (dk, dv), dq = _scan(attend, zeros, (queries, gradients), block)
-    return dq.reshape(q.shape), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
+    (dk, dv), dq = _scan(attend, zeros, (queries, gradients), _queries_at_once(q, k, block))
+    return dq.reshape(q.shape), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-attention.defvjp(_forward, _backward)
+def _queries_at_once(q: Array, k: Array, block: int | None) -> int:
+    batch, length, heads, _ = q.shape
+    return query_block(batch, heads, length, k.shape[1]) if block is None else block
 
 
-def _queries(q: Array, k: Array, segment_ids: Array | None, query_offset: Array) -> _Queries:
+def _cut(q: Array, k: Array, mask: Mask) -> _Block:
     batch, length, heads, size = q.shape
     grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], size)
-    positions = jnp.arange(length, dtype=jnp.int32)[None, :] + query_offset[:, None]
-    return _Queries(grouped, positions, segment_ids)
+    return _Block(grouped, queries_of(mask, length))
 
 
-def _logits(queries: _Queries, k: Array, kv_segment_ids: Array | None, causal: bool, scale: float) -> Array:
-    """Scaled float32 logits [B, K, G, S, T] of a block; −inf where the query does not see the key."""
-    logits = _dot("bskgd,btkd->bkgst", queries.q, k) * scale
-    mask = visible(queries.positions, k.shape[1], queries.segment_ids, kv_segment_ids, causal=causal)
-    return logits if mask is None else jnp.where(mask[:, None, None], logits, -jnp.inf)
+def _logits(piece: _Block, k: Array, mask: Mask, options: Options) -> tuple[Array, Array | None]:
+    """Scaled, capped float32 logits [B, K, G, S, T] of a block, and where they count [B, 1, 1, S, T]."""
+    logits = _dot("bskgd,btkd->bkgst", piece.q, k) * options.scale
+    if options.logits_soft_cap is not None:
+        logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
+    allowed = visible(piece.places, mask, k.shape[1], options)
+    return logits, None if allowed is None else allowed[:, None, None]
+
+
+def _kept(piece: _Block, keys: int, seed: Array, options: Options) -> Array:
+    """What dropout multiplies the weights [B, K, G, S, T] with: 0 or 1 / (1 − rate)."""
+    batch, _, kv_heads, group, _ = piece.q.shape
+    heads = jnp.arange(batch * kv_heads * group, dtype=jnp.uint32).reshape(batch, kv_heads, group, 1, 1)
+    queries = piece.places.index[0].astype(jnp.uint32).reshape(1, 1, 1, -1, 1)
+    bits = dropout.random_bits(
+        (seed[0], seed[1]), heads, queries, jnp.arange(keys, dtype=jnp.uint32).reshape(1, 1, 1, 1, keys)
+    )
+    kept = bits >= jnp.uint32(dropout.threshold(options.dropout_rate))
+    return jnp.where(kept, jnp.float32(1.0 / (1.0 - options.dropout_rate)), jnp.float32(0.0))
 
 
 def _dot(spec: str, left: Array, right: Array) -> Array:
@@ -133,7 +199,7 @@ def _scan(step, carry, queries, block: int):
         return step(carry, queries)
     missing = -length % block
 
-    def cut(leaf: Array) -> Array:  # padding queries belong to document 0 and have no gradient
+    def cut(leaf: Array) -> Array:  # queries that fill up the last block are zeros and have no gradient
         leaf = jnp.pad(leaf, ((0, 0), (0, missing)) + ((0, 0),) * (leaf.ndim - 2))
         return jnp.moveaxis(leaf.reshape(leaf.shape[0], -1, block, *leaf.shape[2:]), 1, 0)
 

@@ -5,41 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention, config, reference, xla
-
-# Three documents (one of length 1) and padding; another row that is one document; a row that is padding throughout.
-PACKED = np.array([[1] * 6 + [2] + [3] * 7 + [0] * 2, [1] * 16, [0] * 16], np.int32)
-
-
-def inputs(batch=3, length=16, keys=None, heads=4, kv_heads=2, size=8, dtype=jnp.float32, seed=0):
-    """q, k, v and a cotangent of the output."""
-    rng = np.random.default_rng(seed)
-    keys = length if keys is None else keys
-    shapes = ((batch, length, heads, size), *[(batch, keys, kv_heads, size)] * 2, (batch, length, heads, size))
-    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
-
-
-def value_and_gradients(function, *arrays):
-    @jax.jit
-    def both(q, k, v, dout):
-        out, vjp = jax.vjp(function, q, k, v)
-        return (out, *vjp(dout))
-
-    return both(*arrays)
-
-
-def oracle(q, k, v, dout, **options):
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(a, jnp.float64) for a in (q, k, v, dout)]
-        results = value_and_gradients(lambda q, k, v: reference.attention(q, k, v, **options), *wide)
-        return tuple(np.asarray(a) for a in results)
-
-
-def assert_close(ours, theirs, tolerance):
-    for actual, expected in zip(ours, theirs, strict=True):
-        actual = np.asarray(actual, np.float64)
-        assert np.all(np.isfinite(actual))
-        np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+from pallas_kernels.attention import attention, config
+from tests.support.attention import PACKED, QUICK, assert_close, inputs, oracle, value_and_gradients
 
 
 @pytest.mark.parametrize(
@@ -63,16 +30,14 @@ def test_16_bit_inputs_match_float64(dtype, tolerance):
     assert_close(ours, oracle(*arrays, **options), tolerance)
 
 
-@pytest.mark.parametrize("block, packed", [(1, True), (5, True), (5, False)])
-def test_blocks_of_queries_change_nothing(block, packed):
-    q, k, v, dout = inputs()
-    segments = jnp.asarray(PACKED) if packed else None
-
-    def attend(q, k, v):
-        return xla.attention(q, k, v, segments, segments, jnp.zeros((1,), jnp.int32), True, 0.3, block)
-
-    options = {"segment_ids": segments, "scale": 0.3}
-    assert_close(value_and_gradients(attend, q, k, v, dout), oracle(q, k, v, dout, **options), 3e-6)
+@pytest.mark.parametrize("most, packed", [(1, True), (6, True), (6, False)])
+def test_blocks_of_queries_change_nothing(most, packed, monkeypatch):
+    """Blocks of one query, and of six with a last one of four."""
+    monkeypatch.setattr(config, "_LOGITS_BYTES", most * 4 * 3 * 4 * 16)
+    arrays = inputs()
+    options = {"segment_ids": jnp.asarray(PACKED) if packed else None, "scale": 0.3}
+    ours = value_and_gradients(lambda q, k, v: attention(q, k, v, **options), *arrays)
+    assert_close(ours, oracle(*arrays, **options), 3e-6)
 
 
 def test_block_size_bounds_the_logits():
@@ -84,7 +49,9 @@ def test_block_size_bounds_the_logits():
 
 def test_no_query_depends_on_a_later_key():
     q, k, v, _ = inputs(batch=1)
-    for name, jacobian in zip("kv", jax.jit(jax.jacobian(attention, argnums=(1, 2)))(q, k, v), strict=True):
+    for name, jacobian in zip(
+        "kv", jax.jit(jax.jacobian(attention, argnums=(1, 2)), compiler_options=QUICK)(q, k, v), strict=True
+    ):
         influence = np.abs(np.asarray(jacobian)).sum(axis=(0, 2, 3, 4, 6, 7))  # [S, T]
         assert not np.triu(influence, 1).any(), name
         visible = influence[np.tril_indices(16)] if name == "v" else influence[np.tril_indices(16)][1:]
@@ -150,35 +117,18 @@ def test_one_offset_serves_every_row():
     np.testing.assert_allclose(late, jax.jit(attention)(q, k, v)[:, 5:], atol=1e-6)
 
 
-def test_sharded_rows_match():
+def test_sharded_rows_match(monkeypatch):
     """Eight devices, one row each, inside shard_map with its checks on."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("data")
     q, k, v, dout = inputs(batch=8)
     segments = jnp.asarray(np.tile(PACKED, (3, 1))[:8])
 
+    monkeypatch.setattr(config, "_LOGITS_BYTES", 6 * 4 * 4 * 16)
+
     def attend(q, k, v, segments):
-        return xla.attention(q, k, v, segments, segments, jnp.zeros((1,), jnp.int32), True, 0.3, 5)
+        return attention(q, k, v, segment_ids=segments, scale=0.3)
 
     island = jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)
     ours = value_and_gradients(lambda q, k, v: island(q, k, v, segments), q, k, v, dout)
     assert_close(ours, oracle(q, k, v, dout, segment_ids=segments, scale=0.3), 3e-6)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"k": jnp.ones((3, 16, 3, 8)), "v": jnp.ones((3, 16, 3, 8))}, "number of heads that divides q's"),
-        ({"v": jnp.ones((3, 15, 2, 8))}, "k and v must both be"),
-        ({"v": jnp.ones((3, 16, 2, 8), jnp.bfloat16)}, "one dtype, got float32, float32, bfloat16"),
-        ({"segment_ids": jnp.ones((3, 15), jnp.int32)}, r"\[batch, queries\] = \(3, 16\)"),
-        ({"kv_segment_ids": jnp.ones((3, 16), jnp.int32)}, "got None and"),
-        ({"query_offset": jnp.zeros((2,), jnp.int32)}, r"one a row \(3\), got 2"),
-        ({"implementation": "flash"}, "None or one of 'cudnn', 'xla', got 'flash'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, message):
-    q, k, v, _ = inputs()
-    arguments = {"q": q, "k": k, "v": v} | change
-    with pytest.raises(ValueError, match=message):
-        attention(**arguments)
