@@ -1,11 +1,12 @@
 """The backward pass in the keys and values: dv = Pᵀ dout, dk = scale · dSᵀ q.
 
-Persistent: tiles of 128 keys of one key head, heaviest first; one warpgroup loads, two hold the accumulators of 64 keys
-each and run over the queries of every query head that shares the key head, so that no gradient of a single query
-head is ever in memory and the order of all sums is fixed. Everything is transposed: rows are keys, columns queries.
+Persistent: tiles of keys of one key head, heaviest first; one warpgroup loads, two hold accumulators and run over the
+queries of every query head that shares the key head, so that no gradient of a single query head is ever in memory and
+the order of all sums is fixed. Everything is transposed: rows are keys, columns queries. A tile is 128 keys, 64 to a
+warpgroup; where the two accumulators of a warpgroup would not fit into its registers it is 64 keys, of which one
+warpgroup computes dk and the other dv.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -16,20 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
+from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.mosaic_sm90 import common
-from pallas_kernels.attention.mosaic_sm90.common import COLUMNS, WARPGROUP_ROWS
+from pallas_kernels.attention.mosaic_sm90.common import COLUMNS, WARPGROUP_ROWS, broadcast_columns
+from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DkvConfig
 from pallas_kernels.attention.options import Options
-from pallas_kernels.attention.ranges import TILE, SegmentRanges
+from pallas_kernels.attention.ranges import TILE
 
 
-@dataclasses.dataclass(frozen=True)
-class DkvConfig:
-    block_q: int = 64
-    stages: int = 3
-    ctas: int = 132
-
-
-@functools.partial(jax.jit, static_argnames=("options", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "config", "ctas", "interpret"))
 def backward_dkv(
     q: Array,
     k: Array,
@@ -37,183 +33,188 @@ def backward_dkv(
     dout: Array,
     lse: Array,
     delta: Array,
-    ranges: SegmentRanges | None,
-    query_offset: Array | None,
+    mask: Mask,
     seed: Array | None,
     *,
     options: Options,
     config: DkvConfig,
+    ctas: int,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """lse (times log2 e) and delta are [B, H, S padded to tiles]."""
+    """The gradients of k and v; arguments as in `backward_dq`."""
     batch, keys, key_heads, size = k.shape
-    value_size = v.shape[3]
-    tiles = pl.cdiv(keys, TILE)
-    total = batch * tiles * key_heads
-    ctas = min(config.ctas, total)
-    inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta}
-    if ranges is not None:
-        inputs |= {"start": common.padded_rows(ranges.q_start), "end": common.padded_rows(ranges.q_end)}
-        inputs |= {"order": ranges.k_order}
-    if query_offset is not None:
-        inputs |= {"offset": query_offset}
-    names = tuple(inputs)
-    dtype = q.dtype
-    tile = lambda columns: common.transforms(columns)
-    stages, block = config.stages, config.block_q
+    value_size, tiles = v.shape[3], pl.cdiv(keys, TILE)
+    parts, stages, block = 1 if config.split else 2, config.stages, config.block_q
+    ctas = min(ctas, batch * tiles * key_heads * (2 // parts))
+    key_tile, value_tile = (common.transforms(columns, block) for columns in (size, value_size))
     scratch = {
-        "k_smem": plgpu.SMEM((2, WARPGROUP_ROWS, size), dtype, transforms=tile(size)),
-        "v_smem": plgpu.SMEM((2, WARPGROUP_ROWS, value_size), dtype, transforms=tile(value_size)),
-        "q_smem": plgpu.SMEM((stages, block, size), dtype, transforms=tile(size)),
-        "do_smem": plgpu.SMEM((stages, block, value_size), dtype, transforms=tile(value_size)),
+        "k_smem": plgpu.SMEM((parts, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
+        "v_smem": plgpu.SMEM((parts, WARPGROUP_ROWS, value_size), q.dtype, transforms=value_tile),
+        "q_smem": plgpu.SMEM((stages, block, size), q.dtype, transforms=key_tile),
+        "do_smem": plgpu.SMEM((stages, block, value_size), q.dtype, transforms=value_tile),
         "lse_smem": plgpu.SMEM((stages, block), jnp.float32),
         "delta_smem": plgpu.SMEM((stages, block), jnp.float32),
-        "kv_full": plgpu.Barrier(num_barriers=2, num_arrivals=2),
+        "kv_full": plgpu.Barrier(num_barriers=parts, num_arrivals=2),
         "kv_free": plgpu.Barrier(num_barriers=1, num_arrivals=2),
         "q_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         "do_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         "free": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
     }
-    scratch_names = tuple(scratch)
-
-    def body(*refs):
-        arrays = dict(zip(names, refs, strict=False))
-        dk_ref, dv_ref = refs[len(names) : len(names) + 2]
-        places = dict(zip(scratch_names, refs[len(names) + 2 :], strict=True))
-        _kernel(arrays, dk_ref, dv_ref, places, tiles, ctas, options, config)
-
-    kernel = plgpu.kernel(
-        body,
-        out_type=(jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
-        scratch_types=tuple(scratch.values()),
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=3,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=False
-        ),
-        kernel_name="attention_backward_dkv",
-        interpret=interpret,
-    )
-    return kernel(*inputs.values())
+    if config.split:  # the other warpgroup may still read k and v when the first is done
+        scratch["dk_smem"] = plgpu.SMEM((WARPGROUP_ROWS, size), q.dtype, transforms=key_tile)
+        scratch["dv_smem"] = plgpu.SMEM((WARPGROUP_ROWS, value_size), q.dtype, transforms=value_tile)
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
+    inputs |= common.key_inputs(mask, options)
+    outputs = {"dk": jax.ShapeDtypeStruct(k.shape, k.dtype), "dv": jax.ShapeDtypeStruct(v.shape, v.dtype)}
+    body = functools.partial(_kernel, tiles=tiles, ctas=ctas, options=options, config=config)
+    dk, dv = common.launch(body, inputs, outputs, scratch, ctas, "attention_backward_dkv", interpret)
+    return dk, dv
 
 
-def _kernel(arrays, dk_ref, dv_ref, smem, tiles, ctas, options: Options, config: DkvConfig):
-    q_ref, k_ref, v_ref, do_ref = (arrays[name] for name in ("q", "k", "v", "dout"))
-    batch, length, heads, size = q_ref.shape
-    keys, key_heads = k_ref.shape[1:3]
-    group, value_size = heads // key_heads, v_ref.shape[3]
-    block, stages = config.block_q, config.stages
-    rows = common.Rows(arrays.get("start"), arrays.get("end"), arrays.get("offset"), keys, length, options, True)
+def _kernel(refs, *, tiles: int, ctas: int, options: Options, config: DkvConfig):
+    batch, keys, key_heads, _ = refs.k.shape
+    group = refs.q.shape[2] // key_heads
+    rows = common.Rows(refs.start, refs.end, refs.offset, keys, refs.q.shape[1], options, transposed=True)
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    turns = common.rounds(cta, ctas, batch * tiles * key_heads)
-    dtype = q_ref.dtype
+    parts = 1 if config.split else 2
+    turns = common.rounds(cta, ctas, batch * tiles * key_heads * (2 // parts))
 
     def tile(turn):
-        place = common.snake(turn, cta, ctas)
-        return common.key_tile(place, rows, arrays.get("order"), batch, key_heads, tiles, block)
+        place, size = common.snake(turn, cta, ctas), parts * WARPGROUP_ROWS
+        return common.key_tile(place, rows, refs.order, batch, key_heads, tiles, size, config.block_q)
 
     @pl.when(warpgroup == 2)
-    def _load():
-        plgpu.set_max_registers(24, action="decrease")
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        _load(refs, tile, turns, group, parts, config)
 
-        def load_tile(turn, count):
-            row, first, key_head, low, _, _, high = tile(turn)
-
-            @pl.when(turn > 0)
-            def _():
-                plgpu.barrier_wait(smem["kv_free"].at[0])
-
-            for part in range(2):
-                place = (row, pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), key_head)
-                plgpu.copy_gmem_to_smem(k_ref.at[place], smem["k_smem"].at[part], smem["kv_full"].at[part])
-                plgpu.copy_gmem_to_smem(v_ref.at[place], smem["v_smem"].at[part], smem["kv_full"].at[part])
-
-            def load_block(step, count):
-                slot = lax.rem(count, jnp.int32(stages))
-                head = key_head * group + lax.div(step, high - low)
-                queries = pl.ds((low + lax.rem(step, high - low)) * block, block)
-
-                @pl.when(count >= stages)
-                def _():
-                    plgpu.barrier_wait(smem["free"].at[slot])
-
-                full = smem["q_full"].at[slot]
-                plgpu.copy_gmem_to_smem(q_ref.at[row, queries, head], smem["q_smem"].at[slot], full)
-                plgpu.copy_gmem_to_smem(arrays["lse"].at[row, head, queries], smem["lse_smem"].at[slot], full)
-                full = smem["do_full"].at[slot]
-                plgpu.copy_gmem_to_smem(do_ref.at[row, queries, head], smem["do_smem"].at[slot], full)
-                plgpu.copy_gmem_to_smem(arrays["delta"].at[row, head, queries], smem["delta_smem"].at[slot], full)
-                return count + 1
-
-            return lax.fori_loop(0, (high - low) * group, load_block, count)
-
-        lax.fori_loop(0, turns, load_tile, jnp.int32(0))
-
-    @pl.when(warpgroup < 2)
-    def _compute():
-        plgpu.set_max_registers(240, action="increase")
-        k_smem, v_smem = smem["k_smem"].at[warpgroup], smem["v_smem"].at[warpgroup]
-
-        def compute_tile(turn, count):
-            row, first, key_head, low, inner, outer, high = tile(turn)
-            first = first + warpgroup * WARPGROUP_ROWS
-            start, end = rows.of_rows(row, first)
-            plgpu.barrier_wait(smem["kv_full"].at[warpgroup])
-
-            def gradients(dk_acc, dv_acc):
-                def step(masked, index, count):
-                    slot = lax.rem(count, jnp.int32(stages))
-                    q_smem, do_smem = smem["q_smem"].at[slot], smem["do_smem"].at[slot]
-
-                    def products(s_ref, dp_ref):
-                        plgpu.barrier_wait(smem["q_full"].at[slot])
-                        plgpu.wgmma(s_ref, k_smem, q_smem.T)
-                        plgpu.barrier_wait(smem["do_full"].at[slot])
-                        plgpu.wgmma(dp_ref, v_smem, do_smem.T)
-                        lse = compat.mosaic_load(smem["lse_smem"].at[slot], COLUMNS)
-                        s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                        s, c, slope = common.capped(s, options)
-                        if masked:
-                            s = common.mask(s, start, end, index * block)
-                        p = jnp.exp2(s * c - common.broadcast_columns(lse, s.shape))
-                        plgpu.wgmma(dv_acc, p.astype(dtype), do_smem)
-                        delta = compat.mosaic_load(smem["delta_smem"].at[slot], COLUMNS)
-                        dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
-                        ds = p * (dp - common.broadcast_columns(delta, s.shape))
-                        return ds if slope is None else ds * slope
-
-                    shape = (WARPGROUP_ROWS, block)
-                    ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-                    plgpu.wgmma(dk_acc, ds.astype(dtype), q_smem)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(smem["free"].at[slot])
-                    return count + 1
-
-                def head(_, count):
-                    plain, masked = functools.partial(step, False), functools.partial(step, True)
-                    count = lax.fori_loop(low, inner, masked, count)
-                    count = lax.fori_loop(inner, outer, plain, count)
-                    return lax.fori_loop(outer, high, masked, count)
-
-                lax.fori_loop(0, group, head, count)
-                return dk_acc[...], dv_acc[...]
-
-            dk, dv = pl.run_scoped(
-                gradients,
-                plgpu.ACC((WARPGROUP_ROWS, size), jnp.float32),
-                plgpu.ACC((WARPGROUP_ROWS, value_size), jnp.float32),
-            )
-            k_smem[...] = (dk * options.scale).astype(dtype)
-            v_smem[...] = dv.astype(dtype)
-            plgpu.commit_smem()
-            place = (row, pl.ds(first, WARPGROUP_ROWS), key_head)
-            plgpu.copy_smem_to_gmem(k_smem, dk_ref.at[place])
-            plgpu.copy_smem_to_gmem(v_smem, dv_ref.at[place])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(smem["kv_free"].at[0])
-            return count + (high - low) * group
-
-        lax.fori_loop(0, turns, compute_tile, jnp.int32(0))
+    def compute(part, wanted):
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        lax.fori_loop(
+            0,
+            turns,
+            lambda turn, count: _compute(refs, tile(turn), count, rows, part, group, wanted, options, config),
+            jnp.int32(0),
+        )
         plgpu.wait_smem_to_gmem(0)
+
+    if config.split:
+        pl.when(warpgroup == 0)(lambda: compute(0, "k"))
+        pl.when(warpgroup == 1)(lambda: compute(0, "v"))
+    else:
+        pl.when(warpgroup < 2)(lambda: compute(warpgroup, "kv"))
+
+
+def _load(refs, tile, turns, group: int, parts: int, config: DkvConfig):
+    """What the loading warpgroup does: a tile's keys and values, then its queries, head by head."""
+    block, stages = config.block_q, config.stages
+
+    def load_tile(turn, count):
+        row, first, key_head, low, _, _, high = tile(turn)
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(refs.kv_free.at[0]))
+        for part in range(parts):
+            place = (row, pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), key_head)
+            plgpu.copy_gmem_to_smem(refs.k.at[place], refs.k_smem.at[part], refs.kv_full.at[part])
+            plgpu.copy_gmem_to_smem(refs.v.at[place], refs.v_smem.at[part], refs.kv_full.at[part])
+
+        def load_block(step, count):
+            slot = lax.rem(count, jnp.int32(stages))
+            head = key_head * group + lax.div(step, high - low)
+            queries = pl.ds((low + lax.rem(step, high - low)) * block, block)
+            pl.when(count >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+            plgpu.copy_gmem_to_smem(refs.q.at[row, queries, head], refs.q_smem.at[slot], refs.q_full.at[slot])
+            plgpu.copy_gmem_to_smem(refs.lse.at[row, head, queries], refs.lse_smem.at[slot], refs.q_full.at[slot])
+            plgpu.copy_gmem_to_smem(refs.dout.at[row, queries, head], refs.do_smem.at[slot], refs.do_full.at[slot])
+            plgpu.copy_gmem_to_smem(refs.delta.at[row, head, queries], refs.delta_smem.at[slot], refs.do_full.at[slot])
+            return count + 1
+
+        return lax.fori_loop(0, (high - low) * group, load_block, count)
+
+    lax.fori_loop(0, turns, load_tile, jnp.int32(0))
+
+
+def _compute(refs, tile, count, rows: common.Rows, part, group: int, wanted: str, options: Options, config: DkvConfig):
+    """What a computing warpgroup does with a tile; returns how many blocks it has taken in all."""
+    batch_index, first, key_head, low, inner, outer, high = tile
+    block, stages, dtype = config.block_q, jnp.int32(config.stages), refs.q.dtype
+    first = first + part * WARPGROUP_ROWS
+    start, end = rows.of_rows(batch_index, first)
+    k_smem, v_smem = refs.k_smem.at[part], refs.v_smem.at[part]
+    plgpu.barrier_wait(refs.kv_full.at[part])
+
+    def step(dk_ref, dv_ref, head, masked, index, count):
+        slot = lax.rem(count, stages)
+        q_smem, do_smem = refs.q_smem.at[slot], refs.do_smem.at[slot]
+
+        def dropped(p, factor):
+            number = batch_index * refs.q.shape[2] + key_head * group + head
+            keep = common.kept(p.shape, refs.seed, number, first, index * block, options, True)
+            return jnp.where(keep, p * factor, 0.0)
+
+        def weights(s_ref, pending):
+            lse = compat.mosaic_load(refs.lse_smem.at[slot], COLUMNS)
+            s, factor, slope = common.capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=pending), options)
+            if masked:
+                s = common.mask(s, start, end, index * block)
+            return jnp.exp2(s * factor - broadcast_columns(lse, s.shape)), slope
+
+        def add_values(p):
+            if options.dropout_rate:
+                p = dropped(p, 1 / (1 - options.dropout_rate))
+            plgpu.wgmma(dv_ref, p.astype(dtype), do_smem)
+
+        def products(s_ref, dp_ref=None):
+            plgpu.barrier_wait(refs.q_full.at[slot])
+            plgpu.wgmma(s_ref, k_smem, q_smem.T)
+            plgpu.barrier_wait(refs.do_full.at[slot])
+            if dp_ref is None:
+                p, _ = weights(s_ref, 0)
+                add_values(p)
+                return
+            plgpu.wgmma(dp_ref, v_smem, do_smem.T)
+            p, slope = weights(s_ref, 1)
+            if dv_ref is not None:
+                add_values(p)
+            delta = compat.mosaic_load(refs.delta_smem.at[slot], COLUMNS)
+            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0 if dv_ref is None else 1)
+            if options.dropout_rate:
+                dp = dropped(dp, 1 / (1 - options.dropout_rate))
+            ds = p * (dp - broadcast_columns(delta, p.shape))
+            plgpu.wgmma(dk_ref, (ds if slope is None else ds * slope).astype(dtype), q_smem)
+
+        accumulator = plgpu.ACC((WARPGROUP_ROWS, block), jnp.float32)
+        pl.run_scoped(products, *[accumulator] * (1 if dk_ref is None else 2))
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(refs.free.at[slot])
+        return count + 1
+
+    def gradients(*accumulators):
+        dk_ref = accumulators[0] if "k" in wanted else None
+        dv_ref = accumulators[-1] if "v" in wanted else None
+
+        def of_head(head, count):
+            plain, masked = (functools.partial(step, dk_ref, dv_ref, head, masked) for masked in (False, True))
+            if rows.bounded_below:
+                count = lax.fori_loop(low, inner, masked, count)
+            count = lax.fori_loop(inner, outer, plain, count)
+            return lax.fori_loop(outer, high, masked, count)
+
+        lax.fori_loop(0, group, of_head, count)
+        return [accumulator[...] for accumulator in accumulators]
+
+    sizes = {"k": refs.k.shape[3], "v": refs.v.shape[3]}
+    found = pl.run_scoped(gradients, *(plgpu.ACC((WARPGROUP_ROWS, sizes[name]), jnp.float32) for name in wanted))
+    staging = {"k": refs.dk_smem, "v": refs.dv_smem} if config.split else {"k": k_smem, "v": v_smem}
+    if config.split:
+        plgpu.barrier_arrive(refs.kv_free.at[0])
+        plgpu.wait_smem_to_gmem(0)
+    for name, value in zip(wanted, found, strict=True):
+        staging[name][...] = (value * options.scale if name == "k" else value).astype(dtype)
+    plgpu.commit_smem()
+    place = (batch_index, pl.ds(first, WARPGROUP_ROWS), key_head)
+    for name in wanted:
+        plgpu.copy_smem_to_gmem(staging[name], (refs.dk if name == "k" else refs.dv).at[place])
+    if not config.split:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(refs.kv_free.at[0])
+    return count + (high - low) * group
