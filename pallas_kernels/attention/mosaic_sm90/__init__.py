@@ -102,7 +102,10 @@ def backward(
     del sinks
     sizes, missing = (q.shape[3], v.shape[3]), -q.shape[1] % TILE
     padding = ((0, 0), (0, 0), (0, missing))
-    arrays = (q, k, v, dout.astype(q.dtype), jnp.pad(lse * LOG2E, padding), jnp.pad(delta, padding), mask, seed)
+    # Negative, and in the units of what they are subtracted from: the products start from them instead of from 0.
+    units = 1 / options.scale if options.logits_soft_cap is None else LOG2E
+    statistics = (jnp.pad(-units * lse, padding), jnp.pad(-delta, padding))
+    arrays = (q, k, v, dout.astype(q.dtype), *statistics, mask, seed)
     common: Any = {"options": options, "ctas": _cores(), "interpret": interpret}
     gradient = backward_dq(*arrays, config=dq or dq_config(*sizes), **common)
     return gradient, *backward_dkv(*arrays, config=dkv or dkv_config(*sizes), **common)

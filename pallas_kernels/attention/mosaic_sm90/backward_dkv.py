@@ -93,7 +93,7 @@ def _kernel(refs, *, tiles: int, ctas: int, options: Options, config: DkvConfig)
         lax.fori_loop(
             0,
             turns,
-            lambda turn, count: _compute(refs, tile(turn), count, rows, part, group, wanted, options, config),
+            lambda turn, count: _compute(refs, tile, turn, count, rows, part, group, wanted, options, config),
             jnp.int32(0),
         )
         plgpu.wait_smem_to_gmem(0)
@@ -133,9 +133,9 @@ def _load(refs, tile, turns, group: int, parts: int, config: DkvConfig):
     lax.fori_loop(0, turns, load_tile, jnp.int32(0))
 
 
-def _compute(refs, tile, count, rows: common.Rows, part, group: int, wanted: str, options: Options, config: DkvConfig):
+def _compute(refs, tile, turn, count, rows: common.Rows, part, group: int, wanted: str, options: Options, config: DkvConfig):
     """What a computing warpgroup does with a tile; returns how many blocks it has taken in all."""
-    batch_index, first, key_head, low, inner, outer, high = tile
+    batch_index, first, key_head, low, inner, outer, high = tile(turn)
     block, stages, dtype = config.block_q, jnp.int32(config.stages), refs.q.dtype
     first = first + part * WARPGROUP_ROWS
     start, end = rows.of_rows(batch_index, first)
@@ -151,12 +151,16 @@ def _compute(refs, tile, count, rows: common.Rows, part, group: int, wanted: str
             keep = common.kept(p.shape, refs.seed, number, first, index * block, options, True)
             return jnp.where(keep, p * factor, 0.0)
 
+        shape = (WARPGROUP_ROWS, block)
+
+        def columns(smem):
+            return broadcast_columns(compat.mosaic_load(smem.at[slot], COLUMNS), shape)
+
         def weights(s_ref, pending):
-            lse = compat.mosaic_load(refs.lse_smem.at[slot], COLUMNS)
             s, factor, slope = common.capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=pending), options)
             if masked:
                 s = common.mask(s, start, end, index * block)
-            return jnp.exp2(s * factor - broadcast_columns(lse, s.shape)), slope
+            return jnp.exp2(s * factor if options.logits_soft_cap is None else s * factor + columns(refs.lse_smem)), slope
 
         def add_values(p):
             if options.dropout_rate:
@@ -165,8 +169,12 @@ def _compute(refs, tile, count, rows: common.Rows, part, group: int, wanted: str
 
         def products(s_ref, dp_ref=None):
             plgpu.barrier_wait(refs.q_full.at[slot])
-            plgpu.wgmma(s_ref, k_smem, q_smem.T)
             plgpu.barrier_wait(refs.do_full.at[slot])
+            if options.logits_soft_cap is None:
+                s_ref[...] = columns(refs.lse_smem)
+            if dp_ref is not None and not options.dropout_rate:
+                dp_ref[...] = columns(refs.delta_smem)
+            plgpu.wgmma(s_ref, k_smem, q_smem.T)
             if dp_ref is None:
                 p, _ = weights(s_ref, 0)
                 add_values(p)
@@ -175,14 +183,13 @@ def _compute(refs, tile, count, rows: common.Rows, part, group: int, wanted: str
             p, slope = weights(s_ref, 1)
             if dv_ref is not None:
                 add_values(p)
-            delta = compat.mosaic_load(refs.delta_smem.at[slot], COLUMNS)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0 if dv_ref is None else 1)
             if options.dropout_rate:
-                dp = dropped(dp, 1 / (1 - options.dropout_rate))
-            ds = p * (dp - broadcast_columns(delta, p.shape))
+                dp = dropped(dp, 1 / (1 - options.dropout_rate)) + columns(refs.delta_smem)
+            ds = p * dp
             plgpu.wgmma(dk_ref, (ds if slope is None else ds * slope).astype(dtype), q_smem)
 
-        accumulator = plgpu.ACC((WARPGROUP_ROWS, block), jnp.float32)
+        accumulator = plgpu.ACC(shape, jnp.float32)
         pl.run_scoped(products, *[accumulator] * (1 if dk_ref is None else 2))
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.free.at[slot])
@@ -204,6 +211,7 @@ def _compute(refs, tile, count, rows: common.Rows, part, group: int, wanted: str
 
     sizes = {"k": refs.k.shape[3], "v": refs.v.shape[3]}
     found = pl.run_scoped(gradients, *(plgpu.ACC((WARPGROUP_ROWS, sizes[name]), jnp.float32) for name in wanted))
+    batch_index, first, key_head, low, _, _, high = tile(lax.optimization_barrier(turn))  # rather than keep them
     staging = {"k": refs.dk_smem, "v": refs.dv_smem} if config.split else {"k": k_smem, "v": v_smem}
     if config.split:
         plgpu.barrier_arrive(refs.kv_free.at[0])
@@ -211,7 +219,7 @@ def _compute(refs, tile, count, rows: common.Rows, part, group: int, wanted: str
     for name, value in zip(wanted, found, strict=True):
         staging[name][...] = (value * options.scale if name == "k" else value).astype(dtype)
     plgpu.commit_smem()
-    place = (batch_index, pl.ds(first, WARPGROUP_ROWS), key_head)
+    place = (batch_index, pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), key_head)
     for name in wanted:
         plgpu.copy_smem_to_gmem(staging[name], (refs.dk if name == "k" else refs.dv).at[place])
     if not config.split:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import compat
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.mosaic_sm90 import common
-from pallas_kernels.attention.mosaic_sm90.common import ROWS, WARPGROUP_ROWS, broadcast_rows
+from pallas_kernels.attention.mosaic_sm90.common import LOG2E, ROWS, WARPGROUP_ROWS, broadcast_rows
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DqConfig
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
@@ -44,8 +44,8 @@ def backward_dq(
     Args:
         q, k, v: as in `api.attention`.
         dout: cotangent of the output, [B, S, H, Dv] in q's dtype.
-        lse: log-sum-exp times log₂ e, float32 [B, H, S padded to tiles].
-        delta: rowsum(dout ∘ out) − dlse, likewise.
+        lse: −log-sum-exp / scale, with a soft cap −log-sum-exp · log₂ e; float32 [B, H, S padded to tiles].
+        delta: −(rowsum(dout ∘ out) − dlse), likewise.
         mask: its ranges and offset.
         seed: uint32 [2].
         options: of the call.
@@ -100,7 +100,7 @@ def _kernel(refs, *, tiles: int, ctas: int, options: Options, config: DqConfig):
         lax.fori_loop(
             0,
             turns,
-            lambda turn, count: _compute(refs, tile(turn), count, rows, warpgroup, options, config),
+            lambda turn, count: _compute(refs, tile, turn, count, rows, warpgroup, options, config),
             jnp.int32(0),
         )
         plgpu.wait_smem_to_gmem(0)
@@ -134,14 +134,16 @@ def _load(refs, tile, turns, group: int, config: DqConfig):
     lax.fori_loop(0, turns, load_tile, jnp.int32(0))
 
 
-def _compute(refs, tile, count, rows: common.Rows, warpgroup, options: Options, config: DqConfig):
+def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Options, config: DqConfig):
     """What a computing warpgroup does with a tile; returns how many blocks it has taken in all."""
-    batch_index, first, head, low, inner, outer, high = tile
+    batch_index, first, head, low, inner, outer, high = tile(turn)
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
     first = first + warpgroup * WARPGROUP_ROWS
     start, end = rows.of_rows(batch_index, first)
     place = pl.ds(first, WARPGROUP_ROWS)
     lse = compat.mosaic_load(refs.lse.at[batch_index, head, place], ROWS)
+    if options.logits_soft_cap is None:
+        lse = lse * (options.scale * LOG2E)
     delta = compat.mosaic_load(refs.delta.at[batch_index, head, place], ROWS)
     q_smem, do_smem = refs.q_smem.at[warpgroup], refs.do_smem.at[warpgroup]
     plgpu.barrier_wait(refs.q_full.at[warpgroup])
@@ -153,6 +155,7 @@ def _compute(refs, tile, count, rows: common.Rows, warpgroup, options: Options, 
         def step(masked, index, count):
             slot, key = lax.rem(count, stages), (high - 1 - index) * block
             k_smem, v_smem = refs.k_smem.at[slot], refs.v_smem.at[slot]
+            shape = (WARPGROUP_ROWS, block)
 
             def products(s_ref, dp_ref):
                 plgpu.barrier_wait(refs.k_full.at[slot])
@@ -165,17 +168,16 @@ def _compute(refs, tile, count, rows: common.Rows, warpgroup, options: Options, 
                 s, factor, slope = common.capped(s, options)
                 if masked:
                     s = common.mask(s, start, end, key)
-                p = jnp.exp2(s * factor - broadcast_rows(lse, s.shape))
+                p = jnp.exp2(s * factor + broadcast_rows(lse, shape))
                 dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
                 plgpu.barrier_arrive(refs.v_free.at[slot])
                 if options.dropout_rate:
                     number = batch_index * refs.q.shape[2] + head
                     keep = common.kept(s.shape, refs.seed, number, first, key, options, False)
                     dp = jnp.where(keep, dp * (1 / (1 - options.dropout_rate)), 0.0)
-                ds = p * (dp - broadcast_rows(delta, s.shape))
+                ds = p * (dp + broadcast_rows(delta, shape))
                 return (ds if slope is None else ds * slope).astype(dtype)
 
-            shape = (WARPGROUP_ROWS, block)
             ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
             plgpu.wgmma(dq_ref, ds, k_smem)
             if not config.lag:
@@ -194,6 +196,8 @@ def _compute(refs, tile, count, rows: common.Rows, warpgroup, options: Options, 
         return dq
 
     dq = pl.run_scoped(gradient, plgpu.ACC((WARPGROUP_ROWS, refs.q.shape[3]), jnp.float32))
+    batch_index, first, head, low, _, _, high = tile(lax.optimization_barrier(turn))  # rather than keep them
+    place = pl.ds(first + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
     q_smem[...] = (dq * options.scale).astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_smem, refs.dq.at[batch_index, place, head])

@@ -102,7 +102,7 @@ def _kernel(refs, *, tiles: int, ctas: int, options: Options, config: ForwardCon
         lax.fori_loop(
             0,
             turns,
-            lambda turn, count: _compute(refs, tile(turn), count, rows, warpgroup, options, config),
+            lambda turn, count: _compute(refs, tile, turn, count, rows, warpgroup, options, config),
             jnp.int32(0),
         )
         plgpu.wait_smem_to_gmem(0)
@@ -135,9 +135,9 @@ def _load(refs, tile, turns, group: int, config: ForwardConfig):
     lax.fori_loop(0, turns, load_tile, jnp.int32(0))
 
 
-def _compute(refs, tile, count, rows: common.Rows, warpgroup, options: Options, config: ForwardConfig):
+def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Options, config: ForwardConfig):
     """What a computing warpgroup does with a tile; returns how many blocks it has taken in all."""
-    batch_index, first, head, low, inner, outer, high = tile
+    batch_index, first, head, low, inner, outer, high = tile(turn)
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
     value_size = refs.v.shape[3]
     first = first + warpgroup * WARPGROUP_ROWS
@@ -176,7 +176,7 @@ def _compute(refs, tile, count, rows: common.Rows, warpgroup, options: Options, 
             key = (high - 1 - index) * block
             number = batch_index * refs.q.shape[2] + head
             p = jnp.where(common.kept(s.shape, refs.seed, number, first, key, options, False), p, 0.0)
-        return p.astype(dtype), total, jnp.exp2(top - new_top), new_top
+        return p, total, jnp.exp2(top - new_top), new_top
 
     s_shape, acc_shape = (WARPGROUP_ROWS, block), (WARPGROUP_ROWS, value_size)
     s_type, acc_type = (plgpu.ACC(shape, jnp.float32) for shape in (s_shape, acc_shape))
@@ -185,14 +185,14 @@ def _compute(refs, tile, count, rows: common.Rows, warpgroup, options: Options, 
         slot = lax.rem(count, stages)
 
         def logits(s_ref):
-            multiply_keys(s_ref, slot)
-            pass_turn()
+            plgpu.barrier_wait(refs.k_full.at[slot])
+            plgpu.wgmma(s_ref, q_smem, refs.k_smem.at[slot].T)
             return s_ref[...]
 
         s = pl.run_scoped(logits, s_type)
         release_keys(0, slot)
         p, total, _, top = softmax(s, common.full_rows(LOWEST), 0, True)
-        return common.zeros(acc_shape), top, total, p, count + 1
+        return common.zeros(acc_shape), top, total, p.astype(dtype), count + 1
 
     def later_block(masked, index, carry):
         """The product with the keys of this block and with the values of the one before."""
@@ -215,7 +215,8 @@ def _compute(refs, tile, count, rows: common.Rows, warpgroup, options: Options, 
             new_p, summed, alpha, new_top = softmax(s, top, index, masked)
             new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
             plgpu.barrier_arrive(refs.v_free.at[before])
-            return new_acc * broadcast_rows(alpha, acc.shape), new_top, total * alpha + summed, new_p
+            new_acc = new_acc * broadcast_rows(alpha, acc.shape)
+            return new_acc, new_top, total * alpha + summed, new_p.astype(dtype)
 
         return *pl.run_scoped(products, s_type, acc_type), count + 1
 
@@ -230,11 +231,12 @@ def _compute(refs, tile, count, rows: common.Rows, warpgroup, options: Options, 
     acc = pl.run_state(lambda acc_ref: multiply_values(acc_ref, p, last))(plgpu.ACC.init(acc))
     plgpu.barrier_arrive(refs.v_free.at[last])
 
+    batch_index, first, head, low, _, _, high = tile(lax.optimization_barrier(turn))  # rather than keep them
+    place = pl.ds(first + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
     factor, lse = _finish(top, total, None if refs.sinks is None else refs.sinks[head], options)
     plgpu.wait_smem_to_gmem(0)
     o_smem = (refs.o_smem if config.own_output else refs.q_smem).at[warpgroup]
     o_smem[...] = (acc * broadcast_rows(factor, acc.shape)).astype(dtype)
-    place = pl.ds(first, WARPGROUP_ROWS)
     refs.lse[batch_index, head, place] = lse
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(o_smem, refs.out.at[batch_index, place, head])
