@@ -18,12 +18,13 @@ Each is a module with three functions:
 
 from types import ModuleType
 
-from pallas_kernels.attention import cudnn, xla
+from pallas_kernels.attention import cudnn, mosaic_sm90, xla
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "mosaic": mosaic_sm90,
     "cudnn": cudnn,
     "xla": xla,
 }
 
-NEEDS_RANGES: frozenset[str] = frozenset()
+NEEDS_RANGES: frozenset[str] = frozenset({"mosaic"})
 """Those that take documents as ranges alone."""
