@@ -60,13 +60,13 @@ def backward(
         dq, dk and dv, of the shapes and dtypes of q, k and v.
     """
     compat.silence_triton_deprecation()
-    arrays = (q, k, v, dout, lse, delta)
+    arrays = (q, k, v, dout, lse * -LOG2_E, delta)
     dk, dv = _dkv(arrays, mask, seed, options, config, interpret)
     return _dq(arrays, mask, seed, options, config, interpret), dk, dv
 
 
 def _dkv(arrays, mask, seed, options: Options, config: TritonConfig, interpret: bool) -> tuple[Array, Array]:
-    q, k, v, dout, lse, delta = arrays
+    q, k, v, dout, shift, delta = arrays
     batch, queries, heads, size = q.shape
     keys, kv_heads, value_size = v.shape[1:]
     groups, tiles = heads // kv_heads, config.dkv
@@ -99,11 +99,11 @@ def _dkv(arrays, mask, seed, options: Options, config: TritonConfig, interpret: 
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="attention_dkv",
-    )(q, k, v, dout, lse, delta, ranges, mask.query_offset, seed)
+    )(q, k, v, dout, shift, delta, ranges, mask.query_offset, seed)
 
 
 def _dkv_kernel(
-    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, ranges, offset_ref, seed_ref, dk_ref, dv_ref, *, call: Call
+    q_ref, k_ref, v_ref, dout_ref, shift_ref, delta_ref, ranges, offset_ref, seed_ref, dk_ref, dv_ref, *, call: Call
 ):
     options, tiles = call.options, call.tiles
     first = pl.program_id(0) * tiles.keys  # under a causal mask the first keys have most queries
@@ -119,15 +119,15 @@ def _dkv_kernel(
         dk, dv = carry
         start = tile * tiles.queries
         limit = call.query_limit if masked else None
-        q = load_rows(q_ref.at[:, group], start, tiles.queries, call.size, limit=limit)
-        lse = load_numbers(lse_ref.at[group], start, tiles.queries, limit=limit, other=jnp.inf)
+        q = load_rows(q_ref, start, tiles.queries, call.size, limit=limit, head=group)
+        shift = load_numbers(shift_ref, start, tiles.queries, limit=limit, other=-jnp.inf, head=group)
         products = call.capped(pltriton.dot(k, q, trans_b=True))
-        weights = call.exp2(products * call.exponent - (lse * LOG2_E)[None, :])
+        weights = call.exp2(products, times=call.exponent, plus=shift[None, :])
         queries = rows_of(start, tiles.queries)
         if masked:
             weights = jnp.where(visible.mask(queries, limit), weights, 0.0)
-        dout = load_rows(dout_ref.at[:, group], start, tiles.queries, call.value_size, limit=limit)
-        delta = load_numbers(delta_ref.at[group], start, tiles.queries, limit=limit, other=0.0)
+        dout = load_rows(dout_ref, start, tiles.queries, call.value_size, limit=limit, head=group)
+        delta = load_numbers(delta_ref, start, tiles.queries, limit=limit, other=0.0, head=group)
         dweights = pltriton.dot(v, dout, trans_b=True)
         dropped = weights
         if options.dropout_rate:
@@ -147,7 +147,7 @@ def _dkv_kernel(
 
 
 def _dq(arrays, mask, seed, options: Options, config: TritonConfig, interpret: bool) -> Array:
-    q, k, v, dout, lse, delta = arrays
+    q, k, v, dout, shift, delta = arrays
     batch, queries, heads, size = q.shape
     keys, kv_heads, value_size = v.shape[1:]
     groups, tiles = heads // kv_heads, config.dq
@@ -177,11 +177,11 @@ def _dq(arrays, mask, seed, options: Options, config: TritonConfig, interpret: b
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="attention_dq",
-    )(q, k, v, dout, lse, delta, ranges, mask.query_offset, seed)
+    )(q, k, v, dout, shift, delta, ranges, mask.query_offset, seed)
 
 
 def _dq_kernel(
-    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, ranges, offset_ref, seed_ref, dq_ref, *, call: Call
+    q_ref, k_ref, v_ref, dout_ref, shift_ref, delta_ref, ranges, offset_ref, seed_ref, dq_ref, *, call: Call
 ):
     options, tiles = call.options, call.tiles
     first = (pl.num_programs(0) - 1 - pl.program_id(0)) * tiles.queries
@@ -192,7 +192,7 @@ def _dq_kernel(
     visible = keys_of(queries, documents, offset, options)
     q = load_rows(q_ref, first, tiles.queries, call.size, limit=call.query_limit)
     dout = load_rows(dout_ref, first, tiles.queries, call.value_size, limit=call.query_limit)
-    lse = load_numbers(lse_ref, first, tiles.queries, limit=call.query_limit, other=jnp.inf) * LOG2_E
+    shift = load_numbers(shift_ref, first, tiles.queries, limit=call.query_limit, other=-jnp.inf)
     delta = load_numbers(delta_ref, first, tiles.queries, limit=call.query_limit, other=0.0)
 
     def body(tile, _, dq, *, masked: bool):
@@ -200,7 +200,7 @@ def _dq_kernel(
         limit = call.key_limit if masked else None
         k = load_rows(k_ref, start, tiles.keys, call.size, limit=limit)
         products = call.capped(pltriton.dot(q, k, trans_b=True))
-        weights = call.exp2(products * call.exponent - lse[:, None])
+        weights = call.exp2(products, times=call.exponent, plus=shift[:, None])
         keys = rows_of(start, tiles.keys)
         if masked:
             weights = jnp.where(visible.mask(keys, limit), weights, 0.0)

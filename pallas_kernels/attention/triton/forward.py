@@ -122,7 +122,7 @@ def _kernel(q_ref, k_ref, v_ref, ranges, offset_ref, sinks_ref, seed_ref, out_re
         if masked:
             logits = jnp.where(visible.mask(keys, limit), logits, -jnp.inf)
         higher = jnp.maximum(maximum, jnp.max(logits, axis=1) * call.exponent)
-        weights = call.exp2(logits * call.exponent - higher[:, None])
+        weights = call.exp2(logits, times=call.exponent, plus=-higher[:, None])
         correction = call.exp2(maximum - higher)
         total = total * correction + jnp.sum(weights, axis=1)
         if options.dropout_rate:

@@ -20,12 +20,17 @@ def rows_of(first: Array, count: int) -> Array:
     return first + lax.iota(jnp.int32, count)
 
 
-def load_rows(ref: Ref, first: Array, count: int, size: int, *, limit: int | None) -> Array:
-    """Rows [first, first + count) of [rows, padded(size)]; zeros in columns from size and rows from limit on."""
+def load_rows(ref: Ref, first: Array, count: int, size: int, *, limit: int | None, head: Array | None = None) -> Array:
+    """Rows [first, first + count) of [rows, padded(size)], or of one head of [rows, heads, padded(size)].
+
+    Zeros in columns from size on and in rows from limit on.
+    """
     width = ref.shape[-1]
     mask = _mask(first, count, width, size, limit)
     other = None if mask is None else jnp.zeros((), ref.dtype)
-    return pltriton.load(ref.at[pl.ds(first, count), :], mask=mask, other=other)
+    where = pl.ds(first, count)
+    rows = ref.at[where, :] if head is None else ref.at[where, head, :]
+    return pltriton.load(rows, mask=mask, other=other)
 
 
 def store_rows(ref: Ref, first: Array, values: Array, size: int, *, length: int) -> None:
@@ -35,12 +40,15 @@ def store_rows(ref: Ref, first: Array, values: Array, size: int, *, length: int)
     pltriton.store(ref.at[pl.ds(first, count), :], values.astype(ref.dtype), mask=mask)
 
 
-def load_numbers(ref: Ref, first: Array, count: int, *, limit: int | None, other: float | int) -> Array:
-    """Numbers [first, first + count) of a row, `other` from limit on."""
+def load_numbers(
+    ref: Ref, first: Array, count: int, *, limit: int | None, other: float | int, head: Array | None = None
+) -> Array:
+    """Numbers [first, first + count) of [rows], or of one head of [heads, rows]; `other` from limit on."""
     where = pl.ds(first, count)
+    numbers = ref.at[where] if head is None else ref.at[head, where]
     if limit is None:
-        return ref[where]
-    return pltriton.load(ref.at[where], mask=rows_of(first, count) < limit, other=jnp.asarray(other, ref.dtype))
+        return pltriton.load(numbers)
+    return pltriton.load(numbers, mask=rows_of(first, count) < limit, other=jnp.asarray(other, ref.dtype))
 
 
 def store_numbers(ref: Ref, first: Array, values: Array, *, length: int) -> None:
