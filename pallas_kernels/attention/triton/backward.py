@@ -120,15 +120,15 @@ def _dkv_kernel(
         start = tile * tiles.queries
         limit = call.query_limit if masked else None
         q = load_rows(q_ref, start, tiles.queries, call.size, limit=limit, head=group)
-        shift = load_numbers(shift_ref, start, tiles.queries, limit=limit, other=-jnp.inf, head=group)
         products = call.capped(pltriton.dot(k, q, trans_b=True))
+        shift = load_numbers(shift_ref, start, tiles.queries, limit=limit, other=-jnp.inf, head=group)
         weights = call.exp2(products, times=call.exponent, plus=shift[None, :])
         queries = rows_of(start, tiles.queries)
         if masked:
             weights = jnp.where(visible.mask(queries, limit), weights, 0.0)
         dout = load_rows(dout_ref, start, tiles.queries, call.value_size, limit=limit, head=group)
-        delta = load_numbers(delta_ref, start, tiles.queries, limit=limit, other=0.0, head=group)
         dweights = pltriton.dot(v, dout, trans_b=True)
+        delta = load_numbers(delta_ref, start, tiles.queries, limit=limit, other=0.0, head=group)
         dropped = weights
         if options.dropout_rate:
             kept = call.kept(seed_ref, pl.program_id(1) * call.groups + group, queries[None, :], keys[:, None])
