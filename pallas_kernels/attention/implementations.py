@@ -18,12 +18,13 @@ Each is a module with three functions:
 
 from types import ModuleType
 
-from pallas_kernels.attention import cudnn, xla
+from pallas_kernels.attention import cudnn, triton, xla
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "cudnn": cudnn,
+    "triton": triton,
     "xla": xla,
 }
 
-NEEDS_RANGES: frozenset[str] = frozenset()
+NEEDS_RANGES: frozenset[str] = frozenset({"triton"})
 """Those that take documents as ranges alone."""

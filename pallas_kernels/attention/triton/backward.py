@@ -18,66 +18,71 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import compat
+from pallas_kernels import compat, dispatch
+from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
-from pallas_kernels.attention.triton.common import LOG2_E, Call, query_offset
-from pallas_kernels.attention.triton.config import TritonConfig
+from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
+from pallas_kernels.attention.triton.config import Tiles, TritonConfig, triton_config
 from pallas_kernels.attention.triton.intervals import Ranges, keys_of, queries_of, visit
 from pallas_kernels.attention.triton.loads import load_numbers, load_rows, padded, rows_of, store_rows
 
 
-@functools.partial(jax.jit, static_argnames=("options", "config", "interpret"))
 def backward(
     q: Array,
     k: Array,
     v: Array,
-    mask,
+    mask: Mask,
+    sinks: Array | None,
     seed: Array | None,
     lse: Array,
     delta: Array,
     dout: Array,
-    *,
     options: Options,
-    config: TritonConfig,
+    config: TritonConfig | None = None,
+    *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v.
+    """The gradients of q, k and v in their dtypes.
 
     Args:
-        q: queries [B, S, H, D], bfloat16 or float16.
-        k: keys [B, T, K, D].
-        v: values [B, T, K, Dv].
-        mask: ranges and query_offset, int32 [1] or [B].
-        seed: uint32 [2] of the dropout, or None.
-        lse: log-sum-exp of each query's logits [B, H, S], float32, +inf for a query that sees nothing.
-        delta: rowsum(dout ∘ out) less lse's gradient [B, H, S], float32.
-        dout: gradient of the output [B, S, H, Dv].
-        options: the static part of the call.
-        config: block sizes.
+        q: as in `forward`, like the other arguments that are not named here.
+        k: keys.
+        v: values.
+        mask: what each query sees.
+        sinks: already in lse.
+        seed: of the forward pass.
+        lse: the log-sum-exp of each query's logits [B, H, S] in float32; +inf for a query that sees nothing.
+        delta: rowsum(dout ∘ out) − dlse, [B, H, S] in float32.
+        dout: the output's gradient [B, S, H, Dv].
+        options: the call's.
+        config: block sizes; by default those for the target.
         interpret: run on any device, in jax.numpy.
-
-    Returns:
-        dq, dk and dv, of the shapes and dtypes of q, k and v.
     """
+    config = config or triton_config(q.shape[3], v.shape[3], dispatch.target().compute_capability)
+    arrays = (q, k, v, dout, lse * -LOG2_E, delta, mask.ranges, mask.query_offset, seed)
+    dk, dv = dkv(*arrays, options, config.dkv, interpret)
+    return dq(*arrays, options, config.dq, interpret), dk, dv
+
+
+# Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
+@functools.partial(jax.jit, static_argnums=(9, 10, 11))
+def dkv(
+    q, k, v, dout, shift, delta, ranges, query_offset, seed, options: Options, tiles: Tiles, interpret: bool
+) -> tuple[Array, Array]:
+    """The gradients of keys and values; shift is −lse in units of log 2."""
     compat.silence_triton_deprecation()
-    arrays = (q, k, v, dout, lse * -LOG2_E, delta)
-    dk, dv = _dkv(arrays, mask, seed, options, config, interpret)
-    return _dq(arrays, mask, seed, options, config, interpret), dk, dv
-
-
-def _dkv(arrays, mask, seed, options: Options, config: TritonConfig, interpret: bool) -> tuple[Array, Array]:
-    q, k, v, dout, shift, delta = arrays
     batch, queries, heads, size = q.shape
     keys, kv_heads, value_size = v.shape[1:]
-    groups, tiles = heads // kv_heads, config.dkv
+    groups = heads // kv_heads
     call = Call(options, queries, keys, heads, groups, size, value_size, tiles, interpret)
-    ranges = None if mask.ranges is None else Ranges(mask.ranges.q_start, mask.ranges.q_end)
+    documents = None if ranges is None else Ranges(ranges.q_start, ranges.q_end)
     row = pl.BlockSpec((None, keys), lambda i, h, b: (b, 0))
     key, value = (
         pl.BlockSpec((None, keys, None, padded(width)), lambda i, h, b: (b, 0, h, 0)) for width in (size, value_size)
     )
     grouped, dgrouped = (
-        pl.BlockSpec((None, queries, groups, padded(width)), lambda i, h, b: (b, 0, h, 0)) for width in (size, value_size)
+        pl.BlockSpec((None, queries, groups, padded(width)), lambda i, h, b: (b, 0, h, 0))
+        for width in (size, value_size)
     )
     numbers = pl.BlockSpec((None, groups, queries), lambda i, h, b: (b, h, 0))
     return pl.pallas_call(
@@ -91,15 +96,15 @@ def _dkv(arrays, mask, seed, options: Options, config: TritonConfig, interpret: 
             dgrouped,
             numbers,
             numbers,
-            None if ranges is None else Ranges(row, row),
-            pl.BlockSpec(mask.query_offset.shape, lambda i, h, b: (0,)),
+            None if documents is None else Ranges(row, row),
+            pl.BlockSpec(query_offset.shape, lambda i, h, b: (0,)),
             None if seed is None else pl.BlockSpec((2,), lambda i, h, b: (0,)),
         ],
         out_specs=(key, value),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="attention_dkv",
-    )(q, k, v, dout, shift, delta, ranges, mask.query_offset, seed)
+    )(q, k, v, dout, shift, delta, documents, query_offset, seed)
 
 
 def _dkv_kernel(
@@ -108,7 +113,8 @@ def _dkv_kernel(
     options, tiles = call.options, call.tiles
     first = pl.program_id(0) * tiles.keys  # under a causal mask the first keys have most queries
     last = jnp.minimum(first + tiles.keys, call.keys) - 1
-    offset = query_offset(offset_ref)
+    offset, seeds = offset_of_row(offset_ref), call.seeds_of_row(seed_ref)
+    first_head = pl.program_id(1) * call.groups
     keys = rows_of(first, tiles.keys)
     documents = ranges and ranges.of(first, tiles.keys, call.keys)
     visible = queries_of(keys, documents, offset, options)
@@ -130,8 +136,8 @@ def _dkv_kernel(
         dweights = pltriton.dot(v, dout, trans_b=True)
         delta = load_numbers(delta_ref, start, tiles.queries, limit=limit, other=0.0, head=group)
         dropped = weights
-        if options.dropout_rate:
-            kept = call.kept(seed_ref, pl.program_id(1) * call.groups + group, queries[None, :], keys[:, None])
+        if seeds is not None:
+            kept = call.kept(seeds, first_head + group, queries[None, :], keys[:, None])
             dropped = jnp.where(kept, weights, 0.0)
             dweights = jnp.where(kept, dweights * (1.0 / (1.0 - options.dropout_rate)), 0.0)
         dv = dv + pltriton.dot(dropped.astype(dout.dtype), dout)
@@ -146,13 +152,17 @@ def _dkv_kernel(
     store_rows(dv_ref, first, dv * (1.0 / (1.0 - options.dropout_rate)), call.value_size, length=call.keys)
 
 
-def _dq(arrays, mask, seed, options: Options, config: TritonConfig, interpret: bool) -> Array:
-    q, k, v, dout, shift, delta = arrays
+@functools.partial(jax.jit, static_argnums=(9, 10, 11))
+def dq(
+    q, k, v, dout, shift, delta, ranges, query_offset, seed, options: Options, tiles: Tiles, interpret: bool
+) -> Array:
+    """The gradient of queries; shift is −lse in units of log 2."""
+    compat.silence_triton_deprecation()
     batch, queries, heads, size = q.shape
     keys, kv_heads, value_size = v.shape[1:]
-    groups, tiles = heads // kv_heads, config.dq
+    groups = heads // kv_heads
     call = Call(options, queries, keys, heads, groups, size, value_size, tiles, interpret)
-    ranges = None if mask.ranges is None else Ranges(mask.ranges.k_start, mask.ranges.k_end)
+    documents = None if ranges is None else Ranges(ranges.k_start, ranges.k_end)
     row = pl.BlockSpec((None, queries), lambda i, h, b: (b, 0))
     query, dquery = (
         pl.BlockSpec((None, queries, None, padded(width)), lambda i, h, b: (b, 0, h, 0)) for width in (size, value_size)
@@ -169,15 +179,15 @@ def _dq(arrays, mask, seed, options: Options, config: TritonConfig, interpret: b
             dquery,
             numbers,
             numbers,
-            None if ranges is None else Ranges(row, row),
-            pl.BlockSpec(mask.query_offset.shape, lambda i, h, b: (0,)),
+            None if documents is None else Ranges(row, row),
+            pl.BlockSpec(query_offset.shape, lambda i, h, b: (0,)),
             None if seed is None else pl.BlockSpec((2,), lambda i, h, b: (0,)),
         ],
         out_specs=query,
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="attention_dq",
-    )(q, k, v, dout, shift, delta, ranges, mask.query_offset, seed)
+    )(q, k, v, dout, shift, delta, documents, query_offset, seed)
 
 
 def _dq_kernel(
@@ -186,7 +196,8 @@ def _dq_kernel(
     options, tiles = call.options, call.tiles
     first = (pl.num_programs(0) - 1 - pl.program_id(0)) * tiles.queries
     last = jnp.minimum(first + tiles.queries, call.queries) - 1
-    offset = query_offset(offset_ref)
+    offset, seeds = offset_of_row(offset_ref), call.seeds_of_row(seed_ref)
+    head = pl.program_id(1)
     queries = rows_of(first, tiles.queries)
     documents = ranges and ranges.of(first, tiles.queries, call.queries)
     visible = keys_of(queries, documents, offset, options)
@@ -206,8 +217,8 @@ def _dq_kernel(
             weights = jnp.where(visible.mask(keys, limit), weights, 0.0)
         v = load_rows(v_ref, start, tiles.keys, call.value_size, limit=limit)
         dweights = pltriton.dot(dout, v, trans_b=True)
-        if options.dropout_rate:
-            kept = call.kept(seed_ref, pl.program_id(1), queries[:, None], keys[None, :])
+        if seeds is not None:
+            kept = call.kept(seeds, head, queries[:, None], keys[None, :])
             dweights = jnp.where(kept, dweights * (1.0 / (1.0 - options.dropout_rate)), 0.0)
         dlogits = call.uncapped(products, weights * (dweights - delta[:, None]))
         return dq + pltriton.dot(dlogits.astype(k.dtype), k)

@@ -88,13 +88,18 @@ class Call:
         )
         return result
 
-    def kept(self, seed_ref: Ref, head: Array, queries: Array, keys: Array) -> Array:
+    def seeds_of_row(self, seed_ref: Ref | None) -> tuple[Array, Array] | None:
+        """The dropout's seeds for the first head of this row of the batch; None without dropout."""
+        if seed_ref is None:
+            return None
+        return seed_ref[0] + (pl.program_id(2) * self.heads).astype(jnp.uint32), seed_ref[1]
+
+    def kept(self, seeds: tuple[Array, Array], head: Array, queries: Array, keys: Array) -> Array:
         """Which weights dropout keeps: bool of the shape to which `queries` and `keys` broadcast."""
-        row = (pl.program_id(2) * self.heads + head).astype(jnp.uint32)
-        bits = dropout.random_bits((seed_ref[0], seed_ref[1]), row, queries.astype(jnp.uint32), keys.astype(jnp.uint32))
-        return bits >= jnp.uint32(dropout.threshold(self.options.dropout_rate))
+        places = (number.astype(jnp.uint32) for number in (head, queries, keys))
+        return dropout.random_bits(seeds, *places) >= jnp.uint32(dropout.threshold(self.options.dropout_rate))
 
 
-def query_offset(offset_ref: Ref) -> Array:
+def offset_of_row(offset_ref: Ref) -> Array:
     """The position of this row's first query among the keys: one number for all rows, or one for each."""
     return offset_ref[pl.program_id(2)] if offset_ref.shape[0] > 1 else offset_ref[0]

@@ -35,13 +35,13 @@ class TritonConfig:
     dq: Tiles
 
 
-def triton_config(size: int, value_size: int, capability: tuple[int, int]) -> TritonConfig:
+def triton_config(size: int, value_size: int, capability: tuple[int, int] | None) -> TritonConfig:
     """The block sizes for a call.
 
     Args:
         size: D of queries and keys.
         value_size: D of values.
-        capability: compute capability.
+        capability: compute capability; None as for the smallest one.
     """
     del size, value_size, capability
     return TritonConfig(

@@ -14,60 +14,60 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import compat
+from pallas_kernels import compat, dispatch
+from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
-from pallas_kernels.attention.triton.common import LOG2_E, Call, query_offset
-from pallas_kernels.attention.triton.config import TritonConfig
+from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
+from pallas_kernels.attention.triton.config import Tiles, TritonConfig, triton_config
 from pallas_kernels.attention.triton.intervals import Ranges, keys_of, visit
 from pallas_kernels.attention.triton.loads import load_rows, padded, rows_of, store_numbers, store_rows
 
 _LOWEST = -1e30
 
 
-@functools.partial(jax.jit, static_argnames=("options", "config", "interpret"))
 def forward(
     q: Array,
     k: Array,
     v: Array,
-    mask,
+    mask: Mask,
     sinks: Array | None,
     seed: Array | None,
-    *,
     options: Options,
-    config: TritonConfig,
+    config: TritonConfig | None = None,
+    *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """The weighted values and the log-sum-exp of each query's logits.
+    """The output [B, S, H, Dv] in q's dtype and the log-sum-exp of each query's logits [B, H, S] in float32.
 
     Args:
         q: queries [B, S, H, D], bfloat16 or float16.
         k: keys [B, T, K, D].
         v: values [B, T, K, Dv].
-        mask: ranges and query_offset, int32 [1] or [B].
-        sinks: float32 [H], or None.
-        seed: uint32 [2] of the dropout, or None.
-        options: the static part of the call.
-        config: block sizes.
+        mask: what each query sees; documents as ranges.
+        sinks: a logit for each query head [H] that joins the denominator alone, or None.
+        seed: two uint32 numbers where there is dropout.
+        options: the call's.
+        config: block sizes; by default those for the target.
         interpret: run on any device, in jax.numpy.
-
-    Returns:
-        Values [B, S, H, Dv] in q's dtype and log-sum-exp [B, H, S] in float32; zeros and +inf for a query that sees
-        neither key nor sink.
     """
+    config = config or triton_config(q.shape[3], v.shape[3], dispatch.target().compute_capability)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    if options.scale <= 0.0:  # the kernel takes the maximum before it scales
+        q = q * jnp.asarray(-1.0 if options.scale else 0.0, q.dtype)
+        options = dataclasses.replace(options, scale=-options.scale or 1.0)
+    return _forward(q, k, v, mask.ranges, mask.query_offset, sinks, seed, options, config.forward, interpret)
+
+
+# Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
+@functools.partial(jax.jit, static_argnums=(7, 8, 9))
+def _forward(q, k, v, ranges, query_offset, sinks, seed, options: Options, tiles: Tiles, interpret: bool):
     compat.silence_triton_deprecation()
     batch, queries, heads, size = q.shape
     keys, kv_heads, value_size = v.shape[1:]
-    groups, tiles = heads // kv_heads, config.forward
-    if options.scale <= 0.0:  # the kernel takes the maximum before it scales
-        q = q * jnp.asarray(math.copysign(1.0, options.scale) if options.scale else 0.0, q.dtype)
-        options = dataclasses.replace(options, scale=-options.scale or 1.0)
+    groups = heads // kv_heads
     call = Call(options, queries, keys, heads, groups, size, value_size, tiles, interpret)
-
-    def whole(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, lambda i, h, b: (0,) * len(shape))
-
+    documents = None if ranges is None else Ranges(ranges.k_start, ranges.k_end)
     row = pl.BlockSpec((None, queries), lambda i, h, b: (b, 0))
-    ranges = mask.ranges
     return pl.pallas_call(
         functools.partial(_kernel, call=call),
         out_shape=(
@@ -79,10 +79,10 @@ def forward(
             pl.BlockSpec((None, queries, None, padded(size)), lambda i, h, b: (b, 0, h, 0)),
             pl.BlockSpec((None, keys, None, padded(size)), lambda i, h, b: (b, 0, h // groups, 0)),
             pl.BlockSpec((None, keys, None, padded(value_size)), lambda i, h, b: (b, 0, h // groups, 0)),
-            None if ranges is None else Ranges(row, row),
-            whole(*mask.query_offset.shape),
-            None if sinks is None else whole(heads),
-            None if seed is None else whole(2),
+            None if documents is None else Ranges(row, row),
+            pl.BlockSpec(query_offset.shape, lambda i, h, b: (0,)),
+            None if sinks is None else pl.BlockSpec((heads,), lambda i, h, b: (0,)),
+            None if seed is None else pl.BlockSpec((2,), lambda i, h, b: (0,)),
         ],
         out_specs=(
             pl.BlockSpec((None, queries, None, padded(value_size)), lambda i, h, b: (b, 0, h, 0)),
@@ -91,7 +91,7 @@ def forward(
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="attention_forward",
-    )(q, k, v, None if ranges is None else Ranges(ranges.k_start, ranges.k_end), mask.query_offset, sinks, seed)
+    )(q, k, v, documents, query_offset, sinks, seed)
 
 
 def _kernel(q_ref, k_ref, v_ref, ranges, offset_ref, sinks_ref, seed_ref, out_ref, lse_ref, *, call: Call):
@@ -99,7 +99,7 @@ def _kernel(q_ref, k_ref, v_ref, ranges, offset_ref, sinks_ref, seed_ref, out_re
     first = (pl.num_programs(0) - 1 - pl.program_id(0)) * tiles.queries
     last = jnp.minimum(first + tiles.queries, call.queries) - 1
     head = pl.program_id(1)
-    offset = query_offset(offset_ref)
+    offset, seeds = offset_of_row(offset_ref), call.seeds_of_row(seed_ref)
     queries = rows_of(first, tiles.queries)
     documents = ranges and ranges.of(first, tiles.queries, call.queries)
     visible = keys_of(queries, documents, offset, options)
@@ -125,8 +125,8 @@ def _kernel(q_ref, k_ref, v_ref, ranges, offset_ref, sinks_ref, seed_ref, out_re
         weights = call.exp2(logits, times=call.exponent, plus=-higher[:, None])
         correction = call.exp2(maximum - higher)
         total = total * correction + jnp.sum(weights, axis=1)
-        if options.dropout_rate:
-            weights = jnp.where(call.kept(seed_ref, head, queries[:, None], keys[None, :]), weights, 0.0)
+        if seeds is not None:
+            weights = jnp.where(call.kept(seeds, head, queries[:, None], keys[None, :]), weights, 0.0)
         v = load_rows(v_ref, start, tiles.keys, call.value_size, limit=limit)
         out = out * correction[:, None] + pltriton.dot(weights.astype(v.dtype), v)
         return out, higher, total

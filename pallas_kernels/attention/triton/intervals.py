@@ -28,7 +28,7 @@ class Interval(NamedTuple):
     high: Array | None
 
     def mask(self, columns: Array, limit: int | None) -> Array:
-        """bool [rows, columns]: which of the columns each row's interval holds, below the limit where there is one."""
+        """Bool [rows, columns]: which of the columns each row's interval holds, below the limit where there is one."""
         columns = columns[None, :]
         conditions = [] if limit is None else [columns < limit]
         if self.low is not None:
@@ -81,7 +81,14 @@ def queries_of(keys: Array, document: Interval | None, offset: Array, options: O
 
 
 def visit(
-    body: Callable[..., Carry], carry: Carry, first: Interval, last: Interval, *, tile: int, length: int, repeats: int = 1
+    body: Callable[..., Carry],
+    carry: Carry,
+    first: Interval,
+    last: Interval,
+    *,
+    tile: int,
+    length: int,
+    repeats: int = 1,
 ) -> Carry:
     """Run `body(tile, repeat, carry, masked=…)` for each tile of columns that a tile of rows has to do with.
 
