@@ -3,7 +3,7 @@
 The whole XLA, Mosaic, Triton and ptxas pipeline runs; only GEMMs are not autotuned. It needs the wheels
 jax-cuda13-plugin and jax-cuda13-pjrt of jax's own version (pip install --no-deps) and JAX_PLATFORMS=cpu.
 
-    aot = AOT()                                     # one H200; AOT(gpus=4), AOT("a100"), AOT("rtx4090")
+    aot = AOT()                                     # one H200; AOT(gpus=4), AOT("b200"), AOT("a100"), AOT("rtx4090")
     x = aot.spec((4096, 4096), jnp.bfloat16)
     compiled = aot.compile(lambda x: x @ x, x)      # an XLA executable: .memory_analysis(), .as_text()
 
@@ -40,6 +40,7 @@ class Card(NamedTuple):
 
 CARDS = {
     "h200": Card("NVIDIA H200", (9, 0), 132, 233472, 232448, 62914560, 150109880320),
+    "b200": Card("NVIDIA B200", (10, 0), 148, 233472, 232448, 132644864, 191502286848),
     "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 166912, 41943040, 85097971712),
     "rtx4090": Card("NVIDIA GeForce RTX 4090", (8, 9), 128, 102400, 101376, 75497472, 25393692672),
 }
