@@ -19,6 +19,9 @@ A100 = dispatch.Target("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
 WRAPPED, LISTED = "_dot_product_attention_fwd_p_wrapper", "_dot_product_attention_fwd_p"
 
 
+by_cudnn = functools.partial(attention, implementation="cudnn")
+
+
 def made(ids, max_documents=None):
     return once(lambda ids: segment_ranges(ids, max_documents=max_documents), ids)
 
@@ -47,7 +50,7 @@ def test_values_and_gradients(path, monkeypatch):
     documents = {"segment_ids": jnp.asarray(options.pop("segment_ids"))} if "segment_ids" in options else {}
     if "max_documents" in options:
         documents = {"segment_ranges": made(ids, options.pop("max_documents"))}
-    ours = value_and_gradients(lambda q, k, v: attention(q, k, v, **documents, **options), *arrays)
+    ours = value_and_gradients(functools.partial(by_cudnn, **documents, **options), *arrays)
     # one rounding of each result to bfloat16, and of the output that the backward pass starts from
     assert_close(ours, oracle(*arrays, **options, **({"segment_ids": ids} if documents else {})), 2**-7)
     assert [name for name, *_ in calls] == [primitive, primitive.replace("fwd", "bwd")]
@@ -62,7 +65,7 @@ def test_a_query_whose_document_has_no_key_gives_zero(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda: H200)
     arrays = inputs(dtype=jnp.bfloat16)
     ids = {"segment_ids": jnp.asarray(PACKED), "kv_segment_ids": jnp.asarray(np.where(PACKED == 2, 9, PACKED))}
-    ours = value_and_gradients(lambda q, k, v: attention(q, k, v, **ids), *arrays)
+    ours = value_and_gradients(functools.partial(by_cudnn, **ids), *arrays)
     assert_close(ours, oracle(*arrays, **ids), 2**-7)
     assert not np.any(np.asarray(ours[0])[PACKED == 2])
 
@@ -77,13 +80,6 @@ def test_log_sum_exp_is_that_of_the_documents(monkeypatch):
     for documents in ({"segment_ranges": made(ids, 3)}, {"segment_ids": ids}):
         _, lse = once(functools.partial(lse_of, implementation=("cudnn", "xla"), **documents), q, k, v)
         np.testing.assert_allclose(lse, plain, rtol=1e-5, atol=1e-5)  # float32 sums of 16
-
-
-def test_cudnn_takes_no_gradient_of_the_log_sum_exp(monkeypatch):
-    monkeypatch.setattr(dispatch, "target", lambda: H200)
-    q, k, v, _ = inputs(dtype=jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="takes no gradient of the log-sum-exp, which return_lse=True asks"):
-        attention(q, k, v, return_lse=True, implementation="cudnn")
 
 
 def test_each_pass_can_be_cudnns_alone(monkeypatch):
@@ -104,7 +100,7 @@ def test_documents_beyond_the_list_give_nan(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda: H200)
     q, k, v, _ = inputs(dtype=jnp.bfloat16)
     ranges = made(jnp.asarray(PACKED), 2)
-    out = np.asarray(once(functools.partial(attention, segment_ranges=ranges), q, k, v), np.float32)
+    out = np.asarray(once(functools.partial(by_cudnn, segment_ranges=ranges), q, k, v), np.float32)
     np.testing.assert_array_equal(np.isnan(out).all(axis=(2, 3)), PACKED == 3)
     np.testing.assert_array_equal(np.isnan(out).any(axis=(2, 3)), PACKED == 3)
 
@@ -114,7 +110,7 @@ def test_older_cards_get_a_bias_instead_of_the_list(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda: A100)
     q, k, v, _ = inputs(dtype=jnp.bfloat16)
     ranges = made(jnp.asarray(PACKED), 3)
-    jax.eval_shape(lambda q, k, v: attention(q, k, v, segment_ranges=ranges), q, k, v)
+    jax.eval_shape(functools.partial(by_cudnn, segment_ranges=ranges), q, k, v)
     assert [name for name, *_ in calls] == [WRAPPED]
 
 

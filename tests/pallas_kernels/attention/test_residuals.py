@@ -1,7 +1,9 @@
-"""What a checkpoint policy can keep of attention, and when cuDNN serves it, traced for cards that are not there."""
+"""What a checkpoint policy can keep of attention, and who serves it, traced for cards that are not there."""
 
 import contextlib
+import functools
 import re
+import unittest.mock
 from collections import Counter
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels import dispatch
 from pallas_kernels.attention import SAVEABLE_NAMES, attention, segment_ranges
 from tests.support.aot import AOT, needs_cuda_plugin
 
@@ -44,10 +47,11 @@ def primitives(jaxpr) -> Counter:
     return counts
 
 
-def gradient_primitives(policy, segments):
+def gradient_primitives(policy, segments, implementation):
     def layer(q, k, v):
-        segment_ids = jnp.ones(q.shape[:2], jnp.int32) if segments else None
-        return jnp.sum(attention(jnp.sin(q), jnp.sin(k), jnp.sin(v), segment_ids=segment_ids).astype(jnp.float32))
+        options = {"segment_ids": jnp.ones(q.shape[:2], jnp.int32) if segments else None}
+        out = attention(jnp.sin(q), jnp.sin(k), jnp.sin(v), implementation=implementation, **options)
+        return jnp.sum(out.astype(jnp.float32))
 
     gradient = jax.grad(jax.checkpoint(layer, policy=POLICIES[policy]), argnums=(0, 1, 2))
     return primitives(jax.make_jaxpr(gradient)(Q, K, K).jaxpr)
@@ -57,54 +61,75 @@ def gradient_primitives(policy, segments):
 @pytest.mark.parametrize("policy, forwards", [("saved", 1), ("output alone", 2), ("nothing", 2)])
 def test_cudnn_forward_runs_once_when_its_residuals_are_saved(policy, forwards, segments):
     with card("NVIDIA H200"):
-        counts = gradient_primitives(policy, segments)
+        counts = gradient_primitives(policy, segments, "cudnn")
     assert (counts[FORWARD], counts[BACKWARD]) == (forwards, 1)
 
 
 @pytest.mark.parametrize("policy, products", [("saved", 2 + 5), ("nothing", 2 + 2 + 5)])
 def test_xla_forward_runs_once_when_its_residuals_are_saved(policy, products):
-    counts = gradient_primitives(policy, segments=True)
+    counts = gradient_primitives(policy, True, "xla")
     assert counts["dot_general"] == products
 
 
-@pytest.mark.parametrize("kind", [None, "NVIDIA H200"])
-def test_memory_between_the_passes_is_linear_in_the_sequence(kind):
-    with card(kind):
-        residuals = jax.eval_shape(lambda q, k, v: jax.vjp(attention, q, k, v)[1], Q, K, K)
+@pytest.mark.parametrize("implementation", ["xla", "cudnn"])
+def test_memory_between_the_passes_is_linear_in_the_sequence(implementation):
+    attend = functools.partial(attention, implementation=implementation)
+    with card("NVIDIA H200"):
+        residuals = jax.eval_shape(lambda q, k, v: jax.vjp(attend, q, k, v)[1], Q, K, K)
     heads, length = 8, 64
     assert max(leaf.size for leaf in jax.tree.leaves(residuals)) == Q.size
     assert [leaf.size for leaf in jax.tree.leaves(residuals) if leaf.dtype == jnp.float32] == [2 * heads * length]
 
 
 def chosen(kind, **changes):
-    """Which implementation the target gets."""
+    """Which implementations the passes get on a target."""
     dtype = changes.pop("dtype", jnp.bfloat16)
-    shape = changes.pop("shape", (2, 64, 8, 64))
-    keys = changes.pop("keys", shape[1])
-    q = jax.ShapeDtypeStruct(shape, dtype)
-    value_size = changes.pop("value_size", shape[3])
-    k, v = (jax.ShapeDtypeStruct((shape[0], keys, 2, size), dtype) for size in (shape[3], value_size))
-    with card(kind):
-        counts = primitives(jax.make_jaxpr(lambda q, k, v: attention(q, k, v, **changes))(q, k, v).jaxpr)
-    return "cudnn" if counts[FORWARD] else "xla"
+    batch, length, heads, size = changes.pop("shape", (2, 64, 8, 64))
+    keys, value_size = changes.pop("keys", length), changes.pop("value_size", size)
+    shapes = ((batch, length, heads, size), (batch, keys, 2, size), (batch, keys, 2, value_size))
+    q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    found, select = [], dispatch.select
+
+    def recorded(*arguments):
+        found.append(select(*arguments))
+        return found[-1]
+
+    with card(kind), unittest.mock.patch.object(dispatch, "select", recorded):
+        jax.eval_shape(lambda q, k, v: attention(q, k, v, **changes), q, k, v)
+    return tuple(found)
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "NVIDIA B200"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_cudnn_serves_training_on_ampere_and_later(kind, dtype):
-    assert chosen(kind, dtype=dtype) == "cudnn"
-    assert chosen(kind, dtype=dtype, segment_ids=jnp.ones((2, 64), jnp.int32)) == "cudnn"
+IDS = jnp.ones((2, 64), jnp.int32)
 
 
-def test_head_size_256_is_for_hopper():
-    assert chosen("NVIDIA H200", shape=(2, 64, 8, 256)) == "cudnn"
-    assert chosen("NVIDIA A100-SXM4-80GB", shape=(2, 64, 8, 256)) == "xla"
+@pytest.mark.parametrize(
+    "kind, changes, expected",
+    [
+        ("NVIDIA H200", {}, "mosaic"),
+        ("NVIDIA H200", {"segment_ids": IDS, "logits_soft_cap": 30.0, "sinks": jnp.zeros((8,))}, "mosaic"),
+        ("NVIDIA H200", {"dtype": jnp.float32}, "xla"),
+        ("NVIDIA H200", {"shape": (2, 64, 8, 32)}, "cudnn"),
+        ("NVIDIA H200", {"implementation": ("xla", None)}, ("xla", "mosaic")),
+        ("NVIDIA A100-SXM4-80GB", {}, "cudnn"),
+        ("NVIDIA A100-SXM4-80GB", {"segment_ids": IDS, "dtype": jnp.float16}, "cudnn"),
+        ("NVIDIA A100-SXM4-80GB", {"sliding_window": 8}, "cudnn"),
+        ("NVIDIA A100-SXM4-80GB", {"logits_soft_cap": 30.0}, "triton"),
+        ("NVIDIA A100-SXM4-80GB", {"shape": (2, 64, 8, 256)}, "triton"),
+        ("NVIDIA A100-SXM4-80GB", {"return_lse": True}, ("cudnn", "triton")),
+        ("NVIDIA GeForce RTX 4090", {}, "cudnn"),
+        ("NVIDIA B200", {}, "cudnn"),
+        ("Tesla T4", {}, "xla"),
+        ("cpu", {}, "xla"),
+    ],
+)
+def test_who_serves_a_call(kind, changes, expected):
+    pair = (expected, expected) if isinstance(expected, str) else expected
+    assert chosen(None if kind == "cpu" else kind, **changes) == pair
 
 
 @pytest.mark.parametrize(
     "kind, changes, reason",
     [
-        (None, {}, "compute capability 8.0 or more, not cpu"),
         ("Tesla T4", {}, "compute capability 8.0 or more, not Tesla T4 .cuda, compute capability 7.5."),
         ("NVIDIA H200", {"dtype": jnp.float32}, "bfloat16 or float16, not float32"),
         ("NVIDIA H200", {"shape": (2, 64, 8, 20)}, "multiple of 8 and at most 256 .* not 20"),
@@ -118,12 +143,10 @@ def test_head_size_256_is_for_hopper():
         ("NVIDIA H200", {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "a generator of its own"),
         ("NVIDIA H200", {"value_size": 32}, "values of the keys' size 64, not 32"),
         ("NVIDIA H200", {"shape": (2, 63, 8, 64), "segment_ids": jnp.ones((2, 63), jnp.int32)}, "even lengths"),
+        ("NVIDIA H200", {"return_lse": True}, "no gradient of the log-sum-exp, which return_lse=True asks for"),
     ],
 )
-def test_what_cudnn_cannot_serve_goes_to_xla_and_forcing_it_says_why(kind, changes, reason):
-    if jax.default_backend() == "gpu" and kind is None:
-        pytest.skip("this machine's device is a GPU")
-    assert chosen(kind, **changes) == "xla"
+def test_what_cudnn_cannot_serve_it_refuses_with_a_reason(kind, changes, reason):
     with pytest.raises(NotImplementedError, match=reason):
         chosen(kind, implementation="cudnn", **changes)
 
@@ -138,10 +161,12 @@ def test_lowered_for_an_h200_the_step_calls_cudnn_once_each_way(documents):
     q, k = (aot.spec((4, *x.shape[1:]), x.dtype, rows) for x in (Q, K))
     ids = aot.spec((4, 64), jnp.int32, rows)
 
+    attend_by_cudnn = functools.partial(attention, implementation="cudnn")
+
     def attend(q, k, v, ids):
         if documents == "list":
-            return attention(q, k, v, segment_ranges=segment_ranges(ids, max_documents=5))
-        return attention(q, k, v, segment_ids=ids if documents == "ids" else None)
+            return attend_by_cudnn(q, k, v, segment_ranges=segment_ranges(ids, max_documents=5))
+        return attend_by_cudnn(q, k, v, segment_ids=ids if documents == "ids" else None)
 
     island = jax.shard_map(attend, mesh=aot.mesh, in_specs=rows, out_specs=rows)
     gradient = jax.grad(lambda *a: jnp.sum(island(*a).astype(jnp.float32)), argnums=(0, 1, 2))
