@@ -119,6 +119,9 @@ def attention(
         segment_ranges = ranges.segment_ranges(segment_ids, kv_segment_ids)
     mask = Mask(segment_ranges, segment_ids, kv_segment_ids, offset)
     seed = None if dropout_key is None or dropout_rate == 0.0 else jax.random.bits(dropout_key, (2,), jnp.uint32)
+    if sinks is not None:  # one for all devices in a checked shard_map: their gradients are summed over the devices
+        axes = jax.typeof(q).mat.varying - jax.typeof(sinks).mat.varying
+        sinks = jax.lax.pcast(sinks, tuple(axes), to="varying") if axes else sinks
     results: tuple[JaxArray, JaxArray] = _attend(q, k, v, mask, sinks, seed, options, forward, backward)
     out, lse = results
     return (out, jnp.where(lse == jnp.inf, -jnp.inf, lse)) if return_lse else out

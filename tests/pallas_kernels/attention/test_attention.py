@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention, config
-from tests.support.attention import PACKED, assert_close, inputs, oracle, value_and_gradients
+from pallas_kernels.attention import attention, config, reference
+from tests.support.attention import PACKED, assert_close, gradients, inputs, oracle, value_and_gradients
 
 
 @pytest.mark.parametrize(
@@ -97,17 +97,24 @@ def test_one_offset_serves_every_row():
 
 
 def test_sharded_rows_match(monkeypatch):
-    """Eight devices, one row each, inside shard_map with its checks on."""
+    """Eight devices, one row each and the same sinks, inside shard_map with its checks on."""
+    monkeypatch.setattr(config, "_LOGITS_BYTES", 6 * 4 * 4 * 16)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.PartitionSpec("data")
+    rows, everywhere = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     q, k, v, dout = inputs(batch=8)
     segments = jnp.asarray(np.tile(PACKED, (3, 1))[:8])
+    arguments = {"q": q, "k": k, "v": v, "sinks": jnp.asarray([0.5, -1.0, 2.0, -30.0], jnp.float32)}
+    cotangents = dout, jnp.ones((8, 4, 16), jnp.float32)
 
-    monkeypatch.setattr(config, "_LOGITS_BYTES", 6 * 4 * 4 * 16)
+    def attend(arguments, segments, attention=attention):
+        return attention(**arguments, segment_ids=segments, return_lse=True)
 
-    def attend(q, k, v, segments):
-        return attention(q, k, v, segment_ids=segments, scale=0.3)
-
-    island = jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)
-    ours = value_and_gradients(lambda q, k, v: island(q, k, v, segments), q, k, v, dout)
-    assert_close(ours, oracle(q, k, v, dout, segment_ids=segments, scale=0.3), 3e-6)
+    island = jax.shard_map(
+        attend, mesh=mesh, in_specs=(dict.fromkeys("qkv", rows) | {"sinks": everywhere}, rows), out_specs=rows
+    )
+    ours = gradients(lambda **arguments: island(arguments, segments), arguments, cotangents)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (arguments, cotangents))
+        expected = gradients(lambda **arguments: attend(arguments, segments, reference.attention), *wide)
+    assert ours.keys() == expected.keys() == {"out", "lse", "dq", "dk", "dv", "dsinks"}
+    assert_close(ours.values(), expected.values(), 5e-6)  # float32 over 16 keys, and for the sinks over 128 queries
