@@ -48,7 +48,7 @@ _LARGE = {
 _SMALL = {
     64: TritonConfig(forward=Tiles(128, 64, 8, 2), dkv=Tiles(64, 128, 8, 2), dq=Tiles(128, 64, 8, 2)),
     128: TritonConfig(forward=Tiles(128, 64, 8, 2), dkv=Tiles(64, 64, 8, 2), dq=Tiles(64, 64, 8, 2)),
-    256: TritonConfig(forward=Tiles(64, 32, 8, 2), dkv=Tiles(32, 32, 8, 2), dq=Tiles(64, 32, 8, 1)),
+    256: TritonConfig(forward=Tiles(64, 32, 8, 2), dkv=Tiles(32, 32, 4, 2), dq=Tiles(32, 32, 4, 2)),
 }
 
 
