@@ -89,11 +89,16 @@ def attention(
     """
     checks.arrays(q, k, v, sinks)
     checks.documents(q, k, segment_ids, kv_segment_ids, segment_ranges)
+    place, offset = _offset(q, k, query_offset)
     options = Options(
-        q.shape[3] ** -0.5 if scale is None else scale, causal, sliding_window, logits_soft_cap, dropout_rate
+        q.shape[3] ** -0.5 if scale is None else scale,
+        causal,
+        sliding_window,
+        logits_soft_cap,
+        dropout_rate,
+        place if isinstance(place, int) else None,
     )
     checks.options(options, dropout_key)
-    place, offset = _offset(q, k, query_offset)
     if segment_ids is not None and kv_segment_ids is None:
         kv_segment_ids = segment_ids
 

@@ -22,7 +22,7 @@ def preference(target: Target, direction: str) -> tuple[str, ...]:
         Names of `implementations.IMPLEMENTATIONS`.
     """
     del target, direction
-    return ("cudnn", "triton", "xla")
+    return ("mosaic", "cudnn", "triton", "xla")
 
 
 def query_block(batch: int, heads: int, length: int, keys: int) -> int:

@@ -18,13 +18,14 @@ Each is a module with three functions:
 
 from types import ModuleType
 
-from pallas_kernels.attention import cudnn, triton, xla
+from pallas_kernels.attention import cudnn, mosaic_sm90, triton, xla
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "mosaic": mosaic_sm90,
     "cudnn": cudnn,
     "triton": triton,
     "xla": xla,
 }
 
-NEEDS_RANGES: frozenset[str] = frozenset({"triton"})
+NEEDS_RANGES: frozenset[str] = frozenset({"mosaic", "triton"})
 """Those that take documents as ranges alone."""

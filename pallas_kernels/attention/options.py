@@ -15,6 +15,7 @@ class Options:
             sliding_window, as many behind it as before. None: no window.
         logits_soft_cap: logits become cap · tanh(logits / cap); None: no cap.
         dropout_rate: probability that a weight is dropped; 0: no dropout.
+        query_offset: the position of every row's first query among the keys where it is known; None: in the mask.
     """
 
     scale: float
@@ -22,3 +23,4 @@ class Options:
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
+    query_offset: int | None = None

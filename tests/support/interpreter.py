@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from tests.support import mgpu_interp_ext
+
 
 @contextlib.contextmanager
 def mosaic_interpreter(num_cores: int = 4) -> Iterator[Any]:
@@ -15,6 +17,8 @@ def mosaic_interpreter(num_cores: int = 4) -> Iterator[Any]:
     Args:
         num_cores: simulated multiprocessors; few are fast.
     """
+    mgpu_interp_ext.install()
+    mgpu_interp_ext.relax_barriers()
     try:
         from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
     except ImportError:  # jax 0.10

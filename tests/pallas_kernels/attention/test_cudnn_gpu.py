@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import SAVEABLE_NAMES, attention, reference
+from pallas_kernels.attention import SAVEABLE_NAMES, attention, reference, segment_ranges
 from pallas_kernels.attention.shapes import HEADS
 
 pytestmark = pytest.mark.gpu
@@ -43,11 +43,11 @@ def value_and_gradients(function, *arrays):
     return [np.asarray(a, np.float64) for a in both(*arrays)]
 
 
-def assert_as_good_as_16_bits_allow(arrays, dtype, **options):
+def assert_as_good_as_16_bits_allow(arrays, dtype, implementation="cudnn", **options):
     def using(implementation):
         return lambda q, k, v: attention(q, k, v, implementation=implementation, **options)
 
-    ours, plain = value_and_gradients(using("cudnn"), *arrays), value_and_gradients(using("xla"), *arrays)
+    ours, plain = (value_and_gradients(using(name), *arrays) for name in (implementation, "xla"))
     with jax.enable_x64(True):
         wide = [jnp.asarray(a, jnp.float64) for a in arrays]
         exact = value_and_gradients(lambda q, k, v: reference.attention(q, k, v, **options), *wide)
@@ -77,6 +77,64 @@ def test_packed_documents(shape, dtype, causal):
     results = assert_as_good_as_16_bits_allow(arrays, dtype, causal=causal, segment_ids=jnp.asarray(segments))
     for array in results:
         assert not np.any(array[segments == 0])
+
+
+@pytest.mark.parametrize("shape", HEADS, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("max_documents", [6, 16])
+def test_listed_documents(shape, dtype, causal, max_documents):
+    """The variable-length path: a row of six documents with padding, one of two, and lists with room for more."""
+    segments = packed_rows()
+    ranges = segment_ranges(jnp.asarray(segments), max_documents=max_documents)
+    results = assert_as_good_as_16_bits_allow(inputs(shape, dtype), dtype, causal=causal, segment_ranges=ranges)
+    for array in results:
+        assert not np.any(array[segments == 0])
+
+
+def test_listed_documents_in_rows_of_which_one_is_padding_and_one_is_full():
+    segments = jnp.zeros((BATCH, LENGTH), jnp.int32).at[1].set(1)
+    ranges = segment_ranges(segments, max_documents=1)
+    arrays = inputs(HEADS[0], jnp.bfloat16)
+    results = assert_as_good_as_16_bits_allow(arrays, jnp.bfloat16, segment_ranges=ranges)
+    for array in results:
+        assert not np.any(array[0])
+
+
+def test_listed_documents_need_no_bias():
+    ranges = segment_ranges(jnp.asarray(packed_rows()), max_documents=6)
+
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v, segment_ranges=ranges, implementation="cudnn").astype(jnp.float32))
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*inputs(HEADS[0], jnp.bfloat16)[:3]).compile().as_text()
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [1, 100, LENGTH])
+def test_sliding_window(packed, window):
+    documents = {"segment_ids": jnp.asarray(packed_rows())} if packed else {}
+    assert_as_good_as_16_bits_allow(inputs(HEADS[0], jnp.bfloat16), jnp.bfloat16, sliding_window=window, **documents)
+
+
+@pytest.mark.parametrize("pair", [("cudnn", "xla"), ("xla", "cudnn")])
+@pytest.mark.parametrize("max_documents", [None, 6])
+def test_each_pass_can_be_cudnns_alone(pair, max_documents):
+    ranges = segment_ranges(jnp.asarray(packed_rows()), max_documents=max_documents)
+    arrays = inputs(HEADS[0], jnp.bfloat16)
+    assert_as_good_as_16_bits_allow(arrays, jnp.bfloat16, implementation=pair, segment_ranges=ranges)
+
+
+def test_log_sum_exp():
+    q, k, v, _ = inputs(HEADS[0], jnp.bfloat16)
+    segments = jnp.asarray(packed_rows())
+    for documents in ({}, {"segment_ids": segments}, {"segment_ranges": segment_ranges(segments, max_documents=6)}):
+        (_, ours), (_, plain) = (
+            attention(q, k, v, return_lse=True, implementation=(name, "xla"), **documents) for name in ("cudnn", "xla")
+        )
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-4)  # float32 exponentials by the card's own function
 
 
 def test_packed_equals_unpacked():

@@ -10,7 +10,7 @@ import pytest
 from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels.attention import SAVEABLE_NAMES, attention
+from pallas_kernels.attention import SAVEABLE_NAMES, attention, segment_ranges
 from tests.support.aot import AOT, needs_cuda_plugin
 
 FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
@@ -82,9 +82,10 @@ def chosen(kind, **changes):
     shape = changes.pop("shape", (2, 64, 8, 64))
     keys = changes.pop("keys", shape[1])
     q = jax.ShapeDtypeStruct(shape, dtype)
-    k = jax.ShapeDtypeStruct((shape[0], keys, 2, shape[3]), dtype)
+    value_size = changes.pop("value_size", shape[3])
+    k, v = (jax.ShapeDtypeStruct((shape[0], keys, 2, size), dtype) for size in (shape[3], value_size))
     with card(kind):
-        counts = primitives(jax.make_jaxpr(lambda q, k, v: attention(q, k, v, **changes))(q, k, k).jaxpr)
+        counts = primitives(jax.make_jaxpr(lambda q, k, v: attention(q, k, v, **changes))(q, k, v).jaxpr)
     return "cudnn" if counts[FORWARD] else "xla"
 
 
@@ -111,6 +112,11 @@ def test_head_size_256_is_for_hopper():
         ("NVIDIA H200", {"shape": (2, 1, 8, 64), "keys": 64}, "as many queries as keys, .* not 1 over 64"),
         ("NVIDIA H200", {"query_offset": 3}, "at position 3"),
         ("NVIDIA H200", {"query_offset": jnp.zeros((2,), jnp.int32)}, "positions known only at run time"),
+        ("NVIDIA H200", {"sliding_window": 4, "causal": False}, "sliding window is for causal attention"),
+        ("NVIDIA H200", {"logits_soft_cap": 30.0}, "passes no soft cap to cuDNN"),
+        ("NVIDIA H200", {"sinks": jnp.zeros((8,))}, "passes no sinks to cuDNN"),
+        ("NVIDIA H200", {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "a generator of its own"),
+        ("NVIDIA H200", {"value_size": 32}, "values of the keys' size 64, not 32"),
         ("NVIDIA H200", {"shape": (2, 63, 8, 64), "segment_ids": jnp.ones((2, 63), jnp.int32)}, "even lengths"),
     ],
 )
@@ -124,20 +130,24 @@ def test_what_cudnn_cannot_serve_goes_to_xla_and_forcing_it_says_why(kind, chang
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.parametrize("segments", [False, True])
-def test_lowered_for_an_h200_the_step_calls_cudnn_once_each_way(segments):
-    """The kernels that XLA is asked for, in shard_map over four GPUs: with a bias only where there are segments."""
+@pytest.mark.parametrize("documents", ["none", "ids", "list"])
+def test_lowered_for_an_h200_the_step_calls_cudnn_once_each_way(documents):
+    """The kernels that XLA is asked for, in shard_map over four GPUs: with a bias only where no list is known."""
     aot = AOT(gpus=4)
     rows = jax.sharding.PartitionSpec("x")
     q, k = (aot.spec((4, *x.shape[1:]), x.dtype, rows) for x in (Q, K))
     ids = aot.spec((4, 64), jnp.int32, rows)
 
     def attend(q, k, v, ids):
-        return attention(q, k, v, segment_ids=ids if segments else None)
+        if documents == "list":
+            return attention(q, k, v, segment_ranges=segment_ranges(ids, max_documents=5))
+        return attention(q, k, v, segment_ids=ids if documents == "ids" else None)
 
     island = jax.shard_map(attend, mesh=aot.mesh, in_specs=rows, out_specs=rows)
     gradient = jax.grad(lambda *a: jnp.sum(island(*a).astype(jnp.float32)), argnums=(0, 1, 2))
     text = aot.lower(gradient, q, k, k, ids).as_text()
-    kernel = "__cudnn$fmhaScaleBiasSoftmax" if segments else "__cudnn$fmhaSoftmax"
+    kernel = "__cudnn$fmhaScaleBiasSoftmax" if documents == "ids" else "__cudnn$fmhaSoftmax"
     called = re.findall(r"custom_call @(__cudnn\$\w+)\(", text)
     assert sorted(called) == [kernel, kernel + "Backward"]
+    for setting in (r"max_seg_per_batch\22: 5,", "PADDING_CAUSAL"):  # the quotes of JSON, as the module prints them
+        assert text.count(setting) == (2 if documents == "list" else 0)

@@ -1,0 +1,115 @@
+"""Attention for Hopper (sm_90a) in Mosaic GPU: wgmma, TMA, warp specialisation.
+
+Three persistent kernels: `forward`, and for the gradients `backward_dq` and `backward_dkv`, each of which computes the
+weights again. Every tile skips the keys (queries) outside the ranges that its documents, causality and window leave.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.mosaic_sm90.backward_dkv import backward_dkv
+from pallas_kernels.attention.mosaic_sm90.backward_dq import backward_dq
+from pallas_kernels.attention.mosaic_sm90.common import LOG2E
+from pallas_kernels.attention.mosaic_sm90.config import (
+    DkvConfig,
+    DqConfig,
+    ForwardConfig,
+    dkv_config,
+    dq_config,
+    forward_config,
+)
+from pallas_kernels.attention.mosaic_sm90.forward import forward as _forward
+from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.ranges import TILE
+from pallas_kernels.dispatch import Target, target
+
+SIZES = (64, 80, 96, 112, 128, 192, 256)
+"""Head sizes, of keys and of values."""
+
+_CORES = 132
+
+
+def unsupported(
+    target: Target, q: Array, k: Array, v: Array, *, ranges: bool, segments: bool, offset: Any, sinks: bool, options
+) -> str | None:
+    """Why the kernels cannot serve a call on the target, or None when they can; arguments as `implementations` says."""
+    del offset, sinks
+    if target.platform != "cuda" or target.compute_capability != (9, 0):
+        return f"its instructions are those of NVIDIA GPUs of compute capability 9.0, not of {target}"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 or float16, not {q.dtype}"
+    if q.shape[3] not in SIZES or v.shape[3] not in SIZES:
+        return f"the head size must be one of {SIZES}, not {q.shape[3]} for keys and {v.shape[3]} for values"
+    if segments and not ranges:
+        return "it takes documents as ranges: pass segment_ranges(segment_ids)"
+    if options.scale <= 0:
+        return f"the scale must be positive, not {options.scale}"
+    return None
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    sinks: Array | None,
+    seed: Array | None,
+    options: Options,
+    *,
+    config: ForwardConfig | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array]:
+    """Output and log-sum-exp; arguments and results as `implementations` says.
+
+    Args:
+        q, k, v, mask, sinks, seed, options: of the call.
+        config: block sizes; by the head sizes by default.
+        interpret: parameters of Mosaic's interpreter; None compiles.
+    """
+    config = config or forward_config(q.shape[3], v.shape[3])
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    out, lse = _forward(q, k, v, mask, sinks, seed, options=options, config=config, ctas=_cores(), interpret=interpret)
+    return out, lse[:, :, : q.shape[1]]
+
+
+def backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    sinks: Array | None,
+    seed: Array | None,
+    lse: Array,
+    delta: Array,
+    dout: Array,
+    options: Options,
+    *,
+    dq: DqConfig | None = None,
+    dkv: DkvConfig | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array, Array]:
+    """dq, dk and dv; arguments as `implementations` says.
+
+    Args:
+        q, k, v, mask, sinks, seed, lse, delta, dout, options: of the call.
+        dq: block sizes of the kernel for dq; by the head sizes by default.
+        dkv: block sizes of the kernel for dk and dv, likewise.
+        interpret: parameters of Mosaic's interpreter; None compiles.
+    """
+    del sinks
+    sizes, missing = (q.shape[3], v.shape[3]), -q.shape[1] % TILE
+    padding = ((0, 0), (0, 0), (0, missing))
+    # Negative, and in the units of what they are subtracted from: the products start from them instead of from 0.
+    units = 1 / options.scale if options.logits_soft_cap is None else LOG2E
+    statistics = (jnp.pad(-units * lse, padding), jnp.pad(-delta, padding))
+    arrays = (q, k, v, dout.astype(q.dtype), *statistics, mask, seed)
+    common: Any = {"options": options, "ctas": _cores(), "interpret": interpret}
+    gradient = backward_dq(*arrays, config=dq or dq_config(*sizes), **common)
+    return gradient, *backward_dkv(*arrays, config=dkv or dkv_config(*sizes), **common)
+
+
+def _cores() -> int:
+    return target().num_cores or _CORES

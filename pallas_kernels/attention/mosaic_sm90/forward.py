@@ -1,0 +1,262 @@
+"""The forward pass.
+
+A persistent kernel: each thread block takes tiles of 128 queries of one head, heaviest first. One warpgroup loads
+(TMA), two compute 64 queries each. While one multiplies, the other takes its softmax: they wait for each other's turn.
+Within a warpgroup the product with the values of one block runs while the softmax of the next is taken
+(FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.mosaic_sm90 import common
+from pallas_kernels.attention.mosaic_sm90.common import LOG2E, LOWEST, WARPGROUP_ROWS, broadcast_rows
+from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ForwardConfig
+from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.ranges import TILE
+
+
+# Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
+@functools.partial(jax.jit, static_argnames=("options", "config", "ctas", "interpret"))
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    sinks: Array | None,
+    seed: Array | None,
+    *,
+    options: Options,
+    config: ForwardConfig,
+    ctas: int,
+    interpret: Any = None,
+) -> tuple[Array, Array]:
+    """Output [B, S, H, Dv] and log-sum-exp [B, H, S padded to tiles].
+
+    Args:
+        q, k, v: as in `api.attention`.
+        mask: its ranges and offset.
+        sinks: float32 [H].
+        seed: uint32 [2].
+        options: of the call.
+        config: block sizes.
+        ctas: thread blocks: the multiprocessors.
+        interpret: parameters of Mosaic's interpreter; None compiles.
+    """
+    batch, length, heads, size = q.shape
+    value_size, tiles = v.shape[3], pl.cdiv(length, TILE)
+    ctas = min(ctas, batch * tiles * heads)
+    key_tile, value_tile = (common.transforms(columns, config.block_kv) for columns in (size, value_size))
+    scratch = {
+        "q_smem": plgpu.SMEM((2, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
+        "k_smem": plgpu.SMEM((config.stages, config.block_kv, size), q.dtype, transforms=key_tile),
+        "v_smem": plgpu.SMEM((config.stages, config.block_kv, value_size), q.dtype, transforms=value_tile),
+        "q_full": plgpu.Barrier(num_barriers=2),
+        "q_free": plgpu.Barrier(num_barriers=1, num_arrivals=2),
+        "k_full": plgpu.Barrier(num_barriers=config.stages),
+        "v_full": plgpu.Barrier(num_barriers=config.stages),
+        "k_free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
+        "v_free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
+        "turn": plgpu.Barrier(num_barriers=2),
+    }
+    if config.own_output:
+        scratch["o_smem"] = plgpu.SMEM((2, WARPGROUP_ROWS, value_size), q.dtype, transforms=value_tile)
+    outputs = {
+        "out": jax.ShapeDtypeStruct((batch, length, heads, value_size), q.dtype),
+        "lse": jax.ShapeDtypeStruct((batch, heads, tiles * TILE), jnp.float32),
+    }
+    inputs = {"q": q, "k": k, "v": v, "sinks": sinks, "seed": seed, **common.query_inputs(mask, options)}
+    body = functools.partial(_kernel, tiles=tiles, ctas=ctas, options=options, config=config)
+    return common.launch(body, inputs, outputs, scratch, ctas, "attention_forward", interpret)
+
+
+def _kernel(refs, *, tiles: int, ctas: int, options: Options, config: ForwardConfig):
+    batch, length, heads, _ = refs.q.shape
+    keys, group = refs.k.shape[1], heads // refs.k.shape[2]
+    rows = common.Rows(refs.start, refs.end, refs.offset, length, keys, options)
+    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+    turns = common.rounds(cta, ctas, batch * tiles * heads)
+
+    def tile(turn):
+        return common.query_tile(
+            common.snake(turn, cta, ctas), rows, refs.order, batch, heads, tiles, config.block_kv
+        )
+
+    @pl.when(warpgroup == 2)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        _load(refs, tile, turns, group, config)
+
+    @pl.when(warpgroup < 2)
+    def _():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        if config.pingpong:
+            pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))
+        lax.fori_loop(
+            0,
+            turns,
+            lambda turn, count: _compute(refs, tile, turn, count, rows, warpgroup, options, config),
+            jnp.int32(0),
+        )
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _load(refs, tile, turns, group: int, config: ForwardConfig):
+    """What the loading warpgroup does: queries of each tile, then its blocks of keys and values from the last."""
+    block, stages = config.block_kv, config.stages
+
+    def load_tile(turn, count):
+        row, first, head, low, _, _, high = tile(turn)
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(refs.q_free.at[0]))
+        for part in range(2):
+            place = pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            plgpu.copy_gmem_to_smem(refs.q.at[row, place, head], refs.q_smem.at[part], refs.q_full.at[part])
+
+        def load_block(step, count):
+            slot = lax.rem(count, jnp.int32(stages))
+            place = (row, pl.ds((high - 1 - step) * block, block), lax.div(head, jnp.int32(group)))
+            for array, smem, full, free in (
+                (refs.k, refs.k_smem, refs.k_full, refs.k_free),
+                (refs.v, refs.v_smem, refs.v_full, refs.v_free),
+            ):
+                pl.when(count >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+                plgpu.copy_gmem_to_smem(array.at[place], smem.at[slot], full.at[slot])
+            return count + 1
+
+        return lax.fori_loop(0, high - low, load_block, count)
+
+    lax.fori_loop(0, turns, load_tile, jnp.int32(0))
+
+
+def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Options, config: ForwardConfig):
+    """What a computing warpgroup does with a tile; returns how many blocks it has taken in all."""
+    batch_index, first, head, low, inner, outer, high = tile(turn)
+    block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
+    value_size = refs.v.shape[3]
+    first = first + warpgroup * WARPGROUP_ROWS
+    start, end = rows.of_rows(batch_index, first)
+    q_smem = refs.q_smem.at[warpgroup]
+    plgpu.barrier_wait(refs.q_full.at[warpgroup])
+
+    def multiply_keys(s_ref, slot):
+        plgpu.barrier_wait(refs.k_full.at[slot])
+        if config.pingpong:
+            plgpu.barrier_wait(refs.turn.at[warpgroup])
+        plgpu.wgmma(s_ref, q_smem, refs.k_smem.at[slot].T)
+
+    def multiply_values(acc_ref, p, slot):
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        plgpu.wgmma(acc_ref, p, refs.v_smem.at[slot])
+
+    def pass_turn():
+        if config.pingpong:
+            plgpu.barrier_arrive(refs.turn.at[1 - warpgroup])
+
+    def release_keys(index, slot):
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        if config.own_output:  # as early as it can be: the other warpgroup may already wait for its next queries
+            pl.when(index == high - 1 - low)(lambda: plgpu.barrier_arrive(refs.q_free.at[0]))
+
+    def softmax(s, top, index, masked):
+        """A block's weights and their sums, what earlier ones are to be multiplied with, and the greatest logit."""
+        s, factor, _ = common.capped(s, options)
+        if masked:
+            s = common.mask(s, start, end, (high - 1 - index) * block)
+        new_top = jnp.maximum(top, jnp.max(s, axis=1) * factor)
+        p = jnp.exp2(s * factor - broadcast_rows(new_top, s.shape))
+        total = jnp.sum(p, axis=1)
+        if options.dropout_rate:
+            key = (high - 1 - index) * block
+            number = batch_index * refs.q.shape[2] + head
+            p = jnp.where(common.kept(s.shape, refs.seed, number, first, key, options, False), p, 0.0)
+        return p, total, jnp.exp2(top - new_top), new_top
+
+    s_shape, acc_shape = (WARPGROUP_ROWS, block), (WARPGROUP_ROWS, value_size)
+    s_type, acc_type = (plgpu.ACC(shape, jnp.float32) for shape in (s_shape, acc_shape))
+
+    def first_block():
+        slot = lax.rem(count, stages)
+
+        def logits(s_ref):
+            plgpu.barrier_wait(refs.k_full.at[slot])
+            plgpu.wgmma(s_ref, q_smem, refs.k_smem.at[slot].T)
+            return s_ref[...]
+
+        s = pl.run_scoped(logits, s_type)
+        release_keys(0, slot)
+        p, total, _, top = softmax(s, common.full_rows(LOWEST), 0, True)
+        return common.zeros(acc_shape), top, total, p.astype(dtype), count + 1
+
+    def later_block(masked, index, carry):
+        """The product with the keys of this block and with the values of the one before."""
+        acc, top, total, p, count = carry
+        slot, before = lax.rem(count, stages), lax.rem(count + (stages - 1), stages)
+
+        def products(s_ref, acc_ref):
+            acc_ref[...] = acc
+            if config.overlap:
+                multiply_keys(s_ref, slot)
+                multiply_values(acc_ref, p, before)
+                pass_turn()
+                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+            else:
+                multiply_values(acc_ref, p, before)
+                multiply_keys(s_ref, slot)
+                pass_turn()
+                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+            release_keys(index, slot)
+            new_p, summed, alpha, new_top = softmax(s, top, index, masked)
+            new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+            plgpu.barrier_arrive(refs.v_free.at[before])
+            new_acc = new_acc * broadcast_rows(alpha, acc.shape)
+            return new_acc, new_top, total * alpha + summed, new_p.astype(dtype)
+
+        return *pl.run_scoped(products, s_type, acc_type), count + 1
+
+    carry = first_block()
+    plain, masked = (functools.partial(later_block, masked) for masked in (False, True))
+    carry = lax.fori_loop(1, high - outer, masked, carry)
+    carry = lax.fori_loop(jnp.maximum(high - outer, 1), high - inner, plain, carry)
+    if rows.bounded_below:
+        carry = lax.fori_loop(jnp.maximum(high - inner, 1), high - low, masked, carry)
+    acc, top, total, p, count = carry
+    last = lax.rem(count + (stages - 1), stages)
+    acc = pl.run_state(lambda acc_ref: multiply_values(acc_ref, p, last))(plgpu.ACC.init(acc))
+    plgpu.barrier_arrive(refs.v_free.at[last])
+
+    batch_index, first, head, low, _, _, high = tile(lax.optimization_barrier(turn))  # rather than keep them
+    place = pl.ds(first + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    factor, lse = _finish(top, total, None if refs.sinks is None else refs.sinks[head], options)
+    plgpu.wait_smem_to_gmem(0)
+    o_smem = (refs.o_smem if config.own_output else refs.q_smem).at[warpgroup]
+    o_smem[...] = (acc * broadcast_rows(factor, acc.shape)).astype(dtype)
+    refs.lse[batch_index, head, place] = lse
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(o_smem, refs.out.at[batch_index, place, head])
+    if not config.own_output:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(refs.q_free.at[0])
+    return count
+
+
+def _finish(top, total, sink, options: Options):
+    """What the weighted values are to be multiplied with, and the log-sum-exp; 0 and inf for a row that saw nothing."""
+    if sink is None:
+        empty = total == 0.0
+        factor = jnp.where(empty, 0.0, 1.0 / total)
+        lse = jnp.where(empty, jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
+    else:
+        sink = sink * LOG2E
+        new_top = jnp.maximum(top, sink)
+        alpha = jnp.exp2(top - new_top)
+        total = total * alpha + jnp.exp2(sink - new_top)
+        factor = alpha / total
+        lse = (new_top + jnp.log2(total)) * (1 / LOG2E)
+    return factor / (1.0 - options.dropout_rate) if options.dropout_rate else factor, lse

@@ -1,0 +1,143 @@
+"""The Hopper kernels, interpreted, against the float64 oracle: every feature, head size and odd length."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import attention, mosaic_sm90, reference, segment_ranges
+from pallas_kernels.attention.implementations import IMPLEMENTATIONS
+from pallas_kernels.attention.mosaic_sm90.config import DkvConfig, DqConfig, ForwardConfig
+from tests.support.attention import QUICK
+from tests.support.interpreter import mosaic_interpreter
+
+#: Blocks of 64, so that short rows have several.
+SMALL = {
+    "forward": ForwardConfig(block_kv=64),
+    "backward": {"dq": DqConfig(block_kv=64), "dkv": DkvConfig(block_q=64, stages=2)},
+}
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """`attention(implementation="mosaic")` in the interpreter, with block sizes that may be given."""
+
+    def run(arguments, cotangents, options, configs=SMALL):
+        with mosaic_interpreter(2) as params:
+            module = types.SimpleNamespace(
+                unsupported=mosaic_sm90.unsupported,
+                forward=functools.partial(mosaic_sm90.forward, config=configs["forward"], interpret=params),
+                backward=functools.partial(mosaic_sm90.backward, **configs["backward"], interpret=params),
+            )
+            monkeypatch.setitem(IMPLEMENTATIONS, "mosaic", module)
+
+            def both(arguments, cotangents):
+                function = lambda **a: attention(**a, **options, return_lse=True, implementation="mosaic")
+                results, vjp = jax.vjp(lambda a: function(**a), arguments)
+                return results, vjp(cotangents)[0]
+
+            (out, lse), found = jax.jit(both, compiler_options=QUICK)(arguments, cotangents)
+            return {"out": out, "lse": lse} | {f"d{name}": leaf for name, leaf in found.items()}
+
+    return run
+
+
+def documents(*lengths, length):
+    """Segment ids of a row: documents of these lengths, the rest padding."""
+    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return np.pad(ids, (0, length - ids.size)).astype(np.int32)
+
+
+def problem(seed=0, batch=1, length=200, keys=None, heads=2, kv_heads=1, size=64, value_size=None, sinks=None):
+    rng = np.random.default_rng(seed)
+    keys, value_size = keys or length, value_size or size
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    arguments = {"q": normal(batch, length, heads, size), "k": normal(batch, keys, kv_heads, size)}
+    arguments["v"] = normal(batch, keys, kv_heads, value_size)
+    if sinks is not None:
+        arguments["sinks"] = jnp.asarray(sinks, jnp.float32)
+    dlse = jnp.asarray(rng.standard_normal((batch, heads, length)), jnp.float32)
+    return arguments, (normal(batch, length, heads, value_size), dlse)
+
+
+def expected(arguments, cotangents, options):
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (arguments, cotangents))
+        function = lambda a: reference.attention(**a, **options, return_lse=True)
+        (out, lse), vjp = jax.vjp(function, wide[0])
+        found = vjp(wide[1])[0]
+    return {"out": out, "lse": lse} | {f"d{name}": leaf for name, leaf in found.items()}
+
+
+def assert_close(ours, theirs, tolerance=1.2e-2):
+    """Relative Frobenius error; bfloat16 has 2⁻⁹ = 2e-3 in each rounding."""
+    assert ours.keys() == theirs.keys()
+    for name, wanted in theirs.items():
+        wanted, actual = np.asarray(wanted, np.float64), np.asarray(ours[name], np.float64)
+        finite = np.isfinite(wanted)
+        np.testing.assert_array_equal(actual[~finite], wanted[~finite], err_msg=name)
+        error = np.linalg.norm(actual[finite] - wanted[finite]) / max(np.linalg.norm(wanted[finite]), 1e-9)
+        assert error < tolerance, f"{name}: {error}"
+
+
+PACKED = np.stack([documents(70, 1, 90, length=200), documents(length=200)])
+CASES = {
+    "causal": {},
+    "not causal": {"causal": False},
+    "packed": {"batch": 2, "segment_ids": PACKED},
+    "packed, not causal": {"segment_ids": PACKED[:1], "causal": False},
+    "window": {"sliding_window": 50},
+    "window, packed": {"segment_ids": PACKED[:1], "sliding_window": 40},
+    "window on both sides": {"sliding_window": 30, "causal": False},
+    "cap, sinks": {"logits_soft_cap": 1.5, "sinks": [0.3, -2.0]},
+    "sinks, packed": {"segment_ids": PACKED[:1], "sinks": [0.3, -2.0]},
+    "more keys": {"length": 70, "keys": 210},
+    "fewer keys": {"length": 210, "keys": 70},
+    "an offset a row": {"batch": 2, "length": 70, "keys": 150, "query_offset": np.array([0, 60], np.int32)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_feature_matches_float64(name, interpreted):
+    shapes = ("batch", "length", "keys", "sinks")
+    case = CASES[name]
+    arguments, cotangents = problem(list(CASES).index(name), **{n: case[n] for n in shapes if n in case})
+    options = {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in case.items() if n not in shapes}
+    wanted = expected(arguments, cotangents, options)
+    if "segment_ids" in options:
+        options["segment_ranges"] = segment_ranges(options.pop("segment_ids"))
+    assert_close(interpreted(arguments, cotangents, options), wanted)
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(80, 80), (96, 64), (128, 128), (192, 128), (256, 256)])
+def test_head_sizes(size, value_size, interpreted):
+    arguments, cotangents = problem(size, length=150, size=size, value_size=value_size)
+    small = {
+        "forward": ForwardConfig(block_kv=64, own_output=size <= 192),
+        "backward": {
+            "dq": DqConfig(block_kv=32 if size == 256 else 64),
+            "dkv": DkvConfig(block_q=32 if size == 256 else 64, stages=2, split=size + value_size > 256),
+        },
+    }
+    assert_close(interpreted(arguments, cotangents, {}, small), expected(arguments, cotangents, {}))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pingpong", [False, True])
+@pytest.mark.parametrize("lag", [False, True])
+def test_variants(overlap, pingpong, lag, interpreted):
+    arguments, cotangents = problem(1, length=300, heads=4, kv_heads=2)
+    configs = {
+        "forward": ForwardConfig(block_kv=64, overlap=overlap, pingpong=pingpong),
+        "backward": {"dq": DqConfig(block_kv=64, lag=lag), "dkv": DkvConfig(block_q=64, stages=2)},
+    }
+    assert_close(interpreted(arguments, cotangents, {}, configs), expected(arguments, cotangents, {}))
+
+
+def test_dropout(interpreted):
+    arguments, cotangents = problem(2)
+    options = {"dropout_rate": 0.3, "dropout_key": jax.random.key(5)}
+    assert_close(interpreted(arguments, cotangents, options), expected(arguments, cotangents, options))
