@@ -42,7 +42,10 @@ def of_mosaic(aot: AOT, function, *specs, folder: pathlib.Path, monkeypatch: pyt
 
 
 def of_triton(aot: AOT, function, *specs, folder: pathlib.Path) -> Resources | None:
-    """Compile a function that holds one Triton kernel; an error where it spills; None without a ptxas."""
+    """Compile a function that holds Triton kernels: the most that one of its kernels takes.
+
+    An error where one spills; None without a ptxas.
+    """
     options = {
         "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
         "xla_dump_to": str(folder),
@@ -51,7 +54,11 @@ def of_triton(aot: AOT, function, *specs, folder: pathlib.Path) -> Resources | N
     aot.compile(function, *specs, options=options)
     if _PTXAS is None:
         return None
-    [ptx] = [file for file in folder.glob("*.ptx") if ".entry" in file.read_text()]
+    kernels = [file for file in folder.glob("*.ptx") if ".entry" in file.read_text()]
+    return Resources(*(max(column) for column in zip(*map(_assemble, kernels), strict=True)))
+
+
+def _assemble(ptx: pathlib.Path) -> Resources:
     arch = re.search(r"^\.target (\w+)", ptx.read_text(), re.MULTILINE)[1]
-    command = [_PTXAS, "-v", f"-arch={arch}", str(ptx), "-o", str(folder / "kernel.cubin")]
+    command = [_PTXAS, "-v", f"-arch={arch}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
     return _parse(subprocess.run(command, capture_output=True, text=True, check=True).stderr)

@@ -58,7 +58,8 @@ def backward(
         config: block sizes; by default those for the target.
         interpret: run on any device, in jax.numpy.
     """
-    config = config or triton_config(q.shape[3], v.shape[3], dispatch.target().compute_capability)
+    compat.silence_triton_deprecation()
+    config = config or triton_config(q.shape[3], v.shape[3], options, dispatch.target().compute_capability)
     arrays = (q, k, v, dout, lse * -LOG2_E, delta, mask.ranges, mask.query_offset, seed)
     dk, dv = dkv(*arrays, options, config.dkv, interpret)
     return dq(*arrays, options, config.dq, interpret), dk, dv
@@ -70,7 +71,6 @@ def dkv(
     q, k, v, dout, shift, delta, ranges, query_offset, seed, options: Options, tiles: Tiles, interpret: bool
 ) -> tuple[Array, Array]:
     """The gradients of keys and values; shift is −lse in units of log 2."""
-    compat.silence_triton_deprecation()
     batch, queries, heads, size = q.shape
     keys, kv_heads, value_size = v.shape[1:]
     groups = heads // kv_heads
@@ -157,7 +157,6 @@ def dq(
     q, k, v, dout, shift, delta, ranges, query_offset, seed, options: Options, tiles: Tiles, interpret: bool
 ) -> Array:
     """The gradient of queries; shift is −lse in units of log 2."""
-    compat.silence_triton_deprecation()
     batch, queries, heads, size = q.shape
     keys, kv_heads, value_size = v.shape[1:]
     groups = heads // kv_heads

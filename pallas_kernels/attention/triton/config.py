@@ -2,6 +2,9 @@
 
 import dataclasses
 
+from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.triton.loads import padded
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
@@ -35,17 +38,35 @@ class TritonConfig:
     dq: Tiles
 
 
-def triton_config(size: int, value_size: int, capability: tuple[int, int] | None) -> TritonConfig:
-    """The block sizes for a call.
+# By head size, padded to a power of two. From Hopper on a block has 227 KiB of shared memory and matrix instructions
+# for 64 rows of four warps; elsewhere 99 KiB have to do (Ada, consumer Ampere), and two warps more hide latency.
+_LARGE = {
+    64: TritonConfig(forward=Tiles(128, 128, 8, 2), dkv=Tiles(64, 128, 8, 2), dq=Tiles(128, 128, 8, 2)),
+    128: TritonConfig(forward=Tiles(128, 128, 8, 2), dkv=Tiles(64, 128, 8, 2), dq=Tiles(128, 64, 8, 3)),
+    256: TritonConfig(forward=Tiles(128, 64, 8, 2), dkv=Tiles(32, 64, 8, 2), dq=Tiles(128, 32, 8, 2)),
+}
+_SMALL = {
+    64: TritonConfig(forward=Tiles(128, 64, 8, 2), dkv=Tiles(64, 128, 8, 2), dq=Tiles(128, 64, 8, 2)),
+    128: TritonConfig(forward=Tiles(128, 64, 8, 2), dkv=Tiles(64, 64, 8, 2), dq=Tiles(64, 64, 8, 2)),
+    256: TritonConfig(forward=Tiles(64, 32, 8, 2), dkv=Tiles(32, 32, 4, 2), dq=Tiles(32, 32, 4, 2)),
+}
+
+
+def triton_config(size: int, value_size: int, options: Options, capability: tuple[int, int] | None) -> TritonConfig:
+    """The block sizes for a call: the largest whose programs keep everything in registers.
 
     Args:
         size: D of queries and keys.
         value_size: D of values.
-        capability: compute capability; None as for the smallest one.
+        options: the call's. A cap or dropout takes registers for each logit: tiles of half as many columns.
+        capability: compute capability; None is taken for one with little shared memory.
     """
-    del size, value_size, capability
+    large = capability is not None and (9, 0) <= capability < (12, 0)
+    config = (_LARGE if large else _SMALL)[max(64, padded(size), padded(value_size))]
+    if options.logits_soft_cap is None and options.dropout_rate == 0.0:
+        return config
     return TritonConfig(
-        forward=Tiles(128, 64, num_warps=8, num_stages=2),
-        dkv=Tiles(64, 128, num_warps=8, num_stages=2),
-        dq=Tiles(128, 64, num_warps=8, num_stages=2),
+        forward=dataclasses.replace(config.forward, keys=config.forward.keys // 2),
+        dkv=dataclasses.replace(config.dkv, queries=config.dkv.queries // 2),
+        dq=dataclasses.replace(config.dq, keys=config.dq.keys // 2),
     )

@@ -50,7 +50,8 @@ def forward(
         config: block sizes; by default those for the target.
         interpret: run on any device, in jax.numpy.
     """
-    config = config or triton_config(q.shape[3], v.shape[3], dispatch.target().compute_capability)
+    compat.silence_triton_deprecation()
+    config = config or triton_config(q.shape[3], v.shape[3], options, dispatch.target().compute_capability)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     if options.scale <= 0.0:  # the kernel takes the maximum before it scales
         q = q * jnp.asarray(-1.0 if options.scale else 0.0, q.dtype)
@@ -61,7 +62,6 @@ def forward(
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
 @functools.partial(jax.jit, static_argnums=(7, 8, 9))
 def _forward(q, k, v, ranges, query_offset, sinks, seed, options: Options, tiles: Tiles, interpret: bool):
-    compat.silence_triton_deprecation()
     batch, queries, heads, size = q.shape
     keys, kv_heads, value_size = v.shape[1:]
     groups = heads // kv_heads

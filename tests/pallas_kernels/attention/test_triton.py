@@ -1,6 +1,7 @@
 """The Triton kernels in the interpreter, through the public function: every feature against a float64 oracle."""
 
 import functools
+import re
 import types
 
 import jax
@@ -12,17 +13,15 @@ from pallas_kernels.attention import attention, config, reference, segment_range
 from pallas_kernels.attention.implementations import IMPLEMENTATIONS
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
-from pallas_kernels.attention.ranges import SegmentRanges
 from pallas_kernels.attention.triton.config import Tiles, TritonConfig
+from pallas_kernels.dispatch import Target
+from tests.support.attention import QUICK, gradients, inputs
 
+A100 = Target("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
 SMALL = TritonConfig(forward=Tiles(16, 32, 4, 2), dkv=Tiles(32, 16, 4, 2), dq=Tiles(16, 32, 4, 2))
-BATCH, HEADS, KV_HEADS = 2, 4, 2
-QUICK = {"xla_backend_optimization_level": 0}  # for functions that run once
 
 # Rows of 70: documents that begin and end within tiles and on their edges, one of a token, padding between and behind.
-PACKED = np.array(
-    [[1] * 20 + [2] + [3] * 27 + [0] * 6 + [4] * 10 + [0] * 6, [0] * 3 + [1] * 29 + [2] * 38], np.int32
-)
+PACKED = np.array([[1] * 20 + [2] + [3] * 27 + [0] * 6 + [4] * 10 + [0] * 6, [0] * 3 + [1] * 29 + [2] * 38], np.int32)
 KEYS = np.array([[1] * 10 + [0] * 6 + [3] * 30 + [4] * 34, [1] * 40 + [2] * 16 + [0] * 24], np.int32)
 SINKS = np.array([0.5, -1.0, 2.0, -30.0], np.float32)
 CASES = {
@@ -61,7 +60,7 @@ EVERYTHING = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def interpreted(monkeypatch):
     """The implementation "triton" on CPU, with small tiles."""
     run = {"config": SMALL, "interpret": True}
@@ -74,47 +73,27 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(config, "preference", lambda target, direction: ("triton",))
 
 
-def problem(case, dtype=jnp.float16):
+def problem(case, dtype):
     """The arguments that are differentiated, the cotangents of output and log-sum-exp, and the options."""
-    case = dict(case)
-    length = case.pop("length")
-    keys, size = case.pop("keys", length), case.pop("size", 16)
-    value_size = case.pop("value_size", size)
-    rng = np.random.default_rng(length + keys)
-
-    def normal(*shape, dtype=dtype):
-        return jnp.asarray(rng.standard_normal(shape), dtype)
-
-    arguments = {
-        "q": normal(BATCH, length, HEADS, size),
-        "k": normal(BATCH, keys, KV_HEADS, size),
-        "v": normal(BATCH, keys, KV_HEADS, value_size),
-    }
-    cotangents = normal(BATCH, length, HEADS, value_size), normal(BATCH, HEADS, length, dtype=jnp.float32)
+    case = {"size": 16} | case
+    shape = {name: case.pop(name) for name in ("length", "keys", "size", "value_size") if name in case}
+    q, k, v, dout = inputs(batch=2, dtype=dtype, seed=shape["length"], **shape)
+    dlse = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, shape["length"])), jnp.float32)
+    arguments = {"q": q, "k": k, "v": v}
     if "sinks" in case:
         arguments["sinks"] = jnp.asarray(case.pop("sinks"))
     if "dropout_rate" in case:
         case["dropout_key"] = jax.random.key(3)
-    return arguments, cotangents, {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in case.items()}
-
-
-def results(function, arguments, cotangents):
-    """Output, log-sum-exp and the arguments' gradients by name, in float64."""
-
-    def both(arguments, cotangents):
-        values, vjp = jax.vjp(lambda arguments: function(**arguments, return_lse=True), arguments)
-        return dict(zip(("out", "lse"), values, strict=True)), *vjp(cotangents)
-
-    values, gradients = jax.jit(both, compiler_options=QUICK)(arguments, cotangents)
-    return {n: np.asarray(x, np.float64) for n, x in (values | {f"d{n}": x for n, x in gradients.items()}).items()}
+    options = {name: jnp.asarray(value) if isinstance(value, np.ndarray) else value for name, value in case.items()}
+    return arguments, (dout, dlse), options
 
 
 def check(case, dtype, tolerance):
     arguments, cotangents, options = problem(case, dtype)
-    ours = results(functools.partial(attention, **options), arguments, cotangents)
+    ours = gradients(functools.partial(attention, return_lse=True, **options), arguments, cotangents)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (arguments, cotangents))
-        expected = results(functools.partial(reference.attention, **options), *wide)
+        expected = gradients(functools.partial(reference.attention, return_lse=True, **options), *wide)
     assert ours.keys() == expected.keys()
     for name, actual in ours.items():
         finite = np.isfinite(expected[name])
@@ -125,10 +104,70 @@ def check(case, dtype, tolerance):
 
 # Weights, logits' gradients and results are rounded to 16 bits: one unit of the largest result.
 @pytest.mark.parametrize("name", CASES)
-def test_matches_float64(name):
+def test_matches_float64(name, interpreted):
     check(CASES[name], jnp.float16, 2**-10)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.bfloat16, 2**-7), (jnp.float16, 2**-10)])
-def test_all_features_at_once(dtype, tolerance):
+def test_all_features_at_once(dtype, tolerance, interpreted):
     check(EVERYTHING, dtype, tolerance)
+
+
+# What rows 64 to 95 of 128 have nothing to do with, as keys and as queries, in whole tiles.
+@pytest.mark.parametrize(
+    "options, documents, keys, queries",
+    [
+        ({}, None, np.r_[96:128], np.r_[0:64]),
+        ({"causal": False}, [64, 32, 32], np.r_[0:64, 96:128], np.r_[0:64, 96:128]),
+        ({"sliding_window": 17}, None, np.r_[0:32, 96:128], np.r_[0:64]),
+        ({"sliding_window": 1, "causal": False}, None, np.r_[0:64, 96:128], np.r_[0:64, 96:128]),
+    ],
+    ids=["causal", "documents", "window", "window on both sides"],
+)
+def test_hidden_tiles_are_not_read(options, documents, keys, queries):
+    """Not a number times a weight of 0 is not a number: tiles that were read and masked would show."""
+    q, k, v, dout = inputs(batch=1, length=128, size=16, dtype=jnp.float16)
+    ranges = None
+    if documents is not None:
+        ids = np.repeat(np.arange(1, len(documents) + 1, dtype=np.int32), documents)
+        ranges = segment_ranges(jnp.asarray(ids)[None])
+    call = Mask(ranges, None, None, jnp.zeros((1,), jnp.int32)), None, None
+    options, run = Options(0.25, **options), {"config": SMALL, "interpret": True}
+    shown = np.s_[:, 64:96]
+
+    def passes(q, k, v, dout):
+        out, lse = triton.forward(q, k, v, *call, options, **run)
+        delta = jnp.einsum("bshd,bshd->bhs", dout, out).astype(jnp.float32)
+        return out, *triton.backward(q, k, v, *call, lse, delta, dout, options, **run)
+
+    def poisoned(rows, *arrays):
+        return [array.at[:, rows].set(jnp.nan) for array in arrays]
+
+    passes = jax.jit(passes, compiler_options=QUICK)
+    out, dq, dk, dv = passes(q, k, v, dout)
+    others = passes(q, *poisoned(keys, k, v), dout)
+    np.testing.assert_array_equal(others[0][shown], out[shown])
+    np.testing.assert_array_equal(others[1][shown], dq[shown])
+    [q, dout] = poisoned(queries, q, dout)
+    others = passes(q, k, v, dout)
+    np.testing.assert_array_equal(others[2][shown], dk[shown])
+    np.testing.assert_array_equal(others[3][shown], dv[shown])
+
+
+@pytest.mark.parametrize(
+    "target, change, reason",
+    [
+        (Target("cpu", "cpu", None, None), {}, r"compute capability 8.0 or more, not cpu \(cpu\)"),
+        (Target("cuda", "Tesla T4", (7, 5), 40), {}, "8.0 or more, not Tesla T4"),
+        (A100, {"dtype": jnp.float32}, "bfloat16 or float16, not float32"),
+        (A100, {"size": 264}, "queries and keys must be a multiple of 8 and at most 256, not 264"),
+        (A100, {"value_size": 12}, "values must be a multiple of 8 and at most 256, not 12"),
+        (A100, {}, None),
+    ],
+)
+def test_what_is_not_served_has_a_reason(target, change, reason):
+    q, k, v, _ = inputs(**({"dtype": jnp.bfloat16} | change))
+    found = triton.unsupported(
+        target, q, k, v, ranges=False, segments=False, offset=0, sinks=False, options=Options(1.0)
+    )
+    assert found is None if reason is None else re.search(reason, found)
