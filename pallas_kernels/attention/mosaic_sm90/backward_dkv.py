@@ -59,10 +59,8 @@ def backward_dkv(
         "q_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         "do_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         "free": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+        "done": plgpu.Barrier(num_arrivals=2),
     }
-    if config.split:  # the other warpgroup may still read k and v when the first is done
-        scratch["dk_smem"] = plgpu.SMEM((WARPGROUP_ROWS, size), q.dtype, transforms=key_tile)
-        scratch["dv_smem"] = plgpu.SMEM((WARPGROUP_ROWS, value_size), q.dtype, transforms=value_tile)
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
     inputs |= common.key_inputs(mask, options)
     outputs = {"dk": jax.ShapeDtypeStruct(k.shape, k.dtype), "dv": jax.ShapeDtypeStruct(v.shape, v.dtype)}
@@ -212,17 +210,16 @@ def _compute(refs, tile, turn, count, rows: common.Rows, part, group: int, wante
     sizes = {"k": refs.k.shape[3], "v": refs.v.shape[3]}
     found = pl.run_scoped(gradients, *(plgpu.ACC((WARPGROUP_ROWS, sizes[name]), jnp.float32) for name in wanted))
     batch_index, first, key_head, low, _, _, high = tile(lax.optimization_barrier(turn))  # rather than keep them
-    staging = {"k": refs.dk_smem, "v": refs.dv_smem} if config.split else {"k": k_smem, "v": v_smem}
-    if config.split:
-        plgpu.barrier_arrive(refs.kv_free.at[0])
-        plgpu.wait_smem_to_gmem(0)
+    staging = {"k": k_smem, "v": v_smem}
+    if config.split:  # both warpgroups have read both until here
+        plgpu.barrier_arrive(refs.done)
+        plgpu.barrier_wait(refs.done)
     for name, value in zip(wanted, found, strict=True):
         staging[name][...] = (value * options.scale if name == "k" else value).astype(dtype)
     plgpu.commit_smem()
     place = (batch_index, pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), key_head)
     for name in wanted:
         plgpu.copy_smem_to_gmem(staging[name], (refs.dk if name == "k" else refs.dv).at[place])
-    if not config.split:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(refs.kv_free.at[0])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(refs.kv_free.at[0])
     return count + (high - low) * group
