@@ -1,14 +1,17 @@
 """Runs that are stopped, broken or wrong from the start, from files to files: what they say and what they leave."""
 
 import dataclasses
+import io
 import json
 import os
+import shutil
 import signal
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from convert import tensor_file
 from convert.checkpoint import open_checkpoint, write_checkpoint
@@ -24,6 +27,7 @@ from fastjax.training.config import (
     TrainingSection,
 )
 from fastjax.training.loss import loss_sums
+from tests.support import steps
 
 
 @pytest.fixture
@@ -40,6 +44,8 @@ def config(chat_folder, chats, tmp_path):
             "training": (TrainingSection, {"max_steps": 6, "eval_steps": 3, "neftune_noise_alpha": 5.0}),
         }
         made = {name: kind(**(given | changes.get(name, {}))) for name, (kind, given) in sections.items()}
+        if made["model"].full_finetuning:
+            made["lora"] = LoraSection()
         return TrainConfig(**made)
 
     return make
@@ -47,6 +53,14 @@ def config(chat_folder, chats, tmp_path):
 
 def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(folder):
+    return [row["message"] for row in rows(folder) if row.get("event") not in (None, "saved")]
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def figures(folder):
@@ -92,34 +106,62 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(config, tmp_path, 
     assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
     if dtype == "float16":
         assert max(row.get("skipped_steps", 0) for row in rows(tmp_path / "whole")) > 0
-    before = result(tmp_path / "whole")
-    fine_tune(settings("whole"), resume=True)  # over already: nothing is trained
-    assert result(tmp_path / "whole") == before
-    assert rows(tmp_path / "whole")[-1]["event"] == "resumed"
 
 
-def test_resuming_without_a_checkpoint(config, tmp_path):
-    settings = config(output={"save_steps": None}, training={"max_steps": 2, "eval_steps": None})
-    fine_tune(settings, resume=True)
-    told = [row["message"] for row in rows(tmp_path / "run") if "event" in row]
-    assert told == ["no checkpoint to go on from: started from the beginning"]
-    with pytest.raises(ConfigError, match="--resume: expected a checkpoint in .*, given none beside the finished"):
-        fine_tune(settings, resume=True)
+@pytest.mark.parametrize("full", [False, True], ids=["adapter", "whole model"])
+def test_resuming_a_finished_run_reads_its_result_back(config, tmp_path, full):
+    """There was no checkpoint: it began at the beginning, and what is finished is not begun again."""
+    changes = {
+        "output": {"save_steps": None},
+        "training": {"max_steps": 2, "eval_steps": None},
+        "model": {"full_finetuning": full, "load_in_4bit": not full, "new_tokens": ["<new>"]},
+    }
+    settings = config(**changes)
+    console = Console(file=io.StringIO(), width=300)
+    first = fine_tune(settings, resume=True)
+    assert events(tmp_path / "run") == [
+        "no checkpoint to go on from: started from the beginning",
+        "finished after step 2",
+    ]
+    before = contents(tmp_path / "run")
+    again = fine_tune(settings, console, resume=True)
+    assert f"the run in {tmp_path / 'run'} is finished: nothing is left to do" in console.file.getvalue()
+    assert contents(tmp_path / "run") == before
+    assert again.folder == first.folder and again.evaluation == first.evaluation is not None
+    assert again.model.hf_config == first.model.hf_config
+    steps.assert_same(again.model.trainable, first.model.trainable)
+    other = dataclasses.replace(settings, training=dataclasses.replace(settings.training, seed=1))
+    with pytest.raises(ConfigError, match="finished and has no .* with others: training.seed: expected 3407, given 1"):
+        fine_tune(other, resume=True)
     with pytest.raises(ConfigError, match="expected a folder without an earlier run"):
         fine_tune(settings)
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_result_that_is_gone_is_made_from_the_last_checkpoint(config, tmp_path):
+    settings = config(training={"max_steps": 2, "eval_steps": None})
+    fine_tune(settings)
+    before = result(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    fine_tune(settings, resume=True)
+    assert result(tmp_path / "run") == before
+    assert events(tmp_path / "run")[-2:] == [
+        f"going on after step 2, from {tmp_path}/run/checkpoints/2",
+        "finished after step 2",
+    ]
 
 
 def test_what_may_not_change_is_refused_and_nothing_is_touched(config, tmp_path):
     short = {"max_steps": 2, "eval_steps": None}
     fine_tune(config(training=short))
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = contents(tmp_path / "run")
     with pytest.raises(ConfigError, match="another configuration: lora.r: expected 4, given 8"):
         fine_tune(config(training=short, lora={"r": 8}), resume=True)
     other = tmp_path / "other.jsonl"
     other.write_text((json.dumps({"text": "abc"}) + "\n") * 9)
     with pytest.raises(ConfigError, match="^data.train: expected the data of"):
         fine_tune(config(training=short, data={"train": str(other)}), resume=True)
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert contents(tmp_path / "run") == before
     fine_tune(config(training={"max_steps": 3, "eval_steps": None}, optimizer={"learning_rate": 0.02}), resume=True)
     (told,) = [row["message"] for row in rows(tmp_path / "run") if row.get("event") == "resumed"]
     assert "changed since: optimizer.learning_rate: 0.01 → 0.02; training.max_steps: 2 → 3" in told
