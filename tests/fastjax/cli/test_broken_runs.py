@@ -28,6 +28,7 @@ from fastjax.training.config import (
 )
 from fastjax.training.loss import loss_sums
 from tests.support import steps
+from tests.support.runs import contents, events, figures, rows
 
 
 @pytest.fixture
@@ -49,24 +50,6 @@ def config(chat_folder, chats, tmp_path):
         return TrainConfig(**made)
 
     return make
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def events(folder):
-    return [row["message"] for row in rows(folder) if row.get("event") not in (None, "saved")]
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def figures(folder):
-    """What must be equal in two equal runs."""
-    names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "loss_scale", "skipped_steps")
-    return [[row.get(name) for name in names] for row in rows(folder) if "event" not in row]
 
 
 def result(folder):
