@@ -31,6 +31,15 @@ from tests.support import steps
 from tests.support.runs import contents, events, figures, rows
 
 
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_report")
+
+
+@pytest.fixture
+def no_report(monkeypatch):
+    """A third of the time of so short a run; nothing here looks at it."""
+    monkeypatch.setattr("fastjax.fine_tuning.write_report", lambda *args, **kwargs: None)
+
+
 @pytest.fixture
 def config(chat_folder, chats, tmp_path):
     """A run of six steps with dropout, noise and a state in eight bits, after changes to its sections."""
@@ -56,8 +65,7 @@ def result(folder):
     return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("number", "dtype"), [(signal.SIGTERM, "float32"), (signal.SIGINT, "float16")])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(config, tmp_path, number, dtype):
     """Dropout, noise, warm-up, the order of the rows, the best score and float16's loss scale go on bit for bit."""
 
