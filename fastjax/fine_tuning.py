@@ -217,7 +217,8 @@ class _Run:
             self.model.save_pretrained(self.folder.result)
             status = "finished"
             _tell(sinks, fitted.progress.step, status, f"finished after step {fitted.progress.step}")
-        return FineTuned(self.model, self.folder.result, fitted.evaluation)
+        evaluation = fitted.evaluation or _last_evaluation(self.folder)  # where no step was left to take
+        return FineTuned(self.model, self.folder.result, evaluation)
 
     def _evaluate(self, trainable: Any) -> Evaluation:
         training, held_out = self.config.training, self.data.held_out
@@ -330,8 +331,12 @@ def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> Fine
     else:
         adapter = LoraSection(adapter=str(folder.result), lora_dropout=config.lora.lora_dropout)
         config = dataclasses.replace(config, lora=adapter)
-    evaluations = [Evaluation.from_row(row) for row in read_rows(folder.metrics) if "eval_loss" in row]
-    return FineTuned(_load_model(config, console), folder.result, evaluations[-1] if evaluations else None)
+    return FineTuned(_load_model(config, console), folder.result, _last_evaluation(folder))
+
+
+def _last_evaluation(folder: RunFolder) -> Evaluation | None:
+    evaluations = [row for row in read_rows(folder.metrics) if "eval_loss" in row]
+    return Evaluation.from_row(evaluations[-1]) if evaluations else None
 
 
 def _tell(sinks: list[Sink], step: int, event: str, message: str) -> None:

@@ -108,14 +108,12 @@ class Evaluation(NamedTuple):
         Args:
             row: as `row` makes it, or as it is read back, with None for a number that was not finite.
         """
-        known = ("eval_loss", "eval_token_accuracy", "eval_num_targets")
-        loss, accuracy, num_targets = (float("nan") if row[name] is None else row[name] for name in known)
-        extra = {
-            name: float("nan") if value is None else value
-            for name, value in row.items()
-            if name.startswith("eval_") and name not in (*known, "eval_perplexity")
+        known = ("eval_loss", "eval_perplexity", "eval_token_accuracy", "eval_num_targets")
+        found = {
+            name: float("nan") if value is None else value for name, value in row.items() if name.startswith("eval_")
         }
-        return cls(loss, accuracy, num_targets, extra)
+        extra = {name: value for name, value in found.items() if name not in known}
+        return cls(found["eval_loss"], found["eval_token_accuracy"], int(row["eval_num_targets"]), extra)
 
 
 class JsonLines:

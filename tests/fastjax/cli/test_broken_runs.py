@@ -30,7 +30,6 @@ from fastjax.training.loss import loss_sums
 from tests.support import steps
 from tests.support.runs import contents, events, figures, rows
 
-
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_report")
 
 
@@ -131,11 +130,12 @@ def test_resuming_a_finished_run_reads_its_result_back(config, tmp_path, full):
 
 def test_a_result_that_is_gone_is_made_from_the_last_checkpoint(config, tmp_path):
     settings = config(training={"max_steps": 2, "eval_steps": None})
-    fine_tune(settings)
+    first = fine_tune(settings)
     before = result(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "adapter")
-    fine_tune(settings, resume=True)
+    again = fine_tune(settings, resume=True)
     assert result(tmp_path / "run") == before
+    assert again.evaluation == first.evaluation is not None
     assert events(tmp_path / "run")[-2:] == [
         f"going on after step 2, from {tmp_path}/run/checkpoints/2",
         "finished after step 2",

@@ -94,6 +94,9 @@ def test_later_steps_take_no_place_of_the_newest(tmp_path, made):
     assert checkpoints.steps() == [40, 30, 25, 20, 10]
     save(checkpoints, 28)
     assert checkpoints.steps() == [40, 30, 28, 25]
+    save(checkpoints, 30)  # in the place of the damaged one
+    assert checkpoints.steps() == [40, 30, 28]
+    steps.assert_same(named_arrays(checkpoints.load(30, state(2))), named_arrays(state(30)))
 
 
 def test_what_a_killed_run_left_is_neither_found_nor_kept(tmp_path, made):
