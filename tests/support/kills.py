@@ -64,9 +64,9 @@ def survive(world: World, whole: Path, output: Path, kills: int, seed: int = 0) 
     ]
     last = world.start(output)
     assert last.status() == 0, last.output
-    assert _unfinished(output) == ("", "")
-    assert contents(output / "adapter") == contents(whole / "adapter")
-    assert figures(output) == figures(whole)
+    assert _unfinished(output) == ("", ""), f"unfinished at the end: {_unfinished(output)}; {landed}"
+    assert contents(output / "adapter") == contents(whole / "adapter"), f"another adapter; {landed}"
+    assert figures(output) == figures(whole), f"other figures; {landed}"
     return landed
 
 
