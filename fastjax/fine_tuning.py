@@ -271,10 +271,11 @@ class _Run:
             return fitted.state.trainable
         try:
             return self.checkpoints.load(best, fitted.state).trainable
-        except FileNotFoundError as error:
+        except Exception as error:  # it could not be saved, or whatever Orbax finds wrong with what someone has damaged
+            reason = "could not be saved" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
             raise TrainingError(
-                f"output.load_best_model_at_end: the checkpoint of step {best}, the best, could not be saved; the last "
-                f"state is in {self.checkpoints.folder}"
+                f"output.load_best_model_at_end: the checkpoint of step {best}, the best, {' '.join(reason.split())}; "
+                f"the last state is in {self.checkpoints.folder}"
             ) from error
 
     def _report(self, status: str) -> None:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import shutil
 import signal
+import time
 
 import jax
 import numpy as np
@@ -225,27 +227,47 @@ def test_a_users_evaluation_decides_nothing_but_is_reported(config, tmp_path):
         fine_tune(config(output={"overwrite_output_dir": True}), evaluate=lambda model: {"exact": 1.0})
 
 
+BEST = {
+    "optimizer": {"learning_rate": 30.0, "warmup_steps": 40, "lr_scheduler_type": "constant"},
+    "training": {
+        "max_steps": 20,
+        "eval_steps": 1,
+        "early_stopping_patience": 3,
+        "early_stopping_threshold": 2.0,
+        "neftune_noise_alpha": 5.0,
+    },
+    "output": {"load_best_model_at_end": True, "save_steps": None},
+}
+"""Better is two nats less: the second evaluation is the best, and three later ones are not better."""
+
+
+def test_a_best_state_that_was_damaged_is_told(config, tmp_path):
+    evaluations = itertools.count(1)
+
+    def damage(model):
+        if next(evaluations) == 5:
+            checkpoint = tmp_path / "run" / "checkpoints" / "2"
+            while not checkpoint.exists():  # it gets its name when it is whole
+                time.sleep(0.01)
+            for file in checkpoint.rglob("*"):
+                if file.is_file():
+                    file.write_bytes(b"")
+        return {}
+
+    with pytest.raises(TrainingError, match="checkpoint of step 2, the best, cannot be read: .*the last state is"):
+        fine_tune(config(**BEST), evaluate=damage)
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
 def test_the_best_state_is_the_result(config, tmp_path):
-    """Better is two nats less: the second evaluation is the best, and three later ones are not better."""
-    changes = {
-        "optimizer": {"learning_rate": 30.0, "warmup_steps": 40, "lr_scheduler_type": "constant"},
-        "training": {
-            "max_steps": 20,
-            "eval_steps": 1,
-            "early_stopping_patience": 3,
-            "early_stopping_threshold": 2.0,
-            "neftune_noise_alpha": 5.0,
-        },
-        "output": {"load_best_model_at_end": True, "save_steps": None},
-    }
-    done = fine_tune(config(**changes))
+    done = fine_tune(config(**BEST))
     losses = {row["step"]: row["eval_loss"] for row in rows(tmp_path / "run") if "eval_loss" in row}
     (told,) = [row["message"] for row in rows(tmp_path / "run") if row.get("event") == "early_stop"]
     best = 2
     assert max(losses) == best + 3 and f"{losses[best]:.4f} at step {best} in 3 evaluations" in told
     again = fine_tune(
         dataclasses.replace(
-            config(**changes),
+            config(**BEST),
             training=TrainingSection(max_steps=best, eval_steps=best, neftune_noise_alpha=5.0),
             output=OutputSection(str(tmp_path / "again")),
         )
