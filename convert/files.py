@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO
 from convert.errors import ConvertError, unexpected
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.partial", re.DOTALL)
 
 
 @contextlib.contextmanager
@@ -92,6 +94,22 @@ def atomic_file(file: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             _flush(file.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: str | os.PathLike[str]) -> None:
+    """Remove the temporaries of processes that were killed while they wrote.
+
+    Args:
+        folder: Where the final places lie, or a folder that is a final place itself; it need not exist, and no other
+            process may be writing there. Subfolders are not looked into.
+    """
+    for left in Path(folder).glob(".*.partial"):
+        if not _TEMPORARY.fullmatch(left.name):
+            continue
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def read_json(file: str | os.PathLike[str]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import yaml
 from rich.console import Console
 
 from fastjax.data import Batches
@@ -21,18 +20,27 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.language_model import FastLanguageModel, LanguageModel
 from fastjax.training.checkpoint import Checkpoints, Progress
-from fastjax.training.config import TrainConfig
+from fastjax.training.config import LoraSection, TrainConfig
 from fastjax.training.datasets import RunData, load_run_data, load_run_tokenizer
 from fastjax.training.determinism import compiler_options
 from fastjax.training.flops import attended_length, flops_per_token, peak_flops
 from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
 from fastjax.training.loop import Cadence, Fitted, fit, run_evaluation
 from fastjax.training.loss import Loss, loss_sums
-from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant
+from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant, read_rows
 from fastjax.training.optimizers import learning_rates, make_optimizer
 from fastjax.training.progress import make_progress
 from fastjax.training.report import default_settings, describe_environment, usage, write_report
-from fastjax.training.resume import Earlier, check_identity, check_settings, model_fingerprint, newest, restore
+from fastjax.training.resume import (
+    Earlier,
+    check_identity,
+    check_result,
+    check_settings,
+    finished,
+    model_fingerprint,
+    newest,
+    restore,
+)
 from fastjax.training.run_folder import RunFolder, claimed
 from fastjax.training.signals import StopSignals
 from fastjax.training.step import init_state, make_eval_step, make_probe, make_train_step
@@ -69,7 +77,8 @@ def fine_tune(
     Args:
         config: the settings.
         console: for progress; None: standard output.
-        resume: go on from the newest whole checkpoint in the output folder; from the start where there is none.
+        resume: go on from the newest whole checkpoint in the output folder; from the start where there is none. Where
+            the run there is finished, with the same settings, its result is read back and nothing is trained.
         loss: a loss of your own in place of the cross-entropy; see `training.loss.Loss`.
         evaluate: what else to measure at each held-out evaluation.
 
@@ -86,8 +95,13 @@ def fine_tune(
     """
     console = console or Console()
     with claimed(config, resume=resume) as folder:
+        if resume and finished(folder, config):
+            _say(console, f"the run in {folder.path} is finished: nothing is left to do")
+            return _read_back(config, folder, console)
         checkpoints = Checkpoints(folder.checkpoints, keep=config.output.save_total_limit)
         earlier = newest(checkpoints) if resume else None
+        if resume and earlier is None:
+            check_result(folder, config)
         changed = [] if earlier is None else check_settings(earlier, dataclasses.asdict(config))
         tokenizer = load_run_tokenizer(config)
         data = load_run_data(config, tokenizer, lambda text: _say(console, text))
@@ -156,8 +170,6 @@ class _Run:
         else:
             earlier, self.state = restore(self.checkpoints, earlier, self.state, self.console)
             start, position = earlier.progress, earlier.position
-        text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
-        self.folder.settings.write_text(text, encoding="utf-8")
         evaluations = {} if self.data.held_out is None else {"evaluate": self._evaluate}
         with contextlib.ExitStack() as stack:
             stack.callback(self.checkpoints.close)
@@ -165,7 +177,8 @@ class _Run:
             for sink in sinks:
                 stack.callback(sink.close)
             if changed is not None:
-                _tell(sinks, start.step, earlier, changed)
+                _tell(sinks, start.step, "resumed", _whence(start.step, earlier, changed))
+            self.folder.write_settings(config)  # after the row that says that the run here goes on, or they would lie
             stop = stack.enter_context(StopSignals())
             status = "failed"
             stack.callback(lambda: self._report(status))
@@ -198,13 +211,14 @@ class _Run:
                 message = (
                     f"{status} after step {fitted.progress.step} of {total}; its state is saved, and --resume goes on"
                 )
-                for sink in sinks:
-                    sink.write({"step": fitted.progress.step, "event": "interrupted", "message": message})
+                _tell(sinks, fitted.progress.step, "interrupted", message)
                 raise Interrupted(message, stop.received)
             self.model = self.model.replace(trainable=self._chosen(fitted))
             self.model.save_pretrained(self.folder.result)
             status = "finished"
-        return FineTuned(self.model, self.folder.result, fitted.evaluation)
+            _tell(sinks, fitted.progress.step, status, f"finished after step {fitted.progress.step}")
+        evaluation = fitted.evaluation or _last_evaluation(self.folder)  # where no step was left to take
+        return FineTuned(self.model, self.folder.result, evaluation)
 
     def _evaluate(self, trainable: Any) -> Evaluation:
         training, held_out = self.config.training, self.data.held_out
@@ -257,10 +271,11 @@ class _Run:
             return fitted.state.trainable
         try:
             return self.checkpoints.load(best, fitted.state).trainable
-        except FileNotFoundError as error:
+        except Exception as error:  # it could not be saved, or whatever Orbax finds wrong with what someone has damaged
+            reason = "could not be saved" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
             raise TrainingError(
-                f"output.load_best_model_at_end: the checkpoint of step {best}, the best, could not be saved; the last "
-                f"state is in {self.checkpoints.folder}"
+                f"output.load_best_model_at_end: the checkpoint of step {best}, the best, {' '.join(reason.split())}; "
+                f"the last state is in {self.checkpoints.folder}"
             ) from error
 
     def _report(self, status: str) -> None:
@@ -309,15 +324,34 @@ def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _tell(sinks: list[Sink], step: int, earlier: Earlier | None, changed: list[str]) -> None:
-    """Say where a run goes on, and what is new."""
-    if earlier is None:
-        message = "no checkpoint to go on from: started from the beginning"
+def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> FineTuned:
+    """What the finished run in a folder has left."""
+    if config.model.full_finetuning:  # its folder has the new tokens and the scaling
+        model = dataclasses.replace(config.model, model_name=str(folder.result), new_tokens=None, rope_scaling=None)
+        config = dataclasses.replace(config, model=model)
     else:
-        message = f"going on after step {step}, from {earlier.where}"
-        message += f"; changed since: {'; '.join(changed)}" if changed else ""
+        adapter = LoraSection(adapter=str(folder.result), lora_dropout=config.lora.lora_dropout)
+        config = dataclasses.replace(config, lora=adapter)
+    return FineTuned(_load_model(config, console), folder.result, _last_evaluation(folder))
+
+
+def _last_evaluation(folder: RunFolder) -> Evaluation | None:
+    evaluations = [row for row in read_rows(folder.metrics) if "eval_loss" in row]
+    return Evaluation.from_row(evaluations[-1]) if evaluations else None
+
+
+def _tell(sinks: list[Sink], step: int, event: str, message: str) -> None:
     for sink in sinks:
-        sink.write({"step": step, "event": "resumed", "message": message})
+        sink.write({"step": step, "event": event, "message": message})
+
+
+def _whence(step: int, earlier: Earlier | None, changed: list[str]) -> str:
+    """Where a run goes on, and what is new."""
+    if earlier is None:
+        return "no checkpoint to go on from: started from the beginning"
+    return f"going on after step {step}, from {earlier.where}" + (
+        f"; changed since: {'; '.join(changed)}" if changed else ""
+    )
 
 
 @contextlib.contextmanager

@@ -28,7 +28,8 @@ _USAGE = "fastjax train --config FILE [--section.key value ...] [--resume]"
 #: Options that are no settings, with what they do.
 _OPTIONS = {
     "--config FILE": "the YAML file",
-    "--resume": "go on from the newest whole checkpoint in output.output_dir; from the start where there is none",
+    "--resume": "go on from the newest whole checkpoint in output.output_dir; from the start where there is none; "
+    "a finished run is left as it is",
     "--print_config": "print all settings as they would be used, as a YAML file, and exit",
     "--help": "show this and exit",
 }

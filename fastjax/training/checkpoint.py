@@ -198,8 +198,11 @@ class Checkpoints:
         )
 
     def _retire(self, progress: Progress) -> None:
-        """Delete what is neither among the newest nor the best."""
-        for step in self.steps()[self._keep :]:
+        """Delete what is neither among the newest nor the best.
+
+        Later steps are of a run that went on from here because they could not be read: they keep no room from others.
+        """
+        for step in [step for step in self.steps() if step <= progress.step][self._keep :]:
             if step != progress.best_step:
                 path = self.folder / str(step)
                 gone = path.rename(path.with_name(f"{step}{_GONE}"))

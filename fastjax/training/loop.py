@@ -36,7 +36,7 @@ class Cadence(NamedTuple):
 
     Attributes:
         evaluate: every so many steps; the last always.
-        save: every so many steps; then the last too.
+        save: every so many steps; then the last too, which early stopping may make of any.
         save_best: save whenever the held-out loss is the lowest so far.
         patience: end after so many evaluations in a row that are no better than the best.
         threshold: how much lower a held-out loss must be to be better, in nats.
@@ -133,11 +133,12 @@ class _Loop:
         self.throughput = throughput or Throughput(self.total)
         self.checkpoints, self.check, self.explain = checkpoints, check, explain
         self.pending: _Pending | None = None
+        self.saved_step = start.step or None  # a whole checkpoint of this step is there
 
     def run(self, train_step, state, frozen, batches, evaluate, stop) -> Fitted:
         cadence, evaluation = self.cadence, None
         with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=_send)) as ready:
-            while self.progress.step < self.total:
+            while self.progress.step < self.total and not self.exhausted():
                 if (item := next(ready, None)) is None:
                     raise TrainingError(
                         f"the data ended after {self.progress.step} steps; expected batches for {self.total}"
@@ -155,23 +156,24 @@ class _Loop:
                 last = step == self.total
                 stopped = stop.received is not None
                 look = evaluate is not None and (last or _due(cadence.evaluate, step))
-                save = _due(cadence.save, step) or (last and cadence.save is not None)
+                save = _due(cadence.save, step)
                 if look and evaluate is not None:
                     evaluation = evaluate(state.trainable)  # behind the step, for which nothing waits yet
                     self.throughput.pause()
                     self.report(state)
                     save = self.judge(evaluation) or save
-                if save or stopped or last:
+                if not last and self.exhausted():
+                    last = True
+                    self.tell_early_stop()
+                stopped = stopped and not last
+                save = save or stopped or (last and cadence.save is not None)
+                if save or last:
                     self.report(state)
-                if save or (stopped and not last):
+                if save:
                     self.save(state, final=stopped)
                 self.poll()
-                if stopped and not last:
+                if stopped:
                     return Fitted(state, self.progress, evaluation, complete=False)
-                if look and not last and self.exhausted():
-                    if cadence.save is not None and not save:
-                        self.save(state, final=False)
-                    break
         self.settle()
         return Fitted(state, self.progress, evaluation, complete=True)
 
@@ -205,9 +207,11 @@ class _Loop:
         good = self.progress._replace(step=pending.step - 1)
         kept = "nothing was saved"
         if self.checkpoints is not None and good.step > 0:
+            self.settle()
             try:
-                self.checkpoints.save(state._replace(halted=jnp.zeros((), bool)), good)
-                self.checkpoints.wait()
+                if self.saved_step != good.step:
+                    self.checkpoints.save(state._replace(halted=jnp.zeros((), bool)), good)
+                    self.checkpoints.wait()
                 kept = f"the state before it is the checkpoint of step {good.step}"
             except SaveFailed as error:
                 kept = str(error)
@@ -235,18 +239,19 @@ class _Loop:
         return False
 
     def exhausted(self) -> bool:
-        """Whether patience is at its end."""
+        """Whether patience is at its end; it can be so before the first step of a run that goes on."""
+        return self.cadence.patience is not None and self.progress.evaluations_since_best >= self.cadence.patience
+
+    def tell_early_stop(self) -> None:
         waited = self.progress.evaluations_since_best
-        if self.cadence.patience is None or waited < self.cadence.patience:
-            return False
         best = f"{self.progress.best_loss:.4f} at step {self.progress.best_step}"
         self.event("early_stop", f"no better held-out loss than {best} in {waited} evaluations: the run ends early")
-        return True
 
     def save(self, state: Any, *, final: bool) -> None:
         """Save the state; a periodic save that fails is told and does not end the run."""
         if self.checkpoints is None:
             return
+        self.settle()  # what became of the save before this one is no reason not to try it
         try:
             self.checkpoints.save(state, self.progress)
             if final:
@@ -264,7 +269,7 @@ class _Loop:
             self.event("save_failed", str(error))
 
     def settle(self) -> None:
-        """Wait for the last save."""
+        """Wait for the save that is being written, and tell how it ended."""
         try:
             self.saved(None if self.checkpoints is None else self.checkpoints.wait())
         except SaveFailed as error:
@@ -272,6 +277,7 @@ class _Loop:
 
     def saved(self, step: int | None) -> None:
         if step is not None:
+            self.saved_step = step
             self.event("saved", f"checkpoint of step {step} saved", step)
 
 

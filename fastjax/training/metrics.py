@@ -8,7 +8,8 @@ A row is a flat mapping, of one of three kinds. All have `step`, the number of u
   (True) on a step that changed nothing.
 - Evaluation: `eval_loss`, `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`, and what a user's evaluation
   adds under names that begin with `eval_`.
-- Event: `event` ("saved", "save_failed", "resumed", "early_stop", "interrupted" …) and a `message` for people.
+- Event: `event` ("saved", "save_failed", "resumed", "early_stop", "interrupted", "finished" …) and a `message` for
+  people.
 
 A sink is anything with `write` and `close`; the loop knows no more of it, so a tracker is one small class.
 """
@@ -99,6 +100,20 @@ class Evaluation(NamedTuple):
             "eval_num_targets": self.num_targets,
             **self.extra,
         }
+
+    @classmethod
+    def from_row(cls, row: Row) -> "Evaluation":
+        """The evaluation that was reported in a row.
+
+        Args:
+            row: as `row` makes it, or as it is read back, with None for a number that was not finite.
+        """
+        known = ("eval_loss", "eval_perplexity", "eval_token_accuracy", "eval_num_targets")
+        found = {
+            name: float("nan") if value is None else value for name, value in row.items() if name.startswith("eval_")
+        }
+        extra = {name: value for name, value in found.items() if name not in known}
+        return cls(found["eval_loss"], found["eval_token_accuracy"], int(row["eval_num_targets"]), extra)
 
 
 class JsonLines:

@@ -9,11 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from rich.console import Console
 
 from convert.checkpoint import WEIGHT_FILES
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.training.checkpoint import Checkpoints, Progress
+from fastjax.training.config import TrainConfig
+from fastjax.training.metrics import read_rows
+from fastjax.training.run_folder import RunFolder, settings_text
 
 #: Keys whose change makes the state another one.
 FIXED = (
@@ -31,6 +35,8 @@ FIXED = (
 )
 #: Keys that say how a run is done and shown, not what it computes.
 FREE = ("output", "training.logging_steps", "training.per_device_eval_batch_size", "data.cache_dir", "model.model_name")
+#: Of these the key that the result depends on.
+CHOICE = "output.load_best_model_at_end"
 #: Read as the product, the rows of a step.
 BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
@@ -127,6 +133,48 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return found
 
 
+def finished(folder: RunFolder, config: TrainConfig) -> bool:
+    """Whether the run in a folder is over, and these settings would give the same result.
+
+    Args:
+        folder: of the run.
+        config: the settings to go on with.
+    """
+    rows = read_rows(folder.metrics) if folder.result.is_dir() else []
+    return bool(rows) and rows[-1].get("event") == "finished" and _changes_of_result(folder, config) == {}
+
+
+def check_result(folder: RunFolder, config: TrainConfig) -> None:
+    """Refuse to begin again, without a checkpoint to go on from, where an earlier result would be replaced.
+
+    Args:
+        folder: of the run.
+        config: its settings.
+
+    Raises:
+        ConfigError: there is a result and `overwrite_output_dir` is not set; the settings that differ are named.
+    """
+    if not folder.result.exists() or config.output.overwrite_output_dir:
+        return
+    advice = "name another folder, or replace the result (output.overwrite_output_dir: true)"
+    if changed := _changes_of_result(folder, config):
+        raise ConfigError(
+            f"--resume: expected the settings of {folder.result}, which is finished and has no checkpoint to go on "
+            f"from with others: {_listed(changed)}. Go back to them, {advice}"
+        )
+    raise ConfigError(
+        f"--resume: expected a checkpoint in {folder.checkpoints}, given none beside {folder.result}; {advice}"
+    )
+
+
+def _changes_of_result(folder: RunFolder, config: TrainConfig) -> dict[str, tuple[Any, Any]] | None:
+    """What differs from the settings in a folder, but what the result does not depend on; None: there are none."""
+    old, new = folder.read_settings(), yaml.safe_load(settings_text(config))
+    if old is None:
+        return None
+    return {name: pair for name, pair in differences(old, new).items() if name == CHOICE or not _among(name, FREE)}
+
+
 def check_settings(earlier: Earlier, new: Mapping[str, Any]) -> list[str]:
     """Compare the settings of a checkpoint with those of the run that goes on from it.
 
@@ -148,10 +196,9 @@ def check_settings(earlier: Earlier, new: Mapping[str, Any]) -> list[str]:
     if rows[0] != rows[1]:
         fixed["the rows of a step"] = (rows[0], rows[1])
     if fixed:
-        listed = "; ".join(f"{name}: expected {a!r}, given {b!r}" for name, (a, b) in fixed.items())
         raise ConfigError(
-            f"{earlier.where} is a checkpoint of another configuration: {listed}. Go on with its own settings, or "
-            "start a new run in another folder"
+            f"{earlier.where} is a checkpoint of another configuration: {_listed(fixed)}. Go on with its own settings, "
+            "or start a new run in another folder"
         )
     return [f"{name}: {before!r} → {after!r}" for name, (before, after) in told.items()]
 
@@ -196,6 +243,10 @@ def model_fingerprint(folder: str | Path) -> str:
 def _value(settings: Mapping[str, Any], name: str) -> Any:
     section, _, key = name.partition(".")
     return settings.get(section, {}).get(key)
+
+
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return "; ".join(f"{name}: expected {a!r}, given {b!r}" for name, (a, b) in changed.items())
 
 
 def _among(name: str, keys: tuple[str, ...]) -> bool:

@@ -1,12 +1,16 @@
 """The output folder of a run: whose it is, what is in it, and that only one run is in it at a time."""
 
 import contextlib
+import dataclasses
 import fcntl
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import yaml
+
+from convert.files import remove_unfinished
 from fastjax.errors import ConfigError
 from fastjax.training.config import TrainConfig
 
@@ -49,6 +53,22 @@ class RunFolder(NamedTuple):
         """The file of the settings."""
         return self.path / "config.yaml"
 
+    def write_settings(self, config: TrainConfig) -> None:
+        """Keep the settings, so that `fastjax train --config` takes them.
+
+        Args:
+            config: the settings.
+        """
+        self.settings.write_text(settings_text(config), encoding="utf-8")
+
+    def read_settings(self) -> dict[str, Any] | None:
+        """The settings of the run that is in the folder, by section; None where they are not there or torn."""
+        try:
+            found = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
+        except (FileNotFoundError, UnicodeDecodeError, yaml.YAMLError):
+            return None
+        return found if isinstance(found, dict) else None
+
     def clear(self) -> None:
         """Remove what an earlier run has left, but its result, which the new one replaces when it is whole."""
         for name in RUN_FILES:
@@ -57,9 +77,20 @@ class RunFolder(NamedTuple):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
+def settings_text(config: TrainConfig) -> str:
+    """The settings as YAML, all of them.
+
+    Args:
+        config: the settings.
+    """
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+
+
 @contextlib.contextmanager
 def claimed(config: TrainConfig, *, resume: bool) -> Iterator[RunFolder]:
     """The run's folder, made if need be, and locked until the block or the process ends.
+
+    What a run that was killed was writing there is removed; of its checkpoints, `Checkpoints` sees to it.
 
     Args:
         config: the settings.
@@ -79,11 +110,6 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[RunFolder]:
             f"{', '.join(found)}; go on with that run (--resume), name another folder, or replace it "
             "(output.overwrite_output_dir: true)"
         )
-    if resume and folder.result.exists() and not folder.checkpoints.exists() and not config.output.overwrite_output_dir:
-        raise ConfigError(
-            f"--resume: expected a checkpoint in {folder.checkpoints}, given none beside the finished {folder.result}; "
-            "name another folder, or replace the result (output.overwrite_output_dir: true)"
-        )
     output.mkdir(parents=True, exist_ok=True)
     with open(output / ".lock", "w") as lock:
         try:
@@ -92,6 +118,6 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[RunFolder]:
             raise ConfigError(
                 f"output.output_dir: expected a folder that no run is at work in, given {output}, which one is"
             ) from error
-        for left in output.glob(f".{folder.result.name}.*.partial"):  # of a run that was killed while it saved
-            shutil.rmtree(left, ignore_errors=True)
+        for place in (output, folder.result):
+            remove_unfinished(place)
         yield folder

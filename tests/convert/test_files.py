@@ -2,11 +2,14 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from convert.errors import ConvertError
-from convert.files import atomic_file, atomic_folder, parse_json
+from convert.files import atomic_file, atomic_folder, parse_json, remove_unfinished
 
 
 def contents(folder):
@@ -105,6 +108,28 @@ def test_a_file_is_replaced_whole(tmp_path):
         stream.write(b"new")
     assert target.read_bytes() == b"new"
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_what_killed_processes_left_is_removed(tmp_path):
+    """A process is killed inside of each kind of write; what only looks alike stays."""
+    (tmp_path / "there").mkdir()
+    code = (
+        "import os, signal, sys\nfrom convert import files\n"
+        "with getattr(files, sys.argv[1])(sys.argv[2]) as temporary:\n"
+        "    sys.argv[1] == 'atomic_folder' and (temporary / 'a').write_text('half')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    for write, target in (("atomic_folder", "new"), ("atomic_folder", "there"), ("atomic_file", "file")):
+        command = [sys.executable, "-c", code, write, str(tmp_path / target)]
+        assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
+    alike = [".mine.partial", ".mine.1-2.partial", "a.1-0123abcd.partial"]
+    for name in alike:
+        (tmp_path / name).write_text("kept")
+    assert len(list(tmp_path.iterdir())) == 6 and len(list((tmp_path / "there").iterdir())) == 1
+    for place in (tmp_path, tmp_path / "there", tmp_path / "absent"):
+        remove_unfinished(place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*sorted(alike), "there"]
+    assert list((tmp_path / "there").iterdir()) == []
 
 
 def test_folders_and_files_get_ordinary_permissions(tmp_path):

@@ -1,14 +1,19 @@
 """Runs that are stopped, broken or wrong from the start, from files to files: what they say and what they leave."""
 
 import dataclasses
+import io
+import itertools
 import json
 import os
+import shutil
 import signal
+import time
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
 from convert import tensor_file
 from convert.checkpoint import open_checkpoint, write_checkpoint
@@ -24,6 +29,16 @@ from fastjax.training.config import (
     TrainingSection,
 )
 from fastjax.training.loss import loss_sums
+from tests.support import steps
+from tests.support.runs import contents, events, figures, rows
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_report")
+
+
+@pytest.fixture
+def no_report(monkeypatch):
+    """A third of the time of so short a run; nothing here looks at it."""
+    monkeypatch.setattr("fastjax.fine_tuning.write_report", lambda *args, **kwargs: None)
 
 
 @pytest.fixture
@@ -40,27 +55,18 @@ def config(chat_folder, chats, tmp_path):
             "training": (TrainingSection, {"max_steps": 6, "eval_steps": 3, "neftune_noise_alpha": 5.0}),
         }
         made = {name: kind(**(given | changes.get(name, {}))) for name, (kind, given) in sections.items()}
+        if made["model"].full_finetuning:
+            made["lora"] = LoraSection()
         return TrainConfig(**made)
 
     return make
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def figures(folder):
-    """What must be equal in two equal runs."""
-    names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "loss_scale", "skipped_steps")
-    return [[row.get(name) for name in names] for row in rows(folder) if "event" not in row]
 
 
 def result(folder):
     return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("number", "dtype"), [(signal.SIGTERM, "float32"), (signal.SIGINT, "float16")])
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(config, tmp_path, number, dtype):
     """Dropout, noise, warm-up, the order of the rows, the best score and float16's loss scale go on bit for bit."""
 
@@ -92,34 +98,63 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(config, tmp_path, 
     assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
     if dtype == "float16":
         assert max(row.get("skipped_steps", 0) for row in rows(tmp_path / "whole")) > 0
-    before = result(tmp_path / "whole")
-    fine_tune(settings("whole"), resume=True)  # over already: nothing is trained
-    assert result(tmp_path / "whole") == before
-    assert rows(tmp_path / "whole")[-1]["event"] == "resumed"
 
 
-def test_resuming_without_a_checkpoint(config, tmp_path):
-    settings = config(output={"save_steps": None}, training={"max_steps": 2, "eval_steps": None})
-    fine_tune(settings, resume=True)
-    told = [row["message"] for row in rows(tmp_path / "run") if "event" in row]
-    assert told == ["no checkpoint to go on from: started from the beginning"]
-    with pytest.raises(ConfigError, match="--resume: expected a checkpoint in .*, given none beside the finished"):
-        fine_tune(settings, resume=True)
+@pytest.mark.parametrize("full", [False, True], ids=["adapter", "whole model"])
+def test_resuming_a_finished_run_reads_its_result_back(config, tmp_path, full):
+    """There was no checkpoint: it began at the beginning, and what is finished is not begun again."""
+    changes = {
+        "output": {"save_steps": None},
+        "training": {"max_steps": 2, "eval_steps": None},
+        "model": {"full_finetuning": full, "load_in_4bit": not full, "new_tokens": ["<new>"]},
+    }
+    settings = config(**changes)
+    console = Console(file=io.StringIO(), width=300)
+    first = fine_tune(settings, resume=True)
+    assert events(tmp_path / "run") == [
+        "no checkpoint to go on from: started from the beginning",
+        "finished after step 2",
+    ]
+    before = contents(tmp_path / "run")
+    again = fine_tune(settings, console, resume=True)
+    assert f"the run in {tmp_path / 'run'} is finished: nothing is left to do" in console.file.getvalue()
+    assert contents(tmp_path / "run") == before
+    assert again.folder == first.folder and again.evaluation == first.evaluation is not None
+    assert again.model.hf_config == first.model.hf_config
+    steps.assert_same(again.model.trainable, first.model.trainable)
+    other = dataclasses.replace(settings, training=dataclasses.replace(settings.training, seed=1))
+    with pytest.raises(ConfigError, match="finished and has no .* with others: training.seed: expected 3407, given 1"):
+        fine_tune(other, resume=True)
     with pytest.raises(ConfigError, match="expected a folder without an earlier run"):
         fine_tune(settings)
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_result_that_is_gone_is_made_from_the_last_checkpoint(config, tmp_path):
+    settings = config(training={"max_steps": 2, "eval_steps": None})
+    first = fine_tune(settings)
+    before = result(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    again = fine_tune(settings, resume=True)
+    assert result(tmp_path / "run") == before
+    assert again.evaluation == first.evaluation is not None
+    assert events(tmp_path / "run")[-2:] == [
+        f"going on after step 2, from {tmp_path}/run/checkpoints/2",
+        "finished after step 2",
+    ]
 
 
 def test_what_may_not_change_is_refused_and_nothing_is_touched(config, tmp_path):
     short = {"max_steps": 2, "eval_steps": None}
     fine_tune(config(training=short))
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = contents(tmp_path / "run")
     with pytest.raises(ConfigError, match="another configuration: lora.r: expected 4, given 8"):
         fine_tune(config(training=short, lora={"r": 8}), resume=True)
     other = tmp_path / "other.jsonl"
     other.write_text((json.dumps({"text": "abc"}) + "\n") * 9)
     with pytest.raises(ConfigError, match="^data.train: expected the data of"):
         fine_tune(config(training=short, data={"train": str(other)}), resume=True)
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert contents(tmp_path / "run") == before
     fine_tune(config(training={"max_steps": 3, "eval_steps": None}, optimizer={"learning_rate": 0.02}), resume=True)
     (told,) = [row["message"] for row in rows(tmp_path / "run") if row.get("event") == "resumed"]
     assert "changed since: optimizer.learning_rate: 0.01 → 0.02; training.max_steps: 2 → 3" in told
@@ -192,27 +227,47 @@ def test_a_users_evaluation_decides_nothing_but_is_reported(config, tmp_path):
         fine_tune(config(output={"overwrite_output_dir": True}), evaluate=lambda model: {"exact": 1.0})
 
 
+BEST = {
+    "optimizer": {"learning_rate": 30.0, "warmup_steps": 40, "lr_scheduler_type": "constant"},
+    "training": {
+        "max_steps": 20,
+        "eval_steps": 1,
+        "early_stopping_patience": 3,
+        "early_stopping_threshold": 2.0,
+        "neftune_noise_alpha": 5.0,
+    },
+    "output": {"load_best_model_at_end": True, "save_steps": None},
+}
+"""Better is two nats less: the second evaluation is the best, and three later ones are not better."""
+
+
+def test_a_best_state_that_was_damaged_is_told(config, tmp_path):
+    evaluations = itertools.count(1)
+
+    def damage(model):
+        if next(evaluations) == 5:
+            checkpoint = tmp_path / "run" / "checkpoints" / "2"
+            while not checkpoint.exists():  # it gets its name when it is whole
+                time.sleep(0.01)
+            for file in checkpoint.rglob("*"):
+                if file.is_file():
+                    file.write_bytes(b"")
+        return {}
+
+    with pytest.raises(TrainingError, match="checkpoint of step 2, the best, cannot be read: .*the last state is"):
+        fine_tune(config(**BEST), evaluate=damage)
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
 def test_the_best_state_is_the_result(config, tmp_path):
-    """Better is two nats less: the second evaluation is the best, and three later ones are not better."""
-    changes = {
-        "optimizer": {"learning_rate": 30.0, "warmup_steps": 40, "lr_scheduler_type": "constant"},
-        "training": {
-            "max_steps": 20,
-            "eval_steps": 1,
-            "early_stopping_patience": 3,
-            "early_stopping_threshold": 2.0,
-            "neftune_noise_alpha": 5.0,
-        },
-        "output": {"load_best_model_at_end": True, "save_steps": None},
-    }
-    done = fine_tune(config(**changes))
+    done = fine_tune(config(**BEST))
     losses = {row["step"]: row["eval_loss"] for row in rows(tmp_path / "run") if "eval_loss" in row}
     (told,) = [row["message"] for row in rows(tmp_path / "run") if row.get("event") == "early_stop"]
     best = 2
     assert max(losses) == best + 3 and f"{losses[best]:.4f} at step {best} in 3 evaluations" in told
     again = fine_tune(
         dataclasses.replace(
-            config(**changes),
+            config(**BEST),
             training=TrainingSection(max_steps=best, eval_steps=best, neftune_noise_alpha=5.0),
             output=OutputSection(str(tmp_path / "again")),
         )

@@ -93,7 +93,7 @@ def test_a_mixture(settings, chats, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "abcdefg"}\n' * 30)
     sources = [{"path": str(chats), "weight": 3}, {"path": str(other), "weight": 1}]
-    out = shown(["--config", str(settings), "--data.train", json.dumps(sources)], rows=0, width=300)  # no path is folded
+    out = shown(["--config", str(settings), "--data.train", json.dumps(sources)], rows=0, width=300)
     assert "train: where the documents come from" in out
     assert "held out: where" not in out
     found = {name: int(count) for name, count in re.findall(r"(\w+\.jsonl) +(\d+) ", out)}

@@ -53,8 +53,9 @@ def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
     assert f"adapter: {run}/adapter" in out
     assert left_behind(run) == ["adapter", "config.yaml", "metrics.jsonl", "report.html", "report.png"]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], "loss" in row) for row in rows] == [(1, 1), (2, 1), (2, 0), (3, 1), (3, 0)]
-    assert rows[-1]["eval_loss"] < rows[0]["loss"]
+    assert [(row["step"], "loss" in row) for row in rows] == [(1, 1), (2, 1), (2, 0), (3, 1), (3, 0), (3, 0)]
+    assert rows[-2]["eval_loss"] < rows[0]["loss"]
+    assert rows[-1]["event"] == "finished"
     adapter, arrays = read_adapter(run / "adapter")
     assert adapter.r == 4
     assert adapter.base_model_name_or_path == str(chat_folder)

@@ -85,6 +85,20 @@ def test_the_newest_and_the_best_are_kept(tmp_path, made):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["40", "50"]
 
 
+def test_later_steps_take_no_place_of_the_newest(tmp_path, made):
+    """They are damaged, or the run would have gone on from them; the one that it went on from stays."""
+    checkpoints = made(tmp_path, keep=2)
+    for step in (10, 20, 30, 40):
+        (tmp_path / str(step)).mkdir()
+    save(checkpoints, 25, best_step=10)
+    assert checkpoints.steps() == [40, 30, 25, 20, 10]
+    save(checkpoints, 28)
+    assert checkpoints.steps() == [40, 30, 28, 25]
+    save(checkpoints, 30)  # in the place of the damaged one
+    assert checkpoints.steps() == [40, 30, 28]
+    steps.assert_same(named_arrays(checkpoints.load(30, state(2))), named_arrays(state(30)))
+
+
 def test_what_a_killed_run_left_is_neither_found_nor_kept(tmp_path, made):
     save(made(tmp_path), 3)
     shutil.copytree(tmp_path / "3", tmp_path / "4.orbax-checkpoint-tmp")

@@ -36,15 +36,16 @@ class Rows(list):
 
 
 class Saves:
-    """Checkpoints in a list; those of the steps in `failing` do not get there."""
+    """Checkpoints in a list; those of the steps in `failing` do not get there, which a slow one says late."""
 
     folder = "checkpoints"
 
-    def __init__(self, failing=()):
-        self.states, self.failing, self.pending = {}, failing, None
+    def __init__(self, failing=(), slow=False):
+        self.states, self.failing, self.slow, self.pending, self.asked = {}, failing, slow, None, []
 
     def save(self, state, progress):
         self.wait()
+        self.asked.append(progress.step)
         self.pending = progress.step
         if progress.step not in self.failing:
             self.states[progress.step] = state, progress
@@ -58,7 +59,8 @@ class Saves:
             raise SaveFailed(f"no room for {step}")
         return step
 
-    poll = wait
+    def poll(self):
+        return None if self.slow else self.wait()
 
 
 def batch(tokens: int = 6) -> Batch:
@@ -185,12 +187,49 @@ def test_patience():
     assert list(saves.states) == [3]
 
 
+def test_a_run_whose_patience_was_at_its_end_takes_no_step_when_it_goes_on():
+    start = Progress(4, best_loss=2.0, best_step=2, evaluations_since_best=2)
+    saves, cadence = Saves(), Cadence(evaluate=1, patience=2, save=1)
+    fitted, rows = run(9, start=start, evaluate=losses(), cadence=cadence, checkpoints=saves)
+    assert fitted == (State(4, 4), start, None, True)
+    assert rows == [] and saves.asked == []
+    fitted, rows = run(9, start=start, evaluate=losses(2.5), cadence=cadence._replace(patience=3))
+    assert fitted.progress.step == 5 and rows.events() == [(5, "early_stop")]
+
+
+def test_a_run_that_patience_ends_was_not_interrupted():
+    stop = StopSignals()
+    stop.received = signal.SIGTERM
+    cadence = Cadence(evaluate=1, patience=1, save=5)
+    start = Progress(1, best_loss=1.0, best_step=1)
+    fitted, rows = run(9, start=start, evaluate=losses(2.0), cadence=cadence, checkpoints=Saves({2}), stop=stop)
+    assert fitted.complete and rows.events() == [(2, "early_stop"), (2, "save_failed")]
+
+
 def test_a_save_that_fails_is_told_and_the_run_goes_on():
     saves = Saves(failing={2})
     fitted, rows = run(4, cadence=Cadence(save=1), checkpoints=saves)
     assert fitted.complete and list(saves.states) == [1, 3, 4]
     assert rows.events() == [(1, "saved"), (2, "save_failed"), (3, "saved"), (4, "saved")]
     assert "no room for 2" in [row["message"] for row in rows if row.get("event") == "save_failed"]
+
+
+def test_a_save_that_fails_does_not_keep_the_next_one_from_being_tried():
+    saves = Saves(failing={1}, slow=True)
+    fitted, rows = run(3, cadence=Cadence(save=1), checkpoints=saves)
+    assert fitted.complete and list(saves.states) == [2, 3]
+    assert rows.events() == [(2, "save_failed"), (2, "saved"), (3, "saved")]
+    stop, saves = StopSignals(), Saves(failing={2}, slow=True)
+
+    class Signalling(Rows):
+        def write(self, row):
+            super().write(row)
+            if row["step"] == 2:
+                stop.received = signal.SIGTERM
+
+    fitted, rows = run(9, rows=Signalling(), cadence=Cadence(save=2), checkpoints=saves, stop=stop)
+    assert not fitted.complete and list(saves.states) == [fitted.progress.step]
+    assert rows.events() == [(3, "save_failed"), (3, "saved")]
 
 
 @pytest.mark.parametrize("failing", [False, True])
@@ -221,6 +260,14 @@ def test_a_step_that_is_not_finite_ends_the_run(bad):
     assert kept == ({bad - 1: (bad - 1, False)} if bad > 1 else {})
     assert rows.events() == [(bad, "not_finite")]
     assert rows[-1]["message"].count("checkpoint of step") == (bad > 1)
+
+
+@pytest.mark.parametrize(("save", "start", "asked"), [(2, 0, [2]), (3, 2, []), (1, 0, [1, 2])])
+def test_the_state_before_a_step_that_is_not_finite_is_saved_once(save, start, asked):
+    saves, rows = Saves(slow=True), Rows()
+    with pytest.raises(TrainingError, match="the state before it is the checkpoint of step 2"):
+        run(4, toy_step(bad={3}), rows=rows, start=Progress(start), cadence=Cadence(save=save), checkpoints=saves)
+    assert saves.asked == asked
 
 
 def test_an_overflow_in_float16_is_a_skipped_step():

@@ -1,6 +1,7 @@
 """Rows in a file that survives being killed, and what is measured of a run."""
 
 import json
+import math
 
 import jax
 import pytest
@@ -117,3 +118,11 @@ def test_evaluation_row():
     assert row["step"] == 7
     assert row["eval_num_targets"] == 8
     json.dumps(row, allow_nan=False)  # a hopeless loss is a large perplexity, not an overflow
+
+
+def test_an_evaluation_is_read_back():
+    found = Evaluation(1.5, 0.25, 8, {"eval_exact": 0.5})
+    assert Evaluation.from_row(json.loads(json.dumps(found.row(7)))) == found
+    row = {"step": 7, "eval_loss": None, "eval_perplexity": None, "eval_token_accuracy": 0.0, "eval_num_targets": 8}
+    back = Evaluation.from_row(row | {"eval_own": None})
+    assert math.isnan(back.loss) and back.num_targets == 8 and list(back.extra) == ["eval_own"]

@@ -19,10 +19,20 @@ from fastjax.training.config import (
     TrainConfig,
     TrainingSection,
 )
-from fastjax.training.resume import Earlier, check_identity, check_settings, model_fingerprint, newest, restore
+from fastjax.training.resume import (
+    Earlier,
+    check_identity,
+    check_result,
+    check_settings,
+    finished,
+    model_fingerprint,
+    newest,
+    restore,
+)
+from fastjax.training.run_folder import RunFolder
 
 
-def settings(**sections):
+def config(**sections):
     base = {"model": {"model_name": "m"}, "data": {"train": "d"}, "output": {"output_dir": "o"}}
     kinds = {
         "model": ModelSection,
@@ -33,7 +43,11 @@ def settings(**sections):
         "training": TrainingSection,
     }
     made = {name: kinds[name](**(base.get(name, {}) | sections.get(name, {}))) for name in kinds}
-    return dataclasses.asdict(TrainConfig(**made))
+    return TrainConfig(**made)
+
+
+def settings(**sections):
+    return dataclasses.asdict(config(**sections))
 
 
 def earlier(**sections):
@@ -76,6 +90,52 @@ def test_what_makes_another_state_is_refused():
         "c/7 is a checkpoint of another configuration: model.dtype: expected None, given 'float16'"
     )
     assert "lora.r: expected 16, given 8" in message and "training.seed: expected 3407, given 1" in message
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """The folder of a finished run."""
+    folder = RunFolder(tmp_path, tmp_path / "adapter")
+    folder.result.mkdir()
+    folder.write_settings(config())
+    folder.metrics.write_text('{"step": 3, "loss": 1.0}\n{"step": 3, "event": "finished", "message": ""}\n')
+    return folder
+
+
+def test_a_finished_run(ended):
+    assert finished(ended, config())
+    assert finished(ended, config(output={"save_steps": 5}, training={"logging_steps": 1}))
+    for other in (
+        config(training={"num_train_epochs": 3.0}),
+        config(data={"eval": "e"}, output={"load_best_model_at_end": True}),
+    ):
+        assert not finished(ended, other)
+    with open(ended.metrics, "a") as file:
+        file.write('{"step": 3, "event": "resumed", "message": ""}\n')
+    assert not finished(ended, config())
+
+
+@pytest.mark.parametrize("missing", ["metrics", "settings", "result"])
+def test_a_run_that_is_not_known_to_be_finished(ended, missing):
+    path = getattr(ended, missing)
+    path.rmdir() if missing == "result" else path.unlink()
+    assert not finished(ended, config())
+
+
+def test_a_result_is_not_replaced_without_a_checkpoint_to_go_on_from(ended):
+    with pytest.raises(ConfigError) as error:
+        check_result(ended, config(lora={"r": 8}, training={"seed": 1}, output={"save_steps": 5}))
+    assert str(error.value) == (
+        f"--resume: expected the settings of {ended.result}, which is finished and has no checkpoint to go on from "
+        "with others: lora.r: expected 16, given 8; training.seed: expected 3407, given 1. Go back to them, name "
+        "another folder, or replace the result (output.overwrite_output_dir: true)"
+    )
+    check_result(ended, config(lora={"r": 8}, output={"overwrite_output_dir": True}))
+    ended.settings.unlink()
+    with pytest.raises(ConfigError, match="--resume: expected a checkpoint in .*, given none beside .*/adapter; name"):
+        check_result(ended, config())
+    ended.result.rmdir()
+    check_result(ended, config())
 
 
 def test_another_model_or_other_data():

@@ -1,5 +1,7 @@
 """The output folder: whose it is, what is cleared, what is left alone."""
 
+import dataclasses
+
 import pytest
 
 from fastjax.errors import ConfigError
@@ -38,19 +40,20 @@ def test_clearing_leaves_the_result_and_what_is_not_ours(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "adapter", "notes"]
 
 
-def test_a_finished_run_without_checkpoints_is_not_resumed(tmp_path):
-    (tmp_path / "adapter").mkdir()
-    with pytest.raises(ConfigError, match="--resume: expected a checkpoint in"):
-        with claimed(config(tmp_path), resume=True):
-            pass
-    (tmp_path / "checkpoints").mkdir()
+def test_what_a_killed_run_was_writing_is_removed(tmp_path):
+    left = [tmp_path / place / ".adapter.123-0123abcd.partial" for place in ("", "adapter")]
+    other = tmp_path / ".other.partial"
+    for folder in (*left, other):
+        folder.mkdir(parents=True)
     with claimed(config(tmp_path), resume=True):
-        pass
+        assert not any(folder.exists() for folder in left) and other.exists()
 
 
-def test_what_a_killed_run_was_saving_is_removed(tmp_path):
-    (tmp_path / ".adapter.123-abc.partial").mkdir()
-    (tmp_path / ".other.partial").mkdir()
-    with claimed(config(tmp_path), resume=False):
-        assert not (tmp_path / ".adapter.123-abc.partial").exists()
-        assert (tmp_path / ".other.partial").exists()
+def test_settings_are_read_back(tmp_path):
+    with claimed(config(tmp_path, run_name="ä"), resume=False) as folder:
+        assert folder.read_settings() is None
+        folder.write_settings(config(tmp_path, run_name="ä"))
+        assert folder.read_settings() == dataclasses.asdict(config(tmp_path, run_name="ä"))
+        for torn in ("model: [", "mod", ""):
+            folder.settings.write_text(torn)
+            assert folder.read_settings() is None

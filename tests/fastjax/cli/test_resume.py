@@ -1,0 +1,65 @@
+"""`fastjax train` as a process that is killed, terminated and interrupted: resumed, it is the run that never was."""
+
+import signal
+
+import pytest
+
+from tests.support.kills import STEPS_A_KILL, survive
+from tests.support.runs import World, contents, events, figures, rows
+
+KILLS = 6
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return World(tmp_path_factory.mktemp("world"), KILLS * STEPS_A_KILL).make()
+
+
+@pytest.fixture(scope="module")
+def whole(world):
+    """The folder of the run that nothing stopped."""
+    output = world.folder / "whole"
+    process = world.start(output)
+    assert process.status() == 0, process.output
+    assert process.steps == list(range(1, world.steps + 1))
+    assert 0 < max(row.get("skipped_steps", 0) for row in rows(output)) < 20  # the loss scale matters
+    return output
+
+
+def test_killed_at_any_moment(world, whole, tmp_path):
+    """More kills and their places: `python -m tests.support.kills`."""
+    landed = survive(world, whole, tmp_path / "run", KILLS)
+    assert sum(bool(kill.steps) for kill in landed) >= 0.6 * KILLS, landed
+    assert sum(kill.during == "save" for kill in landed) >= 0.15 * KILLS, landed
+
+
+def test_terminated_interrupted_and_ended_at_once(world, whole, tmp_path):
+    output = tmp_path / "run"
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        process = world.start(output)
+        assert process.until(lambda process=process: len(process.steps) > 10)
+        process.send(number)
+        assert process.status() == status
+        step = process.steps[-1]
+        told = (
+            f"interrupted by {number.name} after step {step} of {world.steps}; its state is saved, and --resume goes on"
+        )
+        assert events(output)[-1] == told
+        assert process.output.splitlines()[-1] == f"fastjax train: {told}"
+        assert max(int(path.name) for path in (output / "checkpoints").iterdir()) == step
+    report = (output / "report.html").stat().st_mtime_ns
+    process = world.start(output)
+    assert process.until(lambda: len(process.steps) > 10)
+    process.send(signal.SIGINT)
+    assert process.until(lambda: "SIGINT: finishing the step and saving; Ctrl-C again ends at once" in process.output)
+    process.send(signal.SIGINT)
+    assert process.status() == 130
+    assert (output / "report.html").stat().st_mtime_ns == report  # which any other end writes
+    assert events(output)[-1].startswith(f"going on after step {step}, from ")
+    process = world.start(output)
+    assert process.status() == 0, process.output
+    assert contents(output / "adapter") == contents(whole / "adapter")
+    assert figures(output) == figures(whole)
+    process = world.start(output)
+    assert process.status() == 0 and f"the run in {output} is finished: nothing is left to do" in process.output
+    assert process.steps == []

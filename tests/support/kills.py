@@ -1,0 +1,130 @@
+"""A run that is killed again and again and resumed each time, against one that is not.
+
+python -m tests.support.kills --kills 20
+"""
+
+import argparse
+import collections
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.runs import Process, World, contents, figures
+
+#: So far apart are the kills, for a checkpoint to get done in between.
+STEPS_A_KILL = 30
+
+
+class Kill(NamedTuple):
+    """Where a kill landed.
+
+    Attributes:
+        meant: the moment that was waited for: "start", any up to the first step; "step", any after some; "save"; or
+            "export".
+        steps: their numbers, of which the process had told.
+        during: "start", "steps", "save" or "export", by what the process has left unfinished.
+    """
+
+    meant: str
+    steps: list[int]
+    during: str
+
+
+def moments(kills: int, draw: random.Random) -> list[str]:
+    """A tenth of the kills up to the first step, a third in saves; the last seventh while the result is written."""
+    start, save, export = max(1, kills // 10), kills // 3, max(1, kills // 7)
+    before = ["start"] * start + ["save"] * save + ["step"] * (kills - start - save - export)
+    draw.shuffle(before)
+    return before + ["export"] * export
+
+
+def survive(world: World, whole: Path, output: Path, kills: int, seed: int = 0) -> list[Kill]:
+    """Kill a run so many times, and resume it to the end.
+
+    Args:
+        world: its files.
+        whole: folder of the run that was not killed.
+        output: folder of the one that is.
+        kills: how many times.
+        seed: of the moments.
+
+    Returns:
+        Where the kills landed.
+
+    Raises:
+        AssertionError: the run's result or figures are not those of the other, or it has left something unfinished.
+    """
+    draw = random.Random(seed)
+    landed = [
+        _kill(world, output, moment, number * STEPS_A_KILL + draw.randint(1, STEPS_A_KILL // 2), draw)
+        for number, moment in enumerate(moments(kills, draw))
+    ]
+    last = world.start(output)
+    assert last.status() == 0, last.output
+    assert _unfinished(output) == ("", ""), f"unfinished at the end: {_unfinished(output)}; {landed}"
+    assert contents(output / "adapter") == contents(whole / "adapter"), f"another adapter; {landed}"
+    assert figures(output) == figures(whole), f"other figures; {landed}"
+    return landed
+
+
+def _kill(world: World, output: Path, moment: str, step: int, draw: random.Random) -> Kill:
+    """Kill a process at a moment; a moment after its first step comes after that step of the run."""
+    process = world.start(output)
+    if moment == "start":
+        end = time.monotonic() + draw.uniform(0.0, 3.0)
+        process.until(lambda: bool(process.steps) or time.monotonic() > end)
+    elif moment == "step":
+        process.until(lambda: _taken(process, step))
+        time.sleep(draw.uniform(0.0, 0.05))
+    elif moment == "save":
+        process.until(lambda: _taken(process, step) and bool(_unfinished(output)[0]))
+    else:
+        process.until(lambda: _begun(process) and bool(_unfinished(output)[1]))
+    process.send(signal.SIGKILL)
+    assert process.status() == -signal.SIGKILL, f"it ended before it was killed:\n{process.output}"
+    save, export = _unfinished(output) if _begun(process) else ("", "")
+    during = "export" if export else "save" if save else "steps" if process.steps else "start"
+    return Kill(moment, process.steps, during)
+
+
+def _taken(process: Process, step: int) -> bool:
+    return bool(process.steps) and process.steps[-1] >= step
+
+
+def _begun(process: Process) -> bool:
+    """Whether it has removed what the processes before it left: what is unfinished from now on is its own."""
+    return "going on after step" in process.output or "no checkpoint to go on from" in process.output
+
+
+def _unfinished(output: Path) -> tuple[str, str]:
+    """Names of a checkpoint and of a result that are not whole; empty where there are none."""
+    found = [path.name for folder in (output, output / "checkpoints") if folder.is_dir() for path in folder.iterdir()]
+    checkpoints = [name for name in found if ".orbax-checkpoint-tmp" in name]
+    return next(iter(checkpoints), ""), next((name for name in found if name.endswith(".partial")), "")
+
+
+def main() -> None:
+    """Kill a run and say where the kills landed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.monotonic()
+        world = World(Path(folder), arguments.kills * STEPS_A_KILL).make()
+        whole = world.start(Path(folder) / "whole")
+        assert whole.status() == 0, whole.output
+        landed = survive(world, Path(folder) / "whole", Path(folder) / "killed", arguments.kills, arguments.seed)
+        for number, kill in enumerate(landed, 1):
+            taken = f"steps {kill.steps[0]} to {kill.steps[-1]}" if kill.steps else "no step"
+            print(f"{number:3} meant: {kill.meant:6}  landed: {kill.during:6}  after {taken}")
+        counts = collections.Counter(kill.during for kill in landed)
+        print(f"{len(landed)} kills, {dict(counts)}, in {world.steps} steps and {time.monotonic() - begin:.0f} s:")
+        print("the adapter, byte for byte, and all figures are those of the run that was not killed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Training runs from files to files: their settings, what they leave, and `fastjax train` as a process of its own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from tests.support import chat
+
+ROOT = Path(__file__).resolve().parents[2]
+#: A step's line, not an event's.
+STEP = re.compile(r"step (\d+)/\d+: (loss|skipped)")
+
+
+def rows(folder: Path) -> list[dict]:
+    """The rows of the metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(folder: Path) -> list[str]:
+    """What happened beside steps, evaluations and saves."""
+    return [row["message"] for row in rows(folder) if row.get("event") not in (None, "saved")]
+
+
+def figures(folder: Path) -> list[list]:
+    """What must be equal in two equal runs."""
+    names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "loss_scale", "skipped_steps")
+    return [[row.get(name) for name in names] for row in rows(folder) if "event" not in row]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class World(NamedTuple):
+    """What the processes of a test share.
+
+    Attributes:
+        folder: of model, data, settings, and the cache of compiled programs.
+        steps: of a run.
+    """
+
+    folder: Path
+    steps: int
+
+    def make(self) -> "World":
+        """Write the files: a run in which everything that a checkpoint holds matters, and that saves while it runs."""
+        content = {
+            "model": {
+                "model_name": str(chat.write_model(self.folder / "model")),
+                "max_seq_length": 48,
+                "dtype": "float16",
+                "load_in_4bit": False,
+            },
+            "data": {"train": str(chat.write_chats(self.folder / "chats.jsonl")), "cache_dir": None},
+            "lora": {"r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "down_proj"]},
+            "optimizer": {"name": "adamw_8bit", "learning_rate": 0.01, "warmup_steps": 4},
+            "training": {
+                "max_steps": self.steps,
+                "neftune_noise_alpha": 5.0,
+                "initial_loss_scale": 2.0**24,
+                "loss_scale_window": 20,
+                "logging_steps": 1,
+            },
+            "output": {"output_dir": "given on the command line", "save_steps": 8},
+        }
+        (self.folder / "run.yaml").write_text(yaml.safe_dump(content))
+        return self
+
+    def start(self, output: Path) -> "Process":
+        """`fastjax train --resume`, which begins where there is nothing to go on from."""
+        return Process(
+            ["train", "--config", str(self.folder / "run.yaml"), "--output.output_dir", str(output), "--resume"],
+            self.folder / "compiled",
+        )
+
+
+class Process:
+    """The command `fastjax` in a process of its own.
+
+    Attributes:
+        output: what it has written so far.
+        steps: the numbers of the steps that it has told of.
+    """
+
+    def __init__(self, arguments: list[str], compiled: Path):
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        environment |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self.output, self.steps = "", []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fastjax", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self.output += line
+                if found := STEP.match(line):
+                    self.steps.append(int(found[1]))
+
+    def until(self, happened: Callable[[], bool], seconds: float = 300.0) -> bool:
+        """Wait until something happens; whether it has while the process was alive."""
+        end = time.monotonic() + seconds
+        while self._process.poll() is None:
+            if happened():
+                return True
+            if time.monotonic() > end:
+                self.send(signal.SIGKILL)
+                raise TimeoutError(f"not in {seconds} seconds:\n{self.output}")
+            time.sleep(0.0005)
+        return False
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
+
+    def status(self, seconds: float = 300.0) -> int:
+        """Wait for the end: the exit status, or less than zero, a signal's number."""
+        status = self._process.wait(seconds)
+        self._reader.join()
+        return status
