@@ -56,8 +56,7 @@ def backward_dkv(
         "delta_smem": plgpu.SMEM((stages, block), jnp.float32),
         "kv_full": plgpu.Barrier(num_barriers=parts, num_arrivals=2),
         "kv_free": plgpu.Barrier(num_barriers=1, num_arrivals=2),
-        "q_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
-        "do_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+        "full": plgpu.Barrier(num_barriers=stages, num_arrivals=4),
         "free": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         "done": plgpu.Barrier(num_arrivals=2),
     }
@@ -120,10 +119,10 @@ def _load(refs, tile, turns, group: int, parts: int, config: DkvConfig):
             head = key_head * group + lax.div(step, high - low)
             queries = pl.ds((low + lax.rem(step, high - low)) * block, block)
             pl.when(count >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
-            plgpu.copy_gmem_to_smem(refs.q.at[row, queries, head], refs.q_smem.at[slot], refs.q_full.at[slot])
-            plgpu.copy_gmem_to_smem(refs.lse.at[row, head, queries], refs.lse_smem.at[slot], refs.q_full.at[slot])
-            plgpu.copy_gmem_to_smem(refs.dout.at[row, queries, head], refs.do_smem.at[slot], refs.do_full.at[slot])
-            plgpu.copy_gmem_to_smem(refs.delta.at[row, head, queries], refs.delta_smem.at[slot], refs.do_full.at[slot])
+            for array, smem in ((refs.q, refs.q_smem), (refs.dout, refs.do_smem)):
+                plgpu.copy_gmem_to_smem(array.at[row, queries, head], smem.at[slot], refs.full.at[slot])
+            for array, smem in ((refs.lse, refs.lse_smem), (refs.delta, refs.delta_smem)):
+                plgpu.copy_gmem_to_smem(array.at[row, head, queries], smem.at[slot], refs.full.at[slot])
             return count + 1
 
         return lax.fori_loop(0, (high - low) * group, load_block, count)
@@ -166,8 +165,7 @@ def _compute(refs, tile, turn, count, rows: common.Rows, part, group: int, wante
             plgpu.wgmma(dv_ref, p.astype(dtype), do_smem)
 
         def products(s_ref, dp_ref=None):
-            plgpu.barrier_wait(refs.q_full.at[slot])
-            plgpu.barrier_wait(refs.do_full.at[slot])
+            plgpu.barrier_wait(refs.full.at[slot])
             if options.logits_soft_cap is None:
                 s_ref[...] = columns(refs.lse_smem)
             if dp_ref is not None and not options.dropout_rate:
@@ -202,7 +200,7 @@ def _compute(refs, tile, turn, count, rows: common.Rows, part, group: int, wante
             if rows.bounded_below:
                 count = lax.fori_loop(low, inner, masked, count)
             count = lax.fori_loop(inner, outer, plain, count)
-            return lax.fori_loop(outer, high, masked, count)
+            return lax.fori_loop(outer, high, masked, count) if rows.bounded_above else count
 
         lax.fori_loop(0, group, of_head, count)
         return [accumulator[...] for accumulator in accumulators]

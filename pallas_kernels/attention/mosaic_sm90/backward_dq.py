@@ -64,10 +64,8 @@ def backward_dq(
         "v_smem": plgpu.SMEM((config.stages, config.block_kv, value_size), q.dtype, transforms=value_tile),
         "q_full": plgpu.Barrier(num_barriers=2, num_arrivals=2),
         "q_free": plgpu.Barrier(num_barriers=1, num_arrivals=2),
-        "k_full": plgpu.Barrier(num_barriers=config.stages),
-        "v_full": plgpu.Barrier(num_barriers=config.stages),
-        "k_free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
-        "v_free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
+        "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
+        "free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
     }
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
     inputs |= common.query_inputs(mask, options)
@@ -121,12 +119,9 @@ def _load(refs, tile, turns, group: int, config: DqConfig):
         def load_block(step, count):
             slot = lax.rem(count, jnp.int32(stages))
             place = (row, pl.ds((high - 1 - step) * block, block), lax.div(head, jnp.int32(group)))
-            for array, smem, full, free in (
-                (refs.k, refs.k_smem, refs.k_full, refs.k_free),
-                (refs.v, refs.v_smem, refs.v_full, refs.v_free),
-            ):
-                pl.when(count >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                plgpu.copy_gmem_to_smem(array.at[place], smem.at[slot], full.at[slot])
+            pl.when(count >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+            for array, smem in ((refs.k, refs.k_smem), (refs.v, refs.v_smem)):
+                plgpu.copy_gmem_to_smem(array.at[place], smem.at[slot], refs.full.at[slot])
             return count + 1
 
         return lax.fori_loop(0, high - low, load_block, count)
@@ -149,7 +144,7 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
     plgpu.barrier_wait(refs.q_full.at[warpgroup])
 
     def release_previous(count):
-        plgpu.barrier_arrive(refs.k_free.at[lax.rem(count + (stages - 1), stages)])
+        plgpu.barrier_arrive(refs.free.at[lax.rem(count + (stages - 1), stages)])
 
     def gradient(dq_ref):
         def step(masked, index, count):
@@ -158,9 +153,8 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
             shape = (WARPGROUP_ROWS, block)
 
             def products(s_ref, dp_ref):
-                plgpu.barrier_wait(refs.k_full.at[slot])
+                plgpu.barrier_wait(refs.full.at[slot])
                 plgpu.wgmma(s_ref, q_smem, k_smem.T)
-                plgpu.barrier_wait(refs.v_full.at[slot])
                 plgpu.wgmma(dp_ref, do_smem, v_smem.T)
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                 if config.lag:  # what was issued before s is done too
@@ -170,7 +164,6 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
                     s = common.mask(s, start, end, key)
                 p = jnp.exp2(s * factor + broadcast_rows(lse, shape))
                 dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-                plgpu.barrier_arrive(refs.v_free.at[slot])
                 if options.dropout_rate:
                     number = batch_index * refs.q.shape[2] + head
                     keep = common.kept(s.shape, refs.seed, number, first, key, options, False)
@@ -182,7 +175,7 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
             plgpu.wgmma(dq_ref, ds, k_smem)
             if not config.lag:
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(refs.k_free.at[slot])
+                plgpu.barrier_arrive(refs.free.at[slot])
             return count + 1
 
         plain, masked = (functools.partial(step, masked) for masked in (False, True))

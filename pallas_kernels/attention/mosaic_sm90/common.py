@@ -65,6 +65,14 @@ class Rows(NamedTuple):
         causal_keys = self.transposed and self.options.causal
         return self.start is not None or causal_keys or self.options.sliding_window is not None
 
+    @property
+    def bounded_above(self) -> bool:
+        """Whether a row may not see the last columns.
+
+        Columns behind the last one are loaded as zeros: as keys they must be masked, as queries they add nothing.
+        """
+        return self.start is not None or not self.transposed or self.options.sliding_window is not None
+
     def shift(self, batch: Array) -> Array | int:
         if self.options.query_offset is not None:
             return -self.options.query_offset if self.transposed else self.options.query_offset
@@ -96,22 +104,29 @@ class Rows(NamedTuple):
         (start_low, end_low), (start_high, end_high) = bounds
         return start_low, start_high, jnp.minimum(end_low, self.columns), jnp.minimum(end_high, self.columns)
 
-    def of_rows(self, batch: Array, first: Array) -> tuple[Array, Array]:
-        """[start, end) of each of the WARPGROUP_ROWS rows from `first`, in registers."""
+    def of_rows(self, batch: Array, first: Array) -> tuple[Array | None, Array | None]:
+        """[start, end) of each of the WARPGROUP_ROWS rows from `first`, in registers; None where there is no bound."""
         shift = self.shift(batch)
         rows = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS) + first
         place = pl.ds(first, WARPGROUP_ROWS)
-        full = lambda value: plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.int32), ROWS)
-        start = full(0) if self.start is None else compat.mosaic_load(self.start.at[batch, place], ROWS)
-        end = full(self.columns) if self.end is None else compat.mosaic_load(self.end.at[batch, place], ROWS)
-        return self._limits(rows, shift, start, end)
+        start, end = (
+            plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.int32), ROWS)
+            if ends is None
+            else compat.mosaic_load(ends.at[batch, place], ROWS)
+            for ends, value in ((self.start, 0), (self.end, self.columns))
+        )
+        start, end = self._limits(rows, shift, start, end)
+        return start if self.bounded_below else None, end if self.bounded_above else None
 
 
-def mask(logits: Array, start: Array, end: Array, first_column: Array) -> Array:
+def mask(logits: Array, start: Array | None, end: Array | None, first_column: Array) -> Array:
     """Logits [rows, columns] with MASKED where the column is outside its row's [start, end)."""
     columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
-    wide = lambda rows: lax.broadcast_in_dim(rows - first_column, logits.shape, [0])
-    return jnp.where((columns >= wide(start)) & (columns < wide(end)), logits, MASKED)
+    if start is not None:
+        logits = jnp.where(columns >= broadcast_rows(start - first_column, logits.shape), logits, MASKED)
+    if end is not None:
+        logits = jnp.where(columns < broadcast_rows(end - first_column, logits.shape), logits, MASKED)
+    return logits
 
 
 def kept(shape: tuple[int, int], seed: Any, head: Array, first_row: Array, first_column: Array, options, transposed):
@@ -194,7 +209,7 @@ def _blocks(rows: Rows, batch: Array, first: Array, count: int, block: int) -> t
     size = jnp.int32(block)
     low = lax.div(jnp.clip(start_low, 0, rows.columns - 1), size)
     high = jnp.maximum(lax.div(jnp.maximum(end_high, 0) + (block - 1), size), low + 1)
-    outer = jnp.clip(lax.div(jnp.maximum(end_low, 0), size), low, high)
+    outer = jnp.clip(lax.div(jnp.maximum(end_low, 0), size), low, high) if rows.bounded_above else high
     inner = jnp.clip(lax.div(jnp.maximum(start_high, 0) + (block - 1), size), low, outer)
     return low, inner, outer, high
 
