@@ -1,7 +1,7 @@
 """Attention for Hopper (sm_90a) in Mosaic GPU: wgmma, TMA, warp specialisation.
 
-Three persistent kernels: `forward`, and for the gradients `backward_dq` and `backward_dkv`, each of which computes the
-weights again. Every tile skips the keys (queries) outside the ranges that its documents, causality and window leave.
+Three kernels: `forward`, and for the gradients `backward_dq` and `backward_dkv`, each of which computes the weights
+again. Every tile skips the keys (queries) outside the ranges that its documents, causality and window leave.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def forward(
         config: block sizes; by the head sizes by default.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
-    config = config or forward_config(q.shape[3], v.shape[3])
+    config = config or forward_config(q.shape[3], v.shape[3], options)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     out, lse = _forward(q, k, v, mask, sinks, seed, options=options, config=config, ctas=_cores(), interpret=interpret)
     return out, lse[:, :, : q.shape[1]]
@@ -106,9 +106,10 @@ def backward(
     units = 1 / options.scale if options.logits_soft_cap is None else LOG2E
     statistics = (jnp.pad(-units * lse, padding), jnp.pad(-delta, padding))
     arrays = (q, k, v, dout.astype(q.dtype), *statistics, mask, seed)
-    common: Any = {"options": options, "ctas": _cores(), "interpret": interpret}
-    gradient = backward_dq(*arrays, config=dq or dq_config(*sizes), **common)
-    return gradient, *backward_dkv(*arrays, config=dkv or dkv_config(*sizes), **common)
+    common: Any = {"options": options, "interpret": interpret}
+    dq = dq or dq_config(*sizes, options, ranges=mask.ranges is not None)
+    dkv = dkv or dkv_config(*sizes, options)
+    return backward_dq(*arrays, config=dq, **common), *backward_dkv(*arrays, config=dkv, **common)
 
 
 def _cores() -> int:

@@ -1,7 +1,7 @@
 """The backward pass in the keys and values: dv = Pᵀ dout, dk = scale · dSᵀ q.
 
-Persistent: tiles of keys of one key head, heaviest first; one warpgroup loads, two hold accumulators and run over the
-queries of every query head that shares the key head, so that no gradient of a single query head is ever in memory and
+A thread block takes a tile of keys of one key head, the heaviest tiles first: one warpgroup loads, two hold accumulators
+and run over the queries of every query head that shares the key head, so that no gradient of a single query head is ever in memory and
 the order of all sums is fixed. Everything is transposed: rows are keys, columns queries. A tile is 128 keys, 64 to a
 warpgroup; where the two accumulators of a warpgroup would not fit into its registers it is 64 keys, of which one
 warpgroup computes dk and the other dv.
@@ -25,7 +25,7 @@ from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 
 
-@functools.partial(jax.jit, static_argnames=("options", "config", "ctas", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "config", "interpret"))
 def backward_dkv(
     q: Array,
     k: Array,
@@ -38,24 +38,21 @@ def backward_dkv(
     *,
     options: Options,
     config: DkvConfig,
-    ctas: int,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
     """The gradients of k and v; arguments as in `backward_dq`."""
     batch, keys, key_heads, size = k.shape
     value_size, tiles = v.shape[3], pl.cdiv(keys, TILE)
     parts, stages, block = 1 if config.split else 2, config.stages, config.block_q
-    ctas = min(ctas, batch * tiles * key_heads * (2 // parts))
+    blocks = batch * tiles * key_heads * (2 // parts)
     key_tile, value_tile = (common.transforms(columns, block) for columns in (size, value_size))
     scratch = {
         "k_smem": plgpu.SMEM((parts, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
         "v_smem": plgpu.SMEM((parts, WARPGROUP_ROWS, value_size), q.dtype, transforms=value_tile),
         "q_smem": plgpu.SMEM((stages, block, size), q.dtype, transforms=key_tile),
         "do_smem": plgpu.SMEM((stages, block, value_size), q.dtype, transforms=value_tile),
-        "lse_smem": plgpu.SMEM((stages, block), jnp.float32),
-        "delta_smem": plgpu.SMEM((stages, block), jnp.float32),
+        "statistics": plgpu.SMEM((stages, 2, block), jnp.float32),
         "kv_full": plgpu.Barrier(num_barriers=parts, num_arrivals=2),
-        "kv_free": plgpu.Barrier(num_barriers=1, num_arrivals=2),
         "full": plgpu.Barrier(num_barriers=stages, num_arrivals=4),
         "free": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         "done": plgpu.Barrier(num_arrivals=2),
@@ -63,37 +60,30 @@ def backward_dkv(
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
     inputs |= common.key_inputs(mask, options)
     outputs = {"dk": jax.ShapeDtypeStruct(k.shape, k.dtype), "dv": jax.ShapeDtypeStruct(v.shape, v.dtype)}
-    body = functools.partial(_kernel, tiles=tiles, ctas=ctas, options=options, config=config)
-    dk, dv = common.launch(body, inputs, outputs, scratch, ctas, "attention_backward_dkv", interpret)
+    body = functools.partial(_kernel, tiles=tiles, options=options, config=config)
+    dk, dv = common.launch(body, inputs, outputs, scratch, blocks, "attention_backward_dkv", interpret)
     return dk, dv
 
 
-def _kernel(refs, *, tiles: int, ctas: int, options: Options, config: DkvConfig):
+def _kernel(refs, *, tiles: int, options: Options, config: DkvConfig):
     batch, keys, key_heads, _ = refs.k.shape
     group = refs.q.shape[2] // key_heads
     rows = common.Rows(refs.start, refs.end, refs.offset, keys, refs.q.shape[1], options, transposed=True)
-    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+    warpgroup = lax.axis_index("warpgroup")
     parts = 1 if config.split else 2
-    turns = common.rounds(cta, ctas, batch * tiles * key_heads * (2 // parts))
 
-    def tile(turn):
-        place, size = common.snake(turn, cta, ctas), parts * WARPGROUP_ROWS
+    def tile(place):
+        size = parts * WARPGROUP_ROWS
         return common.key_tile(place, rows, refs.order, batch, key_heads, tiles, size, config.block_q)
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _load(refs, tile, turns, group, parts, config)
+        _load(refs, tile, group, parts, config)
 
     def compute(part, wanted):
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        lax.fori_loop(
-            0,
-            turns,
-            lambda turn, count: _compute(refs, tile, turn, count, rows, part, group, wanted, options, config),
-            jnp.int32(0),
-        )
-        plgpu.wait_smem_to_gmem(0)
+        _compute(refs, tile, rows, part, group, wanted, options, config)
 
     if config.split:
         pl.when(warpgroup == 0)(lambda: compute(0, "k"))
@@ -102,62 +92,62 @@ def _kernel(refs, *, tiles: int, ctas: int, options: Options, config: DkvConfig)
         pl.when(warpgroup < 2)(lambda: compute(warpgroup, "kv"))
 
 
-def _load(refs, tile, turns, group: int, parts: int, config: DkvConfig):
-    """What the loading warpgroup does: a tile's keys and values, then its queries, head by head."""
+def _load(refs, tile, group: int, parts: int, config: DkvConfig):
+    """What the loading warpgroup does: the tile's keys and values, then the queries that see them."""
     block, stages = config.block_q, config.stages
+    row, first, key_head, low, inner, outer, high = tile(lax.axis_index("cta"))
+    for part in range(parts):
+        place = (row, pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), key_head)
+        plgpu.copy_gmem_to_smem(refs.k.at[place], refs.k_smem.at[part], refs.kv_full.at[part])
+        plgpu.copy_gmem_to_smem(refs.v.at[place], refs.v_smem.at[part], refs.kv_full.at[part])
 
-    def load_tile(turn, count):
-        row, first, key_head, low, _, _, high = tile(turn)
-        pl.when(turn > 0)(lambda: plgpu.barrier_wait(refs.kv_free.at[0]))
-        for part in range(parts):
-            place = (row, pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), key_head)
-            plgpu.copy_gmem_to_smem(refs.k.at[place], refs.k_smem.at[part], refs.kv_full.at[part])
-            plgpu.copy_gmem_to_smem(refs.v.at[place], refs.v_smem.at[part], refs.kv_full.at[part])
+    def load_block(head, index, count):
+        slot = lax.rem(count, jnp.int32(stages))
+        queries = pl.ds(index * block, block)
+        pl.when(count >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+        for array, smem in ((refs.q, refs.q_smem), (refs.dout, refs.do_smem)):
+            plgpu.copy_gmem_to_smem(array.at[row, queries, head], smem.at[slot], refs.full.at[slot])
+        for number, array in enumerate((refs.lse, refs.delta)):
+            place = refs.statistics.at[slot, number]
+            plgpu.copy_gmem_to_smem(array.at[row, head, queries], place, refs.full.at[slot])
+        return count + 1
 
-        def load_block(step, count):
-            slot = lax.rem(count, jnp.int32(stages))
-            head = key_head * group + lax.div(step, high - low)
-            queries = pl.ds((low + lax.rem(step, high - low)) * block, block)
-            pl.when(count >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
-            for array, smem in ((refs.q, refs.q_smem), (refs.dout, refs.do_smem)):
-                plgpu.copy_gmem_to_smem(array.at[row, queries, head], smem.at[slot], refs.full.at[slot])
-            for array, smem in ((refs.lse, refs.lse_smem), (refs.delta, refs.delta_smem)):
-                plgpu.copy_gmem_to_smem(array.at[row, head, queries], smem.at[slot], refs.full.at[slot])
-            return count + 1
+    def load_head(start, stop, member, count):
+        return lax.fori_loop(start, stop, functools.partial(load_block, key_head * group + member), count)
 
-        return lax.fori_loop(0, (high - low) * group, load_block, count)
-
-    lax.fori_loop(0, turns, load_tile, jnp.int32(0))
+    count = jnp.int32(0)
+    for start, stop in ((low, inner), (inner, outer), (outer, high)):
+        count = lax.fori_loop(0, group, functools.partial(load_head, start, stop), count)
 
 
-def _compute(refs, tile, turn, count, rows: common.Rows, part, group: int, wanted: str, options: Options, config: DkvConfig):
-    """What a computing warpgroup does with a tile; returns how many blocks it has taken in all."""
-    batch_index, first, key_head, low, inner, outer, high = tile(turn)
+def _compute(refs, tile, rows: common.Rows, part, group: int, wanted: str, options: Options, config: DkvConfig):
+    """What a computing warpgroup does: the gradients of 64 keys, values or both."""
+    batch_index, first, key_head, low, inner, outer, high = tile(lax.axis_index("cta"))
     block, stages, dtype = config.block_q, jnp.int32(config.stages), refs.q.dtype
     first = first + part * WARPGROUP_ROWS
-    start, end = rows.of_rows(batch_index, first)
     k_smem, v_smem = refs.k_smem.at[part], refs.v_smem.at[part]
     plgpu.barrier_wait(refs.kv_full.at[part])
 
-    def step(dk_ref, dv_ref, head, masked, index, count):
+    def step(dk_ref, dv_ref, masked, begin, blocks, turn, count):
         slot = lax.rem(count, stages)
+        query = (begin + lax.rem(turn, blocks)) * block
         q_smem, do_smem = refs.q_smem.at[slot], refs.do_smem.at[slot]
 
         def dropped(p, factor):
-            number = batch_index * refs.q.shape[2] + key_head * group + head
-            keep = common.kept(p.shape, refs.seed, number, first, index * block, options, True)
+            number = batch_index * refs.q.shape[2] + key_head * group + lax.div(turn, blocks)
+            keep = common.kept(p.shape, refs.seed, number, first, query, options, True)
             return jnp.where(keep, p * factor, 0.0)
 
         shape = (WARPGROUP_ROWS, block)
 
-        def columns(smem):
-            return broadcast_columns(compat.mosaic_load(smem.at[slot], COLUMNS), shape)
+        def columns(index):
+            return broadcast_columns(compat.mosaic_load(refs.statistics.at[slot, index], COLUMNS), shape)
 
         def weights(s_ref, pending):
             s, factor, slope = common.capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=pending), options)
             if masked:
-                s = common.mask(s, start, end, index * block)
-            return jnp.exp2(s * factor if options.logits_soft_cap is None else s * factor + columns(refs.lse_smem)), slope
+                s = rows.mask(s, batch_index, first, query)
+            return jnp.exp2(s * factor if options.logits_soft_cap is None else s * factor + columns(0)), slope
 
         def add_values(p):
             if options.dropout_rate:
@@ -167,9 +157,9 @@ def _compute(refs, tile, turn, count, rows: common.Rows, part, group: int, wante
         def products(s_ref, dp_ref=None):
             plgpu.barrier_wait(refs.full.at[slot])
             if options.logits_soft_cap is None:
-                s_ref[...] = columns(refs.lse_smem)
+                s_ref[...] = columns(0)
             if dp_ref is not None and not options.dropout_rate:
-                dp_ref[...] = columns(refs.delta_smem)
+                dp_ref[...] = columns(1)
             plgpu.wgmma(s_ref, k_smem, q_smem.T)
             if dp_ref is None:
                 p, _ = weights(s_ref, 0)
@@ -181,7 +171,7 @@ def _compute(refs, tile, turn, count, rows: common.Rows, part, group: int, wante
                 add_values(p)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0 if dv_ref is None else 1)
             if options.dropout_rate:
-                dp = dropped(dp, 1 / (1 - options.dropout_rate)) + columns(refs.delta_smem)
+                dp = dropped(dp, 1 / (1 - options.dropout_rate)) + columns(1)
             ds = p * dp
             plgpu.wgmma(dk_ref, (ds if slope is None else ds * slope).astype(dtype), q_smem)
 
@@ -195,19 +185,19 @@ def _compute(refs, tile, turn, count, rows: common.Rows, part, group: int, wante
         dk_ref = accumulators[0] if "k" in wanted else None
         dv_ref = accumulators[-1] if "v" in wanted else None
 
-        def of_head(head, count):
-            plain, masked = (functools.partial(step, dk_ref, dv_ref, head, masked) for masked in (False, True))
-            if rows.bounded_below:
-                count = lax.fori_loop(low, inner, masked, count)
-            count = lax.fori_loop(inner, outer, plain, count)
-            return lax.fori_loop(outer, high, masked, count) if rows.bounded_above else count
-
-        lax.fori_loop(0, group, of_head, count)
+        # The blocks of all heads that need a mask, those that need none, and those at the other end.
+        count = jnp.int32(0)
+        for bounded, begin, stop in ((rows.bounded_below, low, inner), (None, inner, outer), (rows.bounded_above, outer, high)):
+            if bounded is not False:
+                body = functools.partial(step, dk_ref, dv_ref, bounded is True, begin, stop - begin)
+                count = lax.fori_loop(0, (stop - begin) * group, body, count)
         return [accumulator[...] for accumulator in accumulators]
 
     sizes = {"k": refs.k.shape[3], "v": refs.v.shape[3]}
     found = pl.run_scoped(gradients, *(plgpu.ACC((WARPGROUP_ROWS, sizes[name]), jnp.float32) for name in wanted))
-    batch_index, first, key_head, low, _, _, high = tile(lax.optimization_barrier(turn))  # rather than keep them
+    # Computed again rather than kept in registers.
+    batch_index, first, key_head, *_ = tile(lax.optimization_barrier(lax.axis_index("cta")))
+    first = first + part * WARPGROUP_ROWS
     staging = {"k": k_smem, "v": v_smem}
     if config.split:  # both warpgroups have read both until here
         plgpu.barrier_arrive(refs.done)
@@ -215,9 +205,7 @@ def _compute(refs, tile, turn, count, rows: common.Rows, part, group: int, wante
     for name, value in zip(wanted, found, strict=True):
         staging[name][...] = (value * options.scale if name == "k" else value).astype(dtype)
     plgpu.commit_smem()
-    place = (batch_index, pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), key_head)
+    place = (batch_index, pl.ds(first, WARPGROUP_ROWS), key_head)
     for name in wanted:
         plgpu.copy_smem_to_gmem(staging[name], (refs.dk if name == "k" else refs.dv).at[place])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(refs.kv_free.at[0])
-    return count + (high - low) * group
+    plgpu.wait_smem_to_gmem(0)

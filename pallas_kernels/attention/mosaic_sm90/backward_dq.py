@@ -1,6 +1,6 @@
 """The backward pass in the queries: dq = scale · dS k, with P and dS computed again from the log-sum-exp.
 
-Persistent, like the forward kernel: tiles of 128 queries of one head, one warpgroup that loads and two that compute 64
+A thread block takes a tile of 128 queries of one head, the heaviest tiles first: one warpgroup loads, two compute 64
 queries each. With δ = rowsum(dout ∘ out): P = exp(logits − lse), dS = P ∘ (dout vᵀ − δ) (FlashAttention-2, arXiv
 2307.08691, algorithm 2).
 """
@@ -23,7 +23,7 @@ from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 
 
-@functools.partial(jax.jit, static_argnames=("options", "config", "ctas", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "config", "interpret"))
 def backward_dq(
     q: Array,
     k: Array,
@@ -36,7 +36,6 @@ def backward_dq(
     *,
     options: Options,
     config: DqConfig,
-    ctas: int,
     interpret: Any = None,
 ) -> Array:
     """The gradient of q.
@@ -50,12 +49,10 @@ def backward_dq(
         seed: uint32 [2].
         options: of the call.
         config: block sizes.
-        ctas: thread blocks: the multiprocessors.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
     batch, length, heads, size = q.shape
     value_size, tiles = v.shape[3], pl.cdiv(length, TILE)
-    ctas = min(ctas, batch * tiles * heads)
     key_tile, value_tile = (common.transforms(columns, config.block_kv) for columns in (size, value_size))
     scratch = {
         "q_smem": plgpu.SMEM((2, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
@@ -63,78 +60,60 @@ def backward_dq(
         "k_smem": plgpu.SMEM((config.stages, config.block_kv, size), q.dtype, transforms=key_tile),
         "v_smem": plgpu.SMEM((config.stages, config.block_kv, value_size), q.dtype, transforms=value_tile),
         "q_full": plgpu.Barrier(num_barriers=2, num_arrivals=2),
-        "q_free": plgpu.Barrier(num_barriers=1, num_arrivals=2),
         "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
         "free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
     }
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
     inputs |= common.query_inputs(mask, options)
     outputs = {"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}
-    body = functools.partial(_kernel, tiles=tiles, ctas=ctas, options=options, config=config)
-    [dq] = common.launch(body, inputs, outputs, scratch, ctas, "attention_backward_dq", interpret)
+    body = functools.partial(_kernel, tiles=tiles, options=options, config=config)
+    [dq] = common.launch(body, inputs, outputs, scratch, batch * tiles * heads, "attention_backward_dq", interpret)
     return dq
 
 
-def _kernel(refs, *, tiles: int, ctas: int, options: Options, config: DqConfig):
+def _kernel(refs, *, tiles: int, options: Options, config: DqConfig):
     batch, length, heads, _ = refs.q.shape
     keys, group = refs.k.shape[1], heads // refs.k.shape[2]
     rows = common.Rows(refs.start, refs.end, refs.offset, length, keys, options)
-    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    turns = common.rounds(cta, ctas, batch * tiles * heads)
+    warpgroup = lax.axis_index("warpgroup")
 
-    def tile(turn):
-        return common.query_tile(
-            common.snake(turn, cta, ctas), rows, refs.order, batch, heads, tiles, config.block_kv
-        )
+    def tile(place):
+        return common.query_tile(place, rows, refs.order, batch, heads, tiles, config.block_kv)
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _load(refs, tile, turns, group, config)
+        _load(refs, tile, group, config)
 
     @pl.when(warpgroup < 2)
     def _():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        lax.fori_loop(
-            0,
-            turns,
-            lambda turn, count: _compute(refs, tile, turn, count, rows, warpgroup, options, config),
-            jnp.int32(0),
-        )
-        plgpu.wait_smem_to_gmem(0)
+        _compute(refs, tile, rows, warpgroup, options, config)
 
 
-def _load(refs, tile, turns, group: int, config: DqConfig):
-    """What the loading warpgroup does: a tile's queries and cotangents, then its keys and values from the last."""
+def _load(refs, tile, group: int, config: DqConfig):
+    """What the loading warpgroup does: the queries and their cotangents, then keys and values from the last."""
     block, stages = config.block_kv, config.stages
+    row, first, head, low, _, _, high = tile(lax.axis_index("cta"))
+    for part in range(2):
+        place = (row, pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), head)
+        plgpu.copy_gmem_to_smem(refs.q.at[place], refs.q_smem.at[part], refs.q_full.at[part])
+        plgpu.copy_gmem_to_smem(refs.dout.at[place], refs.do_smem.at[part], refs.q_full.at[part])
 
-    def load_tile(turn, count):
-        row, first, head, low, _, _, high = tile(turn)
-        pl.when(turn > 0)(lambda: plgpu.barrier_wait(refs.q_free.at[0]))
-        for part in range(2):
-            place = (row, pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), head)
-            plgpu.copy_gmem_to_smem(refs.q.at[place], refs.q_smem.at[part], refs.q_full.at[part])
-            plgpu.copy_gmem_to_smem(refs.dout.at[place], refs.do_smem.at[part], refs.q_full.at[part])
-
-        def load_block(step, count):
-            slot = lax.rem(count, jnp.int32(stages))
-            place = (row, pl.ds((high - 1 - step) * block, block), lax.div(head, jnp.int32(group)))
-            pl.when(count >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
-            for array, smem in ((refs.k, refs.k_smem), (refs.v, refs.v_smem)):
-                plgpu.copy_gmem_to_smem(array.at[place], smem.at[slot], refs.full.at[slot])
-            return count + 1
-
-        return lax.fori_loop(0, high - low, load_block, count)
-
-    lax.fori_loop(0, turns, load_tile, jnp.int32(0))
+    @pl.loop(0, high - low)
+    def _(step):
+        slot = lax.rem(step, jnp.int32(stages))
+        place = (row, pl.ds((high - 1 - step) * block, block), lax.div(head, jnp.int32(group)))
+        pl.when(step >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+        for array, smem in ((refs.k, refs.k_smem), (refs.v, refs.v_smem)):
+            plgpu.copy_gmem_to_smem(array.at[place], smem.at[slot], refs.full.at[slot])
 
 
-def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Options, config: DqConfig):
-    """What a computing warpgroup does with a tile; returns how many blocks it has taken in all."""
-    batch_index, first, head, low, inner, outer, high = tile(turn)
+def _compute(refs, tile, rows: common.Rows, warpgroup, options: Options, config: DqConfig):
+    """What a computing warpgroup does: the gradient of its 64 queries."""
+    batch_index, first, head, low, inner, outer, high = tile(lax.axis_index("cta"))
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
     first = first + warpgroup * WARPGROUP_ROWS
-    start, end = rows.of_rows(batch_index, first)
     place = pl.ds(first, WARPGROUP_ROWS)
     lse = compat.mosaic_load(refs.lse.at[batch_index, head, place], ROWS)
     if options.logits_soft_cap is None:
@@ -143,12 +122,12 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
     q_smem, do_smem = refs.q_smem.at[warpgroup], refs.do_smem.at[warpgroup]
     plgpu.barrier_wait(refs.q_full.at[warpgroup])
 
-    def release_previous(count):
-        plgpu.barrier_arrive(refs.free.at[lax.rem(count + (stages - 1), stages)])
+    def release(index):
+        plgpu.barrier_arrive(refs.free.at[lax.rem(index, stages)])
 
     def gradient(dq_ref):
-        def step(masked, index, count):
-            slot, key = lax.rem(count, stages), (high - 1 - index) * block
+        def step(masked, index, _):
+            slot, key = lax.rem(index, stages), (high - 1 - index) * block
             k_smem, v_smem = refs.k_smem.at[slot], refs.v_smem.at[slot]
             shape = (WARPGROUP_ROWS, block)
 
@@ -158,15 +137,15 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
                 plgpu.wgmma(dp_ref, do_smem, v_smem.T)
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                 if config.lag:  # what was issued before s is done too
-                    pl.when(index > 0)(lambda: release_previous(count))
+                    pl.when(index > 0)(lambda: release(index - 1))
                 s, factor, slope = common.capped(s, options)
                 if masked:
-                    s = common.mask(s, start, end, key)
+                    s = rows.mask(s, batch_index, first, key)
                 p = jnp.exp2(s * factor + broadcast_rows(lse, shape))
                 dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
                 if options.dropout_rate:
                     number = batch_index * refs.q.shape[2] + head
-                    keep = common.kept(s.shape, refs.seed, number, first, key, options, False)
+                    keep = common.kept(shape, refs.seed, number, first, key, options, False)
                     dp = jnp.where(keep, dp * (1 / (1 - options.dropout_rate)), 0.0)
                 ds = p * (dp + broadcast_rows(delta, shape))
                 return (ds if slope is None else ds * slope).astype(dtype)
@@ -175,25 +154,20 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
             plgpu.wgmma(dq_ref, ds, k_smem)
             if not config.lag:
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(refs.free.at[slot])
-            return count + 1
+                release(index)
 
         plain, masked = (functools.partial(step, masked) for masked in (False, True))
-        after = lax.fori_loop(0, high - outer, masked, count)
-        after = lax.fori_loop(high - outer, high - inner, plain, after)
+        lax.fori_loop(0, high - outer, masked, None)
+        lax.fori_loop(high - outer, high - inner, plain, None)
         if rows.bounded_below:
-            after = lax.fori_loop(high - inner, high - low, masked, after)
-        dq = dq_ref[...]
-        if config.lag:
-            release_previous(after)
-        return dq
+            lax.fori_loop(high - inner, high - low, masked, None)
+        return dq_ref[...]
 
     dq = pl.run_scoped(gradient, plgpu.ACC((WARPGROUP_ROWS, refs.q.shape[3]), jnp.float32))
-    batch_index, first, head, low, _, _, high = tile(lax.optimization_barrier(turn))  # rather than keep them
+    # Computed again rather than kept in registers.
+    batch_index, first, head, *_ = tile(lax.optimization_barrier(lax.axis_index("cta")))
     place = pl.ds(first + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
     q_smem[...] = (dq * options.scale).astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_smem, refs.dq.at[batch_index, place, head])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(refs.q_free.at[0])
-    return count + (high - low)
+    plgpu.wait_smem_to_gmem(0)

@@ -79,18 +79,23 @@ class Rows(NamedTuple):
         offset = self.offset[batch if self.offset.shape[0] > 1 else 0]
         return -offset if self.transposed else offset
 
-    def _limits(self, rows, shift, start, end):
-        """[start, end) of rows, which may be one number or many."""
+    def _start(self, rows, shift, start):
+        """The first column of rows, which may be one number or many; `start` is that of their document."""
         causal, window = self.options.causal, self.options.sliding_window
-        if causal and not self.transposed:
-            end = jnp.minimum(end, rows + (shift + 1))
         if causal and self.transposed:
             start = jnp.maximum(start, rows + shift)
         if window is not None and (not self.transposed or not causal):
             start = jnp.maximum(start, rows + (shift + 1 - window))
+        return start
+
+    def _end(self, rows, shift, end):
+        """Behind the last column of rows, likewise."""
+        causal, window = self.options.causal, self.options.sliding_window
+        if causal and not self.transposed:
+            end = jnp.minimum(end, rows + (shift + 1))
         if window is not None and (self.transposed or not causal):
             end = jnp.minimum(end, rows + (shift + window))
-        return start, end
+        return end
 
     def of_tile(self, batch: Array, first: Array, rows: int) -> tuple[Array, Array, Array, Array]:
         """Bounds of a tile: (least start, greatest start, least end, greatest end); ends never exceed the columns."""
@@ -100,33 +105,29 @@ class Rows(NamedTuple):
         for row, place in ((first, first), (last, first + (rows - 1))):
             start = jnp.int32(0) if self.start is None else self.start[batch, place]
             end = jnp.int32(self.columns) if self.end is None else self.end[batch, place]
-            bounds.append(self._limits(row, shift, start, end))
+            bounds.append((self._start(row, shift, start), self._end(row, shift, end)))
         (start_low, end_low), (start_high, end_high) = bounds
         return start_low, start_high, jnp.minimum(end_low, self.columns), jnp.minimum(end_high, self.columns)
 
-    def of_rows(self, batch: Array, first: Array) -> tuple[Array | None, Array | None]:
-        """[start, end) of each of the WARPGROUP_ROWS rows from `first`, in registers; None where there is no bound."""
-        shift = self.shift(batch)
+    def mask(self, logits: Array, batch: Array, first: Array, first_column: Array) -> Array:
+        """Logits [WARPGROUP_ROWS, columns] from row `first` on, MASKED where a row does not see the column."""
+        first = lax.optimization_barrier(first)  # bounds are made here, not kept in registers around the loop
         rows = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS) + first
-        place = pl.ds(first, WARPGROUP_ROWS)
-        start, end = (
-            plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.int32), ROWS)
-            if ends is None
-            else compat.mosaic_load(ends.at[batch, place], ROWS)
-            for ends, value in ((self.start, 0), (self.end, self.columns))
-        )
-        start, end = self._limits(rows, shift, start, end)
-        return start if self.bounded_below else None, end if self.bounded_above else None
+        columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+        shift, place = self.shift(batch), pl.ds(first, WARPGROUP_ROWS)
 
+        def of_documents(ends, value):
+            if ends is None:
+                return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.int32), ROWS)
+            return compat.mosaic_load(ends.at[batch, place], ROWS)
 
-def mask(logits: Array, start: Array | None, end: Array | None, first_column: Array) -> Array:
-    """Logits [rows, columns] with MASKED where the column is outside its row's [start, end)."""
-    columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
-    if start is not None:
-        logits = jnp.where(columns >= broadcast_rows(start - first_column, logits.shape), logits, MASKED)
-    if end is not None:
-        logits = jnp.where(columns < broadcast_rows(end - first_column, logits.shape), logits, MASKED)
-    return logits
+        if self.bounded_below:
+            start = self._start(rows, shift, of_documents(self.start, 0)) - first_column
+            logits = jnp.where(columns >= broadcast_rows(start, logits.shape), logits, MASKED)
+        if self.bounded_above:
+            end = self._end(rows, shift, of_documents(self.end, self.columns)) - first_column
+            logits = jnp.where(columns < broadcast_rows(end, logits.shape), logits, MASKED)
+        return logits
 
 
 def kept(shape: tuple[int, int], seed: Any, head: Array, first_row: Array, first_column: Array, options, transposed):

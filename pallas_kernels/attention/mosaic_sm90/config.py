@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.attention.options import Options
+
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
 """A thread's registers in the warpgroup that loads and in the two that compute: together a multiprocessor's 65,536."""
@@ -57,28 +59,30 @@ class DkvConfig:
     split: bool = False
 
 
-def forward_config(size: int, value_size: int) -> ForwardConfig:
-    """Block sizes for heads of D and Dv."""
+def forward_config(size: int, value_size: int, options: Options) -> ForwardConfig:
+    """Block sizes for heads of D and Dv: the largest that leave registers for what the options need."""
     largest = max(size, value_size)
-    if largest <= 64:
-        return ForwardConfig(stages=4)
-    if largest <= 128:
-        return ForwardConfig()
-    return ForwardConfig(block_kv=64, own_output=largest <= 192)
+    if largest > 128 or options.dropout_rate:
+        return ForwardConfig(block_kv=64, stages=2 if largest > 128 else 4, own_output=largest <= 192)
+    return ForwardConfig(stages=4 if largest <= 64 else 2)
 
 
-def dq_config(size: int, value_size: int) -> DqConfig:
-    """Block sizes for heads of D and Dv."""
+def dq_config(size: int, value_size: int, options: Options, *, ranges: bool) -> DqConfig:
+    """Block sizes likewise; `ranges` says whether documents bound what a query sees."""
     largest = max(size, value_size)
-    if largest <= 64:
-        return DqConfig(stages=4)
-    if largest <= 128:
-        return DqConfig()
-    return DqConfig(block_kv=64 if largest <= 192 else 32)
+    if largest > 192:
+        return DqConfig(block_kv=32, stages=2)
+    if largest > 128:
+        return DqConfig(block_kv=64, stages=2)
+    if ranges or options.sliding_window or options.dropout_rate or options.logits_soft_cap:
+        return DqConfig(block_kv=64, stages=4)
+    return DqConfig(stages=4 if largest <= 64 else 2)
 
 
-def dkv_config(size: int, value_size: int) -> DkvConfig:
-    """Block sizes for heads of D and Dv."""
-    if size + value_size <= 256:
-        return DkvConfig(stages=4 if size + value_size <= 128 else 3)
-    return DkvConfig(stages=2, split=True)
+def dkv_config(size: int, value_size: int, options: Options) -> DkvConfig:
+    """Block sizes likewise."""
+    together = size + value_size
+    narrow = bool(options.dropout_rate or options.logits_soft_cap)
+    if together > 256:
+        return DkvConfig(block_q=32 if together > 384 or narrow else 64, stages=2, split=True)
+    return DkvConfig(block_q=32 if narrow else 64, stages=4)

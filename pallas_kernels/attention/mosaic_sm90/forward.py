@@ -141,7 +141,6 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
     value_size = refs.v.shape[3]
     first = first + warpgroup * WARPGROUP_ROWS
-    start, end = rows.of_rows(batch_index, first)
     q_smem = refs.q_smem.at[warpgroup]
     plgpu.barrier_wait(refs.q_full.at[warpgroup])
 
@@ -168,7 +167,7 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
         """A block's weights and their sums, what earlier ones are to be multiplied with, and the greatest logit."""
         s, factor, _ = common.capped(s, options)
         if masked:
-            s = common.mask(s, start, end, (high - 1 - index) * block)
+            s = rows.mask(s, batch_index, first, (high - 1 - index) * block)
         new_top = jnp.maximum(top, jnp.max(s, axis=1) * factor)
         p = jnp.exp2(s * factor - broadcast_rows(new_top, s.shape))
         total = jnp.sum(p, axis=1)

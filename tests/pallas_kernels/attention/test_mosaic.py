@@ -125,9 +125,7 @@ def test_head_sizes(size, value_size, interpreted):
     assert_close(interpreted(arguments, cotangents, {}, small), expected(arguments, cotangents, {}))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("pingpong", [False, True])
-@pytest.mark.parametrize("lag", [False, True])
+@pytest.mark.parametrize(("overlap", "pingpong", "lag"), [(False, False, False), (False, True, True), (True, False, True)])
 def test_variants(overlap, pingpong, lag, interpreted):
     arguments, cotangents = problem(1, length=300, heads=4, kv_heads=2)
     configs = {
