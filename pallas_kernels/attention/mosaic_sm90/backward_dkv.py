@@ -187,7 +187,11 @@ def _compute(refs, tile, rows: common.Rows, part, group: int, wanted: str, optio
 
         # The blocks of all heads that need a mask, those that need none, and those at the other end.
         count = jnp.int32(0)
-        for bounded, begin, stop in ((rows.bounded_below, low, inner), (None, inner, outer), (rows.bounded_above, outer, high)):
+        for bounded, begin, stop in (
+            (rows.bounded_below, low, inner),
+            (None, inner, outer),
+            (rows.bounded_above, outer, high),
+        ):
             if bounded is not False:
                 body = functools.partial(step, dk_ref, dv_ref, bounded is True, begin, stop - begin)
                 count = lax.fori_loop(0, (stop - begin) * group, body, count)

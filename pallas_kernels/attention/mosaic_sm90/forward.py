@@ -85,9 +85,7 @@ def _kernel(refs, *, tiles: int, ctas: int, options: Options, config: ForwardCon
     turns = common.rounds(cta, ctas, batch * tiles * heads)
 
     def tile(turn):
-        return common.query_tile(
-            common.snake(turn, cta, ctas), rows, refs.order, batch, heads, tiles, config.block_kv
-        )
+        return common.query_tile(common.snake(turn, cta, ctas), rows, refs.order, batch, heads, tiles, config.block_kv)
 
     @pl.when(warpgroup == 2)
     def _():

@@ -8,11 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import compat
 from pallas_kernels.attention import attention, mosaic_sm90, reference, segment_ranges
 from pallas_kernels.attention.implementations import IMPLEMENTATIONS
 from pallas_kernels.attention.mosaic_sm90.config import DkvConfig, DqConfig, ForwardConfig
 from tests.support.attention import QUICK
 from tests.support.interpreter import mosaic_interpreter
+
+pytestmark = pytest.mark.skipif(
+    compat.JAX_VERSION < (0, 11),
+    reason="the interpreter of jax 0.10 misplaces rows behind the end of an array and takes minutes or never returns",
+)
 
 #: Blocks of 64, so that short rows have several.
 SMALL = {
@@ -88,14 +94,10 @@ CASES = {
     "causal": {},
     "not causal": {"causal": False},
     "packed": {"batch": 2, "segment_ids": PACKED},
-    "packed, not causal": {"segment_ids": PACKED[:1], "causal": False},
-    "window": {"sliding_window": 50},
     "window, packed": {"segment_ids": PACKED[:1], "sliding_window": 40},
     "window on both sides": {"sliding_window": 30, "causal": False},
     "cap, sinks": {"logits_soft_cap": 1.5, "sinks": [0.3, -2.0]},
-    "sinks, packed": {"segment_ids": PACKED[:1], "sinks": [0.3, -2.0]},
     "more keys": {"length": 70, "keys": 210},
-    "fewer keys": {"length": 210, "keys": 70},
     "an offset a row": {"batch": 2, "length": 70, "keys": 150, "query_offset": np.array([0, 60], np.int32)},
 }
 
@@ -112,7 +114,7 @@ def test_every_feature_matches_float64(name, interpreted):
     assert_close(interpreted(arguments, cotangents, options), wanted)
 
 
-@pytest.mark.parametrize(("size", "value_size"), [(80, 80), (96, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("size", "value_size"), [(80, 80), (128, 96), (192, 128), (256, 256)])
 def test_head_sizes(size, value_size, interpreted):
     arguments, cotangents = problem(size, length=150, size=size, value_size=value_size)
     small = {
@@ -125,7 +127,9 @@ def test_head_sizes(size, value_size, interpreted):
     assert_close(interpreted(arguments, cotangents, {}, small), expected(arguments, cotangents, {}))
 
 
-@pytest.mark.parametrize(("overlap", "pingpong", "lag"), [(False, False, False), (False, True, True), (True, False, True)])
+@pytest.mark.parametrize(
+    ("overlap", "pingpong", "lag"), [(False, False, False), (False, True, True), (True, False, True)]
+)
 def test_variants(overlap, pingpong, lag, interpreted):
     arguments, cotangents = problem(1, length=300, heads=4, kv_heads=2)
     configs = {
