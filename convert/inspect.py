@@ -1,4 +1,4 @@
-"""What is in a folder, from its config and headers alone: family, parameters, formats, and what would not be supported."""
+"""What is in a folder, from its config and headers alone: family, parameters, formats, what is not supported."""
 
 import math
 import os
@@ -76,7 +76,9 @@ def inspect(folder: str | os.PathLike[str]) -> Inspection:
     text = config.get("text_config")
     shown = text if isinstance(text, dict) else config
     quantization = config.get("quantization_config")
-    settings = {name: shown[name] for name in (*sizes, "head_dim", "vocab_size", "max_position_embeddings") if name in shown}
+    settings = {
+        name: shown[name] for name in (*sizes, "head_dim", "vocab_size", "max_position_embeddings") if name in shown
+    }
     if isinstance(quantization, dict):
         settings["quantization"] = quantization.get("quant_method")
     return Inspection(

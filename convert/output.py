@@ -165,13 +165,14 @@ def _write_shards(
     ):
         try:
             for name, jobs in shards.items():
-                shard = Shard(state.folder / f"{name}.part", layouts[name], allow, stop, counter)
+                shard = Shard(state.folder / f"{name}.part", layouts[name], allow, stop, counter, checker)
                 try:
                     for future in [workers.submit(shard.fill, job) for job in jobs]:
                         future.result()
                 except BaseException:
                     stop.set()
                     workers.shutdown(cancel_futures=True)
+                    checker.shutdown(cancel_futures=True)
                     os.close(shard.descriptor)
                     raise
                 if checking is not None:

@@ -4,6 +4,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from convert.tensor_file import Layout
 from convert.unfinished import Unfinished, damaged
 
 Monitor = Callable[[int, int], None]
+_FLUSH = 2**27  # bytes
 
 
 class Part(NamedTuple):
@@ -59,10 +61,13 @@ class Counter:
 class Shard:
     """One file while it is being written, under a temporary name."""
 
-    def __init__(self, file: Path, layout: Layout, allow: bool, stop: threading.Event, counter: Counter):
+    def __init__(
+        self, file: Path, layout: Layout, allow: bool, stop: threading.Event, counter: Counter, flusher: Executor
+    ):
         self.file, self.layout, self.allow, self.stop, self.counter = file, layout, allow, stop, counter
         self.parts: list[tuple[int, int, int]] = []  # (offset, bytes, checksum)
         self.nonfinite: list[str] = []
+        self.flusher, self.flushes, self.unflushed = flusher, [], 0
         self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.ftruncate(self.descriptor, layout.size)
         self._write(0, np.frombuffer(layout.header, np.uint8))
@@ -88,6 +93,8 @@ class Shard:
     def close(self, state: Unfinished, name: str) -> None:
         """Flush the file, read it back, compare, and give it its name."""
         try:
+            for flushed in self.flushes:  # an error is told once, to the first who asks
+                flushed.result()
             os.fsync(self.descriptor)
         finally:
             os.close(self.descriptor)
@@ -106,6 +113,10 @@ class Shard:
             count = os.pwrite(self.descriptor, view, offset)
             view, offset = view[count:], offset + count
         self.counter.add(values.nbytes)
+        self.unflushed += values.nbytes
+        if self.unflushed >= _FLUSH:  # early, so that the disk is busy while the next parts are computed
+            self.unflushed = 0
+            self.flushes.append(self.flusher.submit(os.fdatasync, self.descriptor))
 
 
 def is_finite(values: np.ndarray) -> bool:

@@ -10,8 +10,7 @@ import numpy as np
 from convert.blocks import array_blocks, stored_blocks, whole_groups
 from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.errors import ConvertError
-from convert.weights import Weights, open_weights
-
+from convert.weights import FLOATS, Weights, open_weights
 
 _LENGTH = 2**20
 
@@ -135,7 +134,7 @@ class _Side:
         info = self.checkpoint.info(name)
         if self.weights is not None and name in self.paths:
             blocks = stored_blocks(self.weights, self.paths[name])()
-        elif info.shape == ():
+        elif info.shape == () or info.dtype not in FLOATS:
             return iter([(0, self.checkpoint.read(name).astype(np.float64).reshape(-1))])
         else:
             blocks = array_blocks(name, info)
@@ -158,7 +157,7 @@ def _difference(name: str, first: _Side, second: _Side) -> Difference:
     for (_, one), (_, other) in zip(first.values(name), second.values(name), strict=True):
         same = (one == other) | (np.isnan(one) & np.isnan(other))
         with np.errstate(invalid="ignore", over="ignore"):
-            gap = np.where(same, np.float32(0), np.abs(one - other))
+            gap = np.where(same, 0, np.abs(one - other))
         largest = float(np.maximum(largest, gap.max(initial=0)))
         squares += float(np.square(gap, dtype=np.float64).sum())
         of_first += float(np.square(one, dtype=np.float64).sum())
