@@ -75,6 +75,20 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--text", action="append", default=[], help="compare logits on it too; several are possible")
     verify.add_argument("--adapter", metavar="ADAPTER", help="with --text: put this adapter on A first")
 
+    gguf = command("gguf", _gguf, "write a GGUF file for llama.cpp; needs the gguf library, fastjax[gguf]")
+    gguf.add_argument("model", metavar="MODEL", help="model; merge an adapter first")
+    gguf.add_argument("out", metavar="FILE", type=Path, help="file to write")
+    gguf.add_argument("--type", choices=_GGUF_TYPES, default="bf16", help="of the matrices (default: %(default)s)")
+    gguf.add_argument("--pre_tokenizer", metavar="NAME", help="llama.cpp's name of it, where it is not known")
+    gguf.add_argument("--force", action="store_true", help="replace a file that is there")
+    gguf.add_argument("--allow_nonfinite", action="store_true", help="write NaN and infinity instead of refusing")
+
+    adapter = command("adapter", _adapter, "write the adapter of a run's checkpoint; as the run would at its end")
+    adapter.add_argument("run_folder", metavar="RUN", type=Path, help="output folder of a run")
+    adapter.add_argument("out", metavar="OUT", type=Path, help="folder to write, for PEFT")
+    adapter.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest)")
+    adapter.add_argument("--force", action="store_true", help="replace an adapter that is there")
+
     return parser
 
 
@@ -171,6 +185,38 @@ def _quantize(arguments: argparse.Namespace) -> None:
             monitor=monitor,
         )
     _report(written, f"{written.tensors} tensors")
+
+
+def _gguf(arguments: argparse.Namespace) -> None:
+    from convert.gguf import export_gguf
+
+    with _progress("exporting") as monitor:
+        exported = export_gguf(
+            _folder(arguments.model),
+            arguments.out,
+            type=arguments.type,
+            pre_tokenizer=arguments.pre_tokenizer,
+            force=arguments.force,
+            allow_nonfinite=arguments.allow_nonfinite,
+            monitor=monitor,
+        )
+    for note in exported.notes:
+        print(f"note: {note}")
+    kinds = ", ".join(f"{count} tensors in {name}" for name, count in exported.types.items())
+    print(f"{exported.file}: {kinds}, {_bytes(exported.bytes)}, read back and compared")
+
+
+def _adapter(arguments: argparse.Namespace) -> None:
+    from fastjax.commands.settings import parse_train_config
+
+    settings = arguments.run_folder / "config.yaml"
+    if not settings.is_file():
+        raise ConvertError(f"{arguments.run_folder}: expected the output folder of a run, with config.yaml, got none")
+    config = parse_train_config(["--config", str(settings), "--output.output_dir", str(arguments.run_folder)])
+    from fastjax.run_export import export_checkpoint  # JAX is imported once the settings are right
+
+    step = export_checkpoint(config, arguments.out, step=arguments.step, force=arguments.force)
+    print(f"{arguments.out}: what {arguments.run_folder} had learnt after step {step}")
 
 
 def _report(written, what: str) -> None:
