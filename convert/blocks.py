@@ -6,13 +6,15 @@ A block is float32 [rows, columns], a vector has one column. Blocks come in orde
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from convert.checkpoint import Checkpoint
+from convert.errors import ConvertError
 from convert.families import Row
 from convert.formats import fp8, nf4
-from convert.output import Job, Part
+from convert.shard import Job, Part, is_finite
 from convert.tensor_file import TensorInfo, read_range, read_tensor
 from convert.weights import Weights
 
@@ -113,13 +115,15 @@ def copied(checkpoint: Checkpoint, names: Sequence[str]) -> Job:
             for first in range(0, count, 2 * ELEMENTS):
                 yield Part(name, first, read_range(name, info, first, min(first + 2 * ELEMENTS, count)))
 
-    return Job({name: (np.dtype(info.dtype), info.shape) for name, info in infos.items()}, run)
+    outputs = {name: (np.dtype(info.dtype), info.shape) for name, info in infos.items()}
+    return Job(outputs, run, infos[names[0]].file)
 
 
-def plain(name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype) -> Job:
+def plain(source: Path, name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype) -> Job:
     """Blocks rounded once, to the nearest value of a dtype.
 
     Args:
+        source: The folder it comes from, for messages.
         name: The tensor's.
         blocks: Its values.
         shape: Its shape.
@@ -134,13 +138,14 @@ def plain(name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype) ->
             yield Part(name, first, values)
             first += values.size
 
-    return Job({name: (dtype, shape)}, run)
+    return Job({name: (dtype, shape)}, run, source)
 
 
-def quantized(name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype, nested: bool) -> Job:
+def quantized(source: Path, name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype, nested: bool) -> Job:
     """Blocks rounded to a dtype, then to NF4 as bitsandbytes does it.
 
     Args:
+        source: The folder it comes from, for messages.
         name: The weight's.
         blocks: Its values.
         shape: Its shape.
@@ -161,7 +166,11 @@ def quantized(name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype
     def run() -> Iterator[Part]:
         scales = []
         for first, values in whole_groups(blocks(), nf4.BLOCK):
-            part = nf4.encode(values.astype(dtype, copy=False))
+            with np.errstate(over="ignore"):
+                values = values.astype(dtype, copy=False)
+            if not is_finite(values):
+                raise ConvertError(f"{source}: {name}: expected finite values, which NF4 needs, got NaN or infinity")
+            part = nf4.encode(values)
             scales.append(part.absmax)
             yield Part(name, first // 2, part.codes)
         tensor = dataclasses.replace(empty, absmax=np.concatenate(scales))
@@ -171,7 +180,7 @@ def quantized(name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype
             if key != name:
                 yield Part(key, 0, np.ascontiguousarray(array).reshape(-1))
 
-    return Job(outputs, run)
+    return Job(outputs, run, source)
 
 
 #: Characters of a nested offset at most, as JSON writes a float32's value in full.

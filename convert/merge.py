@@ -186,14 +186,14 @@ class _Plan:
     def _written(self, path: str, change: Change, pack: bool) -> Job:
         target = self._target(change.dtype)
         if not pack:
-            return plain(change.name, change.blocks, change.shape, target)
+            return plain(self.weights.checkpoint.folder, change.name, change.blocks, change.shape, target)
         kind = self.weights.format(path)
         nested = kind != "nf4"
         if self.sample is None:
             empty = np.empty(0, np.uint8)
             self.sample = nf4.NF4Tensor(empty, empty, nf4.NF4_MAP, change.shape, target.name,
                                         nested_absmax=empty if nested else None)  # fmt: skip
-        return quantized(change.name, change.blocks, change.shape, target, nested)
+        return quantized(self.weights.checkpoint.folder, change.name, change.blocks, change.shape, target, nested)
 
     def _target(self, own: np.dtype) -> np.dtype:
         return own if self.dtype in (None, "nf4") else np.dtype(self.dtype)

@@ -94,11 +94,11 @@ def _jobs(weights: Weights, packed: set[str], nested: bool, dtype: str | None) -
         row, own = weights.rows[path], weights.decoded_dtype(path)
         target = own if dtype is None else np.dtype(dtype)
         if path in packed:
-            yield quantized(name, stored_blocks(weights, path), row.shape, target, nested)
+            yield quantized(weights.checkpoint.folder, name, stored_blocks(weights, path), row.shape, target, nested)
         elif target == own and weights.format(path) in FLOATS:
             yield copied(weights.checkpoint, [name])
         else:
-            yield plain(name, stored_blocks(weights, path), row.shape, target)
+            yield plain(weights.checkpoint.folder, name, stored_blocks(weights, path), row.shape, target)
 
 
 def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:

@@ -38,10 +38,12 @@ class Job(NamedTuple):
     Attributes:
         outputs: Name -> (dtype, shape).
         run: Makes their parts, in any order, each element once.
+        source: The file or folder they are made from, for messages.
     """
 
     outputs: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
     run: Callable[[], Iterator[Part]]
+    source: str | os.PathLike[str] = ""
 
 
 class Counter:
@@ -83,8 +85,8 @@ class Shard:
             if not is_finite(part.values) and part.name not in self.nonfinite:
                 if not self.allow:
                     raise ConvertError(
-                        f"{part.name}: expected finite values, got NaN or infinity (in the weights read, or where "
-                        f"{info.dtype} cannot hold the result); they are written if non-finite values are allowed"
+                        f"{job.source}: {part.name}: expected finite values, got NaN or infinity (in the weights read, "
+                        f"or where {info.dtype} cannot hold the result); they are written if these are allowed"
                     )
                 self.nonfinite.append(part.name)
             values = np.ascontiguousarray(part.values).view(np.uint8)
