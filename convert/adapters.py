@@ -17,6 +17,7 @@ With ``ensure_weight_tying`` on a tied model PEFT wants the head's entries too, 
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,9 @@ from convert.files import atomic_folder, read_json
 from convert.tensor_file import TensorInfo, read_header, read_tensor, write_tensor_file
 
 __all__ = [
+    "Adapter",
     "AdapterConfig",
+    "open_adapter",
     "rank_and_alpha",
     "read_adapter",
     "saves_whole",
@@ -88,6 +91,46 @@ def read_adapter(
         ConvertError: A file is missing or damaged, a setting is not supported, or names, ranks and settings
             contradict each other (all listed).
     """
+    adapter = open_adapter(folder, family=family)
+    return adapter.config, {path: adapter.read(path) for path in adapter.tensors}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An open PEFT LoRA folder.
+
+    Attributes:
+        folder: Where it is.
+        config: Its settings.
+        tensors: Name, as in this module's description -> where the array lies.
+    """
+
+    folder: Path
+    config: AdapterConfig
+    tensors: Mapping[str, TensorInfo]
+
+    def read(self, path: str) -> np.ndarray:
+        """Read one array.
+
+        Raises:
+            ConvertError: Its file was cut short since it was opened.
+        """
+        return read_tensor(path, self.tensors[path])
+
+
+def open_adapter(folder: str | os.PathLike[str], *, family: Family = LLAMA) -> Adapter:
+    """Open a PEFT LoRA folder and check names, ranks and settings against each other; no array is read.
+
+    Args:
+        folder: Holds adapter_config.json and adapter_model.safetensors.
+        family: The table of the base model.
+
+    Returns:
+        The adapter.
+
+    Raises:
+        ConvertError: As `read_adapter`.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise ConvertError(f"{folder}: no such folder; expected a PEFT adapter with {CONFIG} and {WEIGHTS}")
@@ -97,7 +140,7 @@ def read_adapter(
     header = read_header(folder / WEIGHTS)
     names = _tree_names(header, config, family, folder / WEIGHTS)
     _check({path: header[name].shape for path, name in names.items()}, config, family, folder / WEIGHTS)
-    return config, {path: read_tensor(name, header[name]) for path, name in names.items()}
+    return Adapter(folder, config, {path: header[name] for path, name in names.items()})
 
 
 def write_adapter(

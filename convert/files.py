@@ -45,13 +45,13 @@ def atomic_folder(folder: str | os.PathLike[str], *, replaces: Sequence[str] = (
     parent.mkdir(parents=True, exist_ok=True)
     temporary = parent / _temporary_name(folder)
     try:
-        with _full_disk_names(folder):
+        with full_disk_names(folder):
             temporary.mkdir()
             yield temporary
             files = sorted(temporary.iterdir())
             for file in files:
-                _flush(file)
-            _flush(temporary)
+                flush(file)
+            flush(temporary)
             if exists:
                 names = {file.name for file in files}
                 for file in files:
@@ -60,10 +60,10 @@ def atomic_folder(folder: str | os.PathLike[str], *, replaces: Sequence[str] = (
                     for stale in folder.glob(pattern):
                         if stale.name not in names:
                             stale.unlink()
-                _flush(folder)
+                flush(folder)
             else:
                 os.rename(temporary, folder)
-                _flush(folder.parent)
+                flush(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -85,13 +85,13 @@ def atomic_file(file: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.parent / _temporary_name(file)
     try:
-        with _full_disk_names(file):
+        with full_disk_names(file):
             with open(temporary, "wb") as stream:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(temporary, file)
-            _flush(file.parent)
+            flush(file.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -169,7 +169,8 @@ def _temporary_name(target: Path) -> str:
     return f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file's contents, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -178,8 +179,15 @@ def _flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _full_disk_names(target: Path) -> Iterator[None]:
-    """Turn a full disk's bare error into one that names the target and what became of it."""
+def full_disk_names(target: Path) -> Iterator[None]:
+    """Turn a full disk's bare error into one that names the target and what became of it.
+
+    Args:
+        target: What is being written.
+
+    Raises:
+        OSError: The block's own, with the name if there was no room.
+    """
     try:
         yield
     except OSError as error:

@@ -113,13 +113,36 @@ def read_tensor(name: str, info: TensorInfo) -> np.ndarray:
     Raises:
         ConvertError: The file ends before the tensor does.
     """
-    raw = np.empty(info.nbytes, np.uint8)
-    with open(info.file, "rb") as stream:
-        stream.seek(info.start)
-        got = stream.readinto(raw.data)
-    if got != info.nbytes:
-        raise unexpected(info.file, name, f"{info.nbytes} bytes at offset {info.start}", f"{got} bytes")
-    return raw.view(np.dtype(info.dtype)).reshape(info.shape)
+    return read_range(name, info, 0, math.prod(info.shape)).reshape(info.shape)
+
+
+def read_range(name: str, info: TensorInfo, first: int, last: int) -> np.ndarray:
+    """Read some of a tensor's elements, which lie row by row.
+
+    Args:
+        name: Its name, for the message.
+        info: From `read_header`.
+        first: The first element.
+        last: The one after the last.
+
+    Returns:
+        A fresh flat array of ``info.dtype``.
+
+    Raises:
+        ConvertError: The file ends before the elements do.
+    """
+    dtype = np.dtype(info.dtype)
+    start, size = info.start + first * dtype.itemsize, (last - first) * dtype.itemsize
+    raw = np.empty(size, np.uint8)
+    with open(info.file, "rb", buffering=0) as stream:
+        stream.seek(start)
+        got = 0
+        while got < size:  # one call gives 2 GiB at most
+            count = stream.readinto(raw[got:].data)
+            if not count:
+                raise unexpected(info.file, name, f"{size} bytes at offset {start}", f"{got} bytes")
+            got += count
+    return raw.view(dtype)
 
 
 def write_tensor_file(
@@ -139,22 +162,62 @@ def write_tensor_file(
         OSError: The file cannot be written.
     """
     arrays = {name: np.asarray(array) for name, array in tensors.items()}
-    for name, array in arrays.items():
-        if array.dtype not in _NAMES:
-            raise unexpected(file, name, f"a dtype of {', '.join(map(str, _RANK))}", str(array.dtype))
-    ordered = sorted(arrays.items(), key=lambda item: (-_RANK[item[1].dtype], item[0]))
+    layout = lay_out(file, {name: (array.dtype, array.shape) for name, array in arrays.items()}, metadata)
+    with open(file, "wb") as stream:
+        stream.write(layout.header)
+        for name in layout.tensors:
+            stream.write(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)
+
+
+class Layout(NamedTuple):
+    """Where everything goes in a file that is to be written.
+
+    Attributes:
+        header: Its first bytes, the length in front included.
+        tensors: name -> where its bytes go, in the order of the file.
+        size: Of the whole file, in bytes.
+    """
+
+    header: bytes
+    tensors: dict[str, TensorInfo]
+    size: int
+
+
+def lay_out(
+    file: str | os.PathLike[str],
+    described: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+) -> Layout:
+    """The header and the places of tensors whose values need not be known yet.
+
+    Args:
+        file: The file that is to be.
+        described: name -> (dtype, shape).
+        metadata: As for `write_tensor_file`.
+
+    Returns:
+        The layout that the safetensors library would choose.
+
+    Raises:
+        ConvertError: A dtype has no name in the format.
+    """
+    for name, (dtype, _) in described.items():
+        if dtype not in _NAMES:
+            raise unexpected(file, name, f"a dtype of {', '.join(map(str, _RANK))}", str(dtype))
+    ordered = sorted(described.items(), key=lambda item: (-_RANK[item[1][0]], item[0]))
     header: dict[str, Any] = {"__metadata__": dict({"format": "pt"} if metadata is None else metadata)}
-    ends = itertools.accumulate(array.nbytes for _, array in ordered)
-    for (name, array), end in zip(ordered, ends, strict=True):
-        offsets = [end - array.nbytes, end]
-        header[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
+    sizes = [math.prod(shape) * dtype.itemsize for _, (dtype, shape) in ordered]
+    ends = list(itertools.accumulate(sizes))
+    for (name, (dtype, shape)), size, end in zip(ordered, sizes, ends, strict=True):
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [end - size, end]}
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     raw += b" " * (-len(raw) % 8)
-    with open(file, "wb") as stream:
-        stream.write(len(raw).to_bytes(8, "little"))
-        stream.write(raw)
-        for _, array in ordered:
-            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    start = 8 + len(raw)
+    places = {
+        name: TensorInfo(shape, dtype.name, Path(file), start + end - size)
+        for (name, (dtype, shape)), size, end in zip(ordered, sizes, ends, strict=True)
+    }
+    return Layout(len(raw).to_bytes(8, "little") + raw, places, start + (ends[-1] if ends else 0))
 
 
 def _entry(file: Path, name: str, entry: Any, data_start: int) -> TensorInfo:

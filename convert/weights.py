@@ -25,14 +25,15 @@ from convert.checkpoint import (
 from convert.errors import ConvertError, unexpected
 from convert.families import Family, Row, family_for
 from convert.files import atomic_folder, read_json
-from convert.formats import nf4
+from convert.formats import fp8, nf4
 from convert.formats.nf4 import NF4Tensor
+from convert.tensor_file import DTYPES
 
 Tensor = np.ndarray | NF4Tensor
 FLOATS = ("float32", "bfloat16", "float16")
 SIDE_FILES = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+    *("chat_template*", "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 
 
@@ -51,11 +52,25 @@ class Weights:
     rows: Mapping[str, Row]
 
     def format(self, path: str) -> str:
-        """How a tensor is stored: "float32", "bfloat16", "float16", "nf4" or "nf4-nested"; nothing is read."""
+        """How a tensor is stored: "float32", "bfloat16", "float16", "nf4", "nf4-nested" or "fp8"; nothing is read."""
         name = self.rows[path].name
+        if self.checkpoint.info(name).dtype in fp8.DTYPES:
+            return "fp8"
         if name + nf4.QUANT_STATE not in self.checkpoint.tensors:
             return self.checkpoint.info(name).dtype
         return "nf4-nested" if name + ".nested_absmax" in self.checkpoint.tensors else "nf4"
+
+    def is_layer_matrix(self, path: str) -> bool:
+        """Whether a tensor is a matrix inside a layer: what is quantised of a model."""
+        row = self.rows[path]
+        return len(row.shape) == 2 and self.family.is_layer_linear(row.name.rpartition(".")[0])
+
+    def stored_names(self, path: str) -> list[str]:
+        """The names of everything that the checkpoint holds of a tensor: scales and such beside it."""
+        name = self.rows[path].name
+        suffixes = (*nf4.SUFFIXES, *fp8.SCALES) if self.format(path) in ("nf4", "nf4-nested", "fp8") else ("",)
+        beside = [name.removesuffix(".weight") + suffix for suffix in fp8.UNUSED] if self.format(path) == "fp8" else []
+        return [full for full in (*(name + suffix for suffix in suffixes), *beside) if full in self.checkpoint.tensors]
 
     def read(self, path: str) -> Tensor:
         """Read one tensor by its tree path, in the tree's layout.
@@ -64,22 +79,66 @@ class Weights:
             ConvertError: Its file was cut short, or the parts of an NF4 tensor do not fit together.
         """
         row = self.rows[path]
-        if not self.format(path).startswith("nf4"):
-            array = self.checkpoint.read(row.name)
-            return array if row.transform is None else row.transform.load(array)
+        if self.format(path).startswith("nf4"):
+            return self.read_packed(path)
+        array = self.checkpoint.read(row.name)
+        if self.format(path) == "fp8":
+            array = fp8.decode(array, self.fp8_scale(row)).astype(self.decoded_dtype(path))
+        return array if row.transform is None else row.transform.load(array)
+
+    def read_packed(self, path: str, *, codes: bool = True) -> NF4Tensor:
+        """Read an NF4 tensor by its tree path.
+
+        Args:
+            path: Its path.
+            codes: Read its codes too; otherwise the result has none.
+
+        Raises:
+            ConvertError: Its file was cut short, or its parts do not fit together.
+        """
+        row = self.rows[path]
         names = [row.name + suffix for suffix in nf4.SUFFIXES if row.name + suffix in self.checkpoint.tensors]
         file = self.checkpoint.info(row.name + nf4.QUANT_STATE).file
-        tensor = nf4.from_tensors(row.name, {name: self.checkpoint.read(name) for name in names}, file)
+        parts = {name: self.checkpoint.read(name) for name in names if codes or name != row.name}
+        if not codes:
+            info = self.checkpoint.info(row.name)
+            parts[row.name] = np.zeros(info.shape, np.dtype(info.dtype))  # never touched, so it takes no memory
+        tensor = nf4.from_tensors(row.name, parts, file)
         if tensor.shape != row.shape:
             raise unexpected(file, f"{row.name}: shape", str(list(row.shape)), list(tensor.shape))
-        return tensor
+        return tensor if codes else replace(tensor, codes=np.empty(0, np.uint8))
+
+    def fp8_scale(self, row: Row) -> fp8.Scale:
+        """Read the scales of an FP8 weight.
+
+        Raises:
+            ConvertError: There are none, or they do not fit the weight.
+        """
+        names = [row.name + suffix for suffix in fp8.SCALES if row.name + suffix in self.checkpoint.tensors]
+        file = self.checkpoint.info(row.name).file
+        if not names:
+            raise ConvertError(f"{file}: {row.name} is FP8 and needs {row.name}{fp8.SCALES[0]}, which is missing")
+        block = fp8.block_shape(self.checkpoint.config, self.checkpoint.folder / CONFIG)
+        scales = self.checkpoint.read(names[0])
+        return fp8.make_scale(names[0], scales, row.shape, block, self.checkpoint.info(names[0]).file)
+
+    def decoded_dtype(self, path: str) -> np.dtype:
+        """The dtype of a tensor's values once they are unpacked: its own, or for FP8 the one that config.json names."""
+        kind = self.format(path)
+        if kind == "fp8":
+            config = self.checkpoint.config
+            named = config.get("dtype", config.get("torch_dtype"))
+            return DTYPES["BF16"] if named not in FLOATS else np.dtype(named)
+        if kind.startswith("nf4"):
+            return np.dtype(self.read_packed(path, codes=False).dtype)
+        return np.dtype(kind)
 
 
 def open_weights(folder: str | os.PathLike[str]) -> Weights:
     """Open a folder and match every name in it against the family's table; no tensor is read.
 
     Args:
-        folder: A Hugging Face model folder, 16 or 32 bits or bitsandbytes NF4.
+        folder: A Hugging Face model folder: 16 or 32 bits, bitsandbytes NF4, or FP8.
 
     Returns:
         The matched folder.
@@ -122,7 +181,7 @@ def stream_formats(folder: str | os.PathLike[str]) -> dict[str, str]:
         folder: A Hugging Face model folder.
 
     Returns:
-        Tree path -> "float32", "bfloat16", "float16", "nf4" or "nf4-nested", in the order of the stream.
+        Tree path -> "float32", "bfloat16", "float16", "nf4", "nf4-nested" or "fp8", in the order of the stream.
 
     Raises:
         ConvertError: What `open_weights` finds.
@@ -190,12 +249,22 @@ def save(
             raise ConvertError(f"{folder}: expected all of the model's tensors, missing {', '.join(missing)}")
         config = _follow_stream(dict(config), seen, rows, family)
         if origin is not None:
-            for file in sorted({file for pattern in SIDE_FILES for file in origin.glob(pattern) if file.is_file()}):
-                shutil.copyfile(file, temporary / file.name)
+            copy_side_files(origin, temporary)
         if origin is not None and config == original:
             shutil.copyfile(origin / CONFIG, temporary / CONFIG)
         else:
             write_config(temporary / CONFIG, config)
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy tokenizer, chat template, generation config and licence.
+
+    Args:
+        source: A model folder.
+        target: A folder that is there.
+    """
+    for file in sorted({file for pattern in SIDE_FILES for file in source.glob(pattern) if file.is_file()}):
+        shutil.copyfile(file, target / file.name)
 
 
 def _check_quantization(config: Mapping[str, Any], file: Path) -> None:
@@ -206,8 +275,11 @@ def _check_quantization(config: Mapping[str, Any], file: Path) -> None:
     if not isinstance(quantization, dict):
         raise unexpected(file, "quantization_config", "an object or null", quantization)
     method = quantization.get("quant_method")
+    if method in fp8.METHODS:  # what is not FP8 there is found by its names and dtypes
+        return
     if method != "bitsandbytes":
-        raise unexpected(file, "quantization_config.quant_method", "'bitsandbytes' or no quantization", method)
+        expected = f"'bitsandbytes', {', '.join(map(repr, fp8.METHODS))} or no quantization"
+        raise unexpected(file, "quantization_config.quant_method", expected, method)
     if quantization.get("load_in_8bit"):
         raise unexpected(file, "quantization_config.load_in_8bit", "false (NF4 is the format that is read)", True)
     kind = quantization.get("bnb_4bit_quant_type")
@@ -229,6 +301,9 @@ def _check_names(checkpoint: Checkpoint, family: Family, rows: Mapping[str, Row]
         info = checkpoint.info(row.name)
         if row.name + nf4.QUANT_STATE in checkpoint.tensors:
             claimed.update(row.name + suffix for suffix in nf4.SUFFIXES)
+        elif info.dtype in fp8.DTYPES and info.shape == row.shape and len(row.shape) == 2:
+            claimed.update(row.name + suffix for suffix in fp8.SCALES)
+            claimed.update(row.name.removesuffix(".weight") + suffix for suffix in fp8.UNUSED)
         elif info.dtype not in FLOATS:
             wrong.append(f"{row.name} (expected a dtype of {', '.join(FLOATS)}, got {info.dtype} in {info.file.name})")
         elif info.shape != row.shape:
@@ -273,7 +348,7 @@ def _follow_stream(
     packed = [tensor for tensor in seen.values() if isinstance(tensor, NF4Tensor)]
     if not packed:
         quantization = config.get("quantization_config")
-        if isinstance(quantization, dict) and quantization.get("quant_method") == "bitsandbytes":
+        if isinstance(quantization, dict) and quantization.get("quant_method") in ("bitsandbytes", *fp8.METHODS):
             del config["quantization_config"]
     elif config.get("quantization_config") is None:
         linear = [path for path, row in rows.items() if len(row.shape) == 2 and not isinstance(seen[path], NF4Tensor)]

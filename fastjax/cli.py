@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "fine-tune a model as a YAML file says",
     "preview": "show the data of a run as the model will see them",
     "generate": "let a model, with or without an adapter, answer prompts",
+    "convert": "merge adapters, quantise, compare and look into model folders",
     "bench": "measure a kernel or a whole train step on this machine",
     "quickstart": "fine-tune the embedded tiny model and show it before and after",
 }

@@ -107,7 +107,7 @@ def fine_tune(
         data = load_run_data(config, tokenizer, lambda text: _say(console, text))
         for name, became in data.statistics().items():
             _say(console, f"{name}: {became}")
-        model = _load_model(config, console).replace(tokenizer=tokenizer)
+        model = load_model(config, console).replace(tokenizer=tokenizer)
         _check_vocabulary(model, data)
         identity = {"model": model_fingerprint(config.model.model_name), "data": data.train.fingerprint}
         if earlier is not None:
@@ -291,7 +291,13 @@ class _Run:
         )
 
 
-def _load_model(config: TrainConfig, console: Console) -> LanguageModel:
+def load_model(config: TrainConfig, console: Console) -> LanguageModel:
+    """The model of a run as it begins, with its adapter.
+
+    Args:
+        config: the run.
+        console: for a line about the model.
+    """
     model, _ = FastLanguageModel.from_pretrained(**dataclasses.asdict(config.model))
     if config.lora.adapter is not None:
         model = FastLanguageModel.load_adapter(model, config.lora.adapter, config.lora.lora_dropout)
@@ -332,7 +338,7 @@ def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> Fine
     else:
         adapter = LoraSection(adapter=str(folder.result), lora_dropout=config.lora.lora_dropout)
         config = dataclasses.replace(config, lora=adapter)
-    return FineTuned(_load_model(config, console), folder.result, _last_evaluation(folder))
+    return FineTuned(load_model(config, console), folder.result, _last_evaluation(folder))
 
 
 def _last_evaluation(folder: RunFolder) -> Evaluation | None:

@@ -7,6 +7,7 @@
 import dataclasses
 import errno
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,8 @@ from convert.adapters import AdapterConfig, write_adapter
 from convert.checkpoint import WEIGHT_FILES, open_checkpoint
 from convert.errors import ConvertError
 from convert.files import atomic_folder
+from convert.hub import fetch
+from convert.merge import merge
 from convert.weights import save
 from fastjax.data.new_tokens import add_tokens, vocabulary_size
 from fastjax.data.tokenizer import load_tokenizer
@@ -64,6 +67,7 @@ class LanguageModel:
         max_seq_length: rows are at most this long.
         tokenizer: the folder's, with the new tokens, or None.
         new_token_ids: tokens that were added to the checkpoint's vocabulary.
+        source: name and commit of a checkpoint from the hub; None for a folder.
     """
 
     config: ModelConfig
@@ -81,6 +85,7 @@ class LanguageModel:
     max_seq_length: int
     tokenizer: "PreTrainedTokenizerBase | None" = dataclasses.field(repr=False)
     new_token_ids: tuple[int, ...] = ()
+    source: tuple[str, str] | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -145,6 +150,37 @@ class LanguageModel:
                 _save_tokenizer(self.tokenizer, whole)
         return folder
 
+    def save_pretrained_merged(
+        self, folder: str | Path, *, dtype: str | None = None, base_in_nf4: bool = False, force: bool = False
+    ) -> Path:
+        """Write a plain Hugging Face folder with the adapter merged into its base, as `convert.merge` does.
+
+        Args:
+            folder: created; appears under its name only when whole.
+            dtype: of the result: "bfloat16", "float16", "float32", or "nf4" for the layers' matrices; None: as the
+                base's files have it.
+            base_in_nf4: add to the 4-bit weights that a 16-bit folder became with load_in_4bit, not to the folder's.
+            force: replace a model folder that is there.
+
+        Raises:
+            ConfigError: there is no adapter, or no folder that it was trained on.
+            ConvertError: the folder is taken, or something is wrong with the base.
+            OSError: the disk is full, …; nothing is left behind.
+        """
+        if self.lora is None or self.folder is None:
+            raise ConfigError(
+                "save_pretrained_merged: expected an adapter on a model from a folder; save_pretrained writes a model "
+                "that was trained whole"
+            )
+        folder = Path(folder)
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder.absolute().parent) as adapter:
+            self.save_pretrained(adapter)
+            merge(
+                self.folder, adapter, folder, dtype=dtype, base_in_nf4=base_in_nf4, config=self.hf_config, force=force
+            )
+        return folder
+
     def _has_own_tokenizer(self) -> bool:
         """Whether the tokenizer is another than the checkpoint's, whose files are copied as they are."""
         if self.folder is None or self.new_token_ids:
@@ -183,11 +219,12 @@ class FastLanguageModel:
         float32_modules: Sequence[str] | None = None,
         new_tokens: "Sequence[str | AddedToken] | None" = None,
         rope_scaling: Mapping[str, Any] | None = None,
+        revision: str | None = None,
     ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
         """Load a Hugging Face folder.
 
         Args:
-            model_name: the folder.
+            model_name: the folder, or a name on the hub (`convert.hub`).
             max_seq_length: longest row that will be trained on or generated; None: 2048, or what the model can do
                 where that is less.
             dtype: compute dtype; None: bfloat16 on a GPU, float32 on a CPU.
@@ -204,6 +241,7 @@ class FastLanguageModel:
             new_tokens: tokens to add to the tokenizer and to the tables (`models.vocabulary`).
             rope_scaling: replaces the scaling of the rotary positions: {"rope_type": "yarn", "factor": 4.0}; types
                 default, linear, yarn and llama3, with transformers' names and defaults.
+            revision: branch, tag or commit on the hub; its commit goes into an adapter's settings.
 
         Returns:
             The model, and its tokenizer.
@@ -214,6 +252,8 @@ class FastLanguageModel:
         """
         del random_state  # nothing starts at random here; get_peft_model has its own
         settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
+        found = fetch(model_name, revision)
+        model_name = found.folder
         hf_config: Mapping[str, Any] = open_checkpoint(model_name).config
         config = ModelConfig.from_hf(hf_config, where=str(Path(model_name) / "config.json"))
         if rope_scaling is not None:
@@ -240,7 +280,8 @@ class FastLanguageModel:
             config = dataclasses.replace(config, vocab_size=rows)
             hf_config = {**hf_config, "vocab_size": rows}
         model = _build(config, hf_config, Path(model_name), plan, weights, precision, tokenizer, settings)
-        return model.replace(new_token_ids=tuple(new_ids)), tokenizer
+        source = None if found.name is None or found.revision is None else (found.name, found.revision)
+        return model.replace(new_token_ids=tuple(new_ids), source=source), tokenizer
 
     @staticmethod
     def from_config(
@@ -336,9 +377,11 @@ class FastLanguageModel:
         """
         if bias != "none":
             raise ConfigError(f"bias: expected 'none', given {bias!r}")
+        name, revision = model.source or (None if model.folder is None else str(model.folder), None)
         try:
             adapter = AdapterConfig(
-                base_model_name_or_path=None if model.folder is None else str(model.folder),
+                base_model_name_or_path=name,
+                revision=revision,
                 r=r,
                 lora_alpha=lora_alpha,
                 lora_dropout=lora_dropout,

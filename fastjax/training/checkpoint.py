@@ -10,6 +10,7 @@ before it is deleted.
 import concurrent.futures
 import functools
 import logging
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -196,6 +197,31 @@ class Checkpoints:
                 for new, old in zip(found, leaves, strict=True)
             ],
         )
+
+    def load_part(self, step: int, field: str, like: Any) -> Any:
+        """Read one field of a checkpoint's state, and nothing else of it.
+
+        Args:
+            step: of the checkpoint.
+            field: of the state, such as "trainable".
+            like: a tree with the arrays' shapes, dtypes and places.
+
+        Returns:
+            The field.
+
+        Raises:
+            ConfigError: the checkpoint's arrays are others (the first of them named).
+        """
+        described = self.metadata(step)["arrays"]
+        arrays = {f"{field}.{name}": array for name, array in named_arrays(like).items()}
+        wanted = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
+        here = {name: entry for name, entry in described.items() if name.startswith(f"{field}.")}
+        _check(wanted, here, self.folder / str(step))
+        stored_names = [name for name, (shape, _) in described.items() if math.prod(shape)]
+        abstract = {name: arrays.get(name, _orbax().PLACEHOLDER) for name in stored_names}
+        stored = _orbax().load_checkpointables(str(self.folder / str(step)), {"state": abstract})["state"]
+        found = [stored[name] if array.size else jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()]
+        return jax.tree.unflatten(jax.tree.structure(like), found)
 
     def _retire(self, progress: Progress) -> None:
         """Delete what is neither among the newest nor the best.

@@ -188,7 +188,7 @@ def test_an_nf4_tensor_of_another_shape_or_without_its_scales(make_folder, tmp_p
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "gptq"}, "quantization_config.quant_method: expected 'bitsandbytes' or no quantization"),
+        ({"quant_method": "gptq"}, "quantization_config.quant_method: expected 'bitsandbytes', 'fp8', 'fbgemm_fp8', "),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quantization_config.load_in_8bit: expected false"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},

@@ -49,7 +49,9 @@ def test_readme_names_every_recipe():
         assert f"(examples/{file.name})" in README
 
 
-@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md", "docs/training.md", "docs/performance.md"])
+@pytest.mark.parametrize(
+    "file", ["README.md", "CONTRIBUTING.md", "docs/training.md", "docs/performance.md", "docs/convert.md"]
+)
 def test_links_lead_somewhere(file):
     text = (ROOT / file).read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):

@@ -1,0 +1,324 @@
+"""What an adapter makes of a model's tensors: for each that it changes, the new values as blocks in float32.
+
+LoRA (arXiv 2106.09685), rsLoRA, DoRA (arXiv 2402.09353), modules that were trained whole, rows of tokens that were
+trained alone, vocabularies that have grown. An adapter that treats tied embedding and head differently unties them, as
+PEFT's forward pass does.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, scaling, targets
+from convert.adapters import WEIGHTS, Adapter
+from convert.blocks import Block, Blocks, array_blocks, read_array, stored_blocks, through_nf4
+from convert.errors import ConvertError
+from convert.weights import Weights
+
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+TABLES = (EMBEDDING, HEAD)
+_LINEAR = (".lora_A", ".lora_B", ".lora_magnitude_vector")
+_LOOKUP = (".lora_embedding_A", ".lora_embedding_B", ".lora_magnitude_vector")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A tensor with the adapter in it.
+
+    Attributes:
+        name: The tensor's name in the checkpoint.
+        shape: Its shape, with the rows of a grown vocabulary.
+        dtype: Of the values before.
+        blocks: Its values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class Changes:
+    """All that an adapter changes.
+
+    Attributes:
+        tensors: Tree path -> change; of tied tables the one that stands for both.
+        untied: Whether a head that was tied has become one of its own.
+        vocabulary: Rows of the tables.
+    """
+
+    tensors: Mapping[str, Change]
+    untied: bool
+    vocabulary: int
+
+
+def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) -> Changes:
+    """Match an adapter with a model; only small arrays are read.
+
+    Args:
+        weights: The base model.
+        adapter: The adapter.
+        base_in_nf4: The adapter was trained over the layers' matrices in NF4 (nested), which the folder has in 16 bits.
+
+    Raises:
+        ConvertError: The adapter is of another model: modules, ranks, sizes or rows that do not fit (all listed).
+    """
+    tied = f"{HEAD}.weight" not in weights.rows
+    tables = _Tables(weights, adapter, tied)
+    problems = tables.problems + _misfits(weights, adapter, tables)
+    if problems:
+        listed = "; ".join(problems[:12]) + (f"; and {len(problems) - 12} more" if len(problems) > 12 else "")
+        raise ConvertError(f"{adapter.folder / WEIGHTS}: does not fit {weights.checkpoint.folder}: {listed}")
+    found: dict[str, Change] = {}
+    for path, row in weights.rows.items():
+        module, _, kind = path.rpartition(".")
+        if module in TABLES and kind == "weight":
+            continue
+        blocks = stored_blocks(weights, path)
+        dtype = weights.decoded_dtype(path)
+        in_nf4 = base_in_nf4 and weights.is_layer_matrix(path) and not weights.format(path).startswith("nf4")
+        if in_nf4:
+            blocks = through_nf4(blocks, row.shape, dtype)
+        whole = f"{module}.modules_to_save.{kind}"
+        if whole in adapter.tensors:
+            found[path] = Change(row.name, row.shape, dtype, _of_adapter(adapter, whole))
+        elif kind == "weight" and f"{module}.lora_A" in adapter.tensors:
+            found[path] = Change(row.name, row.shape, dtype, _with_lora(adapter, weights, module, blocks))
+        elif in_nf4:
+            found[path] = Change(row.name, row.shape, dtype, blocks)
+    return Changes(found | tables.changed(), tables.untied, tables.rows)
+
+
+class _Tables:
+    """Embedding and head: who changes them, whether they stay tied, how many rows they have."""
+
+    def __init__(self, weights: Weights, adapter: Adapter, tied: bool):
+        self.weights, self.adapter, self.tied = weights, adapter, tied
+        self.problems: list[str] = []
+        self.base_rows = weights.rows[f"{EMBEDDING}.weight"].shape[0]
+        self.width = weights.rows[f"{EMBEDDING}.weight"].shape[1]
+        self.tokens = self._tokens()
+        changed = {module for module in TABLES if self._changes(module)}
+        follows = self._changes(EMBEDDING) == {".trainable_tokens_delta"} and self._head_follows()
+        self.untied = tied and bool(changed) and not adapter.config.ensure_weight_tying and not follows
+        self.rows = self._rows()
+
+    def changed(self) -> dict[str, Change]:
+        """The tables that are not as they were."""
+        if self.tied and not self.untied:  # one table; what is there for the head alone is for both
+            module = EMBEDDING if self._changes(EMBEDDING) else HEAD
+            return self._change(EMBEDDING, module) if self._changes(module) or self._grows() else {}
+        return {
+            path: change
+            for module in TABLES
+            if self._changes(module) or self._grows() or (self.untied and module == HEAD)
+            for path, change in self._change(module, module).items()
+        }
+
+    def _change(self, place: str, module: str) -> dict[str, Change]:
+        weights, adapter = self.weights, self.adapter
+        home = EMBEDDING if self.tied else place
+        source = f"{home}.weight"
+        blocks = self._grown(module, stored_blocks(weights, source))
+        kinds = self._changes(module)
+        if ".modules_to_save.weight" in kinds:
+            blocks = _of_adapter(adapter, f"{module}.modules_to_save.weight")
+        if ".lora_A" in kinds:
+            blocks = _with_lora(adapter, weights, module, blocks)
+        if ".lora_embedding_A" in kinds:
+            blocks = _with_lookup_lora(adapter, weights, module, blocks)
+        if ".trainable_tokens_delta" in kinds:
+            blocks = _with_rows(adapter, module, self.tokens[module], blocks)
+        name = weights.rows[source].name if home == place else f"{weights.family.module_name(HEAD)}.weight"
+        return {f"{place}.weight": Change(name, (self.rows, self.width), weights.decoded_dtype(source), blocks)}
+
+    def _changes(self, module: str) -> set[str]:
+        kinds = (".modules_to_save.weight", ".lora_A", ".lora_embedding_A", ".trainable_tokens_delta")
+        return {kind for kind in kinds if module + kind in self.adapter.tensors}
+
+    def _grows(self) -> bool:
+        return self.rows > self.base_rows
+
+    def _tokens(self) -> dict[str, list[int]]:
+        """Table -> the ids whose rows are trained."""
+        given = self.adapter.config.trainable_token_indices or {}
+        by_table = given if isinstance(given, dict) else {EMBEDDING: given}
+        named = {name.removeprefix("model."): ids for name, ids in by_table.items()}
+        if self.tied and EMBEDDING in named and f"{HEAD}.trainable_tokens_delta" in self.adapter.tensors:
+            named.setdefault(HEAD, named[EMBEDDING])  # PEFT writes a copy where the vocabulary has grown
+        self.problems += [f"trainable_token_indices: rows of {name}" for name in named if name not in TABLES]
+        return named
+
+    def _head_follows(self) -> bool:
+        other = self._changes(HEAD) - {".trainable_tokens_delta"}
+        return not other and self.tokens.get(HEAD, self.tokens.get(EMBEDDING)) == self.tokens.get(EMBEDDING)
+
+    def _rows(self) -> int:
+        """The rows of the tables: arrays of the adapter say how many there were; without any, its tokens."""
+        tensors = self.adapter.tensors
+        axes = {".modules_to_save.weight": 0, ".base_layer.weight": 0, ".lora_embedding_A": 1}
+        kinds = [(module + kind, axis) for module in TABLES for kind, axis in axes.items()] + [(f"{HEAD}.lora_B", 0)]
+        sizes = [tensors[path].shape[axis] for path, axis in kinds if path in tensors and tensors[path].shape]
+        if not sizes:
+            sizes = [max(ids) + 1 for ids in self.tokens.values() if ids]
+        return max([self.base_rows, *sizes])
+
+    def _grown(self, module: str, blocks: Blocks) -> Blocks:
+        """The base's rows, and those that the adapter's folder has beyond; rows of trained tokens may be missing."""
+        if not self._grows() or f"{module}.modules_to_save.weight" in self.adapter.tensors:
+            return blocks
+        info = self.adapter.tensors.get(f"{module}.base_layer.weight")
+        if info is None and self.tied:
+            info = next((self.adapter.tensors.get(f"{table}.base_layer.weight") for table in TABLES), None)
+        count, width = self.rows - self.base_rows, self.width
+
+        def run() -> Iterator[Block]:
+            yield from blocks()
+            if info is None:
+                yield np.zeros((count, width), np.float32)
+            else:
+                yield from array_blocks(module, info, self.base_rows)
+
+        if info is None:
+            trained = set(self.tokens.get(module) or (self.tokens.get(EMBEDDING, []) if self.tied else []))
+            without = [index for index in range(self.base_rows, self.rows) if index not in trained]
+            if without:
+                raise ConvertError(
+                    f"{self.adapter.folder / WEIGHTS}: {module}: expected values for the rows {without[:8]}, which "
+                    f"{self.weights.checkpoint.folder} does not have, got none"
+                )
+        return run
+
+
+def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
+    """What an adapter has that the model has not, what it lacks, and what is of another size."""
+    modules = {path.rpartition(".")[0]: row.shape for path, row in weights.rows.items() if path.endswith(".weight")}
+    modules[EMBEDDING] = modules[HEAD] = (tables.rows, tables.width)
+    problems = []
+    for path, info in adapter.tensors.items():
+        stem, _, kind = path.rpartition(".")
+        module = stem.removesuffix(".modules_to_save").removesuffix(".base_layer")
+        shape = modules.get(module)
+        if kind == "bias" and f"{module}.bias" in weights.rows:
+            wanted = weights.rows[f"{module}.bias"].shape
+        elif shape is None or kind == "bias":
+            problems.append(f"{path}: the model has no such tensor")
+            continue
+        else:
+            rank = rank_and_alpha(adapter.config, weights.family.module_name(module))[0]
+            rows, columns = (shape[0], shape[-1])
+            wanted = {
+                "lora_A": (rank, columns),
+                "lora_B": (rows, rank),
+                "lora_embedding_A": (rank, rows),
+                "lora_embedding_B": (columns, rank),
+                "lora_magnitude_vector": (columns if f"{module}.lora_embedding_A" in adapter.tensors else rows,),
+                "trainable_tokens_delta": (len(tables.tokens.get(module, ())), columns),
+            }.get(kind, shape)
+            if kind.startswith("lora_") and len(shape) != 2:
+                problems.append(f"{path}: the model's {module} is no matrix")
+                continue
+        small = stem.endswith(".base_layer") and info.shape[1:] == wanted[1:] and info.shape[0] >= tables.base_rows
+        if info.shape != wanted and not small:
+            problems.append(f"{path}: expected {list(wanted)}, got {list(info.shape)}")
+    for module, shape in modules.items():
+        name = weights.family.module_name(module)
+        if len(shape) == 2 and targets(adapter.config, name, family=weights.family):
+            found = any(f"{module}{kind}" in adapter.tensors for kind in (".lora_A", ".lora_embedding_A"))
+            twin = adapter.config.ensure_weight_tying and tables.tied and module in TABLES
+            if not found and not twin:
+                problems.append(f"{name}: a target of {CONFIG} without arrays")
+        elif saves_whole(adapter.config, name) and f"{module}.modules_to_save.weight" not in adapter.tensors:
+            if not (adapter.config.ensure_weight_tying and module in TABLES):
+                problems.append(f"{name}: in modules_to_save of {CONFIG} without arrays")
+    return problems
+
+
+def _of_adapter(adapter: Adapter, path: str) -> Blocks:
+    return lambda: array_blocks(path, adapter.tensors[path])
+
+
+def _arrays(adapter: Adapter, module: str, kinds: tuple[str, ...]) -> list[np.ndarray | None]:
+    """A module's small arrays in float32, None for one that is not there; NaN and infinity are refused."""
+    arrays: list[np.ndarray | None] = []
+    for kind in kinds:
+        path = module + kind
+        array = read_array(path, adapter.tensors[path]) if path in adapter.tensors else None
+        if array is not None and not np.isfinite(array).all():
+            raise ConvertError(f"{adapter.folder / WEIGHTS}: {path}: expected finite values, got NaN or infinity")
+        arrays.append(array)
+    return arrays
+
+
+def _with_lora(adapter: Adapter, weights: Weights, module: str, blocks: Blocks) -> Blocks:
+    """W + s·B·A, row by row; with DoRA each row brought to its magnitude."""
+    scale = np.float32(scaling(adapter.config, weights.family.module_name(module)))
+
+    def run() -> Iterator[Block]:
+        a, b, magnitude = _arrays(adapter, module, _LINEAR)
+        assert a is not None and b is not None
+        first = 0
+        for block in blocks():
+            last = first + len(block)
+            delta = b[first:last] @ a
+            delta *= scale
+            delta += block
+            if magnitude is not None:
+                norm = np.sqrt(np.einsum("ij,ij->i", delta, delta))
+                delta *= (magnitude[first:last] / norm)[:, None]
+            yield delta
+            first = last
+
+    return run
+
+
+def _with_lookup_lora(adapter: Adapter, weights: Weights, module: str, blocks: Blocks) -> Blocks:
+    """W + s·(B·A)ᵀ; with DoRA each column brought to its magnitude, whose norm a first reading finds."""
+    scale = np.float32(scaling(adapter.config, weights.family.module_name(module)))
+
+    def run() -> Iterator[Block]:
+        a, b, magnitude = _arrays(adapter, module, _LOOKUP)
+        assert a is not None and b is not None
+
+        def added() -> Iterator[Block]:
+            first = 0
+            for block in blocks():
+                last = first + len(block)
+                delta = a[:, first:last].T @ b.T
+                delta *= scale
+                delta += block
+                yield delta
+                first = last
+
+        if magnitude is None:
+            yield from added()
+            return
+        squares = np.zeros(b.shape[0], np.float64)
+        for block in added():
+            squares += np.einsum("ij,ij->j", block, block)
+        factor = (magnitude / np.sqrt(squares)).astype(np.float32)
+        for block in added():
+            yield block * factor
+
+    return run
+
+
+def _with_rows(adapter: Adapter, module: str, ids: list[int], blocks: Blocks) -> Blocks:
+    """The table with the rows of some tokens in place of its own."""
+
+    def run() -> Iterator[Block]:
+        [rows] = _arrays(adapter, module, (".trainable_tokens_delta",))
+        assert rows is not None
+        places = np.asarray(ids)
+        first = 0
+        for block in blocks():
+            inside = (places >= first) & (places < first + len(block))
+            if inside.any():
+                block = block.copy()
+                block[places[inside] - first] = rows[inside]
+            yield block
+            first += len(block)
+
+    return run

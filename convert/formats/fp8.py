@@ -1,0 +1,117 @@
+"""FP8 weights (E4M3) with their scales, bit for bit: blocks of 128 × 128, one scale a row, or one in all.
+
+- Fine-grained (``quant_method: fp8``): ``X.weight`` and ``X.weight_scale_inv``, float32 or E8M0
+  [ceil(out / 128), ceil(in / 128)], which is multiplied with in spite of its name; or a single one.
+- By row (``fbgemm_fp8``, ``compressed-tensors``): ``X.weight_scale`` [out, 1], or a single one.
+
+A value is the code in float32 times its scale in float32, cast last. Scales of activations, which these folders may
+hold beside, play no part in a weight.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from convert.errors import unexpected
+
+DTYPES = ("float8_e4m3fn", "float8_e5m2")
+SCALES = ("_scale_inv", "_scale")  # after the weight's name
+UNUSED = (".input_scale", ".activation_scale", ".input_scale_ub", ".output_scale")  # after the module's
+METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
+_CODES = np.arange(256, dtype=np.uint8)
+_VALUES = {name: _CODES.view(getattr(ml_dtypes, name)).astype(np.float32) for name in DTYPES}
+
+
+class Scale(NamedTuple):
+    """The scales of a weight.
+
+    Attributes:
+        values: float32 [rows of blocks, columns of blocks].
+        block: Rows and columns of a block.
+    """
+
+    values: Float[np.ndarray, "rows columns"]
+    block: tuple[int, int]
+
+
+def block_shape(config: Mapping[str, Any], file: str | os.PathLike[str]) -> tuple[int, int]:
+    """Rows and columns of a block, as config.json says; 128 × 128 unless it does.
+
+    Args:
+        config: Contents of config.json.
+        file: Its path, for the message.
+
+    Raises:
+        ConvertError: ``quantization_config.weight_block_size`` is no pair of positive integers.
+    """
+    quantization = config.get("quantization_config")
+    size = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    if size is None:
+        return 128, 128
+    if not (isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n < 2**31 for n in size)):
+        raise unexpected(file, "quantization_config.weight_block_size", "two positive integers", size)
+    return size[0], size[1]
+
+
+def make_scale(
+    name: str,
+    scales: Shaped[np.ndarray, "..."],
+    shape: tuple[int, ...],
+    block: tuple[int, int],
+    file: str | os.PathLike[str],
+) -> Scale:
+    """Understand a weight's scales by their shape.
+
+    Args:
+        name: Of the scales, for the message.
+        scales: float32, bfloat16, float16 or E8M0: one for each block, one a row, or a single one.
+        shape: Of the weight.
+        block: Rows and columns of a block.
+        file: Where they come from, for the message.
+
+    Raises:
+        ConvertError: A shape that is none of these, or scales that are not finite.
+    """
+    if scales.dtype.name not in ("float32", "bfloat16", "float16", "float8_e8m0fnu"):
+        raise unexpected(file, name, "scales in float32, bfloat16, float16 or E8M0", scales.dtype.name)
+    values = scales.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise unexpected(file, name, "finite scales", "NaN or infinity")
+    rows, columns = shape
+    if scales.size == 1:
+        return Scale(values.reshape(1, 1), (max(rows, 1), max(columns, 1)))
+    if scales.shape in ((rows, 1), (rows,)):
+        return Scale(values.reshape(-1, 1), (1, max(columns, 1)))
+    blocks = (math.ceil(rows / block[0]), math.ceil(columns / block[1]))
+    if scales.shape != blocks:
+        raise unexpected(file, name, f"shape {list(blocks)} (blocks), [{rows}, 1] or [1]", list(scales.shape))
+    return Scale(values, block)
+
+
+def decode(
+    codes: Shaped[np.ndarray, "rows columns"], scale: Scale, first: int = 0
+) -> Float[np.ndarray, "rows columns"]:
+    """The values of some rows.
+
+    Args:
+        codes: float8_e4m3fn or float8_e5m2.
+        scale: Of the whole weight.
+        first: The number of the first of these rows in the weight.
+
+    Returns:
+        float32, each code times its block's scale.
+    """
+    values = _VALUES[codes.dtype.name][codes.view(np.uint8)]
+    rows = (first + np.arange(len(codes))) // scale.block[0]
+    by_row = scale.values[rows]
+    width = scale.block[1]
+    whole = codes.shape[1] // width
+    table = values[:, : whole * width].reshape(len(codes), whole, width)
+    table *= by_row[:, :whole, None]
+    values[:, whole * width :] *= by_row[:, whole:]
+    return values

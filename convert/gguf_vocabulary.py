@@ -1,0 +1,179 @@
+"""tokenizer.json as llama.cpp keeps a vocabulary: tokens, their types, merges or scores, special tokens, chat template.
+
+Byte-level BPE is llama.cpp's "gpt2", BPE over text with bytes as a fallback its "llama" (with scores, not merges).
+How text is cut up before is a regular expression in tokenizer.json and a name in llama.cpp; one whose name is not known
+is refused, never guessed.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convert.errors import ConvertError, unexpected
+from convert.files import read_json
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+#: (regular expression, ignore_merges) -> llama.cpp's name.
+_SPLITS = {
+    (_CONTRACTIONS + r"\p{N}{1,3}" + _REST, True): "llama-bpe",
+    (_CONTRACTIONS + r"\p{N}{1,3}" + _REST, False): "dbrx",
+    (_CONTRACTIONS + r"\p{N}" + _REST, False): "qwen2",
+}
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What goes into a GGUF file.
+
+    Attributes:
+        model: "gpt2" or "llama".
+        pre: Name of the way in which text is cut up.
+        tokens: By id, as many as the embedding has rows.
+        types: Theirs.
+        scores: For "llama": the later a token is merged, the lower; else None.
+        merges: For "gpt2": "left right", in order; else None.
+        special: "bos", "eos", … -> id.
+        add: "bos", "eos" -> whether the tokenizer puts it around a text.
+        chat_template: Jinja, or None.
+    """
+
+    model: str
+    pre: str
+    tokens: tuple[str, ...]
+    types: tuple[int, ...]
+    scores: tuple[float, ...] | None
+    merges: tuple[str, ...] | None
+    special: Mapping[str, int]
+    add: Mapping[str, bool]
+    chat_template: str | None
+
+
+def read_vocabulary(folder: Path, rows: int, pre: str | None = None) -> Vocabulary:
+    """Read a folder's tokenizer.
+
+    Args:
+        folder: With tokenizer.json.
+        rows: Of the embedding; ids without a token get a name of their own.
+        pre: llama.cpp's name of the way in which text is cut up; None to find it.
+
+    Raises:
+        ConvertError: There is no tokenizer.json, it is no BPE, it has more tokens than rows, or its way to cut text up
+            has no known name.
+    """
+    file = folder / "tokenizer.json"
+    raw = read_json(file)
+    model = raw.get("model")
+    if not isinstance(model, dict) or model.get("type") != "BPE":
+        raise unexpected(file, "model.type", "'BPE'", model.get("type") if isinstance(model, dict) else model)
+    vocab, merges, added = model.get("vocab"), model.get("merges"), raw.get("added_tokens") or []
+    if not isinstance(vocab, dict) or not all(type(i) is int and i >= 0 for i in vocab.values()):
+        raise unexpected(file, "model.vocab", "an object {token: id}", type(vocab).__name__)
+    if not isinstance(merges, list) or not all(_is_merge(merge) for merge in merges):
+        raise unexpected(file, "model.merges", "a list of pairs", type(merges).__name__)
+    if not isinstance(added, list) or not all(isinstance(t, dict) and type(t.get("id")) is int for t in added):
+        raise unexpected(file, "added_tokens", "a list of objects with an id", added)
+    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
+    byte_fallback = bool(model.get("byte_fallback"))
+    tokens, types = _tokens(file, vocab, added, rows, byte_fallback)
+    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    ids = {token: index for index, token in enumerate(tokens)}
+    special = {}
+    for name in _SPECIAL:
+        given = settings.get(f"{name}_token")
+        text = given.get("content") if isinstance(given, dict) else given
+        if isinstance(text, str) and text in ids:
+            special[name] = ids[text]
+    scores = None
+    if byte_fallback:
+        rank = {left + right: -float(index) for index, (left, right) in reversed(list(enumerate(pairs)))}
+        scores = tuple(rank.get(token, -float(len(pairs) + index)) for index, token in enumerate(tokens))
+    return Vocabulary(
+        "llama" if byte_fallback else "gpt2",
+        pre or ("default" if byte_fallback else _name_of_split(file, raw, model)),
+        tokens,
+        types,
+        scores,
+        None if byte_fallback else tuple(f"{left} {right}" for left, right in pairs),
+        special,
+        _around(raw, settings, special, tokens),
+        _template(folder, settings),
+    )
+
+
+def _is_merge(merge: Any) -> bool:
+    if isinstance(merge, str):
+        return merge.count(" ") == 1
+    return isinstance(merge, list) and len(merge) == 2 and all(isinstance(part, str) for part in merge)
+
+
+def _tokens(
+    file: Path, vocab: dict[str, int], added: list[dict[str, Any]], rows: int, byte_fallback: bool
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Tokens and types by id."""
+    tokens = [f"[PAD{index}]" for index in range(rows)]
+    types = [UNUSED] * rows
+    special = [(str(token.get("content", "")), token["id"], CONTROL if token.get("special") else USER_DEFINED)
+               for token in added]  # fmt: skip
+    for text, index, kind in [*((text, index, NORMAL) for text, index in vocab.items()), *special]:
+        if not 0 <= index < rows:
+            raise unexpected(file, f"id of {text!r}", f"one below {rows}, the rows of the embedding", index)
+        if kind == NORMAL and byte_fallback and len(text) == 6 and text.startswith("<0x"):
+            kind = BYTE
+        if byte_fallback and text == "<unk>":
+            kind = UNKNOWN
+        tokens[index], types[index] = text, kind
+    return tuple(tokens), tuple(types)
+
+
+def _name_of_split(file: Path, raw: dict[str, Any], model: dict[str, Any]) -> str:
+    splitter = raw.get("pre_tokenizer")
+    if isinstance(splitter, dict):
+        parts = splitter.get("pretokenizers") if splitter.get("type") == "Sequence" else [splitter]
+        parts = [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+        kinds = [part.get("type") for part in parts]
+        if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
+            return "gpt-2"
+        if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits") and parts[1].get("use_regex", True):
+            return "smollm"
+        if kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True):
+            pattern = parts[0].get("pattern")
+            expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+            name = _SPLITS.get((expression, bool(model.get("ignore_merges"))))  # type: ignore[arg-type]
+            if name is not None:
+                return name
+    expected = "a way to cut text up that llama.cpp has a known name for; give the name (--pre_tokenizer) if it has one"
+    raise unexpected(file, "pre_tokenizer", expected, splitter)
+
+
+def _around(
+    raw: dict[str, Any], settings: dict[str, Any], special: Mapping[str, int], tokens: tuple[str, ...]
+) -> dict[str, bool]:
+    """Whether a text gets a first and a last token: as the settings say, or the post-processor's template."""
+    found = {}
+    shown = json.dumps(raw.get("post_processor"))
+    for name in ("bos", "eos"):
+        given = settings.get(f"add_{name}_token")
+        if isinstance(given, bool):
+            found[name] = given
+        elif name in special:
+            found[name] = json.dumps(tokens[special[name]]) in shown
+    return found
+
+
+def _template(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    try:
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConvertError(f"{file}: not valid UTF-8 at byte {error.start}") from None
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,82 @@
+"""Models by their name on the Hugging Face hub: through its cache, offline where that is asked for, at one revision.
+
+A name that is a folder here is this folder. A repository that was renamed or replaced is refused: the hub would answer
+with another one's files.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from convert.errors import ConvertError
+
+PATTERNS = (
+    *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenizer*", "chat_template*"),
+    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+_SUBFOLDERS = ("*/*",)  # other formats of the same weights, as a rule
+
+
+class Source(NamedTuple):
+    """Where a model is.
+
+    Attributes:
+        folder: On this machine.
+        name: On the hub; None for a folder that is none of its.
+        revision: The commit's hash there, or None.
+    """
+
+    folder: Path
+    name: str | None = None
+    revision: str | None = None
+
+
+def fetch(name: str | os.PathLike[str], revision: str | None = None) -> Source:
+    """Find a model or adapter folder, and download it where it is a name on the hub.
+
+    Args:
+        name: A folder, or "organisation/model". What HF_HUB_OFFLINE, HF_HOME and HF_TOKEN say is respected.
+        revision: Branch, tag or commit on the hub; None for its main branch as it is now (offline: as it was).
+
+    Returns:
+        The folder, and the commit that it is.
+
+    Raises:
+        ConvertError: No such folder and no such repository or revision, none in the cache while offline, a repository
+            that goes by another name now, or a revision of a folder.
+    """
+    folder = Path(name)
+    if folder.exists():
+        if revision is not None:
+            raise ConvertError(f"{name}: revision: expected none, since this is a folder, got {revision}")
+        return Source(folder)
+    text = os.fspath(name)
+    parts = text.split("/")
+    if len(parts) > 2 or text.startswith((".", "~", "/")) or "\\" in text or not all(parts):
+        raise ConvertError(f"{name}: no such folder")
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    wanted = revision
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            info = HfApi().model_info(text, revision=revision)
+            if info.id != text:
+                raise ConvertError(f"{name}: this repository is called {info.id} now: name that if it is what you mean")
+            wanted = info.sha
+        where = snapshot_download(
+            text,
+            revision=wanted,
+            allow_patterns=list(PATTERNS),
+            ignore_patterns=list(_SUBFOLDERS),
+            local_files_only=constants.HF_HUB_OFFLINE,
+        )
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        at = "" if revision is None else f" at {revision}"
+        raise ConvertError(
+            f"{name}: no such folder, and not{at} in the hub's cache, which is all there is offline"
+        ) from None
+    except (HfHubHTTPError, HFValidationError) as error:
+        reason = " ".join(str(error).split())
+        raise ConvertError(f"{name}: no such folder, and the hub does not give it: {reason[:300]}") from None
+    return Source(Path(where), text, Path(where).name)

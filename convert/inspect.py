@@ -1,0 +1,169 @@
+"""What is in a folder, from its config and headers alone: family, parameters, formats, what is not supported."""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convert.adapters import open_adapter
+from convert.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from convert.errors import ConvertError
+from convert.families import FAMILIES
+from convert.formats import fp8, nf4
+from convert.source import count_tokens
+from convert.weights import Weights, open_weights
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A folder.
+
+    Attributes:
+        folder: Where it is.
+        kind: "model" or "adapter".
+        family: model_type of config.json; of an adapter the name of its base.
+        parameters: How many, tied ones once; None where the family's table does not fit.
+        formats: "bfloat16", "nf4", … -> (tensors, bytes with scales).
+        files: How many hold weights.
+        tied: Whether the embedding is the head too; None for an adapter.
+        tokens: Of the tokenizer; None without a tokenizer.json.
+        chat_template: Whether there is one.
+        ignored: Names that are read past -> the reason.
+        settings: What else to know: sizes of a model, rank and targets of an adapter.
+        unsupported: Why it could not be read, in sentences; empty if it can.
+    """
+
+    folder: Path
+    kind: str
+    family: str | None
+    parameters: int | None
+    formats: Mapping[str, tuple[int, int]]
+    files: int
+    tied: bool | None
+    tokens: int | None
+    chat_template: bool
+    ignored: Mapping[str, str]
+    settings: Mapping[str, Any]
+    unsupported: tuple[str, ...]
+
+
+def inspect(folder: str | os.PathLike[str]) -> Inspection:
+    """Look at a model or adapter folder; no tensor is read.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        ConvertError: It holds neither, or its files are damaged.
+    """
+    folder = Path(folder)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
+        return _adapter(folder)
+    checkpoint = open_checkpoint(folder)
+    problems: list[str] = []
+    weights = None
+    try:
+        weights = open_weights(folder)
+    except ConvertError as error:
+        problems.append(str(error))
+    config = checkpoint.config
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    text = config.get("text_config")
+    shown = text if isinstance(text, dict) else config
+    quantization = config.get("quantization_config")
+    settings = {
+        name: shown[name] for name in (*sizes, "head_dim", "vocab_size", "max_position_embeddings") if name in shown
+    }
+    if isinstance(quantization, dict):
+        settings["quantization"] = quantization.get("quant_method")
+    return Inspection(
+        folder,
+        "model",
+        config.get("model_type"),
+        None if weights is None else sum(math.prod(row.shape) for row in weights.rows.values()),
+        _stored(checkpoint) if weights is None else _formats(weights),
+        len({info.file for info in checkpoint.tensors.values()}),
+        None if weights is None else "lm_head.weight" not in weights.rows,
+        count_tokens(folder),
+        _has_template(folder),
+        {} if weights is None else _ignored(weights),
+        settings,
+        tuple(problems),
+    )
+
+
+def _adapter(folder: Path) -> Inspection:
+    problems = []
+    for family in FAMILIES.values():  # an adapter does not say whose it is
+        try:
+            adapter = open_adapter(folder, family=family)
+            break
+        except ConvertError as error:
+            problems.append(str(error))
+    else:
+        empty = Inspection(folder, "adapter", None, None, {}, 0, None, count_tokens(folder), _has_template(folder), {},
+                           {}, (problems[0],))  # fmt: skip
+        return empty
+    counts = Counter(info.dtype for info in adapter.tensors.values())
+    sizes = {dtype: sum(i.nbytes for i in adapter.tensors.values() if i.dtype == dtype) for dtype in counts}
+    names = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "revision")
+    values = {name: getattr(adapter.config, name) for name in names}
+    return Inspection(
+        folder,
+        "adapter",
+        adapter.config.base_model_name_or_path,
+        sum(math.prod(info.shape) for info in adapter.tensors.values()),
+        {dtype: (count, sizes[dtype]) for dtype, count in counts.items()},
+        1,
+        None,
+        count_tokens(folder),
+        _has_template(folder),
+        {},
+        {name: value for name, value in values.items() if value not in (None, False)},
+        (),
+    )
+
+
+def _formats(weights: Weights) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for path in weights.rows:
+        kind = weights.format(path)
+        size = sum(weights.checkpoint.info(name).nbytes for name in weights.stored_names(path))
+        count, total = found.get(kind, (0, 0))
+        found[kind] = count + 1, total + size
+    return found
+
+
+def _stored(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+    """By dtype, for a folder whose family is not known."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, info in checkpoint.tensors.items():
+        kind = f"nf4 parts ({info.dtype})" if name.endswith(nf4.QUANT_STATE) else info.dtype
+        count, total = found.get(kind, (0, 0))
+        found[kind] = count + 1, total + info.nbytes
+    return found
+
+
+def _ignored(weights: Weights) -> dict[str, str]:
+    claimed = {name for path in weights.rows for name in weights.stored_names(path)}
+    file = weights.checkpoint.folder / CONFIG
+    reasons = {}
+    for name in weights.checkpoint.names:
+        rule = None if name in claimed else weights.family.ignores(name, weights.checkpoint.config, file)
+        if rule is not None:
+            reasons[name] = rule.reason
+        elif name not in claimed and name.endswith(fp8.UNUSED):
+            reasons[name] = "a scale of activations"
+    return reasons
+
+
+def _has_template(folder: Path) -> bool:
+    if any(folder.glob("chat_template*")):
+        return True
+    file = folder / "tokenizer_config.json"
+    return file.is_file() and b'"chat_template"' in file.read_bytes()

@@ -1,0 +1,252 @@
+"""Base and adapter as one plain model folder, computed in float32 and written tensor by tensor.
+
+The base is the folder that the user names: 16 or 32 bits, or NF4 and FP8, whose decoded values then are the base.
+Tensors that the adapter leaves alone are copied byte for byte where their format may stay; so are those that the
+family's table ignores, such as a vision tower.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert.adapted import TABLES, Change, Changes, changes
+from convert.adapters import Adapter, open_adapter
+from convert.blocks import copied, plain, quantized, stored_blocks
+from convert.card import write_card
+from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
+from convert.errors import unexpected
+from convert.formats import nf4
+from convert.output import Job, Monitor, Written, write_folder
+from convert.source import TOKENIZER_FILES, check_apart, count_tokens, fingerprint
+from convert.weights import FLOATS, Weights, copy_side_files, open_weights
+
+FORMATS = (*FLOATS, "nf4")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge did.
+
+    Attributes:
+        written: The folder and its size.
+        changed: Tensors with the adapter in them.
+        copied: Tensors as they were.
+        untied: Whether the adapter has untied a head from the embedding.
+        vocabulary: Rows of the embedding.
+        notes: What else is worth knowing, in sentences.
+    """
+
+    written: Written
+    changed: int
+    copied: int
+    untied: bool
+    vocabulary: int
+    notes: tuple[str, ...]
+
+
+def merge(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    base_in_nf4: bool = False,
+    config: Mapping[str, Any] | None = None,
+    recipe: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    force: bool = False,
+    allow_nonfinite: bool = False,
+    monitor: Monitor | None = None,
+) -> Merged:
+    """Write a model folder with an adapter merged into its base.
+
+    Args:
+        base: The model folder that the adapter is added to: 16 or 32 bits, NF4 or FP8. For an adapter that was trained
+            over 4-bit weights the 4-bit folder and the original are different models; this one is taken.
+        adapter: PEFT folder.
+        folder: The final place.
+        dtype: "bfloat16", "float16" or "float32" for the whole model; "nf4" for its layers' matrices in NF4 and the
+            rest as it is; None for what each tensor has, or decodes to.
+        base_in_nf4: The base has 16 bits but the adapter was trained with its layers' matrices quantised to NF4 as
+            they were read (``load_in_4bit``): they are quantised and decoded before the adapter is added.
+        config: Contents of config.json in place of the base's.
+        recipe: How the adapter was trained, in Markdown, for the model card.
+        max_shard_bytes: A shard is closed before it would grow beyond this.
+        force: Replace a model folder that is there.
+        allow_nonfinite: Write NaN and infinity, and report them, instead of refusing.
+        monitor: Called with the bytes done and the bytes to do.
+
+    Returns:
+        What was done. The folder has the base's config, generation config, chat template and licence, the adapter's
+        tokenizer if it knows as many tokens, and a model card.
+
+    Raises:
+        ConvertError: A folder is damaged, the adapter is of another model, values are not finite, or the place is
+            taken; the message names file and tensor.
+        OSError: The disk has no room, …; the place is as it was.
+    """
+    if dtype is not None and dtype not in FORMATS:
+        raise unexpected(folder, "dtype", f"one of {', '.join(FORMATS)}", dtype)
+    check_apart(folder, base, adapter)
+    weights = open_weights(base)
+    opened = open_adapter(adapter, family=weights.family)
+    found = changes(weights, opened, base_in_nf4=base_in_nf4)
+    plan = _Plan(weights, found, dtype)
+    jobs = list(plan.jobs())
+    new_config = _new_config(weights, found, plan, config)
+    notes = _notes(weights, opened, found)
+
+    def finish(place: Path) -> None:
+        copy_side_files(weights.checkpoint.folder, place)
+        _copy_tokenizer(opened.folder, weights.checkpoint.folder, place)
+        if new_config is None:
+            shutil.copyfile(weights.checkpoint.folder / CONFIG, place / CONFIG)
+        else:
+            write_config(place / CONFIG, new_config)
+        write_card(place, weights.checkpoint, opened, dtype=dtype, base_in_nf4=base_in_nf4, notes=notes, recipe=recipe)
+        open_weights(place)
+
+    made_from = {
+        "base": fingerprint(base),
+        "adapter": fingerprint(adapter),
+        "settings": [dtype, base_in_nf4, max_shard_bytes, allow_nonfinite, recipe],
+        "config": new_config,
+    }
+    written = write_folder(
+        folder,
+        jobs,
+        made_from=json.loads(json.dumps(made_from)),
+        finish=finish,
+        max_shard_bytes=max_shard_bytes,
+        force=force,
+        allow_nonfinite=allow_nonfinite,
+        monitor=monitor,
+    )
+    return Merged(written, plan.changed, plan.copied, found.untied, found.vocabulary, tuple(notes))
+
+
+class _Plan:
+    """What becomes of each tensor of the base."""
+
+    def __init__(self, weights: Weights, found: Changes, dtype: str | None):
+        self.weights, self.found, self.dtype = weights, found, dtype
+        self.changed = self.copied = 0
+        self.packed = any(weights.format(path).startswith("nf4") for path in weights.rows)
+        self.sample: nf4.NF4Tensor | None = None  # of the tensors that are in NF4, without its arrays
+        self.unpacked: list[str] = []  # layers' matrices that are not
+
+    def jobs(self) -> Iterator[Job]:
+        """In the order of the base's files."""
+        weights = self.weights
+        paths = {row.name: path for path, row in weights.rows.items()}
+        beside = {name for path in weights.rows for name in weights.stored_names(path)} - set(paths)
+        stale = any(f"{module}.weight" in self.found.tensors for module in TABLES)
+        for name in weights.checkpoint.tensors:
+            if name in beside:
+                continue
+            if name in paths:
+                yield self._job(paths[name])
+                continue
+            rule = weights.family.ignores(name, weights.checkpoint.config, weights.checkpoint.folder / CONFIG)
+            if rule is not None and rule.same_as is not None and stale:
+                continue  # a copy of a table that has changed
+            self.copied += 1
+            yield copied(weights.checkpoint, [name])
+        for path, change in self.found.tensors.items():
+            if path not in weights.rows:  # the head that is no longer tied
+                self.changed += 1
+                yield self._written(path, change, False)
+
+    def _job(self, path: str) -> Job:
+        weights, row = self.weights, self.weights.rows[path]
+        kind = weights.format(path)
+        matrix = weights.is_layer_matrix(path)
+        pack = self.dtype == "nf4" and (kind.startswith("nf4") or (matrix and not self.packed))
+        change = self.found.tensors.get(path)
+        if matrix and not pack:
+            self.unpacked.append(row.name.removesuffix(".weight"))
+        if change is not None:
+            self.changed += 1
+            return self._written(path, change, pack)
+        self.copied += 1
+        if pack and kind.startswith("nf4"):
+            self.sample = self.sample or weights.read_packed(path, codes=False)
+            return copied(weights.checkpoint, weights.stored_names(path))
+        decoded = weights.decoded_dtype(path)
+        if pack or kind not in FLOATS or self._target(decoded) != decoded:
+            return self._written(path, Change(row.name, row.shape, decoded, stored_blocks(weights, path)), pack)
+        return copied(weights.checkpoint, [row.name])
+
+    def _written(self, path: str, change: Change, pack: bool) -> Job:
+        target = self._target(change.dtype)
+        if not pack:
+            return plain(self.weights.checkpoint.folder, change.name, change.blocks, change.shape, target)
+        kind = self.weights.format(path)
+        nested = kind != "nf4"
+        if self.sample is None:
+            empty = np.empty(0, np.uint8)
+            self.sample = nf4.NF4Tensor(empty, empty, nf4.NF4_MAP, change.shape, target.name,
+                                        nested_absmax=empty if nested else None)  # fmt: skip
+        return quantized(self.weights.checkpoint.folder, change.name, change.blocks, change.shape, target, nested)
+
+    def _target(self, own: np.dtype) -> np.dtype:
+        return own if self.dtype in (None, "nf4") else np.dtype(self.dtype)
+
+
+def _new_config(
+    weights: Weights, found: Changes, plan: _Plan, given: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """config.json of the merged model; None where the base's can be copied."""
+    original = weights.checkpoint.config
+    config = json.loads(json.dumps(original if given is None else given))
+    if plan.sample is not None:
+        if not plan.packed:
+            config["quantization_config"] = nf4.quantization_config(plan.sample, sorted({*plan.unpacked, "lm_head"}))
+    else:
+        config.pop("quantization_config", None)
+    inner = config.get("text_config")
+    levels = [config, *([inner] if isinstance(inner, dict) else [])]
+    if found.untied:
+        config["tie_word_embeddings"] = False
+    for level in levels:
+        if found.untied and "tie_word_embeddings" in level:
+            level["tie_word_embeddings"] = False
+        if "vocab_size" in level and found.vocabulary > level["vocab_size"]:
+            level["vocab_size"] = found.vocabulary
+        for key in ("dtype", "torch_dtype"):
+            if plan.dtype in FLOATS and key in level:
+                level[key] = plan.dtype
+    return None if config == original else config
+
+
+def _copy_tokenizer(adapter: Path, base: Path, place: Path) -> None:
+    """The adapter's tokenizer, unless it knows fewer tokens than the base's, and with it its chat template."""
+    own, known = count_tokens(adapter), count_tokens(base)
+    if own is None or own < (known or 0):
+        return
+    for file in sorted({file for pattern in TOKENIZER_FILES for file in place.glob(pattern)}):
+        file.unlink()
+    files = {file for pattern in (*TOKENIZER_FILES, "chat_template*") for file in adapter.glob(pattern)}
+    for file in sorted(file for file in files if file.is_file()):
+        shutil.copyfile(file, place / file.name)
+
+
+def _notes(weights: Weights, adapter: Adapter, found: Changes) -> list[str]:
+    """What a user should hear of."""
+    notes = []
+    named = adapter.config.base_model_name_or_path
+    given = weights.checkpoint.folder
+    if named and Path(named).name != given.name:
+        notes.append(f"the adapter names {named} as its base; it was added to {given.name}, whose shapes fit")
+    if found.untied:
+        notes.append("the adapter treats embedding and head differently: they are no longer tied")
+    before = weights.rows["embed_tokens.weight"].shape[0]
+    if found.vocabulary > before:
+        notes.append(f"the vocabulary has grown from {before} to {found.vocabulary} rows")
+    return notes

@@ -1,0 +1,129 @@
+"""A 16-bit folder as an NF4 folder that bitsandbytes loads, written tensor by tensor."""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert.blocks import copied, plain, quantized, stored_blocks
+from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
+from convert.errors import ConvertError, unexpected
+from convert.formats import nf4
+from convert.output import Job, Monitor, Written, write_folder
+from convert.source import check_apart, fingerprint
+from convert.weights import FLOATS, Weights, copy_side_files, open_weights
+
+
+def quantize(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    nested: bool = True,
+    skip: Sequence[str] = (),
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    force: bool = False,
+    allow_nonfinite: bool = False,
+    monitor: Monitor | None = None,
+) -> Written:
+    """Write a model folder whose layers' matrices are in NF4, as transformers with bitsandbytes saves it.
+
+    Args:
+        source: Model folder of 16 or 32 bits, or FP8, which is decoded first.
+        folder: The final place.
+        nested: Quantise the scales too (``bnb_4bit_use_double_quant``).
+        skip: Modules, or ends of their names ("layers.0.mlp.down_proj", "o_proj"), that stay as they are.
+        dtype: "bfloat16", "float16" or "float32": what the matrices decode to and the rest is cast to; None for what
+            each has.
+        max_shard_bytes: A shard is closed before it would grow beyond this.
+        force: Replace a model folder that is there.
+        allow_nonfinite: Keep NaN and infinity in what is not quantised; a matrix that has any is always refused.
+        monitor: Called with the bytes done and the bytes to do.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConvertError: The folder is damaged, quantised already, or an entry of `skip` matches nothing; or the place is
+            taken.
+        OSError: The disk has no room, …; the place is as it was.
+    """
+    if dtype is not None and dtype not in FLOATS:
+        raise unexpected(folder, "dtype", f"one of {', '.join(FLOATS)}", dtype)
+    check_apart(folder, source)
+    weights = open_weights(source)
+    if any(weights.format(path).startswith("nf4") for path in weights.rows):
+        raise ConvertError(f"{source}: expected weights of 16 bits or more, got NF4: it is quantised already")
+    kept = _kept(weights, skip)
+    packed = [path for path in weights.rows if weights.is_layer_matrix(path) and path not in kept]
+    if not packed:
+        raise ConvertError(f"{source}: expected a matrix to quantise, got none that is not skipped")
+    config = _config(weights, packed, nested, dtype)
+
+    def finish(place: Path) -> None:
+        copy_side_files(weights.checkpoint.folder, place)
+        for card in weights.checkpoint.folder.glob("README.md"):
+            shutil.copyfile(card, place / card.name)
+        write_config(place / CONFIG, config)
+        open_weights(place)
+
+    return write_folder(
+        folder,
+        _jobs(weights, set(packed), nested, dtype),
+        made_from={"source": fingerprint(source), "settings": [nested, list(skip), dtype, max_shard_bytes]},
+        finish=finish,
+        max_shard_bytes=max_shard_bytes,
+        force=force,
+        allow_nonfinite=allow_nonfinite,
+        monitor=monitor,
+    )
+
+
+def _jobs(weights: Weights, packed: set[str], nested: bool, dtype: str | None) -> Iterator[Job]:
+    paths = {row.name: path for path, row in weights.rows.items()}
+    beside = {name for path in weights.rows for name in weights.stored_names(path)} - set(paths)
+    for name in weights.checkpoint.tensors:
+        path = paths.get(name)
+        if path is None:
+            if name not in beside:
+                yield copied(weights.checkpoint, [name])
+            continue
+        row, own = weights.rows[path], weights.decoded_dtype(path)
+        target = own if dtype is None else np.dtype(dtype)
+        if path in packed:
+            yield quantized(weights.checkpoint.folder, name, stored_blocks(weights, path), row.shape, target, nested)
+        elif target == own and weights.format(path) in FLOATS:
+            yield copied(weights.checkpoint, [name])
+        else:
+            yield plain(weights.checkpoint.folder, name, stored_blocks(weights, path), row.shape, target)
+
+
+def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:
+    """The paths that stay as they are."""
+    kept: set[str] = set()
+    for entry in skip:
+        matching = {
+            path
+            for path, row in weights.rows.items()
+            if f".{row.name}".endswith(f".{entry}.weight") or f".{path}".endswith(f".{entry}.weight")
+        }
+        if not matching:
+            raise ConvertError(f"{weights.checkpoint.folder}: skip: no module is named {entry}, or ends with it")
+        kept |= matching
+    return kept
+
+
+def _config(weights: Weights, packed: Sequence[str], nested: bool, dtype: str | None) -> dict[str, Any]:
+    empty = np.empty(0, np.uint8)
+    target = weights.decoded_dtype(packed[0]).name if dtype is None else dtype
+    sample = nf4.NF4Tensor(empty, empty, nf4.NF4_MAP, (0,), target, nested_absmax=empty if nested else None)
+    left = [row.name.removesuffix(".weight") for path, row in weights.rows.items() if weights.is_layer_matrix(path)]
+    names = {weights.rows[path].name.removesuffix(".weight") for path in packed}
+    config = dict(weights.checkpoint.config)
+    config["quantization_config"] = nf4.quantization_config(sample, sorted({*left, "lm_head"} - names))
+    if dtype is not None:
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    return config

@@ -1,0 +1,165 @@
+"""Two model folders compared: names, shapes, dtypes, and the largest difference of each tensor, in little memory."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from convert.blocks import array_blocks, stored_blocks, whole_groups
+from convert.checkpoint import Checkpoint, open_checkpoint
+from convert.errors import ConvertError
+from convert.weights import FLOATS, Weights, open_weights
+
+_LENGTH = 2**20
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that both folders have.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        shapes: In the first folder and the second.
+        formats: Likewise: "bfloat16", "nf4", …
+        largest: Of the differences of two elements; NaN where only one is NaN, and None if the shapes differ.
+        relative: Root of the sum of squared differences over that of the first folder's squares.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    formats: tuple[str, str]
+    largest: float | None
+    relative: float | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether shape, format and values are the same."""
+        return self.shapes[0] == self.shapes[1] and self.formats[0] == self.formats[1] and self.largest == 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two folders.
+
+    Attributes:
+        missing: Names that only the first has.
+        added: Names that only the second has.
+        tensors: The others.
+    """
+
+    missing: tuple[str, ...]
+    added: tuple[str, ...]
+    tensors: tuple[Difference, ...]
+
+    @property
+    def same_form(self) -> bool:
+        """Whether names, shapes and formats are the same."""
+        same = all(t.shapes[0] == t.shapes[1] and t.formats[0] == t.formats[1] for t in self.tensors)
+        return same and not self.missing and not self.added
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of all; NaN if any is."""
+        found = [tensor.largest for tensor in self.tensors if tensor.largest is not None]
+        return float(np.max(found)) if found else 0.0
+
+
+def compare(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    monitor: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Compare two model folders tensor by tensor; packed weights by the values that they decode to.
+
+    Args:
+        first: A model folder.
+        second: Another.
+        monitor: Called with the tensors compared and those to compare.
+
+    Returns:
+        What differs. Without a table for the family (in either folder) the tensors are compared as they are stored.
+
+    Raises:
+        ConvertError: A folder is damaged.
+    """
+    sides = [_Side(first), _Side(second)]
+    names = [side.names() for side in sides]
+    both = [name for name in names[0] if name in names[1]]
+    differences = []
+    for number, name in enumerate(both):
+        if monitor is not None:
+            monitor(number, len(both))
+        differences.append(_difference(name, *sides))
+    if monitor is not None:
+        monitor(len(both), len(both))
+    missing = tuple(name for name in names[0] if name not in names[1])
+    return Comparison(missing, tuple(name for name in names[1] if name not in names[0]), tuple(differences))
+
+
+class _Side:
+    """A folder through its family's table, or as it is stored where that has none."""
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.checkpoint: Checkpoint = open_checkpoint(Path(folder))
+        self.weights: Weights | None = None
+        try:
+            self.weights = open_weights(folder)
+        except ConvertError:
+            pass
+        rows = {} if self.weights is None else self.weights.rows
+        self.paths = {row.name: path for path, row in rows.items()}
+
+    def names(self) -> list[str]:
+        """Of tensors, without the scales of packed ones."""
+        if self.weights is None:
+            return list(self.checkpoint.names)
+        beside = {name for path in self.weights.rows for name in self.weights.stored_names(path)} - set(self.paths)
+        return [name for name in self.checkpoint.names if name not in beside]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if self.weights is not None and name in self.paths:
+            return self.weights.rows[self.paths[name]].shape
+        return self.checkpoint.info(name).shape
+
+    def format(self, name: str) -> str:
+        if self.weights is not None and name in self.paths:
+            return self.weights.format(self.paths[name])
+        return self.checkpoint.info(name).dtype
+
+    def values(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
+        """Flat float32 arrays of a fixed length, one after the other."""
+        info = self.checkpoint.info(name)
+        if self.weights is not None and name in self.paths:
+            blocks = stored_blocks(self.weights, self.paths[name])()
+        elif info.shape == () or info.dtype not in FLOATS:
+            return iter([(0, self.checkpoint.read(name).astype(np.float64).reshape(-1))])
+        else:
+            blocks = array_blocks(name, info)
+        return _regular(blocks)
+
+
+def _regular(blocks: Iterable[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
+    """Blocks cut into arrays of 2²⁰ elements, but the last."""
+    for first, values in whole_groups(blocks, _LENGTH):
+        for start in range(0, values.size, _LENGTH):
+            yield first + start, values[start : start + _LENGTH]
+
+
+def _difference(name: str, first: _Side, second: _Side) -> Difference:
+    shapes = first.shape(name), second.shape(name)
+    formats = first.format(name), second.format(name)
+    if shapes[0] != shapes[1]:
+        return Difference(name, shapes, formats, None, None)
+    largest, squares, of_first = 0.0, 0.0, 0.0
+    for (_, one), (_, other) in zip(first.values(name), second.values(name), strict=True):
+        same = (one == other) | (np.isnan(one) & np.isnan(other))
+        with np.errstate(invalid="ignore", over="ignore"):
+            gap = np.where(same, 0, np.abs(one - other))
+        largest = float(np.maximum(largest, gap.max(initial=0)))
+        squares += float(np.square(gap, dtype=np.float64).sum())
+        of_first += float(np.square(one, dtype=np.float64).sum())
+    relative = 0.0 if squares == 0 else float(np.sqrt(squares / of_first)) if of_first else float("inf")
+    return Difference(name, shapes, formats, largest, relative)

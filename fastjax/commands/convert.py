@@ -1,0 +1,286 @@
+"""`fastjax convert`: model folders in, model folders out. Only comparing logits and checkpoints of runs need JAX."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from convert.errors import ConvertError
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        argv: what to do, and its arguments.
+    """
+    arguments = _parser().parse_args(argv)
+    arguments.run(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastjax convert",
+        description="Convert and examine model folders. MODEL, BASE and ADAPTER are folders, or names on the Hugging "
+        "Face hub (NAME@REVISION for a revision).",
+    )
+    commands = parser.add_subparsers(required=True, metavar="WHAT")
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text.split(";")[0], description=f"{text[0].upper()}{text[1:]}.")
+        made.set_defaults(run=run)
+        return made
+
+    inspect = command("inspect", _inspect, "say what is in a folder; no weights are read")
+    inspect.add_argument("folder", metavar="MODEL", help="model or adapter")
+    inspect.add_argument("--json", action="store_true", help="print a JSON object")
+
+    merge = command("merge", _merge, "merge an adapter into its base; the result is a plain model folder")
+    merge.add_argument("base", metavar="BASE", help="the model to add to; a 4-bit folder is decoded first")
+    merge.add_argument("adapter", metavar="ADAPTER", help="PEFT adapter")
+    merge.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    merge.add_argument("--dtype", choices=(*_DTYPES, "nf4"), help="of the result (default: as the base's tensors)")
+    merge.add_argument(
+        "--base_in_nf4",
+        action="store_true",
+        help="the base has 16 bits, but the adapter was trained over it in 4 bits: quantise and decode it first",
+    )
+
+    quantize = command("quantize", _quantize, "quantise a model to NF4; the result loads with bitsandbytes")
+    quantize.add_argument("model", metavar="MODEL", help="16 or 32 bits, or FP8")
+    quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    quantize.add_argument("--dtype", choices=_DTYPES, help="that the weights decode to (default: their own)")
+    quantize.add_argument("--plain_scales", action="store_true", help="leave the scales in float32")
+    quantize.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="modules that stay as they are")
+
+    for made in (merge, quantize):
+        made.add_argument("--force", action="store_true", help="replace a model folder that is there")
+        made.add_argument("--allow_nonfinite", action="store_true", help="write NaN and infinity instead of refusing")
+        made.add_argument("--max_shard_gib", type=_positive, default=4.0, metavar="N", help="default: %(default)s")
+
+    verify = command("verify", _verify, "compare two model folders; names, shapes, dtypes, values")
+    verify.add_argument("first", metavar="A", help="model")
+    verify.add_argument("second", metavar="B", help="model")
+    verify.add_argument(
+        "--tolerance", type=float, metavar="X", help="accept differences up to X, and other dtypes (default: equal)"
+    )
+    verify.add_argument("--text", action="append", default=[], help="compare logits on it too; several are possible")
+    verify.add_argument("--adapter", metavar="ADAPTER", help="with --text: put this adapter on A first")
+
+    gguf = command("gguf", _gguf, "write a GGUF file for llama.cpp; needs the gguf library, fastjax[gguf]")
+    gguf.add_argument("model", metavar="MODEL", help="model; merge an adapter first")
+    gguf.add_argument("out", metavar="FILE", type=Path, help="file to write")
+    gguf.add_argument("--type", choices=_GGUF_TYPES, default="bf16", help="of the matrices (default: %(default)s)")
+    gguf.add_argument("--pre_tokenizer", metavar="NAME", help="llama.cpp's name of it, where it is not known")
+    gguf.add_argument("--force", action="store_true", help="replace a file that is there")
+    gguf.add_argument("--allow_nonfinite", action="store_true", help="write NaN and infinity instead of refusing")
+
+    adapter = command("adapter", _adapter, "write the adapter of a run's checkpoint; as the run would at its end")
+    adapter.add_argument("run_folder", metavar="RUN", type=Path, help="output folder of a run")
+    adapter.add_argument("out", metavar="OUT", type=Path, help="folder to write, for PEFT")
+    adapter.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest)")
+    adapter.add_argument("--force", action="store_true", help="replace an adapter that is there")
+
+    return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"expected a positive number, given {text}")
+    return value
+
+
+def _folder(text: str) -> Path:
+    """A folder, or a name on the hub with or without a revision."""
+    from convert.hub import fetch
+
+    name, _, revision = text.partition("@") if not Path(text).exists() else (text, "", "")
+    source = fetch(name, revision or None)
+    if source.revision is not None:
+        print(f"{source.name} at {source.revision}", file=sys.stderr)
+    return source.folder
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from convert.inspect import inspect
+
+    found = inspect(_folder(arguments.folder))
+    if arguments.json:
+        fields = {name: value for name, value in vars(found).items()} | {"folder": str(found.folder)}
+        print(json.dumps(fields, ensure_ascii=False, indent=2))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("kind", found.kind)
+    table.add_row("family" if found.kind == "model" else "base", str(found.family))
+    table.add_row("parameters", "unknown" if found.parameters is None else f"{found.parameters:,}")
+    for kind, (count, size) in sorted(found.formats.items()):
+        table.add_row(kind, f"{count} tensors, {_bytes(size)}")
+    table.add_row("files", str(found.files))
+    if found.tied is not None:
+        table.add_row("head", "tied to the embedding" if found.tied else "its own")
+    table.add_row("tokenizer", "none that can be counted" if found.tokens is None else f"{found.tokens:,} tokens")
+    table.add_row("chat template", "yes" if found.chat_template else "no")
+    for name, value in found.settings.items():
+        table.add_row(name, str(value))
+    for reason in sorted(set(found.ignored.values())):
+        count = list(found.ignored.values()).count(reason)
+        table.add_row("read past", f"{count} tensors: {reason}")
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for problem in found.unsupported:
+        console.print(f"unsupported: {problem}", markup=False, highlight=False)
+    if not found.unsupported:
+        console.print("everything in it is supported")
+
+
+def _merge(arguments: argparse.Namespace) -> None:
+    from convert.merge import merge
+
+    base, adapter = _folder(arguments.base), _folder(arguments.adapter)
+    run = adapter.parent / "config.yaml"
+    recipe = f"```yaml\n{run.read_text(encoding='utf-8').strip()}\n```" if run.is_file() else None
+    with _progress("merging") as monitor:
+        merged = merge(
+            base,
+            adapter,
+            arguments.out,
+            dtype=arguments.dtype,
+            base_in_nf4=arguments.base_in_nf4,
+            recipe=recipe,
+            max_shard_bytes=int(arguments.max_shard_gib * 2**30),
+            force=arguments.force,
+            allow_nonfinite=arguments.allow_nonfinite,
+            monitor=monitor,
+        )
+    for note in merged.notes:
+        print(f"note: {note}")
+    _report(merged.written, f"{merged.changed} tensors merged, {merged.copied} as they were")
+
+
+def _quantize(arguments: argparse.Namespace) -> None:
+    from convert.quantize import quantize
+
+    with _progress("quantising") as monitor:
+        written = quantize(
+            _folder(arguments.model),
+            arguments.out,
+            nested=not arguments.plain_scales,
+            skip=arguments.skip,
+            dtype=arguments.dtype,
+            max_shard_bytes=int(arguments.max_shard_gib * 2**30),
+            force=arguments.force,
+            allow_nonfinite=arguments.allow_nonfinite,
+            monitor=monitor,
+        )
+    _report(written, f"{written.tensors} tensors")
+
+
+def _gguf(arguments: argparse.Namespace) -> None:
+    from convert.gguf import export_gguf
+
+    with _progress("exporting") as monitor:
+        exported = export_gguf(
+            _folder(arguments.model),
+            arguments.out,
+            type=arguments.type,
+            pre_tokenizer=arguments.pre_tokenizer,
+            force=arguments.force,
+            allow_nonfinite=arguments.allow_nonfinite,
+            monitor=monitor,
+        )
+    for note in exported.notes:
+        print(f"note: {note}")
+    kinds = ", ".join(f"{count} tensors in {name}" for name, count in exported.types.items())
+    print(f"{exported.file}: {kinds}, {_bytes(exported.bytes)}, read back and compared")
+
+
+def _adapter(arguments: argparse.Namespace) -> None:
+    from fastjax.commands.settings import parse_train_config
+
+    settings = arguments.run_folder / "config.yaml"
+    if not settings.is_file():
+        raise ConvertError(f"{arguments.run_folder}: expected the output folder of a run, with config.yaml, got none")
+    config = parse_train_config(["--config", str(settings), "--output.output_dir", str(arguments.run_folder)])
+    from fastjax.run_export import export_checkpoint  # JAX is imported once the settings are right
+
+    step = export_checkpoint(config, arguments.out, step=arguments.step, force=arguments.force)
+    print(f"{arguments.out}: what {arguments.run_folder} had learnt after step {step}")
+
+
+def _report(written, what: str) -> None:
+    if written.kept:
+        print(f"{written.kept} of {written.shards} files were there from an interrupted conversion")
+    for name in written.nonfinite:
+        print(f"warning: {name} has NaN or infinity")
+    print(f"{written.folder}: {what}, {_bytes(written.bytes)} in {written.shards} files, read back and compared")
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from convert.verify import compare
+
+    if arguments.adapter and not arguments.text:
+        raise ConvertError("--adapter: expected --text with it: only logits know of an adapter")
+    first, second = _folder(arguments.first), _folder(arguments.second)
+    console = Console(soft_wrap=True)
+    with console.status("comparing") as status:
+        found = compare(first, second, monitor=lambda done, total: status.update(f"comparing {done} of {total}"))
+    different = [tensor for tensor in found.tensors if not tensor.equal]
+    for tensor in sorted(different, key=lambda tensor: -(tensor.relative or 0.0))[:20]:
+        shapes = " / ".join(str(list(shape)) for shape in dict.fromkeys(tensor.shapes))
+        line = f"{tensor.name}  {shapes}  {' / '.join(dict.fromkeys(tensor.formats))}"
+        if tensor.largest is not None:
+            line += f"  differs by up to {tensor.largest:.3g}, in all by {tensor.relative:.3g} of its size"
+        console.print(line, markup=False, highlight=False)
+    if len(different) > 20:
+        console.print(f"and {len(different) - 20} more")
+    for names, where in ((found.missing, "A"), (found.added, "B")):
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            console.print(f"only in {where}: {', '.join(names[:8])}{more}", markup=False, highlight=False)
+    same = len(found.tensors) - len(different)
+    console.print(f"{same} of {len(found.tensors)} tensors are equal; largest difference {found.largest:.6g}")
+    if arguments.text:
+        from fastjax.comparison import compare_logits  # JAX is imported for this alone
+
+        logits = compare_logits(first, second, arguments.text, adapter=arguments.adapter and _folder(arguments.adapter))
+        console.print(
+            f"logits on {logits.tokens} tokens: largest difference {logits.largest:.6g}, mean KL divergence "
+            f"{logits.divergence:.3g}, the likeliest token is the same on {logits.agreement:.1%}"
+        )
+    shapes_fit = all(tensor.largest is not None for tensor in found.tensors) and not found.missing and not found.added
+    right = found.same_form if arguments.tolerance is None else shapes_fit
+    if not right or not found.largest <= (arguments.tolerance or 0.0):
+        raise ConvertError(f"{second}: not the same as {first}")
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with bytes and the time that is left, on standard error."""
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,93 @@
+"""The logits of two models on the same texts: what a conversion has changed of what a model says."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+from transformers import PreTrainedTokenizerFast
+
+from fastjax.data.encoding import Encoder
+from fastjax.errors import ConfigError
+from fastjax.language_model import FastLanguageModel, LanguageModel
+from fastjax.models.decoder import lm_logits
+
+
+class LogitDifference(NamedTuple):
+    """Over all tokens of all texts.
+
+    Attributes:
+        tokens: their number.
+        largest: difference of two logits.
+        divergence: mean of KL(first ‖ second) of the distributions of the next token, in nats.
+        agreement: share of the tokens after which both have the same likeliest one.
+    """
+
+    tokens: int
+    largest: float
+    divergence: float
+    agreement: float
+
+
+def compare_logits(
+    first: str | Path, second: str | Path, texts: Sequence[str], *, adapter: str | Path | None = None
+) -> LogitDifference:
+    """Compare the logits of two model folders, in float32, one model in memory at a time.
+
+    Args:
+        first: model folder; its tokenizer reads the texts (the adapter's, if it has one).
+        second: model folder.
+        texts: texts, each of which is cut after 2,048 tokens.
+        adapter: put on the first model.
+
+    Raises:
+        ConfigError: no text, a model without tokenizer, or vocabularies of different sizes.
+        ConvertError: what is wrong with a folder.
+    """
+    if not texts:
+        raise ConfigError("texts: expected at least one, given none")
+    model, _ = FastLanguageModel.from_pretrained(first, dtype="float32", load_in_4bit=False)
+    if adapter is not None:
+        model = FastLanguageModel.load_adapter(model, adapter)
+    if model.tokenizer is None:
+        raise ConfigError(f"{first}: expected a tokenizer, given none")
+    encoder = Encoder(cast(PreTrainedTokenizerFast, model.tokenizer))
+    encoded = [list(encoder.encode_beginning(text))[: model.max_seq_length] for text in texts]
+    left = [_logits(model, tokens) for tokens in encoded]
+    del model
+    other, _ = FastLanguageModel.from_pretrained(second, dtype="float32", load_in_4bit=False)
+    right = [_logits(other, tokens) for tokens in encoded]
+    if left[0].shape[1] != right[0].shape[1]:
+        raise ConfigError(f"{second}: expected {left[0].shape[1]} logits as {first}, given {right[0].shape[1]}")
+    one, two = np.concatenate(left).astype(np.float64), np.concatenate(right).astype(np.float64)
+    log_p, log_q = _log_softmax(one), _log_softmax(two)
+    return LogitDifference(
+        tokens=len(one),
+        largest=float(np.abs(one - two).max()),
+        divergence=float((np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean()),
+        agreement=float((one.argmax(axis=1) == two.argmax(axis=1)).mean()),
+    )
+
+
+def _logits(model: LanguageModel, tokens: Sequence[int]) -> Float[np.ndarray, "S V"]:
+    """The logits after each token of a text; texts of similar length share a compiled program."""
+    width = -(-len(tokens) // 64) * 64
+    padded, segments = np.zeros((1, width), np.int32), np.zeros((1, width), np.int32)
+    padded[0, : len(tokens)], segments[0, : len(tokens)] = tokens, 1
+    positions = np.arange(width, dtype=np.int32)[None] * segments
+    return np.asarray(_run(model.graphdef, model.trainable, model.frozen, padded, positions, segments))[: len(tokens)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(graphdef, trainable, frozen, tokens, positions, segments):
+    decoder = nnx.merge(graphdef, trainable, frozen)
+    return lm_logits(decoder.lm_head, decoder(tokens, positions, segments))[0]
+
+
+def _log_softmax(logits: Float[np.ndarray, "N V"]) -> Float[np.ndarray, "N V"]:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

@@ -1,0 +1,51 @@
+"""The result of a run out of one of its checkpoints: an adapter for PEFT, or the model after full fine-tuning."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from fastjax.errors import ConfigError
+from fastjax.fine_tuning import load_model
+from fastjax.training.checkpoint import Checkpoints
+from fastjax.training.config import TrainConfig
+from fastjax.training.datasets import load_run_tokenizer
+from fastjax.training.run_folder import claimed
+
+
+def export_checkpoint(config: TrainConfig, folder: str | Path, *, step: int | None = None, force: bool = False) -> int:
+    """Write what a checkpoint has learnt, as the run itself does at its end.
+
+    Args:
+        config: settings of the run, whose output folder has the checkpoints.
+        folder: where to.
+        step: of the checkpoint; None: the newest.
+        force: replace an adapter, or a model, that is there.
+
+    Returns:
+        The checkpoint's step.
+
+    Raises:
+        ConfigError: no such checkpoint, one of another version or model, a run that is at work, or a folder that is
+            taken.
+    """
+    folder = Path(folder)
+    if folder.exists() and not (force and folder.is_dir()):
+        raise ConfigError(f"{folder}: expected a new folder (--force replaces what is there), given one that exists")
+    with claimed(config, resume=True) as run:
+        checkpoints = Checkpoints(run.checkpoints)
+        try:
+            steps = checkpoints.steps()
+            if not steps or step not in (None, *steps):
+                wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+                raise ConfigError(f"{run.checkpoints}: expected {wanted}, given {steps or 'none'}")
+            chosen = steps[0] if step is None else step
+            model = load_model(config, Console(quiet=True)).replace(tokenizer=load_run_tokenizer(config))
+            trained: Any = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), model.trainable
+            )
+            model.replace(trainable=checkpoints.load_part(chosen, "trainable", trained)).save_pretrained(folder)
+        finally:
+            checkpoints.close()
+    return chosen

@@ -1,0 +1,272 @@
+"""GGUF files: read back by the gguf library and by the header reader; values, metadata, tokenizer; damage refused."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+
+from convert.checkpoint import write_checkpoint
+from convert.errors import ConvertError
+from convert.families.llama import FAMILY
+from convert.gguf import export_gguf
+from convert.gguf_header import read_gguf_header
+from convert.gguf_vocabulary import read_vocabulary
+
+gguf = pytest.importorskip("gguf")
+
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 6.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 263,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 192,
+    "rms_norm_eps": 3e-2,
+    "rope_parameters": ROPE,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
+TEMPLATE = "{{ messages }}"
+
+
+def write_tokenizer(folder):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(alphabet)} | {"ab": 256, "abc": 257}
+    tokenizer = Tokenizer(models.BPE(vocab, [("a", "b"), ("ab", "c")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    tokenizer.add_tokens([AddedToken("<tool>", special=False)])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 258)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """(folder, {path: array})"""
+
+    def make(**changes):
+        config = CONFIG | changes
+        rng = np.random.default_rng(0)
+        rows = FAMILY.rows(config)
+        arrays = {row.path: rng.standard_normal(row.shape).astype(ml_dtypes.bfloat16) for row in rows}
+        write_checkpoint(tmp_path / "model", [(row.name, arrays[row.path]) for row in rows], config)
+        write_tokenizer(tmp_path / "model")
+        return tmp_path / "model", arrays
+
+    return make
+
+
+NAMES = {
+    "embed_tokens.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "layers.1.input_layernorm.weight": "blk.1.attn_norm.weight",
+    "layers.1.self_attn.v_proj.weight": "blk.1.attn_v.weight",
+    "layers.1.self_attn.v_proj.bias": "blk.1.attn_v.bias",
+    "layers.1.self_attn.o_proj.weight": "blk.1.attn_output.weight",
+    "layers.1.post_attention_layernorm.weight": "blk.1.ffn_norm.weight",
+    "layers.1.mlp.gate_proj.weight": "blk.1.ffn_gate.weight",
+    "layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight",
+    "layers.1.mlp.down_proj.weight": "blk.1.ffn_down.weight",
+}
+#: Half a step, as a share of the block's largest magnitude. Step and minimum are rounded to float16 besides, which is
+#: up to 2^-11 of it each.
+ERROR = {"q8_0": 0.5 / 127, "q4_0": 1 / 8, "q5_0": 1 / 16, "q4_1": 1 / 15, "q5_1": 1 / 31}
+
+
+@pytest.mark.parametrize("type", ["f32", "f16", "bf16", *ERROR])
+def test_the_library_reads_the_values(model, tmp_path, type, monkeypatch):
+    monkeypatch.setattr("convert.blocks.ELEMENTS", 1024)
+    folder, arrays = model()
+    result = export_gguf(folder, tmp_path / "m.gguf", type=type)
+    found = {t.name: t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert len(found) == len(arrays) + 1 and sum(result.types.values()) == len(found)
+    for path, name in NAMES.items():
+        original = arrays[path].astype(np.float32)
+        values = gguf.dequantize(found[name].data, found[name].tensor_type).reshape(original.shape)
+        kind = "f32" if original.ndim == 1 else type
+        if path == "lm_head.weight" and type[:2] in ("q4", "q5"):
+            kind = "q8_0"
+        assert found[name].tensor_type.name == kind.upper(), name
+        if kind in ERROR:
+            blocks = np.abs(original.reshape(-1, 32)).max(axis=1, keepdims=True)
+            assert (np.abs(values - original).reshape(-1, 32) <= (ERROR[kind] + 2**-10) * blocks).all(), name
+        else:
+            right = original.astype(np.float16).astype(np.float32) if kind == "f16" else original
+            np.testing.assert_array_equal(values, right, name)
+
+
+def rotate(x, positions, theta, factors, neighbours):
+    """Rotary positions on [heads, positions, size], halves or neighbours as pairs."""
+    size = x.shape[-1]
+    angle = positions[:, None] * (theta ** (-np.arange(0, size, 2) / size) / factors)
+    cos, sin = np.cos(angle), np.sin(angle)
+    first, second = (x[..., ::2], x[..., 1::2]) if neighbours else (x[..., : size // 2], x[..., size // 2 :])
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def test_queries_and_keys_pair_neighbours(model, tmp_path):
+    """Attention scores with llama.cpp's rotation of the file's rows are those of transformers' on the folder's."""
+    folder, arrays = model()
+    export_gguf(folder, tmp_path / "m.gguf", type="f32")
+    found = {t.name: np.array(t.data) for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    x = np.random.default_rng(1).standard_normal((64, 7))
+    positions = np.arange(7)
+    wave = 2 * np.pi * 5000.0 ** (np.arange(0, 16, 2) / 16)
+    smooth = np.clip((32 / wave - 1.0) / 3.0, 0, 1)
+    factors = 1 / ((1 - smooth) / 6.0 + smooth)
+    np.testing.assert_allclose(found["rope_freqs.weight"], factors, rtol=1e-6)
+    scores = []
+    for neighbours in (False, True):
+        rotated = []
+        for part, name, heads in (("q_proj", "attn_q", 4), ("k_proj", "attn_k", 2)):
+            weight, bias = (
+                (found[f"blk.0.{name}.weight"], found[f"blk.0.{name}.bias"])
+                if neighbours
+                else (arrays[f"layers.0.self_attn.{part}.{kind}"].astype(np.float64) for kind in ("weight", "bias"))
+            )
+            projected = (weight.astype(np.float64) @ x + bias[:, None]).reshape(heads, 16, 7).swapaxes(1, 2)
+            rotated.append(rotate(projected, positions, 5000.0, factors, neighbours))
+        scores.append(np.einsum("hsd,htd->hst", rotated[0], np.repeat(rotated[1], 2, axis=0)))
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-6, atol=1e-6)
+
+
+def test_metadata_and_tokenizer(model, tmp_path):
+    folder, _ = model()
+    export_gguf(folder, tmp_path / "m.gguf", type="q8_0")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    theirs = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    ours = read_gguf_header(tmp_path / "m.gguf")
+    assert ours.metadata == theirs
+    assert {name: (t.type, list(t.shape)) for name, t in ours.tensors.items()} == {
+        t.name: (t.tensor_type.name, list(t.shape)[::-1]) for t in reader.tensors
+    }
+    wanted = {
+        "general.architecture": "llama",
+        "general.name": "model",
+        "general.file_type": 7,
+        "llama.context_length": 192,
+        "llama.embedding_length": 64,
+        "llama.block_count": 2,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.key_length": 16,
+        "llama.rope.dimension_count": 16,
+        "llama.rope.freq_base": 5000.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.bos_token_id": 258,
+        "tokenizer.ggml.eos_token_id": 259,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+        "tokenizer.ggml.merges": ["a b", "ab c"],
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    assert {name: theirs.get(name) for name in wanted} == wanted
+    assert theirs["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(3e-2)
+    assert theirs["tokenizer.ggml.tokens"][256:] == ["ab", "abc", "<s>", "</s>", "<tool>", "[PAD261]", "[PAD262]"]
+    assert theirs["tokenizer.ggml.token_type"][256:] == [1, 1, 3, 3, 4, 5, 5]
+
+
+def test_text_bpe_has_scores(tmp_path):
+    """The first merge has the highest score, so that llama.cpp merges in the same order."""
+    vocab = {"<unk>": 0, "<0x41>": 1, "a": 2, "b": 3, "c": 4, "bc": 5, "ab": 6}
+    raw = {"type": "BPE", "byte_fallback": True, "vocab": vocab, "merges": ["a b", "b c"]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": raw}))
+    found = read_vocabulary(tmp_path, 7)
+    assert (found.model, found.pre, found.merges) == ("llama", "default", None)
+    assert found.types == (2, 6, 1, 1, 1, 1, 1)
+    assert found.scores is not None and found.scores[6] > found.scores[5] > max(found.scores[:5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
+        ({"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "rope_type: expected one of default, linear, yarn"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope: factor: expected a positive number"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 3}}, "rope: expected no other settings"),
+        ({"vocab_size": 200}, r"tokenizer\.json: id of .*: expected one below 200"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(model, tmp_path, changes, message):
+    folder, _ = model(**changes)
+    with pytest.raises(ConvertError, match=message):
+        export_gguf(folder, tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_tokenizers_that_are_not_known(model, tmp_path):
+    folder, _ = model()
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["pre_tokenizer"] = {"type": "Whitespace"}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ConvertError, match="pre_tokenizer: expected a way to cut text up that llama.cpp has a known"):
+        export_gguf(folder, tmp_path / "m.gguf")
+    export_gguf(folder, tmp_path / "m.gguf", pre_tokenizer="llama-bpe")
+    assert read_gguf_header(tmp_path / "m.gguf").metadata["tokenizer.ggml.pre"] == "llama-bpe"
+    with pytest.raises(ConvertError, match="expected a new one"):
+        export_gguf(folder, tmp_path / "m.gguf", pre_tokenizer="llama-bpe")
+    raw["model"]["type"] = "Unigram"
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ConvertError, match="model.type: expected 'BPE', got 'Unigram'"):
+        export_gguf(folder, tmp_path / "other.gguf")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConvertError, match=r"tokenizer\.json: no such file"):
+        export_gguf(folder, tmp_path / "other.gguf")
+
+
+def test_rows_that_are_no_whole_blocks_stay_in_16_bits(model, tmp_path):
+    folder, _ = model(intermediate_size=40)
+    result = export_gguf(folder, tmp_path / "m.gguf", type="q8_0")
+    assert len(result.notes) == 2 and "down_proj.weight is kept in F16" in result.notes[0]
+    assert result.types["F16"] == 2
+
+
+def small_file(folder):
+    writer = gguf.GGUFWriter(folder / "small.gguf", "llama")
+    writer.add_name("x")
+    writer.add_token_list(["a", "bc"])
+    writer.add_token_scores([0.5, 1.0])
+    writer.add_tensor("t", np.arange(64, dtype=np.float32).reshape(2, 32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return (folder / "small.gguf").read_bytes()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_bytes_crash_the_reader(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("fuzz")
+    raw = bytearray(small_file(folder))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(raw) - 257))
+        raw[place] = data.draw(st.sampled_from([0, 1, 8, 9, 0x7F, 0x80, 0xFF]))
+    file = folder / "broken.gguf"
+    file.write_bytes(raw[: data.draw(st.integers(0, len(raw)))] if data.draw(st.booleans()) else raw)
+    try:
+        read_gguf_header(file)
+    except ConvertError as error:
+        assert str(file) in str(error)

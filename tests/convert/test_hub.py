@@ -1,0 +1,83 @@
+"""Names on the hub: from the cache while offline, at the revision that is asked for, and never another repository."""
+
+import types
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from convert.errors import ConvertError
+from convert.hub import Source, fetch
+
+FIRST, SECOND = "1" * 40, "2" * 40
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache with two commits of org/model, the second of which is main, as huggingface_hub lays it out."""
+    home = tmp_path / "hub" / "models--org--model"
+    for commit in (FIRST, SECOND):
+        (home / "snapshots" / commit).mkdir(parents=True)
+        (home / "snapshots" / commit / "config.json").write_text(commit)
+    for name, commit in (("main", SECOND), ("v1", FIRST)):
+        (home / "refs").mkdir(exist_ok=True)
+        (home / "refs" / name).write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return home
+
+
+@pytest.mark.parametrize(("revision", "commit"), [(None, SECOND), ("main", SECOND), ("v1", FIRST), (FIRST, FIRST)])
+def test_from_the_cache(cache, revision, commit):
+    found = fetch("org/model", revision)
+    assert found == Source(cache / "snapshots" / commit, "org/model", commit)
+    assert (found.folder / "config.json").read_text() == commit
+
+
+def test_what_is_not_in_the_cache(cache):
+    with pytest.raises(
+        ConvertError, match=r"org/other: no such folder, and not in the hub's cache, which is all there"
+    ):
+        fetch("org/other")
+    with pytest.raises(ConvertError, match=r"org/model: no such folder, and not at v2 in the hub's cache"):
+        fetch("org/model", "v2")
+
+
+@pytest.mark.parametrize("name", ["../model", "./model", "/model", "a/b/c", "a//b", "~/model", "a\\b/c", ""])
+def test_what_is_no_name_is_not_asked_for(cache, monkeypatch, name):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *given, **named: pytest.fail("asked for"))
+    if name:
+        with pytest.raises(ConvertError, match="no such folder"):
+            fetch(name)
+    else:
+        assert fetch(name).name is None  # the current folder, as everywhere
+
+
+def test_a_name_that_is_none(cache):
+    with pytest.raises(ConvertError, match="org name/mo del: no such folder, and the hub does not give it"):
+        fetch("org name/mo del")
+
+
+def test_a_folder_is_itself(tmp_path):
+    assert fetch(tmp_path) == Source(tmp_path)
+    with pytest.raises(ConvertError, match="revision: expected none, since this is a folder, got v1"):
+        fetch(tmp_path, "v1")
+
+
+def test_online_the_commit_is_pinned_and_a_renamed_repository_refused(cache, monkeypatch):
+    asked = []
+    info = types.SimpleNamespace(id="org/model", sha=FIRST)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, revision=None: info)
+
+    def download(name, **options):
+        asked.append((name, options["revision"], options["local_files_only"]))
+        return str(cache / "snapshots" / FIRST)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert fetch("org/model").revision == FIRST
+    assert asked == [("org/model", FIRST, False)]
+    info.id = "elsewhere/model"
+    with pytest.raises(ConvertError, match="org/model: this repository is called elsewhere/model now"):
+        fetch("org/model")
+    assert len(asked) == 1

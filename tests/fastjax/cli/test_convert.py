@@ -1,0 +1,100 @@
+"""`fastjax convert` from the command line: every subcommand on small folders, and what it says when it refuses."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from fastjax.cli import main
+from fastjax.language_model import FastLanguageModel
+from tests.support import chat, tiny
+from tests.support.runs import World
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return chat.write_model(tmp_path_factory.mktemp("convert") / "model")
+
+
+@pytest.fixture(scope="module")
+def adapter(model, tmp_path_factory):
+    base = FastLanguageModel.from_pretrained(model, dtype="float32", load_in_4bit=False, max_seq_length=32)[0]
+    folder = tmp_path_factory.mktemp("convert") / "adapter"
+    return tiny.adapted(base, r=4, use_dora=True).save_pretrained(folder)
+
+
+def run(*arguments):
+    return main(["convert", *map(str, arguments)])
+
+
+def test_merge_then_verify_with_logits(model, adapter, tmp_path, capsys):
+    assert run("merge", model, adapter, tmp_path / "out", "--dtype", "float32") == 0
+    assert "read back and compared" in capsys.readouterr().out
+    text = "what is there to say"
+    asked = ["verify", model, tmp_path / "out", "--adapter", adapter, "--text", text, "--tolerance", "10"]
+    assert run(*asked) == 0
+    told = capsys.readouterr().out
+    largest = float(told.split("largest difference ")[-1].split(",")[0])
+    assert largest < 1e-4 and "the likeliest token is the same on 100.0%" in told
+    assert run("verify", model, tmp_path / "out") == 1
+    captured = capsys.readouterr()
+    assert "q_proj.weight" in captured.out and "not the same as" in captured.err
+    assert run("merge", model, adapter, tmp_path / "out") == 1
+    assert "--force replaces a model folder" in capsys.readouterr().err
+    assert run("merge", model, adapter, tmp_path / "out", "--force") == 0
+
+
+def test_quantize_and_inspect(model, tmp_path, capsys):
+    assert run("quantize", model, tmp_path / "out", "--skip", "o_proj") == 0
+    capsys.readouterr()
+    assert run("inspect", tmp_path / "out", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["family"] == "llama" and "nf4-nested" in found["formats"] and found["unsupported"] == []
+    assert run("inspect", tmp_path / "out") == 0
+    assert "everything in it is supported" in capsys.readouterr().out
+    assert run("inspect", tmp_path) == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_the_adapter_of_a_checkpoint(tmp_path, capsys):
+    """The run's last checkpoint gives what the run itself wrote."""
+    world = World(tmp_path, 8).make()
+    settings = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    settings["output"]["output_dir"] = str(tmp_path / "run")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    assert world.steps == 8 and main(["train", "--config", str(tmp_path / "run.yaml")]) == 0
+    assert run("adapter", tmp_path / "run", tmp_path / "out") == 0
+    first, second = (load_file(tmp_path / place / "adapter_model.safetensors") for place in ("out", "run/adapter"))
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    capsys.readouterr()
+    assert run("adapter", tmp_path / "run", tmp_path / "out") == 2
+    assert run("adapter", tmp_path / "run", tmp_path / "new", "--step", "3") == 2
+    told = capsys.readouterr().err
+    assert "--force replaces what is there" in told and "expected a checkpoint of step 3, given [8]" in told
+    assert run("adapter", tmp_path, tmp_path / "new") == 1
+
+
+def test_converting_imports_neither_jax_nor_torch(model, adapter, tmp_path):
+    calls = [
+        ["inspect", model],
+        ["merge", model, adapter, tmp_path / "out"],
+        ["quantize", model, tmp_path / "packed"],
+        ["verify", model, model],
+    ]
+    script = f"""
+import sys
+from fastjax.cli import main
+for call in {[[str(part) for part in call] for call in calls]!r}:
+    assert main(["convert", *call]) == 0, call
+import convert.gguf, convert.hub
+unwanted = {{"jax", "flax", "torch", "transformers"}} & set(sys.modules)
+assert not unwanted, unwanted
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, stdout=subprocess.DEVNULL)
