@@ -65,7 +65,13 @@ def forward(
     """Output and log-sum-exp; arguments and results as `implementations` says.
 
     Args:
-        q, k, v, mask, sinks, seed, options: of the call.
+        q: queries [B, S, H, D], bfloat16 or float16.
+        k: keys [B, T, K, D].
+        v: values [B, T, K, Dv].
+        mask: what each query sees; documents as ranges.
+        sinks: a logit for each query head [H] that joins the denominator alone, or None.
+        seed: two uint32 numbers where there is dropout.
+        options: of the call.
         config: block sizes; by the head sizes by default.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
@@ -94,7 +100,16 @@ def backward(
     """dq, dk and dv; arguments as `implementations` says.
 
     Args:
-        q, k, v, mask, sinks, seed, lse, delta, dout, options: of the call.
+        q: queries [B, S, H, D], bfloat16 or float16.
+        k: keys [B, T, K, D].
+        v: values [B, T, K, Dv].
+        mask: what each query sees; documents as ranges.
+        sinks: already in lse.
+        seed: of the forward pass.
+        lse: log-sum-exp of each query's logits, float32 [B, H, S]; +inf for a query that sees nothing.
+        delta: rowsum(dout ∘ out) − dlse, float32 [B, H, S].
+        dout: cotangent of the output, [B, S, H, Dv].
+        options: of the call.
         dq: block sizes of the kernel for dq; by the head sizes by default.
         dkv: block sizes of the kernel for dk and dv, likewise.
         interpret: parameters of Mosaic's interpreter; None compiles.

@@ -1,10 +1,10 @@
 """The backward pass in the keys and values: dv = Pᵀ dout, dk = scale · dSᵀ q.
 
-A thread block takes a tile of keys of one key head, the heaviest tiles first: one warpgroup loads, two hold accumulators
-and run over the queries of every query head that shares the key head, so that no gradient of a single query head is ever in memory and
-the order of all sums is fixed. Everything is transposed: rows are keys, columns queries. A tile is 128 keys, 64 to a
-warpgroup; where the two accumulators of a warpgroup would not fit into its registers it is 64 keys, of which one
-warpgroup computes dk and the other dv.
+A thread block takes a tile of keys of one key head, the heaviest tiles first. One warpgroup loads; two hold
+accumulators and run over the queries of every query head that shares the key head, so that no gradient of a single query head is
+ever in memory and the order of all sums is fixed. Everything is transposed: rows are keys, columns queries. A tile is
+128 keys, 64 to a warpgroup; where both accumulators of a warpgroup would not fit into its registers it is 64 keys, of
+which one warpgroup computes dk and the other dv.
 """
 
 import functools
@@ -175,7 +175,7 @@ def _compute(refs, tile, rows: common.Rows, part, group: int, wanted: str, optio
             ds = p * dp
             plgpu.wgmma(dk_ref, (ds if slope is None else ds * slope).astype(dtype), q_smem)
 
-        accumulator = plgpu.ACC(shape, jnp.float32)
+        accumulator = common.accumulator(*shape)
         pl.run_scoped(products, *[accumulator] * (1 if dk_ref is None else 2))
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.free.at[slot])
@@ -198,7 +198,7 @@ def _compute(refs, tile, rows: common.Rows, part, group: int, wanted: str, optio
         return [accumulator[...] for accumulator in accumulators]
 
     sizes = {"k": refs.k.shape[3], "v": refs.v.shape[3]}
-    found = pl.run_scoped(gradients, *(plgpu.ACC((WARPGROUP_ROWS, sizes[name]), jnp.float32) for name in wanted))
+    found = pl.run_scoped(gradients, *(common.accumulator(WARPGROUP_ROWS, sizes[name]) for name in wanted))
     # Computed again rather than kept in registers.
     batch_index, first, key_head, *_ = tile(lax.optimization_barrier(lax.axis_index("cta")))
     first = first + part * WARPGROUP_ROWS

@@ -41,7 +41,9 @@ def backward_dq(
     """The gradient of q.
 
     Args:
-        q, k, v: as in `api.attention`.
+        q: queries [B, S, H, D], bfloat16 or float16.
+        k: keys [B, T, K, D].
+        v: values [B, T, K, Dv].
         dout: cotangent of the output, [B, S, H, Dv] in q's dtype.
         lse: −log-sum-exp / scale, with a soft cap −log-sum-exp · log₂ e; float32 [B, H, S padded to tiles].
         delta: −(rowsum(dout ∘ out) − dlse), likewise.
@@ -150,7 +152,7 @@ def _compute(refs, tile, rows: common.Rows, warpgroup, options: Options, config:
                 ds = p * (dp + broadcast_rows(delta, shape))
                 return (ds if slope is None else ds * slope).astype(dtype)
 
-            ds = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+            ds = pl.run_scoped(products, common.accumulator(*shape), common.accumulator(*shape))
             plgpu.wgmma(dq_ref, ds, k_smem)
             if not config.lag:
                 plgpu.wgmma_wait(0)
@@ -163,7 +165,7 @@ def _compute(refs, tile, rows: common.Rows, warpgroup, options: Options, config:
             lax.fori_loop(high - inner, high - low, masked, None)
         return dq_ref[...]
 
-    dq = pl.run_scoped(gradient, plgpu.ACC((WARPGROUP_ROWS, refs.q.shape[3]), jnp.float32))
+    dq = pl.run_scoped(gradient, common.accumulator(WARPGROUP_ROWS, refs.q.shape[3]))
     # Computed again rather than kept in registers.
     batch_index, first, head, *_ = tile(lax.optimization_barrier(lax.axis_index("cta")))
     place = pl.ds(first + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)

@@ -74,6 +74,7 @@ class Rows(NamedTuple):
         return self.start is not None or not self.transposed or self.options.sliding_window is not None
 
     def shift(self, batch: Array) -> Array | int:
+        """What is added to a row's index to compare it with a column's."""
         if self.options.query_offset is not None:
             return -self.options.query_offset if self.transposed else self.options.query_offset
         offset = self.offset[batch if self.offset.shape[0] > 1 else 0]
@@ -130,11 +131,13 @@ class Rows(NamedTuple):
         return logits
 
 
-def kept(shape: tuple[int, int], seed: Any, head: Array, first_row: Array, first_column: Array, options, transposed):
+def kept(shape: tuple[int, ...], seed: Any, head: Array, first_row: Array, first_column: Array, options, transposed):
     """Where dropout keeps a weight, [rows, columns]."""
-    word = lambda dimension, first: (
-        plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA) + first
-    ).astype(jnp.uint32)
+
+    def word(dimension, first):
+        number = plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA) + first
+        return number.astype(jnp.uint32)
+
     rows, columns = word(0, first_row), word(1, first_column)
     queries, keys = (columns, rows) if transposed else (rows, columns)
     bits = dropout.random_bits((seed[0], seed[1]), head.astype(jnp.uint32), queries, keys)
@@ -158,15 +161,18 @@ def _turn(turn, cta, ctas):
     return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, cta, ctas - 1 - cta)
 
 
-def broadcast_rows(rows: Array, shape: tuple[int, int]) -> Array:
+def broadcast_rows(rows: Array, shape: tuple[int, ...]) -> Array:
+    """One number a row, in every column of `shape`."""
     return lax.broadcast_in_dim(rows, shape, [0])
 
 
-def zeros(shape: tuple[int, int]) -> Array:
+def zeros(shape: tuple[int, ...]) -> Array:
+    """An accumulator of 0, float32."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
 
 def full_rows(value: float) -> Array:
+    """One number for each of a warpgroup's rows, float32."""
     return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.float32), ROWS)
 
 
@@ -215,7 +221,8 @@ def _blocks(rows: Rows, batch: Array, first: Array, count: int, block: int) -> t
     return low, inner, outer, high
 
 
-def broadcast_columns(columns: Array, shape: tuple[int, int]) -> Array:
+def broadcast_columns(columns: Array, shape: tuple[int, ...]) -> Array:
+    """One number a column, in every row of `shape`."""
     return lax.broadcast_in_dim(columns, shape, [1])
 
 
@@ -293,3 +300,13 @@ def launch(
         kernel_name=name,
         interpret=interpret,
     )(*given.values())
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Registers that a product is summed up in, float32."""
+    return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def accumulator_from(array: Array) -> Any:
+    """The same, that starts from an array; for `pl.run_state`, which returns the sum."""
+    return plgpu.ACC.init(array)  # pyright: ignore[reportPrivateImportUsage]

@@ -41,7 +41,9 @@ def forward(
     """Output [B, S, H, Dv] and log-sum-exp [B, H, S padded to tiles].
 
     Args:
-        q, k, v: as in `api.attention`.
+        q: queries [B, S, H, D], bfloat16 or float16.
+        k: keys [B, T, K, D].
+        v: values [B, T, K, Dv].
         mask: its ranges and offset.
         sinks: float32 [H].
         seed: uint32 [2].
@@ -74,7 +76,8 @@ def forward(
     }
     inputs = {"q": q, "k": k, "v": v, "sinks": sinks, "seed": seed, **common.query_inputs(mask, options)}
     body = functools.partial(_kernel, tiles=tiles, ctas=ctas, options=options, config=config)
-    return common.launch(body, inputs, outputs, scratch, ctas, "attention_forward", interpret)
+    out, lse = common.launch(body, inputs, outputs, scratch, ctas, "attention_forward", interpret)
+    return out, lse
 
 
 def _kernel(refs, *, tiles: int, ctas: int, options: Options, config: ForwardConfig):
@@ -176,7 +179,7 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
         return p, total, jnp.exp2(top - new_top), new_top
 
     s_shape, acc_shape = (WARPGROUP_ROWS, block), (WARPGROUP_ROWS, value_size)
-    s_type, acc_type = (plgpu.ACC(shape, jnp.float32) for shape in (s_shape, acc_shape))
+    s_type, acc_type = (common.accumulator(*shape) for shape in (s_shape, acc_shape))
 
     def first_block():
         slot = lax.rem(count, stages)
@@ -225,7 +228,7 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
         carry = lax.fori_loop(jnp.maximum(high - inner, 1), high - low, masked, carry)
     acc, top, total, p, count = carry
     last = lax.rem(count + (stages - 1), stages)
-    acc = pl.run_state(lambda acc_ref: multiply_values(acc_ref, p, last))(plgpu.ACC.init(acc))
+    acc: Any = pl.run_state(lambda acc_ref: multiply_values(acc_ref, p, last))(common.accumulator_from(acc))
     plgpu.barrier_arrive(refs.v_free.at[last])
 
     batch_index, first, head, low, _, _, high = tile(lax.optimization_barrier(turn))  # rather than keep them

@@ -41,8 +41,9 @@ def interpreted(monkeypatch):
             monkeypatch.setitem(IMPLEMENTATIONS, "mosaic", module)
 
             def both(arguments, cotangents):
-                function = lambda **a: attention(**a, **options, return_lse=True, implementation="mosaic")
-                results, vjp = jax.vjp(lambda a: function(**a), arguments)
+                results, vjp = jax.vjp(
+                    lambda a: attention(**a, **options, return_lse=True, implementation="mosaic"), arguments
+                )
                 return results, vjp(cotangents)[0]
 
             (out, lse), found = jax.jit(both, compiler_options=QUICK)(arguments, cotangents)
@@ -60,7 +61,10 @@ def documents(*lengths, length):
 def problem(seed=0, batch=1, length=200, keys=None, heads=2, kv_heads=1, size=64, value_size=None, sinks=None):
     rng = np.random.default_rng(seed)
     keys, value_size = keys or length, value_size or size
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
     arguments = {"q": normal(batch, length, heads, size), "k": normal(batch, keys, kv_heads, size)}
     arguments["v"] = normal(batch, keys, kv_heads, value_size)
     if sinks is not None:
@@ -72,8 +76,7 @@ def problem(seed=0, batch=1, length=200, keys=None, heads=2, kv_heads=1, size=64
 def expected(arguments, cotangents, options):
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (arguments, cotangents))
-        function = lambda a: reference.attention(**a, **options, return_lse=True)
-        (out, lse), vjp = jax.vjp(function, wide[0])
+        (out, lse), vjp = jax.vjp(lambda a: reference.attention(**a, **options, return_lse=True), wide[0])
         found = vjp(wide[1])[0]
     return {"out": out, "lse": lse} | {f"d{name}": leaf for name, leaf in found.items()}
 

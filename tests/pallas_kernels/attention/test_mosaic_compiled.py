@@ -1,4 +1,4 @@
-"""The Hopper kernels compiled for an H200 at their default block sizes: what a thread takes, and that wgmma runs free."""
+"""The Hopper kernels compiled for an H200 at their default block sizes: registers, spills, unserialised products."""
 
 import jax.numpy as jnp
 import pytest
@@ -29,9 +29,16 @@ def aot():
 
 def compiled(aot, size, value_size, options, documents, folder, monkeypatch):
     """The resources of the forward and of both backward kernels."""
-    int32 = lambda *shape: aot.spec(shape, jnp.int32)
-    float32 = lambda *shape: aot.spec(shape, jnp.float32)
-    half = lambda heads, width: aot.spec((BATCH, LENGTH, heads, width), jnp.bfloat16)
+
+    def int32(*shape):
+        return aot.spec(shape, jnp.int32)
+
+    def float32(*shape):
+        return aot.spec(shape, jnp.float32)
+
+    def half(heads, width):
+        return aot.spec((BATCH, LENGTH, heads, width), jnp.bfloat16)
+
     options = Options(size**-0.5, **{"query_offset": 0} | options)
     tiles = LENGTH // TILE
     ranges = SegmentRanges(*[int32(BATCH, LENGTH)] * 4, *[int32(BATCH, tiles)] * 2) if documents else None
