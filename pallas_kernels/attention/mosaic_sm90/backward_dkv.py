@@ -1,10 +1,10 @@
 """The backward pass in the keys and values: dv = Pᵀ dout, dk = scale · dSᵀ q.
 
 A thread block takes a tile of keys of one key head, the heaviest tiles first. One warpgroup loads; two hold
-accumulators and run over the queries of every query head that shares the key head, so that no gradient of a single query head is
-ever in memory and the order of all sums is fixed. Everything is transposed: rows are keys, columns queries. A tile is
-128 keys, 64 to a warpgroup; where both accumulators of a warpgroup would not fit into its registers it is 64 keys, of
-which one warpgroup computes dk and the other dv.
+accumulators and run over the queries of every query head that shares the key head, so that no gradient of a single
+query head is ever in memory and the order of all sums is fixed. Everything is transposed: rows are keys, columns
+queries. A tile is 128 keys, 64 to a warpgroup; where both accumulators of a warpgroup would not fit into its registers
+it is 64 keys, of which one warpgroup computes dk and the other dv.
 """
 
 import functools
