@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import PRNGKeyArray
 
 from convert.adapters import AdapterConfig, read_adapter
+from convert.families import family_for
 from fastjax.data.new_tokens import vocabulary_size
 from fastjax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from fastjax.errors import ConfigError
@@ -43,7 +44,7 @@ def attach_adapter(
     runs = [[model.frozen["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
     own = layer_signatures(sites, count)
     shapes = [jax.eval_shape(lambda i=i: layer_of(runs, model.plan, i)) for i in range(count)]
-    signatures = [(signature(shapes[i]), own[i], model.precision.in_layer(i)) for i in range(count)]
+    signatures = [(signature(shapes[i]), own[i], model.precision.layer_kind(model.config, i)) for i in range(count)]
     plan = plan_layers(signatures, model.layer_loop)
     weights = {**model.frozen, "layers": rearrange(runs, model.plan, plan)}
     adapters = build_adapters(adapter, model.config, plan, weights, arrays, key, model.precision)
@@ -61,7 +62,7 @@ def attach_adapter(
 def load_adapter(model: "LanguageModel", folder: str | Path, lora_dropout: float | None) -> "LanguageModel":
     """`FastLanguageModel.load_adapter`."""
     _check_bare(model)
-    adapter, arrays = read_adapter(folder)
+    adapter, arrays = read_adapter(folder, family=family_for(model.hf_config))
     if lora_dropout is not None:
         adapter = dataclasses.replace(adapter, lora_dropout=lora_dropout)
     model = _with_vocabulary_of(model, Path(folder), adapter, arrays)
