@@ -35,7 +35,7 @@ from fastjax.models.precision import DTYPES, Precision, make_precision
 from fastjax.models.remat import POLICIES
 from fastjax.models.rope_override import with_rope_scaling
 from fastjax.models.structure import groups, shapes
-from fastjax.models.vocabulary import check_vocabulary, grown, training_new_tokens
+from fastjax.models.vocabulary import check_vocabulary, grown, training_new_tokens, with_vocab_size
 from fastjax.peft import attach_adapter, load_adapter
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class FastLanguageModel:
             rows = max(config.vocab_size, vocabulary_size(tokenizer))
             weights = grown(weights, rows, min(known, config.vocab_size), new_ids)
             config = dataclasses.replace(config, vocab_size=rows)
-            hf_config = {**hf_config, "vocab_size": rows}
+            hf_config = with_vocab_size(hf_config, rows)
         model = _build(config, hf_config, Path(model_name), plan, weights, precision, tokenizer, settings)
         return model.replace(new_token_ids=tuple(new_ids)), tokenizer
 

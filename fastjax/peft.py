@@ -18,7 +18,7 @@ from fastjax.lora import LoraParam, SavedParam
 from fastjax.models.adapters import adapter_sites, build_adapters, layer_signatures, saved_modules
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import layer_of, plan_layers, rearrange, signature
-from fastjax.models.vocabulary import TABLES, grown, trained_rows
+from fastjax.models.vocabulary import TABLES, grown, trained_rows, with_vocab_size
 
 if TYPE_CHECKING:
     from fastjax.language_model import LanguageModel
@@ -107,7 +107,7 @@ def _with_vocabulary_of(
                 weights[name] = {"weight": own.at[before:].set(jax.numpy.asarray(table[before:]).astype(own.dtype))}
         model = model.replace(
             config=dataclasses.replace(model.config, vocab_size=rows),
-            hf_config={**model.hf_config, "vocab_size": rows},
+            hf_config=with_vocab_size(model.hf_config, rows),
             frozen=weights,
         )
     sizes = [0 if known is None else vocabulary_size(known) for known in (model.tokenizer, tokenizer)]

@@ -158,6 +158,25 @@ CONFIGS = {
     ),
 }
 
+#: A text model beside a vision tower.
+NESTED = {
+    "model_type": "gemma3",
+    "dtype": "float32",
+    "text_config": CONFIGS["gemma3_text"] | {"final_logit_softcapping": None},
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4,
+    "image_token_index": 95,
+    "tie_word_embeddings": False,
+}
+
 #: Other ways in which a family's config.json says things, and choices that `CONFIGS` had to make.
 VARIANTS = {
     **{name: (name, config) for name, config in CONFIGS.items()},

@@ -24,7 +24,7 @@ FAMILIES: dict[str, ConfigFamily] = {
 _TEXT_HALF = {"gemma3": gemma.GEMMA3_TEXT}
 #: What a config.json with a `text_config` says besides about the other half.
 _OF_THE_OTHER_HALF = frozenset(
-    "vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index".split()
+    "vision_config initializer_range mm_tokens_per_image boi_token_index eoi_token_index image_token_index".split()
 )
 
 
@@ -46,6 +46,9 @@ def read_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     tied = config.get("tie_word_embeddings", fields["tie_word_embeddings"])
     if tied != fields["tie_word_embeddings"]:
         raise ConvertError(f"{where}: tie_word_embeddings: expected the same as in {known.section}, given {tied!r}")
+    if fields["final_logit_softcapping"] is not None:  # transformers caps the logits of the text model alone
+        given = fields["final_logit_softcapping"]
+        raise ConvertError(f"{where}: {known.section}: final_logit_softcapping: expected null, given {given!r}")
     outside = {name: value for name, value in config.items() if name not in {known.section, "tie_word_embeddings"}}
     refuse_unsupported(outside, _OF_THE_OTHER_HALF, {}, where)
     return fields | {"model_type": known.model_type}

@@ -14,8 +14,9 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.models.adapters import export_adapters
 from fastjax.models.config import ModelConfig
 from fastjax.models.layout import Run, plan_layers
+from fastjax.models.rope_override import with_rope_scaling
 from tests.support import families, tiny
-from tests.support.families import CONFIGS, VARIANTS
+from tests.support.families import CONFIGS, NESTED, VARIANTS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -101,10 +102,9 @@ def folders(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_folder_there_and_back_bit_for_bit(family, layer_loop, folders, tmp_path):
-    model = tiny.model(folders(family), None, full_finetuning=True, layer_loop=layer_loop)
+def test_a_folder_there_and_back_bit_for_bit(family, folders, tmp_path):
+    model = tiny.model(folders(family), None, full_finetuning=True)
     model.save_pretrained(tmp_path / "saved")
     before, after = (open_checkpoint(folder) for folder in (folders(family), tmp_path / "saved"))
     assert after.config == before.config and set(after.names) == set(before.names)
@@ -150,6 +150,42 @@ def test_greedy_answers_are_the_likeliest_tokens(family, folders):
     row = np.concatenate([prompt, np.asarray(answer, np.int32)])
     likeliest = tiny.logits(model, row[None])[0].argmax(-1)
     assert likeliest[len(prompt) - 1 : -1].tolist() == answer
+
+
+def test_a_text_model_beside_a_vision_tower(tmp_path):
+    """It is the text model; the other tensors are read past, and stand in what is saved as they were."""
+    tensors = tiny.arrays(NESTED)
+    other = {name: np.full((3, 2), 7, np.float32) for name in ("vision_tower.a.weight", "multi_modal_projector.b")}
+    tiny.write_folder(tmp_path / "whole", NESTED, tensors | other)
+    model = tiny.model(tmp_path / "whole", None, full_finetuning=True)
+    text = NESTED["text_config"]
+    assert dataclasses.replace(model.config, model_type="gemma3_text") == ModelConfig.from_hf(text)
+    assert ModelConfig.from_hf(model.config.to_hf()) == model.config
+    renamed = {name.replace("language_model.", "", 1): array for name, array in tensors.items()}
+    alone = tiny.model(tiny.write_folder(tmp_path / "text", text, renamed), None)
+    tokens = tiny.documents(text, (20,))[0][None]
+    assert np.array_equal(tiny.logits(model, tokens), tiny.logits(alone, tokens))
+    model.save_pretrained(tmp_path / "saved")
+    before, after = (open_checkpoint(tmp_path / name) for name in ("whole", "saved"))
+    assert after.config == before.config and set(after.names) == set(before.names) == {*tensors, *other}
+    assert all(before.read(name).tobytes() == after.read(name).tobytes() for name in before.names)
+    with pytest.raises(ConvertError, match="vision_towers.x"):
+        tiny.model(
+            tiny.write_folder(tmp_path / "wrong", NESTED, tensors | {"vision_towers.x": other.popitem()[1]}), None
+        )
+    wrong = {"tie_word_embeddings": True, "text_config": None, "audio_config": {}}
+    for name, value in [*wrong.items(), ("text_config", CONFIGS["gemma3_text"])]:
+        with pytest.raises(ConvertError, match=name):
+            ModelConfig.from_hf(NESTED | {name: value})
+
+
+def test_scaling_is_replaced_where_the_layers_see_everything():
+    for config, of in ((CONFIGS["gemma3_text"], lambda found: found), (NESTED, lambda found: found["text_config"])):
+        changed = with_rope_scaling(config, {"rope_type": "linear", "factor": 3.0})
+        before, after = ModelConfig.from_hf(config), ModelConfig.from_hf(changed)
+        assert (after.rope.factor, after.rope.theta) == (3.0, before.rope.theta)
+        assert after == dataclasses.replace(before, rope=after.rope)
+        assert set(of(changed)) == set(of(config))
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -8,7 +8,7 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 from tests.support import tiny
-from tests.support.families import CONFIGS, VARIANTS
+from tests.support.families import CONFIGS, NESTED, VARIANTS
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -84,6 +84,29 @@ def test_ten_lora_steps(family, tmp_path):
         # relative, Frobenius: Adam divides by gradients' roots, which amplifies rounding
         assert np.linalg.norm(ours[name] - expected) < 1e-3 * size, name
         assert np.linalg.norm(start[name] - expected) > 2e-3 * size, f"{name} has not moved"
+
+
+def test_a_text_model_beside_a_vision_tower(tmp_path):
+    """Logits with an adapter, in files and with names as transformers and PEFT have them."""
+    torch.manual_seed(7)
+    reference = torch_family.build(NESTED, tiny.arrays(NESTED))
+    reference.save_pretrained(tmp_path / "base")
+    tiny.write_tokenizer(tmp_path / "base", CONFIGS["gemma3_text"])
+    (document,) = tiny.documents(CONFIGS["gemma3_text"], (30,))
+    base = tiny.model(tmp_path / "base", None, max_seq_length=64)
+    expected = torch_family.logits(reference, document)
+    np.testing.assert_allclose(tiny.logits(base, document[None])[0], expected, rtol=0, atol=TOLERANCE)
+
+    options = {"r": 4, "target_modules": r".*language_model.*_proj", "init_lora_weights": False}
+    theirs = peft.get_peft_model(reference, peft.LoraConfig(task_type="CAUSAL_LM", **options)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = FastLanguageModel.load_adapter(base, tmp_path / "theirs")
+    changed = torch_family.logits(theirs, document)
+    np.testing.assert_allclose(tiny.logits(ours, document[None])[0], changed, rtol=0, atol=TOLERANCE)
+    assert np.abs(changed - expected).max() > 1000 * TOLERANCE
+    ours.save_pretrained(tmp_path / "ours")
+    first, second = (_tensors(tmp_path / name) for name in ("theirs", "ours"))
+    assert first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
 
 
 def _tensors(folder):
