@@ -186,7 +186,7 @@ def save(
         if origin is not None and any(rule.copied for rule in family.ignored):
             checkpoint = open_checkpoint(origin)
             for name in checkpoint.names:
-                rule = family.ignores(name, config)
+                rule = family.ignores(name, checkpoint.config)
                 if rule is not None and rule.copied:
                     yield {name: checkpoint.read(name)}
 
