@@ -207,7 +207,8 @@ def save(
         folder: The final place; weight files of an earlier save there are replaced, other files stay.
         tensors: (tree path, array or NF4 tensor), each of the family's paths once, in any order.
         config: Contents of config.json; None for the source's.
-        source: Folder to copy tokenizer, generation config and licence from, if there is one.
+        source: Folder to copy tokenizer, generation config and licence from, and the tensors that the family reads past
+            and keeps, if there is one.
         max_shard_bytes: A shard is closed before it would grow beyond this.
 
     Raises:
@@ -241,6 +242,12 @@ def save(
                 seen[path] = np.empty(0, np.uint8)
                 array = np.asarray(tensor)
                 yield {row.name: array if row.transform is None else row.transform.save(array)}
+        if origin is not None and any(rule.copied for rule in family.ignored):
+            checkpoint = open_checkpoint(origin)
+            for name in checkpoint.names:
+                rule = family.ignores(name, checkpoint.config)
+                if rule is not None and rule.copied:
+                    yield {name: checkpoint.read(name)}
 
     with atomic_folder(folder, replaces=WEIGHT_FILES) as temporary:
         write_shards(temporary, groups(), max_shard_bytes=max_shard_bytes)

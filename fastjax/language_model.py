@@ -20,6 +20,7 @@ from flax import nnx
 from convert.adapters import AdapterConfig, write_adapter
 from convert.checkpoint import WEIGHT_FILES, open_checkpoint
 from convert.errors import ConvertError
+from convert.families import family_for
 from convert.files import atomic_folder
 from convert.hub import fetch
 from convert.merge import merge
@@ -30,20 +31,20 @@ from fastjax.errors import ConfigError
 from fastjax.lora import LoraParam, SavedParam
 from fastjax.models.adapters import export_adapters, saved_modules
 from fastjax.models.config import ModelConfig
-from fastjax.models.decoder import Decoder, part_rows
+from fastjax.models.decoder import Decoder
 from fastjax.models.layout import Run, layer_of, split_layer
 from fastjax.models.load import load_weights, random_weights
 from fastjax.models.precision import DTYPES, Precision, make_precision
 from fastjax.models.remat import POLICIES
-from fastjax.models.rope_config import with_rope_scaling
-from fastjax.models.vocabulary import check_vocabulary, grown, training_new_tokens
+from fastjax.models.rope_override import with_rope_scaling
+from fastjax.models.structure import groups, shapes
+from fastjax.models.vocabulary import check_vocabulary, grown, training_new_tokens, with_vocab_size
 from fastjax.peft import attach_adapter, load_adapter
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerBase
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LAYER_LOOPS = ("scan", "unroll")
 
 
@@ -108,15 +109,7 @@ class LanguageModel:
     def num_parameters(self) -> tuple[int, int]:
         """(trained, all) parameters; a 4-bit weight counts its elements, tied embeddings count once."""
         trained = sum(leaf.size for leaf in jax.tree.leaves(self.trainable))
-        rows = part_rows(self.config)
-        inner = {
-            "self_attn.o": self.config.num_attention_heads * self.config.head_dim,
-            "mlp.down": self.config.intermediate_size,
-        }
-        layer = 2 * self.config.hidden_size
-        for group, parts in rows.items():
-            biased = self.config.attention_bias if group.startswith("self_attn") else self.config.mlp_bias
-            layer += sum(parts) * (inner.get(group, self.config.hidden_size) + int(biased))
+        layer = sum(math.prod(shape) for shape in shapes(self.config).values())
         tables = 1 if self.config.tie_word_embeddings else 2
         base = self.config.num_hidden_layers * layer + self.config.hidden_size * (1 + tables * self.config.vocab_size)
         return trained, base if self.full_finetuning else base + trained
@@ -143,7 +136,8 @@ class LanguageModel:
         with atomic_folder(folder, replaces=("adapter_model.*",) if self.lora is not None else WEIGHT_FILES) as whole:
             if self.lora is not None:
                 tied = self.lora.ensure_weight_tying and self.config.tie_word_embeddings and saved_modules(self.lora)
-                write_adapter(whole, self.lora, export_adapters(self.trainable, self.plan, bool(tied)))
+                arrays = export_adapters(self.trainable, self.plan, bool(tied))
+                write_adapter(whole, self.lora, arrays, family=family_for(self.hf_config))
             else:
                 save(whole, self._tensors(), dict(self.hf_config), source=self.folder)
             if self.tokenizer is not None and (self.lora is not None or self._has_own_tokenizer()):
@@ -195,7 +189,7 @@ class LanguageModel:
         runs = [[tree["layers"][r][p] for p in range(run.period)] for r, run in enumerate(self.plan)]
         for index in range(self.config.num_hidden_layers):
             layer = layer_of(runs, self.plan, index)
-            for name, array in split_layer(layer, part_rows(self.config)).items():
+            for name, array in split_layer(layer, self.config).items():
                 yield f"layers.{index}.{name}", np.asarray(array.astype(kept))
         yield "norm.weight", np.asarray(tree["norm"]["weight"].astype(kept))
         if not self.config.tie_word_embeddings:
@@ -240,7 +234,7 @@ class FastLanguageModel:
                 computed in float32 whatever the dtype, and not quantised.
             new_tokens: tokens to add to the tokenizer and to the tables (`models.vocabulary`).
             rope_scaling: replaces the scaling of the rotary positions: {"rope_type": "yarn", "factor": 4.0}; types
-                default, linear, yarn and llama3, with transformers' names and defaults.
+                default, linear, dynamic, yarn, longrope and llama3, with transformers' names and defaults.
             revision: branch, tag or commit on the hub; its commit goes into an adapter's settings.
 
         Returns:
@@ -278,7 +272,7 @@ class FastLanguageModel:
             rows = max(config.vocab_size, vocabulary_size(tokenizer))
             weights = grown(weights, rows, min(known, config.vocab_size), new_ids)
             config = dataclasses.replace(config, vocab_size=rows)
-            hf_config = {**hf_config, "vocab_size": rows}
+            hf_config = with_vocab_size(hf_config, rows)
         model = _build(config, hf_config, Path(model_name), plan, weights, precision, tokenizer, settings)
         source = None if found.name is None or found.revision is None else (found.name, found.revision)
         return model.replace(new_token_ids=tuple(new_ids), source=source), tokenizer
@@ -332,7 +326,7 @@ class FastLanguageModel:
     def get_peft_model(
         model: LanguageModel,
         r: int = 16,
-        target_modules: Sequence[str] | str = PROJECTIONS,
+        target_modules: Sequence[str] | str | None = None,
         lora_alpha: float = 16,
         lora_dropout: float = 0.0,
         bias: str = "none",
@@ -353,7 +347,8 @@ class FastLanguageModel:
         Args:
             model: without adapters.
             r: rank.
-            target_modules: names as PEFT matches them: a list of suffixes, a regular expression, or "all-linear".
+            target_modules: names as PEFT matches them: a list of suffixes, a regular expression, or "all-linear";
+                None: every projection, by name.
             lora_alpha: the scale is lora_alpha / r.
             lora_dropout: probability with which an adapter's input is zeroed while training.
             bias: "none".
@@ -378,6 +373,8 @@ class FastLanguageModel:
         if bias != "none":
             raise ConfigError(f"bias: expected 'none', given {bias!r}")
         name, revision = model.source or (None if model.folder is None else str(model.folder), None)
+        if target_modules is None:
+            target_modules = [part for group in groups(model.config).values() for part, _ in group.parts]
         try:
             adapter = AdapterConfig(
                 base_model_name_or_path=name,

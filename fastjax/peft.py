@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import PRNGKeyArray
 
 from convert.adapters import AdapterConfig, read_adapter
+from convert.families import family_for
 from fastjax.data.new_tokens import vocabulary_size
 from fastjax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from fastjax.errors import ConfigError
@@ -17,7 +18,7 @@ from fastjax.lora import LoraParam, SavedParam
 from fastjax.models.adapters import adapter_sites, build_adapters, layer_signatures, saved_modules
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import layer_of, plan_layers, rearrange, signature
-from fastjax.models.vocabulary import TABLES, grown, trained_rows
+from fastjax.models.vocabulary import TABLES, grown, trained_rows, with_vocab_size
 
 if TYPE_CHECKING:
     from fastjax.language_model import LanguageModel
@@ -43,7 +44,7 @@ def attach_adapter(
     runs = [[model.frozen["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
     own = layer_signatures(sites, count)
     shapes = [jax.eval_shape(lambda i=i: layer_of(runs, model.plan, i)) for i in range(count)]
-    signatures = [(signature(shapes[i]), own[i], model.precision.in_layer(i)) for i in range(count)]
+    signatures = [(signature(shapes[i]), own[i], model.precision.layer_kind(model.config, i)) for i in range(count)]
     plan = plan_layers(signatures, model.layer_loop)
     weights = {**model.frozen, "layers": rearrange(runs, model.plan, plan)}
     adapters = build_adapters(adapter, model.config, plan, weights, arrays, key, model.precision)
@@ -61,7 +62,7 @@ def attach_adapter(
 def load_adapter(model: "LanguageModel", folder: str | Path, lora_dropout: float | None) -> "LanguageModel":
     """`FastLanguageModel.load_adapter`."""
     _check_bare(model)
-    adapter, arrays = read_adapter(folder)
+    adapter, arrays = read_adapter(folder, family=family_for(model.hf_config))
     if lora_dropout is not None:
         adapter = dataclasses.replace(adapter, lora_dropout=lora_dropout)
     model = _with_vocabulary_of(model, Path(folder), adapter, arrays)
@@ -106,7 +107,7 @@ def _with_vocabulary_of(
                 weights[name] = {"weight": own.at[before:].set(jax.numpy.asarray(table[before:]).astype(own.dtype))}
         model = model.replace(
             config=dataclasses.replace(model.config, vocab_size=rows),
-            hf_config={**model.hf_config, "vocab_size": rows},
+            hf_config=with_vocab_size(model.hf_config, rows),
             frozen=weights,
         )
     sizes = [0 if known is None else vocabulary_size(known) for known in (model.tokenizer, tokenizer)]

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,12 +59,14 @@ class Ignored:
         reason: Why, for people.
         when: The flag that the config must raise; None for always.
         same_as: Path of the tensor that it must equal byte for byte; None for unchecked.
+        copied: Whether a folder that is written from this one gets the tensor as it is.
     """
 
     pattern: str
     reason: str
     when: str | None = None
     same_as: str | None = None
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,9 @@ class Family:
         ignored: Names to read past.
         dimensions: config -> the sizes that the rows' shapes name, and "L", the number of layers.
         flags: config -> the conditions that hold, for ``when``.
+        defaults: What transformers takes for fields that config.json leaves out, where it is not Llama's.
+        section: Key of config.json under which the text model's fields are; None: they stand at the top.
+        modules: How names of modules in transformers and PEFT begin where the checkpoint's tensors begin otherwise.
     """
 
     model_type: str
@@ -84,6 +89,22 @@ class Family:
     ignored: tuple[Ignored, ...]
     dimensions: Callable[[Config, str], dict[str, int]]
     flags: Callable[[Config, str], frozenset[str]]
+    defaults: Config = field(default_factory=dict)
+    section: str | None = None
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+    def text_config(self, config: Config, file: str | os.PathLike[str] = "config.json") -> Config:
+        """The fields of the text model.
+
+        Raises:
+            ConvertError: They should be a section of their own, and there is none.
+        """
+        if self.section is None:
+            return config
+        inner = config.get(self.section)
+        if not isinstance(inner, dict):
+            raise unexpected(str(file), self.section, "an object with the fields of the text model", inner)
+        return inner
 
     def rows(self, config: Config, file: str | os.PathLike[str] = "config.json") -> tuple[Row, ...]:
         """All tensors of a model, in order: embeddings, layer by layer, norm, head.
@@ -119,12 +140,12 @@ class Family:
         return None
 
     def module_name(self, path: str) -> str:
-        """The checkpoint's name of a module in the tree: "layers.0.mlp.up_proj" -> "model.layers.0.mlp.up_proj".
+        """What transformers and PEFT call a module of the tree: "layers.0.mlp.up_proj" -> "model.layers.0.mlp.up_proj".
 
         Raises:
             ConvertError: The family has no such module.
         """
-        return _renamed(path, {_module(row.path): _module(row.name) for row in self.table}, self.model_type)
+        return _renamed(path, {_module(row.path): self._public(row) for row in self.table}, self.model_type)
 
     def module_path(self, name: str) -> str:
         """The way back from `module_name`.
@@ -132,12 +153,46 @@ class Family:
         Raises:
             ConvertError: The family has no such module.
         """
-        return _renamed(name, {_module(row.name): _module(row.path) for row in self.table}, self.model_type)
+        return _renamed(name, {self._public(row): _module(row.path) for row in self.table}, self.model_type)
 
     def is_layer_linear(self, name: str) -> bool:
-        """Whether a module, by its checkpoint name, is a matrix inside a layer (what PEFT calls "all-linear")."""
+        """Whether a module, by its name in PEFT, is a matrix inside a layer (what PEFT calls "all-linear")."""
         template, _ = _template(name)
-        return any(_module(row.name) == template and "{i}" in template and len(row.shape) == 2 for row in self.table)
+        matrices = (row for row in self.table if "{i}" in row.name and row.path.endswith("_proj.weight"))
+        return any(self._public(row) == template for row in matrices)
+
+    def _public(self, row: Row) -> str:
+        return _begun(_module(row.name), self.modules)
+
+
+def nested(
+    family: Family,
+    *,
+    model_type: str,
+    files: Mapping[str, str],
+    modules: Mapping[str, str],
+    ignored: tuple[Ignored, ...],
+) -> Family:
+    """The family of checkpoints in which a family's model is one half.
+
+    Args:
+        family: Of the half that is read.
+        model_type: Of the whole.
+        files: How a tensor's name begins in the family's own checkpoints -> how it begins in these.
+        modules: How a module's name begins in the family's own models -> how it begins in these.
+        ignored: The rest.
+    """
+    own = tuple(replace(rule, pattern=rf"(language_model\.)?{rule.pattern}") for rule in family.ignored)
+    whole = replace(family, section="text_config")
+    return replace(
+        whole,
+        model_type=model_type,
+        table=tuple(replace(row, name=_begun(row.name, files)) for row in family.table),
+        ignored=(*own, *ignored),
+        dimensions=lambda config, file: family.dimensions(whole.text_config(config, file), file),
+        flags=lambda config, file: family.flags(whole.text_config(config, file), file),
+        modules={files[start]: modules.get(start, start) for start in files},
+    )
 
 
 def size(config: Config, field: str, file: str, default: int | None = None) -> int:
@@ -184,6 +239,12 @@ def _template(name: str) -> tuple[str, str]:
     if match is None:
         return name, ""
     return f"{name[: match.start()]}{{i}}{name[match.end() :]}", match.group()
+
+
+def _begun(name: str, starts: Mapping[str, str]) -> str:
+    """A name with its beginning exchanged."""
+    start = next((start for start in starts if name.startswith(start)), "")
+    return starts.get(start, "") + name.removeprefix(start)
 
 
 def _renamed(name: str, names: Mapping[str, str], model_type: str) -> str:

@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from convert.adapters import AdapterConfig, rank_and_alpha, scaling, targets
+from convert.families import family_for
 from fastjax.errors import ConfigError
 from fastjax.lora import LoraEmbedding, LoraLinear, initial_arrays
 from fastjax.models.config import ModelConfig
-from fastjax.models.decoder import part_rows
-from fastjax.models.layout import GROUPS, Run, layer_of, stack
+from fastjax.models.layout import Run, layer_of, stack
 from fastjax.models.precision import Precision
+from fastjax.models.structure import group_of, groups
 from fastjax.models.vocabulary import TABLES, trained_rows
 from fastjax.quantization import dense
 from fastjax.quantization.weights import Weight
@@ -41,16 +42,17 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
     """
     candidates = ["embed_tokens"]
     for index in range(config.num_hidden_layers):
-        for group, parts in GROUPS.items():
-            candidates += [f"layers.{index}.{group.split('.')[0]}.{part}" for part in parts]
+        for group, found in groups(config).items():
+            candidates += [f"layers.{index}.{group.split('.')[0]}.{part}" for part, _ in found.parts]
     candidates.append("lm_head")
     unknown = [name for name in adapter.modules_to_save or () if name.removeprefix("model.") not in TABLES]
     if unknown:
         raise ConfigError(f"modules_to_save: expected some of {list(TABLES)}, given {unknown}")
     sites = []
+    family = family_for({"model_type": config.model_type})
     for path in candidates:
-        name = hf_name(path)
-        if targets(adapter, name) and path not in saved_modules(adapter):
+        name = family.module_name(path)
+        if targets(adapter, name, family=family) and path not in saved_modules(adapter):
             rank, _ = rank_and_alpha(adapter, name)
             sites.append(AdapterSite(path, rank, scaling(adapter, name)))
     if not sites and not adapter.modules_to_save:
@@ -64,11 +66,6 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
 def saved_modules(adapter: AdapterConfig) -> tuple[str, ...]:
     """The modules that are trained whole, by their path in the model."""
     return tuple(dict.fromkeys(name.removeprefix("model.") for name in adapter.modules_to_save or ()))
-
-
-def hf_name(path: str) -> str:
-    """The module's name in Hugging Face's model, which PEFT's rules are about."""
-    return path if path == "lm_head" else f"model.{path}"
 
 
 def layer_signatures(sites: Sequence[AdapterSite], layers: int) -> list[tuple[Any, ...]]:
@@ -229,14 +226,9 @@ class _Source:
         config = self.config
         if path == "lm_head":
             return config.vocab_size, config.hidden_size
-        block, part = path.split(".")[2:]
-        group = next(g for g, parts in GROUPS.items() if g.startswith(block) and part in parts)
-        rows = part_rows(config)[group][GROUPS[group].index(part)]
-        inner = {
-            "self_attn.o": config.num_attention_heads * config.head_dim,
-            "mlp.down": config.intermediate_size,
-        }
-        return rows, inner.get(group, config.hidden_size)
+        module = path.split(".", 2)[2]
+        _, group = group_of(config, module)
+        return dict(group.parts)[module.split(".")[1]], group.columns
 
     def _dense(self, path: str) -> Array:
         """The frozen matrix under an adapter, float32."""
@@ -244,11 +236,10 @@ class _Source:
             home = "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
             return self.weights[home]["weight"].astype(jnp.float32)
         _, index, block, part = path.split(".")
-        group = next(g for g, parts in GROUPS.items() if g.startswith(block) and part in parts)
+        name, group = group_of(self.config, f"{block}.{part}")
         layer = layer_of(self.weights["layers"], self.plan, int(index))
-        weight: Weight = layer[block][group.split(".")[1]]["weight"]
-        rows, at = part_rows(self.config)[group], GROUPS[group].index(part)
-        return dense(weight, jnp.float32)[sum(rows[:at]) : sum(rows[: at + 1])]
+        weight: Weight = layer[block][name.split(".")[1]]["weight"]
+        return dense(weight, jnp.float32)[group.place(part)[1]]
 
 
 def export_adapters(trainable: Mapping[str, Any], plan: Sequence[Run], tied: bool) -> dict[str, np.ndarray]:
@@ -264,8 +255,8 @@ def export_adapters(trainable: Mapping[str, Any], plan: Sequence[Run], tied: boo
     for number, positions in trainable.get("layers", {}).items():
         run = plan[number]
         for position, blocks in positions.items():
-            for block, groups in blocks.items():
-                for adapters in groups.values():
+            for block, inside in blocks.items():
+                for adapters in inside.values():
                     for part, leaves in adapters["adapters"].items():
                         for leaf, value in leaves.items():
                             host = np.asarray(value)

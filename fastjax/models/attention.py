@@ -1,6 +1,6 @@
 """Self-attention of one layer."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fastjax.models.config import ModelConfig
+from fastjax.models.config import Layer, ModelConfig
+from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, local
 from pallas_kernels.attention import SegmentRanges, attention, segment_ranges
@@ -19,7 +20,8 @@ class Context(NamedTuple):
     """What all layers share: made once a batch.
 
     Attributes:
-        cos, sin: rotary tables, float32 [B, S, D/2].
+        rotary: cosines and sines of the rotary angles, float32 [B, S, R/2] for the R features of a head that turn, by
+            the name of the field of `ModelConfig` that they come from.
         segment_ranges: where the documents of the rows lie; None where every row is one document, and with a cache.
         key: dropout key of the step; None outside training.
         segment_ids: with a cache, int32 [B, S]: 1, or 0 for padding.
@@ -27,8 +29,7 @@ class Context(NamedTuple):
         cache_segment_ids: with a cache, int32 [B, T]: which slots hold tokens (this step's included).
     """
 
-    cos: Float[Array, "B S D/2"]
-    sin: Float[Array, "B S D/2"]
+    rotary: dict[str, tuple[Float[Array, "B S R/2"], Float[Array, "B S R/2"]]]
     segment_ranges: SegmentRanges | None
     key: PRNGKeyArray | None
     segment_ids: Int[Array, "B S"] | None = None
@@ -44,19 +45,37 @@ class LayerCache(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions.
+    """Grouped-query attention.
 
     Attributes:
         shape: query heads, key heads, head size.
-        qkv: projections to queries, keys and values.
+        layer: what is the layer's own: its window, and its rotary positions.
+        interleaved: whether a rotary pair is two neighbours.
+        whole: whether `q_norm` and `k_norm` are over all heads together.
+        scale: what the products of queries and keys are multiplied with.
+        soft_cap: then they become cap · tanh(product / cap); None: they stay.
+        qkv: projections to queries, keys and values, or one to all three in this order.
         o: projection of what the heads give.
+        q_norm: normalisation of the queries before they turn, over heads or over all of them; None: none.
+        k_norm: likewise of the keys.
         float32: whether all of it is computed in float32, whatever the input's dtype.
     """
 
-    def __init__(self, config: ModelConfig, qkv: Projection, o: Projection, float32: bool = False):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: Layer,
+        qkv: Projection,
+        o: Projection,
+        norms: tuple[Norm, Norm] | None,
+        float32: bool = False,
+    ):
         self.shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.layer, self.interleaved, self.whole = layer, config.rope_interleaved, config.qk_norm == "projection"
+        self.scale, self.soft_cap = config.attention_multiplier, config.attn_logit_softcapping
         self.float32 = float32
         self.qkv, self.o = qkv, o
+        self.q_norm, self.k_norm = (None, None) if norms is None else norms
 
     def __call__(
         self,
@@ -70,12 +89,13 @@ class Attention(nnx.Module):
         batch, length = x.shape[:2]
         dtype = x.dtype
         x = x.astype(jnp.float32) if self.float32 else x
-        q, k, v = self.qkv(x, key)
-        q = rope(q.reshape(batch, length, heads, size), context.cos, context.sin)
-        k = rope(k.reshape(batch, length, key_heads, size), context.cos, context.sin)
-        v = v.reshape(batch, length, key_heads, size)
+        parts = self.qkv(x, key)
+        if len(parts) == 1:
+            parts = jnp.split(parts[0], [heads * size, (heads + key_heads) * size], axis=-1)
+        q, k = self._heads(parts[0], self.q_norm, context), self._heads(parts[1], self.k_norm, context)
+        v = parts[2].reshape(batch, length, key_heads, size)
         if cache is None:
-            out = _attend(q, k, v, context.segment_ranges)
+            out = self._attend(q, k, v, context.segment_ranges)
         else:
             assert context.cache_index is not None, "a cache needs the slot that its new tokens go to"
             start = (0, context.cache_index, 0, 0)
@@ -90,9 +110,48 @@ class Attention(nnx.Module):
                 segment_ids=context.segment_ids,
                 kv_segment_ids=context.cache_segment_ids,
                 query_offset=context.cache_index,
+                **self._options(),
             )
         (out,) = self.o(out.reshape(batch, length, heads * size), key)
         return out.astype(dtype), cache
+
+    def _heads(self, x: Float[Array, "B S N"], norm: Norm | None, context: Context) -> Float[Array, "B S H D"]:
+        """Queries or keys by head: normalised and turned."""
+        batch, length, size = *x.shape[:2], self.shape[2]
+        if norm is not None and self.whole:
+            x = norm(x)
+        x = x.reshape(batch, length, -1, size)
+        if norm is not None and not self.whole:
+            x = norm(x)
+        if self.layer.rope is None:
+            return x
+        cos, sin = context.rotary[self.layer.rope]
+        turning = 2 * cos.shape[-1]
+        turned, rest = x[..., :turning], x[..., turning:]
+        if self.interleaved:  # into halves: queries and keys alike, so that their products stay what they are
+            turned = turned.reshape(*x.shape[:3], turning // 2, 2).swapaxes(-1, -2).reshape(turned.shape)
+        turned = rope(turned, cos, sin)
+        return turned if turning == size else jnp.concatenate([turned, rest], axis=-1)
+
+    def _attend(self, q, k, v, ranges: SegmentRanges | None):
+        """Causal attention of whole rows, on each device's own rows."""
+        rows, options = P(BATCH), self._options()
+        if ranges is None:
+            island = local(lambda q, k, v: attention(q, k, v, **options), in_specs=(rows,) * 3, out_specs=rows)
+            return island(q, k, v)
+        island = local(
+            lambda q, k, v, ranges: attention(q, k, v, segment_ranges=ranges, **options),
+            in_specs=(rows,) * 4,
+            out_specs=rows,
+        )
+        return island(q, k, v, ranges)
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "sliding_window": self.layer.sliding_window,
+            "logits_soft_cap": self.soft_cap,
+            "scale": self.scale,
+        }
 
 
 def document_ranges(segment_ids: Int[Array, "B S"]) -> SegmentRanges:
@@ -102,14 +161,3 @@ def document_ranges(segment_ids: Int[Array, "B S"]) -> SegmentRanges:
         segment_ids: document of each token, never decreasing along the row but for padding, which is 0.
     """
     return local(segment_ranges, in_specs=(P(BATCH),), out_specs=P(BATCH))(segment_ids)
-
-
-def _attend(q, k, v, ranges: SegmentRanges | None):
-    """Causal attention of whole rows, on each device's own rows."""
-    rows = P(BATCH)
-    if ranges is None:
-        return local(attention, in_specs=(rows, rows, rows), out_specs=rows)(q, k, v)
-    island = local(
-        lambda q, k, v, ranges: attention(q, k, v, segment_ranges=ranges), in_specs=(rows,) * 4, out_specs=rows
-    )
-    return island(q, k, v, ranges)

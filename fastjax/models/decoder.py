@@ -1,4 +1,4 @@
-"""The one decoder: pre-norm layers driven by a ModelConfig, scanned or unrolled.
+"""The one decoder: layers driven by a ModelConfig, scanned or unrolled.
 
 Modules are the definition and plain pytrees the state: `nnx.split` once, then pure functions. The layer loop runs over
 runs of layers (`layout.Run`): a run of stacked layers is a `lax.scan`, a single layer a plain call.
@@ -14,54 +14,80 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.lora import LoraEmbedding, LoraLinear, SavedParam, drop
 from fastjax.models.attention import Attention, Context, LayerCache, document_ranges
-from fastjax.models.config import ModelConfig
-from fastjax.models.layout import GROUPS, Run
+from fastjax.models.config import Layer, ModelConfig
+from fastjax.models.layout import Run
 from fastjax.models.mlp import MLP
 from fastjax.models.neftune import noisy_embeddings
+from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
-from fastjax.models.projection import Embedding, Projection, RMSNorm
+from fastjax.models.projection import Embedding, Head, Projection
 from fastjax.models.remat import checkpointed
-from fastjax.models.rotary import rope_tables
+from fastjax.models.rotary import document_lengths, rope_tables
+from fastjax.models.structure import groups
 from fastjax.parallel.gather import gathered
 from fastjax.trainable_tokens import TrainableTokens
 
 
 class DecoderLayer(nnx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(x), then x + mlp(x), or both at once; with normalisations before and after each.
+
+    Attributes:
+        around_attention: names of the normalisations before and after the attention, which are attributes; or None.
+        around_mlp: likewise.
+        parallel: whether the MLP reads what the attention reads.
+        multiplier: of what the two add.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
+        layer: Layer,
         weights: Mapping[str, Any],
         adapters: Mapping[str, LoraLinear],
         float32: Collection[str] = (),
     ):
-        parts = part_rows(config)
+        found = groups(config)
 
-        def projection(group: str) -> Projection:
-            block, name = group.split(".")
-            named = list(zip(GROUPS[group], parts[group], strict=True))
-            own = {part: adapters[f"{block}.{part}"] for part, _ in named if f"{block}.{part}" in adapters}
-            wide = [part for part, _ in named if f"{block}.{part}" in float32]
-            return Projection(named, weights[block][name]["weight"], weights[block][name].get("bias"), own, wide)
+        def projection(path: str) -> Projection:
+            block, name = path.split(".")
+            parts = found[path].parts
+            own = {part: adapters[f"{block}.{part}"] for part, _ in parts if f"{block}.{part}" in adapters}
+            wide = [part for part, _ in parts if f"{block}.{part}" in float32]
+            return Projection(parts, weights[block][name]["weight"], weights[block][name].get("bias"), own, wide)
 
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(weights[name]["weight"], config.rms_norm_eps, name in float32)
+        def norm(name: str) -> Norm:
+            block, _, own = name.rpartition(".")
+            return Norm(config, (weights[block] if block else weights)[own]["weight"], name in float32)
 
-        self.input_layernorm = norm("input_layernorm")
+        qk_norms = None if config.qk_norm is None else (norm("self_attn.q_norm"), norm("self_attn.k_norm"))
+        self.around_attention, self.around_mlp = config.attention_norms, config.mlp_norms
+        self.parallel, self.multiplier = config.parallel_block, config.residual_multiplier
+        for name in dict.fromkeys((*self.around_attention, *self.around_mlp)):
+            if name is not None:
+                setattr(self, name, norm(name))
         self.self_attn = Attention(
-            config, projection("self_attn.qkv"), projection("self_attn.o"), "self_attn" in float32
+            config, layer, projection("self_attn.qkv"), projection("self_attn.o"), qk_norms, "self_attn" in float32
         )
-        self.post_attention_layernorm = norm("post_attention_layernorm")
         self.mlp = MLP(config.hidden_act, projection("mlp.gate_up"), projection("mlp.down"), "mlp" in float32)
 
     def __call__(
         self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, cache: LayerCache | None
     ) -> tuple[Float[Array, "B S E"], LayerCache | None]:
         """The layer's output and, given a cache, the cache with this step's keys and values."""
-        attended, cache = self.self_attn(self.input_layernorm(x), context, key, cache)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x), key), cache
+        before, after = self.around_attention
+        read = self._normed(before, x)
+        attended, cache = self.self_attn(read, context, key, cache)
+        x = x + self._added(after, attended)
+        before, after = self.around_mlp
+        return x + self._added(after, self.mlp(read if self.parallel else self._normed(before, x), key)), cache
+
+    def _normed(self, name: str | None, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        return x if name is None else getattr(self, name)(x)
+
+    def _added(self, norm: str | None, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """What a block adds, of what it gives."""
+        x = self._normed(norm, x)
+        return x if self.multiplier == 1.0 else (x.astype(jnp.float32) * self.multiplier).astype(x.dtype)
 
 
 class Decoder(nnx.Module):
@@ -107,15 +133,15 @@ class Decoder(nnx.Module):
             [
                 nnx.List(
                     [
-                        DecoderLayer(config, w, a, precision.in_layer(run.start + position))
-                        for position, (w, a) in enumerate(zip(ws, ads, strict=True))
+                        DecoderLayer(config, config.layers[index], w, a, precision.in_layer(index))
+                        for index, (w, a) in enumerate(zip(ws, ads, strict=True), start=run.start)
                     ]
                 )
                 for run, ws, ads in zip(plan, weights["layers"], by_run, strict=True)
             ]
         )
         wide = precision.float32_modules
-        self.norm = RMSNorm(weights["norm"]["weight"], config.rms_norm_eps, "norm" in wide)
+        self.norm = Norm(config, weights["norm"]["weight"], "norm" in wide)
         saved = {name: SavedParam(array) for name, array in adapters.get("saved", {}).items()}
         rows: Mapping[str, TrainableTokens] = adapters.get("tokens", {})
         table: LoraEmbedding | None = adapters.get("embed_tokens")
@@ -130,12 +156,14 @@ class Decoder(nnx.Module):
             head = saved.get(name, head)
         own = {"lm_head": adapters["lm_head"]} if "lm_head" in adapters else None
         self.embed_tokens = embedding
-        self.lm_head = Projection(
+        self.lm_head = Head(
             [("lm_head", config.vocab_size)],
             head,
             adapters=own,
             float32=wide & {"lm_head"},
             tokens=rows.get("lm_head", shared),
+            scale=config.logit_scale,
+            soft_cap=config.final_logit_softcapping,
         )
 
     def __call__(
@@ -157,12 +185,12 @@ class Decoder(nnx.Module):
             key: random state of dropout and noise; None switches both off.
             neftune_noise_alpha: size of the noise on the embeddings (`neftune`); None or 0: none.
         """
-        x = self.embed_tokens(tokens, self.precision.dtype)
+        x = self._embedded(tokens)
         if key is not None and neftune_noise_alpha:
             x = noisy_embeddings(x, segment_ids, key, neftune_noise_alpha)
         ranges = None if segment_ids is None else document_ranges(segment_ids)
-        hidden, _ = self._run(x, self._context(positions, ranges, key), None)
-        return hidden
+        context = Context(self._rotary(positions, document_lengths(positions, segment_ids)), ranges, key)
+        return self._run(x, context, None)[0]
 
     def cached(
         self,
@@ -183,11 +211,10 @@ class Decoder(nnx.Module):
             cache_index: slot of the first new token.
             cache_segment_ids: the slots that hold tokens, the new ones included.
         """
-        context = self._context(positions, None, None)
-        context = context._replace(
-            segment_ids=segment_ids, cache_index=cache_index, cache_segment_ids=cache_segment_ids
-        )
-        return self._run(self.embed_tokens(tokens, self.precision.dtype), context, cache)
+        # Keys are turned when they come, before it is known how long the row gets: it counts for as long as it may get.
+        longest = jnp.full(positions.shape, cache_segment_ids.shape[1], jnp.int32)
+        context = Context(self._rotary(positions, longest), None, None, segment_ids, cache_index, cache_segment_ids)
+        return self._run(self._embedded(tokens), context, cache)
 
     def empty_cache(self, batch: int, length: int) -> Any:
         """Room for the keys and values of `length` tokens a row, in the dtype in which attention is computed."""
@@ -207,9 +234,16 @@ class Decoder(nnx.Module):
             return hidden
         return jnp.concatenate([hidden, drop(hidden, key, "lm_head", adapter.dropout)], axis=-1)
 
-    def _context(self, positions, ranges, key) -> Context:
-        cos, sin = rope_tables(self.config.rope, self.config.head_dim, positions)
-        return Context(cos, sin, ranges, key)
+    def _embedded(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
+        x = self.embed_tokens(tokens, self.precision.dtype)
+        multiplier = self.config.embedding_multiplier
+        return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
+
+    def _rotary(self, positions: Int[Array, "B S"], lengths: Int[Array, "B S"]) -> dict[str, Any]:
+        names = dict.fromkeys(layer.rope for layer in self.config.layers if layer.rope is not None)
+        return {
+            name: rope_tables(getattr(self.config, name), self.config.head_dim, positions, lengths) for name in names
+        }
 
     def _run(self, x: Array, context: Context, cache: Any) -> tuple[Float[Array, "B S E"], Any]:
         caches = []
@@ -242,20 +276,9 @@ class Decoder(nnx.Module):
         return self.norm(x), caches
 
 
-def lm_logits(head: Projection, hidden: Float[Array, "B S C"]) -> Float[Array, "B S V"]:
+def lm_logits(head: Head, hidden: Float[Array, "B S C"]) -> Float[Array, "B S V"]:
     """Logits of `Decoder.head_input`'s result in its dtype, or in float32 where the head is computed in it."""
     hidden = hidden.astype(jnp.float32) if head.float32 else hidden
     width = head.weight.get_value().shape[1]
     dropped = hidden[..., width:] if hidden.shape[-1] > width else None
-    return head(hidden[..., :width], dropped=dropped)[0]
-
-
-def part_rows(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Output rows of each part of each group of projections."""
-    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    return {
-        "self_attn.qkv": (q, kv, kv),
-        "self_attn.o": (config.hidden_size,),
-        "mlp.gate_up": (config.intermediate_size, config.intermediate_size),
-        "mlp.down": (config.hidden_size,),
-    }
+    return head.finish(head(hidden[..., :width], dropped=dropped)[0])

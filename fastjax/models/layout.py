@@ -13,18 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from fastjax.models.config import ModelConfig
+from fastjax.models.structure import groups, norms
 from fastjax.quantization import concatenate
 from fastjax.quantization import part as part_of
 from fastjax.quantization.weights import Weight
-
-#: group of projections in a layer -> its parts, from the top row down.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "self_attn.qkv": ("q_proj", "k_proj", "v_proj"),
-    "self_attn.o": ("o_proj",),
-    "mlp.gate_up": ("gate_proj", "up_proj"),
-    "mlp.down": ("down_proj",),
-}
-NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 class Run(NamedTuple):
@@ -57,42 +50,47 @@ def plan_layers(signatures: Sequence[Hashable], layer_loop: str) -> tuple[Run, .
     return tuple(runs)
 
 
-def fuse_layer(arrays: Mapping[str, Weight]) -> dict[str, Any]:
+def fuse_layer(arrays: Mapping[str, Weight], config: ModelConfig) -> dict[str, Any]:
     """The tree of one layer from its tensors.
 
     Args:
         arrays: names inside the layer ("self_attn.q_proj.weight") to arrays or NF4 weights.
+        config: the model's.
     """
-    layer: dict[str, Any] = {name: {"weight": arrays[f"{name}.weight"]} for name in NORMS}
-    for group, parts in GROUPS.items():
-        block, name = group.split(".")
-        tree = {"weight": concatenate([arrays[f"{block}.{part}.weight"] for part in parts])}
-        biases = [arrays.get(f"{block}.{part}.bias") for part in parts]
-        if any(b is not None for b in biases):
-            plain = [jnp.asarray(b) for b in biases]
+    layer: dict[str, Any] = {}
+    for norm in norms(config):
+        block, _, name = norm.rpartition(".")
+        inside = layer.setdefault(block, {}) if block else layer
+        inside[name] = {"weight": arrays[f"{norm}.weight"]}
+    for path, group in groups(config).items():
+        block, name = path.split(".")
+        tree = {"weight": concatenate([arrays[f"{block}.{part}.weight"] for part, _ in group.parts])}
+        if group.bias:
+            plain = [jnp.asarray(arrays[f"{block}.{part}.bias"]) for part, _ in group.parts]
             dtype = plain[0].dtype if len({b.dtype for b in plain}) == 1 else jnp.float32
             tree["bias"] = jnp.concatenate([b.astype(dtype) for b in plain])
         layer.setdefault(block, {})[name] = tree
     return layer
 
 
-def split_layer(layer: Mapping[str, Any], parts_of: Mapping[str, Sequence[int]]) -> dict[str, Array]:
+def split_layer(layer: Mapping[str, Any], config: ModelConfig) -> dict[str, Array]:
     """The plain tensors of one layer, the way back from `fuse_layer`.
 
     Args:
         layer: tree of one layer with arrays for weights.
-        parts_of: output rows of each part of each group.
+        config: the model's.
     """
-    arrays = {f"{name}.weight": layer[name]["weight"] for name in NORMS}
-    for group, parts in GROUPS.items():
-        block, name = group.split(".")
-        start = 0
-        for index, (part, rows) in enumerate(zip(parts, parts_of[group], strict=True)):
-            here = slice(start, start + rows)
-            arrays[f"{block}.{part}.weight"] = part_of(layer[block][name]["weight"], index, here)
-            if layer[block][name].get("bias") is not None:
+    arrays = {}
+    for norm in norms(config):
+        block, _, name = norm.rpartition(".")
+        arrays[f"{norm}.weight"] = (layer[block] if block else layer)[name]["weight"]
+    for path, group in groups(config).items():
+        block, name = path.split(".")
+        for part, _ in group.parts:
+            number, here = group.place(part)
+            arrays[f"{block}.{part}.weight"] = part_of(layer[block][name]["weight"], number, here)
+            if group.bias:
                 arrays[f"{block}.{part}.bias"] = layer[block][name]["bias"][here]
-            start += rows
     return arrays
 
 

@@ -17,9 +17,9 @@ from convert.errors import ConvertError
 from convert.formats.nf4 import NF4Tensor
 from convert.weights import stream, stream_formats
 from fastjax.models.config import ModelConfig
-from fastjax.models.decoder import part_rows
-from fastjax.models.layout import GROUPS, NORMS, Run, fuse_layer, plan_layers
+from fastjax.models.layout import Run, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
+from fastjax.models.structure import shapes
 from fastjax.models.vocabulary import TABLES
 from fastjax.quantization import NF4Weight
 from fastjax.quantization.weights import Weight
@@ -62,20 +62,20 @@ def load_weights(
             return _quantize(jnp.asarray(value))
         return jnp.asarray(value).astype(dtype)
 
-    kinds: list[set[Hashable]] = [set(precision.in_layer(index)) for index in range(config.num_hidden_layers)]
+    kinds: list[set[Hashable]] = [{precision.layer_kind(config, index)} for index in range(config.num_hidden_layers)]
     for path, kind in formats.items():
         if path.startswith("layers."):
             _, index, rest = path.split(".", 2)
             packed = load_in_4bit and kind.startswith("nf4") and _quantizable(path, precision)
             kinds[int(index)].add((rest, kind if packed else "plain"))
     plan = plan_layers([frozenset(kind) for kind in kinds], layer_loop)
-    return plan, _fill(plan, ((path, prepare(path, value)) for path, value in stream(folder)))
+    return plan, _fill(config, plan, ((path, prepare(path, value)) for path, value in stream(folder)))
 
 
 def random_weights(
     config: ModelConfig, key: PRNGKeyArray, *, precision: Precision, trained: bool, load_in_4bit: bool, layer_loop: str
 ) -> tuple[tuple[Run, ...], dict[str, Any]]:
-    """Random weights, normal with the config's initializer_range, norms one, biases zero.
+    """Random weights, normal with the config's initializer_range, norms that scale by one, biases zero.
 
     Args:
         config: the model's.
@@ -92,13 +92,13 @@ def random_weights(
 
     def layer(index: int) -> dict[str, Weight]:
         arrays: dict[str, Weight] = {}
-        shapes = {f"{name}.weight": (config.hidden_size,) for name in NORMS} | _shapes(config)
-        keys = jax.random.split(jax.random.fold_in(key, index + 2), len(shapes))
-        for (name, shape), own in zip(shapes.items(), keys, strict=True):
+        named = shapes(config)
+        keys = jax.random.split(jax.random.fold_in(key, index + 2), len(named))
+        for (name, shape), own in zip(named.items(), keys, strict=True):
             path = f"layers.{index}.{name}"
             dtype = precision.weight_dtype(path, trained=trained)
-            if len(shape) == 1:
-                arrays[name] = (jnp.zeros if name.endswith(".bias") else jnp.ones)(shape, dtype)
+            if not name.endswith("_proj.weight"):
+                arrays[name] = jnp.full(shape, 0.0 if name.endswith(".bias") else 1.0 - config.norm_offset, dtype)
             elif load_in_4bit and _quantizable(path, precision):
                 arrays[name] = _quantize(normal(own, shape, dtype))
             else:
@@ -112,26 +112,13 @@ def random_weights(
         for index in range(config.num_hidden_layers):
             for name, value in layer(index).items():
                 yield f"layers.{index}.{name}", value
-        yield "norm.weight", jnp.ones((config.hidden_size,), dtypes["norm"])
+        yield "norm.weight", jnp.full((config.hidden_size,), 1.0 - config.norm_offset, dtypes["norm"])
         if not config.tie_word_embeddings:
             yield "lm_head.weight", normal(jax.random.fold_in(key, 1), matrix, dtypes["lm_head"])
 
-    plan = plan_layers([precision.in_layer(index) for index in range(config.num_hidden_layers)], layer_loop)
-    return plan, _fill(plan, everything())
-
-
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's matrices and biases by their name in the layer."""
-    inner = {"self_attn.o": config.num_attention_heads * config.head_dim, "mlp.down": config.intermediate_size}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for group, rows in part_rows(config).items():
-        block = group.split(".")[0]
-        biased = config.attention_bias if block == "self_attn" else config.mlp_bias
-        for part, out in zip(GROUPS[group], rows, strict=True):
-            shapes[f"{block}.{part}.weight"] = (out, inner.get(group, config.hidden_size))
-            if biased:
-                shapes[f"{block}.{part}.bias"] = (out,)
-    return shapes
+    kinds = [precision.layer_kind(config, index) for index in range(config.num_hidden_layers)]
+    plan = plan_layers(kinds, layer_loop)
+    return plan, _fill(config, plan, everything())
 
 
 def _quantizable(path: str, precision: Precision) -> bool:
@@ -144,7 +131,7 @@ def _quantize(matrix: Array) -> NF4Weight:
     return NF4Weight.quantize(matrix)
 
 
-def _fill(plan: Sequence[Run], arrays: Iterable[tuple[str, Weight]]) -> dict[str, Any]:
+def _fill(config: ModelConfig, plan: Sequence[Run], arrays: Iterable[tuple[str, Weight]]) -> dict[str, Any]:
     """Arrays as they come, in the order of the layers, put in their places of the tree."""
     tree: dict[str, Any] = {"layers": [[None] * run.period for run in plan]}
     pending: dict[str, Weight] = {}
@@ -152,7 +139,7 @@ def _fill(plan: Sequence[Run], arrays: Iterable[tuple[str, Weight]]) -> dict[str
     for path, value in arrays:
         index = int(path.split(".")[1]) if path.startswith("layers.") else None
         if current is not None and index != current:
-            _place(tree["layers"], plan, current, fuse_layer(pending))
+            _place(tree["layers"], plan, current, fuse_layer(pending, config))
             pending = {}
         current = index
         if index is None:
@@ -161,7 +148,7 @@ def _fill(plan: Sequence[Run], arrays: Iterable[tuple[str, Weight]]) -> dict[str
         else:
             pending[path.split(".", 2)[2]] = value
     if current is not None:
-        _place(tree["layers"], plan, current, fuse_layer(pending))
+        _place(tree["layers"], plan, current, fuse_layer(pending, config))
     return tree
 
 

@@ -13,7 +13,7 @@ class MLP(nnx.Module):
 
     Attributes:
         activation: Hugging Face's name of act.
-        gate_up: the two projections of the input.
+        gate_up: the two projections of the input, or one to both, gate first.
         down: the projection back.
         float32: whether all of it is computed in float32, whatever the input's dtype.
     """
@@ -23,6 +23,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S E"]:
         """The block on normalised inputs."""
-        gate, up = self.gate_up(x.astype(jnp.float32) if self.float32 else x, key)
+        parts = self.gate_up(x.astype(jnp.float32) if self.float32 else x, key)
+        gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=-1)
         (out,) = self.down(glu(gate, up, activation=self.activation), key)
         return out.astype(x.dtype)

@@ -6,14 +6,14 @@ float32 before it and its output back after it; the logits of a float32 head sta
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from fastjax.errors import ConfigError
 from fastjax.models.config import ModelConfig
-from fastjax.models.layout import GROUPS, NORMS
+from fastjax.models.structure import groups, norms
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 
@@ -48,6 +48,10 @@ class Precision:
         """The float32 modules of a layer, by their path in it."""
         prefix = f"layers.{index}."
         return frozenset(path.removeprefix(prefix) for path in self.float32_modules if path.startswith(prefix))
+
+    def layer_kind(self, config: ModelConfig, index: int) -> Hashable:
+        """What two layers must share besides the structure of their arrays for one traced body to serve both."""
+        return config.layers[index], self.in_layer(index)
 
 
 def make_precision(
@@ -100,6 +104,6 @@ def _paths(config: ModelConfig) -> Iterable[str]:
     yield from ("embed_tokens", "norm", "lm_head", "layers")
     for index in range(config.num_hidden_layers):
         layer = f"layers.{index}"
-        yield from (layer, *(f"{layer}.{name}" for name in NORMS), f"{layer}.self_attn", f"{layer}.mlp")
-        for group, parts in GROUPS.items():
-            yield from (f"{layer}.{group.split('.')[0]}.{part}" for part in parts)
+        yield from (layer, *(f"{layer}.{name}" for name in norms(config)), f"{layer}.self_attn", f"{layer}.mlp")
+        for name, group in groups(config).items():
+            yield from (f"{layer}.{name.split('.')[0]}.{part}" for part, _ in group.parts)

@@ -11,7 +11,6 @@ from fastjax.lora import BaseParam, LoraEmbedding, LoraLinear, drop
 from fastjax.quantization import dense, matmul, part
 from fastjax.quantization.weights import Weight
 from fastjax.trainable_tokens import TrainableTokens
-from pallas_kernels.rms_norm import rms_norm
 
 
 class Projection(nnx.Module):
@@ -117,19 +116,23 @@ class Embedding(nnx.Module):
         return out.astype(dtype)
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation with a learned scale [E], in float32 inside.
+class Head(Projection):
+    """The projection to logits.
 
     Attributes:
-        weight: the scale.
-        eps: added to the mean square.
-        float32: whether the normalised values stay in float32 until they are scaled, whatever the input's dtype.
+        scale: what the logits are multiplied with.
+        soft_cap: then they become cap · tanh(logits / cap); None: they stay.
     """
 
-    def __init__(self, weight: Array, eps: float, float32: bool = False):
-        self.weight, self.eps, self.float32 = BaseParam(weight), eps, float32
+    def __init__(self, *args, scale: float, soft_cap: float | None, **options):
+        super().__init__(*args, **options)
+        self.scale, self.soft_cap = scale, soft_cap
 
-    def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """Normalise: x / rms(x) · weight."""
-        inner = x.astype(jnp.float32) if self.float32 else x
-        return rms_norm(inner, self.weight[...], eps=self.eps).astype(x.dtype)
+    def finish(self, logits: Float[Array, "B S V"]) -> Float[Array, "B S V"]:
+        """Scale and cap, in float32 and rounded once."""
+        if self.scale == 1.0 and self.soft_cap is None:
+            return logits
+        wide = logits.astype(jnp.float32) * self.scale
+        if self.soft_cap is not None:
+            wide = self.soft_cap * jnp.tanh(wide / self.soft_cap)
+        return wide.astype(logits.dtype)

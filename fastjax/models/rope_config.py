@@ -1,8 +1,8 @@
-"""What config.json, or an override, says about the rotary positions: type, scaling, and the length they reach.
+"""What config.json says about the rotary positions: type, scaling, and the length they reach.
 
 The settings are transformers' `rope_parameters` (before version 5: `rope_theta` and `rope_scaling`), with its names,
-defaults and meanings. "dynamic" is refused: its frequencies follow the longest row of the moment, so that the same
-document would be something else in another batch.
+defaults and meanings. The frequencies of "dynamic" and "longrope" depend on a length. In transformers it is that of
+the longest row of the moment; here each document's own, so that a document is the same whatever stands beside it.
 """
 
 import dataclasses
@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import ConvertError
-from fastjax.errors import ConfigError
 
-#: Type of scaling -> the numbers that it needs, and what it takes besides.
+#: Type of scaling -> the numbers (of longrope: lists of these) that it needs, and what it takes besides.
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "dynamic": (("factor",), ()),
+    "longrope": (("short_factor", "long_factor"), ("factor", "original_max_position_embeddings", "attention_factor")),
     "yarn": (
         ("factor",),
         (
@@ -32,7 +33,10 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 _ALWAYS = ("rope_type", "type", "rope_theta")
-_WITHOUT_EFFECT = {"partial_rotary_factor": (1, 1.0, None), "finetuned": (True, False, None)}
+#: Kinds whose frequencies depend on the length of a document.
+BY_LENGTH = ("dynamic", "longrope")
+_LISTS = ("short_factor", "long_factor")
+_WITHOUT_EFFECT = {"finetuned": (True, False, None)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,10 @@ class RopeConfig:
         theta: base of the frequencies.
         kind: "default"; "linear" (positions divided by `factor`); "llama3" (the scaling of Llama 3.1: low frequencies
             divided by `factor`, a smooth ramp between the two wavelengths
-            `original_max_position_embeddings / {low,high}_freq_factor`); "yarn" (Peng et al., arXiv 2309.00071).
+            `original_max_position_embeddings / {low,high}_freq_factor`); "yarn" (Peng et al., arXiv 2309.00071);
+            "dynamic" (a base that grows with a document's length beyond the original one); "longrope" (Ding et al.,
+            arXiv 2402.13753: each pair's frequency divided by its `short_factor`, in a document longer than the
+            original length by its `long_factor`).
         factor: how many times longer than the original the context becomes.
         low_freq_factor: of "llama3".
         high_freq_factor: of "llama3".
@@ -52,6 +59,9 @@ class RopeConfig:
         beta_slow: "yarn": pairs that turn less often are divided by `factor`.
         truncate: "yarn": whole pairs as bounds of the ramp between the two.
         attention_factor: what cosines and sines are multiplied with.
+        short_factor: of "longrope", one number a pair.
+        long_factor: likewise.
+        partial_rotary_factor: the share of each head's features that turn, the first ones.
     """
 
     theta: float
@@ -64,27 +74,45 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many of a head's features turn."""
+        return int(head_dim * self.partial_rotary_factor)
 
     def max_length(self, max_position_embeddings: int) -> int:
         """The longest row that the positions are made for.
 
         Args:
             max_position_embeddings: of config.json, which "linear" leaves at the original length (so do transformers
-                and vLLM read it), while "llama3" has the final one there and "yarn" either.
+                and vLLM read it), and "dynamic" too, while "llama3" and "longrope" have the final one there and "yarn"
+                either.
         """
-        if self.kind == "linear":
+        if self.kind in ("linear", "dynamic"):
             return int(self.factor * max_position_embeddings)
         if self.kind == "yarn" and self.original_max_position_embeddings is not None:
             return max(max_position_embeddings, int(self.factor * self.original_max_position_embeddings))
         return max_position_embeddings
 
 
-def parse_rope(config: Mapping[str, Any], where: str) -> RopeConfig:
+def parse_rope(
+    config: Mapping[str, Any],
+    where: str,
+    *,
+    theta: float = 10000.0,
+    head_dim: int | None = None,
+    partial_rotary: bool = False,
+) -> RopeConfig:
     """RoPE from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
 
     Args:
         config: the parsed config.json.
         where: what to call it in errors.
+        theta: the base where config.json gives none.
+        head_dim: D, which longrope's lists must fit; None: unchecked.
+        partial_rotary: whether the model can turn a part of each head's features.
 
     Raises:
         ConvertError: a type that is not supported, a number that is missing or no number, an unknown name.
@@ -92,16 +120,14 @@ def parse_rope(config: Mapping[str, Any], where: str) -> RopeConfig:
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     field = "rope_parameters" if new else "rope_scaling"
     values = {**old, **new}
-    theta = values.get("rope_theta", config.get("rope_theta", 10000.0))
+    partial = values.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    theta = values.get("rope_theta", config.get("rope_theta", theta))
     kind = values.get("rope_type", values.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
     if not _number(theta) or theta <= 0:
         raise ConvertError(f"{where}: rope_theta: expected a positive number, given {theta!r}")
     if kind not in KINDS:
-        reason = "; its frequencies depend on the longest row of a batch, linear and yarn do not"
-        raise ConvertError(
-            f"{where}: {field}.rope_type: expected one of {list(KINDS)}, given {kind!r}"
-            + (reason if kind == "dynamic" else "")
-        )
+        raise ConvertError(f"{where}: {field}.rope_type: expected one of {list(KINDS)}, given {kind!r}")
     needed, optional = KINDS[kind]
     unknown = [
         name
@@ -111,80 +137,73 @@ def parse_rope(config: Mapping[str, Any], where: str) -> RopeConfig:
     if unknown and kind != "default":
         takes = f"{', '.join(needed)}" + (f" and perhaps {', '.join(optional)}" if optional else "")
         raise ConvertError(f"{where}: {field}: {kind} scaling takes {takes}, given {', '.join(unknown)} besides")
-    if "partial_rotary_factor" in unknown:
-        given = values["partial_rotary_factor"]
-        raise ConvertError(f"{where}: {field}.partial_rotary_factor: expected 1 (every pair turns), given {given!r}")
-    missing = [name for name in needed if not _number(values.get(name)) or values[name] <= 0]
+    if partial not in (None, 1) and (not partial_rotary or not _number(partial) or not 0 < partial < 1):
+        expected = "a number above 0 and at most 1" if partial_rotary else "1 (every pair turns)"
+        raise ConvertError(f"{where}: {field}.partial_rotary_factor: expected {expected}, given {partial!r}")
+    missing = [name for name in needed if not _right(name, values.get(name)) or values[name] == 0]
     missing += [name for name in optional if values.get(name) is not None and not _right(name, values[name])]
     if missing:
         raise ConvertError(f"{where}: {field}: {kind} scaling needs the numbers {list(needed)}, wrong: {missing}")
+    share = 1.0 if partial is None else float(partial)
+    rope = RopeConfig(float(theta), kind, partial_rotary_factor=share, **_scaling(kind, values, config))
+    if head_dim is not None:
+        turning = rope.rotary_dim(head_dim)
+        if turning % 2:
+            raise ConvertError(f"{where}: expected an even number of turning features a head, given {turning}")
+        for name in _LISTS if kind == "longrope" else ():
+            if len(getattr(rope, name)) != turning // 2:
+                given = len(getattr(rope, name))
+                raise ConvertError(f"{where}: {field}.{name}: expected {turning // 2} numbers, given {given}")
+    return rope
+
+
+def _scaling(kind: str, values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `RopeConfig` has besides the base, for each type of scaling."""
     if kind == "default":
-        return RopeConfig(theta=float(theta), kind=kind)
+        return {}
+    positions = config.get("max_position_embeddings") or 2048
+    inside = values.get("original_max_position_embeddings")
+    outside = config.get("original_max_position_embeddings")  # Phi-3 has it there, and there it counts
+    original = int((outside if kind == "longrope" else None) or inside or positions)
     if kind == "linear":
-        return RopeConfig(theta=float(theta), kind=kind, factor=float(values["factor"]))
+        return {"factor": float(values["factor"])}
+    if kind == "dynamic":
+        return {"factor": float(values["factor"]), "original_max_position_embeddings": int(positions)}
     if kind == "llama3":
-        return RopeConfig(
-            theta=float(theta),
-            kind=kind,
-            factor=float(values["factor"]),
-            low_freq_factor=float(values["low_freq_factor"]),
-            high_freq_factor=float(values["high_freq_factor"]),
-            original_max_position_embeddings=int(values["original_max_position_embeddings"]),
-        )
-    original = values.get("original_max_position_embeddings") or config.get("max_position_embeddings") or 2048
+        numbers = {name: float(values[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+        return {**numbers, "original_max_position_embeddings": original}
+    if kind == "longrope":
+        factor = float(values.get("factor") or positions / original)
+        given = values.get("attention_factor")
+        grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        return {
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "attention_factor": grown if given is None else float(given),
+            **{name: tuple(float(number) for number in values[name]) for name in _LISTS},
+        }
     truncate = values.get("truncate")
-    return RopeConfig(
-        theta=float(theta),
-        kind=kind,
-        factor=float(values["factor"]),
-        original_max_position_embeddings=int(original),
-        beta_fast=float(values.get("beta_fast") or 32),
-        beta_slow=float(values.get("beta_slow") or 1),
-        truncate=True if truncate is None else truncate,
-        attention_factor=_attention_factor(values),
-    )
+    return {
+        "factor": float(values["factor"]),
+        "original_max_position_embeddings": original,
+        "beta_fast": float(values.get("beta_fast") or 32),
+        "beta_slow": float(values.get("beta_slow") or 1),
+        "truncate": True if truncate is None else truncate,
+        "attention_factor": _attention_factor(values),
+    }
 
 
-def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json whose rotary scaling is replaced.
-
-    Args:
-        config: the parsed config.json.
-        scaling: {"rope_type": …, "factor": …, …}; `rope_theta` and `original_max_position_embeddings` come from the
-            config where they are left out. It replaces a scaling that is there and does not add to it: `factor` counts
-            from the length of pretraining.
-
-    Returns:
-        The config, with `max_position_embeddings` as its type of scaling has it (see `RopeConfig.max_length`).
-
-    Raises:
-        ConfigError: what is wrong with `scaling`.
-    """
-    before = parse_rope(config, "config.json")
-    length = before.original_max_position_embeddings or int(config.get("max_position_embeddings") or 2048)
-    values = {"rope_type": scaling.get("rope_type", scaling.get("type")), **scaling}
-    values.pop("type", None)
-    theta, kind = values.pop("rope_theta", before.theta), values["rope_type"]
-    if kind is None or (kind == "default" and len(values) > 1):
-        raise ConfigError(
-            f"rope_scaling: expected a rope_type of {list(KINDS)} with what it takes, given {dict(scaling)}; "
-            "for instance {rope_type: linear, factor: 4.0}"
-        )
-    if kind in ("llama3", "yarn"):
-        values.setdefault("original_max_position_embeddings", length)
-    changed = {name: value for name, value in config.items() if name not in ("rope_parameters", "rope_scaling")}
-    if "rope_parameters" in config:
-        changed["rope_parameters"] = {**values, "rope_theta": theta}
-    else:
-        changed |= {"rope_theta": theta, "rope_scaling": values}
-    changed["max_position_embeddings"] = length
-    try:
-        after = parse_rope(changed, "model")
-    except ConvertError as error:
-        raise ConfigError(str(error).replace("rope_parameters", "rope_scaling")) from error
-    if after.original_max_position_embeddings is not None:
-        changed["max_position_embeddings"] = int(after.factor * after.original_max_position_embeddings)
-    return changed
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """The way back: `rope_parameters` of a config.json."""
+    values: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    needed, optional = KINDS[rope.kind]
+    for name in (*needed, *optional):
+        value = getattr(rope, name, None)
+        if value is not None:  # mscale is in attention_factor
+            values[name] = list(value) if name in _LISTS else value
+    if rope.partial_rotary_factor != 1:
+        values["partial_rotary_factor"] = rope.partial_rotary_factor
+    return values
 
 
 def _attention_factor(values: Mapping[str, Any]) -> float:
@@ -205,4 +224,6 @@ def _number(value: Any) -> bool:
 
 
 def _right(name: str, value: Any) -> bool:
+    if name in _LISTS:
+        return isinstance(value, list | tuple) and all(_number(number) and number > 0 for number in value)
     return isinstance(value, bool) if name == "truncate" else _number(value) and value >= 0

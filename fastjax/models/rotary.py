@@ -2,35 +2,42 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fastjax.models.rope_config import RopeConfig
+from fastjax.models.rope_config import BY_LENGTH, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angular velocity of each rotary pair, in radians a position.
+    """Angular velocity of each rotary pair, in radians a position, in documents that are not longer than the original.
 
     Args:
         rope: base and scaling.
         head_dim: D, even.
 
     Returns:
-        float32 [D/2].
+        float32 [R/2], R = D or the part of it that turns.
 
     References:
         RoFormer, arXiv 2104.09864, eq. 15; Llama 3.1's scaling as in its reference implementation: a wavelength
         longer than original/low_freq_factor is divided by `factor`, a shorter one than original/high_freq_factor
         kept, and between them the two are mixed linearly in original/wavelength; YaRN, arXiv 2309.00071, eq. 23.
     """
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequency = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)
-    if rope.kind == "default":
+    frequency = (1.0 / np.float32(rope.theta) ** _exponents(rope, head_dim)).astype(np.float32)
+    if rope.kind in ("default", "dynamic"):
         return frequency
     if rope.kind == "linear":
         return (frequency / np.float32(rope.factor)).astype(np.float32)
+    if rope.kind == "longrope":
+        return (frequency / np.asarray(rope.short_factor, np.float32)).astype(np.float32)
     return _yarn(rope, frequency) if rope.kind == "yarn" else _llama3(rope, frequency)
+
+
+def _exponents(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    turning = rope.rotary_dim(head_dim)
+    return np.arange(0, turning, 2, dtype=np.float32) / np.float32(turning)
 
 
 def _llama3(rope: RopeConfig, frequency: np.ndarray) -> np.ndarray:
@@ -60,17 +67,63 @@ def _yarn(rope: RopeConfig, frequency: np.ndarray) -> np.ndarray:
     return (frequency / np.float32(rope.factor) * divided + frequency * (1 - divided)).astype(np.float32)
 
 
+def frequencies_by_length(rope: RopeConfig, head_dim: int, lengths: Int[Array, "B S"]) -> Float[Array, "B S R/2"]:
+    """Angular velocities of "dynamic" and "longrope", by the length of each token's document.
+
+    Args:
+        rope: base and scaling.
+        head_dim: D, even.
+        lengths: tokens of the document.
+
+    References:
+        "dynamic": the NTK-aware base of transformers; "longrope": LongRoPE, arXiv 2402.13753.
+    """
+    assert rope.original_max_position_embeddings
+    original = rope.original_max_position_embeddings
+    usual = jnp.asarray(inverse_frequencies(rope, head_dim))[None, None, :]
+    if rope.kind == "longrope":
+        ratio = np.asarray(rope.short_factor, np.float32) / np.asarray(rope.long_factor, np.float32)
+        return jnp.where((lengths > original)[:, :, None], usual * jnp.asarray(ratio)[None, None, :], usual)
+    turning = rope.rotary_dim(head_dim)
+    longer = jnp.maximum(lengths, original).astype(jnp.float32) / original
+    growth = (rope.factor * longer - (rope.factor - 1)) ** (turning / (turning - 2))
+    return usual / growth[:, :, None] ** jnp.asarray(_exponents(rope, head_dim))[None, None, :]
+
+
+def document_lengths(positions: Int[Array, "B S"], segment_ids: Int[Array, "B S"] | None) -> Int[Array, "B S"]:
+    """How long the document of each token is: one more than its last position.
+
+    Args:
+        positions: position of each token in its document, counted from 0.
+        segment_ids: document of each token, each in one piece; None: every row is one document.
+    """
+    if segment_ids is None:
+        return jnp.broadcast_to(jnp.max(positions, axis=1, keepdims=True) + 1, positions.shape)
+    length = positions.shape[1]
+    places = jnp.arange(length, dtype=jnp.int32)[None, :]
+    ends = jnp.concatenate(
+        [segment_ids[:, 1:] != segment_ids[:, :-1], jnp.ones_like(segment_ids[:, :1], dtype=bool)], axis=1
+    )
+    last = jax.lax.cummin(jnp.where(ends, places, length), axis=1, reverse=True)
+    return jnp.take_along_axis(positions, last, axis=1) + 1
+
+
 def rope_tables(
-    rope: RopeConfig, head_dim: int, positions: Int[Array, "B S"]
-) -> tuple[Float[Array, "B S D/2"], Float[Array, "B S D/2"]]:
+    rope: RopeConfig, head_dim: int, positions: Int[Array, "B S"], lengths: Int[Array, "B S"] | None = None
+) -> tuple[Float[Array, "B S R/2"], Float[Array, "B S R/2"]]:
     """Cosine and sine of every position's angles, times the scaling's `attention_factor`, in float32.
 
     Args:
         rope: base and scaling.
         head_dim: D, even.
         positions: position of each token in its document.
+        lengths: how long that document is; only a scaling in `BY_LENGTH` needs it.
     """
-    frequency = jnp.asarray(inverse_frequencies(rope, head_dim))
-    angles = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+    if rope.kind in BY_LENGTH:
+        assert lengths is not None, f"{rope.kind} scaling needs the documents' lengths"
+        frequency = frequencies_by_length(rope, head_dim, lengths)
+    else:
+        frequency = jnp.asarray(inverse_frequencies(rope, head_dim))[None, None, :]
+    angles = positions.astype(jnp.float32)[:, :, None] * frequency
     scale = jnp.float32(rope.attention_factor)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from convert.adapters import AdapterConfig, targets
+from convert.families import family_for
 from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.models.config import ModelConfig
@@ -47,6 +48,14 @@ def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", config: ModelConfig, 
             f"for {', '.join(repr(text) for text in without[:8])}{' and more' * (len(without) > 8)}; name these in "
             "model.new_tokens to give them rows, or use the tokenizer that belongs to the model"
         )
+
+
+def with_vocab_size(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """A config.json with another number of rows in its tables."""
+    section = family_for(config).section
+    if section is None:
+        return {**config, "vocab_size": rows}
+    return {**config, section: {**config[section], "vocab_size": rows}}
 
 
 def grown(weights: Mapping[str, Any], rows: int, known: int, new: Iterable[int]) -> dict[str, Any]:

@@ -113,8 +113,8 @@ def step_flops(
     """FLOPs of one step.
 
     A matrix element costs two a token forward, two for the gradient of its input, and two for its own gradient when
-    it is trained. Attention costs 2·S·H·D a token and layer forward (two products over the causal half of S keys) and
-    twice that backward.
+    it is trained. Attention costs 4·H·D a key that a token sees forward (two products), and twice that backward: in a
+    document of S tokens a token sees S / 2 keys, with a window of W < S tokens W - W² / 2S.
 
     Args:
         config: the model.
@@ -126,7 +126,9 @@ def step_flops(
             full fine-tuning.
     """
     products = 4 * matrix_parameters(config) + 2 * trained_parameters + 6 * adapter_parameters
-    attention = 6 * document_length * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    windows = [min(layer.sliding_window or document_length, document_length) for layer in config.layers]
+    keys = sum(window - window**2 / (2 * document_length) for window in windows) if document_length else 0.0
+    attention = 12 * keys * config.num_attention_heads * config.head_dim
     return float(tokens) * (products + attention)
 
 

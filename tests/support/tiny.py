@@ -62,16 +62,22 @@ def config(**changes):
     return {**CONFIG, **changes}
 
 
+def text_config(config):
+    """The part of a config that is about the text model."""
+    return family_for(config).text_config(config)
+
+
 def arrays(config, seed=0):
     """Checkpoint names to float32 arrays: no norm is one, no bias zero."""
     rng = np.random.default_rng(seed)
     found = {}
+    scale = text_config(config)["initializer_range"]
     for row in family_for(config).rows(config):
         noise = rng.standard_normal(row.shape)
         if "norm" in row.name:
             value = 1 + 0.2 * noise
         else:
-            value = noise * (0.2 if row.name.endswith(".bias") else config["initializer_range"])
+            value = noise * (0.2 if row.name.endswith(".bias") else scale)
         found[row.name] = value.astype(np.float32)
     return found
 
@@ -79,7 +85,7 @@ def arrays(config, seed=0):
 def write_folder(folder, config, tensors, **options):
     """A model folder with a tokenizer of one word a token."""
     write_checkpoint(folder, tensors.items(), config, **options)
-    write_tokenizer(folder, config)
+    write_tokenizer(folder, text_config(config))
     return folder
 
 
@@ -128,7 +134,7 @@ def shared_folder(**changes):
 def documents(config, lengths, seed=0):
     """Random documents; never with the padding token, to whose embedding torch gives no gradient."""
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, config["vocab_size"] - 1, length).astype(np.int32) for length in lengths]
+    return [rng.integers(0, text_config(config)["vocab_size"] - 1, length).astype(np.int32) for length in lengths]
 
 
 def rows(documents, width, *, learnt=None):

@@ -24,8 +24,8 @@ class ModelSection:
         new_tokens: tokens to add to the vocabulary; embedding and head grow with them, by rows that start as the mean
             of the others.
         rope_scaling: replaces the scaling of the rotary positions, for longer contexts, as config.json has it:
-            {rope_type: yarn, factor: 4.0}; default, linear, yarn or llama3, the factor counted from the length that
-            the model was pretrained on.
+            {rope_type: yarn, factor: 4.0}; default, linear, dynamic, yarn, longrope or llama3, the factor counted from
+            the length that the model was pretrained on.
         use_gradient_checkpointing: what the backward pass recomputes: true or "full": all but the layers' inputs;
             false or "projections": what lies between the projections and the attention; "none": nothing.
         layer_loop: scan over the layers (compile time independent of depth) or unroll them (a few percent faster).
@@ -63,7 +63,7 @@ class LoraSection:
         lora_alpha: scale: the adapter's product is multiplied by lora_alpha / r.
         lora_dropout: probability with which an input of an adapter is zeroed in training; null: 0, or that of the
             adapter to start from.
-        target_modules: names of the projections that get an adapter; null: all seven.
+        target_modules: names of the projections that get an adapter; null: all of them.
         use_rslora: scale by lora_alpha / √r instead.
         use_dora: train the magnitude of each weight row apart from its direction (DoRA).
         rank_pattern: ranks for modules that match a name or pattern, in place of r.

@@ -7,11 +7,12 @@ from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from fastjax.errors import ConfigError
 from fastjax.models.config import ModelConfig
-from fastjax.models.rope_config import with_rope_scaling
+from fastjax.models.rope_override import with_rope_scaling
 from fastjax.models.rotary import rope_tables
 from tests.support import tiny
 
 YARN = {"rope_type": "yarn", "factor": 3.0, "beta_fast": 9.0, "beta_slow": 2.0, "truncate": False}
+LONGROPE = {"rope_type": "longrope", "short_factor": 8 * [1.5], "long_factor": [2.0, 3, 4, 5, 6, 7, 8, 9]}
 PLAIN = tiny.config(rope_parameters={"rope_type": "default", "rope_theta": 321.0})
 
 
@@ -27,6 +28,8 @@ def old_spelling(config):
     [
         ({"rope_type": "default"}, 192, 192),
         ({"rope_type": "linear", "factor": 3.0}, 192, 576),  # such folders keep the original length
+        ({"rope_type": "dynamic", "factor": 3.0}, 192, 576),
+        (LONGROPE | {"original_max_position_embeddings": 64}, 192, 192),
         (YARN | {"original_max_position_embeddings": 64}, 192, 192),
         (YARN, 192, 576),
         ({name: value for name, value in tiny.ROPE.items() if name != "rope_theta"}, 192, 192),
@@ -47,6 +50,9 @@ def test_the_length_that_a_folder_allows(scaling, max_position_embeddings, reach
     [
         (PLAIN, {"rope_type": "linear", "factor": 4.0}, 192, 768),
         (PLAIN, YARN, 576, 576),
+        (PLAIN, {"rope_type": "dynamic", "factor": 4.0}, 192, 768),
+        (PLAIN, LONGROPE | {"factor": 2.0}, 384, 384),
+        (tiny.CONFIG, {"rope_type": "dynamic", "factor": 4.0}, 32, 128),
         (PLAIN, {k: v for k, v in tiny.ROPE.items() if k != "original_max_position_embeddings"}, 1152, 1152),
         (tiny.CONFIG, {"rope_type": "linear", "factor": 4.0}, 32, 128),  # the model was pretrained on 32
         (tiny.CONFIG, {"type": "yarn", "factor": 8}, 256, 256),
@@ -98,8 +104,11 @@ def test_rows_longer_than_the_model():
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'; its frequencies depend on the longest row"),
-        ({"rope_type": "longrope", "factor": 2.0}, "rope_type: expected one of .*given 'longrope'"),
+        ({"rope_type": "ntk", "factor": 2.0}, "rope_type: expected one of .*given 'ntk'"),
+        ({"rope_type": "dynamic"}, r"dynamic scaling needs the numbers \['factor'\], wrong: \['factor'\]"),
+        ({"rope_type": "longrope", "short_factor": 8 * [1.0]}, r"wrong: \['long_factor'\]"),
+        ({"rope_type": "longrope", "short_factor": 8 * [1.0], "long_factor": 8 * [0]}, r"wrong: \['long_factor'\]"),
+        ({"rope_type": "longrope", "short_factor": 8 * [1], "long_factor": 7 * [2]}, "long_factor: expected 8 numbers"),
         ({"rope_type": "linear"}, r"linear scaling needs the numbers \['factor'\], wrong: \['factor'\]"),
         ({"rope_type": "linear", "factor": -1.0}, r"wrong: \['factor'\]"),
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}, "linear scaling takes factor, given beta_fast"),
@@ -116,6 +125,6 @@ def test_overrides_that_are_refused(scaling, message):
 
 
 def test_a_folder_with_a_scaling_that_is_not_supported_is_refused():
-    for scaling in ({"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "default", "partial_rotary_factor": 0.5}):
+    for scaling in ({"rope_type": "axial"}, {"rope_type": "default", "partial_rotary_factor": 0.5}):
         with pytest.raises(ConvertError, match="rope_parameters"):
             ModelConfig.from_hf(tiny.config(rope_parameters={"rope_theta": 321.0, **scaling}))

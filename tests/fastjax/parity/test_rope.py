@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fastjax.models.config import ModelConfig
-from fastjax.models.rope_config import with_rope_scaling
-from fastjax.models.rotary import inverse_frequencies
+from fastjax.models.rope_override import with_rope_scaling
+from fastjax.models.rotary import frequencies_by_length, inverse_frequencies
 from tests.support import tiny
 
 torch = pytest.importorskip("torch")
@@ -26,7 +26,24 @@ KINDS = {
         "attention_factor": 0.8,
     },
     "yarn with mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.6},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {"rope_type": "longrope", "factor": 4.0, "short_factor": 1.3, "long_factor": 4.2},
+    "longrope, every field": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 48,
+        "attention_factor": 0.8,
+        "short_factor": 1.3,
+        "long_factor": 4.2,
+    },
 }
+
+
+def scaling_of(kind, head_dim):
+    """The lists of longrope have a number a pair, and grow from the one that is given."""
+    lists = {"short_factor", "long_factor"}
+    pairs = np.linspace(0, 1, head_dim // 2)
+    return {name: (value + pairs).tolist() if name in lists else value for name, value in KINDS[kind].items()}
 
 
 @pytest.mark.parametrize(("head_dim", "theta", "length"), [(16, 5000.0, 192), (128, 5e5, 8192), (10, 321.0, 64)])
@@ -35,19 +52,26 @@ def test_frequencies(kind, head_dim, theta, length):
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaling = KINDS[kind] | {"rope_theta": theta}
+    scaling = scaling_of(kind, head_dim) | {"rope_theta": theta}
     config = tiny.config(head_dim=head_dim, rope_parameters=scaling, max_position_embeddings=length)
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](LlamaConfig(**config))
     rope = ModelConfig.from_hf(config).rope
     # a few float32 operations in another order
     np.testing.assert_allclose(inverse_frequencies(rope, head_dim), expected.numpy(), rtol=5e-7)
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
+    if kind.startswith(("dynamic", "longrope")):
+        lengths = np.asarray([[3, rope.original_max_position_embeddings], [length + 7, 2 * length]], np.int32)
+        found = np.asarray(frequencies_by_length(rope, head_dim, lengths))
+        for place, tokens in np.ndenumerate(lengths):
+            expected, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](LlamaConfig(**config), seq_len=int(tokens))
+            # dynamic: a base that grows as a power, in float32
+            np.testing.assert_allclose(found[place], expected.numpy(), rtol=5e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_an_override_are_transformers_with_the_config_that_is_saved(kind):
     """Rows longer than the original length; the override is far from the folder's own scaling."""
-    folder, scaling = tiny.shared_folder(), KINDS[kind]
+    folder, scaling = tiny.shared_folder(), scaling_of(kind, 16)
     changed = with_rope_scaling(tiny.CONFIG, scaling)
     arrays = tiny.arrays(tiny.CONFIG)
     tokens = np.stack(tiny.documents(tiny.CONFIG, (100,)))

@@ -1,0 +1,56 @@
+"""Gemma 1, 2 and 3, the text half of Gemma 3 with a vision tower included."""
+
+from convert.families.blocks import ATTENTION, MLP, QK_NORM, family, norm
+from convert.families.table import Ignored, nested
+
+_BIASES = {"attention_bias": ("qkv_bias", "o_bias")}
+_AROUND_MLP = (
+    norm("post_attention_layernorm"),
+    norm("pre_feedforward_layernorm"),
+    MLP,
+    norm("post_feedforward_layernorm"),
+)
+
+GEMMA = family(
+    "gemma",
+    norm("input_layernorm"),
+    ATTENTION,
+    norm("post_attention_layernorm"),
+    MLP,
+    defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
+    switches=_BIASES,
+)
+GEMMA2 = family(
+    "gemma2",
+    norm("input_layernorm"),
+    ATTENTION,
+    *_AROUND_MLP,
+    defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4},
+    switches=_BIASES,
+)
+GEMMA3_TEXT = family(
+    "gemma3_text",
+    norm("input_layernorm"),
+    ATTENTION,
+    QK_NORM,
+    *_AROUND_MLP,
+    # The text halves on the Hub leave out what is as in the 4B model.
+    defaults={
+        "tie_word_embeddings": True,
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    },
+    switches=_BIASES,
+)
+GEMMA3 = nested(
+    GEMMA3_TEXT,
+    model_type="gemma3",
+    files={"model.": "language_model.model.", "lm_head": "language_model.lm_head"},
+    modules={"model.": "model.language_model."},
+    ignored=(
+        Ignored(r"vision_tower\..*", "of the vision tower; only text is trained", copied=True),
+        Ignored(r"multi_modal_projector\..*", "of the vision tower; only text is trained", copied=True),
+    ),
+)

@@ -1,0 +1,217 @@
+"""Every family: its config both ways, its folder there and back bit for bit, and one model however it is run."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from convert.checkpoint import open_checkpoint
+from convert.errors import ConvertError
+from convert.families import FAMILIES, family_for
+from fastjax.generation.generate import generate
+from fastjax.language_model import FastLanguageModel
+from fastjax.models.adapters import export_adapters
+from fastjax.models.config import ModelConfig
+from fastjax.models.layout import Run, plan_layers
+from fastjax.models.rope_override import with_rope_scaling
+from tests.support import families, tiny
+from tests.support.families import CONFIGS, NESTED, VARIANTS
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def theirs(config):
+    """transformers' reading of a config.json."""
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    return AutoConfig.for_model(config["model_type"], **fields)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_field_is_off_its_default(family):
+    kind = type(theirs(CONFIGS[family]))
+    default, used = kind().to_dict(), theirs(CONFIGS[family]).to_dict()
+    fields = {field.name for field in dataclasses.fields(kind)} | set(default)
+    compared = {name for name in fields - set(families.IRRELEVANT) if families.refused(family, name) is None}
+    same = sorted(name for name in compared if default.get(name) == used.get(name))
+    assert not same, f"these fields are at {kind.__name__}'s default and prove nothing: {same}"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_fields_that_are_not_supported_are_refused(family):
+    fields = [field.name for field in dataclasses.fields(type(theirs(CONFIGS[family])))] + ["sliding_windows"]
+    tried = [name for name in fields if families.refused(family, name) is not None] + ["sliding_windows"]
+    for name in tried:
+        with pytest.raises(ConvertError, match=f"do not support here: {name} = "):
+            ModelConfig.from_hf(CONFIGS[family] | {name: families.refused(family, name) or 3})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_config_there_and_back(variant):
+    """What we write, we read as the same; so do we what transformers makes of it, and of what was there before."""
+    _, config = VARIANTS[variant]
+    parsed = ModelConfig.from_hf(config)
+    written = parsed.to_hf()
+    for same in (written, theirs(config).to_dict(), theirs(written).to_dict()):
+        assert ModelConfig.from_hf(same) == parsed
+
+
+#: What says the same as `layer_types` and `no_rope_layers`, which are written.
+_SAID_OTHERWISE = {"max_window_layers", "no_rope_layer_interval"}
+_OF_THE_TOKENIZER = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_transformers_reads_what_was_there(family):
+    config = CONFIGS[family]
+    before, after = (theirs(found).to_dict() for found in (config, ModelConfig.from_hf(config).to_hf()))
+    left_out = {*families.IRRELEVANT, *_SAID_OTHERWISE, *_OF_THE_TOKENIZER, "rope_parameters"}
+    for name in set(before) - left_out:
+        assert after[name] == before[name], name
+    ropes = [found["rope_parameters"] for found in (before, after)]
+    ropes = [list(rope.items()) if families.FULL in rope else [("", rope)] for rope in ropes]
+    for (_, one), (_, other) in zip(*ropes, strict=True):
+        assert {name: other[name] for name in one} == one  # and defaults, written out
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_is_left_out_is_transformers_default(family):
+    kind = type(theirs(CONFIGS[family]))
+    default = {name: value for name, value in kind().to_dict().items() if name not in families.IRRELEVANT}
+    default["model_type"] = family
+    expected = ModelConfig.from_hf(default)
+    needed = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+    bare = {name: default[name] for name in needed | {"model_type"}}
+    assert ModelConfig.from_hf(bare) == expected
+    shapes = [[row.shape for row in family_for(config).rows(config)] for config in (bare, default)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Function that gives a family's folder, written once."""
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            config = CONFIGS[family]
+            path = tmp_path_factory.mktemp(family)
+            made[family] = tiny.write_folder(path, config, tiny.arrays(config))
+        return made[family]
+
+    return folder
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_folder_there_and_back_bit_for_bit(family, folders, tmp_path):
+    model = tiny.model(folders(family), None, full_finetuning=True)
+    model.save_pretrained(tmp_path / "saved")
+    before, after = (open_checkpoint(folder) for folder in (folders(family), tmp_path / "saved"))
+    assert after.config == before.config and set(after.names) == set(before.names)
+    for name in before.names:
+        assert before.read(name).tobytes() == after.read(name).tobytes(), name
+    elements = sum(array.size for array in tiny.arrays(CONFIGS[family]).values())
+    assert model.num_parameters() == (elements, elements)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_adapter_there_and_back_bit_for_bit(family, folders, tmp_path):
+    base = tiny.model(folders(family), None)
+    model = tiny.adapted(base, target_modules="all-linear", modules_to_save=["lm_head"])
+    model.save_pretrained(tmp_path / "saved")
+    again = FastLanguageModel.load_adapter(base, tmp_path / "saved")
+    first, second = (export_adapters(found.trainable, found.plan, False) for found in (model, again))
+    assert first.keys() == second.keys() and len(first) > 2 * 4 * base.config.num_hidden_layers
+    assert all(np.array_equal(first[path], second[path]) for path in first)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_one_model_however_it_is_run(family, folders):
+    """Scanned and unrolled, several documents a row and one."""
+    scanned, unrolled = (tiny.model(folders(family), None, layer_loop=loop) for loop in ("scan", "unroll"))
+    assert len(unrolled.plan) == CONFIGS[family]["num_hidden_layers"]
+    documents = tiny.documents(CONFIGS[family], (33, 7, 12))
+    tokens, _, segments, positions = tiny.rows([documents, *([document] for document in documents)], 55)
+    found, again = (tiny.logits(model, tokens, positions, segments) for model in (scanned, unrolled))
+    # float32 in another order, logits of a few units
+    np.testing.assert_allclose(again[segments > 0], found[segments > 0], rtol=0, atol=1e-4)
+    for number, document in enumerate(documents, start=1):
+        packed, alone = found[0][segments[0] == number], found[number][: len(document)]
+        np.testing.assert_allclose(packed, alone, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "granite", "smollm3", "cohere"])
+def test_greedy_answers_are_the_likeliest_tokens(family, folders):
+    """Token by token through the cache, which turns a key once: so not with positions that change as a row grows."""
+    linear = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}} if family == "granite" else {}
+    model = tiny.model(folders(family), None, max_seq_length=64, **linear)
+    (prompt,) = tiny.documents(CONFIGS[family], (33,))
+    (answer,) = generate(model, [prompt.tolist()], max_new_tokens=6, temperature=0.0)
+    row = np.concatenate([prompt, np.asarray(answer, np.int32)])
+    likeliest = tiny.logits(model, row[None])[0].argmax(-1)
+    assert likeliest[len(prompt) - 1 : -1].tolist() == answer
+
+
+def test_a_text_model_beside_a_vision_tower(tmp_path):
+    """It is the text model; the other tensors are read past, and stand in what is saved as they were."""
+    tensors = tiny.arrays(NESTED)
+    other = {name: np.full((3, 2), 7, np.float32) for name in ("vision_tower.a.weight", "multi_modal_projector.b")}
+    tiny.write_folder(tmp_path / "whole", NESTED, tensors | other)
+    model = tiny.model(tmp_path / "whole", None, full_finetuning=True)
+    text = NESTED["text_config"]
+    assert dataclasses.replace(model.config, model_type="gemma3_text") == ModelConfig.from_hf(text)
+    assert ModelConfig.from_hf(model.config.to_hf()) == model.config
+    renamed = {name.replace("language_model.", "", 1): array for name, array in tensors.items()}
+    alone = tiny.model(tiny.write_folder(tmp_path / "text", text, renamed), None)
+    tokens = tiny.documents(text, (20,))[0][None]
+    assert np.array_equal(tiny.logits(model, tokens), tiny.logits(alone, tokens))
+    model.save_pretrained(tmp_path / "saved")
+    before, after = (open_checkpoint(tmp_path / name) for name in ("whole", "saved"))
+    assert after.config == before.config and set(after.names) == set(before.names) == {*tensors, *other}
+    assert all(before.read(name).tobytes() == after.read(name).tobytes() for name in before.names)
+    with pytest.raises(ConvertError, match="vision_towers.x"):
+        tiny.model(
+            tiny.write_folder(tmp_path / "wrong", NESTED, tensors | {"vision_towers.x": other.popitem()[1]}), None
+        )
+    wrong = {"tie_word_embeddings": True, "text_config": None, "audio_config": {}}
+    for name, value in [*wrong.items(), ("text_config", CONFIGS["gemma3_text"])]:
+        with pytest.raises(ConvertError, match=name):
+            ModelConfig.from_hf(NESTED | {name: value})
+
+
+def test_scaling_is_replaced_where_the_layers_see_everything():
+    for config, of in ((CONFIGS["gemma3_text"], lambda found: found), (NESTED, lambda found: found["text_config"])):
+        changed = with_rope_scaling(config, {"rope_type": "linear", "factor": 3.0})
+        before, after = ModelConfig.from_hf(config), ModelConfig.from_hf(changed)
+        assert (after.rope.factor, after.rope.theta) == (3.0, before.rope.theta)
+        assert after == dataclasses.replace(before, rope=after.rope)
+        assert set(of(changed)) == set(of(config))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_random_weights_fill_the_table(family):
+    """Norms start as the identity's scale, whatever is added to their weights."""
+    config = ModelConfig.from_hf(CONFIGS[family])
+    model = FastLanguageModel.from_config(CONFIGS[family], dtype="float32", full_finetuning=True, max_seq_length=32)
+    tensors = dict(model._tensors())
+    rows = {row.path: row.shape for row in family_for(CONFIGS[family]).rows(CONFIGS[family])}
+    assert {path: array.shape for path, array in tensors.items()} == rows
+    for path, array in tensors.items():
+        if "norm" in path:
+            assert np.all(array == 1.0 - config.norm_offset), path
+
+
+def test_gemma_3_is_scanned_by_its_period():
+    """26 layers, a full one after every five with a window: four repetitions and two layers."""
+    published = {
+        **CONFIGS["gemma3_text"],
+        "num_hidden_layers": 26,
+        "layer_types": None,
+    }
+    layers = ModelConfig.from_hf(published).layers
+    assert plan_layers(layers, "scan") == (Run(0, 6, 4), Run(24, 1, 2))
+    assert layers[5] == (None, "rope") and layers[4] == (6, "local_rope")
+
+
+def test_every_table_has_a_mapping():
+    assert set(FAMILIES) == {*CONFIGS, "llama", "gemma3"}

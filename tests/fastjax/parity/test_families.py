@@ -1,0 +1,115 @@
+"""Every family equals transformers' and PEFT's: its logits, and ten steps of LoRA."""
+
+import jax
+import numpy as np
+import pytest
+
+from fastjax.language_model import FastLanguageModel
+from fastjax.training.optimizers import OptimizerConfig, make_optimizer
+from fastjax.training.step import init_state, make_train_step
+from tests.support import tiny
+from tests.support.families import CONFIGS, NESTED, VARIANTS
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+torch_family = pytest.importorskip("tests.support.torch_family")
+torch_llama = pytest.importorskip("tests.support.torch_llama")
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("quick_compilation"), *torch_llama.NOTES_OF_PEFT]
+
+#: float32 through up to seven layers, logits of a few units.
+TOLERANCE = 1e-4
+#: Shorter and longer than the lengths and windows of the configs.
+LENGTHS = (45, 1, 15)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits(variant, tmp_path):
+    """Documents packed into a row, each as transformers has it by itself."""
+    _, config = VARIANTS[variant]
+    arrays = tiny.arrays(config, seed=len(variant))
+    tiny.write_folder(tmp_path, config, arrays)
+    documents = tiny.documents(config, LENGTHS)
+    reference = torch_family.build(config, arrays)
+    expected = np.concatenate([torch_family.logits(reference, document) for document in documents])
+    assert expected.std() > 0.5
+    tokens, _, segments, positions = tiny.rows([documents], sum(LENGTHS) + 3)
+    found = tiny.logits(tiny.model(tmp_path, None, max_seq_length=64), tokens, positions, segments)[0]
+    found = found[: sum(LENGTHS)]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_ten_lora_steps(family, tmp_path):
+    """AdamW on adapters of every projection, which PEFT names and starts."""
+    config = CONFIGS[family]
+    arrays = tiny.arrays(config)
+    torch.manual_seed(7)
+    reference = peft.get_peft_model(
+        torch_family.build(config, arrays),
+        peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear"),
+    ).train()
+    reference.save_pretrained(tmp_path / "start")
+    options = {"max_seq_length": 64, "use_gradient_checkpointing": "none"}
+    model = FastLanguageModel.load_adapter(tiny.model(tmp_path, config, **options), tmp_path / "start")
+
+    settings = OptimizerConfig(learning_rate=5e-3, lr_scheduler_type="constant", max_grad_norm=0.0)
+    optimizer = make_optimizer(settings, 10)
+    state = init_state(model.trainable, optimizer, jax.random.key(11))
+    step = make_train_step(model.graphdef, optimizer, model.trainable_filter)
+    trained = [parameter for parameter in reference.parameters() if parameter.requires_grad]
+    update = torch.optim.AdamW(
+        trained,
+        lr=settings.learning_rate,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+        weight_decay=0.0,
+    )
+    losses = []
+    for number, batch in enumerate(10 * tiny.batches(config, 1)):
+        expected = torch_family.backward(reference, batch)
+        update.step()
+        update.zero_grad()
+        state, metrics = step(state, model.frozen, batch)
+        # float32, losses of 4 to 6
+        assert abs(float(metrics["loss"]) - expected) < TOLERANCE, f"step {number}"
+        losses.append(expected)
+    assert min(losses[-3:]) < losses[0] - 0.05, "nothing was learnt: the comparison would prove little"
+
+    model.replace(trainable=state.trainable).save_pretrained(tmp_path / "ours")
+    reference.save_pretrained(tmp_path / "theirs")
+    start, ours, theirs = (_tensors(tmp_path / name) for name in ("start", "ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        size = np.linalg.norm(expected)
+        # relative, Frobenius: Adam divides by gradients' roots, which amplifies rounding
+        assert np.linalg.norm(ours[name] - expected) < 1e-3 * size, name
+        assert np.linalg.norm(start[name] - expected) > 2e-3 * size, f"{name} has not moved"
+
+
+def test_a_text_model_beside_a_vision_tower(tmp_path):
+    """Logits with an adapter, in files and with names as transformers and PEFT have them."""
+    torch.manual_seed(7)
+    reference = torch_family.build(NESTED, tiny.arrays(NESTED))
+    reference.save_pretrained(tmp_path / "base")
+    tiny.write_tokenizer(tmp_path / "base", CONFIGS["gemma3_text"])
+    (document,) = tiny.documents(CONFIGS["gemma3_text"], (30,))
+    base = tiny.model(tmp_path / "base", None, max_seq_length=64)
+    expected = torch_family.logits(reference, document)
+    np.testing.assert_allclose(tiny.logits(base, document[None])[0], expected, rtol=0, atol=TOLERANCE)
+
+    options = {"r": 4, "target_modules": r".*language_model.*_proj", "init_lora_weights": False}
+    theirs = peft.get_peft_model(reference, peft.LoraConfig(task_type="CAUSAL_LM", **options)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = FastLanguageModel.load_adapter(base, tmp_path / "theirs")
+    changed = torch_family.logits(theirs, document)
+    np.testing.assert_allclose(tiny.logits(ours, document[None])[0], changed, rtol=0, atol=TOLERANCE)
+    assert np.abs(changed - expected).max() > 1000 * TOLERANCE
+    ours.save_pretrained(tmp_path / "ours")
+    first, second = (_tensors(tmp_path / name) for name in ("theirs", "ours"))
+    assert first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def _tensors(folder):
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "adapter_model.safetensors")

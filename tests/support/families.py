@@ -1,0 +1,256 @@
+"""One tiny model a family, with every field of its config off transformers' default."""
+
+from tests.support import tiny
+
+_SIZES = {
+    "dtype": "float32",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 160,
+    "initializer_range": 0.15,
+    "use_cache": False,
+    "bos_token_id": 7,
+    "eos_token_id": 8,
+    "pad_token_id": 96,
+    "rms_norm_eps": 3e-2,
+    "rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5},
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 300.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 40,
+    "beta_fast": 6.0,
+    "beta_slow": 1.5,
+    "truncate": False,
+}
+_LLAMA3 = {**tiny.ROPE, "rope_theta": 300.0}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def _family(name, **fields):
+    return {**_SIZES, "model_type": name, **fields}
+
+
+def _without(config, *names):
+    return {name: value for name, value in config.items() if name not in names}
+
+
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+_GEMMA = {
+    "head_dim": 10,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 23,
+    "hidden_activation": "silu",
+    "final_logit_softcapping": 4.0,
+}
+_PERIOD_OF_THREE = [SLIDING, FULL, SLIDING] * 2 + [SLIDING]
+
+#: model_type -> a config.json.
+CONFIGS = {
+    "qwen2": _family(
+        "qwen2",
+        **_WINDOWS,
+        hidden_act="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        num_hidden_layers=4,
+        layer_types=[SLIDING, FULL] * 2,
+        rope_parameters=_YARN,
+    ),
+    "qwen3": _family(
+        "qwen3",
+        **_WINDOWS,
+        head_dim=10,
+        hidden_act="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        num_hidden_layers=4,
+        layer_types=[FULL, SLIDING] * 2,
+        rope_parameters=_YARN,
+    ),
+    "mistral": _family("mistral", head_dim=10, hidden_act="gelu", tie_word_embeddings=True, sliding_window=6),
+    "ministral": _family(
+        "ministral",
+        head_dim=10,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        sliding_window=6,
+        num_hidden_layers=4,
+        layer_types=[SLIDING, FULL] * 2,
+    ),
+    "gemma": _family("gemma", head_dim=10, tie_word_embeddings=False, attention_bias=True, hidden_act="silu"),
+    "gemma2": _family(
+        "gemma2",
+        **_GEMMA,
+        attn_logit_softcapping=2.0,
+        num_hidden_layers=4,
+        layer_types=[FULL, SLIDING] * 2,
+        rope_parameters=_LLAMA3,
+    ),
+    "gemma3_text": _family(
+        "gemma3_text",
+        **_GEMMA,
+        num_hidden_layers=len(_PERIOD_OF_THREE),
+        layer_types=_PERIOD_OF_THREE,
+        rope_parameters={
+            FULL: {"rope_type": "linear", "rope_theta": 900.0, "factor": 1.5},
+            SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "phi3": _family(
+        "phi3",
+        tie_word_embeddings=True,
+        hidden_act="gelu_pytorch_tanh",
+        sliding_window=30,
+        original_max_position_embeddings=20,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 300.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.2, 1.5],
+            "long_factor": [1.5, 3.0, 6.0],
+        },
+    ),
+    "granite": _family(
+        "granite",
+        hidden_act="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        attention_multiplier=0.2,
+        logits_scaling=0.8,
+        max_position_embeddings=24,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 300.0, "factor": 6.0},
+    ),
+    "olmo2": _family("olmo2", hidden_act="gelu", tie_word_embeddings=True, attention_bias=True),
+    "smollm3": _family(
+        "smollm3",
+        hidden_act="gelu_pytorch_tanh",
+        tie_word_embeddings=False,
+        attention_bias=True,
+        mlp_bias=True,
+        use_sliding_window=True,
+        sliding_window=6,
+        num_hidden_layers=4,
+        no_rope_layers=[1, 0] * 2,
+        no_rope_layer_interval=3,
+        layer_types=[SLIDING, FULL] * 2,
+    ),
+    "cohere": _without(
+        _family(
+            "cohere",
+            hidden_act="gelu_pytorch_tanh",
+            tie_word_embeddings=False,
+            attention_bias=True,
+            use_qk_norm=True,
+            logit_scale=1.7,
+            layer_norm_eps=3e-2,
+        ),
+        "rms_norm_eps",
+    ),
+}
+
+#: A text model beside a vision tower.
+NESTED = {
+    "model_type": "gemma3",
+    "dtype": "float32",
+    "text_config": CONFIGS["gemma3_text"] | {"final_logit_softcapping": None},
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4,
+    "image_token_index": 95,
+    "tie_word_embeddings": False,
+}
+
+#: Other ways in which a family's config.json says things, and choices that `CONFIGS` had to make.
+VARIANTS = {
+    **{name: (name, config) for name, config in CONFIGS.items()},
+    "qwen2, windows by number": ("qwen2", _without(CONFIGS["qwen2"], "layer_types")),
+    "qwen2, no windows": ("qwen2", CONFIGS["qwen2"] | {"use_sliding_window": False, "layer_types": [FULL] * 4}),
+    "qwen3, windows by number": ("qwen3", _without(CONFIGS["qwen3"], "layer_types")),
+    "mistral, no window": ("mistral", CONFIGS["mistral"] | {"sliding_window": None}),
+    "ministral, windows everywhere": ("ministral", _without(CONFIGS["ministral"], "layer_types")),
+    "gemma, tied": ("gemma", CONFIGS["gemma"] | {"tie_word_embeddings": True, "attention_bias": False}),
+    "gemma, gelu": ("gemma", CONFIGS["gemma"] | {"hidden_act": "gelu"}),
+    "gemma2, windows by turns": ("gemma2", _without(CONFIGS["gemma2"], "layer_types")),
+    "gemma2, tied": ("gemma2", CONFIGS["gemma2"] | {"tie_word_embeddings": True, "final_logit_softcapping": None}),
+    "gemma3_text, old spelling": (
+        "gemma3_text",
+        _without(CONFIGS["gemma3_text"], "layer_types", "rope_parameters")
+        | {
+            "sliding_window_pattern": 3,
+            "rope_theta": 900.0,
+            "rope_local_base_freq": 50.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 1.5},
+        },
+    ),
+    "phi3, every pair turns": (
+        "phi3",
+        CONFIGS["phi3"] | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}, "sliding_window": None},
+    ),
+    "phi3, old spelling": (
+        "phi3",
+        _without(CONFIGS["phi3"], "rope_parameters")
+        | {
+            "rope_theta": 300.0,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.2, 1.5, 2.0],
+                "long_factor": [1.5, 3.0, 6.0, 9.0],
+            },
+        },
+    ),
+    "smollm3, by interval": ("smollm3", _without(CONFIGS["smollm3"], "layer_types", "no_rope_layers")),
+    "smollm3, no windows": (
+        "smollm3",
+        _without(CONFIGS["smollm3"], "layer_types") | {"use_sliding_window": False, "tie_word_embeddings": True},
+    ),
+    "cohere, no norm of queries": ("cohere", CONFIGS["cohere"] | {"use_qk_norm": False, "tie_word_embeddings": True}),
+}
+
+#: Fields of transformers' configs that do not say what the model computes, each with the reason.
+IRRELEVANT = {
+    "transformers_version": "of the writer",
+    "architectures": "class name",
+    "output_hidden_states": "what transformers returns",
+    "output_attentions": "what transformers returns",
+    "return_dict": "how transformers returns it",
+    "dtype": "of the stored weights, which say it themselves",
+    "chunk_size_feed_forward": "memory in transformers",
+    "is_encoder_decoder": "never for these",
+    "id2label": "classification",
+    "label2id": "classification",
+    "problem_type": "classification",
+    "model_type": "chooses the class",
+    "_name_or_path": "where it came from",
+    "_sliding_window_pattern": "what layer_types were made of",
+    "default_theta": "of the class",
+}
+#: Fields that are refused off their default, with such a value.
+REFUSED = {
+    "attention_dropout": 0.1,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "use_bidirectional_attention": True,
+    ("gemma3_text", "attn_logit_softcapping"): 3.0,  # transformers reads it and does not use it
+}
+
+
+def refused(family, field):
+    """A value with which the field is refused, or None."""
+    return REFUSED.get((family, field), REFUSED.get(field))
