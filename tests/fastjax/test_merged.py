@@ -20,7 +20,7 @@ def test_merged_is_base_plus_adapter(tmp_path, load_in_4bit):
     folder = ours.save_pretrained_merged(tmp_path / "merged", base_in_nf4=load_in_4bit)
     merged = tiny.model(folder, config)
     assert merged.config.vocab_size == base.config.vocab_size == config["vocab_size"] + 1
-    tokens = np.stack(tiny.documents({"vocab_size": config["vocab_size"] + 2}, (40, 40)))
+    tokens = np.stack(tiny.documents({**config, "vocab_size": config["vocab_size"] + 2}, (40, 40)))
     tokens[:, 3] = config["vocab_size"]
     found, expected = tiny.logits(merged, tokens), tiny.logits(ours, tokens)
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
