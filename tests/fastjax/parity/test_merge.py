@@ -63,7 +63,9 @@ def test_merged_logits_are_base_plus_adapters(name, tmp_path):
     merge(base, tmp_path / "adapter", tmp_path / "merged", max_shard_bytes=30_000)
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
     assert ours.config.vocab_size == OLD + new
-    tokens, _, segments, positions = tiny.rows([tiny.documents({"vocab_size": OLD + new + 1}, (40,))], 40)
+    tokens, _, segments, positions = tiny.rows(
+        [tiny.documents({**tiny.CONFIG, "vocab_size": OLD + new + 1}, (40,))], 40
+    )
     tokens[:, 2:5] = [[7, 3, 90]]
     expected = torch_llama.logits(theirs.eval(), tokens, positions, segments)
     found = torch_llama.logits(ours.eval(), tokens, positions, segments)

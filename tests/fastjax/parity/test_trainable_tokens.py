@@ -65,7 +65,7 @@ def reference(config, new):
 
 
 def compare(ours, theirs, config, new):
-    sample = tiny.documents({"vocab_size": config["vocab_size"] + 2 * new + 1}, (38, 13, 22))
+    sample = tiny.documents({**config, "vocab_size": config["vocab_size"] + 2 * new + 1}, (38, 13, 22))
     tokens, _, segments, positions = tiny.rows([sample[:1], sample[1:]], 40)
     tokens[:, 2:5] = [[7, 3, 90]]
     if new:
