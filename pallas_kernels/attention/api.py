@@ -7,6 +7,7 @@ independently:
 - ``cudnn``: NVIDIA GPUs of compute capability 8.0 or more, bfloat16 and float16, training and prefill, without cap,
   sinks and dropout.
 - ``xla``: everything else; decoding, float32, CPU, older cards.
+- ``mosaic`` (Hopper) and ``triton`` (Ampere and later): every feature in 16 bits, where they are asked for by name.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +79,7 @@ def attention(
         dropout_key: what decides which; the same key drops the same weights in every implementation. Rows and heads are
             counted from 0 on each device, so inside shard_map each device needs a key of its own.
         return_lse: whether to return the log-sum-exp of each query's logits as well.
-        implementation: None, "cudnn" or "xla", for both passes, or a pair for the forward and the backward pass.
+        implementation: None, "cudnn", "xla", "mosaic" or "triton", for both passes, or a pair for the forward and the backward pass.
 
     Returns:
         The weighted values [B, S, H, Dv] in q's dtype; with return_lse a pair of them and the natural log-sum-exp of
