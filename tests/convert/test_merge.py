@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from convert.adapted import product
 from convert.adapters import AdapterConfig, rank_and_alpha, saves_whole, scaling, targets, write_adapter
 from convert.checkpoint import open_checkpoint, write_checkpoint
 from convert.errors import ConvertError
@@ -312,3 +313,15 @@ def test_values_that_are_not_finite_are_refused_and_reported(make_folder, tmp_pa
     if where != "adapter":
         result = merge(folder, tmp_path / "adapter", tmp_path / "out", allow_nonfinite=True)
         assert result.written.nonfinite == [name]
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (16, 16, 1024), (37, 16, 2500), (5, 64, 300), (40, 300, 70), (3, 2**15, 5)]
+)
+def test_products_in_small_pieces(shape):
+    rows, rank, columns = shape
+    rng = np.random.default_rng(0)
+    left = rng.standard_normal((rows, rank)).astype(np.float32)
+    right = rng.standard_normal((rank, columns)).astype(np.float32)
+    exact = left.astype(np.float64) @ right.astype(np.float64)
+    np.testing.assert_allclose(product(left, right), exact, atol=1e-6 * rank)  # float32 sums of `rank` terms
