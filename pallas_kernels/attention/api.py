@@ -79,7 +79,8 @@ def attention(
         dropout_key: what decides which; the same key drops the same weights in every implementation. Rows and heads are
             counted from 0 on each device, so inside shard_map each device needs a key of its own.
         return_lse: whether to return the log-sum-exp of each query's logits as well.
-        implementation: None, "cudnn", "xla", "mosaic" or "triton", for both passes, or a pair for the forward and the backward pass.
+        implementation: None, "cudnn", "xla", "mosaic" or "triton" for both passes, or a pair for the forward and the
+            backward pass.
 
     Returns:
         The weighted values [B, S, H, Dv] in q's dtype; with return_lse a pair of them and the natural log-sum-exp of
