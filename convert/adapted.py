@@ -132,7 +132,7 @@ class _Tables:
             blocks = _with_lookup_lora(adapter, weights, module, blocks)
         if ".trainable_tokens_delta" in kinds:
             blocks = _with_rows(adapter, module, self.tokens[module], blocks)
-        name = weights.rows[source].name if home == place else f"{weights.family.module_name(HEAD)}.weight"
+        name = next(row.name for row in weights.family.table if row.path == f"{place}.weight")
         return {f"{place}.weight": Change(name, (self.rows, self.width), weights.decoded_dtype(source), blocks)}
 
     def _changes(self, module: str) -> set[str]:

@@ -62,8 +62,8 @@ class Weights:
 
     def is_layer_matrix(self, path: str) -> bool:
         """Whether a tensor is a matrix inside a layer: what is quantised of a model."""
-        row = self.rows[path]
-        return len(row.shape) == 2 and self.family.is_layer_linear(row.name.rpartition(".")[0])
+        module = self.family.module_name(path.rpartition(".")[0])
+        return len(self.rows[path].shape) == 2 and self.family.is_layer_linear(module)
 
     def stored_names(self, path: str) -> list[str]:
         """The names of everything that the checkpoint holds of a tensor: scales and such beside it."""

@@ -10,11 +10,13 @@ from convert.adapted import product
 from convert.adapters import AdapterConfig, rank_and_alpha, saves_whole, scaling, targets, write_adapter
 from convert.checkpoint import open_checkpoint, write_checkpoint
 from convert.errors import ConvertError
+from convert.families import family_for
 from convert.families.llama import FAMILY
 from convert.formats import nf4
 from convert.merge import merge
 from convert.weights import open_weights, save, stream
 from tests.convert.conftest import CONFIG
+from tests.support.families import CONFIGS as FAMILIES_CONFIGS
 
 V, E, R = CONFIG["vocab_size"], CONFIG["hidden_size"], 3
 BOTH = ["embed_tokens", "lm_head"]
@@ -325,3 +327,37 @@ def test_products_in_small_pieces(shape):
     right = rng.standard_normal((rank, columns)).astype(np.float32)
     exact = left.astype(np.float64) @ right.astype(np.float64)
     np.testing.assert_allclose(product(left, right), exact, atol=1e-6 * rank)  # float32 sums of `rank` terms
+
+
+def test_beside_a_vision_tower(tmp_path):
+    """The text half is merged and quantised under the names that these checkpoints have; the tower is copied."""
+    text = FAMILIES_CONFIGS["gemma3_text"]
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"model_type": "siglip_vision_model"}}
+    family = family_for(config)
+    rng = np.random.default_rng(0)
+    tensors = {row.name: rng.standard_normal(row.shape).astype(np.float32) for row in family.rows(config)}
+    tower = "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight"
+    tensors[tower] = rng.standard_normal((4, 4)).astype(np.float32)
+    write_checkpoint(tmp_path / "base", tensors.items(), config)
+    weights = open_weights(tmp_path / "base")
+    matrices = [path for path in weights.rows if path.endswith("_proj.weight")]
+    assert [path for path in weights.rows if weights.is_layer_matrix(path)] == matrices
+    adapter = AdapterConfig(r=R, target_modules="all-linear")
+    found = {}
+    for path in matrices:
+        rows, columns = weights.rows[path].shape
+        module = path.removesuffix(".weight")
+        found[f"{module}.lora_A"] = rng.standard_normal((R, columns)).astype(np.float32)
+        found[f"{module}.lora_B"] = rng.standard_normal((rows, R)).astype(np.float32)
+    write_adapter(tmp_path / "adapter", adapter, found, family=family)
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    merged = open_weights(tmp_path / "out")
+    assert merged.checkpoint.names == weights.checkpoint.names
+    assert merged.checkpoint.read(tower).tobytes() == tensors[tower].tobytes()
+    for path in weights.rows:
+        module = path.removesuffix(".weight")
+        right = weights.read(path).astype(np.float64)
+        if f"{module}.lora_A" in found:
+            scale = adapter.lora_alpha / R
+            right = right + scale * found[f"{module}.lora_B"].astype(np.float64) @ found[f"{module}.lora_A"]
+        np.testing.assert_allclose(merged.read(path), right, rtol=2e-6, atol=5e-6)  # a few terms of up to 10
