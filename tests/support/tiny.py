@@ -134,7 +134,7 @@ def shared_folder(**changes):
 def documents(config, lengths, seed=0):
     """Random documents; never with the padding token, to whose embedding torch gives no gradient."""
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, text_config(config)["vocab_size"] - 1, length).astype(np.int32) for length in lengths]
+    return [rng.integers(0, config["vocab_size"] - 1, length).astype(np.int32) for length in lengths]
 
 
 def rows(documents, width, *, learnt=None):
