@@ -66,25 +66,34 @@ def both(function: Callable[..., Any]) -> Callable[..., tuple[jax.Array, ...]]:
 
 def check() -> None:
     """Relative Frobenius errors of output and gradients against float32, and whether a repetition is bit-equal."""
-    for name, shape, options in CHECKS:
+    cases = [(case, implementation) for case in CHECKS for implementation in IMPLEMENTATIONS]
+
+    def compiled(case):
+        (_, shape, options), implementation = case
+        run = jax.jit(both(functools.partial(attention, implementation=implementation, **options)))
+        try:
+            return run.lower(*arrays(*shape)).compile()
+        except Exception as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        programs = list(pool.map(compiled, cases))
+    say(f"== check: {len(cases)} compiled")
+    for ((name, shape, options), implementation), run in zip(cases, programs, strict=True):
+        if isinstance(run, Exception):
+            say(f"{name:16s} {implementation:8s} not served: {' '.join(str(run).split())[:140]}")
+            continue
         given = arrays(*shape)
-        wanted = both(lambda q, k, v, o=options: reference.attention(q, k, v, **o))(
+        wanted = jax.jit(both(functools.partial(reference.attention, **options)))(
             *(a.astype(jnp.float32) for a in given)
         )
-        for implementation in IMPLEMENTATIONS:
-            run = jax.jit(both(functools.partial(attention, implementation=implementation, **options)))
-            try:
-                found = run(*given)
-                errors = [
-                    float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
-                    for a, b in zip(found, wanted, strict=True)
-                ]
-                equal = all(bool(jnp.all(a == b)) for a, b in zip(found, run(*given), strict=True))
-                say(
-                    f"{name:16s} {implementation:8s}", *(f"{error:.1e}" for error in errors), "repeats" if equal else ""
-                )
-            except Exception as error:
-                say(f"{name:16s} {implementation:8s} not served: {' '.join(str(error).split())[:140]}")
+        found, again = run(*given), run(*given)
+        errors = [
+            float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
+            for a, b in zip(found, wanted, strict=True)
+        ]
+        equal = all(bool(jnp.all(a == b)) for a, b in zip(found, again, strict=True))
+        say(f"{name:16s} {implementation:8s}", *(f"{error:.1e}" for error in errors), "repeats" if equal else "")
 
 
 def measure(title: str, jobs: list[tuple[str, Callable[..., Any], tuple[Any, ...], float]]) -> None:
