@@ -12,7 +12,7 @@ from jax import Array
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.mosaic_sm90.backward_dkv import backward_dkv
 from pallas_kernels.attention.mosaic_sm90.backward_dq import backward_dq
-from pallas_kernels.attention.mosaic_sm90.common import LOG2E
+from pallas_kernels.attention.mosaic_sm90.common import LOG2E, SWIZZLED_ROWS
 from pallas_kernels.attention.mosaic_sm90.config import (
     DkvConfig,
     DqConfig,
@@ -77,8 +77,10 @@ def forward(
     """
     config = config or forward_config(q.shape[3], v.shape[3], options)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    out, lse = _forward(q, k, v, mask, sinks, seed, options=options, config=config, ctas=_cores(), interpret=interpret)
-    return out, lse[:, :, : q.shape[1]]
+    arrays = (*(_copyable(array) for array in (q, k, v)), mask, sinks, seed)
+    common: Any = {"keys": k.shape[1], "ctas": _cores(), "interpret": interpret}
+    out, lse = _forward(*arrays, options=options, config=config, **common)
+    return out[:, : q.shape[1]], lse[:, :, : q.shape[1]]
 
 
 def backward(
@@ -120,11 +122,23 @@ def backward(
     # Negative, and in the units of what they are subtracted from: the products start from them instead of from 0.
     units = 1 / options.scale if options.logits_soft_cap is None else LOG2E
     statistics = (jnp.pad(-units * lse, padding), jnp.pad(-delta, padding))
-    arrays = (q, k, v, dout.astype(q.dtype), *statistics, mask, seed)
+    arrays = (*(_copyable(array) for array in (q, k, v, dout.astype(q.dtype))), *statistics, mask, seed)
     common: Any = {"options": options, "interpret": interpret}
     dq = dq or dq_config(*sizes, options, ranges=mask.ranges is not None)
     dkv = dkv or dkv_config(*sizes, options)
-    return backward_dq(*arrays, config=dq, **common), *backward_dkv(*arrays, config=dkv, **common)
+    gradients = backward_dq(*arrays, config=dq, keys=k.shape[1], **common), *backward_dkv(*arrays, config=dkv, **common)
+    found_q, found_k, found_v = (g[:, : of.shape[1]] for g, of in zip(gradients, (q, k, v), strict=True))
+    return found_q, found_k, found_v
+
+
+def _copyable(array: Array) -> Array:
+    """Rows [B, S, H, D] with zeros behind the last one, to a multiple of 8.
+
+    The copy engine takes an array of swizzled tiles, which are 8 rows high. A length that is a multiple of 8 costs
+    nothing, another one a copy.
+    """
+    missing = -array.shape[1] % SWIZZLED_ROWS
+    return jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else array
 
 
 def _cores() -> int:

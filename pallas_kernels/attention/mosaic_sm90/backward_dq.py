@@ -23,7 +23,7 @@ from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 
 
-@functools.partial(jax.jit, static_argnames=("options", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("keys", "options", "config", "interpret"))
 def backward_dq(
     q: Array,
     k: Array,
@@ -34,6 +34,7 @@ def backward_dq(
     mask: Mask,
     seed: Array | None,
     *,
+    keys: int,
     options: Options,
     config: DqConfig,
     interpret: Any = None,
@@ -49,6 +50,7 @@ def backward_dq(
         delta: −(rowsum(dout ∘ out) − dlse), likewise.
         mask: its ranges and offset.
         seed: uint32 [2].
+        keys: T; rows of k and v behind it are padding.
         options: of the call.
         config: block sizes.
         interpret: parameters of Mosaic's interpreter; None compiles.
@@ -68,14 +70,14 @@ def backward_dq(
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
     inputs |= common.query_inputs(mask, options)
     outputs = {"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}
-    body = functools.partial(_kernel, tiles=tiles, options=options, config=config)
+    body = functools.partial(_kernel, tiles=tiles, keys=keys, options=options, config=config)
     [dq] = common.launch(body, inputs, outputs, scratch, batch * tiles * heads, "attention_backward_dq", interpret)
     return dq
 
 
-def _kernel(refs, *, tiles: int, options: Options, config: DqConfig):
+def _kernel(refs, *, tiles: int, keys: int, options: Options, config: DqConfig):
     batch, length, heads, _ = refs.q.shape
-    keys, group = refs.k.shape[1], heads // refs.k.shape[2]
+    group = heads // refs.k.shape[2]
     rows = common.Rows(refs.start, refs.end, refs.offset, length, keys, options)
     warpgroup = lax.axis_index("warpgroup")
 

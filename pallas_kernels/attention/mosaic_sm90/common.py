@@ -23,6 +23,8 @@ LOWEST = -1e20
 """What a row's running maximum starts from: finite, so that no infinities are subtracted."""
 
 WARPGROUP_ROWS = 64
+SWIZZLED_ROWS = 8
+"""The height of a swizzled tile."""
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
@@ -34,7 +36,7 @@ def transforms(columns: int, rows: int = 64) -> tuple[Any, ...]:
     """
     for swizzle in (128, 64, 32):
         if columns % (swizzle // 2) == 0 and rows % (swizzle // 2) == 0:
-            return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+            return plgpu.TilingTransform((SWIZZLED_ROWS, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
     raise NotImplementedError(f"a tile of {rows} × {columns} 16-bit elements: expected multiples of 16")
 
 

@@ -24,7 +24,7 @@ from pallas_kernels.attention.ranges import TILE
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("options", "config", "ctas", "interpret"))
+@functools.partial(jax.jit, static_argnames=("keys", "options", "config", "ctas", "interpret"))
 def forward(
     q: Array,
     k: Array,
@@ -33,6 +33,7 @@ def forward(
     sinks: Array | None,
     seed: Array | None,
     *,
+    keys: int,
     options: Options,
     config: ForwardConfig,
     ctas: int,
@@ -47,6 +48,7 @@ def forward(
         mask: its ranges and offset.
         sinks: float32 [H].
         seed: uint32 [2].
+        keys: T; rows of k and v behind it are padding.
         options: of the call.
         config: block sizes.
         ctas: thread blocks: the multiprocessors.
@@ -75,14 +77,14 @@ def forward(
         "lse": jax.ShapeDtypeStruct((batch, heads, tiles * TILE), jnp.float32),
     }
     inputs = {"q": q, "k": k, "v": v, "sinks": sinks, "seed": seed, **common.query_inputs(mask, options)}
-    body = functools.partial(_kernel, tiles=tiles, ctas=ctas, options=options, config=config)
+    body = functools.partial(_kernel, tiles=tiles, keys=keys, ctas=ctas, options=options, config=config)
     out, lse = common.launch(body, inputs, outputs, scratch, ctas, "attention_forward", interpret)
     return out, lse
 
 
-def _kernel(refs, *, tiles: int, ctas: int, options: Options, config: ForwardConfig):
+def _kernel(refs, *, tiles: int, keys: int, ctas: int, options: Options, config: ForwardConfig):
     batch, length, heads, _ = refs.q.shape
-    keys, group = refs.k.shape[1], heads // refs.k.shape[2]
+    group = heads // refs.k.shape[2]
     rows = common.Rows(refs.start, refs.end, refs.offset, length, keys, options)
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     turns = common.rounds(cta, ctas, batch * tiles * heads)
