@@ -123,7 +123,7 @@ def backward(
     units = 1 / options.scale if options.logits_soft_cap is None else LOG2E
     statistics = (jnp.pad(-units * lse, padding), jnp.pad(-delta, padding))
     arrays = (*(_copyable(array) for array in (q, k, v, dout.astype(q.dtype))), *statistics, mask, seed)
-    common: Any = {"options": options, "interpret": interpret}
+    common: Any = {"options": options, "ctas": _cores(), "interpret": interpret}
     dq = dq or dq_config(*sizes, options, ranges=mask.ranges is not None)
     dkv = dkv or dkv_config(*sizes, options)
     gradients = backward_dq(*arrays, config=dq, keys=k.shape[1], **common), *backward_dkv(*arrays, config=dkv, **common)

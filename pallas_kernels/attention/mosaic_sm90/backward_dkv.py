@@ -4,7 +4,7 @@ A thread block takes a tile of keys of one key head, the heaviest tiles first. O
 accumulators and run over the queries of every query head that shares the key head, so that no gradient of a single
 query head is ever in memory and the order of all sums is fixed. Everything is transposed: rows are keys, columns
 queries. A tile is 128 keys, 64 to a warpgroup; where both accumulators of a warpgroup would not fit into its registers
-it is 64 keys, of which one warpgroup computes dk and the other dv.
+it is 64 keys, of which one warpgroup computes dk and the other dv. `buffers` is as in `backward_dq`.
 """
 
 import functools
@@ -18,14 +18,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.mosaic_sm90 import common
+from pallas_kernels.attention.mosaic_sm90 import common, tiles
 from pallas_kernels.attention.mosaic_sm90.common import COLUMNS, WARPGROUP_ROWS, broadcast_columns
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DkvConfig
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 
 
-@functools.partial(jax.jit, static_argnames=("options", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("options", "config", "ctas", "interpret"))
 def backward_dkv(
     q: Array,
     k: Array,
@@ -38,21 +38,25 @@ def backward_dkv(
     *,
     options: Options,
     config: DkvConfig,
+    ctas: int,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
     """The gradients of k and v; arguments as in `backward_dq`."""
     batch, keys, key_heads, size = k.shape
-    value_size, tiles = v.shape[3], pl.cdiv(keys, TILE)
-    parts, stages, block = 1 if config.split else 2, config.stages, config.block_q
-    blocks = batch * tiles * key_heads * (2 // parts)
+    value_size, count = v.shape[3], pl.cdiv(keys, TILE)
+    parts, stages, buffers, block = 1 if config.split else 2, config.stages, config.buffers, config.block_q
+    total, posted = batch * count * key_heads * (2 // parts), mask.ranges is not None
+    ctas = total if buffers == 1 else min(ctas, total)
     key_tile, value_tile = (common.transforms(columns, block) for columns in (size, value_size))
     scratch = {
-        "k_smem": plgpu.SMEM((parts, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
-        "v_smem": plgpu.SMEM((parts, WARPGROUP_ROWS, value_size), q.dtype, transforms=value_tile),
+        "k_smem": plgpu.SMEM((buffers, parts, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
+        "v_smem": plgpu.SMEM((buffers, parts, WARPGROUP_ROWS, value_size), q.dtype, transforms=value_tile),
         "q_smem": plgpu.SMEM((stages, block, size), q.dtype, transforms=key_tile),
         "do_smem": plgpu.SMEM((stages, block, value_size), q.dtype, transforms=value_tile),
         "statistics": plgpu.SMEM((stages, 2, block), jnp.float32),
-        "kv_full": plgpu.Barrier(num_barriers=parts, num_arrivals=2),
+        "work": plgpu.SMEM((buffers, parts, tiles.NUMBERS), jnp.int32) if posted else None,
+        "kv_full": plgpu.Barrier(num_barriers=parts * buffers, num_arrivals=2 + posted),
+        "kv_free": plgpu.Barrier(num_barriers=buffers, num_arrivals=2),
         "full": plgpu.Barrier(num_barriers=stages, num_arrivals=4),
         "free": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         "done": plgpu.Barrier(num_arrivals=2),
@@ -60,30 +64,44 @@ def backward_dkv(
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
     inputs |= common.key_inputs(mask, options)
     outputs = {"dk": jax.ShapeDtypeStruct(k.shape, k.dtype), "dv": jax.ShapeDtypeStruct(v.shape, v.dtype)}
-    body = functools.partial(_kernel, tiles=tiles, options=options, config=config)
-    dk, dv = common.launch(body, inputs, outputs, scratch, blocks, "attention_backward_dkv", interpret)
+    body = functools.partial(_kernel, count=count, ctas=ctas, options=options, config=config)
+    dk, dv = common.launch(body, inputs, outputs, scratch, ctas, "attention_backward_dkv", interpret)
     return dk, dv
 
 
-def _kernel(refs, *, tiles: int, options: Options, config: DkvConfig):
+def _kernel(refs, *, count: int, ctas: int, options: Options, config: DkvConfig):
     batch, keys, key_heads, _ = refs.k.shape
     group = refs.q.shape[2] // key_heads
-    rows = common.Rows(refs.start, refs.end, refs.offset, keys, refs.q.shape[1], options, transposed=True)
-    warpgroup = lax.axis_index("warpgroup")
+    rows = tiles.Rows(refs.start, refs.end, refs.offset, keys, refs.q.shape[1], options, transposed=True)
+    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     parts = 1 if config.split else 2
+    turns = tiles.rounds(cta, ctas, batch * count * key_heads * (2 // parts))
 
-    def tile(place):
-        size = parts * WARPGROUP_ROWS
-        return common.key_tile(place, rows, refs.order, batch, key_heads, tiles, size, config.block_q)
+    def tile(turn):
+        place, size = tiles.snake(turn, cta, ctas), parts * WARPGROUP_ROWS
+        return tiles.key_tile(place, rows, refs.order, batch, key_heads, count, size, config.block_q)
+
+    def work(tile, part):
+        return tiles.work(tile, rows, part, config.block_q, whole=config.split)
+
+    def mine(turn, part):
+        if refs.work is None:
+            return work(tile(turn), part)
+        return tiles.posted(refs.work.at[lax.rem(turn, jnp.int32(config.buffers))], part)
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _load(refs, tile, group, parts, config)
+        load = functools.partial(_load, refs, tile, work, group=group, parts=parts, config=config)
+        tiles.each(turns, config.buffers, load)
 
     def compute(part, wanted):
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        _compute(refs, tile, rows, part, group, wanted, options, config)
+        tiles.each(
+            turns,
+            config.buffers,
+            lambda turn, taken: _compute(refs, mine, turn, taken, rows, part, group, wanted, options, config),
+        )
 
     if config.split:
         pl.when(warpgroup == 0)(lambda: compute(0, "k"))
@@ -92,50 +110,58 @@ def _kernel(refs, *, tiles: int, options: Options, config: DkvConfig):
         pl.when(warpgroup < 2)(lambda: compute(warpgroup, "kv"))
 
 
-def _load(refs, tile, group: int, parts: int, config: DkvConfig):
-    """What the loading warpgroup does: the tile's keys and values, then the queries that see them."""
-    block, stages = config.block_q, config.stages
-    row, first, key_head, low, inner, outer, high = tile(lax.axis_index("cta"))
+def _load(refs, tile, work, turn, taken, *, group: int, parts: int, config: DkvConfig):
+    """What the loading warpgroup does: the tile's keys and values, then the queries that see them, head by head."""
+    block, stages, buffers = config.block_q, config.stages, jnp.int32(config.buffers)
+    found = tile(turn)
+    row, first, key_head, low, _, _, high = found
+    buffer = lax.rem(turn, buffers)
+    pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.kv_free.at[buffer]))
+    if refs.work is not None:
+        tiles.post(refs.work.at[buffer], [work(found, part) for part in range(parts)])
     for part in range(parts):
-        place = (row, pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), key_head)
-        plgpu.copy_gmem_to_smem(refs.k.at[place], refs.k_smem.at[part], refs.kv_full.at[part])
-        plgpu.copy_gmem_to_smem(refs.v.at[place], refs.v_smem.at[part], refs.kv_full.at[part])
+        place, full = pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), refs.kv_full.at[buffer * parts + part]
+        if refs.work is not None:
+            plgpu.barrier_arrive(full)
+        plgpu.copy_gmem_to_smem(refs.k.at[row, place, key_head], refs.k_smem.at[buffer, part], full)
+        plgpu.copy_gmem_to_smem(refs.v.at[row, place, key_head], refs.v_smem.at[buffer, part], full)
 
-    def load_block(head, index, count):
-        slot = lax.rem(count, jnp.int32(stages))
+    def load_block(head, index, taken):
+        slot = lax.rem(taken, jnp.int32(stages))
         queries = pl.ds(index * block, block)
-        pl.when(count >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+        pl.when(taken >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
         for array, smem in ((refs.q, refs.q_smem), (refs.dout, refs.do_smem)):
             plgpu.copy_gmem_to_smem(array.at[row, queries, head], smem.at[slot], refs.full.at[slot])
         for number, array in enumerate((refs.lse, refs.delta)):
             place = refs.statistics.at[slot, number]
             plgpu.copy_gmem_to_smem(array.at[row, head, queries], place, refs.full.at[slot])
-        return count + 1
+        return taken + 1
 
-    def load_head(start, stop, member, count):
-        return lax.fori_loop(start, stop, functools.partial(load_block, key_head * group + member), count)
+    def load_head(member, taken):
+        return lax.fori_loop(low, high, functools.partial(load_block, key_head * group + member), taken)
 
-    count = jnp.int32(0)
-    for start, stop in ((low, inner), (inner, outer), (outer, high)):
-        count = lax.fori_loop(0, group, functools.partial(load_head, start, stop), count)
+    return lax.fori_loop(0, group, load_head, taken)
 
 
-def _compute(refs, tile, rows: common.Rows, part, group: int, wanted: str, options: Options, config: DkvConfig):
-    """What a computing warpgroup does: the gradients of 64 keys, values or both."""
-    batch_index, first, key_head, low, inner, outer, high = tile(lax.axis_index("cta"))
+def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted: str, options: Options, config):
+    """What a computing warpgroup does: the gradients of 64 keys, values or both; returns the blocks taken in all."""
     block, stages, dtype = config.block_q, jnp.int32(config.stages), refs.q.dtype
-    first = first + part * WARPGROUP_ROWS
-    k_smem, v_smem = refs.k_smem.at[part], refs.v_smem.at[part]
-    plgpu.barrier_wait(refs.kv_full.at[part])
+    buffer, parts = lax.rem(turn, jnp.int32(config.buffers)), 1 if config.split else 2
+    k_smem, v_smem = refs.k_smem.at[buffer, part], refs.v_smem.at[buffer, part]
+    plgpu.barrier_wait(refs.kv_full.at[buffer * parts + part])
 
-    def step(dk_ref, dv_ref, masked, begin, blocks, turn, count):
-        slot = lax.rem(count, stages)
-        query = (begin + lax.rem(turn, blocks)) * block
+    def again():
+        """What is to be done, found again rather than kept in registers."""
+        return mine(lax.optimization_barrier(turn), part)
+
+    def step(dk_ref, dv_ref, masked, member, index, taken):
+        slot, query = lax.rem(taken, stages), index * block
         q_smem, do_smem = refs.q_smem.at[slot], refs.do_smem.at[slot]
 
         def dropped(p, factor):
-            number = batch_index * refs.q.shape[2] + key_head * group + lax.div(turn, blocks)
-            keep = common.kept(p.shape, refs.seed, number, first, query, options, True)
+            here = again()
+            number = here.row * refs.q.shape[2] + here.head * group + member
+            keep = common.kept(p.shape, refs.seed, number, here.first, query, options, True)
             return jnp.where(keep, p * factor, 0.0)
 
         shape = (WARPGROUP_ROWS, block)
@@ -146,7 +172,8 @@ def _compute(refs, tile, rows: common.Rows, part, group: int, wanted: str, optio
         def weights(s_ref, pending):
             s, factor, slope = common.capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=pending), options)
             if masked:
-                s = rows.mask(s, batch_index, first, query)
+                here = again()
+                s = rows.mask(s, here.row, here.first, query)
             return jnp.exp2(s * factor if options.logits_soft_cap is None else s * factor + columns(0)), slope
 
         def add_values(p):
@@ -179,29 +206,31 @@ def _compute(refs, tile, rows: common.Rows, part, group: int, wanted: str, optio
         pl.run_scoped(products, *[accumulator] * (1 if dk_ref is None else 2))
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.free.at[slot])
-        return count + 1
+        return taken + 1
 
     def gradients(*accumulators):
         dk_ref = accumulators[0] if "k" in wanted else None
         dv_ref = accumulators[-1] if "v" in wanted else None
 
-        # The blocks of all heads that need a mask, those that need none, and those at the other end.
-        count = jnp.int32(0)
-        for bounded, begin, stop in (
-            (rows.bounded_below, low, inner),
-            (None, inner, outer),
-            (rows.bounded_above, outer, high),
-        ):
-            if bounded is not False:
-                body = functools.partial(step, dk_ref, dv_ref, bounded is True, begin, stop - begin)
-                count = lax.fori_loop(0, (stop - begin) * group, body, count)
-        return [accumulator[...] for accumulator in accumulators]
+        def of_head(member, taken):
+            _, _, _, low, inner, outer, high, before, behind = again()
+            taken = tiles.leave(before, taken, stages, ((refs.full, refs.free),))
+            for bounded, begin, stop in (
+                (rows.bounded_below, low, inner),
+                (None, inner, outer),
+                (rows.bounded_above, outer, high),
+            ):
+                if bounded is not False:
+                    body = functools.partial(step, dk_ref, dv_ref, bounded is True, member)
+                    taken = lax.fori_loop(begin, stop, body, taken)
+            return tiles.leave(behind, taken, stages, ((refs.full, refs.free),))
+
+        count = lax.fori_loop(0, group, of_head, taken)
+        return [count, *(accumulator[...] for accumulator in accumulators)]
 
     sizes = {"k": refs.k.shape[3], "v": refs.v.shape[3]}
-    found = pl.run_scoped(gradients, *(common.accumulator(WARPGROUP_ROWS, sizes[name]) for name in wanted))
-    # Computed again rather than kept in registers.
-    batch_index, first, key_head, *_ = tile(lax.optimization_barrier(lax.axis_index("cta")))
-    first = first + part * WARPGROUP_ROWS
+    taken, *found = pl.run_scoped(gradients, *(common.accumulator(WARPGROUP_ROWS, sizes[name]) for name in wanted))
+    batch_index, first, key_head, *_ = again()
     staging = {"k": k_smem, "v": v_smem}
     if config.split:  # both warpgroups have read both until here
         plgpu.barrier_arrive(refs.done)
@@ -212,4 +241,6 @@ def _compute(refs, tile, rows: common.Rows, part, group: int, wanted: str, optio
     place = (batch_index, pl.ds(first, WARPGROUP_ROWS), key_head)
     for name in wanted:
         plgpu.copy_smem_to_gmem(staging[name], (refs.dk if name == "k" else refs.dv).at[place])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=config.buffers > 1)
+    plgpu.barrier_arrive(refs.kv_free.at[buffer])
+    return taken

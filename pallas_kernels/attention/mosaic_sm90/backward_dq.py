@@ -1,8 +1,10 @@
 """The backward pass in the queries: dq = scale · dS k, with P and dS computed again from the log-sum-exp.
 
 A thread block takes a tile of 128 queries of one head, the heaviest tiles first: one warpgroup loads, two compute 64
-queries each. With δ = rowsum(dout ∘ out): P = exp(logits − lse), dS = P ∘ (dout vᵀ − δ) (FlashAttention-2, arXiv
-2307.08691, algorithm 2).
+queries each and take only the blocks of keys that these see. With two buffers there are as many thread blocks as
+multiprocessors, each with several tiles in turn, and the next tile's queries are loaded while one is computed: for
+documents so short that a tile has a few blocks only. With δ = rowsum(dout ∘ out): P = exp(logits − lse),
+dS = P ∘ (dout vᵀ − δ) (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 """
 
 import functools
@@ -16,14 +18,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.mosaic_sm90 import common
+from pallas_kernels.attention.mosaic_sm90 import common, tiles
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, ROWS, WARPGROUP_ROWS, broadcast_rows
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DqConfig
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 
 
-@functools.partial(jax.jit, static_argnames=("keys", "options", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("keys", "options", "config", "ctas", "interpret"))
 def backward_dq(
     q: Array,
     k: Array,
@@ -37,6 +39,7 @@ def backward_dq(
     keys: int,
     options: Options,
     config: DqConfig,
+    ctas: int,
     interpret: Any = None,
 ) -> Array:
     """The gradient of q.
@@ -53,85 +56,116 @@ def backward_dq(
         keys: T; rows of k and v behind it are padding.
         options: of the call.
         config: block sizes.
+        ctas: the multiprocessors.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
     batch, length, heads, size = q.shape
-    value_size, tiles = v.shape[3], pl.cdiv(length, TILE)
+    value_size, count = v.shape[3], pl.cdiv(length, TILE)
+    total, buffers, posted = batch * count * heads, config.buffers, mask.ranges is not None
+    ctas = total if buffers == 1 else min(ctas, total)
     key_tile, value_tile = (common.transforms(columns, config.block_kv) for columns in (size, value_size))
     scratch = {
-        "q_smem": plgpu.SMEM((2, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
-        "do_smem": plgpu.SMEM((2, WARPGROUP_ROWS, value_size), q.dtype, transforms=value_tile),
+        "q_smem": plgpu.SMEM((buffers, 2, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
+        "do_smem": plgpu.SMEM((buffers, 2, WARPGROUP_ROWS, value_size), q.dtype, transforms=value_tile),
         "k_smem": plgpu.SMEM((config.stages, config.block_kv, size), q.dtype, transforms=key_tile),
         "v_smem": plgpu.SMEM((config.stages, config.block_kv, value_size), q.dtype, transforms=value_tile),
-        "q_full": plgpu.Barrier(num_barriers=2, num_arrivals=2),
+        "statistics": plgpu.SMEM((buffers, 2, 2, WARPGROUP_ROWS), jnp.float32),
+        "work": plgpu.SMEM((buffers, 2, tiles.NUMBERS), jnp.int32) if posted else None,
+        "q_full": plgpu.Barrier(num_barriers=2 * buffers, num_arrivals=4 + posted),
+        "q_free": plgpu.Barrier(num_barriers=buffers, num_arrivals=2),
         "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
         "free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
     }
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
     inputs |= common.query_inputs(mask, options)
     outputs = {"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}
-    body = functools.partial(_kernel, tiles=tiles, keys=keys, options=options, config=config)
-    [dq] = common.launch(body, inputs, outputs, scratch, batch * tiles * heads, "attention_backward_dq", interpret)
+    body = functools.partial(_kernel, count=count, keys=keys, ctas=ctas, options=options, config=config)
+    [dq] = common.launch(body, inputs, outputs, scratch, ctas, "attention_backward_dq", interpret)
     return dq
 
 
-def _kernel(refs, *, tiles: int, keys: int, options: Options, config: DqConfig):
+def _kernel(refs, *, count: int, keys: int, ctas: int, options: Options, config: DqConfig):
     batch, length, heads, _ = refs.q.shape
     group = heads // refs.k.shape[2]
-    rows = common.Rows(refs.start, refs.end, refs.offset, length, keys, options)
-    warpgroup = lax.axis_index("warpgroup")
+    rows = tiles.Rows(refs.start, refs.end, refs.offset, length, keys, options)
+    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+    turns = tiles.rounds(cta, ctas, batch * count * heads)
 
-    def tile(place):
-        return common.query_tile(place, rows, refs.order, batch, heads, tiles, config.block_kv)
+    def tile(turn):
+        place = tiles.snake(turn, cta, ctas)
+        return tiles.query_tile(place, rows, refs.order, batch, heads, count, config.block_kv)
+
+    def work(tile, part):
+        return tiles.work(tile, rows, part, config.block_kv, whole=False)
+
+    def mine(turn):
+        if refs.work is None:
+            return work(tile(turn), warpgroup)
+        return tiles.posted(refs.work.at[lax.rem(turn, jnp.int32(config.buffers))], warpgroup)
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _load(refs, tile, group, config)
+        tiles.each(turns, config.buffers, lambda turn, taken: _load(refs, tile, work, turn, taken, group, config))
 
     @pl.when(warpgroup < 2)
     def _():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        _compute(refs, tile, rows, warpgroup, options, config)
+        tiles.each(
+            turns,
+            config.buffers,
+            lambda turn, taken: _compute(refs, mine, turn, taken, rows, warpgroup, options, config),
+        )
 
 
-def _load(refs, tile, group: int, config: DqConfig):
+def _load(refs, tile, work, turn, taken, group: int, config: DqConfig):
     """What the loading warpgroup does: the queries and their cotangents, then keys and values from the last."""
-    block, stages = config.block_kv, config.stages
-    row, first, head, low, _, _, high = tile(lax.axis_index("cta"))
+    block, stages, buffers = config.block_kv, config.stages, jnp.int32(config.buffers)
+    found = tile(turn)
+    row, first, head, low, _, _, high = found
+    buffer = lax.rem(turn, buffers)
+    pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.q_free.at[buffer]))
+    if refs.work is not None:
+        tiles.post(refs.work.at[buffer], [work(found, part) for part in range(2)])
     for part in range(2):
-        place = (row, pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), head)
-        plgpu.copy_gmem_to_smem(refs.q.at[place], refs.q_smem.at[part], refs.q_full.at[part])
-        plgpu.copy_gmem_to_smem(refs.dout.at[place], refs.do_smem.at[part], refs.q_full.at[part])
+        queries, full = pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), refs.q_full.at[buffer * 2 + part]
+        if refs.work is not None:
+            plgpu.barrier_arrive(full)
+        plgpu.copy_gmem_to_smem(refs.q.at[row, queries, head], refs.q_smem.at[buffer, part], full)
+        plgpu.copy_gmem_to_smem(refs.dout.at[row, queries, head], refs.do_smem.at[buffer, part], full)
+        for number, array in enumerate((refs.lse, refs.delta)):
+            plgpu.copy_gmem_to_smem(array.at[row, head, queries], refs.statistics.at[buffer, part, number], full)
 
-    @pl.loop(0, high - low)
-    def _(step):
-        slot = lax.rem(step, jnp.int32(stages))
+    def load_block(step, taken):
+        slot = lax.rem(taken, jnp.int32(stages))
         place = (row, pl.ds((high - 1 - step) * block, block), lax.div(head, jnp.int32(group)))
-        pl.when(step >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+        pl.when(taken >= stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
         for array, smem in ((refs.k, refs.k_smem), (refs.v, refs.v_smem)):
             plgpu.copy_gmem_to_smem(array.at[place], smem.at[slot], refs.full.at[slot])
+        return taken + 1
+
+    return lax.fori_loop(0, high - low, load_block, taken)
 
 
-def _compute(refs, tile, rows: common.Rows, warpgroup, options: Options, config: DqConfig):
-    """What a computing warpgroup does: the gradient of its 64 queries."""
-    batch_index, first, head, low, inner, outer, high = tile(lax.axis_index("cta"))
+def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Options, config: DqConfig):
+    """What a computing warpgroup does: the gradient of its 64 queries; returns how many blocks it has taken in all."""
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
-    first = first + warpgroup * WARPGROUP_ROWS
-    place = pl.ds(first, WARPGROUP_ROWS)
-    lse = compat.mosaic_load(refs.lse.at[batch_index, head, place], ROWS)
+    buffer = lax.rem(turn, jnp.int32(config.buffers))
+    q_smem, do_smem = refs.q_smem.at[buffer, warpgroup], refs.do_smem.at[buffer, warpgroup]
+    plgpu.barrier_wait(refs.q_full.at[buffer * 2 + warpgroup])
+    batch_index, first, head, low, inner, outer, high, before, behind = mine(turn)
+    statistics = refs.statistics.at[buffer, warpgroup]
+    lse, delta = (compat.mosaic_load(statistics.at[number], ROWS) for number in range(2))
     if options.logits_soft_cap is None:
         lse = lse * (options.scale * LOG2E)
-    delta = compat.mosaic_load(refs.delta.at[batch_index, head, place], ROWS)
-    q_smem, do_smem = refs.q_smem.at[warpgroup], refs.do_smem.at[warpgroup]
-    plgpu.barrier_wait(refs.q_full.at[warpgroup])
+    taken = tiles.leave(behind, taken, stages, ((refs.full, refs.free),))
 
     def release(index):
-        plgpu.barrier_arrive(refs.free.at[lax.rem(index, stages)])
+        plgpu.barrier_arrive(refs.free.at[lax.rem(taken + index, stages)])
 
     def gradient(dq_ref):
         def step(masked, index, _):
-            slot, key = lax.rem(index, stages), (high - 1 - index) * block
+            slot, key = lax.rem(taken + index, stages), (high - 1 - index) * block
             k_smem, v_smem = refs.k_smem.at[slot], refs.v_smem.at[slot]
             shape = (WARPGROUP_ROWS, block)
 
@@ -168,10 +202,13 @@ def _compute(refs, tile, rows: common.Rows, warpgroup, options: Options, config:
         return dq_ref[...]
 
     dq = pl.run_scoped(gradient, common.accumulator(WARPGROUP_ROWS, refs.q.shape[3]))
-    # Computed again rather than kept in registers.
-    batch_index, first, head, *_ = tile(lax.optimization_barrier(lax.axis_index("cta")))
-    place = pl.ds(first + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    if config.lag:
+        release(high - low - 1)
+    taken = tiles.leave(before, taken + (high - low), stages, ((refs.full, refs.free),))
+    batch_index, first, head, *_ = mine(lax.optimization_barrier(turn))  # rather than keep them in registers
     q_smem[...] = (dq * options.scale).astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q_smem, refs.dq.at[batch_index, place, head])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.copy_smem_to_gmem(q_smem, refs.dq.at[batch_index, pl.ds(first, WARPGROUP_ROWS), head])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=config.buffers > 1)
+    plgpu.barrier_arrive(refs.q_free.at[buffer])
+    return taken

@@ -16,6 +16,7 @@ class ForwardConfig:
     Attributes:
         block_kv: keys multiplied at once, a multiple of 64.
         stages: blocks of keys and of values in shared memory.
+        buffers: tiles of queries in shared memory.
         overlap: whether a warpgroup multiplies with the values of one block and the keys of the next at the same time.
         pingpong: whether the two warpgroups are kept out of phase.
         own_output: whether the output has shared memory of its own, so that the next queries can be loaded early.
@@ -23,6 +24,7 @@ class ForwardConfig:
 
     block_kv: int = 128
     stages: int = 2
+    buffers: int = 1
     overlap: bool = True
     pingpong: bool = True
     own_output: bool = True
@@ -35,11 +37,13 @@ class DqConfig:
     Attributes:
         block_kv: keys multiplied at once; 32, or a multiple of 64.
         stages: blocks of keys and of values in shared memory.
+        buffers: tiles of queries in shared memory; with more than 1 a thread block takes several tiles in turn.
         lag: whether a block's last product is waited for in the next block.
     """
 
     block_kv: int = 128
     stages: int = 2
+    buffers: int = 1
     lag: bool = False
 
 
@@ -50,12 +54,14 @@ class DkvConfig:
     Attributes:
         block_q: queries multiplied at once; 32, or a multiple of 64.
         stages: blocks of queries in shared memory.
+        buffers: tiles of keys in shared memory; with more than 1 a thread block takes several tiles in turn.
         split: whether one warpgroup computes dk and the other dv of the same 64 keys, where both do not fit into
             registers, instead of both of 64 keys each.
     """
 
     block_q: int = 64
     stages: int = 3
+    buffers: int = 1
     split: bool = False
 
 

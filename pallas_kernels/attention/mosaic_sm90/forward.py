@@ -1,9 +1,10 @@
 """The forward pass.
 
 A persistent kernel: each thread block takes tiles of 128 queries of one head, heaviest first. One warpgroup loads
-(TMA), two compute 64 queries each. While one multiplies, the other takes its softmax: they wait for each other's turn.
-Within a warpgroup the product with the values of one block runs while the softmax of the next is taken
-(FlashAttention-3, arXiv 2407.08608, sections 3.1 and 3.2).
+(TMA), two compute 64 queries each. With `pingpong` one multiplies while the other takes its softmax: they wait for each
+other's turn, and so take equally many blocks; without it each takes only the blocks that its own queries see. Within a
+warpgroup the product with the values of one block runs while the softmax of the next is taken (FlashAttention-3, arXiv
+2407.08608, sections 3.1 and 3.2).
 """
 
 import functools
@@ -16,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.mosaic_sm90 import common
+from pallas_kernels.attention.mosaic_sm90 import common, tiles
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, LOWEST, WARPGROUP_ROWS, broadcast_rows
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ForwardConfig
 from pallas_kernels.attention.options import Options
@@ -55,47 +56,59 @@ def forward(
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
     batch, length, heads, size = q.shape
-    value_size, tiles = v.shape[3], pl.cdiv(length, TILE)
-    ctas = min(ctas, batch * tiles * heads)
+    value_size, count = v.shape[3], pl.cdiv(length, TILE)
+    ctas = min(ctas, batch * count * heads)
+    posted = mask.ranges is not None
     key_tile, value_tile = (common.transforms(columns, config.block_kv) for columns in (size, value_size))
     scratch = {
-        "q_smem": plgpu.SMEM((2, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
+        "q_smem": plgpu.SMEM((config.buffers, 2, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
         "k_smem": plgpu.SMEM((config.stages, config.block_kv, size), q.dtype, transforms=key_tile),
         "v_smem": plgpu.SMEM((config.stages, config.block_kv, value_size), q.dtype, transforms=value_tile),
-        "q_full": plgpu.Barrier(num_barriers=2),
-        "q_free": plgpu.Barrier(num_barriers=1, num_arrivals=2),
+        "work": plgpu.SMEM((config.buffers + 1, 2, tiles.NUMBERS), jnp.int32) if posted else None,
+        "q_full": plgpu.Barrier(num_barriers=2 * config.buffers, num_arrivals=1 + posted),
+        "q_free": plgpu.Barrier(num_barriers=config.buffers, num_arrivals=2),
         "k_full": plgpu.Barrier(num_barriers=config.stages),
         "v_full": plgpu.Barrier(num_barriers=config.stages),
         "k_free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
         "v_free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
         "turn": plgpu.Barrier(num_barriers=2),
+        "o_smem": plgpu.SMEM((2, WARPGROUP_ROWS, value_size), q.dtype, transforms=value_tile)
+        if config.own_output
+        else None,
     }
-    if config.own_output:
-        scratch["o_smem"] = plgpu.SMEM((2, WARPGROUP_ROWS, value_size), q.dtype, transforms=value_tile)
     outputs = {
         "out": jax.ShapeDtypeStruct((batch, length, heads, value_size), q.dtype),
-        "lse": jax.ShapeDtypeStruct((batch, heads, tiles * TILE), jnp.float32),
+        "lse": jax.ShapeDtypeStruct((batch, heads, count * TILE), jnp.float32),
     }
     inputs = {"q": q, "k": k, "v": v, "sinks": sinks, "seed": seed, **common.query_inputs(mask, options)}
-    body = functools.partial(_kernel, tiles=tiles, keys=keys, ctas=ctas, options=options, config=config)
+    body = functools.partial(_kernel, count=count, keys=keys, ctas=ctas, options=options, config=config)
     out, lse = common.launch(body, inputs, outputs, scratch, ctas, "attention_forward", interpret)
     return out, lse
 
 
-def _kernel(refs, *, tiles: int, keys: int, ctas: int, options: Options, config: ForwardConfig):
+def _kernel(refs, *, count: int, keys: int, ctas: int, options: Options, config: ForwardConfig):
     batch, length, heads, _ = refs.q.shape
     group = heads // refs.k.shape[2]
-    rows = common.Rows(refs.start, refs.end, refs.offset, length, keys, options)
+    rows = tiles.Rows(refs.start, refs.end, refs.offset, length, keys, options)
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    turns = common.rounds(cta, ctas, batch * tiles * heads)
+    turns = tiles.rounds(cta, ctas, batch * count * heads)
 
     def tile(turn):
-        return common.query_tile(common.snake(turn, cta, ctas), rows, refs.order, batch, heads, tiles, config.block_kv)
+        place = tiles.snake(turn, cta, ctas)
+        return tiles.query_tile(place, rows, refs.order, batch, heads, count, config.block_kv)
+
+    def work(tile, part):
+        return tiles.work(tile, rows, part, config.block_kv, whole=config.pingpong)
+
+    def mine(turn):
+        if refs.work is None:
+            return work(tile(turn), warpgroup)
+        return tiles.posted(refs.work.at[lax.rem(turn, jnp.int32(config.buffers + 1))], warpgroup)
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _load(refs, tile, turns, group, config)
+        _load(refs, tile, work, turns, group, config)
 
     @pl.when(warpgroup < 2)
     def _():
@@ -105,47 +118,59 @@ def _kernel(refs, *, tiles: int, keys: int, ctas: int, options: Options, config:
         lax.fori_loop(
             0,
             turns,
-            lambda turn, count: _compute(refs, tile, turn, count, rows, warpgroup, options, config),
+            lambda turn, taken: _compute(refs, mine, turn, taken, rows, warpgroup, options, config),
             jnp.int32(0),
         )
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load(refs, tile, turns, group: int, config: ForwardConfig):
+def _load(refs, tile, work, turns, group: int, config: ForwardConfig):
     """What the loading warpgroup does: queries of each tile, then its blocks of keys and values from the last."""
-    block, stages = config.block_kv, config.stages
+    block, stages, buffers = config.block_kv, config.stages, jnp.int32(config.buffers)
 
-    def load_tile(turn, count):
-        row, first, head, low, _, _, high = tile(turn)
-        pl.when(turn > 0)(lambda: plgpu.barrier_wait(refs.q_free.at[0]))
+    def load_tile(turn, taken):
+        found = tile(turn)
+        row, first, head, low, _, _, high = found
+        buffer = lax.rem(turn, buffers)
+        pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.q_free.at[buffer]))
+        if refs.work is not None:
+            tiles.post(refs.work.at[lax.rem(turn, buffers + 1)], [work(found, part) for part in range(2)])
         for part in range(2):
-            place = pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            plgpu.copy_gmem_to_smem(refs.q.at[row, place, head], refs.q_smem.at[part], refs.q_full.at[part])
+            place, full = pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), refs.q_full.at[buffer * 2 + part]
+            if refs.work is not None:
+                plgpu.barrier_arrive(full)
+            plgpu.copy_gmem_to_smem(refs.q.at[row, place, head], refs.q_smem.at[buffer, part], full)
 
-        def load_block(step, count):
-            slot = lax.rem(count, jnp.int32(stages))
+        def load_block(step, taken):
+            slot = lax.rem(taken, jnp.int32(stages))
             place = (row, pl.ds((high - 1 - step) * block, block), lax.div(head, jnp.int32(group)))
             for array, smem, full, free in (
                 (refs.k, refs.k_smem, refs.k_full, refs.k_free),
                 (refs.v, refs.v_smem, refs.v_full, refs.v_free),
             ):
-                pl.when(count >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+                pl.when(taken >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
                 plgpu.copy_gmem_to_smem(array.at[place], smem.at[slot], full.at[slot])
-            return count + 1
+            return taken + 1
 
-        return lax.fori_loop(0, high - low, load_block, count)
+        return lax.fori_loop(0, high - low, load_block, taken)
 
     lax.fori_loop(0, turns, load_tile, jnp.int32(0))
 
 
-def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Options, config: ForwardConfig):
+def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Options, config: ForwardConfig):
     """What a computing warpgroup does with a tile; returns how many blocks it has taken in all."""
-    batch_index, first, head, low, inner, outer, high = tile(turn)
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
     value_size = refs.v.shape[3]
-    first = first + warpgroup * WARPGROUP_ROWS
-    q_smem = refs.q_smem.at[warpgroup]
-    plgpu.barrier_wait(refs.q_full.at[warpgroup])
+    buffer = lax.rem(turn, jnp.int32(config.buffers))
+    q_smem = refs.q_smem.at[buffer, warpgroup]
+    plgpu.barrier_wait(refs.q_full.at[buffer * 2 + warpgroup])
+    batch_index, first, head, low, inner, outer, high, before, behind = mine(turn)
+
+    def leave(blocks, taken):
+        rings = ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free))
+        return tiles.leave(blocks, taken, stages, rings)
+
+    taken = leave(behind, taken)
 
     def multiply_keys(s_ref, slot):
         plgpu.barrier_wait(refs.k_full.at[slot])
@@ -164,7 +189,7 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
     def release_keys(index, slot):
         plgpu.barrier_arrive(refs.k_free.at[slot])
         if config.own_output:  # as early as it can be: the other warpgroup may already wait for its next queries
-            pl.when(index == high - 1 - low)(lambda: plgpu.barrier_arrive(refs.q_free.at[0]))
+            pl.when(index == high - 1 - low)(lambda: plgpu.barrier_arrive(refs.q_free.at[buffer]))
 
     def softmax(s, top, index, masked):
         """A block's weights and their sums, what earlier ones are to be multiplied with, and the greatest logit."""
@@ -184,7 +209,7 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
     s_type, acc_type = (common.accumulator(*shape) for shape in (s_shape, acc_shape))
 
     def first_block():
-        slot = lax.rem(count, stages)
+        slot = lax.rem(taken, stages)
 
         def logits(s_ref):
             plgpu.barrier_wait(refs.k_full.at[slot])
@@ -194,33 +219,33 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
         s = pl.run_scoped(logits, s_type)
         release_keys(0, slot)
         p, total, _, top = softmax(s, common.full_rows(LOWEST), 0, True)
-        return common.zeros(acc_shape), top, total, p.astype(dtype), count + 1
+        return common.zeros(acc_shape), top, total, p.astype(dtype), taken + 1
 
     def later_block(masked, index, carry):
         """The product with the keys of this block and with the values of the one before."""
-        acc, top, total, p, count = carry
-        slot, before = lax.rem(count, stages), lax.rem(count + (stages - 1), stages)
+        acc, top, total, p, taken = carry
+        slot, last = lax.rem(taken, stages), lax.rem(taken + (stages - 1), stages)
 
         def products(s_ref, acc_ref):
             acc_ref[...] = acc
             if config.overlap:
                 multiply_keys(s_ref, slot)
-                multiply_values(acc_ref, p, before)
+                multiply_values(acc_ref, p, last)
                 pass_turn()
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
             else:
-                multiply_values(acc_ref, p, before)
+                multiply_values(acc_ref, p, last)
                 multiply_keys(s_ref, slot)
                 pass_turn()
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
             release_keys(index, slot)
             new_p, summed, alpha, new_top = softmax(s, top, index, masked)
             new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-            plgpu.barrier_arrive(refs.v_free.at[before])
+            plgpu.barrier_arrive(refs.v_free.at[last])
             new_acc = new_acc * broadcast_rows(alpha, acc.shape)
             return new_acc, new_top, total * alpha + summed, new_p.astype(dtype)
 
-        return *pl.run_scoped(products, s_type, acc_type), count + 1
+        return *pl.run_scoped(products, s_type, acc_type), taken + 1
 
     carry = first_block()
     plain, masked = (functools.partial(later_block, masked) for masked in (False, True))
@@ -228,24 +253,25 @@ def _compute(refs, tile, turn, count, rows: common.Rows, warpgroup, options: Opt
     carry = lax.fori_loop(jnp.maximum(high - outer, 1), high - inner, plain, carry)
     if rows.bounded_below:
         carry = lax.fori_loop(jnp.maximum(high - inner, 1), high - low, masked, carry)
-    acc, top, total, p, count = carry
-    last = lax.rem(count + (stages - 1), stages)
+    acc, top, total, p, taken = carry
+    last = lax.rem(taken + (stages - 1), stages)
     acc: Any = pl.run_state(lambda acc_ref: multiply_values(acc_ref, p, last))(common.accumulator_from(acc))
     plgpu.barrier_arrive(refs.v_free.at[last])
+    taken = leave(before, taken)
 
-    batch_index, first, head, low, _, _, high = tile(lax.optimization_barrier(turn))  # rather than keep them
-    place = pl.ds(first + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    batch_index, first, head, low, _, _, high, *_ = mine(lax.optimization_barrier(turn))  # rather than keep them
+    place = pl.ds(first, WARPGROUP_ROWS)
     factor, lse = _finish(top, total, None if refs.sinks is None else refs.sinks[head], options)
     plgpu.wait_smem_to_gmem(0)
-    o_smem = (refs.o_smem if config.own_output else refs.q_smem).at[warpgroup]
+    o_smem = refs.o_smem.at[warpgroup] if config.own_output else q_smem
     o_smem[...] = (acc * broadcast_rows(factor, acc.shape)).astype(dtype)
     refs.lse[batch_index, head, place] = lse
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(o_smem, refs.out.at[batch_index, place, head])
     if not config.own_output:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(refs.q_free.at[0])
-    return count
+        plgpu.barrier_arrive(refs.q_free.at[buffer])
+    return taken
 
 
 def _finish(top, total, sink, options: Options):

@@ -39,6 +39,7 @@ def interpreted(monkeypatch):
                 backward=functools.partial(mosaic_sm90.backward, **configs["backward"], interpret=params),
             )
             monkeypatch.setitem(IMPLEMENTATIONS, "mosaic", module)
+            monkeypatch.setattr(mosaic_sm90, "_cores", lambda: 3)  # so that a thread block has several tiles
 
             def both(arguments, cotangents):
                 results, vjp = jax.vjp(
@@ -105,16 +106,29 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_feature_matches_float64(name, interpreted):
-    shapes = ("batch", "length", "keys", "sinks")
+def check(name, interpreted, configs, shape):
+    """A case with block sizes; `shape` goes over the shape of `problem`."""
     case = CASES[name]
-    arguments, cotangents = problem(list(CASES).index(name), **{n: case[n] for n in shapes if n in case})
+    shapes = ("batch", "length", "keys", "sinks")
+    shape = {n: case[n] for n in shapes if n in case} | shape
+    if "sinks" in shape:
+        shape["sinks"] = np.resize(shape["sinks"], shape.get("heads", 2))
+    arguments, cotangents = problem(list(CASES).index(name), **shape)
+    length = arguments["q"].shape[1]
     options = {n: jnp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in case.items() if n not in shapes}
+    if "segment_ids" in options:
+        copies = -(-length // PACKED.shape[1])
+        ids = np.concatenate([case["segment_ids"] + 3 * copy * (case["segment_ids"] > 0) for copy in range(copies)], 1)
+        options["segment_ids"] = jnp.asarray(ids[:, :length])
     wanted = expected(arguments, cotangents, options)
     if "segment_ids" in options:
         options["segment_ranges"] = segment_ranges(options.pop("segment_ids"))
-    assert_close(interpreted(arguments, cotangents, options), wanted)
+    assert_close(interpreted(arguments, cotangents, options, configs), wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_feature_matches_float64(name, interpreted):
+    check(name, interpreted, SMALL, {})
 
 
 @pytest.mark.parametrize(("size", "value_size"), [(80, 80), (128, 96), (192, 128), (256, 256)])
@@ -140,6 +154,19 @@ def test_variants(overlap, pingpong, lag, interpreted):
         "backward": {"dq": DqConfig(block_kv=64, lag=lag), "dkv": DkvConfig(block_q=64, stages=2)},
     }
     assert_close(interpreted(arguments, cotangents, {}, configs), expected(arguments, cotangents, {}))
+
+
+#: Two tiles in shared memory, and no turns: each warpgroup takes its own blocks only.
+OWN_BLOCKS = {
+    "forward": ForwardConfig(block_kv=64, buffers=2, pingpong=False),
+    "backward": {"dq": DqConfig(block_kv=64, buffers=2), "dkv": DkvConfig(block_q=64, stages=2, buffers=2)},
+}
+
+
+@pytest.mark.parametrize("name", ["packed", "window, packed", "more keys", "an offset a row"])
+def test_tiles_in_turn(name, interpreted):
+    """Thread blocks that take several tiles, some of whose blocks only one of the two warpgroups needs."""
+    check(name, interpreted, OWN_BLOCKS, {} if "length" in CASES[name] else {"length": 450})
 
 
 def test_dropout(interpreted):
