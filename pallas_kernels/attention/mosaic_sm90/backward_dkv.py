@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.mosaic_sm90 import common, tiles
+from pallas_kernels.attention.mosaic_sm90 import common, soft_cap, tiles
 from pallas_kernels.attention.mosaic_sm90.common import COLUMNS, WARPGROUP_ROWS, broadcast_columns
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DkvConfig
 from pallas_kernels.attention.options import Options
@@ -170,7 +170,9 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted
             return broadcast_columns(compat.mosaic_load(refs.statistics.at[slot, index], COLUMNS), shape)
 
         def weights(s_ref, pending):
-            s, factor, slope = common.capped(plgpu.wgmma_accumulator_load(s_ref, wait_n=pending), options)
+            s, factor, slope = soft_cap.capped(
+                plgpu.wgmma_accumulator_load(s_ref, wait_n=pending), options, interpreted=refs.interpreted
+            )
             if masked:
                 here = again()
                 s = rows.mask(s, here.row, here.first, query)

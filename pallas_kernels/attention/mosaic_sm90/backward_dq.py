@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.mosaic_sm90 import common, tiles
+from pallas_kernels.attention.mosaic_sm90 import common, soft_cap, tiles
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, ROWS, WARPGROUP_ROWS, broadcast_rows
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DqConfig
 from pallas_kernels.attention.options import Options
@@ -176,7 +176,7 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                 if config.lag:  # what was issued before s is done too
                     pl.when(index > 0)(lambda: release(index - 1))
-                s, factor, slope = common.capped(s, options)
+                s, factor, slope = soft_cap.capped(s, options, interpreted=refs.interpreted)
                 if masked:
                     s = rows.mask(s, batch_index, first, key)
                 p = jnp.exp2(s * factor + broadcast_rows(lse, shape))

@@ -76,18 +76,6 @@ def broadcast_columns(columns: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(columns, shape, [1])
 
 
-def capped(s: Array, options: Options) -> tuple[Array, float, Array | None]:
-    """Logits up to a factor, that factor (what exp2 takes is their product), and the derivative of the cap.
-
-    tanh(x) = 1 − 2 / (exp(2x) + 1): the hardware's own tanh is good to 11 bits only.
-    """
-    cap = options.logits_soft_cap
-    if cap is None:
-        return s, options.scale * LOG2E, None
-    t = 1.0 - 2.0 / (jnp.exp2(s * (2 * LOG2E * options.scale / cap)) + 1.0)
-    return t, cap * LOG2E, 1.0 - t * t
-
-
 def query_inputs(mask: Mask, options: Options) -> dict[str, Array | None]:
     """What the kernels whose rows are queries read of the mask."""
     ranges = mask.ranges
@@ -119,7 +107,7 @@ def launch(
     name: str,
     interpret: Any,
 ) -> tuple[Array, ...]:
-    """Run `kernel(references by name)` on as many thread blocks of three warpgroups.
+    """Run `kernel(references by name, and whether it is interpreted)` on as many thread blocks of three warpgroups.
 
     Args:
         kernel: the body.
@@ -134,8 +122,10 @@ def launch(
     wanted = {key: kind for key, kind in scratch.items() if kind is not None}
     names = (*given, *outputs, *wanted)
 
+    named: dict[str, Any] = dict.fromkeys((*inputs, *scratch)) | {"interpreted": interpret is not None}
+
     def body(*refs):
-        kernel(types.SimpleNamespace(**(dict.fromkeys((*inputs, *scratch)) | dict(zip(names, refs, strict=True)))))
+        kernel(types.SimpleNamespace(**(named | dict(zip(names, refs, strict=True)))))
 
     return plgpu.kernel(
         body,

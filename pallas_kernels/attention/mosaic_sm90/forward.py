@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.mosaic_sm90 import common, tiles
+from pallas_kernels.attention.mosaic_sm90 import common, soft_cap, tiles
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, LOWEST, WARPGROUP_ROWS, broadcast_rows
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ForwardConfig
 from pallas_kernels.attention.options import Options
@@ -193,7 +193,7 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
 
     def softmax(s, top, index, masked):
         """A block's weights and their sums, what earlier ones are to be multiplied with, and the greatest logit."""
-        s, factor, _ = common.capped(s, options)
+        s, factor, _ = soft_cap.capped(s, options, interpreted=refs.interpreted)
         if masked:
             s = rows.mask(s, batch_index, first, (high - 1 - index) * block)
         new_top = jnp.maximum(top, jnp.max(s, axis=1) * factor)
