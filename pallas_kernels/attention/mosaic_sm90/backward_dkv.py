@@ -54,13 +54,14 @@ def backward_dkv(
         "q_smem": plgpu.SMEM((stages, block, size), q.dtype, transforms=key_tile),
         "do_smem": plgpu.SMEM((stages, block, value_size), q.dtype, transforms=value_tile),
         "statistics": plgpu.SMEM((stages, 2, block), jnp.float32),
-        "work": plgpu.SMEM((buffers, parts, tiles.NUMBERS), jnp.int32) if posted else None,
-        "kv_full": plgpu.Barrier(num_barriers=parts * buffers, num_arrivals=2 + posted),
+        "kv_full": plgpu.Barrier(num_barriers=parts * buffers, num_arrivals=2 + tiles.Mail.ARRIVALS * posted),
         "kv_free": plgpu.Barrier(num_barriers=buffers, num_arrivals=2),
         "full": plgpu.Barrier(num_barriers=stages, num_arrivals=4),
         "free": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         "done": plgpu.Barrier(num_arrivals=2),
     }
+    if posted:
+        scratch |= tiles.Mail.scratch(buffers, parts)
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
     inputs |= common.key_inputs(mask, options)
     outputs = {"dk": jax.ShapeDtypeStruct(k.shape, k.dtype), "dv": jax.ShapeDtypeStruct(v.shape, v.dtype)}
@@ -78,21 +79,23 @@ def _kernel(refs, *, count: int, ctas: int, options: Options, config: DkvConfig)
     turns = tiles.rounds(cta, ctas, batch * count * key_heads * (2 // parts))
 
     def tile(turn):
-        place, size = tiles.snake(turn, cta, ctas), parts * WARPGROUP_ROWS
-        return tiles.key_tile(place, rows, refs.order, batch, key_heads, count, size, config.block_q)
+        place, shape = tiles.snake(turn, cta, ctas), (batch, key_heads, count)
+        return tiles.tile_at(place, rows, refs.order, *shape, block=config.block_q, size=parts * WARPGROUP_ROWS)
 
     def work(tile, part):
         return tiles.work(tile, rows, part, config.block_q, whole=config.split)
 
+    mail = None if refs.start is None else tiles.Mail(refs.work, refs.bounds, refs.start, refs.end)
+
     def mine(turn, part):
-        if refs.work is None:
+        if mail is None:
             return work(tile(turn), part)
-        return tiles.posted(refs.work.at[lax.rem(turn, jnp.int32(config.buffers))], part)
+        return mail.read(lax.rem(turn, jnp.int32(config.buffers)), part)
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        load = functools.partial(_load, refs, tile, work, group=group, parts=parts, config=config)
+        load = functools.partial(_load, refs, tile, work, mail, group=group, parts=parts, config=config)
         tiles.each(turns, config.buffers, load)
 
     def compute(part, wanted):
@@ -110,21 +113,20 @@ def _kernel(refs, *, count: int, ctas: int, options: Options, config: DkvConfig)
         pl.when(warpgroup < 2)(lambda: compute(warpgroup, "kv"))
 
 
-def _load(refs, tile, work, turn, taken, *, group: int, parts: int, config: DkvConfig):
+def _load(refs, tile, work, mail, turn, taken, *, group: int, parts: int, config: DkvConfig):
     """What the loading warpgroup does: the tile's keys and values, then the queries that see them, head by head."""
     block, stages, buffers = config.block_q, config.stages, jnp.int32(config.buffers)
     found = tile(turn)
-    row, first, key_head, low, _, _, high = found
+    row, _, key_head, low, _, _, high = found
     buffer = lax.rem(turn, buffers)
     pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.kv_free.at[buffer]))
-    if refs.work is not None:
-        tiles.post(refs.work.at[buffer], [work(found, part) for part in range(parts)])
     for part in range(parts):
-        place, full = pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), refs.kv_full.at[buffer * parts + part]
-        if refs.work is not None:
-            plgpu.barrier_arrive(full)
-        plgpu.copy_gmem_to_smem(refs.k.at[row, place, key_head], refs.k_smem.at[buffer, part], full)
-        plgpu.copy_gmem_to_smem(refs.v.at[row, place, key_head], refs.v_smem.at[buffer, part], full)
+        todo, full = work(found, part), refs.kv_full.at[buffer * parts + part]
+        if mail is not None:
+            mail.post(buffer, part, todo, full)
+        place = (todo.row, pl.ds(todo.first, WARPGROUP_ROWS), todo.head)
+        plgpu.copy_gmem_to_smem(refs.k.at[place], refs.k_smem.at[buffer, part], full)
+        plgpu.copy_gmem_to_smem(refs.v.at[place], refs.v_smem.at[buffer, part], full)
 
     def load_block(head, index, taken):
         slot = lax.rem(taken, jnp.int32(stages))
@@ -149,6 +151,8 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted
     buffer, parts = lax.rem(turn, jnp.int32(config.buffers)), 1 if config.split else 2
     k_smem, v_smem = refs.k_smem.at[buffer, part], refs.v_smem.at[buffer, part]
     plgpu.barrier_wait(refs.kv_full.at[buffer * parts + part])
+
+    bounds = None if refs.start is None else refs.bounds.at[buffer, part]
 
     def again():
         """What is to be done, found again rather than kept in registers."""
@@ -175,7 +179,7 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted
             )
             if masked:
                 here = again()
-                s = rows.mask(s, here.row, here.first, query)
+                s = rows.mask(s, here.row, here.first, query, bounds)
             return jnp.exp2(s * factor if options.logits_soft_cap is None else s * factor + columns(0)), slope
 
         def add_values(p):

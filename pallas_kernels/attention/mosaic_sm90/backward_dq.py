@@ -70,12 +70,13 @@ def backward_dq(
         "k_smem": plgpu.SMEM((config.stages, config.block_kv, size), q.dtype, transforms=key_tile),
         "v_smem": plgpu.SMEM((config.stages, config.block_kv, value_size), q.dtype, transforms=value_tile),
         "statistics": plgpu.SMEM((buffers, 2, 2, WARPGROUP_ROWS), jnp.float32),
-        "work": plgpu.SMEM((buffers, 2, tiles.NUMBERS), jnp.int32) if posted else None,
-        "q_full": plgpu.Barrier(num_barriers=2 * buffers, num_arrivals=4 + posted),
+        "q_full": plgpu.Barrier(num_barriers=2 * buffers, num_arrivals=4 + tiles.Mail.ARRIVALS * posted),
         "q_free": plgpu.Barrier(num_barriers=buffers, num_arrivals=2),
         "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
         "free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
     }
+    if posted:
+        scratch |= tiles.Mail.scratch(buffers, 2)
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
     inputs |= common.query_inputs(mask, options)
     outputs = {"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}
@@ -91,22 +92,26 @@ def _kernel(refs, *, count: int, keys: int, ctas: int, options: Options, config:
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     turns = tiles.rounds(cta, ctas, batch * count * heads)
 
+    size = TILE // config.heads
+
     def tile(turn):
-        place = tiles.snake(turn, cta, ctas)
-        return tiles.query_tile(place, rows, refs.order, batch, heads, count, config.block_kv)
+        place, shape = tiles.snake(turn, cta, ctas), (batch, heads, count)
+        return tiles.tile_at(place, rows, refs.order, *shape, block=config.block_kv, size=size, members=config.heads)
 
     def work(tile, part):
-        return tiles.work(tile, rows, part, config.block_kv, whole=False)
+        return tiles.work(tile, rows, part, config.block_kv, members=config.heads)
+
+    mail = None if refs.start is None else tiles.Mail(refs.work, refs.bounds, refs.start, refs.end)
 
     def mine(turn):
-        if refs.work is None:
+        if mail is None:
             return work(tile(turn), warpgroup)
-        return tiles.posted(refs.work.at[lax.rem(turn, jnp.int32(config.buffers))], warpgroup)
+        return mail.read(lax.rem(turn, jnp.int32(config.buffers)), warpgroup)
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        tiles.each(turns, config.buffers, lambda turn, taken: _load(refs, tile, work, turn, taken, group, config))
+        tiles.each(turns, config.buffers, lambda turn, taken: _load(refs, tile, work, mail, turn, taken, group, config))
 
     @pl.when(warpgroup < 2)
     def _():
@@ -118,23 +123,23 @@ def _kernel(refs, *, count: int, keys: int, ctas: int, options: Options, config:
         )
 
 
-def _load(refs, tile, work, turn, taken, group: int, config: DqConfig):
+def _load(refs, tile, work, mail, turn, taken, group: int, config: DqConfig):
     """What the loading warpgroup does: the queries and their cotangents, then keys and values from the last."""
     block, stages, buffers = config.block_kv, config.stages, jnp.int32(config.buffers)
     found = tile(turn)
-    row, first, head, low, _, _, high = found
+    row, _, head, low, _, _, high = found
     buffer = lax.rem(turn, buffers)
     pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.q_free.at[buffer]))
-    if refs.work is not None:
-        tiles.post(refs.work.at[buffer], [work(found, part) for part in range(2)])
     for part in range(2):
-        queries, full = pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), refs.q_full.at[buffer * 2 + part]
-        if refs.work is not None:
-            plgpu.barrier_arrive(full)
-        plgpu.copy_gmem_to_smem(refs.q.at[row, queries, head], refs.q_smem.at[buffer, part], full)
-        plgpu.copy_gmem_to_smem(refs.dout.at[row, queries, head], refs.do_smem.at[buffer, part], full)
+        todo, full = work(found, part), refs.q_full.at[buffer * 2 + part]
+        if mail is not None:
+            mail.post(buffer, part, todo, full)
+        queries = pl.ds(todo.first, WARPGROUP_ROWS)
+        for array, smem in ((refs.q, refs.q_smem), (refs.dout, refs.do_smem)):
+            plgpu.copy_gmem_to_smem(array.at[todo.row, queries, todo.head], smem.at[buffer, part], full)
         for number, array in enumerate((refs.lse, refs.delta)):
-            plgpu.copy_gmem_to_smem(array.at[row, head, queries], refs.statistics.at[buffer, part, number], full)
+            place = refs.statistics.at[buffer, part, number]
+            plgpu.copy_gmem_to_smem(array.at[todo.row, todo.head, queries], place, full)
 
     def load_block(step, taken):
         slot = lax.rem(taken, jnp.int32(stages))
@@ -155,6 +160,7 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
     plgpu.barrier_wait(refs.q_full.at[buffer * 2 + warpgroup])
     batch_index, first, head, low, inner, outer, high, before, behind = mine(turn)
     statistics = refs.statistics.at[buffer, warpgroup]
+    bounds = None if refs.start is None else refs.bounds.at[buffer, warpgroup]
     lse, delta = (compat.mosaic_load(statistics.at[number], ROWS) for number in range(2))
     if options.logits_soft_cap is None:
         lse = lse * (options.scale * LOG2E)
@@ -178,7 +184,7 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
                     pl.when(index > 0)(lambda: release(index - 1))
                 s, factor, slope = soft_cap.capped(s, options, interpreted=refs.interpreted)
                 if masked:
-                    s = rows.mask(s, batch_index, first, key)
+                    s = rows.mask(s, batch_index, first, key, bounds)
                 p = jnp.exp2(s * factor + broadcast_rows(lse, shape))
                 dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
                 if options.dropout_rate:

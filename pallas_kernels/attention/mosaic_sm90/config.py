@@ -17,6 +17,8 @@ class ForwardConfig:
         block_kv: keys multiplied at once, a multiple of 64.
         stages: blocks of keys and of values in shared memory.
         buffers: tiles of queries in shared memory.
+        heads: query heads of a tile: 1, of which each warpgroup takes 64 of 128 queries, or 2 that share their keys, of
+            which each takes one and the same 64 queries.
         overlap: whether a warpgroup multiplies with the values of one block and the keys of the next at the same time.
         pingpong: whether the two warpgroups are kept out of phase.
         own_output: whether the output has shared memory of its own, so that the next queries can be loaded early.
@@ -25,6 +27,7 @@ class ForwardConfig:
     block_kv: int = 128
     stages: int = 2
     buffers: int = 1
+    heads: int = 1
     overlap: bool = True
     pingpong: bool = True
     own_output: bool = True
@@ -38,12 +41,15 @@ class DqConfig:
         block_kv: keys multiplied at once; 32, or a multiple of 64.
         stages: blocks of keys and of values in shared memory.
         buffers: tiles of queries in shared memory; with more than 1 a thread block takes several tiles in turn.
+        heads: query heads of a tile: 1, of which each warpgroup takes 64 of 128 queries, or 2 that share their keys, of
+            which each takes one and the same 64 queries.
         lag: whether a block's last product is waited for in the next block.
     """
 
     block_kv: int = 128
     stages: int = 2
     buffers: int = 1
+    heads: int = 1
     lag: bool = False
 
 

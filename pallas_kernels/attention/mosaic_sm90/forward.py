@@ -57,15 +57,14 @@ def forward(
     """
     batch, length, heads, size = q.shape
     value_size, count = v.shape[3], pl.cdiv(length, TILE)
-    ctas = min(ctas, batch * count * heads)
-    posted = mask.ranges is not None
+    total, posted = batch * count * heads, mask.ranges is not None
+    ctas = min(ctas, total)
     key_tile, value_tile = (common.transforms(columns, config.block_kv) for columns in (size, value_size))
     scratch = {
         "q_smem": plgpu.SMEM((config.buffers, 2, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
         "k_smem": plgpu.SMEM((config.stages, config.block_kv, size), q.dtype, transforms=key_tile),
         "v_smem": plgpu.SMEM((config.stages, config.block_kv, value_size), q.dtype, transforms=value_tile),
-        "work": plgpu.SMEM((config.buffers + 1, 2, tiles.NUMBERS), jnp.int32) if posted else None,
-        "q_full": plgpu.Barrier(num_barriers=2 * config.buffers, num_arrivals=1 + posted),
+        "q_full": plgpu.Barrier(num_barriers=2 * config.buffers, num_arrivals=1 + tiles.Mail.ARRIVALS * posted),
         "q_free": plgpu.Barrier(num_barriers=config.buffers, num_arrivals=2),
         "k_full": plgpu.Barrier(num_barriers=config.stages),
         "v_full": plgpu.Barrier(num_barriers=config.stages),
@@ -76,6 +75,8 @@ def forward(
         if config.own_output
         else None,
     }
+    if posted:
+        scratch |= tiles.Mail.scratch(config.buffers + 1, 2)
     outputs = {
         "out": jax.ShapeDtypeStruct((batch, length, heads, value_size), q.dtype),
         "lse": jax.ShapeDtypeStruct((batch, heads, count * TILE), jnp.float32),
@@ -93,22 +94,25 @@ def _kernel(refs, *, count: int, keys: int, ctas: int, options: Options, config:
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     turns = tiles.rounds(cta, ctas, batch * count * heads)
 
+    size = TILE // config.heads
+
     def tile(turn):
-        place = tiles.snake(turn, cta, ctas)
-        return tiles.query_tile(place, rows, refs.order, batch, heads, count, config.block_kv)
+        place, shape = tiles.snake(turn, cta, ctas), (batch, heads, count)
+        return tiles.tile_at(place, rows, refs.order, *shape, block=config.block_kv, size=size, members=config.heads)
 
     def work(tile, part):
-        return tiles.work(tile, rows, part, config.block_kv, whole=config.pingpong)
+        return tiles.work(tile, rows, part, config.block_kv, members=config.heads, whole=config.pingpong)
+
+    mail = None if refs.start is None else tiles.Mail(refs.work, refs.bounds, refs.start, refs.end)
+    slots = jnp.int32(config.buffers + 1)  # they are read after the queries are given back
 
     def mine(turn):
-        if refs.work is None:
-            return work(tile(turn), warpgroup)
-        return tiles.posted(refs.work.at[lax.rem(turn, jnp.int32(config.buffers + 1))], warpgroup)
+        return work(tile(turn), warpgroup) if mail is None else mail.read(lax.rem(turn, slots), warpgroup)
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _load(refs, tile, work, turns, group, config)
+        _load(refs, tile, work, mail, turns, group, config)
 
     @pl.when(warpgroup < 2)
     def _():
@@ -124,22 +128,21 @@ def _kernel(refs, *, count: int, keys: int, ctas: int, options: Options, config:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load(refs, tile, work, turns, group: int, config: ForwardConfig):
+def _load(refs, tile, work, mail, turns, group: int, config: ForwardConfig):
     """What the loading warpgroup does: queries of each tile, then its blocks of keys and values from the last."""
     block, stages, buffers = config.block_kv, config.stages, jnp.int32(config.buffers)
 
     def load_tile(turn, taken):
         found = tile(turn)
-        row, first, head, low, _, _, high = found
+        row, _, head, low, _, _, high = found
         buffer = lax.rem(turn, buffers)
         pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.q_free.at[buffer]))
-        if refs.work is not None:
-            tiles.post(refs.work.at[lax.rem(turn, buffers + 1)], [work(found, part) for part in range(2)])
         for part in range(2):
-            place, full = pl.ds(first + part * WARPGROUP_ROWS, WARPGROUP_ROWS), refs.q_full.at[buffer * 2 + part]
-            if refs.work is not None:
-                plgpu.barrier_arrive(full)
-            plgpu.copy_gmem_to_smem(refs.q.at[row, place, head], refs.q_smem.at[buffer, part], full)
+            todo, full = work(found, part), refs.q_full.at[buffer * 2 + part]
+            if mail is not None:
+                mail.post(lax.rem(turn, buffers + 1), part, todo, full)
+            place = (todo.row, pl.ds(todo.first, WARPGROUP_ROWS), todo.head)
+            plgpu.copy_gmem_to_smem(refs.q.at[place], refs.q_smem.at[buffer, part], full)
 
         def load_block(step, taken):
             slot = lax.rem(taken, jnp.int32(stages))
@@ -165,6 +168,7 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
     q_smem = refs.q_smem.at[buffer, warpgroup]
     plgpu.barrier_wait(refs.q_full.at[buffer * 2 + warpgroup])
     batch_index, first, head, low, inner, outer, high, before, behind = mine(turn)
+    bounds = None if refs.start is None else refs.bounds.at[lax.rem(turn, jnp.int32(config.buffers + 1)), warpgroup]
 
     def leave(blocks, taken):
         rings = ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free))
@@ -195,7 +199,7 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
         """A block's weights and their sums, what earlier ones are to be multiplied with, and the greatest logit."""
         s, factor, _ = soft_cap.capped(s, options, interpreted=refs.interpreted)
         if masked:
-            s = rows.mask(s, batch_index, first, (high - 1 - index) * block)
+            s = rows.mask(s, batch_index, first, (high - 1 - index) * block, bounds)
         new_top = jnp.maximum(top, jnp.max(s, axis=1) * factor)
         p = jnp.exp2(s * factor - broadcast_rows(new_top, s.shape))
         total = jnp.sum(p, axis=1)

@@ -86,23 +86,31 @@ class Rows(NamedTuple):
         (start_low, end_low), (start_high, end_high) = bounds
         return start_low, start_high, jnp.minimum(end_low, self.columns), jnp.minimum(end_high, self.columns)
 
-    def mask(self, logits: Array, batch: Array, first: Array, first_column: Array) -> Array:
-        """Logits [WARPGROUP_ROWS, columns] from row `first` on, MASKED where a row does not see the column."""
+    def mask(self, logits: Array, batch: Array, first: Array, first_column: Array, bounds: Any) -> Array:
+        """Logits MASKED where a row does not see the column.
+
+        Args:
+            logits: [WARPGROUP_ROWS, columns].
+            batch: index in the batch.
+            first: the first row.
+            first_column: the first column.
+            bounds: start and end of the rows' documents in shared memory, int32 [2, WARPGROUP_ROWS]; None without.
+        """
         first = lax.optimization_barrier(first)  # bounds are made here, not kept in registers around the loop
         rows = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROWS) + first
         columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
-        shift, place = self.shift(batch), pl.ds(first, WARPGROUP_ROWS)
+        shift = self.shift(batch)
 
-        def of_documents(ends, value):
-            if ends is None:
+        def of_documents(index, value):
+            if bounds is None:
                 return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, jnp.int32), ROWS)
-            return compat.mosaic_load(ends.at[batch, place], ROWS)
+            return compat.mosaic_load(bounds.at[index], ROWS)
 
         if self.bounded_below:
-            start = self._start(rows, shift, of_documents(self.start, 0)) - first_column
+            start = self._start(rows, shift, of_documents(0, 0)) - first_column
             logits = jnp.where(columns >= broadcast_rows(start, logits.shape), logits, MASKED)
         if self.bounded_above:
-            end = self._end(rows, shift, of_documents(self.end, self.columns)) - first_column
+            end = self._end(rows, shift, of_documents(1, self.columns)) - first_column
             logits = jnp.where(columns < broadcast_rows(end, logits.shape), logits, MASKED)
         return logits
 
@@ -146,33 +154,48 @@ class Work(NamedTuple):
     behind: Array | int = 0
 
 
-def query_tile(place: Array, rows: Rows, order: Any, batch: int, heads: int, tiles: int, block: int) -> Tile:
-    """The tile of queries at a place of the order."""
-    rank, head = lax.div(place, jnp.int32(heads)), lax.rem(place, jnp.int32(heads))
-    if order is not None:
-        rank = order[rank]
-        row, index = lax.div(rank, jnp.int32(tiles)), lax.rem(rank, jnp.int32(tiles))
-    else:  # the last queries see most keys
-        row, index = lax.rem(rank, jnp.int32(batch)), tiles - 1 - lax.div(rank, jnp.int32(batch))
-    return Tile(row, index * TILE, head, *_blocks(rows, row, index * TILE, TILE, block))
+def tile_at(
+    place: Array, rows: Rows, order: Any, batch: int, heads: int, tiles: int, *, block: int, size: int, members: int = 1
+) -> Tile:
+    """The tile at a place of the order, heaviest first.
 
-
-def key_tile(place: Array, rows: Rows, order: Any, batch: int, heads: int, tiles: int, size: int, block: int) -> Tile:
-    """The tile of `size` keys at a place of the order."""
-    parts = TILE // size
+    Args:
+        place: from 0 to batch · tiles · (TILE / size) · (heads / members).
+        rows: the kernel's rows.
+        order: the tiles of `TILE` rows of all batch elements in their order, or None where causality alone makes them.
+        batch: rows of the batch.
+        heads: of the queries, or of the keys in the transposed kernel.
+        tiles: of `TILE` rows in a row of the batch.
+        block: columns multiplied at once.
+        size: rows of a tile: TILE or WARPGROUP_ROWS.
+        members: heads of a tile.
+    """
+    parts, groups = TILE // size, heads // members
     place, part = lax.div(place, jnp.int32(parts)), lax.rem(place, jnp.int32(parts))
-    rank, head = lax.div(place, jnp.int32(heads)), lax.rem(place, jnp.int32(heads))
+    rank, group = lax.div(place, jnp.int32(groups)), lax.rem(place, jnp.int32(groups))
     if order is not None:
         rank = order[rank]
         row, index = lax.div(rank, jnp.int32(tiles)), lax.rem(rank, jnp.int32(tiles))
-    else:  # most queries see the first keys
+    else:  # the last queries see most keys, and most queries see the first keys
         row, index = lax.rem(rank, jnp.int32(batch)), lax.div(rank, jnp.int32(batch))
+        index = index if rows.transposed else tiles - 1 - index
     first = index * TILE + part * size
-    return Tile(row, first, head, *_blocks(rows, row, first, size, block))
+    return Tile(row, first, group * members, *_blocks(rows, row, first, size, block))
 
 
-def work(tile: Tile, rows: Rows, part: Array | int, block: int, *, whole: bool) -> Work:
-    """Part `part` of a tile, 64 rows of it; all of the tile's blocks where `whole`, else only those that it sees."""
+def work(tile: Tile, rows: Rows, part: Array | int, block: int, *, members: int = 1, whole: bool = False) -> Work:
+    """What warpgroup `part` does of a tile.
+
+    Args:
+        tile: the tile.
+        rows: the kernel's rows.
+        part: 0 or 1.
+        block: columns multiplied at once.
+        members: heads of the tile; of 2 each warpgroup takes one, else 64 of its rows each.
+        whole: whether to take all of the tile's blocks, not only those that these rows see.
+    """
+    if members == 2:
+        return Work(*tile._replace(head=tile.head + part))
     first = tile.first + part * WARPGROUP_ROWS
     if whole:
         return Work(*tile._replace(first=first))
@@ -187,16 +210,45 @@ def work(tile: Tile, rows: Rows, part: Array | int, block: int, *, whole: bool) 
 NUMBERS = len(Work._fields)
 
 
-def post(ref: Any, works: Sequence[Work]) -> None:
-    """Write what each warpgroup is to do into shared memory [parts, numbers]; the reader waits for a barrier."""
-    for part, found in enumerate(works):
-        for index, number in enumerate(found):
-            ref[part, index] = jnp.asarray(number, jnp.int32)
+class Mail(NamedTuple):
+    """Where the loading warpgroup writes down for documents what the others need, in shared memory.
 
+    They would else wait for global memory at the start of each tile.
 
-def posted(ref: Any, part: Array) -> Work:
-    """What `post` wrote for a warpgroup."""
-    return Work(*(ref[part, index] for index in range(NUMBERS)))
+    Attributes:
+        work: int32 [slots, parts, NUMBERS].
+        bounds: int32 [slots, parts, 2, WARPGROUP_ROWS]: where the rows' documents start and end.
+        starts, ends: the same in global memory, [B, rows padded to tiles].
+    """
+
+    work: Any
+    bounds: Any
+    starts: Any
+    ends: Any
+
+    ARRIVALS = 3
+    """What a barrier must count for each post."""
+
+    @staticmethod
+    def scratch(slots: int, parts: int) -> dict[str, Any]:
+        """The shared memory of `work` and `bounds`."""
+        return {
+            "work": plgpu.SMEM((slots, parts, NUMBERS), jnp.int32),
+            "bounds": plgpu.SMEM((slots, parts, 2, WARPGROUP_ROWS), jnp.int32),
+        }
+
+    def post(self, slot: Array, part: int, work: Work, full: Any) -> None:
+        """Write what a warpgroup is to do; it may read when the barrier `full` is."""
+        for index, number in enumerate(work):
+            self.work[slot, part, index] = jnp.asarray(number, jnp.int32)
+        plgpu.barrier_arrive(full)
+        for index, array in enumerate((self.starts, self.ends)):
+            place = (work.row, pl.ds(work.first, WARPGROUP_ROWS))
+            plgpu.copy_gmem_to_smem(array.at[place], self.bounds.at[slot, part, index], full)
+
+    def read(self, slot: Array, part: Array | int) -> Work:
+        """What `post` wrote."""
+        return Work(*(self.work[slot, part, index] for index in range(NUMBERS)))
 
 
 def leave(blocks: Array | int, taken: Array, stages: Array, rings: Sequence[tuple[Any, Any]]) -> Array:

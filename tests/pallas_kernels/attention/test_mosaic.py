@@ -163,10 +163,18 @@ OWN_BLOCKS = {
 }
 
 
+#: Likewise, and tiles of two heads.
+TWO_HEADS = {
+    "forward": ForwardConfig(block_kv=64, buffers=2, heads=2, own_output=False),
+    "backward": {"dq": DqConfig(block_kv=64, buffers=2, heads=2), "dkv": DkvConfig(block_q=32, stages=4, buffers=2)},
+}
+
+
+@pytest.mark.parametrize("configs", [OWN_BLOCKS, TWO_HEADS], ids=["own blocks", "two heads"])
 @pytest.mark.parametrize("name", ["packed", "window, packed", "more keys", "an offset a row"])
-def test_tiles_in_turn(name, interpreted):
-    """Thread blocks that take several tiles, some of whose blocks only one of the two warpgroups needs."""
-    check(name, interpreted, OWN_BLOCKS, {} if "length" in CASES[name] else {"length": 450})
+def test_tiles_in_turn(name, configs, interpreted):
+    """Thread blocks that take several tiles, of whose blocks one of the two warpgroups may not need all."""
+    check(name, interpreted, configs, {} if "length" in CASES[name] else {"length": 450})
 
 
 def test_dropout(interpreted):
