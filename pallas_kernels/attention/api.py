@@ -4,10 +4,13 @@ Grouped-query heads, causality, packed documents, padding, a sliding window, cap
 key-value cache in one function, differentiable once for all implementations, which forward and backward pass choose
 independently:
 
+- ``mosaic``: Hopper, bfloat16 and float16, every feature.
 - ``cudnn``: NVIDIA GPUs of compute capability 8.0 or more, bfloat16 and float16, training and prefill, without cap,
   sinks and dropout.
-- ``xla``: everything else; decoding, float32, CPU, older cards.
-- ``mosaic`` (Hopper) and ``triton`` (Ampere and later): every feature in 16 bits, where they are asked for by name.
+- ``triton``: the same GPUs and dtypes, every feature.
+- ``xla``: everything else; float32, CPU, older cards, documents known only at run time (decoding from a cache).
+
+`config.preference` has the order.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,8 +82,8 @@ def attention(
         dropout_key: what decides which; the same key drops the same weights in every implementation. Rows and heads are
             counted from 0 on each device, so inside shard_map each device needs a key of its own.
         return_lse: whether to return the log-sum-exp of each query's logits as well.
-        implementation: None, "cudnn", "xla", "mosaic" or "triton" for both passes, or a pair for the forward and the
-            backward pass.
+        implementation: "mosaic", "cudnn", "triton" or "xla" for both passes, or a pair for the forward and the backward
+            pass; None: the fastest on the target that serves the call.
 
     Returns:
         The weighted values [B, S, H, Dv] in q's dtype; with return_lse a pair of them and the natural log-sum-exp of

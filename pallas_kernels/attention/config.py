@@ -14,16 +14,23 @@ _LOGITS_BYTES = 2**27
 def preference(target: Target, direction: str) -> tuple[str, ...]:
     """The implementations, the fastest on a target first; the first that can serve a call is taken.
 
+    Measured on an H200 (docs/performance.md): mosaic before cuDNN before Triton, with documents cuDNN last of the three
+    where they are short. On other cards Mosaic's instructions do not exist, and nothing was measured: cuDNN, which is
+    known to be good there, stays before Triton, which takes what cuDNN refuses (a cap, sinks, documents as ranges beside
+    a window) and skips tiles that XLA computes. XLA serves every call, so what stands behind it never runs but by name:
+    float32, which no kernel takes, is its own, in products of float32.
+
     Args:
         target: the device to plan for.
-        direction: "forward" or "backward".
+        direction: "forward" or "backward"; one order for both so far.
 
     Returns:
-        Names of `implementations.IMPLEMENTATIONS`. XLA serves every call, so those behind it run only where they are
-        asked for by name: they have not been measured yet.
+        Names of `implementations.IMPLEMENTATIONS`.
     """
-    del target, direction
-    return ("cudnn", "xla", "mosaic", "triton")
+    del direction
+    if target.compute_capability == (9, 0):
+        return ("mosaic", "cudnn", "triton", "xla")
+    return ("cudnn", "triton", "xla", "mosaic")
 
 
 def query_block(batch: int, heads: int, length: int, keys: int) -> int:

@@ -32,7 +32,7 @@ IDS = jnp.ones((3, 16), jnp.int32)
         ({"dropout_rate": 1.0, "dropout_key": 0}, "at least 0 and less than 1, got 1.0"),
         ({"dropout_rate": -0.1}, "at least 0 and less than 1, got -0.1"),
         ({"dropout_rate": 0.1}, "dropout_rate 0.1 needs a dropout_key, got None"),
-        ({"implementation": "flash"}, "None or one of 'cudnn', 'xla', 'mosaic', 'triton', got 'flash'"),
+        ({"implementation": "flash"}, "None or one of 'cudnn', 'triton', 'xla', 'mosaic', got 'flash'"),
         ({"implementation": ("xla", "flash")}, r"\(backward\): implementation must be .* got 'flash'"),
         ({"implementation": ("xla", "xla", "xla")}, "a name or a pair of names, .* given .'xla', 'xla', 'xla'."),
     ],

@@ -81,13 +81,9 @@ def test_memory_between_the_passes_is_linear_in_the_sequence(implementation):
     assert [leaf.size for leaf in jax.tree.leaves(residuals) if leaf.dtype == jnp.float32] == [2 * heads * length]
 
 
-def chosen(kind, **changes):
-    """Which implementations the passes get on a target."""
-    dtype = changes.pop("dtype", jnp.bfloat16)
-    batch, length, heads, size = changes.pop("shape", (2, 64, 8, 64))
-    keys, value_size = changes.pop("keys", length), changes.pop("value_size", size)
-    shapes = ((batch, length, heads, size), (batch, keys, 2, size), (batch, keys, 2, value_size))
-    q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+@contextlib.contextmanager
+def selections(kind):
+    """What `dispatch.select` says while calls are traced for a card."""
     found, select = [], dispatch.select
 
     def recorded(*arguments):
@@ -95,6 +91,17 @@ def chosen(kind, **changes):
         return found[-1]
 
     with card(kind), unittest.mock.patch.object(dispatch, "select", recorded):
+        yield found
+
+
+def chosen(kind, **changes):
+    """Which implementations the passes get on a target."""
+    dtype = changes.pop("dtype", jnp.bfloat16)
+    batch, length, heads, size = changes.pop("shape", (2, 64, 8, 64))
+    keys, value_size = changes.pop("keys", length), changes.pop("value_size", size)
+    shapes = ((batch, length, heads, size), (batch, keys, 2, size), (batch, keys, 2, value_size))
+    q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    with selections(kind) as found:
         jax.eval_shape(lambda q, k, v: attention(q, k, v, **changes), q, k, v)
     return tuple(found)
 
@@ -105,22 +112,26 @@ IDS = jnp.ones((2, 64), jnp.int32)
 @pytest.mark.parametrize(
     "kind, changes, expected",
     [
-        ("NVIDIA H200", {}, "cudnn"),
-        ("NVIDIA H200", {"segment_ids": IDS, "logits_soft_cap": 30.0, "sinks": jnp.zeros((8,))}, "xla"),
-        ("NVIDIA H200", {"implementation": "mosaic"}, "mosaic"),
+        ("NVIDIA H200", {}, "mosaic"),
+        ("NVIDIA H200", {"segment_ids": IDS, "logits_soft_cap": 30.0, "sinks": jnp.zeros((8,))}, "mosaic"),
+        ("NVIDIA H100 80GB HBM3", {"return_lse": True}, "mosaic"),
+        ("NVIDIA H200", {"implementation": "cudnn"}, "cudnn"),
         ("NVIDIA H200", {"implementation": ("cudnn", "mosaic"), "return_lse": True}, ("cudnn", "mosaic")),
         ("NVIDIA H200", {"dtype": jnp.float32}, "xla"),
         ("NVIDIA H200", {"shape": (2, 64, 8, 32)}, "cudnn"),
-        ("NVIDIA H200", {"implementation": ("xla", None)}, ("xla", "cudnn")),
+        ("NVIDIA H200", {"shape": (2, 64, 8, 32), "logits_soft_cap": 30.0}, "triton"),
+        ("NVIDIA H200", {"shape": (2, 64, 8, 20), "logits_soft_cap": 30.0}, "xla"),
+        ("NVIDIA H200", {"implementation": ("xla", None)}, ("xla", "mosaic")),
         ("NVIDIA A100-SXM4-80GB", {}, "cudnn"),
         ("NVIDIA A100-SXM4-80GB", {"segment_ids": IDS, "dtype": jnp.float16}, "cudnn"),
         ("NVIDIA A100-SXM4-80GB", {"sliding_window": 8}, "cudnn"),
-        ("NVIDIA A100-SXM4-80GB", {"logits_soft_cap": 30.0}, "xla"),
-        ("NVIDIA A100-SXM4-80GB", {"implementation": "triton", "logits_soft_cap": 30.0}, "triton"),
-        ("NVIDIA A100-SXM4-80GB", {"shape": (2, 64, 8, 256)}, "xla"),
-        ("NVIDIA A100-SXM4-80GB", {"return_lse": True}, ("cudnn", "xla")),
+        ("NVIDIA A100-SXM4-80GB", {"logits_soft_cap": 30.0}, "triton"),
+        ("NVIDIA A100-SXM4-80GB", {"implementation": "triton"}, "triton"),
+        ("NVIDIA A100-SXM4-80GB", {"shape": (2, 64, 8, 256)}, "triton"),
+        ("NVIDIA A100-SXM4-80GB", {"return_lse": True}, ("cudnn", "triton")),
         ("NVIDIA GeForce RTX 4090", {}, "cudnn"),
         ("NVIDIA B200", {}, "cudnn"),
+        ("NVIDIA B200", {"sinks": jnp.zeros((8,))}, "triton"),
         ("Tesla T4", {}, "xla"),
         ("cpu", {}, "xla"),
     ],
@@ -128,6 +139,19 @@ IDS = jnp.ones((2, 64), jnp.int32)
 def test_who_serves_a_call(kind, changes, expected):
     pair = (expected, expected) if isinstance(expected, str) else expected
     assert chosen(None if kind == "cpu" else kind, **changes) == pair
+
+
+@pytest.mark.parametrize("cap, expected", [(None, "cudnn"), (30.0, "xla")])
+def test_documents_known_only_at_run_time_go_to_who_takes_ids(cap, expected):
+    x = jax.ShapeDtypeStruct((2, 64, 8, 64), jnp.bfloat16)
+    with selections("NVIDIA H200") as found:
+        jax.eval_shape(lambda x, ids: attention(x, x, x, segment_ids=ids, logits_soft_cap=cap), x, IDS)
+    assert found == [expected, expected]
+
+
+def test_a_forced_kernel_for_another_card_says_why_not():
+    with pytest.raises(NotImplementedError, match="'mosaic' cannot serve .* compute capability 9.0, not of NVIDIA A100"):
+        chosen("NVIDIA A100-SXM4-80GB", implementation="mosaic")
 
 
 @pytest.mark.parametrize(
