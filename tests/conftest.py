@@ -20,6 +20,8 @@ def home(tmp_path_factory):
     """What a test keeps for the next run, as prepared data, it keeps for no one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.delenv("XDG_CACHE_HOME", raising=False)
+        patch.delenv("FASTJAX_CACHE", raising=False)
         yield
 
 

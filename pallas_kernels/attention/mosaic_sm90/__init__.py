@@ -9,21 +9,26 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.attention.block_sizes import facts
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.mosaic_sm90.backward_dkv import backward_dkv
 from pallas_kernels.attention.mosaic_sm90.backward_dq import backward_dq
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, SWIZZLED_ROWS
 from pallas_kernels.attention.mosaic_sm90.config import (
+    DKV,
+    DQ,
+    FORWARD,
     DkvConfig,
     DqConfig,
     ForwardConfig,
-    dkv_config,
-    dq_config,
-    forward_config,
+    dkv_candidates,
+    dq_candidates,
+    forward_candidates,
 )
 from pallas_kernels.attention.mosaic_sm90.forward import forward as _forward
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
+from pallas_kernels.autotune import best
 from pallas_kernels.dispatch import Target, target
 
 SIZES = (64, 80, 96, 112, 128, 192, 256)
@@ -72,10 +77,15 @@ def forward(
         sinks: a logit for each query head [H] that joins the denominator alone, or None.
         seed: two uint32 numbers where there is dropout.
         options: of the call.
-        config: block sizes; by the head sizes by default.
+        config: block sizes; by default those that were measured for such a call, else by the head sizes.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
-    config = config or forward_config(q.shape[3], v.shape[3], options)
+    sizes = (q.shape[3], v.shape[3])
+    if config is None:
+        documents = mask.ranges is not None
+        config = best(
+            FORWARD, facts(q.dtype, *sizes, options, documents=documents), forward_candidates(*sizes, options)
+        )
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     arrays = (*(_copyable(array) for array in (q, k, v)), mask, sinks, seed)
     common: Any = {"keys": k.shape[1], "ctas": _cores(), "interpret": interpret}
@@ -112,7 +122,7 @@ def backward(
         delta: rowsum(dout ∘ out) − dlse, float32 [B, H, S].
         dout: cotangent of the output, [B, S, H, Dv].
         options: of the call.
-        dq: block sizes of the kernel for dq; by the head sizes by default.
+        dq: block sizes of the kernel for dq, likewise.
         dkv: block sizes of the kernel for dk and dv, likewise.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
@@ -124,8 +134,10 @@ def backward(
     statistics = (jnp.pad(-units * lse, padding), jnp.pad(-delta, padding))
     arrays = (*(_copyable(array) for array in (q, k, v, dout.astype(q.dtype))), *statistics, mask, seed)
     common: Any = {"options": options, "ctas": _cores(), "interpret": interpret}
-    dq = dq or dq_config(*sizes, options, ranges=mask.ranges is not None)
-    dkv = dkv or dkv_config(*sizes, options)
+    documents = mask.ranges is not None
+    case = facts(q.dtype, *sizes, options, documents=documents)
+    dq = dq or best(DQ, case, dq_candidates(*sizes, options, ranges=documents))
+    dkv = dkv or best(DKV, case, dkv_candidates(*sizes, options))
     gradients = backward_dq(*arrays, config=dq, keys=k.shape[1], **common), *backward_dkv(*arrays, config=dkv, **common)
     found_q, found_k, found_v = (g[:, : of.shape[1]] for g, of in zip(gradients, (q, k, v), strict=True))
     return found_q, found_k, found_v

@@ -1,8 +1,16 @@
-"""Block sizes of the Hopper kernels, and which are taken."""
+"""Block sizes of the Hopper kernels: which are taken by default, and which are worth measuring."""
 
 import dataclasses
+import itertools
 
+from pallas_kernels.attention.block_sizes import kernel
 from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.ranges import TILE
+
+FORWARD, DQ, DKV = (kernel(f"mosaic.{name}", "mosaic_sm90") for name in ("forward", "dq", "dkv"))
+
+_SHARED_BYTES = 230_000
+"""Shared memory of a thread block for tiles of 16 bits: 227 KiB without barriers and statistics."""
 
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
@@ -98,3 +106,48 @@ def dkv_config(size: int, value_size: int, options: Options) -> DkvConfig:
     if together > 256:
         return DkvConfig(block_q=32 if together > 384 or narrow else 64, stages=2, split=True)
     return DkvConfig(block_q=32 if narrow else 64, stages=4)
+
+
+def forward_candidates(size: int, value_size: int, options: Options) -> list[ForwardConfig]:
+    """Block sizes worth measuring for heads of D and Dv, `forward_config` first."""
+    found = [forward_config(size, value_size, options)]
+    overlaps = ((True, True), (True, False), (False, False))
+    for block, (overlap, pingpong) in itertools.product(
+        _blocks(64, 128 if max(size, value_size) <= 192 else 64), overlaps
+    ):
+        for own in (True, False):
+            free = _SHARED_BYTES // 2 - TILE * (size + own * value_size)
+            stages = _stages(free // (block * (size + value_size)))
+            if stages:
+                found += [ForwardConfig(block, number, overlap, pingpong, own) for number in stages]
+                break
+    return list(dict.fromkeys(found))
+
+
+def dq_candidates(size: int, value_size: int, options: Options, *, ranges: bool) -> list[DqConfig]:
+    """Block sizes worth measuring likewise, `dq_config` first."""
+    found = [dq_config(size, value_size, options, ranges=ranges)]
+    together, largest = size + value_size, max(size, value_size)
+    for block, lag in itertools.product(_blocks(32, 64) if largest > 128 else _blocks(64, 128), (False, True)):
+        stages = _stages((_SHARED_BYTES // 2 - TILE * together) // (block * together))
+        found += [DqConfig(block, number, lag) for number in stages]
+    return list(dict.fromkeys(found))
+
+
+def dkv_candidates(size: int, value_size: int, options: Options) -> list[DkvConfig]:
+    """Block sizes worth measuring likewise, `dkv_config` first."""
+    found = [dkv_config(size, value_size, options)]
+    together, split = size + value_size, found[0].split
+    for block in _blocks(32, 128 if together <= 128 else 64):
+        stages = _stages((_SHARED_BYTES // 2 - (TILE // 2 if split else TILE) * together) // (block * together))
+        found += [DkvConfig(block, number, split) for number in stages]
+    return list(dict.fromkeys(found))
+
+
+def _blocks(least: int, most: int) -> list[int]:
+    return [block for block in (32, 64, 128) if least <= block <= most]
+
+
+def _stages(most: int) -> list[int]:
+    """Two, and as many as fit, up to four."""
+    return sorted({2, min(most, 4)}) if most >= 2 else []

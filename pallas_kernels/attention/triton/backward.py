@@ -18,11 +18,11 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import compat, dispatch
+from pallas_kernels import compat
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
-from pallas_kernels.attention.triton.config import Tiles, TritonConfig, triton_config
+from pallas_kernels.attention.triton.config import Tiles, TritonConfig, chosen_config
 from pallas_kernels.attention.triton.intervals import Ranges, keys_of, queries_of, visit
 from pallas_kernels.attention.triton.loads import load_numbers, load_rows, padded, rows_of, store_rows
 
@@ -55,11 +55,13 @@ def backward(
         delta: rowsum(dout ∘ out) − dlse, [B, H, S] in float32.
         dout: the output's gradient [B, S, H, Dv].
         options: the call's.
-        config: block sizes; by default those for the target.
+        config: block sizes; by default `chosen_config`.
         interpret: run on any device, in jax.numpy.
     """
     compat.silence_triton_deprecation()
-    config = config or triton_config(q.shape[3], v.shape[3], options, dispatch.target().compute_capability)
+    if config is None:
+        documents = mask.ranges is not None
+        config = chosen_config(q.dtype, q.shape[3], v.shape[3], options, documents=documents)
     arrays = (q, k, v, dout, lse * -LOG2_E, delta, mask.ranges, mask.query_offset, seed)
     dk, dv = dkv(*arrays, options, config.dkv, interpret)
     return dq(*arrays, options, config.dq, interpret), dk, dv

@@ -1,9 +1,17 @@
-"""Block sizes of the Triton kernels."""
+"""Block sizes of the Triton kernels: which are taken by default, and which are worth measuring."""
 
 import dataclasses
 
+from jax.typing import DTypeLike
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention.block_sizes import facts, kernel
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.loads import padded
+from pallas_kernels.autotune import best
+
+KERNELS = {name: kernel(f"triton.{name}", "triton") for name in ("forward", "dkv", "dq")}
+"""By the field of `TritonConfig` that has their block sizes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,3 +78,38 @@ def triton_config(size: int, value_size: int, options: Options, capability: tupl
         dkv=dataclasses.replace(config.dkv, queries=config.dkv.queries // 2),
         dq=dataclasses.replace(config.dq, keys=config.dq.keys // 2),
     )
+
+
+def chosen_config(dtype: DTypeLike, size: int, value_size: int, options: Options, *, documents: bool) -> TritonConfig:
+    """The block sizes that were measured for such a call on the target, else `triton_config`.
+
+    Args:
+        dtype: of q, k and v.
+        size: D.
+        value_size: Dv.
+        options: of the call.
+        documents: whether documents bound what a query sees.
+    """
+    case = facts(dtype, size, value_size, options, documents=documents)
+    guess = triton_config(size, value_size, options, dispatch.target().compute_capability)
+    return TritonConfig(
+        **{name: best(kernel, case, candidates(name, getattr(guess, name))) for name, kernel in KERNELS.items()}
+    )
+
+
+def candidates(name: str, guess: Tiles) -> list[Tiles]:
+    """Block sizes worth measuring, the guess first.
+
+    Args:
+        name: of the kernel, a key of `KERNELS`.
+        guess: of `triton_config`.
+    """
+    owned, looped = (128, 64), (128, 64, 32)  # rows that a program owns, and rows that it loops over
+    found = [guess]
+    for warps, stages in ((8, 2), (4, 2), (8, 3), (4, 3)):
+        for own in owned:
+            for loop in looped:
+                if own == 64 and warps == 8 or loop * stages > 256:
+                    continue
+                found.append(Tiles(loop, own, warps, stages) if name == "dkv" else Tiles(own, loop, warps, stages))
+    return list(dict.fromkeys(found))

@@ -14,11 +14,11 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import compat, dispatch
+from pallas_kernels import compat
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.common import LOG2_E, Call, offset_of_row
-from pallas_kernels.attention.triton.config import Tiles, TritonConfig, triton_config
+from pallas_kernels.attention.triton.config import Tiles, TritonConfig, chosen_config
 from pallas_kernels.attention.triton.intervals import Ranges, keys_of, visit
 from pallas_kernels.attention.triton.loads import load_rows, padded, rows_of, store_numbers, store_rows
 
@@ -47,11 +47,13 @@ def forward(
         sinks: a logit for each query head [H] that joins the denominator alone, or None.
         seed: two uint32 numbers where there is dropout.
         options: the call's.
-        config: block sizes; by default those for the target.
+        config: block sizes; by default `chosen_config`.
         interpret: run on any device, in jax.numpy.
     """
     compat.silence_triton_deprecation()
-    config = config or triton_config(q.shape[3], v.shape[3], options, dispatch.target().compute_capability)
+    if config is None:
+        documents = mask.ranges is not None
+        config = chosen_config(q.dtype, q.shape[3], v.shape[3], options, documents=documents)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     if options.scale <= 0.0:  # the kernel takes the maximum before it scales
         q = q * jnp.asarray(-1.0 if options.scale else 0.0, q.dtype)

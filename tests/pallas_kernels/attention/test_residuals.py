@@ -150,7 +150,9 @@ def test_documents_known_only_at_run_time_go_to_who_takes_ids(cap, expected):
 
 
 def test_a_forced_kernel_for_another_card_says_why_not():
-    with pytest.raises(NotImplementedError, match="'mosaic' cannot serve .* compute capability 9.0, not of NVIDIA A100"):
+    with pytest.raises(
+        NotImplementedError, match="'mosaic' cannot serve .* compute capability 9.0, not of NVIDIA A100"
+    ):
         chosen("NVIDIA A100-SXM4-80GB", implementation="mosaic")
 
 

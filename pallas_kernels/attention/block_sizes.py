@@ -1,0 +1,48 @@
+"""What the block sizes of an attention kernel depend on, and where those that were measured are found.
+
+`tuned.json` is the shipped table: written by `fastjax bench attention --autotune --shipped tuned.json` on the card that
+it names, with the date and the command in it.
+"""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.attention.options import Options
+from pallas_kernels.autotune import Kernel
+
+_HERE = Path(__file__).parent
+SHIPPED = _HERE / "tuned.json"
+
+
+def kernel(name: str, folder: str) -> Kernel:
+    """A kernel of attention.
+
+    Args:
+        name: of the kernel, after "attention.".
+        folder: of the implementation.
+    """
+    return Kernel(f"attention.{name}", (_HERE / folder, _HERE / "dropout.py", _HERE / "ranges.py"), SHIPPED)
+
+
+def facts(dtype: DTypeLike, size: int, value_size: int, options: Options, *, documents: bool) -> str:
+    """What block sizes are for: "bfloat16 D=128 Dv=128 causal documents".
+
+    Args:
+        dtype: of q, k and v.
+        size: D.
+        value_size: Dv.
+        options: of the call; whether there is a window, a cap, dropout counts, not which.
+        documents: whether documents bound what a query sees.
+    """
+    flags = {
+        "causal": options.causal,
+        "documents": documents,
+        "window": options.sliding_window is not None,
+        "cap": options.logits_soft_cap is not None,
+        "dropout": options.dropout_rate > 0.0,
+    }
+    return " ".join(
+        [jnp.dtype(dtype).name, f"D={size}", f"Dv={value_size}", *(name for name, is_set in flags.items() if is_set)]
+    )
