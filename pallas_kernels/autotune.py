@@ -57,7 +57,7 @@ class Table(NamedTuple):
 
 
 def cache_file() -> Path:
-    """Where this machine's block sizes are kept: in the folder FASTJAX_CACHE, else in fastjax's among the user's caches."""
+    """Where this machine's block sizes are kept: under FASTJAX_CACHE, else in fastjax's folder of the user's caches."""
     given = os.environ.get("FASTJAX_CACHE")
     if given:
         return Path(given).expanduser() / "autotune.json"

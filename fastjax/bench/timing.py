@@ -4,11 +4,12 @@ On a GPU the profiler's record of each kernel is added up, so that launches, the
 count: what is left is the time that the kernels themselves need, whatever they are embedded in. Elsewhere (and if the
 profiler gives nothing) it is the wall clock from the call to the results.
 
-Functions that are compared run by turns, round after round, so that a clock that changes meets them all; the figure is
-the median over the rounds. Kernels are launched one by one, not from command buffers, because the profiler sees a
-command buffer as one.
+Functions that are compared are compiled side by side and run by turns, round after round, so that a clock that changes
+meets them all; the figure is the median over the rounds. Kernels are launched one by one, not from command buffers,
+because the profiler sees a command buffer as one.
 """
 
+import concurrent.futures
 import statistics
 import tempfile
 import time
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+_WORKERS = 12
+
 
 class Program(NamedTuple):
     """A function to be timed.
@@ -26,7 +29,7 @@ class Program(NamedTuple):
     Attributes:
         name: a unique Python identifier.
         function: of `arguments`; it is jitted here.
-        arguments: arrays on the device.
+        arguments: arrays on the device; to compile alone, their shapes suffice.
         calls: how many of the operations that are counted it performs.
     """
 
@@ -52,22 +55,52 @@ class Timing(NamedTuple):
     source: str
 
 
-def measure(programs: Sequence[Program], rounds: int = 9) -> dict[str, Timing]:
+def compile_all(programs: Sequence[Program]) -> dict[str, Callable[..., Any] | Exception]:
+    """Compile side by side.
+
+    Args:
+        programs: what to compile.
+
+    Returns:
+        By name the compiled function, or why it cannot be compiled.
+    """
+
+    def attempt(program: Program) -> Callable[..., Any] | Exception:
+        try:
+            return _compile(program)
+        except Exception as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
+        return dict(zip((program.name for program in programs), pool.map(attempt, programs), strict=True))
+
+
+def measure(
+    programs: Sequence[Program], rounds: int = 9, compiled: Mapping[str, Callable[..., Any]] | None = None
+) -> dict[str, Timing]:
     """Compile, warm up and time.
 
     Args:
         programs: what to time.
         rounds: how often each runs.
+        compiled: by name, what `compile_all` made of them; None: they are compiled here.
 
     Returns:
         The time of one call of each program's operation, by name.
+
+    Raises:
+        Exception: what a program that cannot be compiled fails with.
     """
-    on_gpu = jax.default_backend() == "gpu"
-    compiled = {program.name: _compile(program, on_gpu) for program in programs}
+    if compiled is None:
+        compiled = {}
+        for name, result in compile_all(programs).items():
+            if isinstance(result, Exception):
+                raise result
+            compiled[name] = result
     for program in programs:
         for _ in range(2):
             jax.block_until_ready(compiled[program.name](*program.arguments))
-    if on_gpu:
+    if jax.default_backend() == "gpu":
         with tempfile.TemporaryDirectory(prefix="fastjax-bench-") as folder:
             with jax.profiler.trace(folder):
                 wall = _run(programs, compiled, rounds)
@@ -82,12 +115,12 @@ def measure(programs: Sequence[Program], rounds: int = 9) -> dict[str, Timing]:
     return timings
 
 
-def _compile(program: Program, on_gpu: bool) -> Callable[..., Any]:
+def _compile(program: Program) -> Callable[..., Any]:
     def named(*arguments):
         return program.function(*arguments)
 
     named.__name__ = program.name
-    options: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""} if on_gpu else {}
+    options: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else {}
     return jax.jit(named).lower(*program.arguments).compile(compiler_options=options)
 
 

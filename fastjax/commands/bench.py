@@ -6,21 +6,18 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastjax.commands import bench_attention
+from fastjax.commands.arguments import positive
+
 
 def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: `nf4`, `step` or `data`, and its arguments.
+        argv: `attention`, `nf4`, `step` or `data`, and its arguments.
     """
     arguments = _parser().parse_args(argv)
     arguments.run(arguments)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, given {text}")
-    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,15 +32,13 @@ def _parser() -> argparse.ArgumentParser:
         "them, out of a cold cache. The defaults suit a GPU.",
     )
     nf4.add_argument(
-        "--shape", type=_positive, nargs=2, metavar=("OUT", "IN"), help="of the weight (default: 4096 14336)"
+        "--shape", type=positive, nargs=2, metavar=("OUT", "IN"), help="of the weight (default: 4096 14336)"
     )
     nf4.add_argument("--dtypes", nargs="+", choices=dtypes, help="of the decoded weight (default: all three)")
-    nf4.add_argument(
-        "--rows", type=_positive, nargs="*", metavar="N", help="of x in the products; nothing: no products"
-    )
+    nf4.add_argument("--rows", type=positive, nargs="*", metavar="N", help="of x in the products; nothing: no products")
     nf4.add_argument("--dtype", choices=dtypes, help="of the products (default: bfloat16)")
-    nf4.add_argument("--rounds", type=_positive, metavar="N", help="runs of which the median counts (default: 9)")
-    nf4.add_argument("--cold_bytes", type=_positive, metavar="N", help="packed bytes to go over (default: 256 MiB)")
+    nf4.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
+    nf4.add_argument("--cold_bytes", type=positive, metavar="N", help="packed bytes to go over (default: 256 MiB)")
     nf4.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     nf4.set_defaults(run=_nf4)
 
@@ -54,10 +49,10 @@ def _parser() -> argparse.ArgumentParser:
         "its own for each combination of checkpointing and layer loop.",
     )
     step.add_argument("--preset", choices=("llama3-8b", "llama1b", "tiny"), default="llama3-8b", help="shape")
-    step.add_argument("--batch", type=_positive, default=4, metavar="N", help="rows (default: %(default)s)")
-    step.add_argument("--seq", type=_positive, default=2048, metavar="N", help="tokens a row (default: %(default)s)")
+    step.add_argument("--batch", type=positive, default=4, metavar="N", help="rows (default: %(default)s)")
+    step.add_argument("--seq", type=positive, default=2048, metavar="N", help="tokens a row (default: %(default)s)")
     step.add_argument(
-        "--rank", type=_positive, default=16, metavar="N", help="rank of the adapters (default: %(default)s)"
+        "--rank", type=positive, default=16, metavar="N", help="rank of the adapters (default: %(default)s)"
     )
     step.add_argument(
         "--checkpointing",
@@ -68,12 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     step.add_argument("--layer_loop", nargs="+", choices=("scan", "unroll"), default=["scan"], help="(default: scan)")
     step.add_argument("--dtype", choices=dtypes, help="default: by the device")
-    step.add_argument("--steps", type=_positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
+    step.add_argument("--steps", type=positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
     step.add_argument(
-        "--warmup", type=_positive, default=3, metavar="N", help="steps before these (default: %(default)s)"
+        "--warmup", type=positive, default=3, metavar="N", help="steps before these (default: %(default)s)"
     )
     step.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     step.set_defaults(run=_step)
+
+    bench_attention.add_parser(commands)
 
     data = commands.add_parser(
         "data",
@@ -87,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--tokenizer", required=True, metavar="FOLDER", help="folder with a tokenizer")
     data.add_argument("--chat_template", metavar="NAME", help="as data.chat_template (default: the tokenizer's own)")
-    data.add_argument("--seq", type=_positive, default=2048, metavar="N", help="tokens a row (default: %(default)s)")
-    data.add_argument("--rounds", type=_positive, default=5, metavar="N", help="runs, the best counts (default: 5)")
+    data.add_argument("--seq", type=positive, default=2048, metavar="N", help="tokens a row (default: %(default)s)")
+    data.add_argument("--rounds", type=positive, default=5, metavar="N", help="runs, the best counts (default: 5)")
     data.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     data.set_defaults(run=_data)
     return parser

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -56,6 +57,47 @@ def test_nf4(tmp_path, capsys):
     found = {(line["operation"], line["implementation"]) for line in lines}
     assert {("copy", "xla"), ("decode", "xla"), ("product", "xla"), ("product", "dense")} <= found
     assert all(line["microseconds"] > 0 for line in lines)
+
+
+def test_attention(tmp_path, capsys):
+    output, picture = tmp_path / "attention.json", tmp_path / "attention.png"
+    size = ["--seq", "32", "--batch", "1", "--heads", "4", "--kv_heads", "2", "--cold_bytes", "1", "--rounds", "2"]
+    which = ["--cases", "short", "window", "--implementations", "xla", "--output", str(output), "--plot", str(picture)]
+    assert main(["bench", "attention", *size, *which]) == 0
+    assert "attention · 1×64 window 8" in capsys.readouterr().out
+    lines = json.loads(output.read_text())["results"]
+    assert [(line["case"], line["direction"]) for line in lines] == [
+        ("short", "forward"), ("short", "both"), ("window", "forward"), ("window", "both"),
+    ]  # fmt: skip
+    assert all(line["milliseconds"] > 0 for line in lines)
+    assert picture.stat().st_size > 1000
+
+
+def test_attention_accuracy(tmp_path, capsys):
+    output = tmp_path / "accuracy.json"
+    which = ["--shapes", "D=64", "--implementations", "xla", "--output", str(output)]
+    assert main(["bench", "attention", "--accuracy", *which]) == 0
+    assert "all within 1.2 times" in capsys.readouterr().out
+    (line,) = json.loads(output.read_text())["results"]
+    assert line["implementation"] == "xla" and not line["faults"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--cases", "dense"], "--cases: expected some of short, long, .* given dense"),
+        (["--implementations", "flash"], "--implementations: expected some of mosaic, cudnn, .* given flash"),
+        (["--accuracy", "--shapes", "D=8"], "--shapes: expected some of D=64, .* given D=8"),
+        (["--autotune", "--kinds", "dropout"], "--kinds: expected some of dense, .* given dropout"),
+        (["--accuracy", "--rounds", "3"], "--rounds is for tables of speed or --autotune, given with --accuracy"),
+        (["--shipped", "x.json"], "--shipped is for --autotune, given with none of the modes"),
+        (["--autotune"], "has none of"),
+    ],
+)
+def test_attention_refuses(arguments, message, capsys):
+    small = ["--seq", "64", "--batch", "1", "--heads", "4", "--kv_heads", "2"] if arguments == ["--autotune"] else []
+    assert main(["bench", "attention", *arguments, *small]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_data(tmp_path, capsys):

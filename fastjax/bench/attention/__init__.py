@@ -1,0 +1,1 @@
+"""How fast and how exact attention is on this device, by every implementation that can be had, and its block sizes."""

@@ -1,0 +1,236 @@
+"""What attention is measured on: a table of cases, their arrays, and the work that their masks leave."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Int32
+
+from fastjax.data.packing import best_fit
+from fastjax.errors import ConfigError
+from pallas_kernels.attention import segment_ranges
+
+NAMES = ("short", "long", "documents", "packed", "window", "cap", "sinks", "d64", "d256")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A causal call.
+
+    Attributes:
+        name: one of `NAMES`.
+        batch: B.
+        length: S and T.
+        heads: H.
+        kv_heads: K.
+        size: D and Dv.
+        window: sliding window; None: none.
+        cap: soft cap of the logits; None: none.
+        sinks: whether each head has one.
+        documents: the lengths of each row's documents, the rest of the row being padding; None: a row is one document.
+        dense: the case that is the same without its mask; None: nothing is masked beyond causality.
+    """
+
+    name: str
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    size: int = 128
+    window: int | None = None
+    cap: float | None = None
+    sinks: bool = False
+    documents: tuple[tuple[int, ...], ...] | None = None
+    dense: str | None = None
+
+    def __str__(self) -> str:
+        """The case as titles and labels name it."""
+        extra = {
+            f"window {self.window}": self.window is not None,
+            f"cap {self.cap:g}" if self.cap else "": self.cap is not None,
+            "sinks": self.sinks,
+            f"D={self.size}": self.size != 128,
+        }
+        if self.documents is not None:
+            extra[f"{sum(map(len, self.documents)) / self.batch:.0f} documents a row"] = True
+        return " ".join([f"{self.batch}×{self.length}", *(word for word, said in extra.items() if said)])
+
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees, in all rows."""
+        rows = ((self.length,),) * self.batch if self.documents is None else self.documents
+        return sum(_seen(length, self.window) for row in rows for length in row)
+
+    def operations(self, direction: str) -> int:
+        """Floating-point operations of the products over what is not masked: two forward, five more backward.
+
+        Args:
+            direction: "forward" or "both".
+        """
+        return (4 if direction == "forward" else 14) * self.heads * self.size * self.pairs()
+
+
+def check_names(argument: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse names that are not known.
+
+    Args:
+        argument: where they were given.
+        given: the names.
+        known: those that may be given.
+
+    Raises:
+        ConfigError: one is not among them.
+    """
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"bench attention: {argument}: expected some of {', '.join(known)}, given {name}")
+
+
+def make_cases(
+    names: Sequence[str],
+    batch: int = 4,
+    length: int = 4096,
+    heads: int = 32,
+    kv_heads: int = 8,
+    lengths: Sequence[int] | None = None,
+) -> list[Case]:
+    """The cases of the table.
+
+    Args:
+        names: which, of `NAMES`.
+        batch: rows.
+        length: of the short rows; long rows have twice as many tokens, a window an eighth of these.
+        heads: query heads; those of size 256 are half as many.
+        kv_heads: key heads.
+        lengths: of documents, to be packed into the long rows; None: `chat_lengths`.
+
+    Raises:
+        ConfigError: heads or lengths that do not fit.
+    """
+    if heads % (2 * kv_heads) or length % 16:
+        raise ConfigError(
+            "bench attention: expected heads divisible by twice kv_heads, and seq by 16, given "
+            f"{heads}, {kv_heads} and {length}"
+        )
+    long = 2 * length
+    rows = packed(chat_lengths(batch * long, long) if lengths is None else lengths, batch, long)
+    short_row: dict[str, Any] = {"batch": batch, "length": length, "heads": heads, "kv_heads": kv_heads}
+    long_row = short_row | {"length": long}
+    table = {
+        "short": short_row,
+        "long": long_row,
+        "documents": short_row | {"documents": ((length // 8,) * 8,) * batch, "dense": "short"},
+        "packed": long_row | {"documents": rows, "dense": "long"},
+        "window": long_row | {"window": long // 8, "dense": "long"},
+        "cap": long_row | {"cap": 50.0},
+        "sinks": long_row | {"sinks": True},
+        "d64": short_row | {"size": 64},
+        "d256": short_row | {"size": 256, "heads": heads // 2},
+    }
+    return [Case(name, **table[name]) for name in names]
+
+
+def chat_lengths(tokens: int, most: int, seed: int = 0) -> list[int]:
+    """Lengths of documents as chats have them: log-normal, half of them under 365 tokens, their mean 600.
+
+    That is a round figure for public chat sets, most of which lie within a factor of two of it, and of no one set.
+
+    Args:
+        tokens: about how many in all, four times over, so that rows can be chosen.
+        most: longer ones are cut.
+        seed: of the random numbers.
+    """
+    rng = np.random.default_rng(seed)
+    count = max(16, 4 * tokens // 600)
+    return np.clip(np.exp(rng.normal(5.9, 1.0, count)).astype(int), 8, most).tolist()
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Lengths of documents from a file: .npy, or a number a line.
+
+    Raises:
+        ConfigError: it has something else.
+        OSError: it cannot be read.
+    """
+    try:
+        values = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, ndmin=1)
+    except ValueError as error:
+        raise ConfigError(
+            f"--lengths {path}: expected .npy or a number a line, given something else ({error})"
+        ) from None
+    values = values.reshape(-1)
+    if not values.size or not np.all((values >= 1) & (values == np.floor(values))):
+        raise ConfigError(f"--lengths {path}: expected whole numbers of at least 1, given {values[:8]}")
+    return values.astype(int).tolist()
+
+
+def packed(lengths: Sequence[int], batch: int, row: int, seed: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Rows of documents, packed as training packs them, and some of the rows by chance.
+
+    Args:
+        lengths: of the documents; longer ones than a row are cut.
+        batch: rows.
+        row: tokens of a row.
+        seed: of the random choice.
+
+    Raises:
+        ConfigError: there are fewer rows.
+    """
+    cut = np.minimum(lengths, row)
+    bins = best_fit(cut, row)
+    if len(bins) < batch:
+        raise ConfigError(f"--lengths: expected documents for {batch} rows of {row} tokens, given {cut.sum()} tokens")
+    if len(bins) > batch:  # the last documents leave a row that is not full, one of thousands in a whole data set
+        bins.remove(min(bins, key=lambda members: cut[members].sum()))
+    chosen = np.random.default_rng(seed).choice(len(bins), batch, replace=False)
+    return tuple(tuple(int(cut[item]) for item in bins[index]) for index in chosen)
+
+
+def segment_ids(case: Case) -> Int32[np.ndarray, "B S"] | None:
+    """The document of each token, from 1; 0 is padding. None where a row is one document."""
+    if case.documents is None:
+        return None
+    ids = np.zeros((case.batch, case.length), np.int32)
+    for row, lengths in zip(ids, case.documents, strict=True):
+        row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return ids
+
+
+def make_arrays(case: Case, dtype: DTypeLike, count: int = 1) -> list[dict[str, Any]]:
+    """Random q, k, v and a cotangent of the output, `count` times; what documents and sinks need, the same each time.
+
+    Args:
+        case: of the table.
+        dtype: of the arrays.
+        count: how many.
+    """
+    shared: dict[str, Any] = {}
+    ids = segment_ids(case)
+    if ids is not None and case.documents is not None:
+        shared["ids"] = jnp.asarray(ids)
+        most = max(map(len, case.documents))
+        shared["ranges"] = jax.jit(partial(segment_ranges, max_documents=most))(shared["ids"])
+    if case.sinks:
+        shared["sinks"] = jax.random.normal(jax.random.key(1), (case.heads,))
+    heads = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.heads}
+
+    @jax.jit
+    def draw(key):
+        keys = jax.random.split(key, 4)
+        return {
+            name: jax.random.normal(key, (case.batch, case.length, number, case.size), dtype)
+            for key, (name, number) in zip(keys, heads.items(), strict=True)
+        }
+
+    return [draw(key) | shared for key in jax.random.split(jax.random.key(0), count)]
+
+
+def _seen(length: int, window: int | None) -> int:
+    """Pairs within a document."""
+    full = length if window is None else min(length, window)
+    return full * (full + 1) // 2 + (length - full) * full

@@ -1,0 +1,147 @@
+"""Who computes attention: this project's implementations, the kernels that JAX and tokamax come with.
+
+A contender makes of a case a function of its arrays, or raises what says why it cannot. What a kernel lacks and its
+user would have to do (repeated key heads, the scale) is part of what is timed.
+"""
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fastjax.bench.attention.cases import Case
+from pallas_kernels.attention import attention
+
+_LONGEST_REASON = 160
+
+Attend = Callable[[dict[str, Any]], Array]
+
+
+def _ours(implementation: str, case: Case) -> Attend:
+    def attend(arrays: dict[str, Any]) -> Array:
+        return attention(
+            arrays["q"],
+            arrays["k"],
+            arrays["v"],
+            segment_ranges=arrays.get("ranges"),
+            sliding_window=case.window,
+            logits_soft_cap=case.cap,
+            sinks=arrays.get("sinks"),
+            implementation=implementation,
+        )
+
+    return attend
+
+
+def _refuse(case: Case, whose: str, *, documents: bool) -> None:
+    """Raise where the case asks for what a kernel of JAX does not have."""
+    asked = {
+        "no sliding window": case.window is not None,
+        "no soft cap": case.cap is not None,
+        "no sinks": case.sinks,
+        "no documents": documents and case.documents is not None,
+    }
+    for what, wanted in asked.items():
+        if wanted:
+            raise NotImplementedError(f"{whose} has {what}")
+
+
+def _jax_triton(case: Case) -> Attend:
+    """jax.experimental.pallas.ops.gpu.attention; it takes as many key heads as query heads."""
+    from jax.experimental.pallas.ops.gpu import attention as kernels
+
+    _refuse(case, "JAX's Triton kernel", documents=False)
+
+    def attend(arrays: dict[str, Any]) -> Array:
+        k, v = (jnp.repeat(arrays[name], case.heads // case.kv_heads, axis=2) for name in ("k", "v"))
+        # the names of its parameters differ between the versions of JAX less than their places
+        return kernels.mha(arrays["q"], k, v, arrays.get("ids"), case.size**-0.5, True)
+
+    return attend
+
+
+def _jax_mosaic(case: Case) -> Attend:
+    """jax.experimental.pallas.ops.gpu.attention_mgpu; it does not scale the logits."""
+    kernels = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    _refuse(case, "JAX's Mosaic kernel", documents=True)
+    blocks = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+    config = kernels.TuningConfig(
+        block_q=64, block_kv=64 if case.size > 128 else 128, max_concurrent_steps=2, causal=True, **blocks
+    )
+
+    def attend(arrays: dict[str, Any]) -> Array:
+        q = arrays["q"] * jnp.asarray(case.size**-0.5, arrays["q"].dtype)
+        return kernels.attention(q, arrays["k"], arrays["v"], config)
+
+    return attend
+
+
+def _tokamax(case: Case) -> Attend:
+    if importlib.util.find_spec("tokamax") is None:
+        raise NotImplementedError("tokamax is not installed")
+    tokamax = importlib.import_module("tokamax")
+    if case.sinks:
+        raise NotImplementedError("tokamax's attention has no sinks")
+
+    def attend(arrays: dict[str, Any]) -> Array:
+        ids = arrays.get("ids")
+        mask = None if ids is None else ((ids[:, :, None] == ids[:, None, :]) & (ids != 0)[:, :, None])[:, None]
+        return tokamax.dot_product_attention(
+            arrays["q"],
+            arrays["k"],
+            arrays["v"],
+            mask=mask,
+            is_causal=True,
+            local_window_size=None if case.window is None else (case.window - 1, 0),
+            logits_soft_cap=case.cap,
+        )
+
+    return attend
+
+
+CONTENDERS: dict[str, Callable[[Case], Attend]] = {
+    "mosaic": partial(_ours, "mosaic"),
+    "cudnn": partial(_ours, "cudnn"),
+    "triton": partial(_ours, "triton"),
+    "jax_mosaic": _jax_mosaic,
+    "jax_triton": _jax_triton,
+    "tokamax": _tokamax,
+    "xla": partial(_ours, "xla"),
+}
+
+
+def default_contenders() -> list[str]:
+    """All but XLA's on a GPU, where it would take most of the time; XLA's alone elsewhere."""
+    return [name for name in CONTENDERS if (name == "xla") != (jax.default_backend() == "gpu")]
+
+
+def both(attend: Attend) -> Callable[[dict[str, Any]], tuple[Array, ...]]:
+    """The output and the gradients of q, k and v, for the cotangent that is among the arrays.
+
+    Args:
+        attend: a contender's function.
+    """
+
+    def run(arrays: dict[str, Any]) -> tuple[Array, ...]:
+        def of(q, k, v):
+            return attend(arrays | {"q": q, "k": k, "v": v})
+
+        out, vjp = jax.vjp(of, arrays["q"], arrays["k"], arrays["v"])
+        return out, *vjp(arrays["dout"])
+
+    return run
+
+
+def why(error: Exception) -> str:
+    """The reason why a contender does not run, in a line."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    refused = re.fullmatch(
+        r"attention.*: implementation '\w+' cannot serve this call: (.*) \(pass implementation.*", words
+    )
+    return (refused[1] if refused else words)[:_LONGEST_REASON]

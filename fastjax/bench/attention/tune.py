@@ -1,0 +1,266 @@
+"""The block sizes of the attention kernels, measured: every kernel, by head size and kind of mask, all candidates.
+
+Each candidate is compiled and timed as in `fastjax.bench.timing`, by turns with the others; one that cannot be compiled
+or run is passed over. What wins by less than a hundredth is no winner: the kernel's own guess then stays. Winners are
+kept in the cache of `pallas_kernels.autotune` as soon as they are known, and may be written as the table to ship.
+"""
+
+import dataclasses
+import datetime
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fastjax.bench.attention.cases import Case, chat_lengths, check_names, make_arrays, packed
+from fastjax.bench.attention.contenders import why
+from fastjax.bench.timing import Program, Timing, compile_all, measure
+from fastjax.errors import ConfigError
+from pallas_kernels import autotune, dispatch
+from pallas_kernels.attention import mosaic_sm90, triton
+from pallas_kernels.attention.block_sizes import facts
+from pallas_kernels.attention.mask import Mask
+from pallas_kernels.attention.mosaic_sm90 import config as mosaic_config
+from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.triton import config as triton_config
+from pallas_kernels.autotune import Kernel
+
+KINDS = ("dense", "documents", "window", "cap")
+IMPLEMENTATIONS = ("mosaic", "triton")
+_GAIN = 0.99
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneCase:
+    """What is measured.
+
+    Attributes:
+        implementations: of `IMPLEMENTATIONS`.
+        sizes: D and Dv.
+        kinds: of `KINDS`.
+        batch: rows.
+        seq: tokens of a row.
+        heads: query heads; half as many from a size of 192 on.
+        kv_heads: key heads.
+        dtype: of the arrays.
+        rounds: runs of which the median counts.
+    """
+
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    sizes: tuple[int, ...] = (64, 128, 256)
+    kinds: tuple[str, ...] = KINDS
+    batch: int = 4
+    seq: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    dtype: str = "bfloat16"
+    rounds: int = 7
+
+
+class Job(NamedTuple):
+    """A kernel in a case.
+
+    Attributes:
+        kernel: which.
+        facts: what the block sizes are for.
+        candidates: block sizes, the guess first.
+        run: of a candidate and the arguments.
+    """
+
+    kernel: Kernel
+    facts: str
+    candidates: Sequence[Any]
+    run: Callable[..., Any]
+
+
+def run(given: TuneCase | None = None, ship: Path | None = None, console: Console | None = None) -> dict[str, Any]:
+    """Measure, show, keep.
+
+    Args:
+        given: what to measure.
+        ship: the file for the shipped table with this card's new entries in it; None: no file.
+        console: for the tables.
+
+    Returns:
+        The fastest block sizes by kernel and facts.
+
+    Raises:
+        ConfigError: the device has none of these kernels.
+        OSError: a file cannot be read or written.
+        ValueError: the cache is some other file.
+    """
+    given, console = given or TuneCase(), console or Console()
+    check_names("--implementations", given.implementations, IMPLEMENTATIONS)
+    check_names("--kinds", given.kinds, KINDS)
+    found: dict[tuple[Kernel, str], Any] = {}
+    for size in given.sizes:
+        for kind in given.kinds:
+            case = _case(given, size, kind)
+            arguments = _arguments(case, given.dtype)
+            jobs = _jobs(given, case, arguments)
+            found |= fastest(jobs, arguments, given.rounds, console)
+    if not found:
+        raise ConfigError(f"bench attention --autotune: {dispatch.target()} has none of {given.implementations}")
+    console.print(f"kept in {autotune.cache_file()}", highlight=False)
+    if ship is not None:
+        command = " ".join(["fastjax", *sys.argv[1:]])
+        autotune.ship(ship, found, f"{datetime.date.today()}, jax {jax.__version__}, {command}")
+        console.print(f"written to {ship}", highlight=False)
+    return {f"{kernel.name} {facts}": config for (kernel, facts), config in found.items()}
+
+
+def fastest(
+    jobs: Sequence[Job], arguments: tuple[Any, ...], rounds: int, console: Console
+) -> dict[tuple[Kernel, str], Any]:
+    """Time the candidates of jobs that have their arguments in common; keep the fastest.
+
+    Args:
+        jobs: what to time.
+        arguments: of their `run`, behind the candidate.
+        rounds: runs of which the median counts.
+        console: for a table of each job.
+
+    Returns:
+        (kernel, facts) → block sizes, without those of which no candidate runs.
+    """
+    programs = {
+        (place, index): Program(f"job{place}_{index}", partial(job.run, config), arguments, 1)
+        for place, job in enumerate(jobs)
+        for index, config in enumerate(job.candidates)
+    }
+    compiled: dict[str, Any] = dict(compile_all(list(programs.values())))
+    for name, function in compiled.items():
+        if not isinstance(function, Exception):
+            try:
+                jax.block_until_ready(function(*arguments))
+            except jax.errors.JaxRuntimeError as error:
+                compiled[name] = error
+    found: dict[tuple[Kernel, str], Any] = {}
+    for place, job in enumerate(jobs):
+        own = [program for (owner, _), program in programs.items() if owner == place]
+        ready = [program for program in own if not isinstance(compiled[program.name], Exception)]
+        timings = measure(ready, rounds, compiled) if ready else {}
+        results = [timings[one.name] if one.name in timings else compiled[one.name] for one in own]
+        best = _winner([result.median if isinstance(result, Timing) else None for result in results])
+        console.print(_table(job, results, best))
+        if best is not None:
+            found[job.kernel, job.facts] = job.candidates[best]
+            autotune.keep(job.kernel, job.facts, job.candidates[best])
+    return found
+
+
+def _winner(seconds: Sequence[float | None]) -> int | None:
+    """The fastest, or the first where the fastest gains less than a hundredth; None where none runs."""
+    ran = [index for index, value in enumerate(seconds) if value is not None]
+    if not ran:
+        return None
+    best = min(ran, key=lambda index: seconds[index] or 0.0)
+    guess = seconds[0]
+    return 0 if guess is not None and (seconds[best] or 0.0) > _GAIN * guess else best
+
+
+def _case(given: TuneCase, size: int, kind: str) -> Case:
+    heads = given.heads // 2 if size >= 192 else given.heads
+    lengths = chat_lengths(given.batch * given.seq, given.seq)
+    return Case(
+        kind,
+        given.batch,
+        given.seq,
+        heads,
+        given.kv_heads,
+        size,
+        window=given.seq // 4 if kind == "window" else None,
+        cap=50.0 if kind == "cap" else None,
+        documents=packed(lengths, given.batch, given.seq) if kind == "documents" else None,
+    )
+
+
+def _arguments(case: Case, dtype: str) -> tuple[Any, ...]:
+    """q, k, v, mask, and for the backward pass lse, delta and dout."""
+    (arrays,) = make_arrays(case, dtype)
+    mask = Mask(arrays.get("ranges"), None, None, jnp.zeros(1, jnp.int32))
+    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+    # Such statistics as keep the weights finite; how fast a kernel is does not depend on which.
+    lse = jnp.full((case.batch, case.heads, case.length), np.log(case.length), jnp.float32)
+    return q, k, v, mask, lse, jnp.zeros_like(lse), dout
+
+
+def _jobs(given: TuneCase, case: Case, arguments: tuple[Any, ...]) -> list[Job]:
+    options = Options(case.size**-0.5, True, case.window, case.cap, 0.0, 0)
+    documents = case.documents is not None
+    about = facts(given.dtype, case.size, case.size, options, documents=documents)
+    q, k, v = arguments[:3]
+    jobs = []
+    for name in given.implementations:
+        module, listed = (mosaic_sm90, _mosaic) if name == "mosaic" else (triton, _triton)
+        call: dict[str, Any] = {"ranges": documents, "segments": False, "offset": 0, "sinks": False, "options": options}
+        if module.unsupported(dispatch.target(), q, k, v, **call) is None:
+            jobs += [Job(kernel, about, *rest) for kernel, *rest in listed(case.size, options, documents)]
+    return jobs
+
+
+def _mosaic(size: int, options: Options, documents: bool) -> list[tuple[Any, ...]]:
+    """(kernel, candidates, run) of the Hopper kernels; the compiler leaves out the backward kernel not asked for."""
+
+    def forward(config: Any, q, k, v, mask, *rest) -> Array:
+        return mosaic_sm90.forward(q, k, v, mask, None, None, options, config=config)[0]
+
+    def backward(chosen: slice, name: str, config: Any, q, k, v, mask, lse, delta, dout) -> tuple[Array, ...]:
+        found = mosaic_sm90.backward(q, k, v, mask, None, None, lse, delta, dout, options, **{name: config})
+        return found[chosen]
+
+    listed = mosaic_config
+    return [
+        (listed.FORWARD, listed.forward_candidates(size, size, options), forward),
+        (listed.DQ, listed.dq_candidates(size, size, options, ranges=documents), partial(backward, slice(0, 1), "dq")),
+        (listed.DKV, listed.dkv_candidates(size, size, options), partial(backward, slice(1, 3), "dkv")),
+    ]
+
+
+def _triton(size: int, options: Options, documents: bool) -> list[tuple[Any, ...]]:
+    """(kernel, candidates, run) of the Triton kernels, likewise."""
+    guess = triton_config.triton_config(size, size, options, dispatch.target().compute_capability)
+
+    def forward(config: Any, q, k, v, mask, *rest) -> Array:
+        tiles = dataclasses.replace(guess, forward=config)
+        return triton.forward(q, k, v, mask, None, None, options, tiles)[0]
+
+    def backward(chosen: slice, name: str, config: Any, q, k, v, mask, lse, delta, dout) -> tuple[Array, ...]:
+        tiles = dataclasses.replace(guess, **{name: config})
+        return triton.backward(q, k, v, mask, None, None, lse, delta, dout, options, tiles)[chosen]
+
+    runs = {
+        "forward": forward,
+        "dq": partial(backward, slice(0, 1), "dq"),
+        "dkv": partial(backward, slice(1, 3), "dkv"),
+    }
+    return [
+        (kernel, triton_config.candidates(name, getattr(guess, name)), runs[name])
+        for name, kernel in triton_config.KERNELS.items()
+    ]
+
+
+def _table(job: Job, results: Sequence[Timing | Exception], best: int | None) -> Table:
+    table = Table(title=f"{job.kernel.name} · {job.facts}", box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for name in ("µs", "over the guess"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", ratio=1)
+    guess = results[0]
+    for index, (config, result) in enumerate(zip(job.candidates, results, strict=True)):
+        words = ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(config).items())
+        if isinstance(result, Exception):
+            table.add_row(words, "", "", why(result))
+            continue
+        ratio = f"{result.median / guess.median:.3f}" if isinstance(guess, Timing) else ""
+        table.add_row(words, f"{result.median * 1e6:,.1f}", ratio, "kept" if index == best else "")
+    return table

@@ -1,0 +1,14 @@
+"""What arguments of several commands are read by."""
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, given {text}")
+    return int(text)
