@@ -14,8 +14,8 @@ _LOGITS_BYTES = 2**27
 def preference(target: Target, direction: str) -> tuple[str, ...]:
     """The implementations, the fastest on a target first; the first that can serve a call is taken.
 
-    Measured on an H200 (docs/performance.md): mosaic before cuDNN before Triton, but for short documents, which cuDNN
-    is the slowest at. On other cards Mosaic's instructions do not exist, and nothing was measured: cuDNN, which is
+    Measured on an H200 (docs/performance.md): mosaic before cuDNN before Triton, but for documents, which cuDNN is the
+    slowest at. On other cards Mosaic's instructions do not exist, and nothing was measured: cuDNN, which is
     known to be good there, stays before Triton, which takes what cuDNN refuses (a cap, sinks, dropout, other positions)
     and skips tiles that XLA computes. XLA serves every call, so what stands behind it runs by name alone. float32 is
     XLA's, in products of float32: no kernel takes it.
