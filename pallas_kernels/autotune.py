@@ -123,7 +123,7 @@ def ship(path: Path, found: Mapping[tuple[Kernel, str], Any], made: str) -> None
     Args:
         path: the file to write.
         found: (kernel, facts) → the fastest; kernels of one shipped table.
-        made: when and how they were measured.
+        made: when and how they were measured; it is added to what the table says of this card.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -133,6 +133,8 @@ def ship(path: Path, found: Mapping[tuple[Kernel, str], Any], made: str) -> None
     (present,) = {kernel.shipped for kernel, _ in found}
     table = read(present) if present.exists() else Table({}, {})
     new = {_key(kernel, device, facts): dataclasses.asdict(config) for (kernel, facts), config in found.items()}
+    before = table.made.get(device, "")
+    made = before if made in before else "; ".join(filter(None, (before, made)))
     write(path, Table({**table.entries, **new}, {**table.made, device: made}))
 
 

@@ -67,9 +67,12 @@ def test_entries_are_added_and_shipped_beside_those_of_other_cards(kernel):
     write(kernel.shipped, Table({"NVIDIA X | op.kernel | D=64": {"rows": 9}}, {"NVIDIA X": "once"}))
     ship(kernel.shipped, {(kernel, "D=64"): OTHER}, "today")
     assert read(kernel.shipped).made == {"NVIDIA X": "once", "NVIDIA H200": "today"}
+    ship(kernel.shipped, {(kernel, "D=128"): THIRD}, "later"), ship(kernel.shipped, {(kernel, "D=64"): OTHER}, "later")
+    assert read(kernel.shipped).made["NVIDIA H200"] == "today; later"
     assert read(kernel.shipped).entries == {
         "NVIDIA X | op.kernel | D=64": {"rows": 9},
         "NVIDIA H200 | op.kernel | D=64": {"rows": 2, "wide": False},
+        "NVIDIA H200 | op.kernel | D=128": {"rows": 3, "wide": True},
     }
 
 

@@ -7,6 +7,7 @@ user would have to do (repeated key heads, the scale) is part of what is timed.
 import importlib
 import importlib.util
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fastjax.bench.attention.cases import Case
+from pallas_kernels import compat
 from pallas_kernels.attention import attention
 
 _LONGEST_REASON = 160
@@ -54,14 +56,20 @@ def _refuse(case: Case, whose: str, *, documents: bool) -> None:
 
 def _jax_triton(case: Case) -> Attend:
     """jax.experimental.pallas.ops.gpu.attention; it takes as many key heads as query heads."""
-    from jax.experimental.pallas.ops.gpu import attention as kernels
-
     _refuse(case, "JAX's Triton kernel", documents=False)
+    compat.silence_triton_deprecation()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # jax 0.11 points to tokamax
+        from jax.experimental.pallas.ops.gpu import attention as kernels
+
+    block = 64 if case.size > 128 else 128
+    blocks = kernels.BlockSizes(block, block, block_q_dkv=32, block_kv_dkv=32, block_q_dq=32, block_kv_dq=32)
 
     def attend(arrays: dict[str, Any]) -> Array:
         k, v = (jnp.repeat(arrays[name], case.heads // case.kv_heads, axis=2) for name in ("k", "v"))
-        # the names of its parameters differ between the versions of JAX less than their places
-        return kernels.mha(arrays["q"], k, v, arrays.get("ids"), case.size**-0.5, True)
+        return kernels.mha(
+            arrays["q"], k, v, arrays.get("ids"), sm_scale=case.size**-0.5, causal=True, block_sizes=blocks
+        )
 
     return attend
 
@@ -76,6 +84,8 @@ def _jax_mosaic(case: Case) -> Attend:
     )
 
     def attend(arrays: dict[str, Any]) -> Array:
+        if arrays["q"].dtype != jnp.float16:
+            raise NotImplementedError(f"JAX's Mosaic kernel takes float16 alone, not {arrays['q'].dtype}")
         q = arrays["q"] * jnp.asarray(case.size**-0.5, arrays["q"].dtype)
         return kernels.attention(q, arrays["k"], arrays["v"], config)
 

@@ -101,6 +101,7 @@ def run(given: TuneCase | None = None, ship: Path | None = None, console: Consol
     given, console = given or TuneCase(), console or Console()
     check_names("--implementations", given.implementations, IMPLEMENTATIONS)
     check_names("--kinds", given.kinds, KINDS)
+    made = f"{datetime.date.today()}, jax {jax.__version__}, {' '.join(['fastjax', *sys.argv[1:]])}"
     found: dict[tuple[Kernel, str], Any] = {}
     for size in given.sizes:
         for kind in given.kinds:
@@ -108,12 +109,12 @@ def run(given: TuneCase | None = None, ship: Path | None = None, console: Consol
             arguments = _arguments(case, given.dtype)
             jobs = _jobs(given, case, arguments)
             found |= fastest(jobs, arguments, given.rounds, console)
+            if ship is not None and found:  # what is known so far, in case the rest is cut off
+                autotune.ship(ship, found, made)
     if not found:
         raise ConfigError(f"bench attention --autotune: {dispatch.target()} has none of {given.implementations}")
     console.print(f"kept in {autotune.cache_file()}", highlight=False)
     if ship is not None:
-        command = " ".join(["fastjax", *sys.argv[1:]])
-        autotune.ship(ship, found, f"{datetime.date.today()}, jax {jax.__version__}, {command}")
         console.print(f"written to {ship}", highlight=False)
     return {f"{kernel.name} {facts}": config for (kernel, facts), config in found.items()}
 
