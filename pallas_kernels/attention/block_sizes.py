@@ -26,8 +26,8 @@ def kernel(name: str, folder: str) -> Kernel:
     return Kernel(f"attention.{name}", (_HERE / folder, _HERE / "dropout.py", _HERE / "ranges.py"), SHIPPED)
 
 
-def facts(dtype: DTypeLike, size: int, value_size: int, options: Options, *, documents: bool) -> str:
-    """What block sizes are for: "bfloat16 D=128 Dv=128 causal documents".
+def facts(dtype: DTypeLike, size: int, value_size: int, options: Options, *, documents: bool, grouped: bool) -> str:
+    """What block sizes are for: "bfloat16 D=128 Dv=128 causal documents grouped".
 
     Args:
         dtype: of q, k and v.
@@ -35,10 +35,12 @@ def facts(dtype: DTypeLike, size: int, value_size: int, options: Options, *, doc
         value_size: Dv.
         options: of the call; whether there is a window, a cap, dropout counts, not which.
         documents: whether documents bound what a query sees.
+        grouped: whether each key head has an even number of query heads.
     """
     flags = {
         "causal": options.causal,
         "documents": documents,
+        "grouped": grouped,
         "window": options.sliding_window is not None,
         "cap": options.logits_soft_cap is not None,
         "dropout": options.dropout_rate > 0.0,

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
@@ -157,9 +159,12 @@ def listed(name, size, value_size, options, flags):
     if implementation == "triton":
         guess = triton.triton_config(size, value_size, options, (9, 0))
         return triton.candidates(kernel, getattr(guess, kernel))
-    if kernel == "dq":
-        return mosaic.dq_candidates(size, value_size, options, ranges="documents" in flags)
-    return getattr(mosaic, f"{kernel}_candidates")(size, value_size, options)
+    if kernel == "dkv":
+        return mosaic.dkv_candidates(size, value_size, options)
+    grouped = "grouped" in flags
+    if kernel == "forward":
+        return mosaic.forward_candidates(size, value_size, options, grouped=grouped)
+    return mosaic.dq_candidates(size, value_size, options, ranges="documents" in flags, grouped=grouped)
 
 
 @pytest.mark.parametrize("size", [64, 80, 128, 192, 256])
@@ -175,15 +180,20 @@ def test_candidates_are_different_and_begin_with_the_guess(name, size):
         "triton.dkv": triton.triton_config(size, size, options, (9, 0)).dkv,
     }
     assert found[0] == guesses[name]
-    assert 2 < len(found) == len(set(found)) < 20
+    assert 2 < len(found) == len(set(found)) < 40
+    pairs = listed(f"attention.{name}", size, size, options, ["grouped"])
+    assert set(found) <= set(pairs) and pairs[0] == found[0]
+    assert any(getattr(config, "heads", 1) == 2 for config in pairs) == (name in ("mosaic.forward", "mosaic.dq"))
 
 
 def test_attention_runs_with_what_was_measured():
     """The kernels ask for the block sizes of their own call."""
     options = Options(128**-0.5)
-    facts = "bfloat16 D=128 Dv=128 causal documents"
+    facts = "bfloat16 D=128 Dv=128 causal documents grouped"
     chosen = triton.candidates("dq", triton.triton_config(128, 128, options, (9, 0)).dq)[-1]
     keep(triton.KERNELS["dq"], facts, chosen)
-    assert triton.chosen_config("bfloat16", 128, 128, options, documents=True).dq == chosen
-    assert triton.chosen_config("bfloat16", 128, 128, options, documents=False).dq != chosen
+    q, k = (jax.ShapeDtypeStruct((1, 64, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    assert triton.chosen_config(q, k, k, options, documents=True).dq == chosen
+    assert triton.chosen_config(q, k, k, options, documents=False).dq != chosen
+    assert triton.chosen_config(q, q, q, options, documents=True).dq != chosen
     assert json.loads(cache_file().read_text())["format"]

@@ -198,18 +198,19 @@ def _arguments(case: Case, dtype: str) -> tuple[Any, ...]:
 def _jobs(given: TuneCase, case: Case, arguments: tuple[Any, ...]) -> list[Job]:
     options = Options(case.size**-0.5, True, case.window, case.cap, 0.0, 0)
     documents = case.documents is not None
-    about = facts(given.dtype, case.size, case.size, options, documents=documents)
+    grouped = case.heads // case.kv_heads % 2 == 0
+    about = facts(given.dtype, case.size, case.size, options, documents=documents, grouped=grouped)
     q, k, v = arguments[:3]
     jobs = []
     for name in given.implementations:
         module, listed = (mosaic_sm90, _mosaic) if name == "mosaic" else (triton, _triton)
         call: dict[str, Any] = {"ranges": documents, "segments": False, "offset": 0, "sinks": False, "options": options}
         if module.unsupported(dispatch.target(), q, k, v, **call) is None:
-            jobs += [Job(kernel, about, *rest) for kernel, *rest in listed(case.size, options, documents)]
+            jobs += [Job(kernel, about, *rest) for kernel, *rest in listed(case.size, options, documents, grouped)]
     return jobs
 
 
-def _mosaic(size: int, options: Options, documents: bool) -> list[tuple[Any, ...]]:
+def _mosaic(size: int, options: Options, documents: bool, grouped: bool) -> list[tuple[Any, ...]]:
     """(kernel, candidates, run) of the Hopper kernels; the compiler leaves out the backward kernel not asked for."""
 
     def forward(config: Any, q, k, v, mask, *rest) -> Array:
@@ -220,15 +221,17 @@ def _mosaic(size: int, options: Options, documents: bool) -> list[tuple[Any, ...
         return found[chosen]
 
     listed = mosaic_config
+    dq = listed.dq_candidates(size, size, options, ranges=documents, grouped=grouped)
     return [
-        (listed.FORWARD, listed.forward_candidates(size, size, options), forward),
-        (listed.DQ, listed.dq_candidates(size, size, options, ranges=documents), partial(backward, slice(0, 1), "dq")),
+        (listed.FORWARD, listed.forward_candidates(size, size, options, grouped=grouped), forward),
+        (listed.DQ, dq, partial(backward, slice(0, 1), "dq")),
         (listed.DKV, listed.dkv_candidates(size, size, options), partial(backward, slice(1, 3), "dkv")),
     ]
 
 
-def _triton(size: int, options: Options, documents: bool) -> list[tuple[Any, ...]]:
+def _triton(size: int, options: Options, documents: bool, grouped: bool) -> list[tuple[Any, ...]]:
     """(kernel, candidates, run) of the Triton kernels, likewise."""
+    del documents, grouped
     guess = triton_config.triton_config(size, size, options, dispatch.target().compute_capability)
 
     def forward(config: Any, q, k, v, mask, *rest) -> Array:

@@ -82,10 +82,9 @@ def forward(
     """
     sizes = (q.shape[3], v.shape[3])
     if config is None:
-        documents = mask.ranges is not None
-        config = best(
-            FORWARD, facts(q.dtype, *sizes, options, documents=documents), forward_candidates(*sizes, options)
-        )
+        grouped = _grouped(q, k)
+        case = facts(q.dtype, *sizes, options, documents=mask.ranges is not None, grouped=grouped)
+        config = best(FORWARD, case, forward_candidates(*sizes, options, grouped=grouped))
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     arrays = (*(_copyable(array) for array in (q, k, v)), mask, sinks, seed)
     common: Any = {"keys": k.shape[1], "ctas": _cores(), "interpret": interpret}
@@ -134,9 +133,9 @@ def backward(
     statistics = (jnp.pad(-units * lse, padding), jnp.pad(-delta, padding))
     arrays = (*(_copyable(array) for array in (q, k, v, dout.astype(q.dtype))), *statistics, mask, seed)
     common: Any = {"options": options, "ctas": _cores(), "interpret": interpret}
-    documents = mask.ranges is not None
-    case = facts(q.dtype, *sizes, options, documents=documents)
-    dq = dq or best(DQ, case, dq_candidates(*sizes, options, ranges=documents))
+    documents, grouped = mask.ranges is not None, _grouped(q, k)
+    case = facts(q.dtype, *sizes, options, documents=documents, grouped=grouped)
+    dq = dq or best(DQ, case, dq_candidates(*sizes, options, ranges=documents, grouped=grouped))
     dkv = dkv or best(DKV, case, dkv_candidates(*sizes, options))
     gradients = backward_dq(*arrays, config=dq, keys=k.shape[1], **common), *backward_dkv(*arrays, config=dkv, **common)
     found_q, found_k, found_v = (g[:, : of.shape[1]] for g, of in zip(gradients, (q, k, v), strict=True))
@@ -151,6 +150,11 @@ def _copyable(array: Array) -> Array:
     """
     missing = -array.shape[1] % SWIZZLED_ROWS
     return jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else array
+
+
+def _grouped(q: Array, k: Array) -> bool:
+    """Whether tiles of two query heads that share their keys are possible."""
+    return q.shape[2] // k.shape[2] % 2 == 0
 
 
 def _cores() -> int:

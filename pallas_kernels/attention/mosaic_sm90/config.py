@@ -108,29 +108,37 @@ def dkv_config(size: int, value_size: int, options: Options) -> DkvConfig:
     return DkvConfig(block_q=32 if narrow else 64, stages=4)
 
 
-def forward_candidates(size: int, value_size: int, options: Options) -> list[ForwardConfig]:
-    """Block sizes worth measuring for heads of D and Dv, `forward_config` first."""
+def forward_candidates(size: int, value_size: int, options: Options, *, grouped: bool) -> list[ForwardConfig]:
+    """Block sizes worth measuring, `forward_config` first; `grouped`: each key head has an even number of query heads."""
     found = [forward_config(size, value_size, options)]
+    blocks = _blocks(64, 128 if max(size, value_size) <= 192 else 64)
     overlaps = ((True, True), (True, False), (False, False))
-    for block, (overlap, pingpong) in itertools.product(
-        _blocks(64, 128 if max(size, value_size) <= 192 else 64), overlaps
-    ):
+    shapes = [(1, 1), (2, 1), (1, 2), (2, 2)] if grouped else [(1, 1), (2, 1)]
+    for block, (buffers, heads), (overlap, pingpong) in itertools.product(blocks, shapes, overlaps):
+        if (buffers, heads) != (1, 1) and (overlap, pingpong) == (False, False):
+            continue
         for own in (True, False):
-            free = _SHARED_BYTES // 2 - TILE * (size + own * value_size)
+            free = _SHARED_BYTES // 2 - TILE * (buffers * size + own * value_size)
             stages = _stages(free // (block * (size + value_size)))
             if stages:
-                found += [ForwardConfig(block, number, overlap, pingpong, own) for number in stages]
+                common = {"buffers": buffers, "heads": heads, "overlap": overlap, "pingpong": pingpong}
+                stages = stages if (buffers, heads) == (1, 1) else stages[-1:]
+                found += [ForwardConfig(block, number, own_output=own, **common) for number in stages]
                 break
     return list(dict.fromkeys(found))
 
 
-def dq_candidates(size: int, value_size: int, options: Options, *, ranges: bool) -> list[DqConfig]:
+def dq_candidates(size: int, value_size: int, options: Options, *, ranges: bool, grouped: bool) -> list[DqConfig]:
     """Block sizes worth measuring likewise, `dq_config` first."""
     found = [dq_config(size, value_size, options, ranges=ranges)]
     together, largest = size + value_size, max(size, value_size)
-    for block, lag in itertools.product(_blocks(32, 64) if largest > 128 else _blocks(64, 128), (False, True)):
-        stages = _stages((_SHARED_BYTES // 2 - TILE * together) // (block * together))
-        found += [DqConfig(block, number, lag) for number in stages]
+    blocks = _blocks(32, 64) if largest > 128 else _blocks(64, 128)
+    shapes = [(1, 1), (2, 1), (1, 2), (2, 2)] if grouped else [(1, 1), (2, 1)]
+    for block, (buffers, heads), lag in itertools.product(blocks, shapes, (False, True)):
+        stages = _stages((_SHARED_BYTES // 2 - buffers * TILE * together) // (block * together))
+        if (buffers, heads) != (1, 1):
+            stages = [] if lag else stages[-1:]
+        found += [DqConfig(block, number, buffers, heads, lag) for number in stages]
     return list(dict.fromkeys(found))
 
 
@@ -138,9 +146,10 @@ def dkv_candidates(size: int, value_size: int, options: Options) -> list[DkvConf
     """Block sizes worth measuring likewise, `dkv_config` first."""
     found = [dkv_config(size, value_size, options)]
     together, split = size + value_size, found[0].split
-    for block in _blocks(32, 128 if together <= 128 else 64):
-        stages = _stages((_SHARED_BYTES // 2 - (TILE // 2 if split else TILE) * together) // (block * together))
-        found += [DkvConfig(block, number, split) for number in stages]
+    rows = TILE // 2 if split else TILE
+    for block, buffers in itertools.product(_blocks(32, 128 if together <= 128 else 64), (1, 2)):
+        free = _SHARED_BYTES // 2 - buffers * rows * together
+        found += [DkvConfig(block, number, buffers, split) for number in _stages(free // (block * together))]
     return list(dict.fromkeys(found))
 
 

@@ -60,8 +60,7 @@ def backward(
     """
     compat.silence_triton_deprecation()
     if config is None:
-        documents = mask.ranges is not None
-        config = chosen_config(q.dtype, q.shape[3], v.shape[3], options, documents=documents)
+        config = chosen_config(q, k, v, options, documents=mask.ranges is not None)
     arrays = (q, k, v, dout, lse * -LOG2_E, delta, mask.ranges, mask.query_offset, seed)
     dk, dv = dkv(*arrays, options, config.dkv, interpret)
     return dq(*arrays, options, config.dq, interpret), dk, dv

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jax.typing import DTypeLike
+from jax import Array
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention.block_sizes import facts, kernel
@@ -80,17 +80,18 @@ def triton_config(size: int, value_size: int, options: Options, capability: tupl
     )
 
 
-def chosen_config(dtype: DTypeLike, size: int, value_size: int, options: Options, *, documents: bool) -> TritonConfig:
+def chosen_config(q: Array, k: Array, v: Array, options: Options, *, documents: bool) -> TritonConfig:
     """The block sizes that were measured for such a call on the target, else `triton_config`.
 
     Args:
-        dtype: of q, k and v.
-        size: D.
-        value_size: Dv.
+        q: queries [B, S, H, D].
+        k: keys [B, T, K, D].
+        v: values [B, T, K, Dv].
         options: of the call.
         documents: whether documents bound what a query sees.
     """
-    case = facts(dtype, size, value_size, options, documents=documents)
+    size, value_size, grouped = q.shape[3], v.shape[3], q.shape[2] // k.shape[2] % 2 == 0
+    case = facts(q.dtype, size, value_size, options, documents=documents, grouped=grouped)
     guess = triton_config(size, value_size, options, dispatch.target().compute_capability)
     return TritonConfig(
         **{name: best(kernel, case, candidates(name, getattr(guess, name))) for name, kernel in KERNELS.items()}

@@ -52,8 +52,7 @@ def forward(
     """
     compat.silence_triton_deprecation()
     if config is None:
-        documents = mask.ranges is not None
-        config = chosen_config(q.dtype, q.shape[3], v.shape[3], options, documents=documents)
+        config = chosen_config(q, k, v, options, documents=mask.ranges is not None)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     if options.scale <= 0.0:  # the kernel takes the maximum before it scales
         q = q * jnp.asarray(-1.0 if options.scale else 0.0, q.dtype)

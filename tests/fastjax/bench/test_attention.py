@@ -245,7 +245,7 @@ def test_every_kernel_is_tuned_on_its_card(monkeypatch):
         shapes = jax.tree.map(lambda leaf: leaf.shape, traced)
     q, k = (1, 256, 4, 64), (1, 256, 2, 64)
     assert shapes == [q, (q,), (k, k), q, (k, k), (q,)]
-    assert {one.facts for one in jobs} == {"bfloat16 D=64 Dv=64 causal documents"}
+    assert {one.facts for one in jobs} == {"bfloat16 D=64 Dv=64 causal documents grouped"}
 
 
 def test_a_device_without_these_kernels_is_refused():
