@@ -109,7 +109,7 @@ def dkv_config(size: int, value_size: int, options: Options) -> DkvConfig:
 
 
 def forward_candidates(size: int, value_size: int, options: Options, *, grouped: bool) -> list[ForwardConfig]:
-    """Block sizes worth measuring, `forward_config` first; `grouped`: each key head has an even number of query heads."""
+    """Block sizes worth measuring, `forward_config` first; `grouped`: key heads have even numbers of query heads."""
     found = [forward_config(size, value_size, options)]
     blocks = _blocks(64, 128 if max(size, value_size) <= 192 else 64)
     overlaps = ((True, True), (True, False), (False, False))
