@@ -161,10 +161,10 @@ def listed(name, size, value_size, options, flags):
         return triton.candidates(kernel, getattr(guess, kernel))
     if kernel == "dkv":
         return mosaic.dkv_candidates(size, value_size, options)
-    grouped = "grouped" in flags
+    about = {"documents": "documents" in flags, "grouped": "grouped" in flags}
     if kernel == "forward":
-        return mosaic.forward_candidates(size, value_size, options, grouped=grouped)
-    return mosaic.dq_candidates(size, value_size, options, ranges="documents" in flags, grouped=grouped)
+        return mosaic.forward_candidates(size, value_size, options, **about)
+    return mosaic.dq_candidates(size, value_size, options, **about)
 
 
 @pytest.mark.parametrize("size", [64, 80, 128, 192, 256])
@@ -173,8 +173,8 @@ def test_candidates_are_different_and_begin_with_the_guess(name, size):
     options = Options(1.0)
     found = listed(f"attention.{name}", size, size, options, [])
     guesses = {
-        "mosaic.forward": mosaic.forward_config(size, size, options),
-        "mosaic.dq": mosaic.dq_config(size, size, options, ranges=False),
+        "mosaic.forward": mosaic.forward_config(size, size, options, documents=False, grouped=False),
+        "mosaic.dq": mosaic.dq_config(size, size, options, documents=False, grouped=False),
         "mosaic.dkv": mosaic.dkv_config(size, size, options),
         "triton.forward": triton.triton_config(size, size, options, (9, 0)).forward,
         "triton.dkv": triton.triton_config(size, size, options, (9, 0)).dkv,

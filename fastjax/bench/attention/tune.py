@@ -221,10 +221,10 @@ def _mosaic(size: int, options: Options, documents: bool, grouped: bool) -> list
         return found[chosen]
 
     listed = mosaic_config
-    dq = listed.dq_candidates(size, size, options, ranges=documents, grouped=grouped)
+    about: dict[str, bool] = {"documents": documents, "grouped": grouped}
     return [
-        (listed.FORWARD, listed.forward_candidates(size, size, options, grouped=grouped), forward),
-        (listed.DQ, dq, partial(backward, slice(0, 1), "dq")),
+        (listed.FORWARD, listed.forward_candidates(size, size, options, **about), forward),
+        (listed.DQ, listed.dq_candidates(size, size, options, **about), partial(backward, slice(0, 1), "dq")),
         (listed.DKV, listed.dkv_candidates(size, size, options), partial(backward, slice(1, 3), "dkv")),
     ]
 

@@ -82,9 +82,8 @@ def forward(
     """
     sizes = (q.shape[3], v.shape[3])
     if config is None:
-        grouped = _grouped(q, k)
-        case = facts(q.dtype, *sizes, options, documents=mask.ranges is not None, grouped=grouped)
-        config = best(FORWARD, case, forward_candidates(*sizes, options, grouped=grouped))
+        about: Any = {"documents": mask.ranges is not None, "grouped": _grouped(q, k)}
+        config = best(FORWARD, facts(q.dtype, *sizes, options, **about), forward_candidates(*sizes, options, **about))
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     arrays = (*(_copyable(array) for array in (q, k, v)), mask, sinks, seed)
     common: Any = {"keys": k.shape[1], "ctas": _cores(), "interpret": interpret}
@@ -133,9 +132,9 @@ def backward(
     statistics = (jnp.pad(-units * lse, padding), jnp.pad(-delta, padding))
     arrays = (*(_copyable(array) for array in (q, k, v, dout.astype(q.dtype))), *statistics, mask, seed)
     common: Any = {"options": options, "ctas": _cores(), "interpret": interpret}
-    documents, grouped = mask.ranges is not None, _grouped(q, k)
-    case = facts(q.dtype, *sizes, options, documents=documents, grouped=grouped)
-    dq = dq or best(DQ, case, dq_candidates(*sizes, options, ranges=documents, grouped=grouped))
+    about: Any = {"documents": mask.ranges is not None, "grouped": _grouped(q, k)}
+    case = facts(q.dtype, *sizes, options, **about)
+    dq = dq or best(DQ, case, dq_candidates(*sizes, options, **about))
     dkv = dkv or best(DKV, case, dkv_candidates(*sizes, options))
     gradients = backward_dq(*arrays, config=dq, keys=k.shape[1], **common), *backward_dkv(*arrays, config=dkv, **common)
     found_q, found_k, found_v = (g[:, : of.shape[1]] for g, of in zip(gradients, (q, k, v), strict=True))

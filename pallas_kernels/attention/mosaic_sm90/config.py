@@ -79,22 +79,34 @@ class DkvConfig:
     split: bool = False
 
 
-def forward_config(size: int, value_size: int, options: Options) -> ForwardConfig:
-    """Block sizes for heads of D and Dv: the largest that leave registers for what the options need."""
+def forward_config(size: int, value_size: int, options: Options, *, documents: bool, grouped: bool) -> ForwardConfig:
+    """Block sizes without a measurement: the largest that leave registers for what the options need.
+
+    Args:
+        size: D.
+        value_size: Dv.
+        options: of the call.
+        documents: whether documents bound what a query sees; they are short, so tiles are prepared beforehand.
+        grouped: whether each key head has an even number of query heads.
+    """
     largest = max(size, value_size)
     if largest > 128 or options.dropout_rate:
         return ForwardConfig(block_kv=64, stages=2 if largest > 128 else 4, own_output=largest <= 192)
+    if documents:
+        return ForwardConfig(64, 4, buffers=2, heads=2 if grouped else 1, pingpong=grouped, own_output=False)
     return ForwardConfig(stages=4 if largest <= 64 else 2)
 
 
-def dq_config(size: int, value_size: int, options: Options, *, ranges: bool) -> DqConfig:
-    """Block sizes likewise; `ranges` says whether documents bound what a query sees."""
+def dq_config(size: int, value_size: int, options: Options, *, documents: bool, grouped: bool) -> DqConfig:
+    """Block sizes likewise."""
     largest = max(size, value_size)
     if largest > 192:
         return DqConfig(block_kv=32, stages=2)
     if largest > 128:
         return DqConfig(block_kv=64, stages=2)
-    if ranges or options.sliding_window or options.dropout_rate or options.logits_soft_cap:
+    if documents:
+        return DqConfig(block_kv=64, stages=2, buffers=2, heads=2 if grouped else 1)
+    if options.sliding_window or options.dropout_rate or options.logits_soft_cap:
         return DqConfig(block_kv=64, stages=4)
     return DqConfig(stages=4 if largest <= 64 else 2)
 
@@ -108,9 +120,11 @@ def dkv_config(size: int, value_size: int, options: Options) -> DkvConfig:
     return DkvConfig(block_q=32 if narrow else 64, stages=4)
 
 
-def forward_candidates(size: int, value_size: int, options: Options, *, grouped: bool) -> list[ForwardConfig]:
-    """Block sizes worth measuring, `forward_config` first; `grouped`: key heads have even numbers of query heads."""
-    found = [forward_config(size, value_size, options)]
+def forward_candidates(
+    size: int, value_size: int, options: Options, *, documents: bool, grouped: bool
+) -> list[ForwardConfig]:
+    """Block sizes worth measuring, `forward_config` first."""
+    found = [forward_config(size, value_size, options, documents=documents, grouped=grouped)]
     blocks = _blocks(64, 128 if max(size, value_size) <= 192 else 64)
     overlaps = ((True, True), (True, False), (False, False))
     shapes = [(1, 1), (2, 1), (1, 2), (2, 2)] if grouped else [(1, 1), (2, 1)]
@@ -128,9 +142,9 @@ def forward_candidates(size: int, value_size: int, options: Options, *, grouped:
     return list(dict.fromkeys(found))
 
 
-def dq_candidates(size: int, value_size: int, options: Options, *, ranges: bool, grouped: bool) -> list[DqConfig]:
+def dq_candidates(size: int, value_size: int, options: Options, *, documents: bool, grouped: bool) -> list[DqConfig]:
     """Block sizes worth measuring likewise, `dq_config` first."""
-    found = [dq_config(size, value_size, options, ranges=ranges)]
+    found = [dq_config(size, value_size, options, documents=documents, grouped=grouped)]
     together, largest = size + value_size, max(size, value_size)
     blocks = _blocks(32, 64) if largest > 128 else _blocks(64, 128)
     shapes = [(1, 1), (2, 1), (1, 2), (2, 2)] if grouped else [(1, 1), (2, 1)]
