@@ -1,14 +1,17 @@
 """How fast NF4 weights are decoded and multiplied on this device.
 
-Every decode reads and writes memory that is not in the cache: it goes over several weights, together at least 256 MiB
-packed, and what it writes is larger still. Bandwidth counts codes, scales and result once each; the ceiling beside it
-is what a plain element-wise kernel moves when it reads and writes as much as each other.
+Everything reads and writes memory that is not in the cache: it goes over several weights, together at least 256 MiB
+packed, and what a decode writes is larger still. Bandwidth counts codes, scales and result once each; the ceiling
+beside it is what a plain element-wise kernel moves when it reads and writes as much as each other. Products stand
+beside the one with a weight in 16 bits, which is the vendor's.
 """
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from fastjax.bench import nf4_torch
 from fastjax.bench.timing import Program, Timing, measure
 from pallas_kernels import dispatch, nf4
 from pallas_kernels.nf4.shapes import BENCHMARK
 
-IMPLEMENTATIONS = ("mosaic", "triton", "xla")
+IMPLEMENTATIONS = ("fused", "mosaic", "triton", "xla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +34,17 @@ class NF4Case:
     """What is measured.
 
     Attributes:
-        shape: (out, in) of the weight.
+        shapes: (out, in) of the weights.
         dtypes: of the decoded weight.
-        rows: rows of x for the products, one measurement each; empty for none.
+        rows: rows of x for the products and their gradients, one measurement each; empty for none.
         dtype: of the products.
-        cold_bytes: packed bytes that the decodes go over in turn.
+        cold_bytes: packed bytes that everything goes over in turn.
         rounds: runs of which the median counts.
     """
 
-    shape: tuple[int, int] = BENCHMARK.shape
+    shapes: tuple[tuple[int, int], ...] = (BENCHMARK.shape, (BENCHMARK.shape[1], BENCHMARK.shape[0]))
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
-    rows: tuple[int, ...] = (8192, 2048, 512, 16, 1)
+    rows: tuple[int, ...] = (8192, 2048, 512, 64, 16, 1)
     dtype: str = "bfloat16"
     cold_bytes: int = 256 * 2**20
     rounds: int = 9
@@ -51,8 +55,10 @@ class NF4Result:
     """One line of the table.
 
     Attributes:
-        operation: "decode", "product" or "copy".
-        implementation: of the decode; "dense" for the product with a weight in 16 bits.
+        shape: (out, in) of the weight.
+        operation: "copy", "decode", "product" or "gradient" (in x, of the product).
+        implementation: of it; "dense" for the product with a weight in 16 bits, "bitsandbytes" and "unsloth" where
+            these are installed.
         dtype: of the result.
         rows: of x, for a product.
         microseconds: median.
@@ -60,9 +66,11 @@ class NF4Result:
         worst: largest.
         gigabytes_per_second: bytes that must move over the median; None for a product.
         teraflops_per_second: of a product; None otherwise.
+        of_dense: the dense product's time over this one's; None for what is no product.
         source: how it was timed.
     """
 
+    shape: tuple[int, int]
     operation: str
     implementation: str
     dtype: str
@@ -72,23 +80,29 @@ class NF4Result:
     worst: float
     gigabytes_per_second: float | None
     teraflops_per_second: float | None
+    of_dense: float | None
     source: str
 
 
 def run(case: NF4Case | None = None, output: Path | None = None, console: Console | None = None) -> list[NF4Result]:
-    """Measure, show a table, write a file.
+    """Measure, show a table for each shape, write a file.
 
     Args:
         case: what to measure; the defaults suit a GPU.
         output: JSON file for the case, the device and the results; None: no file.
-        console: for the table.
+        console: for the tables.
 
     Returns:
-        The lines of the table.
+        The lines of the tables.
     """
     case, console = case or NF4Case(), console or Console()
-    results = [_copy(case), *_decodes(case), *(line for rows in case.rows for line in _products(case, rows))]
-    console.print(_table(case, results))
+    results = [_copy(case)]
+    for shape in case.shapes:
+        results += _decodes(case, shape)
+        for rows, gradient in itertools.product(case.rows, (False, True)):
+            results += _products(case, shape, rows, gradient)
+    for shape in case.shapes:
+        console.print(_table(case, shape, [line for line in results if line.shape == shape]))
     if output is not None:
         facts: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         facts |= {"case": dataclasses.asdict(case), "results": [dataclasses.asdict(line) for line in results]}
@@ -115,18 +129,27 @@ def packed_weights(shape: tuple[int, int], count: int, seed: int = 0) -> list[tu
     return [draw(key) for key in jax.random.split(jax.random.key(seed), count)]
 
 
-def available(shape: tuple[int, int], dtype: str) -> list[str]:
-    """The implementations that can decode such a weight on this device."""
+def available(shape: tuple[int, int], dtype: str, rows: int | None = None, gradient: bool = False) -> list[str]:
+    """The implementations that can serve on this device.
+
+    Args:
+        shape: (out, in) of the weight.
+        dtype: of the result.
+        rows: of x, for a product; None: those of the dequantisation.
+        gradient: of the product in x.
+    """
+    codes = jax.ShapeDtypeStruct((shape[0], shape[1] // 2), jnp.uint8)
+    absmax = jax.ShapeDtypeStruct((shape[0], shape[1] // 64), jnp.float32)
     found = []
     for name in IMPLEMENTATIONS:
-        spec = jax.ShapeDtypeStruct((shape[0], shape[1] // 2), jnp.uint8)
-        scales = jax.ShapeDtypeStruct((shape[0], shape[1] // 64), jnp.float32)
         try:
-            jax.eval_shape(
-                lambda c, a, name=name: nf4.dequantize(c, a, shape=shape, dtype=dtype, implementation=name),
-                spec,
-                scales,
-            )
+            if rows is not None:
+                x = jax.ShapeDtypeStruct((rows, shape[0 if gradient else 1]), dtype)
+                jax.eval_shape(_product_of(shape, name, gradient), x, codes, absmax)
+            elif name != "fused":
+                jax.eval_shape(_decode_of(shape, dtype, name), codes, absmax)
+            else:
+                continue
         except NotImplementedError:
             continue
         found.append(name)
@@ -141,71 +164,87 @@ def decode_bytes(shape: tuple[int, int], dtype: str) -> int:
 
 def _copy(case: NF4Case) -> NF4Result:
     """An element-wise kernel over arrays whose bytes read and written add up to those of a bfloat16 decode."""
-    length = max(1, decode_bytes(case.shape, "bfloat16") // 8)
+    length = max(1, decode_bytes(case.shapes[0], "bfloat16") // 8)
     count = max(2, -(-case.cold_bytes // (4 * length)))
     arrays = tuple(jnp.arange(length, dtype=jnp.uint32) * np.uint32(i + 1) for i in range(count))
     program = Program("copy", lambda *xs: [x ^ np.uint32(0x5A5A5A5A) for x in xs], arrays, count)
     timing = measure([program], case.rounds)["copy"]
-    return _line(timing, "copy", "xla", "uint32", moved=8 * length)
+    return _line(timing, case.shapes[0], "copy", "xla", "uint32", moved=8 * length)
 
 
-def _decodes(case: NF4Case) -> list[NF4Result]:
-    packed = packed_weights(case.shape, _cold_count(case))
+def _decodes(case: NF4Case, shape: tuple[int, int]) -> list[NF4Result]:
+    packed = packed_weights(shape, _cold_count(case, shape))
     lines = []
     for dtype in case.dtypes:
         programs = [
-            Program(f"decode_{name}_{dtype}", _decode_all(case.shape, dtype, name), tuple(packed), len(packed))
-            for name in available(case.shape, dtype)
+            Program(f"decode_{name}_{dtype}", _each(_decode_of(shape, dtype, name)), (None, *packed), len(packed))
+            for name in available(shape, dtype)
         ]
         timings = measure(programs, case.rounds)
-        for program in programs:
-            name = program.name.split("_")[1]
-            lines.append(_line(timings[program.name], "decode", name, dtype, moved=decode_bytes(case.shape, dtype)))
+        found = {program.name.split("_")[1]: timings[program.name] for program in programs}
+        found |= nf4_torch.decodes(shape, dtype, len(packed), case.rounds)
+        moved = decode_bytes(shape, dtype)
+        lines += [_line(timing, shape, "decode", name, dtype, moved=moved) for name, timing in found.items()]
     return lines
 
 
-def _decode_all(shape: tuple[int, int], dtype: str, implementation: str):
-    def decode(*packed):
-        return [nf4.dequantize(*one, shape=shape, dtype=dtype, implementation=implementation) for one in packed]
-
-    return decode
-
-
-def _products(case: NF4Case, rows: int) -> list[NF4Result]:
-    packed = packed_weights(case.shape, _cold_count(case))
-    x = jax.random.normal(jax.random.key(1), (rows, case.shape[1]), case.dtype)
-
-    def product_of(implementation: str):
-        def product(x, *packed):
-            return [nf4.matmul(x, *one, shape=case.shape, implementation=implementation) for one in packed]
-
-        return product
-
-    def dense_product(x, *weights):
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        dims = (((1,), (1,)), ((), ()))
-        return [jax.lax.dot_general(x, weight, dims, precision=precision) for weight in weights]
-
-    dense = jax.jit(_decode_all(case.shape, case.dtype, "xla"))(*packed)
+def _products(case: NF4Case, shape: tuple[int, int], rows: int, gradient: bool) -> list[NF4Result]:
+    packed = packed_weights(shape, _cold_count(case, shape))
+    x = jax.random.normal(jax.random.key(1), (rows, shape[0 if gradient else 1]), case.dtype)
+    dense = jax.jit(_each(_decode_of(shape, case.dtype, "xla")))(None, *packed)
     programs = [
-        Program(f"product_{name}", product_of(name), (x, *packed), len(packed))
-        for name in available(case.shape, case.dtype)
+        Program(f"product_{name}", _each(_product_of(shape, name, gradient)), (x, *packed), len(packed))
+        for name in available(shape, case.dtype, rows, gradient)
     ]
-    programs.append(Program("product_dense", dense_product, (x, *dense), len(packed)))
+    programs.append(Program("product_dense", _each(_dense_product(gradient)), (x, *((d,) for d in dense)), len(packed)))
     timings = measure(programs, case.rounds)
-    flops = 2 * rows * math.prod(case.shape)
+    found = {program.name.split("_")[1]: timings[program.name] for program in programs}
+    found |= nf4_torch.products(shape, case.dtype, rows, gradient, len(packed), case.rounds)
+    operation, reference = "gradient" if gradient else "product", timings["product_dense"].median
     return [
-        _line(timings[p.name], "product", p.name.split("_")[1], case.dtype, rows=rows, flops=flops) for p in programs
+        _line(timing, shape, operation, name, case.dtype, rows=rows, dense=reference) for name, timing in found.items()
     ]
 
 
-def _cold_count(case: NF4Case) -> int:
+def _each(function: Callable[..., jax.Array]) -> Callable[..., list[jax.Array]]:
+    """The function of x, unless that is None, and of every one of the weights."""
+
+    def run(x, *weights):
+        return [function(*weight) if x is None else function(x, *weight) for weight in weights]
+
+    return run
+
+
+def _decode_of(shape: tuple[int, int], dtype: str, implementation: str) -> Callable[..., jax.Array]:
+    return functools.partial(nf4.dequantize, shape=shape, dtype=dtype, implementation=implementation)
+
+
+def _product_of(shape: tuple[int, int], implementation: str, gradient: bool) -> Callable[..., jax.Array]:
+    product = functools.partial(nf4.matmul, shape=shape, implementation=implementation)
+
+    def pull_back(dy, codes, absmax):
+        x = jnp.zeros((dy.shape[0], shape[1]), dy.dtype)
+        return jax.vjp(lambda x: product(x, codes, absmax), x)[1](dy)[0]
+
+    return pull_back if gradient else product
+
+
+def _dense_product(gradient: bool) -> Callable[..., jax.Array]:
+    def product(x, weight):
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        return jax.lax.dot_general(x, weight, (((1,), (0 if gradient else 1,)), ((), ())), precision=precision)
+
+    return product
+
+
+def _cold_count(case: NF4Case, shape: tuple[int, int]) -> int:
     """Weights that together exceed any cache."""
-    return max(2, -(-case.cold_bytes // (math.prod(case.shape) // 2)))
+    return max(2, -(-case.cold_bytes // (math.prod(shape) // 2)))
 
 
-def _line(timing: Timing, operation, implementation, dtype, *, moved=None, rows=None, flops=None) -> NF4Result:
+def _line(timing: Timing, shape, operation, implementation, dtype, *, moved=None, rows=None, dense=None) -> NF4Result:
     return NF4Result(
+        shape=shape,
         operation=operation,
         implementation=implementation,
         dtype=dtype,
@@ -214,18 +253,18 @@ def _line(timing: Timing, operation, implementation, dtype, *, moved=None, rows=
         best=timing.best * 1e6,
         worst=timing.worst * 1e6,
         gigabytes_per_second=None if moved is None else moved / timing.median / 1e9,
-        teraflops_per_second=None if flops is None else flops / timing.median / 1e12,
+        teraflops_per_second=None if rows is None else 2 * rows * math.prod(shape) / timing.median / 1e12,
+        of_dense=None if dense is None else dense / timing.median,
         source=timing.source,
     )
 
 
-def _table(case: NF4Case, results: Sequence[NF4Result]) -> Table:
-    out, columns = case.shape
-    title = f"NF4 · {out}×{columns} · cold cache · {dispatch.target()} · jax {jax.__version__}"
+def _table(case: NF4Case, shape: tuple[int, int], results: Sequence[NF4Result]) -> Table:
+    title = f"NF4 · {shape[0]}×{shape[1]} · cold cache · {dispatch.target()} · jax {jax.__version__}"
     table = Table(title=title, caption=f"median of {case.rounds}, time by {results[-1].source}")
     for name in ("", "by", "dtype"):
         table.add_column(name)
-    for name in ("rows", "µs", "best–worst", "GB/s", "TFLOP/s"):
+    for name in ("rows", "µs", "best–worst", "GB/s", "TFLOP/s", "of dense"):
         table.add_column(name, justify="right")
     for line in results:
         table.add_row(
@@ -237,5 +276,6 @@ def _table(case: NF4Case, results: Sequence[NF4Result]) -> Table:
             f"{line.best:,.1f}–{line.worst:,.1f}",
             "" if line.gigabytes_per_second is None else f"{line.gigabytes_per_second:,.0f}",
             "" if line.teraflops_per_second is None else f"{line.teraflops_per_second:,.1f}",
+            "" if line.of_dense is None else f"{line.of_dense:.2f}",
         )
     return table

@@ -29,10 +29,16 @@ def _parser() -> argparse.ArgumentParser:
         "nf4",
         help="decoding NF4 weights, and multiplying by them",
         description="Time the decoding of NF4 weights by every implementation that this device has, and products with "
-        "them, out of a cold cache. The defaults suit a GPU.",
+        "them and their gradients, out of a cold cache. The defaults suit a GPU.",
     )
     nf4.add_argument(
-        "--shape", type=positive, nargs=2, metavar=("OUT", "IN"), help="of the weight (default: 4096 14336)"
+        "--shape",
+        dest="shapes",
+        type=positive,
+        nargs=2,
+        action="append",
+        metavar=("OUT", "IN"),
+        help="of a weight; may be repeated (default: 4096 14336 and 14336 4096)",
     )
     nf4.add_argument("--dtypes", nargs="+", choices=dtypes, help="of the decoded weight (default: all three)")
     nf4.add_argument("--rows", type=positive, nargs="*", metavar="N", help="of x in the products; nothing: no products")
@@ -97,6 +103,8 @@ def _nf4(arguments: argparse.Namespace) -> None:
     names = (field.name for field in dataclasses.fields(NF4Case))
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    if "shapes" in lists:
+        lists["shapes"] = tuple(map(tuple, lists["shapes"]))
     run(dataclasses.replace(NF4Case(), **(given | lists)), arguments.output)
 
 

@@ -5,6 +5,9 @@ Implementations of the dequantisation, in order of preference; all are equal to 
 - ``mosaic``: Hopper;
 - ``triton``: NVIDIA GPUs of compute capability 8.0 or more;
 - ``xla``: everything else, and what the kernels leave out: bitsandbytes' order, partial blocks, other maps.
+
+The product decodes by one of them and multiplies then, or, with few rows on Hopper, by ``fused``: kernels that decode
+as they multiply, so that nothing decoded passes through memory.
 """
 
 import functools
@@ -85,7 +88,7 @@ def matmul(
     quant_map: Float[Array, " 16"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows out"]:
-    """Multiply by a packed matrix, y = x Wᵀ: decode it to x's dtype, multiply; in the backward pass again.
+    """Multiply by a packed matrix decoded to x's dtype, y = x Wᵀ; in the backward pass decode it again.
 
     Products are accumulated in float32; float32 inputs are multiplied in float32 ("highest" precision). Differentiable
     in x alone. The backward pass keeps the packed weight, never the decoded one, and decodes only once the gradient
@@ -98,7 +101,7 @@ def matmul(
         shape: (out, in) of the matrix.
         order: of the codes.
         quant_map: as in `dequantize`.
-        implementation: of the dequantisation, in both passes; None lets each pass choose.
+        implementation: "fused", or one of the dequantisation's; in both passes. None lets each pass choose.
 
     Returns:
         The product in x's dtype.
@@ -120,8 +123,7 @@ def matmul(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _matmul(x, codes, absmax, quant_map, shape, order, implementation):
-    x, weight = _decode_when_needed(x, codes, absmax, quant_map, shape, order, implementation)
-    return _product(x, weight, contract_rows_of_weight=False)
+    return _multiply(x, codes, absmax, quant_map, shape, order, implementation, gradient=False)
 
 
 def _matmul_forward(x, codes, absmax, quant_map, shape, order, implementation):
@@ -130,11 +132,33 @@ def _matmul_forward(x, codes, absmax, quant_map, shape, order, implementation):
 
 def _matmul_backward(shape, order, implementation, packed, dy):
     codes, absmax, quant_map = packed
-    dy, weight = _decode_when_needed(dy, codes, absmax, quant_map, shape, order, implementation)
-    return _product(dy, weight, contract_rows_of_weight=True), None, None, None
+    dx = _multiply(dy, codes, absmax, quant_map, shape, order, implementation, gradient=True)
+    return dx, None, None, None
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _multiply(x, codes, absmax, quant_map, shape, order, implementation, *, gradient: bool):
+    """X Wᵀ, or x W for the gradient."""
+    rows = math.prod(x.shape[:-1])
+    reason = _not_fused(rows, x.dtype, shape, order, quant_map, gradient, forced=implementation == "fused")
+    others = _candidates(shape, x.dtype, order, quant_map)
+    chosen = dispatch.select("nf4.matmul", implementation, [("fused", reason), *others])
+    if chosen != "fused":
+        x, weight = _decode_when_needed(x, codes, absmax, quant_map, shape, order, chosen)
+        return _product(x, weight, contract_rows_of_weight=gradient)
+    from pallas_kernels.nf4 import mosaic_sm90
+
+    out, columns = shape
+    matrix = x.reshape(rows, x.shape[-1]), codes.reshape(out, columns // 2), absmax.reshape(out, columns // BLOCK)
+    few = config.few_tokens_config(shape)
+    if not gradient and rows <= config.FEW_TOKENS_ROWS and columns % mosaic_sm90.COLUMNS == 0 and out >= few.rows:
+        found = mosaic_sm90.few_tokens(*matrix, config=few)
+    else:
+        cores = dispatch.target().num_cores or mosaic_sm90.CORES
+        found = mosaic_sm90.fused(*matrix, gradient=gradient, config=config.fused_config(rows), cores=cores)
+    return found.reshape(*x.shape[:-1], found.shape[-1])
 
 
 def _decode_when_needed(x, codes, absmax, quant_map, shape, order, implementation):
@@ -183,6 +207,28 @@ def _candidates(shape, dtype, order, quant_map) -> list[tuple[str, str | None]]:
         if capability < (8, 0):
             triton = f"it needs compute capability 8.0 or more, the target is {target}"
     return [("mosaic", mosaic), ("triton", triton), ("xla", None)]
+
+
+def _not_fused(rows: int, dtype, shape, order: str, quant_map, gradient: bool, *, forced: bool) -> str | None:
+    """Why a product cannot decode as it multiplies, or should not; None where it can."""
+    target, most = dispatch.target(), config.FUSED_ROWS[gradient]
+    if target.platform != "cuda" or target.compute_capability != (9, 0):
+        return f"it needs an NVIDIA GPU of compute capability 9.0, the target is {target}"
+    if order != "split":
+        return f"it reads codes in the split order, these are in {order!r} order"
+    if quant_map is not None:
+        return "it decodes NF4's own values, the quant_map differs from them or is not known while tracing"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies bfloat16 and float16, x is {dtype}"
+    if any(size % BLOCK or size < 2 * BLOCK for size in shape):
+        return (
+            f"it takes weights whose sides are multiples of {BLOCK} from {2 * BLOCK} on, this is {shape[0]}×{shape[1]}"
+        )
+    if rows == 0:
+        return "x has no rows"
+    if rows > most and not forced:
+        return f"with more than {most} rows it is faster to decode first, x has {rows}"
+    return None
 
 
 def _is_nf4(quant_map) -> bool:

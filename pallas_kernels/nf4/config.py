@@ -1,4 +1,4 @@
-"""Block sizes of the dequantisation kernels, as measured on an H200 (docs/performance.md)."""
+"""Block sizes of the kernels and where they take over, as measured on an H200 (docs/performance.md)."""
 
 import dataclasses
 
@@ -32,6 +32,59 @@ class MosaicConfig:
     blocks: int
 
 
+@dataclasses.dataclass(frozen=True)
+class FewTokensConfig:
+    """How the product with few rows of x works.
+
+    Attributes:
+        warpgroups: of a thread block; they share the columns of its rows.
+        row_tiles: rows of W that a thread block takes, in 32.
+        stages: pieces of x in shared memory, for each warpgroup.
+        ahead: pieces of W that a thread has under way in registers.
+    """
+
+    warpgroups: int = 4
+    row_tiles: int = 1
+    stages: int = 2
+    ahead: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of W that a thread block takes."""
+        return 32 * self.row_tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedConfig:
+    """How the product with many rows of x, or its gradient, works.
+
+    Attributes:
+        rows: of x in a tile: 64, 128 or 256.
+        columns: of the result in a tile: 64 or 128.
+        spread: whether every thread block takes as many steps, however the tiles are cut by that; otherwise whole
+            tiles.
+        x_stages: pieces of x in shared memory.
+        w_stages: decoded pieces of W in shared memory.
+        ahead: pieces of W that a decoding thread has under way in registers.
+        consumer_registers: of a thread that multiplies.
+        decoder_registers: of a thread that decodes.
+    """
+
+    rows: int = 256
+    columns: int = 128
+    spread: bool = True
+    x_stages: int = 4
+    w_stages: int = 3
+    ahead: int = 2
+    consumer_registers: int = 160
+    decoder_registers: int = 64
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return 1 if self.rows == 64 else 2
+
+
 def triton_config(dtype: DTypeLike) -> TritonConfig:
     """16 bytes of codes a thread for 16-bit results, 4 for float32: its registers hold four times the planes."""
     return TritonConfig(blocks=64 if jnp.dtype(dtype).itemsize == 2 else 16, num_warps=4)
@@ -41,3 +94,23 @@ def mosaic_config(dtype: DTypeLike) -> MosaicConfig:
     """The codes that make one 16-byte store of each half a thread, and the smallest tile, which serves most shapes."""
     bytes_per_thread = 16 // jnp.dtype(dtype).itemsize
     return MosaicConfig(bytes_per_thread=bytes_per_thread, blocks=4 * bytes_per_thread)
+
+
+FEW_TOKENS_ROWS = 32
+"""Up to so many rows of x the product goes to the kernel that is bound by the packed bytes."""
+FUSED_ROWS = {False: 1024, True: 1024}
+"""Up to so many rows the product (False) and its gradient (True) decode as they multiply; above, they decode first."""
+
+
+def few_tokens_config(shape: tuple[int, int]) -> FewTokensConfig:
+    """As many warpgroups as make some four on each of an H200's multiprocessors."""
+    return FewTokensConfig(warpgroups=1 if shape[0] >= 8192 else 2 if shape[0] > 4096 else 4)
+
+
+def fused_config(rows: int) -> FusedConfig:
+    """The least rows that hold all of x, up to 256; fewer sums in registers leave more to the decoding threads."""
+    if rows <= 64:
+        return FusedConfig(rows=64, consumer_registers=112, decoder_registers=168)
+    if rows <= 128:
+        return FusedConfig(rows=128, consumer_registers=112, decoder_registers=112)
+    return FusedConfig()

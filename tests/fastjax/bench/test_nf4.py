@@ -10,7 +10,7 @@ from rich.console import Console
 from fastjax.bench import nf4, timing
 
 TINY = nf4.NF4Case(
-    shape=(64, 256), dtypes=("bfloat16", "float32"), rows=(4,), dtype="float32", cold_bytes=2**14, rounds=2
+    shapes=((64, 256),), dtypes=("bfloat16", "float32"), rows=(4,), dtype="float32", cold_bytes=2**14, rounds=2
 )
 
 
@@ -19,10 +19,13 @@ def test_lines_table_and_file(tmp_path):
     lines = nf4.run(TINY, tmp_path / "nf4.json", console)
     found = [(line.operation, line.implementation, line.dtype) for line in lines]
     assert ("copy", "xla", "uint32") in found and ("product", "dense", "float32") in found
+    assert ("gradient", "dense", "float32") in found and ("gradient", "xla", "float32") in found
+    ratios = [line.of_dense for line in lines if line.implementation == "dense"]
+    assert ratios == [1.0, 1.0]
     assert {("decode", "xla", "bfloat16"), ("decode", "xla", "float32"), ("product", "xla", "float32")} <= set(found)
     assert all(line.best <= line.microseconds <= line.worst for line in lines)
     saved = json.loads((tmp_path / "nf4.json").read_text())
-    assert len(saved["results"]) == len(lines) and saved["case"]["shape"] == [64, 256]
+    assert len(saved["results"]) == len(lines) and saved["case"]["shapes"] == [[64, 256]]
     assert "decode" in console.export_text()
 
 

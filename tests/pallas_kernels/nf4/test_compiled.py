@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import nf4
 from pallas_kernels.compat import JAX_VERSION
+from pallas_kernels.nf4 import config
 from pallas_kernels.nf4.shapes import BENCHMARK
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
@@ -37,6 +38,43 @@ def test_mosaic_for_hopper(shape, dtype, tmp_path, monkeypatch):
     assert used.registers <= 48
 
 
+def multiply(gradient, rows, shape, dtype, aot):
+    """A product that decodes as it multiplies, and its arguments."""
+
+    def forward(x, codes, absmax):
+        return nf4.matmul(x, codes, absmax, shape=shape, implementation="fused")
+
+    def backward(dy, codes, absmax):
+        x = jnp.zeros((rows, shape[1]), dtype)
+        return jax.vjp(lambda x: forward(x, codes, absmax), x)[1](dy)
+
+    x = aot.spec((rows, shape[0 if gradient else 1]), dtype)
+    return backward if gradient else forward, (x, *specs(aot, shape))
+
+
+@pytest.mark.parametrize(
+    "gradient, rows, shape, dtype, registers",
+    [
+        (False, 16, (14336, 4096), "bfloat16", 128),
+        (False, 32, (6144, 4096), "float16", 168),
+        (False, 64, BENCHMARK.shape, "float16", 128),
+        (True, 16, BENCHMARK.shape, "bfloat16", 128),
+        (False, 100, (14336, 4096), "bfloat16", 96),
+        (True, 128, (14336, 4096), "float16", 96),
+        (False, 512, BENCHMARK.shape, "bfloat16", 96),
+        (True, 1000, (704, 1536), "float16", 96),
+    ],
+)
+def test_products_for_hopper(gradient, rows, shape, dtype, registers, tmp_path, monkeypatch):
+    """No spills, no products that ptxas runs one after the other; the warpgroups of the larger kernel share registers
+    out among themselves, so that what they start with says little."""
+    aot = AOT("h200")
+    function, arguments = multiply(gradient, rows, shape, dtype, aot)
+    used = resources.of_mosaic(aot, function, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
+    assert used.spill_bytes == used.stack_bytes == 0
+    assert used.registers <= registers
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("card", ["h200", "a100", "rtx4090"])
 def test_triton(card, dtype, tmp_path):
@@ -58,7 +96,7 @@ def test_the_card_chooses_the_kernel_in_both_passes(card, kernel):
         y, pullback = jax.vjp(lambda x: nf4.matmul(x, codes, absmax, shape=shape), x)
         return pullback(y)
 
-    x = aot.spec((256, 1024), jnp.bfloat16)
+    x = aot.spec((max(config.FUSED_ROWS.values()) + 1, 1024), jnp.bfloat16)
     text = aot.compile(both, x, *specs(aot, shape), options={"xla_gpu_enable_triton_gemm": False}).as_text()
     calls = [line for line in text.splitlines() if "custom_call_target" in line]
     assert sum(kernel in line for line in calls) == 2

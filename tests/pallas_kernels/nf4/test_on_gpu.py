@@ -69,24 +69,58 @@ def test_quantising_equals_bitsandbytes_arithmetic(shape):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_product_and_gradient(dtype):
-    shape = (1024, 2048)
-    codes, absmax = random_packed(shape)
-    absmax = np.full_like(absmax, 0.02)
+@pytest.mark.parametrize("rows", [1, 13, 64, 100, 300, 1025])
+@pytest.mark.parametrize("shape", [(704, 1536), (192, 64)])
+def test_product_and_gradient(shape, rows, dtype):
+    """Whatever kernel serves: odd rows, tiles that end with the matrix."""
     rng = np.random.default_rng()
-    x, dy = (rng.standard_normal((64, size)).astype(DTYPES[dtype]) for size in (shape[1], shape[0]))
-    dense = decoded_by_numpy(codes, absmax, shape, DTYPES[dtype]).astype(np.float64)
+    packed = encode(rng.standard_normal(shape).astype(np.float32))
+    codes = nf4.reorder(jnp.asarray(packed.codes), "bitsandbytes", "split")
+    absmax = packed.absmax
+    x, dy = (rng.standard_normal((rows, size)).astype(DTYPES[dtype]) for size in (shape[1], shape[0]))
+    dense = decoded_by_numpy(np.asarray(codes).reshape(-1, 32), absmax, shape, DTYPES[dtype]).astype(np.float64)
 
     @jax.jit
     def both(x, dy, codes, absmax):
         y, pullback = jax.vjp(lambda x: nf4.matmul(x, codes, absmax, shape=shape), x)
         return y, *pullback(dy)
 
-    # One rounding to the dtype of sums of 1,024 and 2,048 products that are exact in float32.
+    # One rounding to the dtype of sums of up to 1,536 products that are exact in float32.
     tolerance = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2e-6}[dtype]
     expected = (x.astype(np.float64) @ dense.T, dy.astype(np.float64) @ dense)
+    jax.block_until_ready([jnp.full(wanted.shape, jnp.nan, dtype) for wanted in expected])
     for actual, wanted in zip(both(x, dy, codes, absmax), expected, strict=True):
         assert np.abs(np.asarray(actual, np.float64) - wanted).max() <= tolerance * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("rows", [1, 32, 65, 128, 512])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_fused_products_decode_to_the_bit(rows, gradient):
+    """Rows with a single 1 pick out decoded weights."""
+    shape = (704, 1536)
+    if "fused" not in implementations_of_product(rows, shape, gradient):
+        pytest.skip("this card decodes first")
+    codes, absmax = random_packed(shape)
+    dense = decoded_by_numpy(codes, absmax, shape, ml_dtypes.bfloat16).astype(np.float32)
+    chosen = np.random.default_rng().integers(0, shape[0 if gradient else 1], rows)
+    picks = jax.nn.one_hot(chosen, shape[0 if gradient else 1], dtype=jnp.bfloat16)
+    product = jax.jit(fused_product, static_argnames=("shape", "gradient"))
+    found = product(picks, codes, absmax, shape=shape, gradient=gradient)
+    np.testing.assert_array_equal(found.astype(jnp.float32), dense[chosen] if gradient else dense[:, chosen].T)
+
+
+def implementations_of_product(rows, shape, gradient):
+    """The implementations of a product that serve on this card."""
+    from fastjax.bench.nf4 import available
+
+    return available(shape, "bfloat16", rows, gradient)
+
+
+def fused_product(x, codes, absmax, *, shape, gradient):
+    def product(x):
+        return nf4.matmul(x, codes, absmax, shape=shape, implementation="fused")
+
+    return jax.vjp(product, jnp.zeros((x.shape[0], shape[1]), x.dtype))[1](x)[0] if gradient else product(x)
 
 
 def test_the_card_is_known():

@@ -1,4 +1,4 @@
-"""NF4 dequantisation with Mosaic GPU, for Hopper; split order.
+"""Dequantisation.
 
 Many small thread blocks of one warpgroup, no shared memory: each thread loads a few consecutive codes of a block from
 global memory, decodes them by `ptx.lookup` and stores both halves as they come. A persistent form with tiles in flight
@@ -16,14 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import vector
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import compat
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
 from pallas_kernels.nf4.config import MosaicConfig
+from pallas_kernels.nf4.mosaic_sm90.lookup import joined, look_up_word, words_of
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
@@ -93,31 +93,9 @@ def _look_up(codes, absmax, dtype, layout):
         halves = [np.empty_like(codes.registers) for _ in ptx.HALVES]
         for index, packed in np.ndenumerate(codes.registers):
             scale = vector.extract(absmax.registers[index], [], [0])
-            for half, decoded in zip(halves, _look_up_register(packed, scale, dtype), strict=True):
-                half[index] = decoded
+            words = [look_up_word(word, scale, dtype) for word in words_of(packed)]
+            for half, *parts in zip(halves, *words, strict=True):
+                half[index] = joined([register for part in parts for register in part], dtype)
         return tuple(mgpu.FragmentedArray(_registers=half, _layout=codes.layout, _is_signed=None) for half in halves)
 
     return look_up(codes, absmax)  # pyright: ignore[reportCallIssue]  # the decorator takes the context away
-
-
-def _look_up_register(packed, scale, dtype) -> list[ir.Value]:
-    """The low and the high elements, each a vector as long as `packed`, a vector of a thread's bytes."""
-    name = jnp.dtype(dtype).name
-    count, constraint = ptx.RESULTS[name]
-    constraints = ",".join([f"={constraint}"] * (2 * count) + ["r", "f"])
-    word_type = ir.IntegerType.get_signless(32)
-    result_type = ir.F32Type.get() if constraint == "f" else word_type
-    results = ir.Type.parse(f"!llvm.struct<({', '.join([str(result_type)] * (2 * count))})>")
-
-    [num_bytes] = ir.VectorType(packed.type).shape
-    words = vector.bitcast(ir.VectorType.get((num_bytes // 4,), word_type), packed)
-    halves = [[], []]
-    for word in range(num_bytes // 4):
-        operands = [vector.extract(words, [], [word]), scale]
-        decoded = llvm.inline_asm(results, operands, ptx.lookup(name, ptx.HALVES), constraints, asm_dialect=0)
-        for position in range(2 * count):
-            element = llvm.extractvalue(result_type, decoded, [position])  # pyright: ignore[reportArgumentType]
-            halves[position // count].append(element)
-    joined = [vector.from_elements(ir.VectorType.get((len(half),), result_type), half) for half in halves]
-    decoded_type = ir.VectorType.get((num_bytes,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
-    return [vector.bitcast(decoded_type, half) for half in joined]

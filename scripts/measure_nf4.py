@@ -1,0 +1,258 @@
+"""Check and time the products with NF4 weights on the card that is there, beside cuBLAS, many block sizes in one run.
+
+    python scripts/measure_nf4.py                    everything
+    python scripts/measure_nf4.py check few fused    only these parts
+
+Times are medians over interleaved rounds, out of a cold cache; a line is printed as soon as it is known.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fastjax.bench.timing import Program, compile_all, measure
+from pallas_kernels import nf4
+from pallas_kernels.nf4 import mosaic_sm90
+from pallas_kernels.nf4.config import FewTokensConfig, FusedConfig, few_tokens_config, fused_config
+
+SHAPES = ((14336, 4096), (4096, 14336))
+COLD_BYTES = 256 * 2**20
+START = time.perf_counter()
+
+FEW = [
+    FewTokensConfig(warpgroups, row_tiles, stages, ahead)
+    for warpgroups, row_tiles, stages, ahead in (
+        (1, 1, 2, 1),
+        (2, 1, 2, 1),
+        (4, 1, 2, 1),
+        (7, 1, 2, 1),
+        (1, 1, 2, 2),
+        (2, 1, 2, 2),
+        (4, 1, 2, 2),
+        (1, 1, 3, 3),
+        (2, 1, 3, 3),
+        (1, 2, 2, 1),
+        (2, 2, 2, 1),
+        (4, 2, 2, 1),
+        (2, 2, 2, 2),
+    )
+]
+SMALL = fused_config(64)
+MIDDLE = fused_config(128)
+LARGE = FusedConfig()
+FUSED = {
+    16: [SMALL],
+    64: [SMALL, dataclasses.replace(SMALL, ahead=4), dataclasses.replace(SMALL, ahead=1)],
+    128: [SMALL, MIDDLE, dataclasses.replace(MIDDLE, ahead=4)],
+    256: [MIDDLE, LARGE, dataclasses.replace(LARGE, spread=False)],
+    512: [
+        LARGE,
+        dataclasses.replace(LARGE, spread=False),
+        dataclasses.replace(LARGE, ahead=1),
+        dataclasses.replace(LARGE, ahead=3),
+        dataclasses.replace(LARGE, x_stages=3, w_stages=4),
+        dataclasses.replace(LARGE, x_stages=4, w_stages=2),
+        MIDDLE,
+        dataclasses.replace(MIDDLE, spread=False),
+    ],
+    1024: [LARGE, dataclasses.replace(LARGE, spread=False)],
+    2048: [LARGE],
+}
+
+
+def say(*words: Any) -> None:
+    """Print at once."""
+    print(f"{time.perf_counter() - START:6.1f}", *words, flush=True)
+
+
+def few(x, codes, absmax, *, config: FewTokensConfig):
+    """The kernel for few rows, forward."""
+    return mosaic_sm90.few_tokens(x, codes, absmax, config=config)
+
+
+def fused(x, codes, absmax, *, gradient: bool, config: FusedConfig):
+    """The kernel for some hundred rows."""
+    cores = jax.devices()[0].core_count
+    return mosaic_sm90.fused(x, codes, absmax, gradient=gradient, config=config, cores=cores)
+
+
+@functools.partial(jax.jit, static_argnames="gradient")
+def separate(x, codes, absmax, *, gradient: bool):
+    """Decoded to memory, then multiplied."""
+    absmax, x = jax.lax.optimization_barrier((absmax, x))
+    weight = nf4.dequantize(codes, absmax, shape=(codes.shape[0], 2 * codes.shape[1]), dtype=x.dtype)
+    return dense(x, jax.lax.optimization_barrier(weight), gradient=gradient)
+
+
+def dense(x, weight, *, gradient: bool):
+    """The product with a weight in 16 bits."""
+    return jax.lax.dot_general(x, weight, (((1,), (0 if gradient else 1,)), ((), ())))
+
+
+def each(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The function of x and of every one of `count` weights."""
+
+    def run(x, *weights):
+        size = len(weights) // count
+        return [function(x, *weights[size * index : size * (index + 1)]) for index in range(count)]
+
+    return run
+
+
+def name(config: Any) -> str:
+    """Block sizes in a line."""
+    kind = "few" if isinstance(config, FewTokensConfig) else "fused"
+    return kind + " " + " ".join(f"{key}={value}" for key, value in dataclasses.asdict(config).items())
+
+
+def sorted_out(programs: Sequence[Program]) -> tuple[dict[str, Callable[..., Any]], dict[str, Exception]]:
+    """What can be compiled, and why the rest cannot."""
+    results = compile_all(programs)
+    compiled = {name: result for name, result in results.items() if not isinstance(result, Exception)}
+    return compiled, {name: result for name, result in results.items() if isinstance(result, Exception)}
+
+
+@functools.cache
+def weights(shape: tuple[int, int]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """More than the cache holds: codes and scales by turns, and the decoded matrices."""
+
+    @jax.jit
+    def draw(key):
+        first, second = jax.random.split(key)
+        codes = jax.random.bits(first, (shape[0], shape[1] // 2), jnp.uint8)
+        return codes, jax.random.uniform(second, (shape[0], shape[1] // 64), jnp.float32, 0.01, 0.1)
+
+    packed = [draw(key) for key in jax.random.split(jax.random.key(0), -(-COLD_BYTES // (math.prod(shape) // 2)))]
+    decode = jax.jit(functools.partial(nf4.dequantize, shape=shape, dtype=jnp.bfloat16))
+    return [array for pair in packed for array in pair], [decode(*pair) for pair in packed]
+
+
+def time_all(shape: tuple[int, int], tokens: int, gradient: bool, configs: Sequence[Any]) -> None:
+    """cuBLAS, decoding first, and the kernels with each of the block sizes."""
+    packed, decoded = weights(shape)
+    count = len(decoded)
+    x = jax.random.normal(jax.random.key(1), (tokens, shape[0 if gradient else 1]), jnp.bfloat16)
+    jobs: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+        ("cuBLAS", functools.partial(dense, gradient=gradient), (x, *decoded)),
+        ("decode, cuBLAS", functools.partial(separate, gradient=gradient), (x, *packed)),
+    ]
+    for config in configs:
+        call = functools.partial(fused, gradient=gradient) if isinstance(config, FusedConfig) else few
+        jobs.append((name(config), functools.partial(call, config=config), (x, *packed)))
+    programs = [
+        Program(f"p{number}", each(call, count), arguments, count) for number, (_, call, arguments) in enumerate(jobs)
+    ]
+    compiled, failed = sorted_out(programs)
+    timings = measure([program for program in programs if program.name in compiled], 7, compiled)
+    say(f"== {shape[0]}×{shape[1]} {tokens} tokens {'dX' if gradient else 'forward'} ({timings['p0'].source})")
+    for program, (title, _, _) in zip(programs, jobs, strict=True):
+        if program.name in failed:
+            say(f"  {title:110s} failed: {' '.join(str(failed[program.name]).split())[:120]}")
+            continue
+        timing = timings[program.name]
+        rate = 2 * tokens * math.prod(shape) / timing.median / 1e12
+        spread = f"{timing.best * 1e6:.1f}–{timing.worst * 1e6:.1f}"
+        ratio = timings["p0"].median / timing.median
+        say(f"  {title:110s} {timing.median * 1e6:8.1f} µs {spread:>16s} {rate:6.1f} TFLOP/s {ratio:5.2f} of cuBLAS")
+
+
+CHECKS: list[tuple[int, tuple[int, int], bool, Any]] = [
+    *((tokens, (704, 1536), False, FewTokensConfig(2)) for tokens in (1, 3, 8, 9, 17, 32)),
+    *((tokens, (1056, 4096), False, config) for tokens in (1, 16) for config in FEW),
+    *(
+        (tokens, (704, 1536), gradient, fused_config(tokens))
+        for tokens in (1, 65, 100, 257)
+        for gradient in (False, True)
+    ),
+    *(
+        (tokens, (1088, 4096), gradient, dataclasses.replace(config, spread=spread))
+        for (tokens, config), gradient, spread in itertools.product(
+            ((64, SMALL), (128, MIDDLE), (512, LARGE), (513, LARGE)), (False, True), (False, True)
+        )
+    ),
+    *((512, shape, gradient, LARGE) for shape in SHAPES for gradient in (False, True)),
+]
+
+
+@functools.cache
+def matrix(shape: tuple[int, int]) -> tuple[jax.Array, jax.Array, jax.Array, np.ndarray]:
+    """Fresh normal values, quantised: codes, scales, the decoded matrix, and that in float32 on the host."""
+    codes, absmax = jax.jit(nf4.quantize)(np.random.default_rng().standard_normal(shape, np.float32))
+    codes = nf4.reorder(codes, "bitsandbytes", "split").reshape(shape[0], shape[1] // 2)
+    absmax = absmax.reshape(shape[0], shape[1] // 64)
+    weight = nf4.dequantize(codes, absmax, shape=shape, dtype=jnp.bfloat16)
+    return codes, absmax, weight, np.asarray(weight.astype(jnp.float32))
+
+
+def check() -> None:
+    """Against sums in float64: the kernel's greatest error and the separate product's; decoded values to the bit."""
+
+    def program(case):
+        tokens, shape, gradient, config = case
+        call = functools.partial(fused, gradient=gradient) if isinstance(config, FusedConfig) else few
+        arguments = (
+            jnp.zeros((tokens, shape[0 if gradient else 1]), jnp.bfloat16),
+            jnp.zeros((shape[0], shape[1] // 2), jnp.uint8),
+            jnp.zeros((shape[0], shape[1] // 64), jnp.float32),
+        )
+        return Program(f"c{CHECKS.index(case)}", functools.partial(call, config=config), arguments, 1)
+
+    compiled, failed = sorted_out([program(case) for case in CHECKS])
+    say(f"== check: {len(compiled)} compiled")
+    for number, (tokens, shape, gradient, config) in enumerate(CHECKS):
+        title = f"{tokens:5d} {shape[0]}×{shape[1]} {'dX     ' if gradient else 'forward'} {name(config)}"
+        if f"c{number}" in failed:
+            say(f"{title} failed: {' '.join(str(failed[f'c{number}']).split())[:140]}")
+            continue
+        run = compiled[f"c{number}"]
+        codes, absmax, weight, wide = matrix(shape)
+        rng, summed = np.random.default_rng(), shape[0 if gradient else 1]
+        x = jnp.asarray(rng.standard_normal((tokens, summed), np.float32), jnp.bfloat16)
+        # Float32 sums of exact products in pieces, added in float64: far better than what they judge.
+        left, right = np.asarray(x, np.float32), wide if gradient else wide.T
+        wanted = np.zeros((tokens, right.shape[1]))
+        for first in range(0, summed, 64):
+            wanted += left[:, first : first + 64] @ right[first : first + 64]
+        jax.block_until_ready([jnp.full(wanted.shape, jnp.nan, jnp.bfloat16) for _ in range(2)])
+        found, again = (np.asarray(run(x, codes, absmax), np.float64) for _ in range(2))
+        other = np.asarray(separate(x, codes, absmax, gradient=gradient), np.float64)
+        scale = np.abs(wanted).max()
+        chosen = rng.integers(0, summed, tokens)
+        picked = run(jax.nn.one_hot(chosen, summed, dtype=jnp.bfloat16), codes, absmax)
+        exact = bool(jnp.all(picked == (weight[chosen] if gradient else weight[:, chosen].T)))
+        errors = [f"{np.abs(result - wanted).max() / scale:.1e}" for result in (found, other)]
+        means = [f"{np.abs(result - wanted).mean() / scale:.2e}" for result in (found, other)]
+        repeats = "repeats" if (found == again).all() else "DIFFERS between runs"
+        say(title, "max", *errors, "mean", *means, "exact weights" if exact else "WRONG WEIGHTS", repeats)
+
+
+def few_tokens() -> None:
+    """One and sixteen tokens, with the block sizes that are worth a try."""
+    for shape, tokens in itertools.product(SHAPES, (1, 4, 16, 32)):
+        configs = FEW if tokens in (1, 16) else [few_tokens_config(shape), FEW[5], FEW[10]]
+        time_all(shape, tokens, False, [*configs, *FUSED.get(tokens, [SMALL])])
+
+
+def many_tokens() -> None:
+    """Where the kernels that decode as they multiply gain, forward and dX."""
+    for tokens in (512, 64, 2048, 16, 128, 256, 1024):
+        shapes = SHAPES if tokens in (512, 64, 2048, 16) else SHAPES[1:]
+        for shape, gradient in itertools.product(shapes, (True,) if tokens == 16 else (False, True)):
+            time_all(shape, tokens, gradient, FUSED[tokens])
+
+
+PARTS = {"check": check, "few": few_tokens, "fused": many_tokens}
+
+if __name__ == "__main__":
+    say(jax.devices(), jax.__version__)
+    for chosen in sys.argv[1:] or PARTS:
+        PARTS[chosen]()

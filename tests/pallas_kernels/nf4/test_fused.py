@@ -1,0 +1,117 @@
+"""The kernels that decode as they multiply, interpreted, against sums in float64; who is refused; who is chosen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nf4
+from pallas_kernels.compat import JAX_VERSION
+from pallas_kernels.nf4 import config, mosaic_sm90, reference
+from pallas_kernels.nf4.config import FewTokensConfig, FusedConfig
+from tests.support.aot import AOT, needs_cuda_plugin
+from tests.support.interpreter import mosaic_interpreter
+
+# Largest error over largest value: one rounding to the dtype of a sum in float32.
+TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-11}
+
+
+def case(shape, rows, dtype, gradient):
+    """x, a matrix quantised from normal values, and their product in float64."""
+    rng = np.random.default_rng(rows)
+    codes, absmax = nf4.quantize(jnp.asarray(rng.standard_normal(shape), jnp.float32))
+    codes = nf4.reorder(codes, "bitsandbytes", "split").reshape(shape[0], shape[1] // 2)
+    absmax = absmax.reshape(shape[0], shape[1] // 64)
+    dense = reference.dequantize(codes, absmax, shape=shape, dtype=dtype, order="split")
+    dense = np.asarray(dense, np.float64) if gradient else np.asarray(dense, np.float64).T
+    x = jnp.asarray(rng.standard_normal((rows, dense.shape[0])), dtype)
+    return x, codes, absmax, np.asarray(x, np.float64) @ dense
+
+
+def assert_close(actual, expected, dtype):
+    assert actual.dtype == dtype and actual.shape == expected.shape
+    assert np.abs(np.asarray(actual, np.float64) - expected).max() <= TOLERANCE[dtype] * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    "rows, shape, dtype, sizes",
+    [
+        pytest.param(1, (64, 512), "bfloat16", FewTokensConfig(warpgroups=2), id="one row, a warpgroup without work"),
+        pytest.param(5, (80, 1536), "float16", FewTokensConfig(warpgroups=2), id="odd rows, a tile moved back"),
+        pytest.param(11, (96, 1024), "bfloat16", FewTokensConfig(1, 2, 3, 2), id="two tiles of rows, three in flight"),
+    ],
+)
+def test_few_tokens(rows, shape, dtype, sizes):
+    x, codes, absmax, expected = case(shape, rows, dtype, gradient=False)
+    with mosaic_interpreter() as interpret:
+        assert_close(mosaic_sm90.few_tokens(x, codes, absmax, config=sizes, interpret=interpret), expected, dtype)
+
+
+@pytest.mark.skipif(
+    JAX_VERSION < (0, 11), reason="the interpreter of jax 0.10 misplaces rows behind the end of an array"
+)
+@pytest.mark.parametrize(
+    "gradient, rows, shape, dtype, sizes, cores",
+    [
+        pytest.param(False, 260, (192, 192), "bfloat16", FusedConfig(), 3, id="forward, tiles cut in two"),
+        pytest.param(True, 300, (192, 128), "float16", FusedConfig(), 3, id="gradient, tiles cut in two"),
+        pytest.param(False, 1, (128, 512), "float16", config.fused_config(1), 3, id="one tile cut in three"),
+        pytest.param(True, 70, (128, 256), "bfloat16", FusedConfig(128, spread=False), 1, id="whole tiles"),
+    ],
+)
+def test_fused(gradient, rows, shape, dtype, sizes, cores):
+    x, codes, absmax, expected = case(shape, rows, dtype, gradient)
+    with mosaic_interpreter() as interpret:
+        found = mosaic_sm90.fused(x, codes, absmax, gradient=gradient, config=sizes, cores=cores, interpret=interpret)
+    assert_close(found, expected, dtype)
+
+
+def product(x, shape, **options):
+    """Trace nf4.matmul and its gradient for an H200: the names of the kernels."""
+    codes = jax.ShapeDtypeStruct((shape[0] * shape[1] // 64, 32), jnp.uint8)
+    absmax = jax.ShapeDtypeStruct((shape[0] * shape[1] // 64,), jnp.float32)
+
+    def both(x, codes, absmax):
+        y, pullback = jax.vjp(lambda x: nf4.matmul(x, codes, absmax, shape=shape, **options), x)
+        return pullback(y)
+
+    with AOT().abstract_device():
+        text = str(jax.make_jaxpr(both)(x, codes, absmax))
+    return [name for name in ("nf4_few_tokens", "nf4_fused_gradient", "nf4_dequantize") if name in text]
+
+
+@needs_cuda_plugin
+def test_rows_choose_the_kernel():
+    def chosen(*rows, dtype=jnp.bfloat16, shape=(1024, 2048)):
+        return product(jax.ShapeDtypeStruct((*rows, shape[1]), dtype), shape)
+
+    assert chosen(1) == chosen(2, 8) == ["nf4_few_tokens", "nf4_fused_gradient"]
+    assert chosen(1, shape=(1024, 192)) == ["nf4_fused_gradient"]
+    assert chosen(4, 100, dtype=jnp.float16) == ["nf4_fused_gradient"]
+    most = max(config.FUSED_ROWS.values())
+    assert chosen(most + 1) == chosen(1, dtype=jnp.float32) == chosen(1, shape=(100, 64)) == ["nf4_dequantize"]
+
+
+@needs_cuda_plugin
+@pytest.mark.parametrize(
+    "shape, rows, dtype, options, reason",
+    [
+        ((256, 256), 4, "float32", {}, "bfloat16 and float16, x is float32"),
+        ((256, 96), 4, "bfloat16", {}, "sides are multiples of 64 from 128 on, this is 256×96"),
+        ((64, 256), 4, "bfloat16", {}, "sides are multiples of 64 from 128 on, this is 64×256"),
+        ((256, 256), 0, "bfloat16", {}, "x has no rows"),
+        ((256, 256), 4, "bfloat16", {"order": "bitsandbytes"}, "these are in 'bitsandbytes' order"),
+        ((256, 256), 4, "bfloat16", {"quant_map": jnp.arange(16.0)}, "the quant_map differs"),
+    ],
+)
+def test_refusals_say_why(shape, rows, dtype, options, reason):
+    x = jax.ShapeDtypeStruct((rows, shape[1]), dtype)
+    with pytest.raises(NotImplementedError, match=reason):
+        product(x, shape, implementation="fused", **options)
+
+
+def test_other_targets_are_refused():
+    x, codes, absmax, _ = case((128, 128), 4, "bfloat16", gradient=False)
+    if jax.default_backend() == "cpu":
+        with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU of compute capability 9.0"):
+            nf4.matmul(x, codes, absmax, shape=(128, 128), implementation="fused")
