@@ -180,7 +180,8 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted
             if masked:
                 here = again()
                 s = rows.mask(s, here.row, here.first, query, bounds)
-            return jnp.exp2(s * factor if options.logits_soft_cap is None else s * factor + columns(0)), slope
+            p = jnp.exp2(s * factor if options.logits_soft_cap is None else s * factor + columns(0))
+            return p, p if slope is None else p * slope  # at once, so that the slope need not be kept
 
         def add_values(p):
             if options.dropout_rate:
@@ -199,14 +200,13 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted
                 add_values(p)
                 return
             plgpu.wgmma(dp_ref, v_smem, do_smem.T)
-            p, slope = weights(s_ref, 1)
+            p, sloped = weights(s_ref, 1)
             if dv_ref is not None:
                 add_values(p)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0 if dv_ref is None else 1)
             if options.dropout_rate:
                 dp = dropped(dp, 1 / (1 - options.dropout_rate)) + columns(1)
-            ds = p * dp
-            plgpu.wgmma(dk_ref, (ds if slope is None else ds * slope).astype(dtype), q_smem)
+            plgpu.wgmma(dk_ref, (sloped * dp).astype(dtype), q_smem)
 
         accumulator = common.accumulator(*shape)
         pl.run_scoped(products, *[accumulator] * (1 if dk_ref is None else 2))

@@ -186,13 +186,13 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
                 if masked:
                     s = rows.mask(s, batch_index, first, key, bounds)
                 p = jnp.exp2(s * factor + broadcast_rows(lse, shape))
+                p = p if slope is None else p * slope
                 dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
                 if options.dropout_rate:
                     number = batch_index * refs.q.shape[2] + head
                     keep = common.kept(shape, refs.seed, number, first, key, options, False)
                     dp = jnp.where(keep, dp * (1 / (1 - options.dropout_rate)), 0.0)
-                ds = p * (dp + broadcast_rows(delta, shape))
-                return (ds if slope is None else ds * slope).astype(dtype)
+                return (p * (dp + broadcast_rows(delta, shape))).astype(dtype)
 
             ds = pl.run_scoped(products, common.accumulator(*shape), common.accumulator(*shape))
             plgpu.wgmma(dq_ref, ds, k_smem)

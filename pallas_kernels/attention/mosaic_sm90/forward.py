@@ -195,19 +195,21 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
         if config.own_output:  # as early as it can be: the other warpgroup may already wait for its next queries
             pl.when(index == high - 1 - low)(lambda: plgpu.barrier_arrive(refs.q_free.at[buffer]))
 
+    bounded = soft_cap.bounded(dtype, options)
+
     def softmax(s, top, index, masked):
         """A block's weights and their sums, what earlier ones are to be multiplied with, and the greatest logit."""
         s, factor, _ = soft_cap.capped(s, options, interpreted=refs.interpreted)
         if masked:
             s = rows.mask(s, batch_index, first, (high - 1 - index) * block, bounds)
-        new_top = jnp.maximum(top, jnp.max(s, axis=1) * factor)
-        p = jnp.exp2(s * factor - broadcast_rows(new_top, s.shape))
+        new_top = top if bounded else jnp.maximum(top, jnp.max(s, axis=1) * factor)
+        p = jnp.exp2(s * factor if bounded else s * factor - broadcast_rows(new_top, s.shape))
         total = jnp.sum(p, axis=1)
         if options.dropout_rate:
             key = (high - 1 - index) * block
             number = batch_index * refs.q.shape[2] + head
             p = jnp.where(common.kept(s.shape, refs.seed, number, first, key, options, False), p, 0.0)
-        return p, total, jnp.exp2(top - new_top), new_top
+        return p, total, None if bounded else jnp.exp2(top - new_top), new_top
 
     s_shape, acc_shape = (WARPGROUP_ROWS, block), (WARPGROUP_ROWS, value_size)
     s_type, acc_type = (common.accumulator(*shape) for shape in (s_shape, acc_shape))
@@ -222,7 +224,7 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
 
         s = pl.run_scoped(logits, s_type)
         release_keys(0, slot)
-        p, total, _, top = softmax(s, common.full_rows(LOWEST), 0, True)
+        p, total, _, top = softmax(s, common.full_rows(0.0 if bounded else LOWEST), 0, True)
         return common.zeros(acc_shape), top, total, p.astype(dtype), taken + 1
 
     def later_block(masked, index, carry):
@@ -246,8 +248,9 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
             new_p, summed, alpha, new_top = softmax(s, top, index, masked)
             new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
             plgpu.barrier_arrive(refs.v_free.at[last])
-            new_acc = new_acc * broadcast_rows(alpha, acc.shape)
-            return new_acc, new_top, total * alpha + summed, new_p.astype(dtype)
+            if alpha is None:
+                return new_acc, new_top, total + summed, new_p.astype(dtype)
+            return new_acc * broadcast_rows(alpha, acc.shape), new_top, total * alpha + summed, new_p.astype(dtype)
 
         return *pl.run_scoped(products, s_type, acc_type), taken + 1
 

@@ -2,7 +2,8 @@
 
 tanh(x) = 1 − 2 / (exp(2x) + 1). The hardware's own tanh is good to 11 bits only, and the exponential and the
 reciprocal of each logit, beside the softmax's exponential, would take longer than the products. Four reciprocals are
-therefore one: 1/a = b·c·d / (a·b·c·d).
+therefore one: 1/a = b·c·d / (a·b·c·d). What is left takes the place of the search for a row's greatest logit: the cap
+itself bounds them.
 """
 
 import struct
@@ -12,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
@@ -20,6 +22,8 @@ from pallas_kernels.attention.options import Options
 
 _LARGEST = 30.0
 """What exp2 is taken of at most: tanh is 1 in float32 from 26 on, and four such exponentials do not overflow."""
+_LARGEST_POWER = 100.0
+"""Of two, that a weight may be: times values and summed over a row it must not overflow, nor may its inverse vanish."""
 
 
 def capped(s: Array, options: Options, *, interpreted: bool) -> tuple[Array, float, Array | None]:
@@ -33,30 +37,38 @@ def capped(s: Array, options: Options, *, interpreted: bool) -> tuple[Array, flo
     cap = options.logits_soft_cap
     if cap is None:
         return s, options.scale * LOG2E, None
-    t = tanh(s, options.scale / cap, interpreted=interpreted)
-    return t, cap * LOG2E, 1.0 - t * t
+    size = cap * LOG2E
+    found = scaled_tanh(s, options.scale / cap, size, interpreted=interpreted)
+    return found, 1.0, 1.0 - found * found * (1 / size**2)
 
 
-def tanh(x: Array, scale: float, *, interpreted: bool) -> Array:
-    """The hyperbolic tangent of scale · x, float32 [rows, columns] in the accumulators' layout.
+def bounded(dtype: DTypeLike, options: Options) -> bool:
+    """Whether the cap bounds exp of the logits to bfloat16's exponents, so that no maximum need be subtracted."""
+    cap = options.logits_soft_cap
+    return cap is not None and cap * LOG2E <= _LARGEST_POWER and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def scaled_tanh(x: Array, scale: float, size: float, *, interpreted: bool) -> Array:
+    """`size` times the hyperbolic tangent of scale · x, float32 [rows, columns] in the accumulators' layout.
 
     Args:
         x: the argument up to its scale.
         scale: its scale.
+        size: what the tangent is multiplied with.
         interpreted: whether this runs in the interpreter, which knows no assembly.
     """
     factor = 2 * LOG2E * scale
     if interpreted:
-        return 1.0 - 2.0 / (jnp.exp2(jnp.minimum(x * factor, _LARGEST)) + 1.0)
+        return size - 2.0 * size / (jnp.exp2(jnp.minimum(x * factor, _LARGEST)) + 1.0)
     layout = plgpu.Layout.WGMMA
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
     def of_registers(_, given):
-        pairs = given.registers.reshape(-1)
+        pairs, assembly = given.registers.reshape(-1), _assembly(factor, size)
         found = np.empty_like(pairs)
         for first in range(0, pairs.size, 2):
-            found[first : first + 2] = _of_four(pairs[first], pairs[first + 1], _assembly(factor))
+            found[first : first + 2] = _of_four(pairs[first], pairs[first + 1], assembly)
         return mgpu.FragmentedArray(
             _registers=found.reshape(given.registers.shape), _layout=given.layout, _is_signed=None
         )
@@ -75,7 +87,7 @@ def _of_four(first: ir.Value, second: ir.Value, assembly: str) -> list[ir.Value]
     return [vector.from_elements(pair_type, numbers[:2]), vector.from_elements(pair_type, numbers[2:])]
 
 
-def _assembly(factor: float) -> str:
+def _assembly(factor: float, size: float) -> str:
     """PTX for four elements: $4 to $7 in, $0 to $3 out."""
 
     def constant(number: float) -> str:
@@ -99,5 +111,5 @@ def _assembly(factor: float) -> str:
     ]
     for index, (half, other) in enumerate((("rp", "a1"), ("rp", "a0"), ("rq", "a3"), ("rq", "a2"))):
         lines.append(f"mul.ftz.f32 q, {half}, {other};")
-        lines.append(f"fma.rn.ftz.f32 ${index}, q, {constant(-2)}, {constant(1)};")
+        lines.append(f"fma.rn.ftz.f32 ${index}, q, {constant(-2 * size)}, {constant(size)};")
     return "\n".join([*lines, "}"])

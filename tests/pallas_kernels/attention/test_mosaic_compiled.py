@@ -16,7 +16,7 @@ SIZES = [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (192,
 CASES = {
     "documents and sinks": ({"query_offset": None}, True, 0),
     "window": ({"sliding_window": 1024}, False, 44),
-    "cap": ({"logits_soft_cap": 50.0}, False, 0),
+    "cap": ({"logits_soft_cap": 50.0}, False, 24),
     "dropout": ({"dropout_rate": 0.1}, False, 16),
 }
 pytestmark = needs_cuda_plugin
