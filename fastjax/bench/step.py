@@ -1,8 +1,8 @@
 """The whole QLoRA train step, AdamW included, of a model of a known shape with random weights.
 
 Every case runs in a fresh process, because a device's peak memory cannot be reset. Weights are drawn and quantised on
-the device, layer by layer. Rows are full and one document each. The time of a step is the median over steps that each
-end with the device idle; compiling is timed apart.
+the device, layer by layer. Rows are full and one document each, or packed with documents of given lengths. The time of
+a step is the median over steps that each end with the device idle; compiling is timed apart.
 """
 
 import concurrent.futures
@@ -21,11 +21,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fastjax.bench.attention.cases import packed
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
-from fastjax.training.flops import step_flops
+from fastjax.training.flops import attended_length, step_flops
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
+from pallas_kernels.attention import attention_implementation
 
 _LLAMA = {
     "model_type": "llama",
@@ -90,6 +92,8 @@ class StepCase:
         dtype: of the computation; None: by the device.
         steps: steps that are timed.
         warmup: steps before these.
+        attention: its implementation; None: the model's own choice.
+        lengths: of documents, packed into the rows; None: rows of one document.
     """
 
     preset: str
@@ -101,6 +105,8 @@ class StepCase:
     dtype: str | None
     steps: int
     warmup: int
+    attention: str | None = None
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +168,13 @@ def _measure(case: StepCase, device: Any) -> StepResult:
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-4), case.warmup + case.steps)
     state = init_state(model.trainable, optimizer, jax.random.key(0))
     frozen = model.frozen
-    batch = _batch(case, model.config.vocab_size)
+    documents = None if case.lengths is None else packed(case.lengths, case.batch, case.seq)
+    batch = _batch(case, model.config.vocab_size, documents)
 
     start = time.perf_counter()
     step = make_train_step(model.graphdef, optimizer, model.trainable_filter)
-    compiled = step.lower(state, frozen, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    with attention_implementation(case.attention):
+        compiled = step.lower(state, frozen, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
     compile_seconds = time.perf_counter() - start
 
     seconds, losses = [], []
@@ -177,9 +185,12 @@ def _measure(case: StepCase, device: Any) -> StepResult:
         seconds.append(time.perf_counter() - start)
         losses.append(float(metrics["loss"]))
     median = statistics.median(seconds[case.warmup :])
-    tokens = case.batch * case.seq
+    tokens = case.batch * case.seq if documents is None else sum(map(sum, documents))
     flops = step_flops(
-        model.config, tokens=tokens, document_length=case.seq, adapter_parameters=model.num_parameters()[0]
+        model.config,
+        tokens=tokens,
+        document_length=case.seq if documents is None else attended_length([n for row in documents for n in row]),
+        adapter_parameters=model.num_parameters()[0],
     )
     plan = compiled.memory_analysis()
     return StepResult(
@@ -196,14 +207,23 @@ def _measure(case: StepCase, device: Any) -> StepResult:
     )
 
 
-def _batch(case: StepCase, vocab_size: int) -> Batch:
-    """Random rows of one document each, the last place without a target."""
+def _batch(case: StepCase, vocab_size: int, documents: Sequence[Sequence[int]] | None) -> Batch:
+    """Random rows of one document or several, the last place of each without a target."""
     shape = (1, case.batch, case.seq)
     tokens = np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
     targets = np.full(shape, -100, np.int32)
     targets[..., :-1] = tokens[..., 1:]
-    positions = np.broadcast_to(np.arange(case.seq, dtype=np.int32), shape)
-    return Batch(tokens, targets, None, positions)  # pyright: ignore[reportArgumentType]  # None: whole rows
+    positions = np.array(np.broadcast_to(np.arange(case.seq, dtype=np.int32), shape))
+    if documents is None:
+        return Batch(tokens, targets, None, positions)  # pyright: ignore[reportArgumentType]  # None: whole rows
+    segments = np.zeros(shape, np.int32)
+    for row, lengths in enumerate(documents):
+        ends = np.cumsum(lengths)
+        segments[0, row, : ends[-1]] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        positions[0, row, : ends[-1]] -= np.repeat(ends - lengths, lengths)
+        targets[0, row, ends - 1] = -100
+        targets[0, row, ends[-1] :] = -100
+    return Batch(tokens, targets, segments, positions)
 
 
 def run(cases: Sequence[StepCase], output: Path | None = None, console: Console | None = None) -> list[StepResult]:
@@ -222,7 +242,7 @@ def run(cases: Sequence[StepCase], output: Path | None = None, console: Console 
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
         for case in cases:
-            with console.status(f"{case.preset} {case.checkpointing} {case.layer_loop}"):
+            with console.status(f"{case.preset} {case.checkpointing} {case.layer_loop} {case.attention or ''}"):
                 results.append(pool.submit(measure, case).result())
     console.print(_table(cases, results))
     if output is not None:
@@ -234,18 +254,17 @@ def run(cases: Sequence[StepCase], output: Path | None = None, console: Console 
 
 def _table(cases: Sequence[StepCase], results: Sequence[StepResult]) -> Table:
     first, found = cases[0], results[0]
-    title = (
-        f"QLoRA step · {first.preset} · {first.batch}×{first.seq} · r={first.rank} · {found.device} · jax {found.jax}"
-    )
+    rows = f"{first.batch}×{first.seq}{' packed' if first.lengths else ''}"
+    title = f"QLoRA step · {first.preset} · {rows} · r={first.rank} · {found.device} · jax {found.jax}"
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("remat", "loop"):
+    for name in ("remat", "loop", "attention"):
         table.add_column(name, no_wrap=True)
     counted = any(result.peak_bytes is not None for result in results)
     memory = "peak GiB" if counted else "plan GiB"
     for name in ("step ms", "tokens/s", "TFLOP/s", "compile s", memory, "loss"):
         table.add_column(name, no_wrap=True, justify="right")
     for case, result in zip(cases, results, strict=True):
-        cells = [case.checkpointing, case.layer_loop]
+        cells = [case.checkpointing, case.layer_loop, case.attention or ""]
         if result.step_seconds is None or not result.losses:
             table.add_row(*cells, result.error)
             continue

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         "step",
         help="the whole QLoRA train step of a model with random weights",
         description="Time the whole QLoRA train step, AdamW included, of a model with random weights, in a process of "
-        "its own for each combination of checkpointing and layer loop.",
+        "its own for each combination of checkpointing, layer loop and attention.",
     )
     step.add_argument("--preset", choices=("llama3-8b", "llama1b", "tiny"), default="llama3-8b", help="shape")
     step.add_argument("--batch", type=positive, default=4, metavar="N", help="rows (default: %(default)s)")
@@ -68,6 +68,12 @@ def _parser() -> argparse.ArgumentParser:
         help="what the backward pass recomputes (default: projections full)",
     )
     step.add_argument("--layer_loop", nargs="+", choices=("scan", "unroll"), default=["scan"], help="(default: scan)")
+    step.add_argument(
+        "--attention", nargs="+", metavar="NAME", help="implementations of attention (default: the model's own choice)"
+    )
+    step.add_argument(
+        "--lengths", type=Path, metavar="FILE", help="pack documents of these lengths: .npy, or a number a line"
+    )
     step.add_argument("--dtype", choices=dtypes, help="default: by the device")
     step.add_argument("--steps", type=positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
     step.add_argument(
@@ -109,8 +115,11 @@ def _nf4(arguments: argparse.Namespace) -> None:
 
 
 def _step(arguments: argparse.Namespace) -> None:
+    from fastjax.bench.attention.cases import read_lengths
     from fastjax.bench.step import StepCase, run
 
+    lengths = None if arguments.lengths is None else tuple(read_lengths(arguments.lengths))
+    choices = (arguments.checkpointing, arguments.layer_loop, arguments.attention or [None])
     cases = [
         StepCase(
             preset=arguments.preset,
@@ -122,8 +131,10 @@ def _step(arguments: argparse.Namespace) -> None:
             dtype=arguments.dtype,
             steps=arguments.steps,
             warmup=arguments.warmup,
+            attention=attention,
+            lengths=lengths,
         )
-        for checkpointing, layer_loop in itertools.product(arguments.checkpointing, arguments.layer_loop)
+        for checkpointing, layer_loop, attention in itertools.product(*choices)
     ]
     run(cases, arguments.output)
 

@@ -110,7 +110,7 @@ def attention(
         kv_segment_ids = segment_ids
 
     forward, backward = _chosen(
-        implementation,
+        config.forced() if implementation is None else implementation,
         (q, k, v),
         disorder=lambda: _disorder(segment_ids, kv_segment_ids),
         ranges=segment_ranges is not None,

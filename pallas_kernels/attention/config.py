@@ -1,5 +1,9 @@
 """Names of what attention keeps for its backward pass, which implementation is preferred, and the XLA path's blocks."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+
 from pallas_kernels.dispatch import Target
 
 SAVEABLE_NAMES = ("attention_out", "attention_lse")
@@ -31,6 +35,31 @@ def preference(target: Target, direction: str) -> tuple[str, ...]:
     if target.compute_capability == (9, 0):
         return ("mosaic", "cudnn", "triton", "xla")
     return ("cudnn", "triton", "xla", "mosaic")
+
+
+_FORCED: contextvars.ContextVar[str | Sequence[str | None] | None] = contextvars.ContextVar("_FORCED", default=None)
+
+
+@contextlib.contextmanager
+def attention_implementation(implementation: str | Sequence[str | None] | None) -> Iterator[None]:
+    """A context in which calls of `attention` that name no implementation take this one.
+
+    For comparing implementations in a whole model. It counts while a function is traced; what `jax.jit` has traced
+    before stays what it is.
+
+    Args:
+        implementation: as `attention` takes it.
+    """
+    token = _FORCED.set(implementation)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+def forced() -> str | Sequence[str | None] | None:
+    """What the innermost `attention_implementation` says; None without one."""
+    return _FORCED.get()
 
 
 def query_block(batch: int, heads: int, length: int, keys: int) -> int:

@@ -34,6 +34,20 @@ def test_step_in_its_own_process(tmp_path, capsys):
     assert len(row["losses"]) == 3
 
 
+def test_step_of_packed_rows_with_a_forced_attention(tmp_path, capsys):
+    lengths, output = tmp_path / "lengths.txt", tmp_path / "step.json"
+    lengths.write_text("20\n10\n32\n7\n24\n32\n")
+    size = ["--preset", "tiny", "--batch", "2", "--seq", "32", "--rank", "4", "--steps", "2", "--warmup", "1"]
+    given = [*size, "--checkpointing", "full", "--lengths", str(lengths), "--output", str(output)]
+    assert main(["bench", "step", *given, "--attention", "xla"]) == 0
+    assert "tiny · 2×32 packed" in capsys.readouterr().out
+    (row,) = json.loads(output.read_text())
+    assert row["attention"] == "xla" and row["losses"][-1] < row["losses"][0]
+    assert 2 * 28 < row["tokens_per_second"] * row["step_seconds"] <= 2 * 32  # padding is not counted
+    with pytest.raises(NotImplementedError, match="'mosaic' cannot serve"):
+        main(["bench", "step", *given, "--attention", "mosaic"])
+
+
 def test_a_device_without_enough_memory_is_a_result(monkeypatch):
     def exhausted(case, device):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")

@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import SAVEABLE_NAMES, attention, segment_ranges
+from pallas_kernels.attention import SAVEABLE_NAMES, attention, attention_implementation, segment_ranges
 from tests.support.aot import AOT, needs_cuda_plugin
 
 FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
@@ -147,6 +147,16 @@ def test_documents_known_only_at_run_time_go_to_who_takes_ids(cap, expected):
     with selections("NVIDIA H200") as found:
         jax.eval_shape(lambda x, ids: attention(x, x, x, segment_ids=ids, logits_soft_cap=cap), x, IDS)
     assert found == [expected, expected]
+
+
+def test_an_implementation_for_all_calls_that_name_none():
+    x = jax.ShapeDtypeStruct((2, 64, 8, 64), jnp.bfloat16)
+    with selections("NVIDIA H200") as found:
+        with attention_implementation(("triton", "cudnn")):
+            jax.eval_shape(lambda x: attention(x, x, x), x)
+            jax.eval_shape(lambda x: attention(x, x, x, implementation="xla"), x)
+        jax.eval_shape(lambda x: attention(x, x, x), x)
+    assert found == ["triton", "cudnn", "xla", "xla", "mosaic", "mosaic"]
 
 
 def test_a_forced_kernel_for_another_card_says_why_not():
