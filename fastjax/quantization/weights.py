@@ -1,10 +1,13 @@
 """One `matmul` for every kind of frozen weight: the kind of the weight chooses what happens."""
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -43,6 +46,43 @@ def matmul(x: Float[Array, "B S in"], weight: Weight) -> Float[Array, "B S out"]
     return linear(x, weight)
 
 
+def matmul_transposed(dy: Float[Array, "B S out"], weight: Weight) -> Float[Array, "B S in"]:
+    """dy·W, what `matmul` passes back to its input, in the dtype of dy.
+
+    Args:
+        dy: the product's gradient.
+        weight: as in `matmul`.
+    """
+    if isinstance(weight, MixedWeight):
+        ends = np.cumsum([out_features(w) for w in weight.weights])
+        pieces = zip(jnp.split(dy, ends[:-1].tolist(), axis=-1), weight.weights, strict=True)
+        return functools.reduce(operator.add, [matmul_transposed(piece, w) for piece, w in pieces])
+    if isinstance(weight, NF4Weight):
+        # The product that is linear in x; it is not computed, only its transpose is.
+        _, pullback = jax.vjp(lambda x: matmul(x, weight), jnp.zeros((*dy.shape[:-1], weight.shape[1]), dy.dtype))
+        return pullback(dy)[0]
+    return linear(dy, weight.T)
+
+
+def weight_gradient(dy: Float[Array, "B S out"], x: Float[Array, "B S in"], weight: Weight) -> Weight | None:
+    """dyᵀ·x, what `matmul` passes back to a plain weight, in its dtype; None in the place of packed ones.
+
+    Args:
+        dy: the product's gradient.
+        x: its input.
+        weight: as in `matmul`.
+    """
+    if isinstance(weight, NF4Weight):
+        return None
+    if isinstance(weight, MixedWeight):
+        ends = np.cumsum([out_features(w) for w in weight.weights])
+        pieces = zip(jnp.split(dy, ends[:-1].tolist(), axis=-1), weight.weights, strict=True)
+        return MixedWeight(tuple(weight_gradient(piece, x, w) for piece, w in pieces))  # pyright: ignore
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = (((0, 1), (0, 1)), ((), ()))
+    return jax.lax.dot_general(dy, x, dims, precision=precision).astype(weight.dtype)
+
+
 def linear(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Float[Array, "... out"]:
     """x·Wᵀ for a plain matrix, in the dtype of x, accumulated in float32 (highest precision for float32)."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -71,7 +111,7 @@ def concatenate(weights: Sequence[Weight]) -> Weight:
 
 
 def part(weight: Weight, index: int, rows: slice) -> Weight:
-    """One of the weights that lie one below the other, where each has its own format or all are one array.
+    """One of the weights that lie one below the other.
 
     Args:
         weight: several parts.
@@ -80,8 +120,7 @@ def part(weight: Weight, index: int, rows: slice) -> Weight:
     """
     if isinstance(weight, MixedWeight):
         return weight.weights[index]
-    assert not isinstance(weight, NF4Weight), "the parts of packed codes are not taken apart"
-    return weight[rows]
+    return weight.rows(rows) if isinstance(weight, NF4Weight) else weight[rows]
 
 
 def out_features(weight: Weight) -> int:
