@@ -10,6 +10,7 @@ copy of x: masks are drawn again. No dense B·A is formed.
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def project(
         return _dropped_dora(sizes, weight, own, scales, x, key, dropped)
     parts = describe(sizes, own)
     present = {name: scale for name, scale in scales.items() if scale is not None}
-    return _unit(parts, x, dropped, weight, matrices_of(own), present, None if dropped is not None else key)
+    return _run(parts, x, dropped, weight, matrices_of(own), present, None if dropped is not None else key)
 
 
 def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> tuple[Array, ...]:
@@ -77,7 +78,7 @@ def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> tuple[Arr
         adapter = adapters[name]
         d = drop(x, key, name, adapter.dropout) if dropped is None else dropped
         own = tuple(described._replace(dropout=0.0) for described in describe([(name, rows)], {name: adapter}))
-        (scaled,) = _unit(own, d, None, mine, matrices_of({name: adapter}), {name: scales[name]}, None)
+        (scaled,) = _run(own, d, None, mine, matrices_of({name: adapter}), {name: scales[name]}, None)
         outputs.append(scaled + matmul(x - d, mine))
     return tuple(outputs)
 
@@ -102,6 +103,10 @@ def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear
             part = Part(name, rows, rank, adapter.scaling, adapter.dropout)
         found.append(part)
     return tuple(found)
+
+
+def _run(parts, *arguments: Any) -> tuple[Array, ...]:
+    return _unit(parts, *arguments)  # pyright: ignore[reportReturnType]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

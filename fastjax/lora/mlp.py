@@ -81,7 +81,6 @@ class Arrays(NamedTuple):
     key: PRNGKeyArray | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated_block(block: Block, x: Float[Array, "B S E"], arrays: Arrays) -> Float[Array, "B S E"]:
     """The block without the down projection's bias, in the dtype of x.
 
@@ -90,6 +89,11 @@ def gated_block(block: Block, x: Float[Array, "B S E"], arrays: Arrays) -> Float
         x: the input, in the dtype of the computation.
         arrays: weights, adapters, key.
     """
+    return _unit(block, x, arrays)  # pyright: ignore[reportReturnType]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unit(block: Block, x, arrays: Arrays):
     return _forward(block, x, arrays)[0]
 
 
@@ -122,7 +126,7 @@ def _backward(block: Block, residuals, dy):
     # h again, for what the kernel does not make: gradients of a plain weight, which go where no one asks for them, and
     # of an adapter whose input was dropped.
     h, _ = _gate(block, both, inner, None)
-    if down.rank and dropped:
+    if dropped and dthin_down is not None:
         through, dA = thin_gradients((down,), matrices, h, dthin_down, arrays.key)
         dh, gradients[down.name] = dh + through, (dA[down.name], gradients[down.name][1])
     inside = None
@@ -144,7 +148,7 @@ def _backward(block: Block, residuals, dy):
     return dx, Arrays(dgate_up, dbias, ddown, into_dtypes(gradients, matrices), None)  # pyright: ignore
 
 
-gated_block.defvjp(_forward, _backward)
+_unit.defvjp(_forward, _backward)
 
 
 def _shared(block: Block) -> bool:

@@ -68,7 +68,7 @@ def adapted_forward(
     from pallas_kernels.glu import adapted_triton
 
     thin, lora_B = (None, None) if inner is None else inner
-    return adapted_triton.forward(both, thin, lora_B, down_A, activation, config.forward_config(max(ranks)))
+    return adapted_triton.forward(both, thin, lora_B, down_A, activation, config.forward_config(_capability()))
 
 
 def adapted_backward(
@@ -108,7 +108,7 @@ def adapted_backward(
 
     thin, lora_B = (None, None) if inner is None else inner
     return adapted_triton.backward(
-        both, thin, lora_B, dh, down_A, dthin, activation, config.backward_config(max(ranks))
+        both, thin, lora_B, dh, down_A, dthin, activation, config.backward_config(_capability())
     )
 
 
@@ -136,8 +136,9 @@ def candidates(shape, dtype, ranks: tuple[int, ...], activation: str) -> list[tu
         reason = f"it computes with bfloat16 or float16, not with {jnp.dtype(dtype)}"
     elif activation not in config.ACTIVATIONS:
         reason = f"Pallas-Triton has no {activation}"
-    elif widths:
-        reason = f"it serves ranks {list(config.RANKS)}, not {widths}"
+    elif widths or max(ranks) > config.largest_rank(capability):
+        most = config.largest_rank(capability)
+        reason = f"it serves ranks {list(config.RANKS)} up to {most} on {target}, not {max(ranks)}"
     elif rows % config.TILE or columns // 2 % config.TILE:
         reason = f"it takes whole tiles of {config.TILE}, not {rows} tokens by {columns // 2} features"
     else:
@@ -148,6 +149,13 @@ def candidates(shape, dtype, ranks: tuple[int, ...], activation: str) -> list[tu
 def padded_rank(rank: int) -> int:
     """The rank to which zeros are added so that a kernel can serve it: itself where none is large enough."""
     return next((size for size in config.RANKS if size >= rank), rank)
+
+
+def _capability() -> tuple[int, int]:
+    """The target's, which `candidates` has looked at."""
+    capability = dispatch.target().compute_capability
+    assert capability is not None
+    return capability
 
 
 def _check(op: str, both, inner: Inner | None, down_A, activation: str) -> tuple[int, int]:

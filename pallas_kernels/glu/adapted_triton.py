@@ -99,7 +99,8 @@ def backward(
         interpret=interpret,
         name="glu_adapted_backward",
     )(both, thin, lora_B, dh, down_A, dthin)
-    return dboth, *(None if share is None else jnp.sum(share, axis=0) for share in (dB, dA))
+    dB, dA = (None if shares is None else jnp.sum(shares, axis=0) for shares in (dB, dA))
+    return dboth, dB, dA
 
 
 def _backward(

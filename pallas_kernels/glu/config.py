@@ -31,12 +31,19 @@ class Tiles:
     num_stages: int
 
 
-def forward_config(rank: int) -> Tiles:
-    """For adapters of a (padded) rank."""
-    del rank
-    return Tiles(rows=64, columns=64, loop=8, num_warps=4, num_stages=2)
+def forward_config(capability: tuple[int, int]) -> Tiles:
+    """The sizes for a compute capability: few registers, so that many programs hide the memory's latency."""
+    if capability >= (9, 0):
+        return Tiles(rows=64, columns=32, loop=16, num_warps=4, num_stages=2)
+    return Tiles(rows=32, columns=64, loop=8, num_warps=4, num_stages=2)
 
 
-def backward_config(rank: int) -> Tiles:
-    """For adapters of a (padded) rank: a long loop where the partial sums are wide."""
-    return Tiles(rows=64, columns=64, loop=16 if rank <= 32 else 32, num_warps=8, num_stages=2)
+def backward_config(capability: tuple[int, int]) -> Tiles:
+    """The sizes for a compute capability: a long loop, since every program writes partial sums."""
+    columns = 64 if capability >= (9, 0) else 32
+    return Tiles(rows=32, columns=columns, loop=32, num_warps=8, num_stages=2)
+
+
+def largest_rank(capability: tuple[int, int]) -> int:
+    """The rank up to which the backward kernel keeps its sums in registers."""
+    return 128 if capability >= (9, 0) else 64
