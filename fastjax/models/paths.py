@@ -10,7 +10,7 @@ from fastjax.lora import LoraLinear
 from fastjax.models.decoder import Decoder
 from fastjax.models.mlp import MLP
 from fastjax.models.projection import Projection
-from fastjax.quantization import MixedWeight, NF4Weight
+from fastjax.quantization import FP8Weight, MixedWeight, NF4Weight
 from pallas_kernels.glu import adapted
 
 
@@ -113,6 +113,8 @@ def _formats(*projections: Projection) -> str:
     def of(weight: Any) -> list[str]:
         if isinstance(weight, MixedWeight):
             return [name for one in weight.weights for name in of(one)]
+        if isinstance(weight, FP8Weight):
+            return [str(weight.codes.dtype)]
         return ["NF4" if isinstance(weight, NF4Weight) else str(weight.dtype)]
 
     found = dict.fromkeys(name for projection in projections for name in of(projection.weight.get_value()))

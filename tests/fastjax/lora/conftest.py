@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastjax.lora import LoraLinear
-from fastjax.quantization import NF4Weight, concatenate
+from fastjax.quantization import FP8Weight, NF4Weight, concatenate
 
 BATCH, LENGTH, WIDTH = 2, 32, 64
 
@@ -21,10 +21,14 @@ class Maker:
         return jnp.asarray(scale * self.rng.standard_normal(shape), dtype)
 
     def weight(self, kind, rows, columns=WIDTH):
-        """[rows, columns] by its kind: a dtype, "nf4" or "mixed" of several rows."""
+        """[rows, columns] by its kind: a dtype, "nf4", "fp8" or "mixed" of several rows."""
         scale = columns**-0.5
         if kind == "nf4":
             pieces = [NF4Weight.quantize(self.normal(r, columns, scale=scale)) for r in rows]
+        elif kind == "fp8":
+            scales = jnp.abs(self.normal(sum(rows) // 16, columns // 32, scale=scale))
+            codes = self.normal(sum(rows), columns, dtype=jnp.float8_e4m3fn)
+            return FP8Weight(codes, scales, (16, 32), codes.shape)
         elif kind == "mixed":
             pieces = [self.normal(r, columns, scale=scale) for r in rows]
             pieces[0] = NF4Weight.quantize(pieces[0])

@@ -65,7 +65,7 @@ def test_equals_plain_lora(compare, name, dtype, kind):
 
 
 @pytest.mark.parametrize("name", ["a subset", "dropout", "DoRA", "DoRA with dropout"])
-@pytest.mark.parametrize("kind", ["nf4", "mixed"])
+@pytest.mark.parametrize("kind", ["nf4", "fp8", "mixed"])
 def test_equals_plain_lora_on_packed_weights(compare, name, kind):
     maker, (ranks, options) = Maker(1), CASES[name]
     adapters = make(maker, ranks, **options)

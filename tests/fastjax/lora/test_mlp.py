@@ -73,7 +73,7 @@ def test_equals_plain_lora(compare, name, dtype):
 
 
 @pytest.mark.parametrize("name", ["all", "dropout"])
-@pytest.mark.parametrize("kind", ["nf4", "mixed"])
+@pytest.mark.parametrize("kind", ["nf4", "fp8", "mixed"])
 def test_equals_plain_lora_on_packed_weights(compare, name, kind):
     maker, (ranks, options) = Maker(1), CASES[name]
     block = make(maker, ranks, kind=kind, **options)
