@@ -153,10 +153,10 @@ def _programs(case: LoraCase):
     x, dy = jax.random.normal(first, (2, *case.tokens, width), case.dtype)
     for weight, key in zip(case.weights, keys, strict=False):
         upper, lower = jax.random.split(key)
-        weights = (_weight(weight, (2 * features, width), upper), _weight(weight, (width, features), lower))
+        weights = (random_weight(weight, (2 * features, width), upper), random_weight(weight, (width, features), lower))
         for kind, rank in [("frozen", 0), *((kind, rank) for rank in case.ranks for kind in ("plain", "unit"))]:
             graphdef, trained, frozen = build(case, weights, rank, second)
-            apply = _plain if kind == "plain" else lambda block, x: block(x, None)
+            apply = plain if kind == "plain" else lambda block, x: block(x, None)
             function = forward_and_backward(
                 lambda trained, frozen, x, graphdef=graphdef, apply=apply: apply(
                     nnx.merge(graphdef, trained, frozen), x
@@ -166,8 +166,8 @@ def _programs(case: LoraCase):
             yield weight, kind, rank, Program(name, function, (trained, frozen, x, dy), 1)
 
 
-def _plain(block: MLP, x: jax.Array) -> jax.Array:
-    """The block with its adapters as sums beside its projections."""
+def plain(block: MLP, x: jax.Array) -> jax.Array:
+    """The block with its adapters as sums beside its projections, in the dtype of x."""
 
     def projected(projection: Projection, x: jax.Array) -> list[jax.Array]:
         whole, outputs, start = matmul(x, projection.weight.get_value()), [], 0
@@ -182,8 +182,14 @@ def _plain(block: MLP, x: jax.Array) -> jax.Array:
     return projected(block.down, glu(gate, up, activation=block.activation))[0]
 
 
-def _weight(kind: str, shape: tuple[int, int], key: jax.Array) -> Any:
-    """A random frozen weight."""
+def random_weight(kind: str, shape: tuple[int, int], key: jax.Array) -> Any:
+    """A random frozen weight.
+
+    Args:
+        kind: "nf4" or a dtype.
+        shape: (out, in).
+        key: random state.
+    """
 
     @jax.jit
     def draw(key):

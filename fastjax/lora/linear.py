@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
@@ -30,6 +29,7 @@ from fastjax.lora.thin import (
 )
 from fastjax.quantization.weights import Weight, linear, matmul, matmul_transposed, weight_gradient
 from fastjax.quantization.weights import part as part_of
+from fastjax.residuals import keep
 
 
 def project(
@@ -52,7 +52,7 @@ def project(
     """
     own = {name: adapters[name] for name, _ in sizes if name in adapters}
     if not own:
-        return _parted(matmul(x, weight), sizes)
+        return _parted(keep(matmul(x, weight), "projection"), sizes)
     scales, start = {}, 0
     for name, rows in sizes:
         if name in own:
@@ -116,14 +116,12 @@ def _unit(parts, x, dropped, weight, matrices, scales, key):
 
 def _forward(parts, x, dropped, weight, matrices, scales, key):
     read = x if dropped is None else dropped
-    thin = checkpoint_name(thin_products(parts, matrices, read, key), "lora")
-    y = matmul(x, weight) + linear(thin, block_B(parts, matrices, x.dtype))
-    before = None
+    thin = keep(thin_products(parts, matrices, read, key), "lora")
+    before = y = keep(matmul(x, weight) + linear(thin, block_B(parts, matrices, x.dtype)), "projection")
     if scales:
-        before = checkpoint_name(y, "projection")
         y = (before.astype(jnp.float32) * _columns(parts, scales)).astype(x.dtype)
     sizes = [(part.name, part.rows) for part in parts]
-    return _parted(y, sizes), (x, dropped, thin, before, weight, matrices, scales, key)
+    return _parted(y, sizes), (x, dropped, thin, before if scales else None, weight, matrices, scales, key)
 
 
 def _backward(parts, residuals, dys):

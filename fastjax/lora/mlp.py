@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -32,6 +31,7 @@ from fastjax.lora.thin import (
 )
 from fastjax.parallel import BATCH, local
 from fastjax.quantization.weights import Weight, linear, matmul, matmul_transposed, weight_gradient
+from fastjax.residuals import keep
 from pallas_kernels.glu.adapted import Inner, adapted_backward, adapted_forward, padded_rank
 
 
@@ -98,7 +98,7 @@ def _unit(block: Block, x, arrays: Arrays):
 
 
 def _forward(block: Block, x, arrays: Arrays):
-    both = checkpoint_name(matmul(x, arrays.gate_up), "projection")
+    both = keep(matmul(x, arrays.gate_up), "projection")
     inner = _inner(block, x, arrays)
     inside = block.down.rank and not drops((block.down,), arrays.key)
     h, thin_down = _gate(block, both, inner, _down_A(block, arrays, x.dtype) if inside else None)
@@ -106,7 +106,7 @@ def _forward(block: Block, x, arrays: Arrays):
     if block.down.rank:
         if thin_down is None:
             thin_down = thin_products((block.down,), arrays.matrices, h, arrays.key)
-        thin_down = checkpoint_name(thin_down[..., : block.down.rank], "lora")
+        thin_down = keep(thin_down[..., : block.down.rank], "lora")
         y = y + linear(thin_down, scaled_B(block.down, arrays.matrices, x.dtype))
     thin = None if inner is None else inner.thin
     return y, (x, both, thin, thin_down, arrays)
@@ -177,7 +177,7 @@ def _inner(block: Block, x, arrays: Arrays) -> Inner | None:
         column = max(part.rank for part in block.parts)
         one = (jnp.arange(thin.shape[-1]) % rank == column).astype(thin.dtype)
         thin = thin + one[None, None, :]
-    return Inner(checkpoint_name(thin, "lora"), _inner_B(block, arrays, x.dtype))
+    return Inner(keep(thin, "lora"), _inner_B(block, arrays, x.dtype))
 
 
 def _inner_B(block: Block, arrays: Arrays, dtype) -> Float[Array, "2 F R"]:

@@ -2,12 +2,12 @@
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.mlp import Arrays, Block, gated_block
 from fastjax.models.projection import Projection
+from fastjax.residuals import keep
 from pallas_kernels.glu import glu
 
 
@@ -65,4 +65,4 @@ class MLP(nnx.Module):
         out = gated_block(self.block(), x.astype(dtype), arrays)
         if self.down.bias is not None:
             out = out + self.down.bias[...].astype(dtype)[None, None, :]
-        return checkpoint_name(out, "projection")
+        return keep(out, "projection")

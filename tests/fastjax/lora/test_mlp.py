@@ -8,7 +8,7 @@ from flax import nnx
 from fastjax.lora import LoraParam
 from fastjax.models.mlp import MLP
 from fastjax.models.projection import Projection
-from fastjax.models.remat import SAVED
+from fastjax.residuals import SAVED
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker
 from tests.support import plain_lora
 

@@ -81,8 +81,8 @@ def test_triton_in_the_interpreter_matches_float64(case, activation, capability)
     tiles = config.forward_config(capability), config.backward_config(capability)
     forward = adapted_triton.forward(both, thin, b, a, activation, tiles[0], True)
     backward = adapted_triton.backward(both, thin, b, dh, a, dthin, activation, tiles[1], True)
-    # one rounding to bfloat16 of each result, and of h and its gradient before they are summed: half of 2^-8
-    close((*forward, *backward), exact(arrays, activation), 2**-9)
+    # two roundings to bfloat16, each of at most 2^-9: of what is summed over features or tokens, and of the result
+    close((*forward, *backward), exact(arrays, activation), 2**-8.5)
 
 
 def test_a_run_of_several_tiles_is_added_up():
@@ -91,7 +91,7 @@ def test_a_run_of_several_tiles_is_added_up():
     tiles = config.Tiles(64, 64, 2, 4, 1)
     forward = adapted_triton.forward(both, thin, b, a, "silu", tiles, True)
     backward = adapted_triton.backward(both, thin, b, dh, a, dthin, "silu", tiles, True)
-    close((*forward, *backward), exact(arrays, "silu"), 2**-9)
+    close((*forward, *backward), exact(arrays, "silu"), 2**-8.5)
 
 
 @pytest.mark.aot
