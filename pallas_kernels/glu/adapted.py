@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import compat, dispatch
 from pallas_kernels.glu import adapted_xla, config
 from pallas_kernels.glu.reference import ACTIVATIONS
 
@@ -67,6 +67,7 @@ def adapted_forward(
         return adapted_xla.forward(both, inner, down_A, activation)
     from pallas_kernels.glu import adapted_triton
 
+    compat.silence_triton_deprecation()
     thin, lora_B = (None, None) if inner is None else inner
     return adapted_triton.forward(both, thin, lora_B, down_A, activation, config.forward_config(_capability()))
 
@@ -106,6 +107,7 @@ def adapted_backward(
         return adapted_xla.backward(both, inner, dh, down_A, dthin, activation)
     from pallas_kernels.glu import adapted_triton
 
+    compat.silence_triton_deprecation()
     thin, lora_B = (None, None) if inner is None else inner
     return adapted_triton.backward(
         both, thin, lora_B, dh, down_A, dthin, activation, config.backward_config(_capability())

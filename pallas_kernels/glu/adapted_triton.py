@@ -14,7 +14,6 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels import compat
 from pallas_kernels.glu.config import Tiles
 from pallas_kernels.glu.reference import ACTIVATIONS
 
@@ -31,7 +30,6 @@ def forward(
     interpret: bool = False,
 ) -> tuple[Array, Array | None]:
     """The gated product h, and h·Aᵀ or None."""
-    compat.silence_triton_deprecation()
     rows, features = both.shape[0], both.shape[1] // 2
     loop = _divisor(features // tiles.columns, tiles.loop)
     shares = features // tiles.columns // loop
@@ -82,7 +80,6 @@ def backward(
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array | None]:
     """The gradients of `both`, of B or None, of A or None."""
-    compat.silence_triton_deprecation()
     rows, features = both.shape[0], both.shape[1] // 2
     loop = _divisor(rows // tiles.rows, tiles.loop)
     shares = rows // tiles.rows // loop
