@@ -78,7 +78,8 @@ def _forward(block, x, codes, scales):
 
 
 def _backward(block, packed, dy):
-    dy, weight = _decode_when_needed(dy, *packed, block)
+    codes, scales = packed
+    dy, weight = _decode_when_needed(dy, codes, scales, block)
     return _dot(dy, weight, 0), None, None
 
 
