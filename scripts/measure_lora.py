@@ -6,7 +6,6 @@
 Every figure is the median over interleaved rounds, device time of the kernels; a part is printed when it is done.
 """
 
-import concurrent.futures
 import itertools
 import sys
 import time
@@ -19,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from fastjax.bench import lora
-from fastjax.bench.timing import Program, measure
+from fastjax.bench.timing import Program, compile_all, measure
 from pallas_kernels import dispatch
 from pallas_kernels.glu import adapted_triton, adapted_xla, config
 from pallas_kernels.glu.adapted import Inner
@@ -60,26 +59,6 @@ def operands(rank: int, tokens: int = TOKENS, features: int = FEATURES) -> tuple
         normal(4, rank, features, scale=0.1),
         normal(5, tokens, rank, scale=0.1),
     )
-
-
-def compiled(functions: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[Any, Any]:
-    """Those that compile without spills, side by side; the others are said to be out."""
-
-    def one(item):
-        name, (function, arguments) = item
-        try:
-            options = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
-            jax.jit(function).lower(*arguments).compile(compiler_options=options)
-        except Exception as error:  # whatever a compiler says
-            return name, str(error).splitlines()[0][:90]
-        return name, None
-
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        results = dict(pool.map(one, functions.items()))
-    for name, error in results.items():
-        if error:
-            say("out:", name, error)
-    return {name: functions[name] for name, error in results.items() if error is None}
 
 
 def distances(found: Any, expected: Any) -> str:
@@ -154,7 +133,7 @@ def tiles() -> None:
                 lambda both, dh: adapted_xla.backward(both, None, dh, None, None, "silu"), (both, dh)
             ),
         }  # fmt: skip
-        table(compiled({**forward, **backward, **plain}))
+        table({**forward, **backward, **plain})
 
 
 def thin() -> None:
@@ -178,13 +157,19 @@ def thin() -> None:
 
 
 def table(functions: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-    """Time them by turns, in the order of their times."""
+    """Time those that compile by turns, in the order of their times."""
     named = {f"p{number}": name for number, name in enumerate(functions)}
     programs = [
         Program(short, function, arguments, 1)
         for short, (function, arguments) in zip(named, functions.values(), strict=True)
     ]
-    timings = measure(programs, 7)
+    compiled = compile_all(programs)
+    for short, result in compiled.items():
+        if isinstance(result, Exception):
+            say("out:", *named[short], str(result).splitlines()[0][:90])
+    good = {short: result for short, result in compiled.items() if not isinstance(result, Exception)}
+    say(f"{len(good)} compiled")
+    timings = measure([program for program in programs if program.name in good], 7, good)
     for short, timing in sorted(timings.items(), key=lambda item: (str(named[item[0]][:2]), item[1].median)):
         say(f"{timing.median * 1e6:9.1f} µs ({timing.best * 1e6:.1f}–{timing.worst * 1e6:.1f})", *named[short])
 
