@@ -6,7 +6,7 @@ tensor by the presence of its quant_state, so folders that leave some modules in
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from convert.errors import ConvertError, unexpected
 from convert.families import Family, Row, family_for
 from convert.files import atomic_folder, read_json
 from convert.formats import fp8, nf4
+from convert.formats.fp8 import FP8Tensor
 from convert.formats.nf4 import NF4Tensor
 from convert.tensor_file import DTYPES
 
@@ -85,6 +86,15 @@ class Weights:
         if self.format(path) == "fp8":
             array = fp8.decode(array, self.fp8_scale(row)).astype(self.decoded_dtype(path))
         return array if row.transform is None else row.transform.load(array)
+
+    def read_fp8(self, path: str) -> FP8Tensor:
+        """Read an FP8 tensor by its tree path, without decoding it.
+
+        Raises:
+            ConvertError: Its file was cut short, or its scales do not fit.
+        """
+        row = self.rows[path]
+        return FP8Tensor(self.checkpoint.read(row.name), self.fp8_scale(row))
 
     def read_packed(self, path: str, *, codes: bool = True) -> NF4Tensor:
         """Read an NF4 tensor by its tree path.
@@ -156,22 +166,26 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
     return Weights(checkpoint, family, rows)
 
 
-def stream(folder: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
+def stream(
+    folder: str | os.PathLike[str], packed_fp8: Callable[[str], bool] = lambda path: False
+) -> Iterator[tuple[str, Tensor | FP8Tensor]]:
     """A model's tensors in the order embeddings, layer 0 … layer L-1, norm, head, each read when its turn comes.
 
     Args:
         folder: A Hugging Face model folder.
+        packed_fp8: By tree path, whether an FP8 tensor stays packed, if its layout in the tree is the file's.
 
     Yields:
-        (tree path, array or NF4 tensor); paths as in `convert.families`, without a head if it is tied.
+        (tree path, array, NF4 tensor or FP8 tensor); paths as in `convert.families`, without a head if it is tied.
 
     Raises:
         ConvertError: What `open_weights` or a read finds; names are checked before the first tensor.
     """
     weights = open_weights(folder)
     _check_copies(weights)
-    for path in weights.rows:
-        yield path, weights.read(path)
+    for path, row in weights.rows.items():
+        packed = weights.format(path) == "fp8" and row.transform is None and packed_fp8(path)
+        yield path, weights.read_fp8(path) if packed else weights.read(path)
 
 
 def stream_formats(folder: str | os.PathLike[str]) -> dict[str, str]:

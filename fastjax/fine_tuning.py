@@ -19,6 +19,7 @@ from fastjax.data import Batches
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.language_model import FastLanguageModel, LanguageModel
+from fastjax.models.paths import adapter_paths
 from fastjax.training.checkpoint import Checkpoints, Progress
 from fastjax.training.config import LoraSection, TrainConfig
 from fastjax.training.datasets import RunData, load_run_data, load_run_tokenizer
@@ -108,6 +109,10 @@ def fine_tune(
         for name, became in data.statistics().items():
             _say(console, f"{name}: {became}")
         model = load_model(config, console).replace(tokenizer=tokenizer)
+        if model.lora is not None:
+            tokens = config.training.per_device_train_batch_size * config.model.max_seq_length
+            for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
+                _say(console, line)
         _check_vocabulary(model, data)
         identity = {"model": model_fingerprint(config.model.model_name), "data": data.train.fingerprint}
         if earlier is not None:

@@ -223,7 +223,7 @@ class FastLanguageModel:
                 where that is less.
             dtype: compute dtype; None: bfloat16 on a GPU, float32 on a CPU.
             load_in_4bit: quantise the layers' matrices to NF4 as they are read, or keep them as a 4-bit folder has
-                them.
+                them. Without it those of an FP8 folder keep their 8 bits.
             full_finetuning: train every weight (excludes `load_in_4bit`).
             use_gradient_checkpointing: True or "full": keep only the layers' inputs; False or "projections": keep the
                 projections' and the attention's results too; "none": keep everything.

@@ -39,6 +39,18 @@ class Scale(NamedTuple):
     block: tuple[int, int]
 
 
+class FP8Tensor(NamedTuple):
+    """A weight as it is stored.
+
+    Attributes:
+        codes: float8_e4m3fn or float8_e5m2 [out, in].
+        scale: Its scales.
+    """
+
+    codes: Shaped[np.ndarray, "out in"]
+    scale: Scale
+
+
 def block_shape(config: Mapping[str, Any], file: str | os.PathLike[str]) -> tuple[int, int]:
     """Rows and columns of a block, as config.json says; 128 × 128 unless it does.
 

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fastjax.commands import bench_attention
 from fastjax.commands.arguments import positive
@@ -14,7 +15,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: `attention`, `nf4`, `step` or `data`, and its arguments.
+        argv: `attention`, `nf4`, `lora`, `step` or `data`, and its arguments.
     """
     arguments = _parser().parse_args(argv)
     arguments.run(arguments)
@@ -47,6 +48,23 @@ def _parser() -> argparse.ArgumentParser:
     nf4.add_argument("--cold_bytes", type=positive, metavar="N", help="packed bytes to go over (default: 256 MiB)")
     nf4.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     nf4.set_defaults(run=_nf4)
+
+    lora = commands.add_parser(
+        "lora",
+        help="a gated block with adapters, beside the same block frozen",
+        description="Time a gated block forward and backward: frozen, with adapters as plain sums, and with adapters "
+        "as models compute them. The defaults suit a GPU.",
+    )
+    lora.add_argument("--tokens", type=positive, nargs=2, metavar=("ROWS", "LENGTH"), help="(default: 4 2048)")
+    lora.add_argument(
+        "--shape", type=positive, nargs=2, metavar=("WIDTH", "FEATURES"), help="of the block (default: 4096 14336)"
+    )
+    lora.add_argument("--weights", nargs="+", choices=("nf4", *dtypes), help="(default: nf4 bfloat16)")
+    lora.add_argument("--ranks", type=positive, nargs="+", metavar="R", help="of the adapters (default: 16 64)")
+    lora.add_argument("--dtype", choices=dtypes, help="of the activations (default: bfloat16)")
+    lora.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
+    lora.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    lora.set_defaults(run=_lora)
 
     step = commands.add_parser(
         "step",
@@ -106,12 +124,23 @@ def _parser() -> argparse.ArgumentParser:
 def _nf4(arguments: argparse.Namespace) -> None:
     from fastjax.bench.nf4 import NF4Case, run
 
-    names = (field.name for field in dataclasses.fields(NF4Case))
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    run(_changed(NF4Case(), arguments), arguments.output)
+
+
+def _lora(arguments: argparse.Namespace) -> None:
+    from fastjax.bench.lora import LoraCase, run
+
+    run(_changed(LoraCase(), arguments), arguments.output)
+
+
+def _changed(case: Any, arguments: argparse.Namespace) -> Any:
+    """The case with what was given on the command line."""
+    names = (field.name for field in dataclasses.fields(case))
+    given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     if "shapes" in lists:
         lists["shapes"] = tuple(map(tuple, lists["shapes"]))
-    run(dataclasses.replace(NF4Case(), **(given | lists)), arguments.output)
+    return dataclasses.replace(case, **(given | lists))
 
 
 def _step(arguments: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from convert.errors import ConvertError
+from convert.formats.fp8 import FP8Tensor
 from convert.formats.nf4 import NF4Tensor
 from convert.weights import stream, stream_formats
 from fastjax.models.config import ModelConfig
@@ -21,7 +22,7 @@ from fastjax.models.layout import Run, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
 from fastjax.models.structure import shapes
 from fastjax.models.vocabulary import TABLES
-from fastjax.quantization import NF4Weight
+from fastjax.quantization import FP8Weight, NF4Weight
 from fastjax.quantization.weights import Weight
 
 
@@ -37,7 +38,8 @@ def load_weights(
         trained: whether the weights are trained themselves.
         load_in_4bit: quantise the layers' matrices, but those of float32 modules, to NF4 with nested scales. In a
             folder that is quantised already the matrices keep their format (some may be in 16 bits there); without
-            `load_in_4bit` they are dequantised.
+            `load_in_4bit` they are dequantised. In an FP8 folder they keep their 8 bits, unless they are quantised
+            or trained.
         layer_loop: "scan" or "unroll".
 
     Returns:
@@ -50,8 +52,13 @@ def load_weights(
     quantized = any(kind.startswith("nf4") for kind in formats.values())
     quantize = load_in_4bit and not quantized
 
-    def prepare(path: str, value: np.ndarray | NF4Tensor) -> Weight:
+    def keeps_fp8(path: str) -> bool:
+        return not trained and not load_in_4bit and _quantizable(path, precision)
+
+    def prepare(path: str, value: np.ndarray | NF4Tensor | FP8Tensor) -> Weight:
         dtype = precision.weight_dtype(path, trained=trained)
+        if isinstance(value, FP8Tensor):
+            return FP8Weight.from_tensor(value)
         if isinstance(value, NF4Tensor):
             try:
                 weight = NF4Weight.from_tensor(value)
@@ -66,10 +73,11 @@ def load_weights(
     for path, kind in formats.items():
         if path.startswith("layers."):
             _, index, rest = path.split(".", 2)
-            packed = load_in_4bit and kind.startswith("nf4") and _quantizable(path, precision)
+            packed = kind == "fp8" and keeps_fp8(path)
+            packed |= load_in_4bit and kind.startswith("nf4") and _quantizable(path, precision)
             kinds[int(index)].add((rest, kind if packed else "plain"))
     plan = plan_layers([frozenset(kind) for kind in kinds], layer_loop)
-    return plan, _fill(config, plan, ((path, prepare(path, value)) for path, value in stream(folder)))
+    return plan, _fill(config, plan, ((path, prepare(path, value)) for path, value in stream(folder, keeps_fp8)))
 
 
 def random_weights(

@@ -7,8 +7,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fastjax.lora import BaseParam, LoraEmbedding, LoraLinear, drop
-from fastjax.quantization import dense, matmul, part
+from fastjax.lora import BaseParam, LoraEmbedding, LoraLinear
+from fastjax.lora.linear import project
+from fastjax.quantization import part
 from fastjax.quantization.weights import Weight
 from fastjax.trainable_tokens import TrainableTokens
 
@@ -55,34 +56,36 @@ class Projection(nnx.Module):
             key: the layer's dropout key; None switches dropout off.
             dropped: the adapters' input, where the caller has drawn the dropout already.
         """
-        weight = self.weight.get_value()
-        dtypes = [jnp.dtype(jnp.float32) if name in self.float32 else x.dtype for name, _ in self.parts]
-        whole = matmul(x.astype(dtypes[0]), weight) if len(set(dtypes)) == 1 else None
         outputs, start = [], 0
-        for index, ((name, rows), dtype) in enumerate(zip(self.parts, dtypes, strict=True)):
+        for (_, rows), out in zip(self.parts, self._products(x, key, dropped), strict=True):
             here = slice(start, start + rows)
-
-            def product(y: Array, index: int = index, here: slice = here) -> Array:
-                if whole is None:
-                    return matmul(y, part(weight, index, here))
-                return matmul(y, weight)[..., here]
-
-            out = product(x.astype(dtype)) if whole is None else whole[..., here]
-            if name in self.adapters:
-                adapter = self.adapters[name]
-                out = adapter(
-                    (drop(x, key, name, adapter.dropout) if dropped is None else dropped).astype(dtype),
-                    out,
-                    dense=lambda here=here: dense(weight, jnp.float32)[here],
-                    product=product if dropped is not None or (key is not None and adapter.dropout) else None,
-                )
             if self.tokens is not None:
-                out = self.tokens.score(x.astype(dtype), out)
+                out = self.tokens.score(x.astype(out.dtype), out)
             if self.bias is not None:
-                out = out + self.bias[...][here].astype(dtype)[None, None, :]
+                out = out + self.bias[...][here].astype(out.dtype)[None, None, :]
             outputs.append(checkpoint_name(out.astype(x.dtype), "projection"))
             start += rows
         return tuple(outputs)
+
+    def dtypes(self, dtype: jnp.dtype) -> list[jnp.dtype]:
+        """In which dtype each part is computed, for an input's dtype."""
+        return [jnp.dtype(jnp.float32) if name in self.float32 else jnp.dtype(dtype) for name, _ in self.parts]
+
+    def _products(self, x: Array, key: PRNGKeyArray | None, dropped: Array | None) -> list[Array]:
+        """The parts' outputs without bias, each in the dtype in which it is computed: one unit where that is one."""
+        weight, dtypes = self.weight.get_value(), self.dtypes(x.dtype)
+
+        def unit(sizes, weight, dtype):
+            given = None if dropped is None else dropped.astype(dtype)
+            return project(sizes, weight, self.adapters, x.astype(dtype), key, given)
+
+        if len(set(dtypes)) == 1:
+            return list(unit(self.parts, weight, dtypes[0]))
+        outputs, start = [], 0
+        for number, (size, dtype) in enumerate(zip(self.parts, dtypes, strict=True)):
+            outputs += unit([size], part(weight, number, slice(start, start + size[1])), dtype)
+            start += size[1]
+        return outputs
 
 
 class Embedding(nnx.Module):

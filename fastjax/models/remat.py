@@ -6,9 +6,8 @@ from typing import Any
 import jax
 
 from fastjax.errors import ConfigError
+from fastjax.residuals import SAVED
 
-#: Names given with `checkpoint_name`: the projections' results, the adapters' thin products, the attention's residuals.
-SAVED = ("projection", "lora", "attention_out", "attention_lse")
 POLICIES = ("full", "projections", "none")
 
 

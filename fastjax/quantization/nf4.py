@@ -78,6 +78,20 @@ class NF4Weight:
             self.codes, self.scales(), shape=self.shape, dtype=dtype, order=self.order, quant_map=self.quant_map
         )
 
+    def rows(self, rows: slice) -> "NF4Weight":
+        """Some of the output rows, with scales that are not nested; the codes are in split order."""
+        assert self.order == "split", "blocks that cross rows are not taken apart"
+        return dataclasses.replace(
+            self,
+            codes=self.codes[rows],
+            absmax=self.scales()[rows],
+            nested_absmax=None,
+            nested_quant_map=None,
+            nested_offset=None,
+            shape=(rows.stop - rows.start, self.shape[1]),
+            parts=(rows.stop - rows.start,),
+        )
+
     @classmethod
     def from_tensor(cls, tensor: NF4Tensor) -> "NF4Weight":
         """From a checkpoint's tensor, without loss.

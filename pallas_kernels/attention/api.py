@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array as JaxArray
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -139,6 +140,9 @@ def _attend(q, k, v, mask, sinks, seed, options: Options, forward: str, backward
 
 def _attend_forward(q, k, v, mask, sinks, seed, options, forward, backward):
     results = IMPLEMENTATIONS[forward].forward(q, k, v, mask, sinks, seed, options)
+    # Behind a barrier: a kernel whose result goes into a scan's stack of residuals and on to the next operation would
+    # run twice on a GPU, once in XLA's fusion with the update of the stack.
+    results = lax.optimization_barrier(tuple(results))
     out, lse = (checkpoint_name(*pair) for pair in zip(results, config.SAVEABLE_NAMES, strict=True))
     return (out, lse), (q, k, v, mask, sinks, seed, out, lse)
 

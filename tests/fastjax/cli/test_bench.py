@@ -62,6 +62,24 @@ def test_presets_are_models(preset):
     assert config.tie_word_embeddings == (preset == "llama1b")
 
 
+def test_lora(tmp_path, capsys):
+    output = tmp_path / "lora.json"
+    size = ["--tokens", "2", "16", "--shape", "64", "128", "--ranks", "4", "--dtype", "float32"]
+    assert main(["bench", "lora", *size, "--rounds", "2", "--output", str(output)]) == 0
+    assert "gated block · 2×16 tokens · 64×128" in capsys.readouterr().out
+    lines = json.loads(output.read_text())["results"]
+    expected = [
+        (weight, *kind) for weight in ("nf4", "bfloat16") for kind in (("frozen", 0), ("plain", 4), ("unit", 4))
+    ]
+    assert [(line["weight"], line["adapters"], line["rank"]) for line in lines] == expected
+    for line in lines:
+        assert line["best"] <= line["milliseconds"] <= line["worst"]
+        frozen = next(other for other in lines if other["weight"] == line["weight"])
+        cost = None if line is frozen else line["milliseconds"] / frozen["milliseconds"] - 1
+        assert line["cost"] == (None if cost is None else pytest.approx(cost))
+        assert line["teraflops_per_second"] == pytest.approx(12 * 32 * 64 * 128 / line["milliseconds"] / 1e9)
+
+
 def test_nf4(tmp_path, capsys):
     output = tmp_path / "nf4.json"
     size = ["--shape", "64", "128", "--dtypes", "float32", "--dtype", "float32", "--rows", "4"]

@@ -1,0 +1,240 @@
+"""What adapters cost in a gated block, forward and backward, over the block with frozen weights alone.
+
+Four programs a weight format run by turns: the frozen block (its gradient to the input is computed), the block with
+adapters as plain sums beside each projection, which JAX differentiates, and the unit that models use, at every rank. A
+pass goes over more than a gigabyte, so caches are cold. All programs compile side by side.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fastjax.bench.timing import Program, Timing, measure
+from fastjax.lora import LoraLinear, LoraParam
+from fastjax.models.mlp import MLP
+from fastjax.models.projection import Projection
+from fastjax.quantization import NF4Weight, matmul
+from fastjax.quantization.weights import linear
+from pallas_kernels.glu import glu
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraCase:
+    """What is measured.
+
+    Attributes:
+        tokens: rows and tokens a row.
+        shape: width of the block, and its features.
+        weights: formats of the frozen weights: "nf4", or a dtype.
+        ranks: of the adapters, on all three projections.
+        activation: Hugging Face's name.
+        dtype: of the activations.
+        rounds: runs of which the median counts.
+    """
+
+    tokens: tuple[int, int] = (4, 2048)
+    shape: tuple[int, int] = (4096, 14336)
+    weights: tuple[str, ...] = ("nf4", "bfloat16")
+    ranks: tuple[int, ...] = (16, 64)
+    activation: str = "silu"
+    dtype: str = "bfloat16"
+    rounds: int = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraResult:
+    """One line of the table.
+
+    Attributes:
+        weight: format of the frozen weights.
+        adapters: "frozen", "plain" or "unit".
+        rank: of the adapters; 0: none.
+        milliseconds: median of forward and backward.
+        best: smallest.
+        worst: largest.
+        cost: of the adapters, over the frozen block; None for that.
+        teraflops_per_second: of the large products alone.
+        source: how it was timed.
+    """
+
+    weight: str
+    adapters: str
+    rank: int
+    milliseconds: float
+    best: float
+    worst: float
+    cost: float | None
+    teraflops_per_second: float
+    source: str
+
+
+def run(case: LoraCase | None = None, output: Path | None = None, console: Console | None = None) -> list[LoraResult]:
+    """Measure, show a table, write a file.
+
+    Args:
+        case: what to measure; the defaults suit a GPU.
+        output: JSON file for the case, the device and the results; None: no file.
+        console: for the table.
+
+    Returns:
+        The lines of the table.
+    """
+    case, console = case or LoraCase(), console or Console()
+    named = {program.name: (weight, kind, rank, program) for weight, kind, rank, program in _programs(case)}
+    timings = measure([program for *_, program in named.values()], case.rounds)
+    frozen = {weight: timings[name].median for name, (weight, kind, *_) in named.items() if kind == "frozen"}
+    results = [
+        _line(case, weight, kind, rank, timings[name], frozen[weight])
+        for name, (weight, kind, rank, _) in named.items()
+    ]
+    console.print(_table(case, results))
+    if output is not None:
+        facts: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        facts |= {"case": dataclasses.asdict(case), "results": [dataclasses.asdict(line) for line in results]}
+        output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        console.print(f"written to {output}", highlight=False)
+    return results
+
+
+def forward_and_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Of (trained, frozen, x, dy): the output, the gradients of what is trained, and that of x.
+
+    Args:
+        apply: the block, of (trained, frozen, x).
+    """
+
+    def both(trained, frozen, x, dy):
+        y, pullback = jax.vjp(lambda trained, x: apply(trained, frozen, x), trained, x)
+        return y, pullback(dy)
+
+    return both
+
+
+def build(case: LoraCase, weights: tuple[Any, Any], rank: int, key: jax.Array) -> tuple[Any, Any, Any]:
+    """The block with adapters of a rank: its graph, what is trained, what is not.
+
+    Args:
+        case: the sizes.
+        weights: of gate and up together, and of down.
+        rank: 0: no adapters.
+        key: random state of the adapters.
+    """
+    width, features = case.shape
+
+    def projection(sizes, weight, columns: int, key) -> Projection:
+        adapters = {}
+        for (name, rows), own in zip(sizes, jax.random.split(key, len(sizes)), strict=True):
+            first, second = jax.random.split(own)
+            a = jax.random.normal(first, (rank, columns), jnp.float32) * columns**-0.5
+            b = jax.random.normal(second, (rows, rank), jnp.float32) * 0.01
+            adapters[name] = LoraLinear(a, b, None, scaling=2.0, dropout=0.0)
+        return Projection(sizes, weight, None, adapters if rank else {})
+
+    inner, outer = jax.random.split(key)
+    gate_up = projection([("gate_proj", features), ("up_proj", features)], weights[0], width, inner)
+    down = projection([("down_proj", width)], weights[1], features, outer)
+    graphdef, trained, frozen = nnx.split(MLP(case.activation, gate_up, down), LoraParam, ...)
+    return graphdef, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen)
+
+
+def _programs(case: LoraCase):
+    """(weight, adapters, rank, program) of everything that is timed."""
+    width, features = case.shape
+    first, second, *keys = jax.random.split(jax.random.key(0), 3 + len(case.weights))
+    x, dy = jax.random.normal(first, (2, *case.tokens, width), case.dtype)
+    for weight, key in zip(case.weights, keys, strict=False):
+        upper, lower = jax.random.split(key)
+        weights = (random_weight(weight, (2 * features, width), upper), random_weight(weight, (width, features), lower))
+        for kind, rank in [("frozen", 0), *((kind, rank) for rank in case.ranks for kind in ("plain", "unit"))]:
+            graphdef, trained, frozen = build(case, weights, rank, second)
+            apply = plain if kind == "plain" else lambda block, x: block(x, None)
+            function = forward_and_backward(
+                lambda trained, frozen, x, graphdef=graphdef, apply=apply: apply(
+                    nnx.merge(graphdef, trained, frozen), x
+                )
+            )
+            name = f"{weight}_{kind}_{rank}"
+            yield weight, kind, rank, Program(name, function, (trained, frozen, x, dy), 1)
+
+
+def plain(block: MLP, x: jax.Array) -> jax.Array:
+    """The block with its adapters as sums beside its projections, in the dtype of x."""
+
+    def projected(projection: Projection, x: jax.Array) -> list[jax.Array]:
+        whole, outputs, start = matmul(x, projection.weight.get_value()), [], 0
+        for name, rows in projection.parts:
+            adapter = projection.adapters[name]
+            thin = linear(x, adapter.lora_A[...])
+            outputs.append(whole[..., start : start + rows] + linear(thin, adapter.lora_B[...] * adapter.scaling))
+            start += rows
+        return outputs
+
+    gate, up = projected(block.gate_up, x)
+    return projected(block.down, glu(gate, up, activation=block.activation))[0]
+
+
+def random_weight(kind: str, shape: tuple[int, int], key: jax.Array) -> Any:
+    """A random frozen weight.
+
+    Args:
+        kind: "nf4" or a dtype.
+        shape: (out, in).
+        key: random state.
+    """
+
+    @jax.jit
+    def draw(key):
+        matrix = jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(shape[1] ** -0.5)
+        return NF4Weight.quantize(matrix) if kind == "nf4" else matrix.astype(kind)
+
+    return draw(key)
+
+
+def _line(case: LoraCase, weight: str, kind: str, rank: int, timing: Timing, frozen: float) -> LoraResult:
+    rows, length = case.tokens
+    flops = 2 * 6 * rows * length * case.shape[0] * case.shape[1]  # three matrices, forward and to the input
+    return LoraResult(
+        weight=weight,
+        adapters=kind,
+        rank=rank,
+        milliseconds=timing.median * 1e3,
+        best=timing.best * 1e3,
+        worst=timing.worst * 1e3,
+        cost=None if kind == "frozen" else timing.median / frozen - 1,
+        teraflops_per_second=flops / timing.median / 1e12,
+        source=timing.source,
+    )
+
+
+def _table(case: LoraCase, results: list[LoraResult]) -> Table:
+    rows, length = case.tokens
+    title = (
+        f"gated block · {rows}×{length} tokens · {case.shape[0]}×{case.shape[1]} · {jax.devices()[0].device_kind} · "
+        f"jax {jax.__version__}"
+    )
+    caption = f"forward and backward, median of {case.rounds}, time by {results[-1].source}"
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD)
+    for name in ("weights", "adapters"):
+        table.add_column(name)
+    for name in ("rank", "ms", "best–worst", "cost", "TFLOP/s"):
+        table.add_column(name, justify="right")
+    for line in results:
+        table.add_row(
+            line.weight,
+            line.adapters,
+            str(line.rank or ""),
+            f"{line.milliseconds:.3f}",
+            f"{line.best:.3f}–{line.worst:.3f}",
+            "" if line.cost is None else f"{line.cost:+.1%}",
+            f"{line.teraflops_per_second:.0f}",
+        )
+    return table

@@ -1,0 +1,170 @@
+"""Projections of one input with their adapters, as one differentiable unit.
+
+    y = c ∘ (x·Wᵀ + (x·Aᵀ)·(s·B)ᵀ)            c: DoRA's scale of each output, else 1
+
+One large product and two thin ones in each direction, whatever the number of parts: A of all parts in one product that
+reads x once, B of all parts in one that is added to the large product where this is written. The backward pass computes
+the small dimension first (dy·B, then ·A). It keeps x and the thin products, but neither a decoded weight nor a dropped
+copy of x: masks are drawn again. No dense B·A is formed.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fastjax.lora.dropout import drop
+from fastjax.lora.params import LoraLinear
+from fastjax.lora.thin import (
+    Matrices,
+    Part,
+    block_B,
+    into_dtypes,
+    over_tokens,
+    thin_gradients,
+    thin_products,
+)
+from fastjax.quantization.weights import Weight, linear, matmul, matmul_transposed, weight_gradient
+from fastjax.quantization.weights import part as part_of
+from fastjax.residuals import keep
+
+
+def project(
+    sizes: Sequence[tuple[str, int]],
+    weight: Weight,
+    adapters: Mapping[str, LoraLinear],
+    x: Float[Array, "B S in"],
+    key: PRNGKeyArray | None,
+    dropped: Float[Array, "B S in"] | None = None,
+) -> tuple[Float[Array, "B S out"], ...]:
+    """The parts' outputs without bias, in the dtype of x.
+
+    Args:
+        sizes: (name, output rows) of the parts of `weight`, from the top row down.
+        weight: [out, in].
+        adapters: those of the parts, by name; other names are passed over.
+        x: the input, in the dtype of the computation.
+        key: the layer's dropout key; None switches dropout off.
+        dropped: the adapters' input, where the caller has drawn the dropout already.
+    """
+    own = {name: adapters[name] for name, _ in sizes if name in adapters}
+    if not own:
+        return _parted(keep(matmul(x, weight), "projection"), sizes)
+    scales, start = {}, 0
+    for name, rows in sizes:
+        if name in own:
+            scales[name] = own[name].column_scale(weight, slice(start, start + rows))
+        start += rows
+    random = dropped is not None or (key is not None and any(adapter.dropout for adapter in own.values()))
+    if random and any(scale is not None for scale in scales.values()):
+        return _dropped_dora(sizes, weight, own, scales, x, key, dropped)
+    parts = describe(sizes, own)
+    present = {name: scale for name, scale in scales.items() if scale is not None}
+    return _run(parts, x, dropped, weight, matrices_of(own), present, None if dropped is not None else key)
+
+
+def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> tuple[Array, ...]:
+    """DoRA scales what W and the adapter make of the dropped input d, and W alone sees the rest: W(x - d) is added."""
+    outputs, start = [], 0
+    for number, (name, rows) in enumerate(sizes):
+        mine = part_of(weight, number, slice(start, start + rows)) if len(sizes) > 1 else weight
+        start += rows
+        if name not in adapters:
+            outputs.append(matmul(x, mine))
+            continue
+        adapter = adapters[name]
+        d = drop(x, key, name, adapter.dropout) if dropped is None else dropped
+        own = tuple(described._replace(dropout=0.0) for described in describe([(name, rows)], {name: adapter}))
+        (scaled,) = _run(own, d, None, mine, matrices_of({name: adapter}), {name: scales[name]}, None)
+        outputs.append(scaled + matmul(x - d, mine))
+    return tuple(outputs)
+
+
+def matrices_of(adapters: Mapping[str, LoraLinear]) -> Matrices:
+    """A and B by the part's name."""
+    return {name: (adapter.lora_A[...], adapter.lora_B[...]) for name, adapter in adapters.items()}
+
+
+def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear]) -> tuple[Part, ...]:
+    """The parts of a weight with what is known of their adapters while tracing.
+
+    Args:
+        sizes: (name, output rows) of each.
+        adapters: by the part's name.
+    """
+    found = []
+    for name, rows in sizes:
+        part, adapter = Part(name, rows), adapters.get(name)
+        if adapter is not None:
+            rank = adapter.lora_A[...].shape[0]
+            part = Part(name, rows, rank, adapter.scaling, adapter.dropout)
+        found.append(part)
+    return tuple(found)
+
+
+def _run(parts, *arguments: Any) -> tuple[Array, ...]:
+    return _unit(parts, *arguments)  # pyright: ignore[reportReturnType]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unit(parts, x, dropped, weight, matrices, scales, key):
+    return _forward(parts, x, dropped, weight, matrices, scales, key)[0]
+
+
+def _forward(parts, x, dropped, weight, matrices, scales, key):
+    read = x if dropped is None else dropped
+    thin = keep(thin_products(parts, matrices, read, key), "lora")
+    before = y = keep(matmul(x, weight) + linear(thin, block_B(parts, matrices, x.dtype)), "projection")
+    if scales:
+        y = (before.astype(jnp.float32) * _columns(parts, scales)).astype(x.dtype)
+    sizes = [(part.name, part.rows) for part in parts]
+    return _parted(y, sizes), (x, dropped, thin, before if scales else None, weight, matrices, scales, key)
+
+
+def _backward(parts, residuals, dys):
+    x, dropped, thin, before, weight, matrices, scales, key = residuals
+    dy = dys[0] if len(parts) == 1 else jnp.concatenate(dys, axis=-1)
+    dscales = {}
+    if scales:
+        wide = dy.astype(jnp.float32)
+        products = jnp.sum(wide * before.astype(jnp.float32), axis=(0, 1))
+        dscales = {part.name: products[here] for part, here in zip(parts, _rows(parts), strict=True)}
+        dscales = {name: dscales[name] for name in scales}
+        dy = (wide * _columns(parts, scales)).astype(dy.dtype)
+    dthin = linear(dy, block_B(parts, matrices, dy.dtype).T)
+    dread, dA = thin_gradients(parts, matrices, x if dropped is None else dropped, dthin, key)
+    dx = matmul_transposed(dy, weight)
+    if dropped is None:
+        dx, dread = dx + dread, None
+    products, gradients, start = over_tokens(dy, thin), {}, 0
+    for part, here in zip(parts, _rows(parts), strict=True):
+        if part.rank:
+            gradients[part.name] = dA[part.name], products[here, start : start + part.rank] * part.scaling
+            start += part.rank
+    return dx, dread, weight_gradient(dy, x, weight), into_dtypes(gradients, matrices), dscales, None
+
+
+_unit.defvjp(_forward, _backward)
+
+
+def _columns(parts: Sequence[Part], scales: Mapping[str, Array]) -> Float[Array, "1 1 out"]:
+    """DoRA's scale of every output; 1 where there is none."""
+    ones = [scales.get(part.name, jnp.ones((part.rows,), jnp.float32)) for part in parts]
+    return jnp.concatenate(ones)[None, None, :]
+
+
+def _rows(parts: Sequence[Part]) -> list[slice]:
+    ends = [sum(part.rows for part in parts[: number + 1]) for number in range(len(parts))]
+    return [slice(end - part.rows, end) for end, part in zip(ends, parts, strict=True)]
+
+
+def _parted(y: Array, sizes: Sequence[tuple[str, int]]) -> tuple[Array, ...]:
+    """The columns of each part."""
+    outputs, start = [], 0
+    for _, rows in sizes:
+        outputs.append(y if len(sizes) == 1 else y[..., start : start + rows])
+        start += rows
+    return tuple(outputs)

@@ -1,0 +1,76 @@
+"""What adapters train: the kinds of weights, the adapter of a projection and that of an embedding."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from fastjax.quantization.weights import Weight, dense, linear
+
+
+class BaseParam(nnx.Param):
+    """A weight of the checkpoint."""
+
+
+class LoraParam(nnx.Param):
+    """A weight of an adapter."""
+
+
+class SavedParam(nnx.Param):
+    """A weight of the checkpoint that an adapter trains whole (`modules_to_save`)."""
+
+
+class LoraLinear(nnx.Module):
+    """The adapter of one projection.
+
+    Attributes:
+        lora_A: [R, in].
+        lora_B: [out, R].
+        magnitude: [out] (DoRA), or None.
+        scaling: lora_alpha / r, or lora_alpha / √r.
+        dropout: probability with which an input of the adapter is zeroed while training.
+    """
+
+    def __init__(self, lora_A: Array, lora_B: Array, magnitude: Array | None, *, scaling: float, dropout: float):
+        self.scaling, self.dropout = scaling, dropout
+        self.lora_A, self.lora_B = LoraParam(lora_A), LoraParam(lora_B)
+        self.magnitude = None if magnitude is None else LoraParam(magnitude)
+
+    def column_scale(self, weight: Weight, rows: slice) -> Float[Array, " out"] | None:
+        """What DoRA multiplies the outputs with: magnitude over the norm of W + s·B·A, float32; None without DoRA.
+
+        The norm counts as a constant (arXiv 2402.09353, section 4.3).
+
+        Args:
+            weight: the frozen weight.
+            rows: those of this projection in it.
+        """
+        if self.magnitude is None:
+            return None
+        a, b = self.lora_A[...].astype(jnp.float32), self.lora_B[...].astype(jnp.float32)
+        full = dense(weight, jnp.float32)[rows] + self.scaling * linear(b, a.T)
+        return self.magnitude[...].astype(jnp.float32) / jax.lax.stop_gradient(jnp.linalg.norm(full, axis=1))
+
+
+class LoraEmbedding(nnx.Module):
+    """The adapter of an embedding table: lora_embedding_A [R, V], lora_embedding_B [E, R]."""
+
+    def __init__(self, lora_embedding_A: Array, lora_embedding_B: Array, magnitude: Array | None, *, scaling: float):
+        self.scaling = scaling
+        self.lora_embedding_A, self.lora_embedding_B = LoraParam(lora_embedding_A), LoraParam(lora_embedding_B)
+        self.magnitude = None if magnitude is None else LoraParam(magnitude)
+
+    def __call__(
+        self, tokens: Int[Array, "B S"], base: Float[Array, "B S E"], table: Float[Array, "V E"]
+    ) -> Float[Array, "B S E"]:
+        """The embeddings of `tokens`, whose rows in the frozen `table` are `base`."""
+        thin = jnp.take(self.lora_embedding_A[...].T, tokens, axis=0).astype(base.dtype)
+        b = self.lora_embedding_B[...].astype(jnp.float32)
+        delta = linear(thin, b * self.scaling)
+        if self.magnitude is None:
+            return base + delta
+        a = self.lora_embedding_A[...].astype(jnp.float32)
+        full = table.astype(jnp.float32) + self.scaling * linear(a.T, b)
+        norm = jax.lax.stop_gradient(jnp.linalg.norm(full, axis=0))
+        scale = (self.magnitude[...].astype(jnp.float32) / norm).astype(base.dtype)[None, None, :]
+        return scale * (base + delta)

@@ -1,0 +1,136 @@
+"""Which way each module of an adapted model is computed, and why: what a run says when it starts."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from fastjax.lora import LoraLinear
+from fastjax.models.decoder import Decoder
+from fastjax.models.mlp import MLP
+from fastjax.models.projection import Projection
+from fastjax.quantization import FP8Weight, MixedWeight, NF4Weight
+from pallas_kernels.glu import adapted
+
+
+def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: int) -> list[str]:
+    """A line for each distinct way in which a model with adapters computes a group of projections.
+
+    Args:
+        graphdef: of the decoder.
+        trainable: its trained arrays, or their shapes.
+        frozen: likewise the others.
+        tokens: in a batch, on one device.
+    """
+    decoder = nnx.merge(graphdef, trainable, frozen)
+    dtype, lines = decoder.precision.dtype, {}
+    for number, run in enumerate(decoder.plan):
+        for position, layer in enumerate(decoder.layers[number]):
+            indices = range(run.start + position, run.start + run.period * run.count, run.period)
+            for line in _layer(layer, dtype, tokens):
+                lines.setdefault(line, []).extend(indices)
+    total = sum(run.period * run.count for run in decoder.plan)
+    found = []
+    for line, indices in lines.items():
+        found.append(line if len(indices) == total else f"{line} (layers {_ranges(sorted(indices))})")
+    return found + _tables(decoder, dtype)
+
+
+def _layer(layer: Any, dtype: jnp.dtype, tokens: int) -> Iterator[str]:
+    attention, mlp = layer.self_attn, layer.mlp
+    inner = jnp.dtype(jnp.float32) if attention.float32 else dtype
+    for projection in (attention.qkv, attention.o):
+        yield _projection("self_attn", projection, inner)
+    inner = jnp.dtype(jnp.float32) if mlp.float32 else dtype
+    apart = mlp.apart(inner)
+    if apart is None:
+        yield _block(mlp, inner, tokens)
+        return
+    for projection in (mlp.gate_up, mlp.down):
+        line = _projection("mlp", projection, inner)
+        yield f"{line}; not one unit with the rest of the block: {apart}" if projection.adapters else line
+
+
+def _tables(decoder: Decoder, dtype: jnp.dtype) -> list[str]:
+    found = []
+    if decoder.embed_tokens.adapter is not None:
+        found.append("embed_tokens: rows of the table and of its adapter, added")
+    if decoder.lm_head.adapters:
+        found.append(_projection("", decoder.lm_head, dtype))
+    return found
+
+
+def _projection(block: str, projection: Projection, dtype: jnp.dtype) -> str:
+    names = _names(block, (name for name, _ in projection.parts))
+    weights = _formats(projection)
+    if not projection.adapters:
+        return f"{names}: product with {weights}; no adapter is on it"
+    dtypes = projection.dtypes(dtype)
+    if len(set(dtypes)) > 1:
+        wide = ", ".join(projection.float32)
+        return f"{names}: a unit each, of {weights} and adapters; {wide} is computed in float32, the rest in {dtype}"
+    return f"{names}: one unit of {weights} and {_adapters(projection.adapters)}"
+
+
+def _block(mlp: MLP, dtype: jnp.dtype, tokens: int) -> str:
+    names = _names("mlp", (name for part in (mlp.gate_up, mlp.down) for name, _ in part.parts))
+    adapters = {**mlp.gate_up.adapters, **mlp.down.adapters}
+    line = f"{names}: one unit of {_formats(mlp.gate_up, mlp.down)} and {_adapters(adapters)}"
+    inner = max((_rank(adapter) for adapter in mlp.gate_up.adapters.values()), default=0)
+    inner += mlp.gate_up.bias is not None
+    down = next((_rank(adapter) for adapter in mlp.down.adapters.values()), 0)
+    dropped = any(adapter.dropout for adapter in mlp.down.adapters.values())
+    ranks = tuple(adapted.padded_rank(rank) if rank else 0 for rank in (inner, 0 if dropped else down))
+    shape = (tokens, sum(rows for _, rows in mlp.gate_up.parts))
+    dtype = mlp.down.dtypes(dtype)[0]
+    chosen = adapted.select(shape, dtype, ranks, mlp.activation)
+    reasons = [
+        f"{name}: {reason}" for name, reason in adapted.candidates(shape, dtype, ranks, mlp.activation) if reason
+    ]
+    line += f"; the gated product by {chosen}"
+    return f"{line} ({'; '.join(reasons)})" if reasons else line
+
+
+def _adapters(adapters: Mapping[str, LoraLinear]) -> str:
+    """What is said of adapters: ranks, and what else they do."""
+    ranks = sorted({_rank(adapter) for adapter in adapters.values()})
+    words = [f"adapters of rank {', '.join(map(str, ranks))} on {', '.join(adapters)}"]
+    if any(adapter.magnitude is not None for adapter in adapters.values()):
+        words.append("DoRA")
+    if any(adapter.dropout for adapter in adapters.values()):
+        words.append("dropout, with an input each")
+    return "; ".join(words)
+
+
+def _rank(adapter: LoraLinear) -> int:
+    return adapter.lora_A.get_value().shape[-2]  # of one layer, or of several stacked
+
+
+def _formats(*projections: Projection) -> str:
+    """What the weights are held in, as "NF4 weights"."""
+
+    def of(weight: Any) -> list[str]:
+        if isinstance(weight, MixedWeight):
+            return [name for one in weight.weights for name in of(one)]
+        if isinstance(weight, FP8Weight):
+            return [str(weight.codes.dtype)]
+        return ["NF4" if isinstance(weight, NF4Weight) else str(weight.dtype)]
+
+    found = dict.fromkeys(name for projection in projections for name in of(projection.weight.get_value()))
+    return f"{' and '.join(found)} weights"
+
+
+def _names(block: str, parts: Iterable[str]) -> str:
+    return f"{block}.{', '.join(parts)}" if block else ", ".join(parts)
+
+
+def _ranges(indices: list[int]) -> str:
+    """Numbers as text, [0, 1, 2, 3, 7] as "0-3, 7"."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

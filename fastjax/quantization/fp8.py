@@ -1,0 +1,129 @@
+"""The FP8 weight: codes of 8 bits with a scale for each block, row or matrix, as checkpoints hold them, as a pytree.
+
+A value is the code in float32 times its scale in float32, rounded once. The matrix is decoded for each product, no
+earlier than the product's other operand is there, and never kept: the backward pass decodes it again.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from convert.formats.fp8 import FP8Tensor
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FP8Weight:
+    """A frozen matrix [out, in] in 8 bits.
+
+    Attributes:
+        codes: float8_e4m3fn or float8_e5m2 [out, in].
+        scales: float32 [ceil(out / rows of a block), ceil(in / columns of a block)].
+        block: rows and columns of a block.
+        shape: (out, in).
+    """
+
+    codes: Array
+    scales: Float[Array, "..."]
+    block: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+    def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
+        """The matrix in `dtype`: float32 code × float32 scale, rounded once."""
+        return _decode(self.codes, self.scales, self.block, dtype)
+
+    def rows(self, rows: slice) -> "FP8Weight":
+        """Some of the output rows."""
+        mine = _by_row(self)
+        return dataclasses.replace(
+            mine,
+            codes=self.codes[rows],
+            scales=mine.scales[rows],
+            shape=(rows.stop - rows.start, self.shape[1]),
+        )
+
+    @classmethod
+    def from_tensor(cls, tensor: FP8Tensor) -> "FP8Weight":
+        """From a checkpoint's tensor, without loss.
+
+        Args:
+            tensor: codes and scales as `convert` reads them.
+        """
+        rows, columns = tensor.codes.shape
+        return cls(jnp.asarray(tensor.codes), jnp.asarray(tensor.scale.values), tensor.scale.block, (rows, columns))
+
+
+def matmul_fp8(x: Float[Array, "... in"], weight: FP8Weight) -> Float[Array, "... out"]:
+    """x·Wᵀ in the dtype of x, accumulated in float32; a gradient flows to x alone.
+
+    Args:
+        x: activations.
+        weight: the matrix.
+    """
+    return _product(weight.block, x, weight.codes, weight.scales)  # pyright: ignore[reportReturnType]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(block: tuple[int, int], x, codes, scales):
+    x, weight = _decode_when_needed(x, codes, scales, block)
+    return _dot(x, weight, 1)
+
+
+def _forward(block, x, codes, scales):
+    return _product(block, x, codes, scales), (codes, scales)
+
+
+def _backward(block, packed, dy):
+    codes, scales = packed
+    dy, weight = _decode_when_needed(dy, codes, scales, block)
+    return _dot(dy, weight, 0), None, None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _decode_when_needed(x, codes, scales, block):
+    """As `pallas_kernels.nf4` does: decode no earlier than x is there, and not inside of the product."""
+    scales, x = jax.lax.optimization_barrier((scales, x))
+    return x, jax.lax.optimization_barrier(_decode(codes, scales, block, x.dtype))
+
+
+def _decode(codes, scales, block, dtype) -> Array:
+    rows, columns = codes.shape
+    wide = jnp.repeat(jnp.repeat(scales, block[0], axis=0)[:rows], block[1], axis=1)[:, :columns]
+    return (codes.astype(jnp.float32) * wide).astype(dtype)
+
+
+def _dot(x, weight, contracted: int) -> Array:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())), precision=precision)
+
+
+def concatenate_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
+    """One weight below the other, or None where their formats do not allow it.
+
+    Blocks stay as they are where the parts have whole ones of one size; else each row gets its own scales.
+    """
+    first = weights[0]
+    kinds = {(w.codes.dtype, w.shape[1], min(w.block[1], w.shape[1])) for w in weights}
+    if len(kinds) > 1:
+        return None
+    aligned = all(w.block == first.block and w.shape[0] % w.block[0] == 0 for w in weights)
+    pieces = list(weights) if aligned else [_by_row(w) for w in weights]
+    return FP8Weight(
+        codes=jnp.concatenate([w.codes for w in pieces]),
+        scales=jnp.concatenate([w.scales for w in pieces]),
+        block=pieces[0].block,
+        shape=(sum(w.shape[0] for w in pieces), first.shape[1]),
+    )
+
+
+def _by_row(weight: FP8Weight) -> FP8Weight:
+    """The same matrix with scales for each row."""
+    rows = weight.shape[0]
+    scales = jnp.repeat(weight.scales, weight.block[0], axis=0)[:rows]
+    return dataclasses.replace(weight, scales=scales, block=(1, min(weight.block[1], weight.shape[1])))

@@ -1,0 +1,49 @@
+"""Block sizes of the Triton kernels, and what these serve."""
+
+import dataclasses
+
+#: Every tile size below divides it.
+TILE = 64
+
+#: A tile's width is a power of two, and a matrix instruction at least 16 deep.
+RANKS = (16, 32, 64, 128)
+
+#: Those that Pallas-Triton can lower; it has no error function.
+ACTIVATIONS = ("silu", "swish", "gelu_tanh", "gelu_pytorch_tanh", "gelu_new", "relu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a program works.
+
+    Attributes:
+        rows: tokens of a tile.
+        columns: features of gate, and as many of up, in a tile.
+        loop: tiles that a program goes over at most: features in the forward kernel, tokens in the backward one.
+        num_warps: its warps.
+        num_stages: tiles that the loop has in flight.
+    """
+
+    rows: int
+    columns: int
+    loop: int
+    num_warps: int
+    num_stages: int
+
+
+def forward_config(capability: tuple[int, int]) -> Tiles:
+    """The sizes for a compute capability: few registers, so that many programs hide the memory's latency."""
+    if capability >= (9, 0):
+        return Tiles(rows=64, columns=32, loop=16, num_warps=4, num_stages=2)
+    return Tiles(rows=32, columns=64, loop=8, num_warps=4, num_stages=2)
+
+
+def backward_config(capability: tuple[int, int]) -> Tiles:
+    """The sizes for a compute capability: a long loop, since every program writes partial sums."""
+    columns = 64 if capability >= (9, 0) else 32
+    return Tiles(rows=32, columns=columns, loop=32, num_warps=8, num_stages=2)
+
+
+def largest_rank(capability: tuple[int, int]) -> int:
+    """The rank up to which the backward kernel keeps its sums in registers."""
+    return 128 if capability >= (9, 0) else 64

@@ -1,0 +1,96 @@
+"""A gated block compiled for an H200: how often it goes over what is large, and that nothing is computed twice."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from fastjax.bench.lora import LoraCase, build, forward_and_backward
+from fastjax.models.remat import checkpointed
+from fastjax.quantization import NF4Weight
+from tests.support.aot import AOT, needs_cuda_plugin
+from tests.support.hlo import kernels
+
+pytestmark = [pytest.mark.aot, needs_cuda_plugin]
+
+CASE = LoraCase()
+TOKENS, WIDTH, FEATURES = CASE.tokens[0] * CASE.tokens[1], *CASE.shape
+LARGE = 2 * TOKENS * FEATURES  # bytes of gate, up or h
+
+
+def weight(kind, rows, columns):
+    spec = jax.ShapeDtypeStruct
+    if kind != "nf4":
+        return spec((rows, columns), kind)
+    codes, absmax = spec((rows, columns // 2), jnp.uint8), spec((rows, columns // 64), jnp.float32)
+    return NF4Weight(codes, absmax, None, None, None, None, (rows, columns), (rows,))
+
+
+@functools.cache
+def block(kind, rank):
+    """The block's function of (trained, frozen, x), and the shapes of what is trained and of what is not."""
+    shapes = weight(kind, 2 * FEATURES, WIDTH), weight(kind, WIDTH, FEATURES)
+    structure = {}
+
+    def make(weights):
+        structure["graphdef"], trained, frozen = build(CASE, weights, rank, jax.random.key(0))
+        return trained, frozen
+
+    trained, frozen = jax.eval_shape(make, shapes)
+    graphdef = structure["graphdef"]
+    return lambda trained, frozen, x: nnx.merge(graphdef, trained, frozen)(x, None), trained, frozen
+
+
+@functools.cache
+def compiled(kind, rank):
+    aot, (apply, trained, frozen) = AOT(), block(kind, rank)
+    specs = [jax.tree.map(lambda leaf: aot.spec(leaf.shape, leaf.dtype), tree) for tree in (trained, frozen)]
+    x = aot.spec((*CASE.tokens, WIDTH), jnp.bfloat16)
+    # GEMMs as they are without autotuning, which needs the card
+    options = {"xla_gpu_enable_triton_gemm": False}
+    return aot.compile(forward_and_backward(apply), *specs, x, x, options=options)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "bfloat16"])
+@pytest.mark.parametrize(("rank", "most"), [(16, 1.15e9), (64, 1.45e9)])
+def test_adapters_add_one_pass_over_a_large_array(kind, rank, most):
+    """The frozen block moves 5.2 GB on NF4, plain sums of rank 16 beside its projections another 5.1."""
+    ours, frozen = (kernels(compiled(kind, r).as_text()) for r in (rank, 0))
+    assert sum(kernel.moved for kernel in ours) < sum(kernel.moved for kernel in frozen) + most
+    # [dgate | dup]·B reads both once; the rest is where the frozen block has a pass too
+    counts = [sum(kernel.moved >= 0.9 * LARGE for kernel in found) for found in (ours, frozen)]
+    assert counts[0] == counts[1] + 1
+    grown = compiled(kind, rank).memory_analysis().temp_size_in_bytes
+    grown -= compiled(kind, 0).memory_analysis().temp_size_in_bytes
+    assert grown < 0.5 * LARGE, "partial sums, and no copy of h, gate or up"
+
+
+@pytest.mark.parametrize("kind", ["nf4", "bfloat16"])
+def test_no_dense_update_is_formed(kind):
+    text = compiled(kind, 16).as_text()
+    products = [kernel for kernel in kernels(text) if "cublas" in kernel.name]
+    shapes = [re.findall(r"\[([\d,]+)\]", kernel.result)[0] for kernel in products]
+    forms = {f"{2 * FEATURES},{WIDTH}", f"{WIDTH},{2 * FEATURES}", f"{FEATURES},{WIDTH}", f"{WIDTH},{FEATURES}"}
+    assert not forms & set(shapes)
+    # four large products, and thin ones: x·A, the down adapter's two and its three gradients, [dgate|dup]·B, and A's
+    assert len(products) == 4 + 7
+
+
+@pytest.mark.parametrize("remat", ["projections", "full"])
+def test_a_product_that_is_kept_is_computed_once(remat):
+    """In the scan over the layers; with "full" its recomputation is the second time."""
+    aot, (apply, trained, frozen) = AOT(), block("nf4", 16)
+
+    def layers(trained, frozen, x):
+        body = checkpointed(lambda x, state: x + apply(*state, x), remat, scanned=True)
+        return jax.lax.scan(lambda x, state: (body(x, state), None), x, (trained, frozen))[0]
+
+    stacked = [jax.tree.map(lambda leaf: aot.spec((4, *leaf.shape), leaf.dtype), tree) for tree in (trained, frozen)]
+    x = aot.spec((*CASE.tokens, WIDTH), jnp.bfloat16)
+    options = {"xla_gpu_enable_triton_gemm": False}
+    text = aot.compile(forward_and_backward(layers), *stacked, x, x, options=options).as_text()
+    calls = re.findall(r"= \(?bf16\[(\d+,\d+)\][^=\n]*custom-call\([^\n]*cublas", text)
+    assert calls.count(f"{TOKENS},{2 * FEATURES}") == {"projections": 1, "full": 2}[remat]

@@ -1,0 +1,148 @@
+"""Projections of one input as a unit: values and gradients against float64, for every option of adapters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fastjax.lora.linear import project
+from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, value_and_gradients
+from tests.support import plain_lora
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SIZES = [("q_proj", 128), ("k_proj", 64), ("v_proj", 64)]
+#: name -> ranks of q, k and v (0: no adapter), options
+CASES = {
+    "all": ((8, 8, 8), {}),
+    "a subset": ((8, 0, 8), {}),
+    "one": ((0, 4, 0), {}),
+    "ranks of their own": ((16, 3, 5), {}),
+    "dropout": ((8, 8, 8), {"dropout": 0.3}),
+    "dropout of a subset": ((8, 0, 4), {"dropout": 0.3}),
+    "DoRA": ((8, 8, 8), {"dora": True}),
+    "DoRA on a subset": ((8, 0, 3), {"dora": True}),
+    "DoRA with dropout": ((8, 0, 8), {"dora": True, "dropout": 0.3}),
+}
+
+
+def make(maker, ranks, dtype=jnp.float32, **options):
+    pairs = zip(ranks, SIZES, strict=True)
+    scalings = iter((1.5, 0.25, 2.0))
+    return nnx.Dict(
+        {
+            name: maker.adapter(rank, rows, scaling=next(scalings), dtype=dtype, **options)
+            for rank, (name, rows) in pairs
+            if rank
+        }
+    )
+
+
+def functions(adapters, weight, sizes=SIZES, **options):
+    """The unit, plain LoRA, and what they train."""
+    graphdef, state = nnx.split(adapters)
+
+    def of(implementation):
+        def run(trained, x):
+            key = jax.random.key(3) if options.get("dropout") else None
+            return implementation(sizes, weight, nnx.merge(graphdef, trained), x, key)
+
+        return run
+
+    return of(project), of(plain_lora.project), nnx.to_pure_dict(state)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("dtype", "kind"), [(jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16)])
+def test_equals_plain_lora(compare, name, dtype, kind):
+    maker, (ranks, options) = Maker(), CASES[name]
+    adapters = make(maker, ranks, **options)
+    weight = maker.weight(kind, [rows for _, rows in SIZES])
+    x = maker.normal(BATCH, LENGTH, WIDTH, dtype=dtype)
+    dy = tuple(maker.normal(BATCH, LENGTH, rows, dtype=dtype) for _, rows in SIZES)
+    compare(*functions(adapters, weight, **options), x, dy)
+
+
+@pytest.mark.parametrize("name", ["a subset", "dropout", "DoRA", "DoRA with dropout"])
+@pytest.mark.parametrize("kind", ["nf4", "fp8", "mixed"])
+def test_equals_plain_lora_on_packed_weights(compare, name, kind):
+    maker, (ranks, options) = Maker(1), CASES[name]
+    adapters = make(maker, ranks, **options)
+    weight = maker.weight(kind, [rows for _, rows in SIZES])
+    x = maker.normal(BATCH, LENGTH, WIDTH)
+    dy = tuple(maker.normal(BATCH, LENGTH, rows) for _, rows in SIZES)
+    compare(*functions(adapters, weight, **options), x, dy)
+
+
+def test_adapters_in_16_bits_get_gradients_in_16_bits(compare):
+    maker = Maker(2)
+    adapters = make(maker, (8, 8, 8), jnp.bfloat16)
+    weight = maker.weight(jnp.bfloat16, [rows for _, rows in SIZES])
+    x = maker.normal(BATCH, LENGTH, WIDTH, dtype=jnp.bfloat16)
+    dy = tuple(maker.normal(BATCH, LENGTH, rows, dtype=jnp.bfloat16) for _, rows in SIZES)
+    compare(*functions(adapters, weight), x, dy)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_input_that_is_dropped_before(compare, dora):
+    maker = Maker(3)
+    adapters = make(maker, (8, 8, 8), dora=dora)
+    weight = maker.weight(jnp.float32, [rows for _, rows in SIZES])
+    graphdef, state = nnx.split(adapters)
+
+    def of(implementation):
+        def run(trained, pair):
+            return implementation(SIZES, weight, nnx.merge(graphdef, trained), pair[0], None, pair[1])
+
+        return run
+
+    x, other = maker.normal(2, BATCH, LENGTH, WIDTH)
+    dy = tuple(maker.normal(BATCH, LENGTH, rows) for _, rows in SIZES)
+    trained = nnx.to_pure_dict(state)
+    found = value_and_gradients(of(project), trained, (x, other), dy)
+    expected = value_and_gradients(of(plain_lora.project), trained, (x, other), dy)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        # float32, sums of up to a few hundred products
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("kind", [jnp.float32, "mixed"])
+def test_a_plain_weight_gets_its_gradient_where_it_is_asked_for(kind):
+    maker = Maker(4)
+    adapters = make(maker, (4, 0, 4))
+    weight = maker.weight(kind, [rows for _, rows in SIZES])
+    x = maker.normal(BATCH, LENGTH, WIDTH)
+    floats, treedef = jax.tree.flatten(weight)
+    chosen = [n for n, leaf in enumerate(floats) if leaf.dtype == jnp.float32 and leaf.shape[-1] == WIDTH]
+
+    def loss(implementation, plain):
+        leaves = list(floats)
+        for n, leaf in zip(chosen, plain, strict=True):
+            leaves[n] = leaf
+        outputs = implementation(SIZES, jax.tree.unflatten(treedef, leaves), adapters, x, None)
+        return sum(jnp.sum(jnp.sin(y)) for y in outputs)
+
+    plain = [floats[n] for n in chosen]
+    found = jax.grad(lambda p: loss(project, p))(plain)
+    expected = jax.grad(lambda p: loss(plain_lora.project, p))(plain)
+    assert len(found) == (1 if kind == jnp.float32 else 2)
+    for ours, theirs in zip(found, expected, strict=True):
+        # float32, sums over 64 tokens
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_large_is_kept(name):
+    """Kept for the backward pass: x, packed codes and thin products; DoRA's also keeps the products it scales."""
+    maker, (ranks, options) = Maker(5), CASES[name]
+    weight = maker.weight("nf4", [rows for _, rows in SIZES])
+    unit, _, trained = functions(make(maker, ranks, **options), weight, **options)
+    x = maker.normal(BATCH, LENGTH, WIDTH, dtype=jnp.bfloat16)
+    _, pullback = jax.vjp(unit, trained, x)
+    kept = [leaf for leaf in jax.tree.leaves(pullback) if hasattr(leaf, "ndim")]
+    decoded = [leaf for leaf in kept if leaf.ndim == 2 and leaf.shape[-1] == WIDTH and leaf.shape[0] >= 64]
+    assert not decoded, [leaf.shape for leaf in decoded]
+    inputs = [leaf for leaf in kept if leaf.shape == x.shape]
+    # with DoRA and dropout each projection has its own input, of which there is no other copy
+    assert len(inputs) <= (1 if not (options.get("dora") and options.get("dropout")) else 4)

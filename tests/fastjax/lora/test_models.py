@@ -1,0 +1,62 @@
+"""Whole models with units equal the same models with plain LoRA: loss and every gradient, for every option."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import plain_lora, steps, tiny
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+EVERYTHING = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
+#: (how the model is loaded, the adapter)
+CASES = {
+    "everything, with biases": ({}, {"target_modules": EVERYTHING}),
+    "everything, unrolled": ({"layer_loop": "unroll"}, {"target_modules": EVERYTHING}),
+    "NF4": ({"load_in_4bit": True}, {}),
+    "dropout and rsLoRA": ({}, {"lora_dropout": 0.3, "use_rslora": True, "target_modules": EVERYTHING}),
+    "DoRA": ({}, {"use_dora": True, "target_modules": EVERYTHING}),
+    "DoRA with dropout on NF4": ({"load_in_4bit": True}, {"use_dora": True, "lora_dropout": 0.3}),
+    "a subset": ({}, {"target_modules": ["q_proj", "v_proj", "up_proj"]}),
+    "down alone": ({"load_in_4bit": True}, {"target_modules": ["down_proj"]}),
+    "ranks and alphas of their own": (
+        {},
+        {
+            "rank_pattern": {"k_proj": 2, "layers.1.mlp.up_proj": 7, "down_proj": 3},
+            "alpha_pattern": {"o_proj": 5, "gate_proj": 1},
+        },
+    ),
+    "parts in float32": ({"dtype": "bfloat16", "float32_modules": ["q_proj", "layers.1.mlp.down_proj", "lm_head"]}, {}),
+    "whole tables beside": ({}, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "rows of tokens beside": ({}, {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [4]}}),
+    "kept: nothing": ({"use_gradient_checkpointing": True}, {"target_modules": EVERYTHING}),
+    "kept: projections": ({"use_gradient_checkpointing": "projections"}, {"lora_dropout": 0.3}),
+    "kept: everything": ({"use_gradient_checkpointing": False}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_units_equal_plain_lora(name, monkeypatch):
+    load, options = CASES[name]
+    load = {"dtype": "float32", **load}
+    shape = {"tie_word_embeddings": False, "hidden_size": 64, "intermediate_size": 128}
+    model = tiny.adapted(tiny.model(tiny.shared_folder(**shape), tiny.config(**shape), **load), **options)
+    [batch] = tiny.batches(tiny.CONFIG, 1)
+    batch = jax.tree.map(np.asarray, batch)
+    found = steps.gradients(model, batch)
+    steps.recording_step.cache_clear()
+    jax.clear_caches()
+    plain_lora.everywhere(monkeypatch)
+    expected = steps.gradients(model, batch)
+    steps.recording_step.cache_clear()
+    if load["dtype"] == "bfloat16":
+        # 16 bits: both are as far from the truth; gradients differ by what a few roundings of 2^-9 make of sums
+        pairs = zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True)
+        for ours, theirs in pairs:
+            ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+            assert np.linalg.norm(ours - theirs) < 0.05 * np.linalg.norm(theirs)
+        assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=2e-3)
+        return
+    assert found[0]["loss"] == pytest.approx(expected[0]["loss"], rel=1e-6)
+    # float32, through three layers
+    steps.assert_close(found[1], expected[1], 2e-5)
