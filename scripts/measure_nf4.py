@@ -46,8 +46,8 @@ FEW = [
         (2, 2, 2, 2),
     )
 ]
-SMALL = fused_config(64)
-MIDDLE = fused_config(128)
+SMALL = fused_config(64, 4096, mosaic_sm90.CORES)
+MIDDLE = fused_config(128, 4096, mosaic_sm90.CORES)
 LARGE = FusedConfig()
 FUSED = {
     16: [SMALL],
@@ -169,7 +169,7 @@ CHECKS: list[tuple[int, tuple[int, int], bool, Any]] = [
     *((tokens, (704, 1536), False, FewTokensConfig(2)) for tokens in (1, 3, 8, 9, 17, 32)),
     *((tokens, (1056, 4096), False, config) for tokens in (1, 16) for config in FEW),
     *(
-        (tokens, (704, 1536), gradient, fused_config(tokens))
+        (tokens, (704, 1536), gradient, fused_config(tokens, 704, mosaic_sm90.CORES))
         for tokens in (1, 65, 100, 257)
         for gradient in (False, True)
     ),
@@ -238,7 +238,7 @@ def check() -> None:
 def few_tokens() -> None:
     """One and sixteen tokens, with the block sizes that are worth a try."""
     for shape, tokens in itertools.product(SHAPES, (1, 4, 16, 32)):
-        configs = FEW if tokens in (1, 16) else [few_tokens_config(shape), FEW[5], FEW[10]]
+        configs = FEW if tokens in (1, 16) else [few_tokens_config(tokens, shape), FEW[5], FEW[10]]
         time_all(shape, tokens, False, [*configs, *FUSED.get(tokens, [SMALL])])
 
 

@@ -43,7 +43,7 @@ class FewTokensConfig:
         ahead: pieces of W that a thread has under way in registers.
     """
 
-    warpgroups: int = 4
+    warpgroups: int = 2
     row_tiles: int = 1
     stages: int = 2
     ahead: int = 1
@@ -85,6 +85,30 @@ class FusedConfig:
         return 1 if self.rows == 64 else 2
 
 
+@dataclasses.dataclass(frozen=True)
+class RegistersConfig:
+    """How the product with many rows of x works whose decoded weights stay in registers.
+
+    Attributes:
+        rows: of x in a tile: 64, 128 or 256.
+        cluster: thread blocks that share x, each with 128 columns of the result: 1 or 2.
+        spread: whether every cluster takes as many steps, however the tiles are cut by that; otherwise whole tiles.
+        x_stages: pieces of x in shared memory, of 64 columns.
+        w_stages: pieces of codes in shared memory, of 128 columns.
+    """
+
+    rows: int = 256
+    cluster: int = 2
+    spread: bool = True
+    x_stages: int = 4
+    w_stages: int = 3
+
+    @property
+    def columns(self) -> int:
+        """Of the result in a cluster's tile."""
+        return 128 * self.cluster
+
+
 def triton_config(dtype: DTypeLike) -> TritonConfig:
     """16 bytes of codes a thread for 16-bit results, 4 for float32: its registers hold four times the planes."""
     return TritonConfig(blocks=64 if jnp.dtype(dtype).itemsize == 2 else 16, num_warps=4)
@@ -98,19 +122,29 @@ def mosaic_config(dtype: DTypeLike) -> MosaicConfig:
 
 FEW_TOKENS_ROWS = 32
 """Up to so many rows of x the product goes to the kernel that is bound by the packed bytes."""
-FUSED_ROWS = {False: 1024, True: 1024}
+FUSED_ROWS = {False: 512, True: 512}
 """Up to so many rows the product (False) and its gradient (True) decode as they multiply; above, they decode first."""
 
 
-def few_tokens_config(shape: tuple[int, int]) -> FewTokensConfig:
-    """As many warpgroups as make some four on each of an H200's multiprocessors."""
-    return FewTokensConfig(warpgroups=1 if shape[0] >= 8192 else 2 if shape[0] > 4096 else 4)
+def few_tokens_config(rows: int, shape: tuple[int, int]) -> FewTokensConfig:
+    """Warpgroups that fill the multiprocessors twice and more and leave each some eight steps or more."""
+    if shape[0] >= 8192:
+        return FewTokensConfig(warpgroups=1)
+    return FewTokensConfig(warpgroups=2, ahead=1 if rows <= 16 else 2)
 
 
-def fused_config(rows: int) -> FusedConfig:
-    """The least rows that hold all of x, up to 256; fewer sums in registers leave more to the decoding threads."""
+def fused_config(rows: int, columns: int, cores: int) -> FusedConfig:
+    """The least rows that hold all of x, up to 256; fewer sums in registers leave more to the decoding threads.
+
+    Args:
+        rows: of x.
+        columns: of the result.
+        cores: multiprocessors.
+    """
     if rows <= 64:
         return FusedConfig(rows=64, consumer_registers=112, decoder_registers=168)
     if rows <= 128:
         return FusedConfig(rows=128, consumer_registers=112, decoder_registers=112)
-    return FusedConfig()
+    # One round of whole tiles that keeps most multiprocessors busy beats cutting them.
+    tiles = -(-rows // 256) * -(-columns // 128)
+    return FusedConfig(w_stages=2, spread=not 0.8 * cores <= tiles <= cores)

@@ -82,7 +82,7 @@ def fused(
     x = jnp.pad(x, ((0, -given_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
     rows = x.shape[0]
     columns = 2 * codes.shape[1] if gradient else codes.shape[0]
-    work = Work.of(rows, columns, summed, config, cores)
+    work = Work.of(rows, columns, summed, config, BLOCK, cores)
     consumers, part_rows = config.consumers, config.rows // config.consumers
     w_shape = (BLOCK, config.columns) if gradient else (config.columns, BLOCK)
     scratch = {
@@ -274,7 +274,7 @@ def _write(refs, work: Work, done, segment: Segment, sums, cta, consumer, config
         for row, column in pieces:
             part(cta, row, column)[...] = sums[row : row + 64, column : column + 64]
         if done is not None:
-            _fence()
+            fence()
             pl.semaphore_signal(done.at[cta])
 
     def finish():
@@ -302,7 +302,16 @@ def _write(refs, work: Work, done, segment: Segment, sums, cta, consumer, config
                 out_smem.at[:, pl.ds(column, 64)][...] = add(column, row).astype(out_smem.dtype)
             plgpu.commit_smem()
             rows = pl.ds(segment.row + consumer * part_rows + row, 64)
-            plgpu.copy_smem_to_gmem(out_smem, refs.out.at[rows, pl.ds(segment.column, config.columns)])
+            # What a tile that was moved back shares with its neighbour, the neighbour writes: it may have been cut
+            # elsewhere, so that its sums differ by roundings.
+            if work.all_columns % config.columns:
+                for column in range(0, config.columns, 64):
+                    own = segment.column + column >= work.own_column(segment.tile)
+                    columns = pl.ds(segment.column + column, 64)
+                    source, target = out_smem.at[:, pl.ds(column, 64)], refs.out.at[rows, columns]
+                    pl.when(own)(functools.partial(plgpu.copy_smem_to_gmem, source, target))
+            else:
+                plgpu.copy_smem_to_gmem(out_smem, refs.out.at[rows, pl.ds(segment.column, config.columns)])
 
     if work.cut:
         pl.when(segment.end < work.steps)(hand_on)
@@ -311,7 +320,7 @@ def _write(refs, work: Work, done, segment: Segment, sums, cta, consumer, config
         finish()
 
 
-def _fence():
+def fence():
     """What any thread of the warpgroup has written is seen before what one of them writes next."""
 
     @plgpu.inline_mgpu()

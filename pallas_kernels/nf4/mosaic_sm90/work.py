@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.nf4.codebook import BLOCK
-from pallas_kernels.nf4.config import FusedConfig
+from pallas_kernels.nf4.config import FusedConfig, RegistersConfig
 
 
 class Segment(NamedTuple):
@@ -31,29 +30,33 @@ class Work(NamedTuple):
         columns: of a tile.
         all_columns: of the result.
         row_tiles: tiles below each other.
+        terms: of the sum, in a step.
         steps: of a tile.
         total: steps of all tiles.
         grain: steps that are never cut: one, or all of a tile.
-        ctas: thread blocks.
+        ctas: thread blocks, or clusters of them.
     """
 
     rows: int
     columns: int
     all_columns: int
     row_tiles: int
+    terms: int
     steps: int
     total: int
     grain: int
     ctas: int
 
     @classmethod
-    def of(cls, rows: int, columns: int, summed: int, config: FusedConfig, cores: int) -> "Work":
+    def of(
+        cls, rows: int, columns: int, summed: int, config: FusedConfig | RegistersConfig, terms: int, cores: int
+    ) -> "Work":
         """The work of a product [rows, columns] over `summed` terms on so many multiprocessors."""
-        row_tiles, steps = pl.cdiv(rows, config.rows), summed // BLOCK
+        row_tiles, steps = pl.cdiv(rows, config.rows), summed // terms
         total = row_tiles * pl.cdiv(columns, config.columns) * steps
         grain = 1 if config.spread else steps
         ctas = min(cores, total // grain)
-        return cls(config.rows, config.columns, columns, row_tiles, steps, total, grain, ctas)
+        return cls(config.rows, config.columns, columns, row_tiles, terms, steps, total, grain, ctas)
 
     @property
     def cut(self) -> bool:
@@ -79,11 +82,15 @@ class Work(NamedTuple):
         begin, end = self.begin(cta), self.begin(cta + 1)
         tile = lax.div(end - 1, jnp.int32(self.steps)) - turn
         row = lax.rem(tile, jnp.int32(self.row_tiles)) * self.rows
-        column = lax.div(tile, jnp.int32(self.row_tiles)) * self.columns
-        # The last tile is moved back to end with the array: it repeats what its neighbour writes.
+        column = self.own_column(tile)
+        # The last tile is moved back to end with the array.
         column = lax.min(column, jnp.int32(self.all_columns - self.columns))
         first = tile * self.steps
         return Segment(tile, row, column, lax.max(begin - first, 0), lax.min(end - first, jnp.int32(self.steps)))
+
+    def own_column(self, tile):
+        """The first column that no tile before this one has."""
+        return lax.div(tile, jnp.int32(self.row_tiles)) * self.columns
 
     def place(self, cta, count):
         """First row, first column and first term of the sum of a thread block's `count`th step."""
@@ -92,4 +99,4 @@ class Work(NamedTuple):
         turn = lax.select(behind < 0, jnp.int32(0), lax.div(behind, jnp.int32(self.steps)) + 1)
         found = self.segment(cta, turn)
         step = found.begin + lax.select(behind < 0, count, lax.rem(behind, jnp.int32(self.steps)))
-        return found.row, found.column, step * BLOCK
+        return found.row, found.column, step * self.terms

@@ -55,7 +55,7 @@ def test_few_tokens(rows, shape, dtype, sizes):
     [
         pytest.param(False, 260, (192, 192), "bfloat16", FusedConfig(), 3, id="forward, tiles cut in two"),
         pytest.param(True, 300, (192, 128), "float16", FusedConfig(), 3, id="gradient, tiles cut in two"),
-        pytest.param(False, 1, (128, 512), "float16", config.fused_config(1), 3, id="one tile cut in three"),
+        pytest.param(False, 1, (128, 512), "float16", config.fused_config(1, 128, 3), 3, id="one tile cut in three"),
         pytest.param(True, 70, (128, 256), "bfloat16", FusedConfig(128, spread=False), 1, id="whole tiles"),
     ],
 )
