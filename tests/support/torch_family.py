@@ -35,7 +35,7 @@ def build(config, arrays):
 def logits(model, document):
     """Logits [S, V] of one document, float32 numpy."""
     with torch.no_grad():
-        return model(torch.from_numpy(np.array(document)).long()[None], use_cache=False).logits[0].numpy()
+        return model(torch.from_numpy(np.array(document)).long()[None], use_cache=False).logits[0].float().numpy()
 
 
 def backward(model, batch):

@@ -4,6 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from convert.formats.nf4 import decode
+from convert.quantize import quantize
+from convert.weights import open_weights
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
@@ -36,6 +39,40 @@ def test_logits(variant, tmp_path):
     found = tiny.logits(tiny.model(tmp_path, None, max_seq_length=64), tokens, positions, segments)[0]
     found = found[: sum(LENGTHS)]
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_is_as_exact_as_transformers(variant, tmp_path):
+    """In bfloat16 the logits are no farther from those in float32 than transformers' are."""
+    _, config = VARIANTS[variant]
+    arrays = tiny.arrays(config, seed=len(variant))
+    tiny.write_folder(tmp_path, config, arrays)
+    documents = tiny.documents(config, LENGTHS)
+    reference = torch_family.build(config, arrays)
+    exact = np.concatenate([torch_family.logits(reference, document) for document in documents])
+    theirs = np.concatenate([torch_family.logits(reference.bfloat16(), document) for document in documents])
+    tokens, _, segments, positions = tiny.rows([documents], sum(LENGTHS))
+    model = tiny.model(tmp_path, None, max_seq_length=64, dtype="bfloat16")
+    ours = np.asarray(tiny.logits(model, tokens, positions, segments)[0], np.float32)
+    error, allowed = (np.linalg.norm(found - exact) / np.linalg.norm(exact) for found in (ours, theirs))
+    assert 1e-4 < error < 1.25 * allowed  # two ways to round, compared over 61 tokens
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_four_bit_folder_has_the_logits_of_what_it_decodes_to(family, tmp_path):
+    config = CONFIGS[family]
+    arrays = tiny.arrays(config)
+    tiny.write_folder(tmp_path / "plain", config, arrays)
+    quantize(tmp_path / "plain", tmp_path / "packed")
+    weights = open_weights(tmp_path / "packed")
+    packed = [path for path in weights.rows if weights.format(path) == "nf4-nested"]
+    assert len(packed) >= 4 * config["num_hidden_layers"]
+    decoded = arrays | {weights.rows[path].name: decode(weights.read_packed(path), np.float32) for path in packed}
+    reference = torch_family.build(config, decoded)
+    (document,) = tiny.documents(config, (40,))
+    expected = torch_family.logits(reference, document)
+    model = tiny.model(tmp_path / "packed", None, max_seq_length=64)
+    np.testing.assert_allclose(tiny.logits(model, document[None])[0], expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
