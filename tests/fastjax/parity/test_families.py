@@ -75,15 +75,20 @@ def test_a_four_bit_folder_has_the_logits_of_what_it_decodes_to(family, tmp_path
     np.testing.assert_allclose(tiny.logits(model, document[None])[0], expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [*CONFIGS, "beside a vision tower"])
 def test_ten_lora_steps(family, tmp_path):
     """AdamW on adapters of every projection, which PEFT names and starts."""
-    config = CONFIGS[family]
+    config = CONFIGS.get(family, NESTED)
     arrays = tiny.arrays(config)
     torch.manual_seed(7)
     reference = peft.get_peft_model(
         torch_family.build(config, arrays),
-        peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear"),
+        peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=4,
+            lora_alpha=8,
+            target_modules="all-linear" if family in CONFIGS else r".*language_model.*_proj",
+        ),
     ).train()
     reference.save_pretrained(tmp_path / "start")
     options = {"max_seq_length": 64, "use_gradient_checkpointing": "none"}
@@ -102,7 +107,7 @@ def test_ten_lora_steps(family, tmp_path):
         weight_decay=0.0,
     )
     losses = []
-    for number, batch in enumerate(10 * tiny.batches(config, 1)):
+    for number, batch in enumerate(10 * tiny.batches(tiny.text_config(config), 1)):
         expected = torch_family.backward(reference, batch)
         update.step()
         update.zero_grad()
