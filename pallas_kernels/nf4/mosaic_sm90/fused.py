@@ -89,7 +89,7 @@ def fused(
     scratch = {
         "x_smem": plgpu.SMEM((config.x_stages, consumers, part_rows, BLOCK), x.dtype, transforms=_TRANSFORMS),
         "w_smem": plgpu.SMEM((config.w_stages, *w_shape), x.dtype, transforms=_TRANSFORMS),
-        "out_smem": plgpu.SMEM((consumers, 64, config.columns), x.dtype, transforms=_TRANSFORMS),
+        "out_smem": plgpu.SMEM((consumers, config.columns // 64, 64, 64), x.dtype, transforms=_TRANSFORMS),
         "x_full": plgpu.Barrier(num_barriers=config.x_stages, num_arrivals=consumers),
         "x_free": x_free(num_barriers=config.x_stages, num_arrivals=consumers),
         "w_full": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=DECODERS),
@@ -327,23 +327,19 @@ def _write(
             return lax.fori_loop(first, cluster, add_one, total) if work.cut else total
 
         first_column = segment.column + rank * config.columns
-        out_smem = refs.out_smem.at[consumer]
         for row in range(0, part_rows, 64):
+            rows = pl.ds(segment.row + consumer * part_rows + row, 64)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for column in range(0, config.columns, 64):
-                out_smem.at[:, pl.ds(column, 64)][...] = add(column, row).astype(out_smem.dtype)
+                out_smem = refs.out_smem.at[consumer, column // 64]
+                out_smem[...] = add(column, row).astype(out_smem.dtype)
             plgpu.commit_smem()
-            rows = pl.ds(segment.row + consumer * part_rows + row, 64)
-            # What a tile that was moved back shares with its neighbour, the neighbour writes: it may have been cut
-            # elsewhere, so that its sums differ by roundings.
-            if work.all_columns % config.tile_columns:
-                for column in range(0, config.columns, 64):
-                    own = first_column + column >= work.own_column(segment.tile)
-                    columns = pl.ds(first_column + column, 64)
-                    source, target = out_smem.at[:, pl.ds(column, 64)], refs.out.at[rows, columns]
-                    pl.when(own)(functools.partial(plgpu.copy_smem_to_gmem, source, target))
-            else:
-                plgpu.copy_smem_to_gmem(out_smem, refs.out.at[rows, pl.ds(first_column, config.columns)])
+            for column in range(0, config.columns, 64):
+                target = refs.out.at[rows, pl.ds(first_column + column, 64)]
+                store = functools.partial(plgpu.copy_smem_to_gmem, refs.out_smem.at[consumer, column // 64], target)
+                # What a tile that was moved back shares with its neighbour, the neighbour writes: it may have been cut
+                # elsewhere, so that its sums differ by roundings.
+                pl.when(first_column + column >= work.own_column(segment.tile))(store)
 
     if work.cut:
         pl.when(segment.end < work.steps)(hand_on)

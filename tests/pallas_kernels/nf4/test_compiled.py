@@ -63,6 +63,7 @@ def multiply(gradient, rows, shape, dtype, aot):
         (False, 100, (14336, 4096), "bfloat16", 96),
         (True, 128, (14336, 4096), "float16", 96),
         (False, 512, BENCHMARK.shape, "bfloat16", 96),
+        (False, 1000, (704, 1536), "bfloat16", 96),
         (True, 1000, (704, 1536), "float16", 96),
     ],
 )
@@ -87,18 +88,20 @@ def test_clusters_share_rows(gradient, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "rows, shape, dtype, sizes",
+    "gradient, rows, shape, dtype, sizes",
     [
-        (512, BENCHMARK.shape, "bfloat16", config.RegistersConfig()),
-        (1000, (704, 1536), "float16", config.RegistersConfig(cluster=1, spread=False)),
-        (100, (14336, 4096), "bfloat16", config.RegistersConfig(rows=128)),
+        (False, 512, BENCHMARK.shape, "bfloat16", config.RegistersConfig()),
+        (False, 1000, (704, 1536), "float16", config.RegistersConfig(cluster=1, spread=False)),
+        (False, 100, (14336, 4096), "bfloat16", config.RegistersConfig(rows=128)),
+        (True, 512, BENCHMARK.shape, "bfloat16", config.RegistersConfig()),
+        (True, 100, (768, 1536), "float16", config.RegistersConfig(rows=128, cluster=1)),
     ],
 )
-def test_in_registers_for_hopper(rows, shape, dtype, sizes, tmp_path, monkeypatch):
+def test_in_registers_for_hopper(gradient, rows, shape, dtype, sizes, tmp_path, monkeypatch):
     """No spills: 128 sums and two operands leave room for decoding; and no products one after the other."""
     aot = AOT("h200")
-    arguments = aot.spec((rows, shape[1]), dtype), *specs(aot, shape)
-    function = functools.partial(mosaic_sm90.in_registers, config=sizes, cores=mosaic_sm90.CORES)
+    arguments = aot.spec((rows, shape[0 if gradient else 1]), dtype), *specs(aot, shape)
+    function = functools.partial(mosaic_sm90.in_registers, gradient=gradient, config=sizes, cores=mosaic_sm90.CORES)
     used = resources.of_mosaic(aot, function, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
     assert used.spill_bytes == used.stack_bytes == 0
 
