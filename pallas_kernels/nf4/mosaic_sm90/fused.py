@@ -36,7 +36,7 @@ from pallas_kernels.nf4.mosaic_sm90.work import Segment, Work
 
 DECODERS = 2
 _REGISTERS = 65536
-_PRODUCER_REGISTERS = 24
+_PRODUCER_REGISTERS = 40
 _TRANSFORMS = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 
 

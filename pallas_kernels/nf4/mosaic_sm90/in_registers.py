@@ -38,7 +38,7 @@ _COLUMNS = _CONSUMERS * ROWS
 """Of the result in a thread block's tile: rows of W, or columns for the gradient."""
 _SCALES = 4
 """Scales of a row that are loaded with a step: 16 bytes; two are needed."""
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 _SWIZZLED = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 
 
