@@ -22,7 +22,7 @@ import numpy as np
 from fastjax.bench.timing import Program, compile_all, measure
 from pallas_kernels import nf4
 from pallas_kernels.nf4 import mosaic_sm90
-from pallas_kernels.nf4.config import FewTokensConfig, FusedConfig, few_tokens_config, fused_config
+from pallas_kernels.nf4.config import FewTokensConfig, FusedConfig, RegistersConfig, few_tokens_config, fused_config
 
 SHAPES = ((14336, 4096), (4096, 14336))
 COLD_BYTES = 256 * 2**20
@@ -67,6 +67,26 @@ FUSED = {
     1024: [LARGE, dataclasses.replace(LARGE, spread=False)],
     2048: [LARGE],
 }
+SHARED = dataclasses.replace(LARGE, w_stages=2, cluster=2)
+WIDE = RegistersConfig()
+NARROW = RegistersConfig(rows=128)
+REGISTERS = {
+    (512, False): [
+        WIDE,
+        dataclasses.replace(WIDE, cluster=1),
+        dataclasses.replace(WIDE, x_stages=5, w_stages=2),
+        NARROW,
+        dataclasses.replace(NARROW, spread=False),
+        SHARED,
+    ],
+    (512, True): [WIDE, dataclasses.replace(WIDE, cluster=1), SHARED, dataclasses.replace(SHARED, ahead=1)],
+    (1024, False): [WIDE, dataclasses.replace(WIDE, spread=False)],
+    (1024, True): [WIDE, dataclasses.replace(WIDE, spread=False)],
+    (2048, False): [WIDE, dataclasses.replace(WIDE, spread=False)],
+    (2048, True): [dataclasses.replace(WIDE, spread=False)],
+    (256, False): [WIDE, NARROW],
+    (256, True): [WIDE, dataclasses.replace(WIDE, spread=False)],
+}
 
 
 def say(*words: Any) -> None:
@@ -74,8 +94,9 @@ def say(*words: Any) -> None:
     print(f"{time.perf_counter() - START:6.1f}", *words, flush=True)
 
 
-def few(x, codes, absmax, *, config: FewTokensConfig):
+def few(x, codes, absmax, *, gradient: bool, config: FewTokensConfig):
     """The kernel for few rows, forward."""
+    assert not gradient
     return mosaic_sm90.few_tokens(x, codes, absmax, config=config)
 
 
@@ -83,6 +104,13 @@ def fused(x, codes, absmax, *, gradient: bool, config: FusedConfig):
     """The kernel for some hundred rows."""
     cores = jax.devices()[0].core_count
     return mosaic_sm90.fused(x, codes, absmax, gradient=gradient, config=config, cores=cores)
+
+
+def in_registers(x, codes, absmax, *, gradient: bool, config: RegistersConfig):
+    """The kernel for some hundred rows that keeps decoded weights in registers."""
+    return mosaic_sm90.in_registers(
+        x, codes, absmax, gradient=gradient, config=config, cores=jax.devices()[0].core_count
+    )
 
 
 @functools.partial(jax.jit, static_argnames="gradient")
@@ -108,10 +136,16 @@ def each(function: Callable[..., Any], count: int) -> Callable[..., Any]:
     return run
 
 
+KERNELS = {FewTokensConfig: few, FusedConfig: fused, RegistersConfig: in_registers}
+
+
 def name(config: Any) -> str:
     """Block sizes in a line."""
-    kind = "few" if isinstance(config, FewTokensConfig) else "fused"
-    return kind + " " + " ".join(f"{key}={value}" for key, value in dataclasses.asdict(config).items())
+    return (
+        KERNELS[type(config)].__name__
+        + " "
+        + " ".join(f"{key}={value}" for key, value in dataclasses.asdict(config).items())
+    )
 
 
 def sorted_out(programs: Sequence[Program]) -> tuple[dict[str, Callable[..., Any]], dict[str, Exception]]:
@@ -146,8 +180,8 @@ def time_all(shape: tuple[int, int], tokens: int, gradient: bool, configs: Seque
         ("decode, cuBLAS", functools.partial(separate, gradient=gradient), (x, *packed)),
     ]
     for config in configs:
-        call = functools.partial(fused, gradient=gradient) if isinstance(config, FusedConfig) else few
-        jobs.append((name(config), functools.partial(call, config=config), (x, *packed)))
+        call = functools.partial(KERNELS[type(config)], gradient=gradient, config=config)
+        jobs.append((name(config), call, (x, *packed)))
     programs = [
         Program(f"p{number}", each(call, count), arguments, count) for number, (_, call, arguments) in enumerate(jobs)
     ]
@@ -165,7 +199,8 @@ def time_all(shape: tuple[int, int], tokens: int, gradient: bool, configs: Seque
         say(f"  {title:110s} {timing.median * 1e6:8.1f} µs {spread:>16s} {rate:6.1f} TFLOP/s {ratio:5.2f} of cuBLAS")
 
 
-CHECKS: list[tuple[int, tuple[int, int], bool, Any]] = [
+Case = tuple[int, tuple[int, int], bool, Any]
+CHECKS: list[Case] = [
     *((tokens, (704, 1536), False, FewTokensConfig(2)) for tokens in (1, 3, 8, 9, 17, 32)),
     *((tokens, (1056, 4096), False, config) for tokens in (1, 16) for config in FEW),
     *(
@@ -183,6 +218,18 @@ CHECKS: list[tuple[int, tuple[int, int], bool, Any]] = [
 ]
 
 
+REGISTERS_CHECKS: list[Case] = [
+    *((tokens, (768, 1536), gradient, WIDE) for tokens in (1, 257) for gradient in (False, True)),
+    *((513, (704, 1536), False, dataclasses.replace(WIDE, cluster=cluster)) for cluster in (1, 2)),
+    *((100, (768, 1536), gradient, NARROW) for gradient in (False, True)),
+    *((513, (1088, 4096), False, dataclasses.replace(WIDE, spread=spread)) for spread in (True, False)),
+    (513, (1088, 4096), False, dataclasses.replace(WIDE, x_stages=5, w_stages=2)),
+    *((513, (1152, 4096), True, dataclasses.replace(WIDE, cluster=cluster)) for cluster in (1, 2)),
+    *((513, (1088, 4096), gradient, SHARED) for gradient in (False, True)),
+    *((512, shape, gradient, WIDE) for shape in SHAPES[1:] for gradient in (False, True)),
+]
+
+
 @functools.cache
 def matrix(shape: tuple[int, int]) -> tuple[jax.Array, jax.Array, jax.Array, np.ndarray]:
     """Fresh normal values, quantised: codes, scales, the decoded matrix, and that in float32 on the host."""
@@ -193,22 +240,22 @@ def matrix(shape: tuple[int, int]) -> tuple[jax.Array, jax.Array, jax.Array, np.
     return codes, absmax, weight, np.asarray(weight.astype(jnp.float32))
 
 
-def check() -> None:
+def check(cases: Sequence[Case] = CHECKS) -> None:
     """Against sums in float64: the kernel's greatest error and the separate product's; decoded values to the bit."""
 
     def program(case):
         tokens, shape, gradient, config = case
-        call = functools.partial(fused, gradient=gradient) if isinstance(config, FusedConfig) else few
+        call = functools.partial(KERNELS[type(config)], gradient=gradient, config=config)
         arguments = (
             jnp.zeros((tokens, shape[0 if gradient else 1]), jnp.bfloat16),
             jnp.zeros((shape[0], shape[1] // 2), jnp.uint8),
             jnp.zeros((shape[0], shape[1] // 64), jnp.float32),
         )
-        return Program(f"c{CHECKS.index(case)}", functools.partial(call, config=config), arguments, 1)
+        return Program(f"c{cases.index(case)}", call, arguments, 1)
 
-    compiled, failed = sorted_out([program(case) for case in CHECKS])
+    compiled, failed = sorted_out([program(case) for case in cases])
     say(f"== check: {len(compiled)} compiled")
-    for number, (tokens, shape, gradient, config) in enumerate(CHECKS):
+    for number, (tokens, shape, gradient, config) in enumerate(cases):
         title = f"{tokens:5d} {shape[0]}×{shape[1]} {'dX     ' if gradient else 'forward'} {name(config)}"
         if f"c{number}" in failed:
             say(f"{title} failed: {' '.join(str(failed[f'c{number}']).split())[:140]}")
@@ -250,7 +297,15 @@ def many_tokens() -> None:
             time_all(shape, tokens, gradient, FUSED[tokens])
 
 
-PARTS = {"check": check, "few": few_tokens, "fused": many_tokens}
+def registers() -> None:
+    """The kernel that decodes in registers: right, and how fast; the first figures are the ones that matter most."""
+    check(REGISTERS_CHECKS)
+    for (tokens, gradient), configs in REGISTERS.items():
+        for shape in SHAPES if tokens == 512 or not gradient else SHAPES[1:]:
+            time_all(shape, tokens, gradient, configs)
+
+
+PARTS = {"check": check, "few": few_tokens, "fused": many_tokens, "registers": registers}
 
 if __name__ == "__main__":
     say(jax.devices(), jax.__version__)

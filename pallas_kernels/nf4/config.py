@@ -60,7 +60,8 @@ class FusedConfig:
 
     Attributes:
         rows: of x in a tile: 64, 128 or 256.
-        columns: of the result in a tile: 64 or 128.
+        columns: of the result in a thread block's tile: 64 or 128.
+        cluster: thread blocks that share x, each with its columns of the result: 1 or 2.
         spread: whether every thread block takes as many steps, however the tiles are cut by that; otherwise whole
             tiles.
         x_stages: pieces of x in shared memory.
@@ -72,12 +73,18 @@ class FusedConfig:
 
     rows: int = 256
     columns: int = 128
+    cluster: int = 1
     spread: bool = True
     x_stages: int = 4
     w_stages: int = 3
     ahead: int = 2
-    consumer_registers: int = 160
+    consumer_registers: int = 168
     decoder_registers: int = 64
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of the result that a cluster takes."""
+        return self.columns * self.cluster
 
     @property
     def consumers(self) -> int:
@@ -104,8 +111,8 @@ class RegistersConfig:
     w_stages: int = 3
 
     @property
-    def columns(self) -> int:
-        """Of the result in a cluster's tile."""
+    def tile_columns(self) -> int:
+        """Columns of the result that a cluster takes."""
         return 128 * self.cluster
 
 

@@ -36,7 +36,7 @@ from pallas_kernels.nf4.mosaic_sm90.work import Segment, Work
 
 DECODERS = 2
 _REGISTERS = 65536
-_PRODUCER_REGISTERS = 24
+_PRODUCER_REGISTERS = 40
 _TRANSFORMS = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 
 
@@ -71,10 +71,10 @@ def fused(
     Args:
         x: bfloat16 or float16, [rows, in]; [rows, out] for the gradient.
         codes: uint8, split order; `out` and `in` multiples of 64, the one that is not summed over at least
-            config.columns.
+            config.tile_columns.
         absmax: float32.
         gradient: multiply with the matrix as it is, as the gradient in x does.
-        config: block sizes.
+        config: block sizes; the interpreter takes no clusters.
         cores: multiprocessors; each runs one thread block.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
@@ -82,30 +82,34 @@ def fused(
     x = jnp.pad(x, ((0, -given_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
     rows = x.shape[0]
     columns = 2 * codes.shape[1] if gradient else codes.shape[0]
-    work = Work.of(rows, columns, summed, config, BLOCK, cores)
+    work = Work.of(rows, columns, summed, config, BLOCK, cores // config.cluster)
     consumers, part_rows = config.consumers, config.rows // config.consumers
     w_shape = (BLOCK, config.columns) if gradient else (config.columns, BLOCK)
+    x_free = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if config.cluster > 1 else plgpu.Barrier
     scratch = {
         "x_smem": plgpu.SMEM((config.x_stages, consumers, part_rows, BLOCK), x.dtype, transforms=_TRANSFORMS),
         "w_smem": plgpu.SMEM((config.w_stages, *w_shape), x.dtype, transforms=_TRANSFORMS),
-        "out_smem": plgpu.SMEM((consumers, 64, config.columns), x.dtype, transforms=_TRANSFORMS),
+        "out_smem": plgpu.SMEM((consumers, config.columns // 64, 64, 64), x.dtype, transforms=_TRANSFORMS),
         "x_full": plgpu.Barrier(num_barriers=config.x_stages, num_arrivals=consumers),
-        "x_free": plgpu.Barrier(num_barriers=config.x_stages, num_arrivals=consumers),
+        "x_free": x_free(num_barriers=config.x_stages, num_arrivals=consumers),
         "w_full": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=DECODERS),
         "w_free": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=consumers),
     }
     body = functools.partial(
         _kernel, names=tuple(scratch), work=work, gradient=gradient, config=config, interpreted=interpret is not None
     )
+    clusters = {"cluster": (config.cluster,), "cluster_names": ("rank",)} if config.cluster > 1 else {}
+    parts = (work.ctas * config.cluster if work.cut else 1, config.rows, config.columns)
     out, _ = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((rows, columns), x.dtype),
-            jax.ShapeDtypeStruct((work.ctas if work.cut else 1, config.rows, config.columns), jnp.float32),
+            jax.ShapeDtypeStruct(parts, jnp.float32),
         ),
         scratch_types=tuple(scratch.values()),
         grid=(work.ctas,),
-        grid_names=("cta",),
+        grid_names=("cluster",),
+        **clusters,
         num_threads=consumers + DECODERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -123,22 +127,24 @@ def _kernel(
     refs = types.SimpleNamespace(
         x=x, codes=codes, absmax=absmax, out=out, parts=parts, **dict(zip(names, scratch, strict=True))
     )
-    cta, warpgroup, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), config.consumers
-    place, total = functools.partial(work.place, cta), work.begin(cta + 1) - work.begin(cta)
+    cluster, warpgroup, consumers = lax.axis_index("cluster"), lax.axis_index("warpgroup"), config.consumers
+    rank = lax.axis_index("rank") if config.cluster > 1 else 0
+    place, total = functools.partial(work.place, cluster), work.begin(cluster + 1) - work.begin(cluster)
     # The interpreter runs thread blocks in order: nobody waits there.
-    done = pl.get_global(plgpu.SemaphoreType.REGULAR((work.ctas,))) if work.cut and not interpreted else None
+    shared = work.cut and not interpreted
+    done = pl.get_global(plgpu.SemaphoreType.REGULAR((work.ctas * config.cluster,))) if shared else None
 
     @pl.when(warpgroup < consumers)
     def _():
         _set_registers(config.consumer_registers, config)
 
         def multiply(turn, count):
-            segment = work.segment(cta, turn)
+            segment = work.segment(cluster, turn)
             sums, count = _multiply(refs, segment, warpgroup, count, gradient, config)
-            _write(refs, work, done, segment, sums, cta, warpgroup, config, interpreted)
+            _write(refs, work, done, segment, sums, cluster, rank, warpgroup, config, interpreted)
             return count
 
-        lax.fori_loop(0, work.segments(cta), multiply, jnp.int32(0))
+        lax.fori_loop(0, work.segments(cluster), multiply, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     for decoder in range(DECODERS):
@@ -146,7 +152,7 @@ def _kernel(
         @pl.when(warpgroup == consumers + decoder)
         def _(decoder=decoder):
             _set_registers(config.decoder_registers, config)
-            _decode(refs, place, total, decoder, gradient, config, interpreted)
+            _decode(refs, place, total, rank, decoder, gradient, config, interpreted)
 
     @pl.when(warpgroup == consumers + DECODERS)
     def _():
@@ -170,18 +176,38 @@ def _load(refs, place, total, config: FusedConfig):
         pl.when(count >= config.x_stages)(lambda: plgpu.barrier_wait(refs.x_free.at[slot]))
         for part in range(config.consumers):
             source = refs.x.at[pl.ds(row + part * part_rows, part_rows), pl.ds(term, BLOCK)]
-            plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot, part], refs.x_full.at[slot])
+            axes = "rank" if config.cluster > 1 else None
+            target = refs.x_smem.at[slot, part]
+            plgpu.copy_gmem_to_smem(source, target, refs.x_full.at[slot], collective_axes=axes)
         return None
 
     lax.fori_loop(0, total, load, None)
+    if config.cluster > 1:
+        stay(refs.x_free, total, config.x_stages)
 
 
-def _decode(refs, place, total, decoder: int, gradient: bool, config: FusedConfig, interpreted: bool):
+def stay(free, count, stages: int):
+    """Wait until everyone has released what was loaded last: a thread block outlives its neighbour's last arrival.
+
+    Args:
+        free: barriers on which both thread blocks of a cluster release the pieces that were loaded.
+        count: pieces loaded in all.
+        stages: that are in shared memory at a time; so many have not been waited for yet.
+    """
+
+    def wait(index, _):
+        plgpu.barrier_wait(free.at[lax.rem(index, jnp.int32(stages))])
+
+    lax.fori_loop(lax.max(count - stages, 0), count, wait, None)
+
+
+def _decode(refs, place, total, rank, decoder: int, gradient: bool, config: FusedConfig, interpreted: bool):
     """What a decoding warpgroup does: every DECODERS-th of a tile's units, which are 64 blocks below each other."""
     units = range(decoder, config.columns // BLOCK, DECODERS)
 
     def load(count):
         _, column, term = place(lax.min(count, total - 1))
+        column += rank * config.columns
         loaded = []
         for unit in units:
             first, block = (term, column + unit * BLOCK) if gradient else (column + unit * BLOCK, term)
@@ -262,56 +288,58 @@ def _multiply(refs, segment: Segment, consumer, count, gradient: bool, config: F
     return pl.run_scoped(products, accumulator)
 
 
-def _write(refs, work: Work, done, segment: Segment, sums, cta, consumer, config: FusedConfig, interpreted: bool):
+def _write(
+    refs, work: Work, done, segment: Segment, sums, cluster, rank, consumer, config: FusedConfig, interpreted: bool
+):
     """Hand the sums of a tile's first part on; or add what was handed on, and write the tile."""
     part_rows = config.rows // config.consumers
     pieces = [(row, column) for row in range(0, part_rows, 64) for column in range(0, config.columns, 64)]
 
-    def part(cta, row, column):
-        return refs.parts.at[cta, pl.ds(consumer * part_rows + row, 64), pl.ds(column, 64)]
+    def block(cluster):
+        return cluster * config.cluster + rank
+
+    def part(cluster, row, column):
+        return refs.parts.at[block(cluster), pl.ds(consumer * part_rows + row, 64), pl.ds(column, 64)]
 
     def hand_on():
         for row, column in pieces:
-            part(cta, row, column)[...] = sums[row : row + 64, column : column + 64]
+            part(cluster, row, column)[...] = sums[row : row + 64, column : column + 64]
         if done is not None:
             fence()
-            pl.semaphore_signal(done.at[cta])
+            pl.semaphore_signal(done.at[block(cluster)])
 
     def finish():
         first = work.owner(segment.tile * work.steps)
         if done is not None:
 
-            def wait(cta, _):
+            def wait(cluster, _):
                 # Neither warpgroup takes the other's signal away.
-                pl.semaphore_wait(done.at[cta], config.consumers, decrement=False)
+                pl.semaphore_wait(done.at[block(cluster)], config.consumers, decrement=False)
 
-            lax.fori_loop(first, cta, wait, None)
+            lax.fori_loop(first, cluster, wait, None)
 
         def add(column, row):
-            def add_one(cta, total):
-                found = part(cta, row, column)
+            def add_one(cluster, total):
+                found = part(cluster, row, column)
                 return total + (found[...] if interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
 
             total = sums[row : row + 64, column : column + 64]
-            return lax.fori_loop(first, cta, add_one, total) if work.cut else total
+            return lax.fori_loop(first, cluster, add_one, total) if work.cut else total
 
-        out_smem = refs.out_smem.at[consumer]
+        first_column = segment.column + rank * config.columns
         for row in range(0, part_rows, 64):
+            rows = pl.ds(segment.row + consumer * part_rows + row, 64)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for column in range(0, config.columns, 64):
-                out_smem.at[:, pl.ds(column, 64)][...] = add(column, row).astype(out_smem.dtype)
+                out_smem = refs.out_smem.at[consumer, column // 64]
+                out_smem[...] = add(column, row).astype(out_smem.dtype)
             plgpu.commit_smem()
-            rows = pl.ds(segment.row + consumer * part_rows + row, 64)
-            # What a tile that was moved back shares with its neighbour, the neighbour writes: it may have been cut
-            # elsewhere, so that its sums differ by roundings.
-            if work.all_columns % config.columns:
-                for column in range(0, config.columns, 64):
-                    own = segment.column + column >= work.own_column(segment.tile)
-                    columns = pl.ds(segment.column + column, 64)
-                    source, target = out_smem.at[:, pl.ds(column, 64)], refs.out.at[rows, columns]
-                    pl.when(own)(functools.partial(plgpu.copy_smem_to_gmem, source, target))
-            else:
-                plgpu.copy_smem_to_gmem(out_smem, refs.out.at[rows, pl.ds(segment.column, config.columns)])
+            for column in range(0, config.columns, 64):
+                target = refs.out.at[rows, pl.ds(first_column + column, 64)]
+                store = functools.partial(plgpu.copy_smem_to_gmem, refs.out_smem.at[consumer, column // 64], target)
+                # What a tile that was moved back shares with its neighbour, the neighbour writes: it may have been cut
+                # elsewhere, so that its sums differ by roundings.
+                pl.when(first_column + column >= work.own_column(segment.tile))(store)
 
     if work.cut:
         pl.when(segment.end < work.steps)(hand_on)

@@ -1,5 +1,6 @@
 """Compilation for GPUs that are not there: no spills, the right kernel in the right place, no decoded residuals."""
 
+import functools
 import re
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 
 from pallas_kernels import nf4
 from pallas_kernels.compat import JAX_VERSION
-from pallas_kernels.nf4 import config
+from pallas_kernels.nf4 import config, mosaic_sm90
 from pallas_kernels.nf4.shapes import BENCHMARK
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
@@ -62,6 +63,7 @@ def multiply(gradient, rows, shape, dtype, aot):
         (False, 100, (14336, 4096), "bfloat16", 96),
         (True, 128, (14336, 4096), "float16", 96),
         (False, 512, BENCHMARK.shape, "bfloat16", 96),
+        (False, 1000, (704, 1536), "bfloat16", 96),
         (True, 1000, (704, 1536), "float16", 96),
     ],
 )
@@ -73,6 +75,35 @@ def test_products_for_hopper(gradient, rows, shape, dtype, registers, tmp_path, 
     used = resources.of_mosaic(aot, function, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
     assert used.spill_bytes == used.stack_bytes == 0
     assert used.registers <= registers
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_clusters_share_rows(gradient, tmp_path, monkeypatch):
+    aot, sizes = AOT("h200"), config.FusedConfig(cluster=2, w_stages=2)
+    x = aot.spec((512, BENCHMARK.shape[0 if gradient else 1]), "bfloat16")
+    function = functools.partial(mosaic_sm90.fused, gradient=gradient, config=sizes, cores=mosaic_sm90.CORES)
+    arguments = x, *specs(aot, BENCHMARK.shape)
+    used = resources.of_mosaic(aot, function, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
+    assert used.spill_bytes == used.stack_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "gradient, rows, shape, dtype, sizes",
+    [
+        (False, 512, BENCHMARK.shape, "bfloat16", config.RegistersConfig()),
+        (False, 1000, (704, 1536), "float16", config.RegistersConfig(cluster=1, spread=False)),
+        (False, 100, (14336, 4096), "bfloat16", config.RegistersConfig(rows=128)),
+        (True, 512, BENCHMARK.shape, "bfloat16", config.RegistersConfig()),
+        (True, 100, (768, 1536), "float16", config.RegistersConfig(rows=128, cluster=1)),
+    ],
+)
+def test_in_registers_for_hopper(gradient, rows, shape, dtype, sizes, tmp_path, monkeypatch):
+    """No spills: 128 sums and two operands leave room for decoding; and no products one after the other."""
+    aot = AOT("h200")
+    arguments = aot.spec((rows, shape[0 if gradient else 1]), dtype), *specs(aot, shape)
+    function = functools.partial(mosaic_sm90.in_registers, gradient=gradient, config=sizes, cores=mosaic_sm90.CORES)
+    used = resources.of_mosaic(aot, function, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
+    assert used.spill_bytes == used.stack_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import nf4
 from pallas_kernels.compat import JAX_VERSION
 from pallas_kernels.nf4 import config, mosaic_sm90, reference
-from pallas_kernels.nf4.config import FewTokensConfig, FusedConfig
+from pallas_kernels.nf4.config import FewTokensConfig, FusedConfig, RegistersConfig
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.interpreter import mosaic_interpreter
 
@@ -63,6 +63,28 @@ def test_fused(gradient, rows, shape, dtype, sizes, cores):
     x, codes, absmax, expected = case(shape, rows, dtype, gradient)
     with mosaic_interpreter() as interpret:
         found = mosaic_sm90.fused(x, codes, absmax, gradient=gradient, config=sizes, cores=cores, interpret=interpret)
+    assert_close(found, expected, dtype)
+
+
+@pytest.mark.skipif(
+    JAX_VERSION < (0, 11), reason="the interpreter of jax 0.10 misplaces rows behind the end of an array"
+)
+@pytest.mark.parametrize(
+    "gradient, rows, shape, dtype, sizes, cores",
+    [
+        pytest.param(False, 70, (128, 512), "bfloat16", RegistersConfig(64, 1), 2, id="tiles cut in two"),
+        pytest.param(False, 260, (192, 768), "float16", RegistersConfig(256, 1), 3, id="odd steps, a tile moved back"),
+        pytest.param(False, 130, (320, 256), "bfloat16", RegistersConfig(128, 1, spread=False), 2, id="whole tiles"),
+        pytest.param(True, 70, (384, 512), "bfloat16", RegistersConfig(64, 1), 3, id="gradient, tiles cut"),
+        pytest.param(True, 260, (256, 256), "float16", RegistersConfig(256, 1, False), 2, id="gradient, whole tiles"),
+    ],
+)
+def test_in_registers(gradient, rows, shape, dtype, sizes, cores):
+    x, codes, absmax, expected = case(shape, rows, dtype, gradient)
+    with mosaic_interpreter() as interpret:
+        found = mosaic_sm90.in_registers(
+            x, codes, absmax, gradient=gradient, config=sizes, cores=cores, interpret=interpret
+        )
     assert_close(found, expected, dtype)
 
 

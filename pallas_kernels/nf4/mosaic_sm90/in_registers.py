@@ -1,0 +1,291 @@
+"""y = x Wᵀ and dx = dy W for some hundred rows, transposed: decoded weights are the register operand of the products.
+
+A persistent kernel of three warpgroups: one loads (TMA), two decode and multiply (wgmma), each 64 rows of W for
+yᵀ = W xᵀ, or 64 columns for dxᵀ = Wᵀ dyᵀ, with all of a tile's rows of x. While the tensor cores work on 64 terms of
+the sum, the threads decode the next 64. Two thread blocks of a cluster share the rows of x, each loads half of them for
+both.
+
+Prediction for a step of 128 × 256 × 64 on a Hopper multiprocessor, in cycles: the tensor cores take 1,024; shared
+memory moves 64 KB to them and 36 KB into it, 800, and 32 KB more for the gradient, 1,060; decoding takes 5.2
+instructions a code, 440 issue slots of each of the four schedulers with all that is around it. From the L2 cache come
+16 bytes of x a cycle and multiprocessor, 32 without clusters.
+"""
+
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels import compat
+from pallas_kernels.nf4.codebook import BLOCK
+from pallas_kernels.nf4.config import RegistersConfig
+from pallas_kernels.nf4.mosaic_sm90.fused import fence, stay
+from pallas_kernels.nf4.mosaic_sm90.operand import CODES_TRANSFORMS, ROWS, decode, decode_transposed
+from pallas_kernels.nf4.mosaic_sm90.work import Segment, Work
+
+GRAIN = 256
+"""`in` is a multiple of it: a row of scales is then a multiple of 16 bytes, as TMA takes them."""
+TERMS = 2 * BLOCK
+"""Of the sum, in a step; `in`, or `out` for the gradient, is a multiple of it."""
+_CONSUMERS = 2
+_COLUMNS = _CONSUMERS * ROWS
+"""Of the result in a thread block's tile: rows of W, or columns for the gradient."""
+_SCALES = 4
+"""Scales of a row that are loaded with a step: 16 bytes; two are needed."""
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
+_SWIZZLED = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
+
+
+# Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
+@functools.partial(jax.jit, static_argnames=("gradient", "config", "cores", "interpret"))
+def in_registers(
+    x: Float[Array, "rows summed"],
+    codes: UInt8[Array, "out half_in"],
+    absmax: Float[Array, "out blocks"],
+    *,
+    gradient: bool,
+    config: RegistersConfig,
+    cores: int,
+    interpret: Any = None,
+) -> Float[Array, "rows columns"]:
+    """The product of x with a packed matrix transposed, or with the matrix itself; summed in float32.
+
+    Args:
+        x: bfloat16 or float16, [rows, in]; [rows, out] for the gradient. `in` is a multiple of GRAIN.
+        codes: uint8, split order; `out` a multiple of 64, or of TERMS for the gradient; the dimension that is not
+            summed over at least config.tile_columns.
+        absmax: float32.
+        gradient: multiply with the matrix as it is, as the gradient in x does.
+        config: block sizes; the interpreter takes no clusters.
+        cores: multiprocessors; each runs one thread block.
+        interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
+    """
+    (given_rows, summed), cluster = x.shape, config.cluster
+    columns = 2 * codes.shape[1] if gradient else codes.shape[0]
+    x = jnp.pad(x, ((0, -given_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
+    rows = x.shape[0]
+    work = Work.of(rows, columns, summed, config, TERMS, cores // cluster)
+    free = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if cluster > 1 else plgpu.Barrier
+    scratch = {
+        "x_smem": plgpu.SMEM((config.x_stages, config.rows, BLOCK), x.dtype, transforms=_SWIZZLED),
+        # Of two rows of 64 rows of W, two blocks: a consumer takes one of the rows, or one of the blocks.
+        "codes_smem": plgpu.SMEM((config.w_stages, 2, ROWS, BLOCK), jnp.uint8, transforms=CODES_TRANSFORMS),
+        "absmax_smem": plgpu.SMEM((config.w_stages, 2, ROWS, _SCALES), jnp.float32),
+        "exchange": plgpu.SMEM((_CONSUMERS, 2, ROWS if gradient else 1, BLOCK), x.dtype),
+        "out_smem": plgpu.SMEM((_CONSUMERS, 2, 64, ROWS), x.dtype, transforms=_SWIZZLED),
+        "x_full": plgpu.Barrier(num_barriers=config.x_stages),
+        "x_free": free(num_barriers=config.x_stages, num_arrivals=_CONSUMERS),
+        "w_full": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=4),
+        "w_free": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=_CONSUMERS),
+    }
+    body = functools.partial(
+        _kernel, names=tuple(scratch), work=work, gradient=gradient, config=config, interpreted=interpret is not None
+    )
+    clusters = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
+    parts = (work.ctas * cluster * _CONSUMERS if work.cut else 1, ROWS, config.rows)
+    out, _ = plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((rows, columns), x.dtype), jax.ShapeDtypeStruct(parts, jnp.float32)),
+        scratch_types=tuple(scratch.values()),
+        grid=(work.ctas,),
+        grid_names=("cluster",),
+        **clusters,
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        kernel_name="nf4_in_registers_gradient" if gradient else "nf4_in_registers",
+        interpret=interpret,
+    )(x, codes, absmax)
+    return out[:given_rows]
+
+
+def _kernel(
+    x, codes, absmax, out, parts, *scratch, names, work: Work, gradient: bool, config: RegistersConfig, interpreted
+):
+    refs = types.SimpleNamespace(
+        x=x, codes=codes, absmax=absmax, out=out, parts=parts, **dict(zip(names, scratch, strict=True))
+    )
+    cluster, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+    rank = lax.axis_index("rank") if config.cluster > 1 else 0
+    total = work.begin(cluster + 1) - work.begin(cluster)
+    # The interpreter runs thread blocks in order: nobody waits there.
+    shared = work.cut and not interpreted
+    done = pl.get_global(plgpu.SemaphoreType.REGULAR((work.ctas * config.cluster,))) if shared else None
+
+    @pl.when(warpgroup < _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        segments = work.segments(cluster)
+
+        def pair(segment, step):
+            """Whether a step's scales are the first (0) or the second two (1) of those loaded."""
+            column = lax.div(segment.column, jnp.int32(_COLUMNS)) + rank
+            return lax.rem(column if gradient else step, jnp.int32(2))
+
+        decode_half = functools.partial(_decode, refs, warpgroup, gradient, config, interpreted)
+
+        def multiply(turn, carry):
+            count, weights = carry
+            segment = work.segment(cluster, turn)
+            following = work.segment(cluster, lax.min(turn + 1, segments - 1))
+            following = pair(following, following.begin)
+            sums, count, weights = _multiply(refs, segment, pair, following, decode_half, count, weights, config)
+            _write(refs, work, done, segment, sums, cluster, rank, warpgroup, config, interpreted)
+            return count, weights
+
+        first = work.segment(cluster, 0)
+        weights = decode_half(jnp.int32(0), pair(first, first.begin), 0)
+        lax.fori_loop(0, segments, multiply, (jnp.int32(0), weights))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        _load(refs, work, cluster, rank, total, gradient, config)
+
+
+def _load(refs, work: Work, cluster, rank, total, gradient: bool, config: RegistersConfig):
+    """What the loading warpgroup does: one step more of W than is multiplied with, since decoding is ahead by that."""
+
+    def load(count, _):
+        row, column, term = work.place(cluster, lax.min(count, total - 1))
+        slot = lax.rem(count, jnp.int32(config.w_stages))
+        pl.when(count >= config.w_stages)(lambda: plgpu.barrier_wait(refs.w_free.at[slot]))
+        w_row, w_column = column + rank * _COLUMNS, term
+        if gradient:
+            w_row, w_column = w_column, w_row
+        for part in range(2):
+            rows = pl.ds(w_row + part * ROWS, ROWS)
+            codes = refs.codes.at[rows, pl.ds(lax.div(w_column, jnp.int32(2)), BLOCK)]
+            plgpu.copy_gmem_to_smem(codes, refs.codes_smem.at[slot, part], refs.w_full.at[slot])
+            absmax = refs.absmax.at[rows, pl.ds(lax.div(w_column, jnp.int32(_SCALES * BLOCK)) * _SCALES, _SCALES)]
+            plgpu.copy_gmem_to_smem(absmax, refs.absmax_smem.at[slot, part], refs.w_full.at[slot])
+
+        @pl.when(count < total)
+        def _():
+            for half in range(2):
+                x_count = 2 * count + half
+                x_slot = lax.rem(x_count, jnp.int32(config.x_stages))
+                pl.when(x_count >= config.x_stages)(lambda x_slot=x_slot: plgpu.barrier_wait(refs.x_free.at[x_slot]))
+                source = refs.x.at[pl.ds(row, config.rows), pl.ds(term + half * BLOCK, BLOCK)]
+                axes = "rank" if config.cluster > 1 else None
+                plgpu.copy_gmem_to_smem(source, refs.x_smem.at[x_slot], refs.x_full.at[x_slot], collective_axes=axes)
+
+        return None
+
+    lax.fori_loop(0, total + 1, load, None)
+    if config.cluster > 1:
+        stay(refs.x_free, 2 * total, config.x_stages)
+
+
+def _decode(refs, consumer, gradient: bool, config: RegistersConfig, interpreted: bool, count, pair, half: int):
+    """The operand of half of the step that was loaded as `count`th; its scales are the `pair`th two."""
+    slot = lax.rem(count, jnp.int32(config.w_stages))
+    if half == 0:
+        plgpu.barrier_wait(refs.w_full.at[slot])
+    part, block = (half, consumer) if gradient else (consumer, half)
+    codes, absmax = refs.codes_smem.at[slot, part], refs.absmax_smem.at[slot, part, :, 2 * pair + block]
+    if gradient:
+        exchange = refs.exchange.at[consumer, half]
+        weights = decode_transposed(codes, absmax, exchange, block, interpreted=interpreted)
+    else:
+        weights = decode(codes, absmax, refs.x_smem.dtype, block, interpreted=interpreted)
+    if half == 1:
+        plgpu.barrier_arrive(refs.w_free.at[slot])
+    return weights
+
+
+def _multiply(refs, segment: Segment, pair, following, decode_half, count, weights, config: RegistersConfig):
+    """A tile's sums [64, rows], how many steps were taken in all, and the weights of the first half of the next."""
+
+    def release(x_count):
+        plgpu.barrier_arrive(refs.x_free.at[lax.rem(x_count, jnp.int32(config.x_stages))])
+
+    def products(sums_ref):
+        def multiply(x_count, weights):
+            slot = lax.rem(x_count, jnp.int32(config.x_stages))
+            plgpu.barrier_wait(refs.x_full.at[slot])
+            plgpu.wgmma(sums_ref, weights, refs.x_smem.at[slot].T)
+            plgpu.wgmma_wait(1)
+
+        def step(index, carry):
+            count, weights = carry
+            multiply(2 * count, weights)
+            pl.when(index > segment.begin)(lambda: release(2 * count - 1))
+            weights = decode_half(count, pair(segment, index), 1)
+            multiply(2 * count + 1, weights)
+            release(2 * count)
+            next_pair = lax.select(index + 1 < segment.end, pair(segment, index + 1), following)
+            return count + 1, decode_half(count + 1, next_pair, 0)
+
+        end, following_weights = lax.fori_loop(segment.begin, segment.end, step, (count, weights))
+        sums = sums_ref[...]
+        release(2 * end - 1)
+        return sums, end, following_weights
+
+    accumulator = plgpu.ACC((ROWS, config.rows), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(products, accumulator)
+
+
+def _write(
+    refs, work: Work, done, segment: Segment, sums, cluster, rank, consumer, config: RegistersConfig, interpreted: bool
+):
+    """Hand the sums of a tile's first part on; or add what was handed on, and write the tile."""
+
+    def part(cluster, row):
+        place = (cluster * config.cluster + rank) * _CONSUMERS + consumer
+        return refs.parts.at[place, :, pl.ds(row, 64)]
+
+    def hand_on():
+        for row in range(0, config.rows, 64):
+            part(cluster, row)[...] = sums[:, row : row + 64]
+        if done is not None:
+            fence()
+            pl.semaphore_signal(done.at[cluster * config.cluster + rank])
+
+    column = segment.column + rank * _COLUMNS + consumer * ROWS
+
+    def finish():
+        first = work.owner(segment.tile * work.steps)
+        if done is not None:
+
+            def wait(cluster, _):
+                # Neither warpgroup takes the other's signal away.
+                pl.semaphore_wait(done.at[cluster * config.cluster + rank], _CONSUMERS, decrement=False)
+
+            lax.fori_loop(first, cluster, wait, None)
+
+        def add(row):
+            def add_one(cluster, total):
+                found = part(cluster, row)
+                return total + (found[...] if interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
+
+            total = sums[:, row : row + 64]
+            return lax.fori_loop(first, cluster, add_one, total) if work.cut else total
+
+        for number, row in enumerate(range(0, config.rows, 64)):
+            out_smem = refs.out_smem.at[consumer, number % 2]
+            values = add(row).astype(out_smem.dtype)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            if interpreted:
+                out_smem[...] = values.T
+            else:
+                out_smem.T[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_smem, refs.out.at[pl.ds(segment.row + row, 64), pl.ds(column, ROWS)])
+
+    # What a tile that was moved back shares with its neighbour, the neighbour writes: it may have been cut elsewhere,
+    # so that its sums differ by roundings.
+    own = column >= work.own_column(segment.tile)
+    if work.cut:
+        pl.when(segment.end < work.steps)(hand_on)
+        own = jnp.logical_and(own, segment.end == work.steps)
+    pl.when(own)(finish)

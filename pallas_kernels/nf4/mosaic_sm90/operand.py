@@ -1,0 +1,201 @@
+"""64 × 64 decoded weights as the register operand of wgmma.
+
+A thread's elements of an operand of 64 columns are the pair 2q, 2q + 1 (q: its lane of four) in each eight of two rows.
+Its pairs of eight and the next eight are what two 32-bit words of codes hold beside those of the neighbouring lane; a
+byte permutation joins them to one word. Four lanes share a block and each makes the table of its products anew.
+
+The transposed operand would take elements of sixteen blocks in each thread. So the warps decode as for the other one
+and exchange what they have through shared memory, 8 × 8 matrices at a time, which are transposed as they are read.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels import compat
+from pallas_kernels.nf4 import ptx
+from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
+from pallas_kernels.nf4.mosaic_sm90.lookup import joined, look_up_word
+
+ROWS = 64
+"""Rows of W that are decoded at a time, and columns."""
+CODES_TRANSFORMS = (plgpu.TilingTransform((8, 2 * BLOCK_BYTES)), plgpu.SwizzleTransform(64))
+"""Of codes [ROWS, 64] in shared memory: two blocks of each row."""
+_SCALES = plgpu.Layout.WGMMA.reduce(1)
+_RESULT = mgpu.WGMMA_LAYOUT
+
+
+def decode(codes, absmax, dtype, block, *, interpreted: bool):
+    """Rows of W as operand [64 rows, 64 columns].
+
+    Args:
+        codes: reference to codes [64, 64] in shared memory, with CODES_TRANSFORMS.
+        absmax: reference to scales [64] in shared memory.
+        dtype: of the result.
+        block: 0 or 1, which of the two blocks.
+        interpreted: whether this runs in the interpreter, which knows no assembly.
+    """
+    if interpreted:
+        return _decode_in_jax(codes, absmax, dtype, block)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(CODES_TRANSFORMS), _SCALES), return_type=_operand(dtype))
+    def look_up(_, codes, absmax):
+        return _array(_look_up(codes, absmax, dtype, mgpu.utils.c(block, ir.IntegerType.get_signless(32))))
+
+    return look_up(codes, compat.mosaic_load(absmax, _SCALES))  # pyright: ignore[reportCallIssue]  # no context
+
+
+def decode_transposed(codes, absmax, exchange, block, *, interpreted: bool):
+    """Columns of W as operand [64 columns, 64 rows].
+
+    Args:
+        codes: as in `decode`.
+        absmax: as in `decode`.
+        exchange: reference to shared memory [64, 64] in the dtype of the result; the warpgroup's own, and another one
+            than last time.
+        block: which of the two blocks: the warpgroup's number, 0 or 1.
+        interpreted: as in `decode`.
+    """
+    dtype = exchange.dtype
+    if interpreted:
+        return _decode_in_jax(codes, absmax, dtype, block).T
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(CODES_TRANSFORMS), _SCALES, plgpu.RefType()), return_type=_operand(dtype)
+    )
+    def look_up(_, codes, absmax, exchange):
+        warpgroup = arith.shrui(mgpu.utils.thread_idx(), _constant(7))
+        decoded = _look_up(codes, absmax, dtype, warpgroup)
+        return _array(_transposed(decoded, mgpu.utils.memref_ptr(exchange), dtype))
+
+    return look_up(codes, compat.mosaic_load(absmax, _SCALES), exchange)  # pyright: ignore[reportCallIssue]
+
+
+def _decode_in_jax(codes, absmax, dtype, block):
+    found = codes[...]
+    part = jnp.where(block == 0, found[:, :BLOCK_BYTES], found[:, BLOCK_BYTES:])
+    scales = absmax[...][:, None]
+    return jnp.concatenate([ptx.lookup_in_jax(part, scales, dtype, half) for half in ptx.HALVES], axis=1)
+
+
+def _operand(dtype):
+    return plgpu.ShapeDtypeStruct((ROWS, BLOCK), dtype, layout=plgpu.Layout.WGMMA)
+
+
+def _array(registers: np.ndarray):
+    """Registers by column in eights and by row (two that are 8 apart)."""
+    registers = registers.reshape(_RESULT.registers_shape((ROWS, BLOCK)))
+    return mgpu.FragmentedArray(_registers=registers, _layout=_RESULT, _is_signed=None)
+
+
+def _look_up(codes, absmax, dtype, block: ir.Value) -> np.ndarray:
+    """The registers of the operand [64 rows, 64 columns]."""
+    scales = [vector.extract(register, [], [0]) for register in absmax.registers.reshape(2)]
+    pointer, select = mgpu.utils.memref_ptr(codes), _pair_of_lane()
+    decoded = np.empty((BLOCK // 8, 2), object)
+    for row, scale in enumerate(scales):
+        for piece in range(2):  # 16 bytes of the block
+            place = arith.addi(arith.muli(block, _constant(2)), _constant(piece))
+            word = _load_word(pointer, select, row, place)
+            for nibble, registers in enumerate(look_up_word(word, scale, dtype)):
+                for index, register in enumerate(registers):
+                    decoded[4 * nibble + 2 * piece + index, row] = joined([register], dtype)
+    return decoded
+
+
+def _constant(value: int) -> ir.Value:
+    return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def _lane() -> tuple[ir.Value, ir.Value, ir.Value]:
+    """The thread's warp in its warpgroup, its row of eight and its lane of four."""
+    thread = mgpu.utils.thread_idx()
+    warp = arith.andi(arith.shrui(thread, _constant(5)), _constant(3))
+    return warp, arith.andi(arith.shrui(thread, _constant(2)), _constant(7)), arith.andi(thread, _constant(3))
+
+
+def _pair_of_lane() -> ir.Value:
+    """Which bytes of two words are this lane's: the lower or the upper two of each."""
+    _, _, quarter = _lane()
+    odd = arith.andi(quarter, _constant(1))
+    return arith.addi(_constant(0x5410), arith.muli(odd, _constant(0x2222)))
+
+
+def _at(pointer: ir.Value, place: ir.Value) -> ir.Value:
+    return mgpu.utils.getelementptr(pointer, [place], ir.IntegerType.get_signless(8))
+
+
+def _load_word(pointer: ir.Value, select: ir.Value, row: int, piece: ir.Value) -> ir.Value:
+    """The lane's codes in 16 bytes: two of the first eight, two of the other eight.
+
+    Args:
+        pointer: codes [64, 64] in shared memory, 64-byte swizzle: 16-byte pieces of rows 2i and 2i + 1 change places
+            (exclusive or) by i.
+        select: by `_pair_of_lane`.
+        row: 0, or 1 for the row 8 below.
+        piece: of the row, 0 to 3.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    warp, eighth, quarter = _lane()
+    place = arith.addi(arith.muli(warp, _constant(16 * 64)), arith.muli(eighth, _constant(64)))
+    place = arith.addi(place, arith.muli(arith.shrui(quarter, _constant(1)), _constant(4)))
+    swizzled = arith.xori(arith.shrui(eighth, _constant(1)), piece)
+    place = arith.addi(place, arith.muli(swizzled, _constant(16)))
+    words = []
+    for offset in (0, 8):
+        where = arith.addi(place, _constant(row * 8 * 64 + offset))
+        words.append(llvm.load(i32, _at(pointer, where), alignment=4))
+    word = llvm.inline_asm(i32, [*words, select], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", asm_dialect=0)
+    assert isinstance(word, ir.Value)
+    return word
+
+
+def _transposed(decoded: np.ndarray, pointer: ir.Value, dtype) -> np.ndarray:
+    """The registers of the transposed operand, from those of the operand.
+
+    Args:
+        decoded: registers by `_look_up`.
+        pointer: [64, 64] elements of 2 bytes in shared memory. 16-byte pieces of row i change places by i modulo 8, so
+            that eight rows of a matrix, here and there, lie in different banks.
+        dtype: of the elements.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    lane = arith.andi(mgpu.utils.thread_idx(), _constant(31))
+    warp, _, _ = _lane()
+    # A lane has the address of a row of one of four matrices: two rows of them, two columns.
+    row, matrix = arith.andi(lane, _constant(7)), arith.shrui(lane, _constant(3))
+    first, second = arith.andi(matrix, _constant(1)), arith.shrui(matrix, _constant(1))
+
+    def address(eight_rows: ir.Value, eight_columns: ir.Value) -> ir.Value:
+        start = arith.addi(arith.muli(eight_rows, _constant(8 * 128)), arith.muli(row, _constant(128)))
+        return _at(pointer, arith.addi(start, arith.muli(arith.xori(eight_columns, row), _constant(16))))
+
+    twice = arith.muli(warp, _constant(2))
+    for pair in range(0, BLOCK // 8, 2):
+        place = address(arith.addi(twice, first), arith.addi(second, _constant(pair)))
+        words = [_word(decoded[pair + column, eight]) for column in range(2) for eight in range(2)]
+        text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [place, *words], text, "l,r,r,r,r,~{memory}", has_side_effects=True, asm_dialect=0)
+    mgpu.utils.warpgroup_barrier()
+    found = np.empty_like(decoded)
+    for pair in range(0, BLOCK // 8, 2):
+        place = address(arith.addi(second, _constant(pair)), arith.addi(twice, first))
+        text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+        results = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+        loaded = llvm.inline_asm(
+            results, [place], text, "=r,=r,=r,=r,l,~{memory}", has_side_effects=True, asm_dialect=0
+        )
+        for index in range(4):
+            register = llvm.extractvalue(i32, loaded, [index])  # pyright: ignore[reportArgumentType]
+            found[pair + index // 2, index % 2] = joined([register], dtype)
+    return found
+
+
+def _word(pair: ir.Value) -> ir.Value:
+    """A vector of two elements as a word."""
+    words = vector.bitcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(32)), pair)
+    return vector.extract(words, [], [0])
