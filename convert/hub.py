@@ -1,7 +1,7 @@
 """Models by their name on the Hugging Face hub: through its cache, offline where that is asked for, at one revision.
 
-A name that is a folder here is this folder. A repository that was renamed or replaced is refused: the hub would answer
-with another one's files.
+A name that is a folder here is this folder; `org/model@revision` is a branch, tag or commit of a repository. One that
+was renamed or replaced is refused: the hub would answer with another one's files.
 """
 
 import os
@@ -30,29 +30,49 @@ class Source(NamedTuple):
     name: str | None = None
     revision: str | None = None
 
+    @property
+    def pinned(self) -> str:
+        """A name that stays with this commit: "organisation/model@commit", or the folder."""
+        return str(self.folder) if self.name is None or self.revision is None else f"{self.name}@{self.revision}"
+
+
+def split(name: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """Take "organisation/model@revision" apart; a folder, and a name without a revision, have none.
+
+    Args:
+        name: A folder, or a name on the hub.
+    """
+    text = os.fspath(name)
+    repository, _, revision = (text, "", "") if Path(text).exists() else text.partition("@")
+    return repository, revision or None
+
 
 def fetch(name: str | os.PathLike[str], revision: str | None = None) -> Source:
     """Find a model or adapter folder, and download it where it is a name on the hub.
 
     Args:
-        name: A folder, or "organisation/model". What HF_HUB_OFFLINE, HF_HOME and HF_TOKEN say is respected.
-        revision: Branch, tag or commit on the hub; None for its main branch as it is now (offline: as it was).
+        name: A folder, "organisation/model" or "organisation/model@revision". What HF_HUB_OFFLINE, HF_HOME and HF_TOKEN say is respected.
+        revision: Branch, tag or commit on the hub; None for its main branch as it is now (offline: as it was). Not both
+            here and in the name.
 
     Returns:
         The folder, and the commit that it is.
 
     Raises:
         ConvertError: No such folder and no such repository or revision, none in the cache while offline, a repository
-            that goes by another name now, or a revision of a folder.
+            that goes by another name now, a revision of a folder, two revisions, or a hub that does not answer.
     """
     folder = Path(name)
     if folder.exists():
         if revision is not None:
             raise ConvertError(f"{name}: revision: expected none, since this is a folder, got {revision}")
         return Source(folder)
-    text = os.fspath(name)
+    text, named = split(name)
+    if named is not None and revision is not None:
+        raise ConvertError(f"{name}: revision: expected one, got {named} and {revision}")
+    revision = revision or named
     parts = text.split("/")
-    if len(parts) > 2 or text.startswith((".", "~", "/")) or "\\" in text or not all(parts):
+    if len(parts) != 2 or text.startswith((".", "~", "/")) or "\\" in text or not all(parts):
         raise ConvertError(f"{name}: no such folder")
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -79,4 +99,11 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None) -> Source:
     except (HfHubHTTPError, HFValidationError) as error:
         reason = " ".join(str(error).split())
         raise ConvertError(f"{name}: no such folder, and the hub does not give it: {reason[:300]}") from None
+    except (ConvertError, OSError):
+        raise
+    except Exception as error:  # of the HTTP library, which is another one with each version of the hub's
+        reason = " ".join(str(error).split())[:300]
+        raise ConvertError(
+            f"{name}: no such folder, and the hub does not answer: {reason}; HF_HUB_OFFLINE=1 takes what its cache has"
+        ) from None
     return Source(Path(where), text, Path(where).name)

@@ -30,6 +30,7 @@ from fastjax.training.loop import Cadence, Fitted, fit, run_evaluation
 from fastjax.training.loss import Loss, loss_sums
 from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant, read_rows
 from fastjax.training.optimizers import learning_rates, make_optimizer
+from fastjax.training.origins import located, pinned
 from fastjax.training.progress import make_progress
 from fastjax.training.report import default_settings, describe_environment, usage, write_report
 from fastjax.training.resume import (
@@ -58,11 +59,13 @@ class FineTuned(NamedTuple):
         model: the trained model.
         folder: where it was saved: the adapter's folder, or the whole model's.
         evaluation: the last held-out evaluation; None without held-out data.
+        config: the settings, with names on the hub at their commit.
     """
 
     model: LanguageModel
     folder: Path
     evaluation: Evaluation | None
+    config: TrainConfig
 
 
 def fine_tune(
@@ -96,6 +99,7 @@ def fine_tune(
     """
     console = console or Console()
     with claimed(config, resume=resume) as folder:
+        config = pinned(config, folder.read_settings() if resume else None)
         if resume and finished(folder, config):
             _say(console, f"the run in {folder.path} is finished: nothing is left to do")
             return _read_back(config, folder, console)
@@ -114,7 +118,10 @@ def fine_tune(
             for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
                 _say(console, line)
         _check_vocabulary(model, data)
-        identity = {"model": model_fingerprint(config.model.model_name), "data": data.train.fingerprint}
+        identity = {
+            "model": model_fingerprint(located(config, "model.model_name").folder),
+            "data": data.train.fingerprint,
+        }
         if earlier is not None:
             check_identity(earlier, **identity)
         stored = {"config": dataclasses.asdict(config), **identity}
@@ -223,7 +230,7 @@ class _Run:
             status = "finished"
             _tell(sinks, fitted.progress.step, status, f"finished after step {fitted.progress.step}")
         evaluation = fitted.evaluation or _last_evaluation(self.folder)  # where no step was left to take
-        return FineTuned(self.model, self.folder.result, evaluation)
+        return FineTuned(self.model, self.folder.result, evaluation, config)
 
     def _evaluate(self, trainable: Any) -> Evaluation:
         training, held_out = self.config.training, self.data.held_out
@@ -339,11 +346,11 @@ def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> Fine
     """What the finished run in a folder has left."""
     if config.model.full_finetuning:  # its folder has the new tokens and the scaling
         model = dataclasses.replace(config.model, model_name=str(folder.result), new_tokens=None, rope_scaling=None)
-        config = dataclasses.replace(config, model=model)
+        result = dataclasses.replace(config, model=model)
     else:
         adapter = LoraSection(adapter=str(folder.result), lora_dropout=config.lora.lora_dropout)
-        config = dataclasses.replace(config, lora=adapter)
-    return FineTuned(load_model(config, console), folder.result, _last_evaluation(folder))
+        result = dataclasses.replace(config, lora=adapter)
+    return FineTuned(load_model(result, console), folder.result, _last_evaluation(folder), config)
 
 
 def _last_evaluation(folder: RunFolder) -> Evaluation | None:

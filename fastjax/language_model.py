@@ -218,7 +218,7 @@ class FastLanguageModel:
         """Load a Hugging Face folder.
 
         Args:
-            model_name: the folder, or a name on the hub (`convert.hub`).
+            model_name: the folder, or a name on the hub: org/model, org/model@revision (`convert.hub`).
             max_seq_length: longest row that will be trained on or generated; None: 2048, or what the model can do
                 where that is less.
             dtype: compute dtype; None: bfloat16 on a GPU, float32 on a CPU.
@@ -409,14 +409,14 @@ class FastLanguageModel:
 
         Args:
             model: without adapters.
-            folder: adapter_config.json and adapter_model.safetensors.
+            folder: adapter_config.json and adapter_model.safetensors; or a name on the hub, as of a model.
             lora_dropout: in place of the adapter's own.
 
         Raises:
             ConvertError: what is wrong with the folder.
             ConfigError: it is not for this model (every misfit named).
         """
-        return load_adapter(model, folder, lora_dropout)
+        return load_adapter(model, fetch(folder).folder, lora_dropout)
 
 
 def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:

@@ -106,8 +106,7 @@ def _folder(text: str) -> Path:
     """A folder, or a name on the hub with or without a revision."""
     from convert.hub import fetch
 
-    name, _, revision = text.partition("@") if not Path(text).exists() else (text, "", "")
-    source = fetch(name, revision or None)
+    source = fetch(text)
     if source.revision is not None:
         print(f"{source.name} at {source.revision}", file=sys.stderr)
     return source.folder

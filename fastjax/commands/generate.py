@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fastjax generate", description="Let a model answer prompts.")
-    parser.add_argument("--model", required=True, metavar="FOLDER", help="model in Hugging Face format")
-    parser.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter for it")
+    parser.add_argument("--model", required=True, metavar="MODEL", help="folder, or name on the hub (NAME@REVISION)")
+    parser.add_argument("--adapter", metavar="ADAPTER", help="PEFT adapter for it, likewise")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--file", metavar="FILE", help="prompts, one a line; - is standard input")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")

@@ -5,7 +5,6 @@ Nothing here imports JAX.
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,8 +12,8 @@ from jaxtyping import Int64
 
 from fastjax.data import Batches, BatchSource, Dataset, StreamedBatches, prepare, stream
 from fastjax.data.new_tokens import tokenizer_for
-from fastjax.errors import ConfigError
 from fastjax.training.config import TrainConfig
+from fastjax.training.origins import located
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -80,14 +79,10 @@ def load_run_tokenizer(config: TrainConfig) -> "PreTrainedTokenizerFast":
         config: the settings.
 
     Raises:
-        ConfigError: a model that is no folder, or has no tokenizer that can be loaded; new tokens that it knows.
+        ConfigError: a model that is not to be found, or has no tokenizer that can be loaded; new tokens that it knows.
     """
-    model = config.model
-    if not Path(model.model_name).is_dir():
-        raise ConfigError(
-            f"model.model_name: expected a folder in Hugging Face format, given {model.model_name}, which is none"
-        )
-    return tokenizer_for(model.model_name, model.new_tokens, config.lora.adapter)
+    adapter = None if config.lora.adapter is None else located(config, "lora.adapter").folder
+    return tokenizer_for(located(config, "model.model_name").folder, config.model.new_tokens, adapter)
 
 
 def load_datasets(

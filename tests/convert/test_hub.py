@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import constants
 
 from convert.errors import ConvertError
-from convert.hub import Source, fetch
+from convert.hub import Source, fetch, split
 
 FIRST, SECOND = "1" * 40, "2" * 40
 
@@ -43,7 +43,7 @@ def test_what_is_not_in_the_cache(cache):
         fetch("org/model", "v2")
 
 
-@pytest.mark.parametrize("name", ["../model", "./model", "/model", "a/b/c", "a//b", "~/model", "a\\b/c", ""])
+@pytest.mark.parametrize("name", ["../model", "./model", "/model", "a/b/c", "a//b", "model", "~/model", "a\\b/c", ""])
 def test_what_is_no_name_is_not_asked_for(cache, monkeypatch, name):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *given, **named: pytest.fail("asked for"))
     if name:
@@ -81,3 +81,28 @@ def test_online_the_commit_is_pinned_and_a_renamed_repository_refused(cache, mon
     with pytest.raises(ConvertError, match="org/model: this repository is called elsewhere/model now"):
         fetch("org/model")
     assert len(asked) == 1
+
+
+def test_a_revision_in_the_name(cache, tmp_path):
+    found = fetch("org/model@v1")
+    assert found == Source(cache / "snapshots" / FIRST, "org/model", FIRST)
+    assert found.pinned == f"org/model@{FIRST}" and fetch(found.pinned) == found
+    assert (split("org/model@v1"), split("org/model")) == (("org/model", "v1"), ("org/model", None))
+    with pytest.raises(ConvertError, match="org/model@v1: revision: expected one, got v1 and main"):
+        fetch("org/model@v1", "main")
+    (tmp_path / "a@b").mkdir()
+    assert fetch(tmp_path / "a@b").pinned == str(tmp_path / "a@b")
+
+
+def test_a_hub_that_does_not_answer(cache, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    class ConnectError(Exception):
+        """The HTTP library's own, which is no OSError."""
+
+    def model_info(self, name, revision=None):
+        raise ConnectError("[Errno 111] Connection refused")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    with pytest.raises(ConvertError, match=r"the hub does not answer: \[Errno 111\].*; HF_HUB_OFFLINE=1 takes what"):
+        fetch("org/model")

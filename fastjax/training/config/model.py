@@ -12,7 +12,8 @@ class ModelSection:
     """The base model and how it is held.
 
     Attributes:
-        model_name: folder of the base model in Hugging Face format.
+        model_name: folder of the base model in Hugging Face format, or its name on the hub, org/model or
+            org/model@revision; the run keeps the commit that it took.
         max_seq_length: length of a row, in tokens.
         dtype: dtype of the computation; null: bfloat16 on a GPU, float32 on a CPU. float16 brings dynamic loss scaling,
             float32 means float32 in every product.
@@ -57,8 +58,8 @@ class LoraSection:
     """The adapter, with PEFT's names and meanings.
 
     Attributes:
-        adapter: folder of a PEFT adapter to start from; it brings its own settings, so no other key but lora_dropout
-            may stand beside it.
+        adapter: folder of a PEFT adapter to start from, or its name on the hub; it brings its own settings, so no
+            other key but lora_dropout may stand beside it.
         r: rank.
         lora_alpha: scale: the adapter's product is multiplied by lora_alpha / r.
         lora_dropout: probability with which an input of an adapter is zeroed in training; null: 0, or that of the

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from convert.hub import split
 from fastjax.training.config import TrainConfig
 
 
@@ -65,6 +66,8 @@ def usage(config: TrainConfig, folder: Path) -> list[str]:
         folder: the adapter, or the model after full fine-tuning.
     """
     base, scaling = config.model.model_name, config.model.rope_scaling
+    name, revision = split(base)
+    found = repr(name) + (f", revision={revision!r}" if revision is not None else "")
     if config.model.full_finetuning:
         options = ["--model", str(folder)]
         libraries = "from transformers import AutoModelForCausalLM"
@@ -73,13 +76,13 @@ def usage(config: TrainConfig, folder: Path) -> list[str]:
         options = ["--model", base, "--adapter", str(folder)] + ["--load_in_4bit"] * config.model.load_in_4bit
         options += ["--rope_scaling", json.dumps(scaling)] if scaling is not None else []
         libraries = "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM"
-        lines = [f"model = AutoModelForCausalLM.from_pretrained({base!r})"]
+        lines = [f"model = AutoModelForCausalLM.from_pretrained({found})"]
         if scaling is not None:  # an adapter's folder has no place for it
             libraries = "from peft import PeftModel\nfrom transformers import AutoConfig, AutoModelForCausalLM"
             lines = [
-                f"config = AutoConfig.from_pretrained({base!r})",
+                f"config = AutoConfig.from_pretrained({found})",
                 f'config.rope_parameters = {{"rope_theta": config.rope_parameters["rope_theta"], **{scaling!r}}}',
-                f"model = AutoModelForCausalLM.from_pretrained({base!r}, config=config)",
+                f"model = AutoModelForCausalLM.from_pretrained({found}, config=config)",
             ]
         if config.model.new_tokens:
             libraries = libraries.replace("transformers import", "transformers import AutoTokenizer,")
