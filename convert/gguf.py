@@ -19,18 +19,12 @@ from convert.blocks import Blocks, stored_blocks, whole_groups
 from convert.checkpoint import CONFIG
 from convert.errors import ConvertError, unexpected
 from convert.files import atomic_folder
+from convert.gguf_architecture import hyper_parameters
 from convert.gguf_header import read_gguf_header
 from convert.gguf_vocabulary import Vocabulary, read_vocabulary
 from convert.shard import Monitor, is_finite
 from convert.weights import Weights, open_weights
 
-#: model_type -> llama.cpp's architecture, and whether its rotary positions pair neighbours (rows of q and k move).
-ARCHITECTURES = {
-    "llama": ("LLAMA", True),
-    "mistral": ("LLAMA", True),
-    "qwen2": ("QWEN2", False),
-    "qwen3": ("QWEN3", False),
-}
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _WHOLE = 2**16  # elements a quantiser is given at least, and a multiple of every block
 
@@ -116,61 +110,34 @@ class _Plan:
     """What becomes of each tensor, and what the file says of the model."""
 
     def __init__(self, gguf: Any, weights: Weights, type: str):
-        self.gguf, self.weights, self.config = gguf, weights, weights.checkpoint.config
+        self.gguf, self.weights = gguf, weights
         self.file = weights.checkpoint.folder / CONFIG
-        self.notes: list[str] = []
-        model_type = weights.family.model_type
-        if model_type not in ARCHITECTURES:
-            raise unexpected(self.file, "model_type", f"one of {', '.join(ARCHITECTURES)} for GGUF", model_type)
-        architecture, self.paired = ARCHITECTURES[model_type]
-        self.architecture = gguf.MODEL_ARCH[architecture]
-        self.name = gguf.MODEL_ARCH_NAMES[self.architecture]
+        found = hyper_parameters(weights.family, weights.checkpoint.config, str(self.file))
+        self.found, self.notes = found, list(found.notes)
+        architecture = gguf.MODEL_ARCH[found.architecture.name]
+        self.name = gguf.MODEL_ARCH_NAMES[architecture]
         self.type = gguf.GGMLQuantizationType[type.upper()]
-        self.rows, self.width = weights.rows["embed_tokens.weight"].shape
-        self.layers = self.config["num_hidden_layers"]
-        self.heads = self.config["num_attention_heads"]
-        self.key_heads = self.config.get("num_key_value_heads") or self.heads
-        self.head_size = self.config.get("head_dim") or self.width // self.heads
-        if self.config.get("hidden_act", "silu") != "silu":
-            raise unexpected(self.file, "hidden_act", f"'silu', which {self.name} means", self.config["hidden_act"])
-        self.rope = self._rope()
-        names = gguf.get_tensor_name_map(self.architecture, self.layers)
-        #: Name in the file -> (tree path, type, shape).
-        self.tensors: dict[str, tuple[str | None, Any, tuple[int, ...]]] = {}
-        factors = self._rope_factors()
-        if factors is not None:
-            self.tensors["rope_freqs.weight"] = None, gguf.GGMLQuantizationType.F32, factors.shape
-        self.factors = factors
+        self.rows = weights.rows["embed_tokens.weight"].shape[0]
+        names = gguf.get_tensor_name_map(architecture, found.keys["block_count"])
+        #: Name in the file -> (tree path, None for one that the checkpoint does not have; type, shape).
+        self.tensors: dict[str, tuple[str | None, Any, tuple[int, ...]]] = {
+            name: (None, gguf.GGMLQuantizationType.F32, array.shape) for name, array in found.tensors.items()
+        }
         for path, row in weights.rows.items():
-            name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
-            if name is None:
+            name = names.get_name(path if path.startswith("lm_head") else f"model.{path}", (".weight", ".bias"))
+            module, _, part = path.rpartition(".")
+            if name is None or part == "bias" and not module.endswith(found.architecture.biases):
                 raise ConvertError(f"{self.file.parent}: {row.name}: {self.name} of llama.cpp has no such tensor")
-            self.tensors[name] = path, self._type_of(path, row.shape), row.shape
+            self.tensors[name] = path, self._type_of(name, path, row.shape), row.shape
 
     def add_metadata(self, writer: Any) -> None:
         """The keys that llama.cpp needs of this architecture."""
-        gguf, config = self.gguf, self.config
+        gguf = self.gguf
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_name(self.weights.checkpoint.folder.name)
         writer.add_vocab_size(self.rows)
-        writer.add_context_length(config.get("max_position_embeddings", 2048))
-        writer.add_embedding_length(self.width)
-        writer.add_block_count(self.layers)
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_head_count(self.heads)
-        writer.add_head_count_kv(self.key_heads)
-        writer.add_key_length(self.head_size)
-        writer.add_value_length(self.head_size)
-        writer.add_rope_dimension_count(self.head_size)
-        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
-        writer.add_rope_freq_base(self.rope["rope_theta"])
-        kind = self.rope["rope_type"]
-        if kind in ("linear", "yarn"):
-            writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-            writer.add_rope_scaling_factor(self.rope["factor"])
-            original = self.rope.get("original_max_position_embeddings")
-            if original:
-                writer.add_rope_scaling_orig_ctx_len(original)
+        for key, value in self.found.keys.items():
+            getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if key == "rope_scaling_type" else value)
         kinds = {"F32": "ALL_F32"}.get(self.type.name, f"MOSTLY_{self.type.name}")
         writer.add_file_type(gguf.LlamaFileType[kinds])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -192,7 +159,7 @@ class _Plan:
         for name, (path, kind, shape) in self.tensors.items():
             writer.write_padding(stream, stream.tell())
             begin, checksum = stream.tell(), 0
-            for values in self._values(path):
+            for values in self._values(name, path):
                 if not allow_nonfinite and not is_finite(values):
                     raise ConvertError(f"{self.file.parent}: {path}: expected finite values, got NaN or infinity")
                 with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -206,28 +173,30 @@ class _Plan:
             checksums[name] = checksum
         return checksums
 
-    def _values(self, path: str | None) -> Iterator[np.ndarray]:
+    def _values(self, name: str, path: str | None) -> Iterator[np.ndarray]:
         """Float32 arrays of whole rows."""
         if path is None:
-            assert self.factors is not None
-            yield self.factors
+            yield self.found.tensors[name]
             return
         blocks: Blocks = stored_blocks(self.weights, path)
-        part = path.split(".")[-2]
-        if self.paired and part in ("q_proj", "k_proj"):
-            heads = self.heads if part == "q_proj" else self.key_heads
+        part, shift = path.split(".")[-2], self.found.architecture.norm_shift
+        if self.found.architecture.paired and part in self.found.heads:
             whole = np.concatenate(list(blocks()))
-            halves = whole.reshape(heads, 2, self.head_size // 2, whole.shape[1])
+            halves = whole.reshape(self.found.heads[part], 2, -1, whole.shape[1])
             yield np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(whole.shape)
+            return
+        if name.endswith("_norm.weight") and shift:
+            for values in blocks():
+                yield values + np.float32(shift)
             return
         shape = self.weights.rows[path].shape
         group = math.lcm(shape[-1], _WHOLE) if math.lcm(shape[-1], _WHOLE) <= 2**24 else shape[-1]
         for _, values in whole_groups(blocks(), group):
             yield values
 
-    def _type_of(self, path: str, shape: tuple[int, ...]) -> Any:
+    def _type_of(self, name: str, path: str, shape: tuple[int, ...]) -> Any:
         kinds = self.gguf.GGMLQuantizationType
-        if len(shape) == 1:
+        if len(shape) == 1 or name.endswith("_norm.weight"):
             return kinds.F32
         tied = "lm_head.weight" not in self.weights.rows
         kind = self.type
@@ -238,42 +207,6 @@ class _Plan:
             kind = kinds.F16
         return kind
 
-    def _rope(self) -> dict[str, Any]:
-        """Base and scaling of the rotary positions, under transformers' names."""
-        config = self.config
-        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not isinstance(given, dict):
-            raise unexpected(self.file, "rope_scaling", "an object or null", given)
-        rope = {"rope_theta": config.get("rope_theta", 10000.0), **given}
-        rope["rope_type"] = given.get("rope_type", given.get("type", "default"))
-        needed = {
-            "default": (),
-            "linear": ("factor",),
-            "yarn": ("factor",),
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        }
-        if rope["rope_type"] not in needed:
-            raise unexpected(self.file, "rope_type", f"one of {', '.join(needed)} for GGUF", rope["rope_type"])
-        for name in ("rope_theta", *needed[rope["rope_type"]]):
-            value = rope.get(name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e12:
-                raise unexpected(self.file, f"rope: {name}", "a positive number", value)
-        unknown = set(rope) - {"rope_theta", "rope_type", "type", "original_max_position_embeddings", *needed["llama3"]}
-        if unknown:
-            raise unexpected(self.file, "rope", "no other settings, for GGUF", sorted(unknown))
-        return rope
-
-    def _rope_factors(self) -> np.ndarray | None:
-        """What llama.cpp divides the frequencies by: Llama 3.1's scaling."""
-        rope = self.rope
-        if rope["rope_type"] != "llama3":
-            return None
-        frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, self.head_size, 2) / self.head_size)
-        turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-        smooth = np.clip((turns - low) / (high - low), 0, 1)
-        return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
-
 
 def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
     writer.add_tokenizer_model(vocabulary.model)
@@ -282,6 +215,8 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
     writer.add_token_types(vocabulary.types)
     if vocabulary.scores is not None:
         writer.add_token_scores(vocabulary.scores)
+    if vocabulary.add_space_prefix is not None:
+        writer.add_add_space_prefix(vocabulary.add_space_prefix)
     if vocabulary.merges is not None:
         writer.add_token_merges(vocabulary.merges)
     for name, index in vocabulary.special.items():

@@ -36,6 +36,7 @@ class Vocabulary:
         tokens: By id, as many as the embedding has rows.
         types: Theirs.
         scores: For "llama": the later a token is merged, the lower; else None.
+        add_space_prefix: For "llama": whether a text gets a space in front; else None.
         merges: For "gpt2": "left right", in order; else None.
         special: "bos", "eos", … -> id.
         add: "bos", "eos" -> whether the tokenizer puts it around a text.
@@ -47,6 +48,7 @@ class Vocabulary:
     tokens: tuple[str, ...]
     types: tuple[int, ...]
     scores: tuple[float, ...] | None
+    add_space_prefix: bool | None
     merges: tuple[str, ...] | None
     special: Mapping[str, int]
     add: Mapping[str, bool]
@@ -98,11 +100,25 @@ def read_vocabulary(folder: Path, rows: int, pre: str | None = None) -> Vocabula
         tokens,
         types,
         scores,
+        _space_in_front(raw) if byte_fallback else None,
         None if byte_fallback else tuple(f"{left} {right}" for left, right in pairs),
         special,
         _around(raw, settings, special, tokens),
         _template(folder, settings),
     )
+
+
+def _space_in_front(raw: dict[str, Any]) -> bool:
+    """Whether the normaliser, or what cuts the text up, puts a space before it."""
+
+    def parts(step: Any, within: str) -> list[dict[str, Any]]:
+        steps = step.get(within) if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
+        return [one for one in steps if isinstance(one, dict)] if isinstance(steps, list) else []
+
+    if any(one.get("type") == "Prepend" for one in parts(raw.get("normalizer"), "normalizers")):
+        return True
+    spaces = [one for one in parts(raw.get("pre_tokenizer"), "pretokenizers") if one.get("type") == "Metaspace"]
+    return any(one.get("prepend_scheme", "always") != "never" for one in spaces)
 
 
 def _is_merge(merge: Any) -> bool:

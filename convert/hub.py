@@ -51,7 +51,8 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None) -> Source:
     """Find a model or adapter folder, and download it where it is a name on the hub.
 
     Args:
-        name: A folder, "organisation/model" or "organisation/model@revision". What HF_HUB_OFFLINE, HF_HOME and HF_TOKEN say is respected.
+        name: A folder, "organisation/model" or "organisation/model@revision". What HF_HUB_OFFLINE, HF_HOME and
+            HF_TOKEN say is respected.
         revision: Branch, tag or commit on the hub; None for its main branch as it is now (offline: as it was). Not both
             here and in the name.
 

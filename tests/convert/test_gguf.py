@@ -2,19 +2,16 @@
 
 import json
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-from convert.checkpoint import write_checkpoint
 from convert.errors import ConvertError
-from convert.families.llama import FAMILY
 from convert.gguf import export_gguf
 from convert.gguf_header import read_gguf_header
 from convert.gguf_vocabulary import read_vocabulary
+from tests.support.gguf_models import TEMPLATE, write_model
 
 gguf = pytest.importorskip("gguf")
 
@@ -42,21 +39,6 @@ CONFIG = {
     "attention_bias": True,
     "tie_word_embeddings": False,
 }
-TEMPLATE = "{{ messages }}"
-
-
-def write_tokenizer(folder):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate(alphabet)} | {"ab": 256, "abc": 257}
-    tokenizer = Tokenizer(models.BPE(vocab, [("a", "b"), ("ab", "c")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
-    tokenizer.add_tokens([AddedToken("<tool>", special=False)])
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 258)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
 @pytest.fixture
@@ -64,13 +46,7 @@ def model(tmp_path):
     """(folder, {path: array})"""
 
     def make(**changes):
-        config = CONFIG | changes
-        rng = np.random.default_rng(0)
-        rows = FAMILY.rows(config)
-        arrays = {row.path: rng.standard_normal(row.shape).astype(ml_dtypes.bfloat16) for row in rows}
-        write_checkpoint(tmp_path / "model", [(row.name, arrays[row.path]) for row in rows], config)
-        write_tokenizer(tmp_path / "model")
-        return tmp_path / "model", arrays
+        return tmp_path / "model", write_model(tmp_path / "model", CONFIG | changes)
 
     return make
 
@@ -197,6 +173,22 @@ def test_text_bpe_has_scores(tmp_path):
     assert (found.model, found.pre, found.merges) == ("llama", "default", None)
     assert found.types == (2, 6, 1, 1, 1, 1, 1)
     assert found.scores is not None and found.scores[6] > found.scores[5] > max(found.scores[:5])
+    assert found.add_space_prefix is False
+
+
+@pytest.mark.parametrize(
+    ("step", "added"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]}}, True),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}}, False),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"}}, True),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never"}}, False),
+    ],
+)
+def test_the_space_in_front(tmp_path, step, added):
+    raw = {"type": "BPE", "byte_fallback": True, "vocab": {"<unk>": 0, "a": 1}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": raw, **step}))
+    assert read_vocabulary(tmp_path, 2).add_space_prefix is added
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,287 @@
+"""GGUF of each family: llama.cpp's architecture, names, keys and layout; what it computes otherwise is refused."""
+
+import numpy as np
+import pytest
+
+from convert.errors import ConvertError
+from convert.families import FAMILIES
+from convert.gguf import export_gguf
+from convert.gguf_architecture import ARCHITECTURES, REFUSED
+from convert.gguf_header import read_gguf_header
+from tests.support.gguf_models import write_model
+
+gguf = pytest.importorskip("gguf")
+
+HEADS, KEY_HEADS, SIZE, LAYERS = 4, 2, 16, 2
+SIZES = {
+    "vocab_size": 263,
+    "hidden_size": HEADS * SIZE,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_HEADS,
+    "head_dim": SIZE,
+    "max_position_embeddings": 192,
+    "rms_norm_eps": 3e-2,
+    "tie_word_embeddings": False,
+}
+LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5}}
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA3_LAYERS = 7
+GEMMA3 = {
+    "num_hidden_layers": GEMMA3_LAYERS,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": SIZE,
+    "layer_types": [SLIDING] * 5 + [FULL, SLIDING],
+    "rope_parameters": {
+        FULL: {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
+LONG, SHORT = [1.5, 3.0, 6.0, 7.0, 8.0, 9.0], [1.0, 1.2, 1.5, 1.6, 1.7, 1.8]
+LONGROPE = {"rope_type": "longrope", "rope_theta": 300.0, "long_factor": LONG, "short_factor": SHORT}
+#: model_type -> fields of config.json, architecture, keys under it.
+FAMILY_CASES = {
+    "llama": ({"attention_bias": True, "mlp_bias": True} | LINEAR, "llama", {"rope.scaling.factor": 1.5}),
+    "mistral": (LINEAR | {"sliding_window": None}, "llama", {"rope.freq_base": 300.0}),
+    "qwen2": ({"rope_theta": 300.0}, "qwen2", {"rope.freq_base": 300.0}),
+    "qwen3": (LINEAR, "qwen3", {"rope.scaling.type": "linear", "attention.key_length": SIZE}),
+    "gemma": (
+        {"tie_word_embeddings": True, "hidden_act": "gelu", "head_dim": 24},
+        "gemma",
+        {"attention.key_length": 24, "rope.dimension_count": 24, "rope.freq_base": 10000.0},
+    ),
+    "gemma2": (
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": SIZE,
+            "layer_types": [SLIDING, FULL],
+            "attn_logit_softcapping": 7.0,
+            "final_logit_softcapping": 6.0,
+        },
+        "gemma2",
+        {"attention.sliding_window": 24, "attn_logit_softcapping": 7.0, "final_logit_softcapping": 6.0},
+    ),
+    "gemma3_text": (
+        GEMMA3,
+        "gemma3",
+        {
+            "attention.sliding_window": 24,
+            "rope.freq_base": 900.0,
+            "rope.freq_base_swa": 50.0,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+    ),
+    "gemma3": ({}, "gemma3", {"attention.sliding_window": 24, "rope.freq_base": 900.0}),
+    "phi3": (
+        {
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": LONGROPE,
+        },
+        "phi3",
+        {
+            "rope.dimension_count": 12,
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.attn_factor": (1 + np.log(3) / np.log(64)) ** 0.5,
+            "attention.sliding_window": 0,
+        },
+    ),
+    "olmo2": (LINEAR, "olmo2", {"rope.freq_base": 300.0}),
+    "granite": (
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.8,
+        },
+        "granite",
+        {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.6, "logit_scale": 0.8},
+    ),
+    "cohere": (
+        {"tie_word_embeddings": True, "logit_scale": 1.7, "layer_norm_eps": 3e-2},
+        "command-r",
+        {"logit_scale": 1.7, "attention.layer_norm_epsilon": 3e-2, "rope.freq_base": 5e5, "rope.scaling.type": "none"},
+    ),
+    "smollm3": ({}, "smollm3", {"rope.freq_base": 2e6}),
+}
+#: model_type -> the norms of a layer, in the folder and in the file.
+NORMS = {
+    **dict.fromkeys(FAMILY_CASES, {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}),
+    **dict.fromkeys(
+        ("gemma2", "gemma3", "gemma3_text"),
+        {
+            "input_layernorm": "attn_norm",
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        },
+    ),
+    "olmo2": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
+    "cohere": {"input_layernorm": "attn_norm"},
+}
+MODULES = {
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "self_attn.o_proj": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+}
+TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+INTERLEAVED = ("llama", "mistral", "granite", "smollm3")
+
+
+def config_of(kind, **changes):
+    fields = FAMILY_CASES[kind][0]
+    if kind == "gemma3":
+        return {"model_type": kind, "text_config": SIZES | GEMMA3 | {"model_type": "gemma3_text"} | changes}
+    return SIZES | {"model_type": kind} | fields | changes
+
+
+def name_in_file(kind, path):
+    module, _, part = path.rpartition(".")
+    if module in TOP:
+        return f"{TOP[module]}.{part}"
+    _, number, rest = module.split(".", 2)
+    return f"blk.{number}.{(NORMS[kind] | MODULES)[rest]}.{part}"
+
+
+def in_llama_cpp(kind, path, values):
+    """A weight as llama.cpp expects it."""
+    values = values.astype(np.float32)
+    if kind.startswith("gemma") and path.endswith("norm.weight"):
+        return values + 1
+    part = path.split(".")[-2]
+    if kind not in INTERLEAVED or part not in ("q_proj", "k_proj"):
+        return values
+    order = [
+        head * SIZE + half * (SIZE // 2) + pair
+        for head in range(HEADS if part == "q_proj" else KEY_HEADS)
+        for pair in range(SIZE // 2)
+        for half in (0, 1)
+    ]
+    return values[order]
+
+
+def test_every_family_is_exported_or_refused():
+    assert set(ARCHITECTURES) | set(REFUSED) == set(FAMILIES)
+    assert set(FAMILY_CASES) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("type", ["f32", "q8_0"])
+@pytest.mark.parametrize("kind", FAMILY_CASES)
+def test_names_values_and_keys(kind, type, tmp_path):
+    config = config_of(kind)
+    arrays = write_model(tmp_path / "model", config)
+    export_gguf(tmp_path / "model", tmp_path / "m.gguf", type=type)
+    _, name, keys = FAMILY_CASES[kind]
+    text = config.get("text_config", config)
+    layers = text["num_hidden_layers"]
+    metadata = read_gguf_header(tmp_path / "m.gguf").metadata
+    wanted = {
+        "context_length": 192,
+        "embedding_length": 64,
+        "block_count": layers,
+        "feed_forward_length": 96,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KEY_HEADS,
+        **({} if kind == "cohere" else {"attention.layer_norm_rms_epsilon": 3e-2}),
+        **keys,
+    }
+    assert metadata["general.architecture"] == name
+    assert {key: metadata.get(f"{name}.{key}") for key in wanted} == {
+        key: pytest.approx(value) if isinstance(value, float) else value for key, value in wanted.items()
+    }
+
+    architecture = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+    known = {
+        gguf.TENSOR_NAMES[tensor].format(bid=i) for tensor in gguf.MODEL_TENSORS[architecture] for i in range(layers)
+    }
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert {tensor.rpartition(".")[0] for tensor in found} <= known
+    extra = {"rope_factors_long.weight": LONG, "rope_factors_short.weight": SHORT} if kind == "phi3" else {}
+    assert set(found) == {name_in_file(kind, path) for path in arrays} | set(extra)
+    for other, values in extra.items():
+        np.testing.assert_array_equal(found[other].data, np.float32(values))
+    for path, array in arrays.items():
+        tensor, right = found[name_in_file(kind, path)], in_llama_cpp(kind, path, array)
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(right.shape)
+        if type == "f32" or right.ndim == 1:
+            assert tensor.tensor_type.name == "F32", path
+            np.testing.assert_array_equal(values, right, path)
+        else:
+            assert tensor.tensor_type.name == "Q8_0", path
+            largest = np.abs(right.reshape(-1, 32)).max(axis=1, keepdims=True)
+            # half a step, and the step's own rounding to float16
+            assert (np.abs(values - right).reshape(-1, 32) <= (0.5 / 127 + 2**-10) * largest).all(), path
+
+
+def test_queries_of_a_large_command_r_are_normalised_by_head(tmp_path):
+    """Scales with two dimensions, which stay in float32."""
+    config = config_of("cohere", use_qk_norm=True, num_hidden_layers=64)
+    arrays = write_model(tmp_path / "model", config)
+    export_gguf(tmp_path / "model", tmp_path / "m.gguf", type="q8_0")
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    tensor = found["blk.63.attn_k_norm.weight"]
+    assert tensor.tensor_type.name == "F32"
+    np.testing.assert_array_equal(tensor.data, arrays["layers.63.self_attn.k_norm.weight"].astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "note"),
+    [
+        ("mistral", {"sliding_window": 24}, "leaves out the window of 24 tokens"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 24}, "leaves out the window of 24 tokens"),
+        ("phi3", {"sliding_window": 24}, "leaves out the window of 24 tokens"),
+        ("mistral", {"sliding_window": 192}, None),
+        ("qwen2", {"sliding_window": 24}, None),
+        ("gemma3", {}, "the vision tower is left out"),
+    ],
+)
+def test_what_comes_out_otherwise_is_noted(kind, changes, note, tmp_path):
+    write_model(tmp_path / "model", config_of(kind, **changes))
+    notes = export_gguf(tmp_path / "model", tmp_path / "m.gguf").notes
+    assert [note in one for one in notes] == [True] if note else notes == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("ministral", {}, r"model_type: expected one of .* for GGUF \(llama.cpp has no Mistral some of whose layers"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act: expected 'silu', which QWEN2 means in llama.cpp, got 'gelu'"),
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation: expected 'gelu_pytorch_tanh', which GEMMA2"),
+        ("qwen3", {"attention_bias": True}, "self_attn.q_proj.bias: qwen3 of llama.cpp has no such tensor"),
+        ("gemma", {"attention_bias": True}, "self_attn.q_proj.bias: gemma of llama.cpp has no such tensor"),
+        ("gemma", {"tie_word_embeddings": False}, "lm_head.weight: gemma of llama.cpp has no such tensor"),
+        ("cohere", {"tie_word_embeddings": False}, "lm_head.weight: command-r of llama.cpp has no such tensor"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm: expected false with 2 layers, which COMMAND_R means"),
+        ("gemma2", {"query_pre_attn_scalar": 23}, "query_pre_attn_scalar: expected 16, which GEMMA2 means"),
+        ("gemma2", {"layer_types": [FULL, SLIDING]}, "layer_types: expected a window in all layers but each 2th"),
+        ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping: expected a positive number, for GGUF"),
+        ("gemma3_text", {"final_logit_softcapping": 4.0}, "final_logit_softcapping: expected null, for GGUF"),
+        ("gemma3", {"layer_types": [SLIDING] * 7}, "layer_types: expected a window in all layers but each 6th"),
+        ("phi3", {"head_dim": 24}, "head_dim: expected 16: in llama.cpp PHI3's heads fill its width, got 24"),
+        ("phi3", {"rope_scaling": LONGROPE | {"long_factor": LONG[1:]}}, "rope: long_factor: expected 6 numbers"),
+        ("olmo2", {"tie_word_embeddings": True}, "tie_word_embeddings: expected false: llama.cpp's OLMO2 has a head"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected 0 for each 4th layer alone, for GGUF"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1, for GGUF, got 0.5"),
+        ("granite", {"logits_scaling": "8"}, "logits_scaling: expected a positive number, for GGUF, got '8'"),
+        (
+            "qwen2",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "rope_type: expected one of default, linear, yarn for GGUF of qwen2, got 'llama3'",
+        ),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(kind, changes, message, tmp_path):
+    fields = {"sliding_window": None} if kind == "ministral" else {}
+    config = SIZES | {"model_type": kind} | fields if kind == "ministral" else config_of(kind, **changes)
+    write_model(tmp_path / "model", config)
+    with pytest.raises(ConvertError, match=message):
+        export_gguf(tmp_path / "model", tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
