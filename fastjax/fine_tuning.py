@@ -45,7 +45,7 @@ from fastjax.training.resume import (
 )
 from fastjax.training.run_folder import RunFolder, claimed
 from fastjax.training.signals import StopSignals
-from fastjax.training.step import init_state, make_eval_step, make_probe, make_train_step
+from fastjax.training.step import TrainState, init_state, make_eval_step, make_probe, make_train_step
 from fastjax.training.trackers import make_trackers
 
 #: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
@@ -117,15 +117,11 @@ def fine_tune(
             tokens = config.training.per_device_train_batch_size * config.model.max_seq_length
             for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
                 _say(console, line)
-        _check_vocabulary(model, data)
-        identity = {
-            "model": model_fingerprint(located(config, "model.model_name").folder),
-            "data": data.train.fingerprint,
-        }
+        check_vocabulary(model, data)
+        identity = run_identity(config, data)
         if earlier is not None:
             check_identity(earlier, **identity)
-        stored = {"config": dataclasses.asdict(config), **identity}
-        checkpoints.extra = lambda step: {**stored, "position": data.batches.position(step)}
+        checkpoints.extra = describe(config, data, identity)
         run = _Run(config, console, folder, checkpoints, data, model, loss, evaluate)
         return run.train(earlier, changed if resume else None)
 
@@ -161,8 +157,7 @@ class _Run:
         self.eval_step = make_eval_step(
             model.graphdef, model.trainable_filter, loss=self.loss, compiler_options=options
         )
-        scale = training.initial_loss_scale if model.dtype == jnp.float16 else None
-        self.state = init_state(model.trainable, optimizer, jax.random.key(training.seed), scale)
+        self.state = initial_state(config, model, data.total_steps)
         # Rows of tokens that the first batches do not have get no gradient by right.
         self.check = GradientCheck(
             leaf_names(model.trainable, model.plan), lambda name: name == "embed_tokens.tokens.trainable_tokens_delta"
@@ -303,6 +298,42 @@ class _Run:
         )
 
 
+def run_identity(config: TrainConfig, data: RunData) -> dict[str, str]:
+    """Fingerprints of what a run begins with, which one that goes on with it must have too.
+
+    Args:
+        config: the run.
+        data: its data.
+    """
+    folder = located(config, "model.model_name").folder
+    return {"model": model_fingerprint(folder), "data": data.train.fingerprint}
+
+
+def describe(config: TrainConfig, data: RunData, identity: Mapping[str, str]) -> Callable[[int], dict[str, Any]]:
+    """What a checkpoint of a run keeps beside its state, by step.
+
+    Args:
+        config: the run.
+        data: its data.
+        identity: `run_identity`'s.
+    """
+    stored = {"config": dataclasses.asdict(config), **identity}
+    return lambda step: {**stored, "position": data.batches.position(step)}
+
+
+def initial_state(config: TrainConfig, model: LanguageModel, total_steps: int) -> TrainState:
+    """The state of a run before its first step.
+
+    Args:
+        config: the run.
+        model: with what is trained as it begins.
+        total_steps: of the run.
+    """
+    scale = config.training.initial_loss_scale if model.dtype == jnp.float16 else None
+    key = jax.random.key(config.training.seed)
+    return init_state(model.trainable, make_optimizer(config.optimizer, total_steps), key, scale)
+
+
 def load_model(config: TrainConfig, console: Console) -> LanguageModel:
     """The model of a run as it begins, with its adapter.
 
@@ -311,15 +342,7 @@ def load_model(config: TrainConfig, console: Console) -> LanguageModel:
         console: for a line about the model.
     """
     model, _ = FastLanguageModel.from_pretrained(**dataclasses.asdict(config.model))
-    if config.lora.adapter is not None:
-        model = FastLanguageModel.load_adapter(model, config.lora.adapter, config.lora.lora_dropout)
-    elif not config.model.full_finetuning:
-        arguments = dataclasses.asdict(config.lora)
-        del arguments["adapter"]
-        for name in ("target_modules", "lora_dropout"):
-            if arguments[name] is None:
-                del arguments[name]
-        model = FastLanguageModel.get_peft_model(model, **arguments)
+    model = adapted(model, config)
     trained, total = model.num_parameters()
     _say(
         console,
@@ -329,7 +352,35 @@ def load_model(config: TrainConfig, console: Console) -> LanguageModel:
     return model
 
 
-def _check_vocabulary(model: LanguageModel, data: RunData) -> None:
+def adapted(model: LanguageModel, config: TrainConfig) -> LanguageModel:
+    """A run's base model with the adapter that it begins with, fresh or from a folder.
+
+    Args:
+        model: the base.
+        config: the run.
+    """
+    if config.lora.adapter is not None:
+        model = FastLanguageModel.load_adapter(model, config.lora.adapter, config.lora.lora_dropout)
+    elif not config.model.full_finetuning:
+        arguments = dataclasses.asdict(config.lora)
+        del arguments["adapter"]
+        for name in ("target_modules", "lora_dropout"):
+            if arguments[name] is None:
+                del arguments[name]
+        model = FastLanguageModel.get_peft_model(model, **arguments)
+    return model
+
+
+def check_vocabulary(model: LanguageModel, data: RunData) -> None:
+    """Refuse data with tokens that the model has no rows for.
+
+    Args:
+        model: the run's.
+        data: the run's.
+
+    Raises:
+        ConfigError: there are such.
+    """
     if data.max_token_id >= model.config.vocab_size:
         raise ConfigError(
             f"model.model_name: expected an embedding for every token of the data, given {model.config.vocab_size} "

@@ -83,11 +83,17 @@ def _parser() -> argparse.ArgumentParser:
     gguf.add_argument("--force", action="store_true", help="replace a file that is there")
     gguf.add_argument("--allow_nonfinite", action="store_true", help="write NaN and infinity instead of refusing")
 
-    adapter = command("adapter", _adapter, "write the adapter of a run's checkpoint; as the run would at its end")
-    adapter.add_argument("run_folder", metavar="RUN", type=Path, help="output folder of a run")
-    adapter.add_argument("out", metavar="OUT", type=Path, help="folder to write, for PEFT")
-    adapter.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest)")
-    adapter.add_argument("--force", action="store_true", help="replace an adapter that is there")
+    adapter = command(
+        "adapter",
+        _adapter,
+        "turn a run's checkpoint into an adapter for PEFT, or an adapter into the first checkpoint of a run; which of "
+        "the two, SOURCE says",
+    )
+    adapter.add_argument("source", metavar="SOURCE", help="output folder of a run; or a PEFT adapter")
+    adapter.add_argument("out", metavar="OUT", type=Path, help="folder to write, for PEFT; or of the run")
+    adapter.add_argument("--step", type=int, metavar="N", help="of a run: of its checkpoint (default: the newest)")
+    adapter.add_argument("--force", action="store_true", help="of a run: replace an adapter that is there")
+    adapter.add_argument("--config", metavar="FILE", help="of an adapter: YAML with the settings of the run")
 
     return parser
 
@@ -208,14 +214,30 @@ def _gguf(arguments: argparse.Namespace) -> None:
 def _adapter(arguments: argparse.Namespace) -> None:
     from fastjax.commands.settings import parse_train_config
 
-    settings = arguments.run_folder / "config.yaml"
-    if not settings.is_file():
-        raise ConvertError(f"{arguments.run_folder}: expected the output folder of a run, with config.yaml, got none")
-    config = parse_train_config(["--config", str(settings), "--output.output_dir", str(arguments.run_folder)])
-    from fastjax.run_export import export_checkpoint  # JAX is imported once the settings are right
+    source, out = arguments.source, arguments.out
+    settings = Path(source) / "config.yaml"
+    if settings.is_file():
+        if arguments.config is not None:
+            raise ConvertError(f"--config: expected none, since {source} is a run with its own, got {arguments.config}")
+        config = parse_train_config(["--config", str(settings), "--output.output_dir", source])
+        from fastjax.run_export import export_checkpoint  # JAX is imported once the settings are right
 
-    step = export_checkpoint(config, arguments.out, step=arguments.step, force=arguments.force)
-    print(f"{arguments.out}: what {arguments.run_folder} had learnt after step {step}")
+        step = export_checkpoint(config, out, step=arguments.step, force=arguments.force)
+        print(f"{out}: what {source} had learnt after step {step}")
+        return
+    adapter = _folder(source)
+    if not (adapter / "adapter_config.json").is_file():
+        expected = "the output folder of a run, with config.yaml, or an adapter, with adapter_config.json"
+        raise ConvertError(f"{source}: expected {expected}, got none of them")
+    if arguments.config is None:
+        raise ConvertError(f"--config: expected the settings of the run that is to begin with {source}, got none")
+    if arguments.step is not None or arguments.force:
+        raise ConvertError(f"--step, --force: expected none, since {source} is an adapter")
+    config = parse_train_config(["--config", arguments.config, "--output.output_dir", str(out)])
+    from fastjax.run_import import import_adapter
+
+    import_adapter(config, adapter, Console())
+    print(f"{out}: a run that begins with {source}: fastjax train --config {out / 'config.yaml'} --resume")
 
 
 def _report(written, what: str) -> None:
