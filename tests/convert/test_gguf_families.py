@@ -8,107 +8,23 @@ from convert.families import FAMILIES
 from convert.gguf import export_gguf
 from convert.gguf_architecture import ARCHITECTURES, REFUSED
 from convert.gguf_header import read_gguf_header
-from tests.support.gguf_models import write_model
+from tests.support.gguf_models import (
+    FAMILY_CASES,
+    FULL,
+    HEADS,
+    KEY_HEADS,
+    LONG,
+    LONGROPE,
+    SHORT,
+    SIZE,
+    SIZES,
+    SLIDING,
+    config_of,
+    write_model,
+)
 
 gguf = pytest.importorskip("gguf")
 
-HEADS, KEY_HEADS, SIZE, LAYERS = 4, 2, 16, 2
-SIZES = {
-    "vocab_size": 263,
-    "hidden_size": HEADS * SIZE,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KEY_HEADS,
-    "head_dim": SIZE,
-    "max_position_embeddings": 192,
-    "rms_norm_eps": 3e-2,
-    "tie_word_embeddings": False,
-}
-LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 1.5}}
-FULL, SLIDING = "full_attention", "sliding_attention"
-GEMMA3_LAYERS = 7
-GEMMA3 = {
-    "num_hidden_layers": GEMMA3_LAYERS,
-    "sliding_window": 24,
-    "query_pre_attn_scalar": SIZE,
-    "layer_types": [SLIDING] * 5 + [FULL, SLIDING],
-    "rope_parameters": {
-        FULL: {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0},
-        SLIDING: {"rope_type": "default", "rope_theta": 50.0},
-    },
-}
-LONG, SHORT = [1.5, 3.0, 6.0, 7.0, 8.0, 9.0], [1.0, 1.2, 1.5, 1.6, 1.7, 1.8]
-LONGROPE = {"rope_type": "longrope", "rope_theta": 300.0, "long_factor": LONG, "short_factor": SHORT}
-#: model_type -> fields of config.json, architecture, keys under it.
-FAMILY_CASES = {
-    "llama": ({"attention_bias": True, "mlp_bias": True} | LINEAR, "llama", {"rope.scaling.factor": 1.5}),
-    "mistral": (LINEAR | {"sliding_window": None}, "llama", {"rope.freq_base": 300.0}),
-    "qwen2": ({"rope_theta": 300.0}, "qwen2", {"rope.freq_base": 300.0}),
-    "qwen3": (LINEAR, "qwen3", {"rope.scaling.type": "linear", "attention.key_length": SIZE}),
-    "gemma": (
-        {"tie_word_embeddings": True, "hidden_act": "gelu", "head_dim": 24},
-        "gemma",
-        {"attention.key_length": 24, "rope.dimension_count": 24, "rope.freq_base": 10000.0},
-    ),
-    "gemma2": (
-        {
-            "tie_word_embeddings": True,
-            "sliding_window": 24,
-            "query_pre_attn_scalar": SIZE,
-            "layer_types": [SLIDING, FULL],
-            "attn_logit_softcapping": 7.0,
-            "final_logit_softcapping": 6.0,
-        },
-        "gemma2",
-        {"attention.sliding_window": 24, "attn_logit_softcapping": 7.0, "final_logit_softcapping": 6.0},
-    ),
-    "gemma3_text": (
-        GEMMA3,
-        "gemma3",
-        {
-            "attention.sliding_window": 24,
-            "rope.freq_base": 900.0,
-            "rope.freq_base_swa": 50.0,
-            "rope.scaling.type": "linear",
-            "rope.scaling.factor": 8.0,
-        },
-    ),
-    "gemma3": ({}, "gemma3", {"attention.sliding_window": 24, "rope.freq_base": 900.0}),
-    "phi3": (
-        {
-            "original_max_position_embeddings": 64,
-            "partial_rotary_factor": 0.75,
-            "rope_scaling": LONGROPE,
-        },
-        "phi3",
-        {
-            "rope.dimension_count": 12,
-            "rope.scaling.original_context_length": 64,
-            "rope.scaling.attn_factor": (1 + np.log(3) / np.log(64)) ** 0.5,
-            "attention.sliding_window": 0,
-        },
-    ),
-    "olmo2": (LINEAR, "olmo2", {"rope.freq_base": 300.0}),
-    "granite": (
-        {
-            "attention_bias": True,
-            "mlp_bias": True,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.6,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 0.8,
-        },
-        "granite",
-        {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.6, "logit_scale": 0.8},
-    ),
-    "cohere": (
-        {"tie_word_embeddings": True, "logit_scale": 1.7, "layer_norm_eps": 3e-2},
-        "command-r",
-        {"logit_scale": 1.7, "attention.layer_norm_epsilon": 3e-2, "rope.freq_base": 5e5, "rope.scaling.type": "none"},
-    ),
-    "smollm3": ({}, "smollm3", {"rope.freq_base": 2e6}),
-}
 #: model_type -> the norms of a layer, in the folder and in the file.
 NORMS = {
     **dict.fromkeys(FAMILY_CASES, {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}),
@@ -134,13 +50,6 @@ MODULES = {
 }
 TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 INTERLEAVED = ("llama", "mistral", "granite", "smollm3")
-
-
-def config_of(kind, **changes):
-    fields = FAMILY_CASES[kind][0]
-    if kind == "gemma3":
-        return {"model_type": kind, "text_config": SIZES | GEMMA3 | {"model_type": "gemma3_text"} | changes}
-    return SIZES | {"model_type": kind} | fields | changes
 
 
 def name_in_file(kind, path):

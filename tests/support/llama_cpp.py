@@ -1,0 +1,148 @@
+"""What llama.cpp computes from a GGUF file, in float64 numpy: its graphs of the families that are exported.
+
+From the file alone: keys and tensors. Source: llama.cpp's src/models (the graphs) and ggml's rotary positions.
+"""
+
+import gguf
+import numpy as np
+
+#: Architectures whose rotary pairs are neighbours; in the others a pair has one of each half.
+NEIGHBOURS = ("llama", "granite", "smollm3", "command-r")
+_GEMMA = ("gemma", "gemma2", "gemma3")
+
+
+def read(file):
+    """(architecture, keys under it, tensors in float64)."""
+    reader = gguf.GGUFReader(file)
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    name = keys["general.architecture"]
+    own = {key.removeprefix(f"{name}."): value for key, value in keys.items() if key.startswith(f"{name}.")}
+    tensors = {
+        tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1]).astype(np.float64)
+        for tensor in reader.tensors
+    }
+    return name, own, tensors
+
+
+def logits(file, tokens, *, neighbours=None):
+    """Logits [S, V] of one document.
+
+    Args:
+        file: GGUF.
+        tokens: ids.
+        neighbours: which features are a rotary pair, in place of the architecture's own.
+    """
+    arch, keys, tensors = read(file)
+    neighbours = arch in NEIGHBOURS if neighbours is None else neighbours
+    x = tensors["token_embd.weight"][tokens]
+    x = x * (np.sqrt(x.shape[1]) if arch in _GEMMA else keys.get("embedding_scale", 1.0))
+    for i in range(keys["block_count"]):
+        own = {name.removeprefix(f"blk.{i}."): value for name, value in tensors.items() if name.startswith(f"blk.{i}.")}
+        own |= {name: value for name, value in tensors.items() if name.startswith("rope_")}
+        before = _norm(arch, keys, x, own.get("attn_norm.weight"))
+        change = _norm(
+            arch, keys, _attention(arch, keys, own, before, i, neighbours), own.get("post_attention_norm.weight")
+        )
+        if arch == "command-r":
+            x = x + change + _mlp(arch, own, before)
+            continue
+        residual = keys.get("residual_scale", 1.0)
+        x = x + residual * change
+        change = _mlp(arch, own, _norm(arch, keys, x, own.get("ffn_norm.weight")))
+        x = x + residual * _norm(arch, keys, change, own.get("post_ffw_norm.weight"))
+    x = _norm(arch, keys, x, tensors["output_norm.weight"])
+    out = x @ tensors.get("output.weight", tensors["token_embd.weight"]).T
+    scale = keys.get("logit_scale", 1.0)
+    return _capped(out / scale if arch == "granite" else out * scale, keys.get("final_logit_softcapping"))
+
+
+def _norm(arch, keys, x, weight):
+    if weight is None:
+        return x
+    if arch == "command-r":
+        x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + keys["attention.layer_norm_epsilon"]) * weight
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + keys["attention.layer_norm_rms_epsilon"]) * weight
+
+
+def _linear(own, name, x):
+    return x @ own[f"{name}.weight"].T + own.get(f"{name}.bias", 0.0)
+
+
+def _attention(arch, keys, own, x, layer, neighbours):
+    length, size = len(x), keys["attention.key_length"]
+    heads, key_heads = keys["attention.head_count"], keys["attention.head_count_kv"]
+    if "attn_qkv.weight" in own:
+        parts = np.split(_linear(own, "attn_qkv", x), [heads * size, (heads + key_heads) * size], axis=1)
+    else:
+        parts = [_linear(own, f"attn_{part}", x) for part in "qkv"]
+    window = keys.get("attention.sliding_window") if arch in ("gemma2", "gemma3") else None
+    period = {"gemma2": 2, "gemma3": 6}.get(arch, 1)
+    local = window is not None and layer % period < period - 1
+    turned = []
+    for part, values in zip("qk", parts, strict=False):
+        weight = own.get(f"attn_{part}_norm.weight")
+        if arch == "olmo2":
+            values = _norm(arch, keys, values, weight)
+        values = values.reshape(length, -1, size).swapaxes(0, 1)
+        if arch == "command-r" and weight is not None:
+            values = _norm(arch, keys, values, weight[:, None])
+        elif arch != "olmo2":
+            values = _norm(arch, keys, values, weight)
+        if arch != "smollm3" or (layer + 1) % 4 != 0:
+            values = _rotate(keys, own, values, local and arch == "gemma3", neighbours)
+        turned.append(values)
+    q, k = turned[0], np.repeat(turned[1], heads // key_heads, axis=0)
+    v = np.repeat(parts[2].reshape(length, key_heads, size).swapaxes(0, 1), heads // key_heads, axis=0)
+    scores = _capped(q @ k.swapaxes(1, 2) * keys.get("attention.scale", size**-0.5), keys.get("attn_logit_softcapping"))
+    distance = np.arange(length)[:, None] - np.arange(length)
+    seen = (distance >= 0) & (distance < (window if local else length))
+    scores = np.where(seen, scores, -np.inf)
+    scores = np.exp(scores - scores.max(-1, keepdims=True))
+    out = (scores / scores.sum(-1, keepdims=True)) @ v
+    return _linear(own, "attn_output", out.swapaxes(0, 1).reshape(length, -1))
+
+
+def _rotate(keys, own, x, local, neighbours):
+    """Positions on [heads, S, size]; features beyond `rope.dimension_count` stay."""
+    count, length = keys["rope.dimension_count"], x.shape[1]
+    base = keys["rope.freq_base_swa"] if local else keys["rope.freq_base"]
+    kind = "none" if local else keys.get("rope.scaling.type", "none")
+    original = keys.get("rope.scaling.original_context_length", keys["context_length"])
+    divisors = own.get("rope_freqs.weight", 1.0)
+    if "rope_factors_long.weight" in own:
+        divisors = own[f"rope_factors_{'long' if length > original else 'short'}.weight"]
+    frequencies = base ** (-np.arange(0, count, 2) / count) / divisors
+    magnitude = keys.get("rope.scaling.attn_factor", 1.0)
+    if kind in ("linear", "yarn"):
+        slow = frequencies / keys["rope.scaling.factor"]
+        share = 0.0
+        if kind == "yarn":
+            low, high = (count * np.log(original / (beta * 2 * np.pi)) / (2 * np.log(base)) for beta in (32.0, 1.0))
+            low, high = max(0, np.floor(low)), min(count - 1, np.ceil(high))
+            share = 1 - np.clip((np.arange(count // 2) - low) / max(0.001, high - low), 0, 1)
+            magnitude *= 1 + 0.1 * np.log(keys["rope.scaling.factor"])
+        frequencies = slow * (1 - share) + frequencies * share
+    angle = np.arange(length)[:, None] * frequencies
+    cos, sin = np.cos(angle) * magnitude, np.sin(angle) * magnitude
+    first, second = (
+        (slice(0, count, 2), slice(1, count, 2)) if neighbours else (slice(0, count // 2), slice(count // 2, count))
+    )
+    out = x.copy()
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def _mlp(arch, own, x):
+    up = _linear(own, "ffn_up", x)
+    gate, up = np.split(up, 2, axis=1) if arch == "phi3" else (_linear(own, "ffn_gate", x), up)
+    if arch in _GEMMA:
+        gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    else:
+        gate = gate / (1 + np.exp(-gate))
+    return _linear(own, "ffn_down", gate * up)
+
+
+def _capped(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)
