@@ -79,8 +79,8 @@ def check() -> None:
             *adapted_xla.backward(wide[0], Inner(wide[1], wide[2]), *wide[3:], "silu"),
         )
         triton = (
-            *adapted_triton.forward(both, thin, b, a, "silu", config.forward_config(capability)),
-            *adapted_triton.backward(both, thin, b, dh, a, dthin, "silu", config.backward_config(capability)),
+            *adapted_triton.forward(both, thin, b, a, "silu", config.forward_config(capability, rank)),
+            *adapted_triton.backward(both, thin, b, dh, a, dthin, "silu", config.backward_config(capability, rank)),
         )
         inner = Inner(thin, b)
         xla = (

@@ -69,7 +69,8 @@ def adapted_forward(
 
     compat.silence_triton_deprecation()
     thin, lora_B = (None, None) if inner is None else inner
-    return adapted_triton.forward(both, thin, lora_B, down_A, activation, config.forward_config(_capability()))
+    tiles = config.forward_config(_capability(), max(ranks, default=0))
+    return adapted_triton.forward(both, thin, lora_B, down_A, activation, tiles)
 
 
 def adapted_backward(
@@ -109,9 +110,8 @@ def adapted_backward(
 
     compat.silence_triton_deprecation()
     thin, lora_B = (None, None) if inner is None else inner
-    return adapted_triton.backward(
-        both, thin, lora_B, dh, down_A, dthin, activation, config.backward_config(_capability())
-    )
+    tiles = config.backward_config(_capability(), max(ranks, default=0))
+    return adapted_triton.backward(both, thin, lora_B, dh, down_A, dthin, activation, tiles)
 
 
 def select(shape, dtype, ranks: tuple[int, ...], activation: str, implementation: str | None = None) -> str:

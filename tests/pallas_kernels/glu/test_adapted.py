@@ -78,7 +78,8 @@ def test_xla_matches_float64(case, activation):
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_triton_in_the_interpreter_matches_float64(case, activation, capability):
     both, thin, b, dh, a, dthin = arrays = operands(*case, jnp.bfloat16)
-    tiles = config.forward_config(capability), config.backward_config(capability)
+    rank = max(0 if array is None else array.shape[axis] for array, axis in ((b, 2), (a, 0)))
+    tiles = config.forward_config(capability, rank), config.backward_config(capability, rank)
     forward = adapted_triton.forward(both, thin, b, a, activation, tiles[0], True)
     backward = adapted_triton.backward(both, thin, b, dh, a, dthin, activation, tiles[1], True)
     # two roundings to bfloat16, each of at most 2^-9: of what is summed over features or tokens, and of the result
