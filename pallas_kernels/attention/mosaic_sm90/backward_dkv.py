@@ -162,11 +162,12 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted
         slot, query = lax.rem(taken, stages), index * block
         q_smem, do_smem = refs.q_smem.at[slot], refs.do_smem.at[slot]
 
-        def dropped(p, factor):
+        def signed(p):
+            """With a minus where dropout drops: the bits are made once and need no registers."""
             here = again()
             number = here.row * refs.q.shape[2] + here.head * group + member
             keep = common.kept(p.shape, refs.seed, number, here.first, query, options, True)
-            return jnp.where(keep, p * factor, 0.0)
+            return jnp.where(keep, p, -p)
 
         shape = (WARPGROUP_ROWS, block)
 
@@ -181,11 +182,12 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted
                 here = again()
                 s = rows.mask(s, here.row, here.first, query, bounds)
             p = jnp.exp2(s * factor if options.logits_soft_cap is None else s * factor + columns(0))
+            p = signed(p) if options.dropout_rate else p
             return p, p if slope is None else p * slope  # at once, so that the slope need not be kept
 
         def add_values(p):
             if options.dropout_rate:
-                p = dropped(p, 1 / (1 - options.dropout_rate))
+                p = jnp.maximum(p, 0.0) * (1 / (1 - options.dropout_rate))
             plgpu.wgmma(dv_ref, p.astype(dtype), do_smem)
 
         def products(s_ref, dp_ref=None):
@@ -205,7 +207,8 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted
                 add_values(p)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0 if dv_ref is None else 1)
             if options.dropout_rate:
-                dp = dropped(dp, 1 / (1 - options.dropout_rate)) + columns(1)
+                dp = jnp.where(sloped > 0, dp * (1 / (1 - options.dropout_rate)), 0.0) + columns(1)
+                sloped = jnp.maximum(sloped, -sloped)
             plgpu.wgmma(dk_ref, (sloped * dp).astype(dtype), q_smem)
 
         accumulator = common.accumulator(*shape)
@@ -219,17 +222,17 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted
         dv_ref = accumulators[-1] if "v" in wanted else None
 
         def of_head(member, taken):
-            _, _, _, low, inner, outer, high, before, behind = again()
-            taken = tiles.leave(before, taken, stages, ((refs.full, refs.free),))
+            taken = tiles.leave(again().before, taken, stages, ((refs.full, refs.free),))
             for bounded, begin, stop in (
-                (rows.bounded_below, low, inner),
-                (None, inner, outer),
-                (rows.bounded_above, outer, high),
+                (rows.bounded_below, "low", "inner"),
+                (None, "inner", "outer"),
+                (rows.bounded_above, "outer", "high"),
             ):
                 if bounded is not False:
+                    here = again()
                     body = functools.partial(step, dk_ref, dv_ref, bounded is True, member)
-                    taken = lax.fori_loop(begin, stop, body, taken)
-            return tiles.leave(behind, taken, stages, ((refs.full, refs.free),))
+                    taken = lax.fori_loop(getattr(here, begin), getattr(here, stop), body, taken)
+            return tiles.leave(again().behind, taken, stages, ((refs.full, refs.free),))
 
         count = lax.fori_loop(0, group, of_head, taken)
         return [count, *(accumulator[...] for accumulator in accumulators)]

@@ -177,7 +177,8 @@ def test_tiles_in_turn(name, configs, interpreted):
     check(name, interpreted, configs, {} if "length" in CASES[name] else {"length": 450})
 
 
-def test_dropout(interpreted):
-    arguments, cotangents = problem(2)
-    options = {"dropout_rate": 0.3, "dropout_key": jax.random.key(5)}
+@pytest.mark.parametrize(("size", "cap"), [(64, None), (64, 1.5), (192, None)])
+def test_dropout(size, cap, interpreted):
+    arguments, cotangents = problem(2, size=size)
+    options = {"dropout_rate": 0.3, "dropout_key": jax.random.key(5), "logits_soft_cap": cap}
     assert_close(interpreted(arguments, cotangents, options), expected(arguments, cotangents, options))
