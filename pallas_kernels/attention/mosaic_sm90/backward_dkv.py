@@ -18,9 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.mosaic_sm90 import common, soft_cap, tiles
+from pallas_kernels.attention.mosaic_sm90 import common, soft_cap
 from pallas_kernels.attention.mosaic_sm90.common import COLUMNS, WARPGROUP_ROWS, broadcast_columns
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DkvConfig
+from pallas_kernels.attention.mosaic_sm90.rows import Rows
+from pallas_kernels.attention.mosaic_sm90.tiles import Schedule, each, leave
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 
@@ -54,56 +56,52 @@ def backward_dkv(
         "q_smem": plgpu.SMEM((stages, block, size), q.dtype, transforms=key_tile),
         "do_smem": plgpu.SMEM((stages, block, value_size), q.dtype, transforms=value_tile),
         "statistics": plgpu.SMEM((stages, 2, block), jnp.float32),
-        "kv_full": plgpu.Barrier(num_barriers=parts * buffers, num_arrivals=2 + tiles.Mail.ARRIVALS * posted),
+        "kv_full": plgpu.Barrier(num_barriers=parts * buffers, num_arrivals=2 + Schedule.ARRIVALS * posted),
         "kv_free": plgpu.Barrier(num_barriers=buffers, num_arrivals=2),
         "full": plgpu.Barrier(num_barriers=stages, num_arrivals=4),
         "free": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         "done": plgpu.Barrier(num_arrivals=2),
     }
     if posted:
-        scratch |= tiles.Mail.scratch(buffers, parts)
+        scratch |= Schedule.shared(buffers, parts)
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
     inputs |= common.key_inputs(mask, options)
     outputs = {"dk": jax.ShapeDtypeStruct(k.shape, k.dtype), "dv": jax.ShapeDtypeStruct(v.shape, v.dtype)}
-    body = functools.partial(_kernel, count=count, ctas=ctas, options=options, config=config)
+    body = functools.partial(_kernel, ctas=ctas, options=options, config=config)
     dk, dv = common.launch(body, inputs, outputs, scratch, ctas, "attention_backward_dkv", interpret)
     return dk, dv
 
 
-def _kernel(refs, *, count: int, ctas: int, options: Options, config: DkvConfig):
+def _kernel(refs, *, ctas: int, options: Options, config: DkvConfig):
     batch, keys, key_heads, _ = refs.k.shape
     group = refs.q.shape[2] // key_heads
-    rows = tiles.Rows(refs.start, refs.end, refs.offset, keys, refs.q.shape[1], options, transposed=True)
-    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    parts = 1 if config.split else 2
-    turns = tiles.rounds(cta, ctas, batch * count * key_heads * (2 // parts))
-
-    def tile(turn):
-        place, shape = tiles.snake(turn, cta, ctas), (batch, key_heads, count)
-        return tiles.tile_at(place, rows, refs.order, *shape, block=config.block_q, size=parts * WARPGROUP_ROWS)
-
-    def work(tile, part):
-        return tiles.work(tile, rows, part, config.block_q, whole=config.split)
-
-    mail = None if refs.start is None else tiles.Mail(refs.work, refs.bounds, refs.start, refs.end)
-
-    def mine(turn, part):
-        if mail is None:
-            return work(tile(turn), part)
-        return mail.read(lax.rem(turn, jnp.int32(config.buffers)), part)
+    rows = Rows(refs.start, refs.end, refs.offset, keys, refs.q.shape[1], options, transposed=True)
+    warpgroup, parts = lax.axis_index("warpgroup"), 1 if config.split else 2
+    schedule = Schedule(
+        refs,
+        rows,
+        batch,
+        key_heads,
+        ctas,
+        config.block_q,
+        size=parts * WARPGROUP_ROWS,
+        whole=config.split,
+        slots=config.buffers,
+    )
+    turns = schedule.turns
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        load = functools.partial(_load, refs, tile, work, mail, group=group, parts=parts, config=config)
-        tiles.each(turns, config.buffers, load)
+        load = functools.partial(_load, refs, schedule, group=group, parts=parts, config=config)
+        each(turns, config.buffers, load)
 
     def compute(part, wanted):
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        tiles.each(
+        each(
             turns,
             config.buffers,
-            lambda turn, taken: _compute(refs, mine, turn, taken, rows, part, group, wanted, options, config),
+            lambda turn, taken: _compute(refs, schedule, turn, taken, part, group, wanted, options, config),
         )
 
     if config.split:
@@ -113,17 +111,16 @@ def _kernel(refs, *, count: int, ctas: int, options: Options, config: DkvConfig)
         pl.when(warpgroup < 2)(lambda: compute(warpgroup, "kv"))
 
 
-def _load(refs, tile, work, mail, turn, taken, *, group: int, parts: int, config: DkvConfig):
+def _load(refs, schedule: Schedule, turn, taken, *, group: int, parts: int, config: DkvConfig):
     """What the loading warpgroup does: the tile's keys and values, then the queries that see them, head by head."""
     block, stages, buffers = config.block_q, config.stages, jnp.int32(config.buffers)
-    found = tile(turn)
-    row, _, key_head, low, _, _, high = found
+    tile = schedule.tile(turn)
+    row, _, key_head, low, _, _, high, *_ = tile
     buffer = lax.rem(turn, buffers)
     pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.kv_free.at[buffer]))
     for part in range(parts):
-        todo, full = work(found, part), refs.kv_full.at[buffer * parts + part]
-        if mail is not None:
-            mail.post(buffer, part, todo, full)
+        full = refs.kv_full.at[buffer * parts + part]
+        todo = schedule.post(turn, tile, part, full)
         place = (todo.row, pl.ds(todo.first, WARPGROUP_ROWS), todo.head)
         plgpu.copy_gmem_to_smem(refs.k.at[place], refs.k_smem.at[buffer, part], full)
         plgpu.copy_gmem_to_smem(refs.v.at[place], refs.v_smem.at[buffer, part], full)
@@ -145,18 +142,18 @@ def _load(refs, tile, work, mail, turn, taken, *, group: int, parts: int, config
     return lax.fori_loop(0, group, load_head, taken)
 
 
-def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted: str, options: Options, config):
+def _compute(refs, schedule: Schedule, turn, taken, part, group: int, wanted: str, options: Options, config):
     """What a computing warpgroup does: the gradients of 64 keys, values or both; returns the blocks taken in all."""
     block, stages, dtype = config.block_q, jnp.int32(config.stages), refs.q.dtype
     buffer, parts = lax.rem(turn, jnp.int32(config.buffers)), 1 if config.split else 2
     k_smem, v_smem = refs.k_smem.at[buffer, part], refs.v_smem.at[buffer, part]
     plgpu.barrier_wait(refs.kv_full.at[buffer * parts + part])
 
-    bounds = None if refs.start is None else refs.bounds.at[buffer, part]
+    rows, bounds = schedule.rows, schedule.bounds(turn, part)
 
     def again():
         """What is to be done, found again rather than kept in registers."""
-        return mine(lax.optimization_barrier(turn), part)
+        return schedule.work(lax.optimization_barrier(turn), part)
 
     def step(dk_ref, dv_ref, masked, member, index, taken):
         slot, query = lax.rem(taken, stages), index * block
@@ -222,7 +219,7 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted
         dv_ref = accumulators[-1] if "v" in wanted else None
 
         def of_head(member, taken):
-            taken = tiles.leave(again().before, taken, stages, ((refs.full, refs.free),))
+            taken = leave(again().before, taken, stages, ((refs.full, refs.free),))
             for bounded, begin, stop in (
                 (rows.bounded_below, "low", "inner"),
                 (None, "inner", "outer"),
@@ -232,7 +229,7 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, part, group: int, wanted
                     here = again()
                     body = functools.partial(step, dk_ref, dv_ref, bounded is True, member)
                     taken = lax.fori_loop(getattr(here, begin), getattr(here, stop), body, taken)
-            return tiles.leave(again().behind, taken, stages, ((refs.full, refs.free),))
+            return leave(again().behind, taken, stages, ((refs.full, refs.free),))
 
         count = lax.fori_loop(0, group, of_head, taken)
         return [count, *(accumulator[...] for accumulator in accumulators)]

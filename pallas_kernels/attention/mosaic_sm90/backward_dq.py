@@ -18,9 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.mosaic_sm90 import common, soft_cap, tiles
+from pallas_kernels.attention.mosaic_sm90 import common, soft_cap
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, ROWS, WARPGROUP_ROWS, broadcast_rows
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DqConfig
+from pallas_kernels.attention.mosaic_sm90.rows import Rows
+from pallas_kernels.attention.mosaic_sm90.tiles import Schedule, each, leave
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 
@@ -70,70 +72,61 @@ def backward_dq(
         "k_smem": plgpu.SMEM((config.stages, config.block_kv, size), q.dtype, transforms=key_tile),
         "v_smem": plgpu.SMEM((config.stages, config.block_kv, value_size), q.dtype, transforms=value_tile),
         "statistics": plgpu.SMEM((buffers, 2, 2, WARPGROUP_ROWS), jnp.float32),
-        "q_full": plgpu.Barrier(num_barriers=2 * buffers, num_arrivals=4 + tiles.Mail.ARRIVALS * posted),
+        "q_full": plgpu.Barrier(num_barriers=2 * buffers, num_arrivals=4 + Schedule.ARRIVALS * posted),
         "q_free": plgpu.Barrier(num_barriers=buffers, num_arrivals=2),
         "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
         "free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
     }
     if posted:
-        scratch |= tiles.Mail.scratch(buffers, 2)
+        scratch |= Schedule.shared(buffers, 2)
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "lse": lse, "delta": delta, "seed": seed}
     inputs |= common.query_inputs(mask, options)
     outputs = {"dq": jax.ShapeDtypeStruct(q.shape, q.dtype)}
-    body = functools.partial(_kernel, count=count, keys=keys, ctas=ctas, options=options, config=config)
+    body = functools.partial(_kernel, keys=keys, ctas=ctas, options=options, config=config)
     [dq] = common.launch(body, inputs, outputs, scratch, ctas, "attention_backward_dq", interpret)
     return dq
 
 
-def _kernel(refs, *, count: int, keys: int, ctas: int, options: Options, config: DqConfig):
+def _kernel(refs, *, keys: int, ctas: int, options: Options, config: DqConfig):
     batch, length, heads, _ = refs.q.shape
     group = heads // refs.k.shape[2]
-    rows = tiles.Rows(refs.start, refs.end, refs.offset, length, keys, options)
-    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    turns = tiles.rounds(cta, ctas, batch * count * heads)
-
-    size = TILE // config.heads
-
-    def tile(turn):
-        place, shape = tiles.snake(turn, cta, ctas), (batch, heads, count)
-        return tiles.tile_at(place, rows, refs.order, *shape, block=config.block_kv, size=size, members=config.heads)
-
-    def work(tile, part):
-        return tiles.work(tile, rows, part, config.block_kv, members=config.heads)
-
-    mail = None if refs.start is None else tiles.Mail(refs.work, refs.bounds, refs.start, refs.end)
-
-    def mine(turn):
-        if mail is None:
-            return work(tile(turn), warpgroup)
-        return mail.read(lax.rem(turn, jnp.int32(config.buffers)), warpgroup)
+    rows = Rows(refs.start, refs.end, refs.offset, length, keys, options)
+    warpgroup = lax.axis_index("warpgroup")
+    schedule = Schedule(
+        refs,
+        rows,
+        batch,
+        heads,
+        ctas,
+        config.block_kv,
+        size=TILE // config.heads,
+        members=config.heads,
+        slots=config.buffers,
+    )
+    turns = schedule.turns
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        tiles.each(turns, config.buffers, lambda turn, taken: _load(refs, tile, work, mail, turn, taken, group, config))
+        each(turns, config.buffers, lambda turn, taken: _load(refs, schedule, turn, taken, group, config))
 
     @pl.when(warpgroup < 2)
     def _():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        tiles.each(
-            turns,
-            config.buffers,
-            lambda turn, taken: _compute(refs, mine, turn, taken, rows, warpgroup, options, config),
-        )
+        compute = functools.partial(_compute, refs, schedule, warpgroup=warpgroup, options=options, config=config)
+        each(turns, config.buffers, compute)
 
 
-def _load(refs, tile, work, mail, turn, taken, group: int, config: DqConfig):
+def _load(refs, schedule: Schedule, turn, taken, group: int, config: DqConfig):
     """What the loading warpgroup does: the queries and their cotangents, then keys and values from the last."""
     block, stages, buffers = config.block_kv, config.stages, jnp.int32(config.buffers)
-    found = tile(turn)
-    row, _, head, low, _, _, high = found
+    tile = schedule.tile(turn)
+    row, _, head, low, _, _, high, *_ = tile
     buffer = lax.rem(turn, buffers)
     pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.q_free.at[buffer]))
     for part in range(2):
-        todo, full = work(found, part), refs.q_full.at[buffer * 2 + part]
-        if mail is not None:
-            mail.post(buffer, part, todo, full)
+        full = refs.q_full.at[buffer * 2 + part]
+        todo = schedule.post(turn, tile, part, full)
         queries = pl.ds(todo.first, WARPGROUP_ROWS)
         for array, smem in ((refs.q, refs.q_smem), (refs.dout, refs.do_smem)):
             plgpu.copy_gmem_to_smem(array.at[todo.row, queries, todo.head], smem.at[buffer, part], full)
@@ -152,19 +145,19 @@ def _load(refs, tile, work, mail, turn, taken, group: int, config: DqConfig):
     return lax.fori_loop(0, high - low, load_block, taken)
 
 
-def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Options, config: DqConfig):
+def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Options, config: DqConfig):
     """What a computing warpgroup does: the gradient of its 64 queries; returns how many blocks it has taken in all."""
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
     buffer = lax.rem(turn, jnp.int32(config.buffers))
     q_smem, do_smem = refs.q_smem.at[buffer, warpgroup], refs.do_smem.at[buffer, warpgroup]
     plgpu.barrier_wait(refs.q_full.at[buffer * 2 + warpgroup])
-    batch_index, first, head, low, inner, outer, high, before, behind = mine(turn)
+    batch_index, first, head, low, inner, outer, high, before, behind = schedule.work(turn, warpgroup)
     statistics = refs.statistics.at[buffer, warpgroup]
-    bounds = None if refs.start is None else refs.bounds.at[buffer, warpgroup]
+    rows, bounds = schedule.rows, schedule.bounds(turn, warpgroup)
     lse, delta = (compat.mosaic_load(statistics.at[number], ROWS) for number in range(2))
     if options.logits_soft_cap is None:
         lse = lse * (options.scale * LOG2E)
-    taken = tiles.leave(behind, taken, stages, ((refs.full, refs.free),))
+    taken = leave(behind, taken, stages, ((refs.full, refs.free),))
 
     def release(index):
         plgpu.barrier_arrive(refs.free.at[lax.rem(taken + index, stages)])
@@ -210,8 +203,9 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
     dq = pl.run_scoped(gradient, common.accumulator(WARPGROUP_ROWS, refs.q.shape[3]))
     if config.lag:
         release(high - low - 1)
-    taken = tiles.leave(before, taken + (high - low), stages, ((refs.full, refs.free),))
-    batch_index, first, head, *_ = mine(lax.optimization_barrier(turn))  # rather than keep them in registers
+    taken = leave(before, taken + (high - low), stages, ((refs.full, refs.free),))
+    again = schedule.work(lax.optimization_barrier(turn), warpgroup)  # rather than keep them in registers
+    batch_index, first, head, *_ = again
     q_smem[...] = (dq * options.scale).astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_smem, refs.dq.at[batch_index, pl.ds(first, WARPGROUP_ROWS), head])

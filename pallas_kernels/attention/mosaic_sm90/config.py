@@ -161,7 +161,8 @@ def dkv_candidates(size: int, value_size: int, options: Options) -> list[DkvConf
     found = [dkv_config(size, value_size, options)]
     together, split = size + value_size, found[0].split
     rows = TILE // 2 if split else TILE
-    for block, buffers in itertools.product(_blocks(32, 128 if together <= 128 else 64), (1, 2)):
+    several = (1, 2) if together < 256 else (1,)  # no registers are left for the tiles' bounds
+    for block, buffers in itertools.product(_blocks(32, 128 if together <= 128 else 64), several):
         free = _SHARED_BYTES // 2 - buffers * rows * together
         found += [DkvConfig(block, number, buffers, split) for number in _stages(free // (block * together))]
     return list(dict.fromkeys(found))

@@ -17,9 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mask import Mask
-from pallas_kernels.attention.mosaic_sm90 import common, soft_cap, tiles
+from pallas_kernels.attention.mosaic_sm90 import common, soft_cap
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, LOWEST, WARPGROUP_ROWS, broadcast_rows
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ForwardConfig
+from pallas_kernels.attention.mosaic_sm90.rows import Rows
+from pallas_kernels.attention.mosaic_sm90.tiles import Schedule, leave
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 
@@ -64,7 +66,7 @@ def forward(
         "q_smem": plgpu.SMEM((config.buffers, 2, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
         "k_smem": plgpu.SMEM((config.stages, config.block_kv, size), q.dtype, transforms=key_tile),
         "v_smem": plgpu.SMEM((config.stages, config.block_kv, value_size), q.dtype, transforms=value_tile),
-        "q_full": plgpu.Barrier(num_barriers=2 * config.buffers, num_arrivals=1 + tiles.Mail.ARRIVALS * posted),
+        "q_full": plgpu.Barrier(num_barriers=2 * config.buffers, num_arrivals=1 + Schedule.ARRIVALS * posted),
         "q_free": plgpu.Barrier(num_barriers=config.buffers, num_arrivals=2),
         "k_full": plgpu.Barrier(num_barriers=config.stages),
         "v_full": plgpu.Barrier(num_barriers=config.stages),
@@ -76,43 +78,40 @@ def forward(
         else None,
     }
     if posted:
-        scratch |= tiles.Mail.scratch(config.buffers + 1, 2)
+        scratch |= Schedule.shared(config.buffers + 1, 2)
     outputs = {
         "out": jax.ShapeDtypeStruct((batch, length, heads, value_size), q.dtype),
         "lse": jax.ShapeDtypeStruct((batch, heads, count * TILE), jnp.float32),
     }
     inputs = {"q": q, "k": k, "v": v, "sinks": sinks, "seed": seed, **common.query_inputs(mask, options)}
-    body = functools.partial(_kernel, count=count, keys=keys, ctas=ctas, options=options, config=config)
+    body = functools.partial(_kernel, keys=keys, ctas=ctas, options=options, config=config)
     out, lse = common.launch(body, inputs, outputs, scratch, ctas, "attention_forward", interpret)
     return out, lse
 
 
-def _kernel(refs, *, count: int, keys: int, ctas: int, options: Options, config: ForwardConfig):
+def _kernel(refs, *, keys: int, ctas: int, options: Options, config: ForwardConfig):
     batch, length, heads, _ = refs.q.shape
     group = heads // refs.k.shape[2]
-    rows = tiles.Rows(refs.start, refs.end, refs.offset, length, keys, options)
-    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    turns = tiles.rounds(cta, ctas, batch * count * heads)
-
-    size = TILE // config.heads
-
-    def tile(turn):
-        place, shape = tiles.snake(turn, cta, ctas), (batch, heads, count)
-        return tiles.tile_at(place, rows, refs.order, *shape, block=config.block_kv, size=size, members=config.heads)
-
-    def work(tile, part):
-        return tiles.work(tile, rows, part, config.block_kv, members=config.heads, whole=config.pingpong)
-
-    mail = None if refs.start is None else tiles.Mail(refs.work, refs.bounds, refs.start, refs.end)
-    slots = jnp.int32(config.buffers + 1)  # they are read after the queries are given back
-
-    def mine(turn):
-        return work(tile(turn), warpgroup) if mail is None else mail.read(lax.rem(turn, slots), warpgroup)
+    rows = Rows(refs.start, refs.end, refs.offset, length, keys, options)
+    warpgroup = lax.axis_index("warpgroup")
+    schedule = Schedule(
+        refs,
+        rows,
+        batch,
+        heads,
+        ctas,
+        config.block_kv,
+        size=TILE // config.heads,
+        members=config.heads,
+        whole=config.pingpong,
+        slots=config.buffers + 1,  # they are read after the queries are given back
+    )
+    turns = schedule.turns
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _load(refs, tile, work, mail, turns, group, config)
+        _load(refs, schedule, turns, group, config)
 
     @pl.when(warpgroup < 2)
     def _():
@@ -122,25 +121,24 @@ def _kernel(refs, *, count: int, keys: int, ctas: int, options: Options, config:
         lax.fori_loop(
             0,
             turns,
-            lambda turn, taken: _compute(refs, mine, turn, taken, rows, warpgroup, options, config),
+            lambda turn, taken: _compute(refs, schedule, turn, taken, warpgroup, options, config),
             jnp.int32(0),
         )
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load(refs, tile, work, mail, turns, group: int, config: ForwardConfig):
+def _load(refs, schedule: Schedule, turns, group: int, config: ForwardConfig):
     """What the loading warpgroup does: queries of each tile, then its blocks of keys and values from the last."""
     block, stages, buffers = config.block_kv, config.stages, jnp.int32(config.buffers)
 
     def load_tile(turn, taken):
-        found = tile(turn)
-        row, _, head, low, _, _, high = found
+        tile = schedule.tile(turn)
+        row, _, head, low, _, _, high, *_ = tile
         buffer = lax.rem(turn, buffers)
         pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.q_free.at[buffer]))
         for part in range(2):
-            todo, full = work(found, part), refs.q_full.at[buffer * 2 + part]
-            if mail is not None:
-                mail.post(lax.rem(turn, buffers + 1), part, todo, full)
+            full = refs.q_full.at[buffer * 2 + part]
+            todo = schedule.post(turn, tile, part, full)
             place = (todo.row, pl.ds(todo.first, WARPGROUP_ROWS), todo.head)
             plgpu.copy_gmem_to_smem(refs.q.at[place], refs.q_smem.at[buffer, part], full)
 
@@ -160,21 +158,18 @@ def _load(refs, tile, work, mail, turns, group: int, config: ForwardConfig):
     lax.fori_loop(0, turns, load_tile, jnp.int32(0))
 
 
-def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Options, config: ForwardConfig):
+def _compute(refs, schedule: Schedule, turn, taken, warpgroup, options: Options, config: ForwardConfig):
     """What a computing warpgroup does with a tile; returns how many blocks it has taken in all."""
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
     value_size = refs.v.shape[3]
     buffer = lax.rem(turn, jnp.int32(config.buffers))
     q_smem = refs.q_smem.at[buffer, warpgroup]
     plgpu.barrier_wait(refs.q_full.at[buffer * 2 + warpgroup])
-    batch_index, first, head, low, inner, outer, high, before, behind = mine(turn)
-    bounds = None if refs.start is None else refs.bounds.at[lax.rem(turn, jnp.int32(config.buffers + 1)), warpgroup]
+    batch_index, first, head, low, inner, outer, high, before, behind = schedule.work(turn, warpgroup)
+    rows, bounds = schedule.rows, schedule.bounds(turn, warpgroup)
 
-    def leave(blocks, taken):
-        rings = ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free))
-        return tiles.leave(blocks, taken, stages, rings)
-
-    taken = leave(behind, taken)
+    rings = ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free))
+    taken = leave(behind, taken, stages, rings)
 
     def multiply_keys(s_ref, slot):
         plgpu.barrier_wait(refs.k_full.at[slot])
@@ -264,9 +259,10 @@ def _compute(refs, mine, turn, taken, rows: tiles.Rows, warpgroup, options: Opti
     last = lax.rem(taken + (stages - 1), stages)
     acc: Any = pl.run_state(lambda acc_ref: multiply_values(acc_ref, p, last))(common.accumulator_from(acc))
     plgpu.barrier_arrive(refs.v_free.at[last])
-    taken = leave(before, taken)
+    taken = leave(before, taken, stages, rings)
 
-    batch_index, first, head, low, _, _, high, *_ = mine(lax.optimization_barrier(turn))  # rather than keep them
+    again = schedule.work(lax.optimization_barrier(turn), warpgroup)  # rather than keep them in registers
+    batch_index, first, head, *_ = again
     place = pl.ds(first, WARPGROUP_ROWS)
     factor, lse = _finish(top, total, None if refs.sinks is None else refs.sinks[head], options)
     plgpu.wait_smem_to_gmem(0)

@@ -1,7 +1,4 @@
-"""The Hopper kernels compiled for an H200 at their default block sizes: registers, spills, unserialised products.
-
-At D=128 these are the shipped table's, which measured faster than those that spill nothing.
-"""
+"""The Hopper kernels compiled for an H200 at their default block sizes: no spills, no serialised products."""
 
 import jax.numpy as jnp
 import pytest
@@ -15,12 +12,12 @@ from tests.support.aot import AOT, needs_cuda_plugin
 
 BATCH, LENGTH, HEADS, KEY_HEADS = 4, 4096, 32, 8
 SIZES = [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (192, 192), (256, 256)]
-#: (options, with documents, bytes that a thread of the backward kernels may spill, in loops over masked blocks)
+#: (options, with documents)
 CASES = {
-    "documents and sinks": ({"query_offset": None}, True, 0),
-    "window": ({"sliding_window": 1024}, False, 164),
-    "cap": ({"logits_soft_cap": 50.0}, False, 24),
-    "dropout": ({"dropout_rate": 0.1}, False, 16),
+    "documents and sinks": ({"query_offset": None}, True),
+    "window": ({"sliding_window": 1024}, False),
+    "cap": ({"logits_soft_cap": 50.0}, False),
+    "dropout": ({"dropout_rate": 0.1}, False),
 }
 pytestmark = needs_cuda_plugin
 
@@ -70,13 +67,13 @@ def compiled(aot, size, value_size, options, documents, folder, monkeypatch):
 @pytest.mark.parametrize(("size", "value_size"), SIZES)
 def test_head_sizes(size, value_size, aot, tmp_path, monkeypatch):
     found = compiled(aot, size, value_size, {}, False, tmp_path, monkeypatch)
-    assert found["backward"].spill_bytes <= (40 if size == value_size == 128 else 0)
+    assert found["backward"].spill_bytes == 0
     assert found["forward"].spill_bytes <= (24 if size == 256 else 0)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_options(name, aot, tmp_path, monkeypatch):
-    options, documents, spilled = CASES[name]
+    options, documents = CASES[name]
     found = compiled(aot, 128, 128, options, documents, tmp_path, monkeypatch)
     assert found["forward"].spill_bytes == 0
-    assert found["backward"].spill_bytes <= spilled
+    assert found["backward"].spill_bytes == 0
