@@ -22,7 +22,7 @@ from pallas_kernels.attention.mosaic_sm90 import common, soft_cap
 from pallas_kernels.attention.mosaic_sm90.common import COLUMNS, WARPGROUP_ROWS, broadcast_columns
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DkvConfig
 from pallas_kernels.attention.mosaic_sm90.rows import Rows
-from pallas_kernels.attention.mosaic_sm90.tiles import Schedule, each, leave
+from pallas_kernels.attention.mosaic_sm90.tiles import Schedule, leave
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 
@@ -88,21 +88,16 @@ def _kernel(refs, *, ctas: int, options: Options, config: DkvConfig):
         whole=config.split,
         slots=config.buffers,
     )
-    turns = schedule.turns
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        load = functools.partial(_load, refs, schedule, group=group, parts=parts, config=config)
-        each(turns, config.buffers, load)
+        schedule.each(functools.partial(_load, refs, schedule, group=group, parts=parts, config=config))
 
     def compute(part, wanted):
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        each(
-            turns,
-            config.buffers,
-            lambda turn, taken: _compute(refs, schedule, turn, taken, part, group, wanted, options, config),
-        )
+        given = {"part": part, "group": group, "wanted": wanted, "options": options, "config": config}
+        schedule.each(functools.partial(_compute, refs, schedule, **given))
 
     if config.split:
         pl.when(warpgroup == 0)(lambda: compute(0, "k"))
@@ -142,7 +137,7 @@ def _load(refs, schedule: Schedule, turn, taken, *, group: int, parts: int, conf
     return lax.fori_loop(0, group, load_head, taken)
 
 
-def _compute(refs, schedule: Schedule, turn, taken, part, group: int, wanted: str, options: Options, config):
+def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted: str, options: Options, config):
     """What a computing warpgroup does: the gradients of 64 keys, values or both; returns the blocks taken in all."""
     block, stages, dtype = config.block_q, jnp.int32(config.stages), refs.q.dtype
     buffer, parts = lax.rem(turn, jnp.int32(config.buffers)), 1 if config.split else 2

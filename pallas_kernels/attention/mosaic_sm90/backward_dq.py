@@ -22,7 +22,7 @@ from pallas_kernels.attention.mosaic_sm90 import common, soft_cap
 from pallas_kernels.attention.mosaic_sm90.common import LOG2E, ROWS, WARPGROUP_ROWS, broadcast_rows
 from pallas_kernels.attention.mosaic_sm90.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DqConfig
 from pallas_kernels.attention.mosaic_sm90.rows import Rows
-from pallas_kernels.attention.mosaic_sm90.tiles import Schedule, each, leave
+from pallas_kernels.attention.mosaic_sm90.tiles import Schedule, leave
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 
@@ -103,21 +103,19 @@ def _kernel(refs, *, keys: int, ctas: int, options: Options, config: DqConfig):
         members=config.heads,
         slots=config.buffers,
     )
-    turns = schedule.turns
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        each(turns, config.buffers, lambda turn, taken: _load(refs, schedule, turn, taken, group, config))
+        schedule.each(functools.partial(_load, refs, schedule, group=group, config=config))
 
     @pl.when(warpgroup < 2)
     def _():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        compute = functools.partial(_compute, refs, schedule, warpgroup=warpgroup, options=options, config=config)
-        each(turns, config.buffers, compute)
+        schedule.each(functools.partial(_compute, refs, schedule, warpgroup=warpgroup, options=options, config=config))
 
 
-def _load(refs, schedule: Schedule, turn, taken, group: int, config: DqConfig):
+def _load(refs, schedule: Schedule, turn, taken, *, group: int, config: DqConfig):
     """What the loading warpgroup does: the queries and their cotangents, then keys and values from the last."""
     block, stages, buffers = config.block_kv, config.stages, jnp.int32(config.buffers)
     tile = schedule.tile(turn)
@@ -151,20 +149,24 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     buffer = lax.rem(turn, jnp.int32(config.buffers))
     q_smem, do_smem = refs.q_smem.at[buffer, warpgroup], refs.do_smem.at[buffer, warpgroup]
     plgpu.barrier_wait(refs.q_full.at[buffer * 2 + warpgroup])
-    batch_index, first, head, low, inner, outer, high, before, behind = schedule.work(turn, warpgroup)
+
+    def again():
+        """What is to be done, found again rather than kept in registers."""
+        return schedule.work(lax.optimization_barrier(turn), warpgroup)
+
     statistics = refs.statistics.at[buffer, warpgroup]
     rows, bounds = schedule.rows, schedule.bounds(turn, warpgroup)
     lse, delta = (compat.mosaic_load(statistics.at[number], ROWS) for number in range(2))
     if options.logits_soft_cap is None:
         lse = lse * (options.scale * LOG2E)
-    taken = leave(behind, taken, stages, ((refs.full, refs.free),))
+    taken = leave(again().behind, taken, stages, ((refs.full, refs.free),))
 
     def release(index):
         plgpu.barrier_arrive(refs.free.at[lax.rem(taken + index, stages)])
 
     def gradient(dq_ref):
         def step(masked, index, _):
-            slot, key = lax.rem(taken + index, stages), (high - 1 - index) * block
+            slot = lax.rem(taken + index, stages)
             k_smem, v_smem = refs.k_smem.at[slot], refs.v_smem.at[slot]
             shape = (WARPGROUP_ROWS, block)
 
@@ -176,15 +178,20 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
                 if config.lag:  # what was issued before s is done too
                     pl.when(index > 0)(lambda: release(index - 1))
                 s, factor, slope = soft_cap.capped(s, options, interpreted=refs.interpreted)
+                here = again()
+                key = (here.high - 1 - index) * block
                 if masked:
-                    s = rows.mask(s, batch_index, first, key, bounds)
+                    s = rows.mask(s, here.row, here.first, key, bounds)
                 p = jnp.exp2(s * factor + broadcast_rows(lse, shape))
+                if options.dropout_rate:  # what is dropped is kept as a sign, which needs no registers
+                    number = here.row * refs.q.shape[2] + here.head
+                    keep = common.kept(shape, refs.seed, number, here.first, key, options, False)
+                    p = jnp.where(keep, p, -p)
                 p = p if slope is None else p * slope
                 dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
                 if options.dropout_rate:
-                    number = batch_index * refs.q.shape[2] + head
-                    keep = common.kept(shape, refs.seed, number, first, key, options, False)
-                    dp = jnp.where(keep, dp * (1 / (1 - options.dropout_rate)), 0.0)
+                    dp = jnp.where(p > 0, dp * (1 / (1 - options.dropout_rate)), 0.0)
+                    p = jnp.maximum(p, -p)
                 return (p * (dp + broadcast_rows(delta, shape))).astype(dtype)
 
             ds = pl.run_scoped(products, common.accumulator(*shape), common.accumulator(*shape))
@@ -194,18 +201,21 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
                 release(index)
 
         plain, masked = (functools.partial(step, masked) for masked in (False, True))
-        lax.fori_loop(0, high - outer, masked, None)
-        lax.fori_loop(high - outer, high - inner, plain, None)
+        here = again()
+        lax.fori_loop(0, here.high - here.outer, masked, None)
+        here = again()
+        lax.fori_loop(here.high - here.outer, here.high - here.inner, plain, None)
         if rows.bounded_below:
-            lax.fori_loop(high - inner, high - low, masked, None)
+            here = again()
+            lax.fori_loop(here.high - here.inner, here.high - here.low, masked, None)
         return dq_ref[...]
 
     dq = pl.run_scoped(gradient, common.accumulator(WARPGROUP_ROWS, refs.q.shape[3]))
+    here = again()
     if config.lag:
-        release(high - low - 1)
-    taken = leave(before, taken + (high - low), stages, ((refs.full, refs.free),))
-    again = schedule.work(lax.optimization_barrier(turn), warpgroup)  # rather than keep them in registers
-    batch_index, first, head, *_ = again
+        release(here.high - here.low - 1)
+    taken = leave(here.before, taken + (here.high - here.low), stages, ((refs.full, refs.free),))
+    batch_index, first, head, *_ = again()
     q_smem[...] = (dq * options.scale).astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_smem, refs.dq.at[batch_index, pl.ds(first, WARPGROUP_ROWS), head])

@@ -100,12 +100,12 @@ def forward_config(size: int, value_size: int, options: Options, *, documents: b
 def dq_config(size: int, value_size: int, options: Options, *, documents: bool, grouped: bool) -> DqConfig:
     """Block sizes likewise."""
     largest = max(size, value_size)
-    if largest > 192:
+    if largest > 192 or (largest > 128 and options.dropout_rate):
         return DqConfig(block_kv=32, stages=2)
     if largest > 128:
         return DqConfig(block_kv=64, stages=2)
     if documents:
-        return DqConfig(block_kv=64, stages=2, buffers=2, heads=2 if grouped else 1)
+        return DqConfig(32 if options.dropout_rate else 64, stages=2, buffers=2, heads=2 if grouped else 1)
     if options.sliding_window or options.dropout_rate or options.logits_soft_cap:
         return DqConfig(block_kv=64, stages=4)
     return DqConfig(stages=4 if largest <= 64 else 2)

@@ -106,28 +106,22 @@ def _kernel(refs, *, keys: int, ctas: int, options: Options, config: ForwardConf
         whole=config.pingpong,
         slots=config.buffers + 1,  # they are read after the queries are given back
     )
-    turns = schedule.turns
 
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _load(refs, schedule, turns, group, config)
+        _load(refs, schedule, group, config)
 
     @pl.when(warpgroup < 2)
     def _():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         if config.pingpong:
             pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))
-        lax.fori_loop(
-            0,
-            turns,
-            lambda turn, taken: _compute(refs, schedule, turn, taken, warpgroup, options, config),
-            jnp.int32(0),
-        )
+        schedule.each(functools.partial(_compute, refs, schedule, warpgroup=warpgroup, options=options, config=config))
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load(refs, schedule: Schedule, turns, group: int, config: ForwardConfig):
+def _load(refs, schedule: Schedule, group: int, config: ForwardConfig):
     """What the loading warpgroup does: queries of each tile, then its blocks of keys and values from the last."""
     block, stages, buffers = config.block_kv, config.stages, jnp.int32(config.buffers)
 
@@ -155,21 +149,25 @@ def _load(refs, schedule: Schedule, turns, group: int, config: ForwardConfig):
 
         return lax.fori_loop(0, high - low, load_block, taken)
 
-    lax.fori_loop(0, turns, load_tile, jnp.int32(0))
+    schedule.each(load_tile)
 
 
-def _compute(refs, schedule: Schedule, turn, taken, warpgroup, options: Options, config: ForwardConfig):
+def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Options, config: ForwardConfig):
     """What a computing warpgroup does with a tile; returns how many blocks it has taken in all."""
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
     value_size = refs.v.shape[3]
     buffer = lax.rem(turn, jnp.int32(config.buffers))
     q_smem = refs.q_smem.at[buffer, warpgroup]
     plgpu.barrier_wait(refs.q_full.at[buffer * 2 + warpgroup])
-    batch_index, first, head, low, inner, outer, high, before, behind = schedule.work(turn, warpgroup)
+
+    def again():
+        """What is to be done, found again rather than kept in registers."""
+        return schedule.work(lax.optimization_barrier(turn), warpgroup)
+
     rows, bounds = schedule.rows, schedule.bounds(turn, warpgroup)
 
     rings = ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free))
-    taken = leave(behind, taken, stages, rings)
+    taken = leave(again().behind, taken, stages, rings)
 
     def multiply_keys(s_ref, slot):
         plgpu.barrier_wait(refs.k_full.at[slot])
@@ -188,22 +186,23 @@ def _compute(refs, schedule: Schedule, turn, taken, warpgroup, options: Options,
     def release_keys(index, slot):
         plgpu.barrier_arrive(refs.k_free.at[slot])
         if config.own_output:  # as early as it can be: the other warpgroup may already wait for its next queries
-            pl.when(index == high - 1 - low)(lambda: plgpu.barrier_arrive(refs.q_free.at[buffer]))
+            pl.when(index == again().high - 1 - again().low)(lambda: plgpu.barrier_arrive(refs.q_free.at[buffer]))
 
     bounded = soft_cap.bounded(dtype, options)
 
     def softmax(s, top, index, masked):
         """A block's weights and their sums, what earlier ones are to be multiplied with, and the greatest logit."""
         s, factor, _ = soft_cap.capped(s, options, interpreted=refs.interpreted)
+        here = again()
+        key = (here.high - 1 - index) * block
         if masked:
-            s = rows.mask(s, batch_index, first, (high - 1 - index) * block, bounds)
+            s = rows.mask(s, here.row, here.first, key, bounds)
         new_top = top if bounded else jnp.maximum(top, jnp.max(s, axis=1) * factor)
         p = jnp.exp2(s * factor if bounded else s * factor - broadcast_rows(new_top, s.shape))
         total = jnp.sum(p, axis=1)
         if options.dropout_rate:
-            key = (high - 1 - index) * block
-            number = batch_index * refs.q.shape[2] + head
-            p = jnp.where(common.kept(s.shape, refs.seed, number, first, key, options, False), p, 0.0)
+            number = here.row * refs.q.shape[2] + here.head
+            p = jnp.where(common.kept(s.shape, refs.seed, number, here.first, key, options, False), p, 0.0)
         return p, total, None if bounded else jnp.exp2(top - new_top), new_top
 
     s_shape, acc_shape = (WARPGROUP_ROWS, block), (WARPGROUP_ROWS, value_size)
@@ -251,18 +250,20 @@ def _compute(refs, schedule: Schedule, turn, taken, warpgroup, options: Options,
 
     carry = first_block()
     plain, masked = (functools.partial(later_block, masked) for masked in (False, True))
-    carry = lax.fori_loop(1, high - outer, masked, carry)
-    carry = lax.fori_loop(jnp.maximum(high - outer, 1), high - inner, plain, carry)
+    here = again()
+    carry = lax.fori_loop(1, here.high - here.outer, masked, carry)
+    here = again()
+    carry = lax.fori_loop(jnp.maximum(here.high - here.outer, 1), here.high - here.inner, plain, carry)
     if rows.bounded_below:
-        carry = lax.fori_loop(jnp.maximum(high - inner, 1), high - low, masked, carry)
+        here = again()
+        carry = lax.fori_loop(jnp.maximum(here.high - here.inner, 1), here.high - here.low, masked, carry)
     acc, top, total, p, taken = carry
     last = lax.rem(taken + (stages - 1), stages)
     acc: Any = pl.run_state(lambda acc_ref: multiply_values(acc_ref, p, last))(common.accumulator_from(acc))
     plgpu.barrier_arrive(refs.v_free.at[last])
-    taken = leave(before, taken, stages, rings)
+    taken = leave(again().before, taken, stages, rings)
 
-    again = schedule.work(lax.optimization_barrier(turn), warpgroup)  # rather than keep them in registers
-    batch_index, first, head, *_ = again
+    batch_index, first, head, *_ = again()
     place = pl.ds(first, WARPGROUP_ROWS)
     factor, lse = _finish(top, total, None if refs.sinks is None else refs.sinks[head], options)
     plgpu.wait_smem_to_gmem(0)

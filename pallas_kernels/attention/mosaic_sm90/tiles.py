@@ -87,14 +87,14 @@ class Schedule:
             "bounds": plgpu.SMEM((slots, parts, 2, WARPGROUP_ROWS), jnp.int32),
         }
 
-    @property
-    def turns(self) -> Array:
-        """How many tiles this thread block takes."""
+    def each(self, body: Callable[[Array, Array], Array]) -> None:
+        """Take this thread block's tiles in turn: `body(turn, blocks taken so far)` returns the blocks taken now."""
         total = self.batch * self._tiles * (TILE // self.size) * (self.heads // self.members)
-        whole, rest = divmod(total, self.ctas)
-        if rest == 0:
-            return jnp.int32(whole)
-        return whole + (self._place(jnp.int32(whole)) < rest).astype(jnp.int32)
+        start = jnp.int32(0), jnp.int32(0)
+        if self.ctas == total:
+            body(*start)
+        else:  # asked anew each turn: how many there are is not kept in a register
+            lax.while_loop(lambda state: self._place(state[0]) < total, lambda s: (s[0] + 1, body(*s)), start)
 
     @property
     def _tiles(self) -> int:
@@ -102,14 +102,14 @@ class Schedule:
         return pl.cdiv(self.rows.length, TILE)
 
     def _place(self, turn: Array) -> Array:
-        """Where in its round a turn's tile stands."""
+        """Where in the order a turn's tile stands."""
         cta = lax.axis_index("cta")
-        return jnp.where(lax.rem(turn, jnp.int32(2)) == 0, cta, self.ctas - 1 - cta)
+        return turn * self.ctas + jnp.where(lax.rem(turn, jnp.int32(2)) == 0, cta, self.ctas - 1 - cta)
 
     def tile(self, turn: Array) -> Work:
         """The tile of a turn, all of it."""
         parts, groups = TILE // self.size, self.heads // self.members
-        place = turn * self.ctas + self._place(turn)
+        place = self._place(turn)
         place, part = lax.div(place, jnp.int32(parts)), lax.rem(place, jnp.int32(parts))
         rank, group = lax.div(place, jnp.int32(groups)), lax.rem(place, jnp.int32(groups))
         if self.refs.order is not None:
@@ -192,17 +192,3 @@ def leave(blocks: Array | int, taken: Array, stages: Array, rings: Sequence[tupl
         return taken + 1
 
     return lax.fori_loop(0, blocks, one, taken)
-
-
-def each(turns: Array, buffers: int, body: Callable[[Array, Array], Array]) -> None:
-    """Take a thread block's tiles in turn: `body(turn, blocks taken so far)` returns the blocks taken now.
-
-    Args:
-        turns: how many tiles.
-        buffers: tiles in shared memory; with 1 a thread block takes one tile alone.
-        body: for one tile.
-    """
-    if buffers == 1:
-        body(jnp.int32(0), jnp.int32(0))
-    else:
-        lax.fori_loop(0, turns, body, jnp.int32(0))
