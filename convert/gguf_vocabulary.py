@@ -17,11 +17,23 @@ from convert.files import read_json
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST_AND_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cased(ending: str) -> str:
+    """Words cut where their case changes, with what may follow each of them."""
+    first = r"[^\r\n\p{L}\p{N}]?"
+    return f"{first}{_UPPER}*{_LOWER}+{ending}|{first}{_UPPER}+{_LOWER}*{ending}|"
+
+
 #: (regular expression, ignore_merges) -> llama.cpp's name.
 _SPLITS = {
     (_CONTRACTIONS + r"\p{N}{1,3}" + _REST, True): "llama-bpe",
     (_CONTRACTIONS + r"\p{N}{1,3}" + _REST, False): "dbrx",
     (_CONTRACTIONS + r"\p{N}" + _REST, False): "qwen2",
+    (_cased("") + r"\p{N}" + _REST_AND_SLASHES, True): "tekken",
+    (_cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"\p{N}{1,3}" + _REST_AND_SLASHES, False): "gpt-4o",
 }
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 

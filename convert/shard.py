@@ -3,7 +3,7 @@
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +12,10 @@ import numpy as np
 
 from convert.errors import ConvertError
 from convert.tensor_file import Layout
-from convert.unfinished import Unfinished, damaged
+from convert.unfinished import Unfinished, gap, misread
 
 Monitor = Callable[[int, int], None]
-_FLUSH = 2**27  # bytes
+_CHECK = 2**27  # bytes that are flushed and read back together
 
 
 class Part(NamedTuple):
@@ -61,15 +61,19 @@ class Counter:
 
 
 class Shard:
-    """One file while it is being written, under a temporary name."""
+    """One file while it is being written, under a temporary name.
+
+    What was written is flushed and read back while the next parts are computed.
+    """
 
     def __init__(
-        self, file: Path, layout: Layout, allow: bool, stop: threading.Event, counter: Counter, flusher: Executor
+        self, file: Path, layout: Layout, allow: bool, stop: threading.Event, counter: Counter, checker: Executor
     ):
         self.file, self.layout, self.allow, self.stop, self.counter = file, layout, allow, stop, counter
-        self.parts: list[tuple[int, int, int]] = []  # (offset, bytes, checksum)
+        self.parts: list[tuple[int, int, int]] = []  # (offset, bytes, checksum), checked
+        self.written: list[tuple[int, int, int]] = []  # not yet
         self.nonfinite: list[str] = []
-        self.flusher, self.flushes, self.unflushed = flusher, [], 0
+        self.checker, self.checks, self.unchecked = checker, [], 0
         self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.ftruncate(self.descriptor, layout.size)
         self._write(0, np.frombuffer(layout.header, np.uint8))
@@ -93,32 +97,41 @@ class Shard:
             self._write(info.start + part.first * np.dtype(info.dtype).itemsize, values)
 
     def close(self, state: Unfinished, name: str) -> None:
-        """Flush the file, read it back, compare, and give it its name."""
+        """Flush the file, check what is not checked yet, and give it its name."""
         try:
-            for flushed in self.flushes:  # an error is told once, to the first who asks
-                flushed.result()
+            for check in self.checks:  # an error is told once, to the first who asks
+                check.result()
             os.fsync(self.descriptor)
+            self._check(self.written)
+            parts = sorted(self.parts)
+            missing = gap(parts, os.fstat(self.descriptor).st_size)
         finally:
             os.close(self.descriptor)
-        parts = sorted(self.parts)
-        if sum(size for _, size, _ in parts) != self.layout.size:
-            raise ConvertError(f"{self.file}: not every tensor was made whole")
-        wrong = damaged(self.file, parts, self.counter.add)
-        if wrong:
-            raise ConvertError(f"{self.file}: {wrong}; the disk or the memory is faulty")
+        if missing:
+            raise ConvertError(f"{self.file}: {missing}: not every tensor was made whole")
         state.done(name, {"size": self.layout.size, "parts": parts, "nonfinite": self.nonfinite})
 
     def _write(self, offset: int, values: np.ndarray) -> None:
-        self.parts.append((offset, values.nbytes, zlib.crc32(values.data)))
+        part = offset, values.nbytes, zlib.crc32(values.data)
         view = values.data
         while view:
             count = os.pwrite(self.descriptor, view, offset)
             view, offset = view[count:], offset + count
         self.counter.add(values.nbytes)
-        self.unflushed += values.nbytes
-        if self.unflushed >= _FLUSH:  # early, so that the disk is busy while the next parts are computed
-            self.unflushed = 0
-            self.flushes.append(self.flusher.submit(os.fdatasync, self.descriptor))
+        self.written.append(part)
+        self.unchecked += values.nbytes
+        if self.unchecked >= _CHECK:
+            *parts, last = self.written  # the next part may still be written to its last page
+            self.written, self.unchecked = [last], last[1]
+            self.checks.append(self.checker.submit(self._check, parts))
+
+    def _check(self, parts: Sequence[tuple[int, int, int]]) -> None:
+        """Bring parts to the disk, read them back and compare."""
+        os.fdatasync(self.descriptor)
+        wrong = misread(self.descriptor, parts, self.counter.add)
+        if wrong:
+            raise ConvertError(f"{self.file}: {wrong}; the disk or the memory is faulty")
+        self.parts += parts
 
 
 def is_finite(values: np.ndarray) -> bool:

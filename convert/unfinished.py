@@ -7,6 +7,7 @@ each file that is finished, a lock, and while an earlier folder is being replace
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import shutil
 import zlib
@@ -123,22 +124,48 @@ class Unfinished:
             self.remove()
 
 
-def damaged(file: Path, parts: Sequence[Sequence[int]], told: Callable[[int], None] = lambda count: None) -> str:
-    """Read a file from the disk and compare with the checksums; what is wrong, in words, or nothing."""
-    buffer = np.empty(_PART, np.uint8)
+def damaged(file: Path, parts: Sequence[Sequence[int]]) -> str:
+    """Read a file from the disk and compare with its checksums; what is wrong, in words, or nothing.
+
+    Args:
+        file: The file.
+        parts: (offset, bytes, checksum) of all of it, in order.
+    """
     with open(file, "rb", buffering=0) as stream:
-        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is read is on the disk
-        position = 0
-        for offset, size, expected in parts:
-            if offset != position:
-                return f"bytes {position} to {offset} were never written"
-            position, checksum, left = offset + size, 0, size
-            while left:
-                count = stream.readinto(buffer[: min(left, _PART)].data)
-                if not count:
-                    return f"it ends at byte {position - left}"
-                checksum, left = zlib.crc32(buffer[:count].data, checksum), left - count
-            if checksum != expected:
-                return f"bytes {offset} to {position} read back are not what was written"
-            told(size)
-        return "it goes on after its last tensor" if stream.read(1) else ""
+        return gap(parts, os.fstat(stream.fileno()).st_size) or misread(stream.fileno(), parts)
+
+
+def gap(parts: Sequence[Sequence[int]], total: int) -> str:
+    """Where parts, in order, do not cover a file of so many bytes; in words, or nothing."""
+    position = 0
+    for offset, size, _ in parts:
+        if offset != position:
+            return f"bytes {position} to {offset} were never written"
+        position += size
+    return "" if position == total else f"it has {total} bytes, of which {position} were written"
+
+
+def misread(descriptor: int, parts: Sequence[Sequence[int]], told: Callable[[int], None] = lambda count: None) -> str:
+    """Read parts of an open file from the disk and compare with their checksums; what is wrong, in words, or nothing.
+
+    Args:
+        descriptor: Of the file; what is not flushed may come from memory.
+        parts: (offset, bytes, checksum) of each.
+        told: Called with the bytes of each part that is right.
+    """
+    buffer = np.empty(_PART, np.uint8)
+    first = min((offset for offset, _, _ in parts), default=0)
+    last = max((offset + size for offset, size, _ in parts), default=0)
+    first, last = first - first % mmap.PAGESIZE, last + -last % mmap.PAGESIZE
+    os.posix_fadvise(descriptor, first, last - first, os.POSIX_FADV_DONTNEED)  # what is read is on the disk
+    for offset, size, expected in parts:
+        checksum, done = 0, 0
+        while done < size:
+            count = os.preadv(descriptor, [buffer[: min(size - done, _PART)].data], offset + done)
+            if not count:
+                return f"it ends at byte {offset + done}"
+            checksum, done = zlib.crc32(buffer[:count].data, checksum), done + count
+        if checksum != expected:
+            return f"bytes {offset} to {offset + size} read back are not what was written"
+        told(size)
+    return ""

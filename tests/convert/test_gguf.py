@@ -191,6 +191,46 @@ def test_the_space_in_front(tmp_path, step, added):
     assert read_vocabulary(tmp_path, 2).add_space_prefix is added
 
 
+#: As they stand in the tokenizer.json of Llama 3, Qwen 2, Mistral Nemo and Phi-4-mini.
+SPLITS = {
+    "llama-bpe": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+        True,
+    ),
+    "qwen2": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+        False,
+    ),
+    "tekken": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        True,
+    ),
+    "gpt-4o": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_ways_to_cut_text_up(tmp_path, name):
+    expression, ignore_merges = SPLITS[name]
+    steps = [
+        {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ]
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": [], "ignore_merges": ignore_merges}
+    raw = {"model": model, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    assert read_vocabulary(tmp_path, 1).pre == name
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from convert import unfinished
+from convert import shard, unfinished
 from convert.checkpoint import open_checkpoint, write_config
 from convert.errors import ConvertError
 from convert.output import Job, Part, is_finite, write_folder
@@ -177,15 +177,18 @@ def test_a_full_disk(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_read_back_must_be_what_was_written(tmp_path, monkeypatch):
-    original = os.fsync
+@pytest.mark.parametrize(("call", "together"), [("fsync", 2**27), ("fdatasync", 64)])
+def test_what_is_read_back_must_be_what_was_written(tmp_path, monkeypatch, call, together):
+    """Whether it is checked at the end or, a part at a time, before."""
+    original = getattr(os, call)
 
     def faulty(descriptor):
         original(descriptor)
         if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".part"):
             os.pwrite(descriptor, b"\x01", 1000)
 
-    monkeypatch.setattr(os, "fsync", faulty)
+    monkeypatch.setattr(os, call, faulty)
+    monkeypatch.setattr(shard, "_CHECK", together)
     with pytest.raises(ConvertError, match="read back are not what was written; the disk or the memory is faulty"):
         write(tmp_path / "out", five())
     assert list(tmp_path.iterdir()) == []
