@@ -1,7 +1,7 @@
 """A new model folder, written tensor by tensor: resumable, checked, and under its name only when it is whole.
 
 What is to be written is known from headers before anything is read: every shard's size and the place of each tensor in
-it. One thread computes parts of tensors and writes them where they belong; another flushes the shard before, reads it
+it. Two threads compute parts of tensors and write them where they belong; another brings them to the disk, reads them
 back and compares checksums. So memory holds a few parts, whatever the size of a tensor or a shard.
 
 Until it is whole the folder lies in ``.NAME.converting`` beside its final place, with a description of what it is made
@@ -30,7 +30,7 @@ from convert.unfinished import Unfinished
 __all__ = ["Job", "Monitor", "Part", "Written", "is_finite", "write_folder"]
 
 FORMAT = 1  # of the description; one of another version is begun anew
-THREADS = 1  # that compute: with the one that checks they fill two cores
+THREADS = 2  # that compute; the one that checks mostly waits for the disk
 _ROOM = 2**24  # bytes for config, tokenizer and the like, beside the weights
 
 

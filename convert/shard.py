@@ -72,8 +72,9 @@ class Shard:
         self.file, self.layout, self.allow, self.stop, self.counter = file, layout, allow, stop, counter
         self.parts: list[tuple[int, int, int]] = []  # (offset, bytes, checksum), checked
         self.written: list[tuple[int, int, int]] = []  # not yet
+        self.begins, self.ends = {layout.size}, {0}  # where what is written begins and ends
         self.nonfinite: list[str] = []
-        self.checker, self.checks, self.unchecked = checker, [], 0
+        self.checker, self.checks, self.unchecked, self.lock = checker, [], 0, threading.Lock()
         self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.ftruncate(self.descriptor, layout.size)
         self._write(0, np.frombuffer(layout.header, np.uint8))
@@ -113,17 +114,22 @@ class Shard:
 
     def _write(self, offset: int, values: np.ndarray) -> None:
         part = offset, values.nbytes, zlib.crc32(values.data)
-        view = values.data
+        view, end = values.data, offset + values.nbytes
         while view:
-            count = os.pwrite(self.descriptor, view, offset)
-            view, offset = view[count:], offset + count
+            count = os.pwrite(self.descriptor, view, end - len(view))
+            view = view[count:]
         self.counter.add(values.nbytes)
-        self.written.append(part)
-        self.unchecked += values.nbytes
-        if self.unchecked >= _CHECK:
-            *parts, last = self.written  # the next part may still be written to its last page
-            self.written, self.unchecked = [last], last[1]
-            self.checks.append(self.checker.submit(self._check, parts))
+        with self.lock:
+            self.written.append(part)
+            self.begins.add(offset)
+            self.ends.add(end)
+            self.unchecked += values.nbytes
+            if self.unchecked < _CHECK:
+                return
+            # Not what shares a page of the disk with what is still to be written.
+            ready = [part for part in self.written if part[0] in self.ends and part[0] + part[1] in self.begins]
+            self.written, self.unchecked = sorted({*self.written}.difference(ready)), 0
+        self.checks.append(self.checker.submit(self._check, ready))
 
     def _check(self, parts: Sequence[tuple[int, int, int]]) -> None:
         """Bring parts to the disk, read them back and compare."""
