@@ -15,6 +15,7 @@ PATTERNS = (
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 _SUBFOLDERS = ("*/*",)  # other formats of the same weights, as a rule
+_WEIGHTS = ("*.safetensors",)
 
 
 class Source(NamedTuple):
@@ -47,7 +48,7 @@ def split(name: str | os.PathLike[str]) -> tuple[str, str | None]:
     return repository, revision or None
 
 
-def fetch(name: str | os.PathLike[str], revision: str | None = None) -> Source:
+def fetch(name: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Source:
     """Find a model or adapter folder, and download it where it is a name on the hub.
 
     Args:
@@ -55,6 +56,7 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None) -> Source:
             HF_TOKEN say is respected.
         revision: Branch, tag or commit on the hub; None for its main branch as it is now (offline: as it was). Not both
             here and in the name.
+        weights: Whether the files of weights are wanted too.
 
     Returns:
         The folder, and the commit that it is.
@@ -89,7 +91,7 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None) -> Source:
             text,
             revision=wanted,
             allow_patterns=list(PATTERNS),
-            ignore_patterns=list(_SUBFOLDERS),
+            ignore_patterns=[*_SUBFOLDERS, *(() if weights else _WEIGHTS)],
             local_files_only=constants.HF_HUB_OFFLINE,
         )
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):

@@ -81,8 +81,9 @@ def load_run_tokenizer(config: TrainConfig) -> "PreTrainedTokenizerFast":
     Raises:
         ConfigError: a model that is not to be found, or has no tokenizer that can be loaded; new tokens that it knows.
     """
-    adapter = None if config.lora.adapter is None else located(config, "lora.adapter").folder
-    return tokenizer_for(located(config, "model.model_name").folder, config.model.new_tokens, adapter)
+    adapter = None if config.lora.adapter is None else located(config, "lora.adapter", weights=False).folder
+    model = located(config, "model.model_name", weights=False).folder
+    return tokenizer_for(model, config.model.new_tokens, adapter)
 
 
 def load_datasets(

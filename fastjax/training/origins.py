@@ -18,12 +18,13 @@ _WANTED = {
 }
 
 
-def located(config: TrainConfig, key: str) -> Source:
+def located(config: TrainConfig, key: str, *, weights: bool = True) -> Source:
     """The folder of a model or an adapter, downloaded where it is a name on the hub.
 
     Args:
         config: the settings.
         key: "model.model_name" or "lora.adapter".
+        weights: whether its weights are wanted too.
 
     Raises:
         ConfigError: it is not to be found.
@@ -31,7 +32,7 @@ def located(config: TrainConfig, key: str) -> Source:
     section, _, field = key.partition(".")
     name = getattr(getattr(config, section), field)
     try:
-        source = fetch(name)
+        source = fetch(name, weights=weights)
     except ConvertError as error:
         raise ConfigError(f"{key}: expected {_WANTED[key]}: {error}") from error
     if not source.folder.is_dir():

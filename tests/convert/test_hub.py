@@ -65,22 +65,24 @@ def test_a_folder_is_itself(tmp_path):
 
 
 def test_online_the_commit_is_pinned_and_a_renamed_repository_refused(cache, monkeypatch):
-    asked = []
+    asked, skipped = [], []
     info = types.SimpleNamespace(id="org/model", sha=FIRST)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, revision=None: info)
 
     def download(name, **options):
         asked.append((name, options["revision"], options["local_files_only"]))
+        skipped.append([pattern for pattern in options["ignore_patterns"] if pattern in options["allow_patterns"]])
         return str(cache / "snapshots" / FIRST)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert fetch("org/model").revision == FIRST
-    assert asked == [("org/model", FIRST, False)]
+    assert fetch("org/model", weights=False).revision == FIRST
+    assert asked == [("org/model", FIRST, False)] * 2 and skipped == [[], ["*.safetensors"]]
     info.id = "elsewhere/model"
     with pytest.raises(ConvertError, match="org/model: this repository is called elsewhere/model now"):
         fetch("org/model")
-    assert len(asked) == 1
+    assert len(asked) == 2
 
 
 def test_a_revision_in_the_name(cache, tmp_path):
