@@ -1,5 +1,6 @@
 """Tiny model folders, one a family, that have a place in a GGUF file."""
 
+import copy
 import json
 
 import ml_dtypes
@@ -113,7 +114,7 @@ FAMILY_CASES = {
 
 
 def config_of(kind, **changes):
-    fields = FAMILY_CASES[kind][0]
+    fields, changes = copy.deepcopy((FAMILY_CASES[kind][0], changes))  # transformers writes into what it is given
     if kind == "gemma3":
         return {"model_type": kind, "text_config": SIZES | GEMMA3 | {"model_type": "gemma3_text"} | changes}
     return SIZES | {"model_type": kind} | fields | changes
