@@ -160,7 +160,7 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
     checkpoint = open_checkpoint(folder)
     file = checkpoint.folder / CONFIG
     _check_quantization(checkpoint.config, file)
-    family = family_for(checkpoint.config, file)
+    family = family_for(checkpoint.config, file).named_as(checkpoint.names)
     rows = {row.path: row for row in family.rows(checkpoint.config, file)}
     _check_names(checkpoint, family, rows)
     return Weights(checkpoint, family, rows)
@@ -237,6 +237,8 @@ def save(
     if config is None:
         config = read_json(Path(origin or "") / CONFIG)
     family = family_for(config)
+    if family.others and origin is not None:
+        family = family.named_as(open_checkpoint(origin).names)
     rows = {row.path: row for row in family.rows(config)}
     seen: dict[str, Tensor] = {}  # NF4 tensors without their arrays; an empty array for the others
 

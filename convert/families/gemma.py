@@ -1,7 +1,7 @@
 """Gemma 1, 2 and 3, the text half of Gemma 3 with a vision tower included."""
 
 from convert.families.blocks import ATTENTION, MLP, QK_NORM, family, norm
-from convert.families.table import Ignored, nested
+from convert.families.table import Family, Ignored, nested
 
 _BIASES = {"attention_bias": ("qkv_bias", "o_bias")}
 _AROUND_MLP = (
@@ -44,13 +44,24 @@ GEMMA3_TEXT = family(
     },
     switches=_BIASES,
 )
-GEMMA3 = nested(
-    GEMMA3_TEXT,
-    model_type="gemma3",
-    files={"model.": "language_model.model.", "lm_head": "language_model.lm_head"},
-    modules={"model.": "model.language_model."},
-    ignored=(
-        Ignored(r"vision_tower\..*", "of the vision tower; only text is trained", copied=True),
-        Ignored(r"multi_modal_projector\..*", "of the vision tower; only text is trained", copied=True),
-    ),
+
+
+def _with_vision_tower(files: dict[str, str], beside: str, others: tuple[Family, ...] = ()) -> Family:
+    """Gemma 3 as `Gemma3ForConditionalGeneration` has it, with the names that a checkpoint gives its parts."""
+    reason = "of the vision tower; only text is trained"
+    names = (rf"{beside}vision_tower\..*", rf"{beside}multi_modal_projector\..*")
+    return nested(
+        GEMMA3_TEXT,
+        model_type="gemma3",
+        files=files,
+        modules={"model.": "model.language_model."},
+        ignored=tuple(Ignored(name, reason, copied=True) for name in names),
+        others=others,
+    )
+
+
+#: As the classes of transformers have been called since 4.52; files on the Hub keep the earlier names.
+_BY_CLASS = _with_vision_tower({"model.": "model.language_model.", "lm_head": "lm_head"}, r"model\.")
+GEMMA3 = _with_vision_tower(
+    {"model.": "language_model.model.", "lm_head": "language_model.lm_head"}, "", others=(_BY_CLASS,)
 )

@@ -7,7 +7,7 @@ both in from a config.json. A new family is a new table, no new code here.
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +82,7 @@ class Family:
         defaults: What transformers takes for fields that config.json leaves out, where it is not Llama's.
         section: Key of config.json under which the text model's fields are; None: they stand at the top.
         modules: How names of modules in transformers and PEFT begin where the checkpoint's tensors begin otherwise.
+        others: The same family under other names in files, as other versions of the libraries write them.
     """
 
     model_type: str
@@ -92,6 +93,16 @@ class Family:
     defaults: Config = field(default_factory=dict)
     section: str | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
+    others: "tuple[Family, ...]" = ()
+
+    def named_as(self, names: Iterable[str]) -> "Family":
+        """The family itself, or the one of `others` whose layers a checkpoint's names have."""
+        names = list(names)
+        for family in self.others:
+            start = next(row.name for row in family.table if "{i}" in row.name).partition("{i}")[0]
+            if any(name.startswith(start) for name in names):
+                return family
+        return self
 
     def text_config(self, config: Config, file: str | os.PathLike[str] = "config.json") -> Config:
         """The fields of the text model.
@@ -172,6 +183,7 @@ def nested(
     files: Mapping[str, str],
     modules: Mapping[str, str],
     ignored: tuple[Ignored, ...],
+    others: tuple[Family, ...] = (),
 ) -> Family:
     """The family of checkpoints in which a family's model is one half.
 
@@ -181,6 +193,7 @@ def nested(
         files: How a tensor's name begins in the family's own checkpoints -> how it begins in these.
         modules: How a module's name begins in the family's own models -> how it begins in these.
         ignored: The rest.
+        others: The same under other names.
     """
     own = tuple(replace(rule, pattern=rf"(language_model\.)?{rule.pattern}") for rule in family.ignored)
     whole = replace(family, section="text_config")
@@ -192,6 +205,7 @@ def nested(
         dimensions=lambda config, file: family.dimensions(whole.text_config(config, file), file),
         flags=lambda config, file: family.flags(whole.text_config(config, file), file),
         modules={files[start]: modules.get(start, start) for start in files},
+        others=others,
     )
 
 

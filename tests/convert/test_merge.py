@@ -329,14 +329,17 @@ def test_products_in_small_pieces(shape):
     np.testing.assert_allclose(product(left, right), exact, atol=1e-6 * rank)  # float32 sums of `rank` terms
 
 
-def test_beside_a_vision_tower(tmp_path):
+@pytest.mark.parametrize("beside", ["", "model."], ids=["as on the hub", "by class"])
+def test_beside_a_vision_tower(tmp_path, beside):
     """The text half is merged and quantised under the names that these checkpoints have; the tower is copied."""
     text = FAMILIES_CONFIGS["gemma3_text"]
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {"model_type": "siglip_vision_model"}}
-    family = family_for(config)
+    tower = f"{beside}vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight"
+    layers = "model.language_model.layers." if beside else "language_model.model.layers."
+    family = family_for(config).named_as([f"{layers}0.self_attn.q_proj.weight", tower])
     rng = np.random.default_rng(0)
     tensors = {row.name: rng.standard_normal(row.shape).astype(np.float32) for row in family.rows(config)}
-    tower = "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight"
+    assert any(name.startswith(layers) for name in tensors)
     tensors[tower] = rng.standard_normal((4, 4)).astype(np.float32)
     write_checkpoint(tmp_path / "base", tensors.items(), config)
     weights = open_weights(tmp_path / "base")

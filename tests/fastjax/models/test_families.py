@@ -152,16 +152,24 @@ def test_greedy_answers_are_the_likeliest_tokens(family, folders):
     assert likeliest[len(prompt) - 1 : -1].tolist() == answer
 
 
-def test_a_text_model_beside_a_vision_tower(tmp_path):
+#: How names begin in files on the Hub -> as the classes of transformers have been called since 4.52.
+BY_CLASS = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
+
+
+@pytest.mark.parametrize("by_class", [False, True])
+def test_a_text_model_beside_a_vision_tower(tmp_path, by_class):
     """It is the text model; the other tensors are read past, and stand in what is saved as they were."""
-    tensors = tiny.arrays(NESTED)
-    other = {name: np.full((3, 2), 7, np.float32) for name in ("vision_tower.a.weight", "multi_modal_projector.b")}
+    tensors, beside = tiny.arrays(NESTED), "model." if by_class else ""
+    renamed = {name.replace("language_model.", "", 1): array for name, array in tensors.items()}
+    for start, other in BY_CLASS.items() if by_class else ():
+        tensors = {name.replace(start, other): array for name, array in tensors.items()}
+    names = (f"{beside}vision_tower.a.weight", f"{beside}multi_modal_projector.b")
+    other = {name: np.full((3, 2), 7, np.float32) for name in names}
     tiny.write_folder(tmp_path / "whole", NESTED, tensors | other)
     model = tiny.model(tmp_path / "whole", None, full_finetuning=True)
     text = NESTED["text_config"]
     assert dataclasses.replace(model.config, model_type="gemma3_text") == ModelConfig.from_hf(text)
     assert ModelConfig.from_hf(model.config.to_hf()) == model.config
-    renamed = {name.replace("language_model.", "", 1): array for name, array in tensors.items()}
     alone = tiny.model(tiny.write_folder(tmp_path / "text", text, renamed), None)
     tokens = tiny.documents(text, (20,))[0][None]
     assert np.array_equal(tiny.logits(model, tokens), tiny.logits(alone, tokens))
