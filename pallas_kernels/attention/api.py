@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import checks, config, ranges
+from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.implementations import IMPLEMENTATIONS, NEEDS_RANGES
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
@@ -112,13 +113,16 @@ def attention(
 
     forward, backward = _chosen(
         config.forced() if implementation is None else implementation,
-        (q, k, v),
+        Call(
+            dispatch.target(),
+            *(q, k, v),
+            options,
+            ranges=segment_ranges is not None,
+            segments=segment_ids is not None,
+            offset=place,
+            sinks=sinks is not None,
+        ),
         disorder=lambda: _disorder(segment_ids, kv_segment_ids),
-        ranges=segment_ranges is not None,
-        segments=segment_ids is not None,
-        offset=place,
-        sinks=sinks is not None,
-        options=options,
         lse_gradient=return_lse,
     )
     if segment_ids is not None and not NEEDS_RANGES.isdisjoint((forward, backward)):
@@ -167,14 +171,12 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _chosen(
     implementation: str | Sequence[str | None] | None,
-    arrays: tuple[JaxArray, JaxArray, JaxArray],
+    call: Call,
     *,
     disorder: Callable[[], str | None],
     lse_gradient: bool,
-    **call,
 ) -> tuple[str, str]:
     """The implementations of the forward and of the backward pass."""
-    target = dispatch.target()
     pair = (
         (implementation, implementation)
         if implementation is None or isinstance(implementation, str)
@@ -188,17 +190,17 @@ def _chosen(
     both = pair[0] == pair[1]
 
     def reason(name: str, direction: str) -> str | None:
-        if name in NEEDS_RANGES and call["segments"]:
-            return disorder() or IMPLEMENTATIONS[name].unsupported(target, *arrays, **call | {"ranges": True})
+        if name in NEEDS_RANGES and call.segments:
+            return disorder() or IMPLEMENTATIONS[name].unsupported(call._replace(ranges=True))
         if name == "cudnn" and direction == "backward" and lse_gradient:
             return "its backward pass takes no gradient of the log-sum-exp, which return_lse=True asks for"
-        return IMPLEMENTATIONS[name].unsupported(target, *arrays, **call)
+        return IMPLEMENTATIONS[name].unsupported(call)
 
     forward, backward = (
         dispatch.select(
             "attention" if both else f"attention ({direction})",
             name,
-            [(candidate, reason(candidate, direction)) for candidate in config.preference(target, direction)],
+            [(candidate, reason(candidate, direction)) for candidate in config.preference(call.target, direction)],
         )
         for direction, name in zip(("forward", "backward"), pair, strict=True)
     )

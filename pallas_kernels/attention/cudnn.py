@@ -18,43 +18,18 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention import cudnn_documents
+from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.mask import Mask, queries_of, visible
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import SegmentRanges
-from pallas_kernels.dispatch import Target
 
 # Finite, because cuDNN subtracts two of them where a row is masked throughout; JAX's constants for the same purpose.
 _MASKED = {jnp.dtype(jnp.bfloat16): -(2.0**41), jnp.dtype(jnp.float16): -(2.0**15)}
 
 
-def unsupported(
-    target: Target,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    ranges: bool,
-    segments: bool,
-    offset: int | str,
-    sinks: bool,
-    options: Options,
-) -> str | None:
-    """Why cuDNN cannot serve a call on the target, or None when it can.
-
-    Args:
-        target: the device to plan for.
-        q: queries [B, S, H, D].
-        k: keys [B, T, K, D].
-        v: values [B, T, K, Dv].
-        ranges: whether the documents are given as ranges.
-        segments: whether they are given as ids.
-        offset: the position of the first query among the keys, or a clause on why it is not known.
-        sinks: whether there are sinks.
-        options: the call's.
-
-    Returns:
-        One clause, or None.
-    """
+def unsupported(call: Call) -> str | None:
+    """Why cuDNN cannot serve a call, in one clause, or None when it can."""
+    target, q, k, v, options = call.target, call.q, call.k, call.v, call.options
     capability = target.compute_capability
     length, size, keys = q.shape[1], q.shape[3], k.shape[1]
     if target.platform != "cuda" or capability is None or capability < (8, 0):
@@ -66,17 +41,17 @@ def unsupported(
         return f"the head size must be a multiple of 8 and at most {largest} on {target}, not {size}"
     if v.shape[3] != size:
         return f"it takes values of the keys' size {size}, not {v.shape[3]}"
-    for name, given in (("soft cap", options.logits_soft_cap is not None), ("sinks", sinks)):
+    for name, given in (("soft cap", options.logits_soft_cap is not None), ("sinks", call.sinks)):
         if given:
             return f"XLA passes no {name} to cuDNN's attention"
     if options.dropout_rate > 0.0:
         return "its dropout has a generator of its own, which drops other weights"
-    if options.causal and not (offset == 0 and length == keys):
-        where = offset if isinstance(offset, str) else f"position {offset}"
+    if options.causal and not (call.offset == 0 and length == keys):
+        where = call.offset if isinstance(call.offset, str) else f"position {call.offset}"
         return f"its causal mask is for as many queries as keys, from position 0: not {length} over {keys}, at {where}"
     if options.sliding_window is not None and not options.causal:
         return "its sliding window is for causal attention"
-    if (segments or ranges) and (length % 2 or keys % 2):
+    if (call.segments or call.ranges) and (length % 2 or keys % 2):
         return f"its backward pass with a mask needs even lengths, not {length} queries and {keys} keys"
     return None
 

@@ -2,14 +2,11 @@
 
 Each is a module with three functions:
 
-    unsupported(target, q, k, v, *, ranges, segments, offset, sinks, options) -> str | None
+    unsupported(call) -> str | None
     forward(q, k, v, mask, sinks, seed, options) -> (out [B, S, H, Dv] in q's dtype, lse [B, H, S] float32)
     backward(q, k, v, mask, sinks, seed, lse, delta, dout, options) -> (dq, dk, dv)
 
-- ``unsupported`` says in one clause why the target or the call is not served: ``ranges`` and ``segments`` say whether
-  the documents are known as ranges or as ids (both: ids of which `api` makes ranges), ``offset`` is the position of the
-  first query among the keys or, where that is known only at run time, a clause that says so, ``sinks`` whether there
-  are any.
+- ``unsupported`` says in one clause why a `call.Call`, on its target, is not served.
 - ``lse`` is the natural log-sum-exp of the scaled, capped, visible logits and the sink, +inf for a query that sees
   neither key nor sink; so exp(logit − lse) is its weight, and zero there.
 - ``seed`` is uint32[2] where options.dropout_rate > 0, else None; `dropout.random_bits` says what is kept.

@@ -12,13 +12,14 @@ first. float32 inputs use float32 products (precision "highest"). Key heads are 
 repeating k and v. A query that sees no key gives zeros and passes no gradient: its lse is +inf, or that of the sink.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.attention import dropout
+from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.config import query_block
 from pallas_kernels.attention.mask import Mask, Queries, queries_of, visible
 from pallas_kernels.attention.options import Options
@@ -39,7 +40,7 @@ class _Gradients(NamedTuple):
     lse: Array  # [B, S, K, G]
 
 
-def unsupported(*call: Any, **options: Any) -> None:
+def unsupported(call: Call) -> None:
     """None: every call on every target is served."""
 
 

@@ -28,6 +28,7 @@ from fastjax.errors import ConfigError
 from pallas_kernels import autotune, dispatch
 from pallas_kernels.attention import mosaic_sm90, triton
 from pallas_kernels.attention.block_sizes import facts
+from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.mosaic_sm90 import config as mosaic_config
 from pallas_kernels.attention.options import Options
@@ -204,8 +205,7 @@ def _jobs(given: TuneCase, case: Case, arguments: tuple[Any, ...]) -> list[Job]:
     jobs = []
     for name in given.implementations:
         module, listed = (mosaic_sm90, _mosaic) if name == "mosaic" else (triton, _triton)
-        call: dict[str, Any] = {"ranges": documents, "segments": False, "offset": 0, "sinks": False, "options": options}
-        if module.unsupported(dispatch.target(), q, k, v, **call) is None:
+        if module.unsupported(Call(dispatch.target(), q, k, v, options, ranges=documents)) is None:
             jobs += [Job(kernel, about, *rest) for kernel, *rest in listed(case.size, options, documents, grouped)]
     return jobs
 

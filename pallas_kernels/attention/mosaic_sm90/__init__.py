@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.attention.block_sizes import facts
+from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.mosaic_sm90.backward_dkv import backward_dkv
 from pallas_kernels.attention.mosaic_sm90.backward_dq import backward_dq
@@ -29,7 +30,7 @@ from pallas_kernels.attention.mosaic_sm90.forward import forward as _forward
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import TILE
 from pallas_kernels.autotune import best
-from pallas_kernels.dispatch import Target, target
+from pallas_kernels.dispatch import target as current_target
 
 SIZES = (64, 80, 96, 112, 128, 192, 256)
 """Head sizes, of keys and of values."""
@@ -37,21 +38,19 @@ SIZES = (64, 80, 96, 112, 128, 192, 256)
 _CORES = 132
 
 
-def unsupported(
-    target: Target, q: Array, k: Array, v: Array, *, ranges: bool, segments: bool, offset: Any, sinks: bool, options
-) -> str | None:
-    """Why the kernels cannot serve a call on the target, or None when they can; arguments as `implementations` says."""
-    del offset, sinks
+def unsupported(call: Call) -> str | None:
+    """Why the kernels cannot serve a call, in one clause, or None when they can."""
+    target, q, v = call.target, call.q, call.v
     if target.platform != "cuda" or target.compute_capability != (9, 0):
         return f"its instructions are those of NVIDIA GPUs of compute capability 9.0, not of {target}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 or float16, not {q.dtype}"
     if q.shape[3] not in SIZES or v.shape[3] not in SIZES:
         return f"the head size must be one of {SIZES}, not {q.shape[3]} for keys and {v.shape[3]} for values"
-    if segments and not ranges:
+    if call.segments and not call.ranges:
         return "it takes documents as ranges: pass segment_ranges(segment_ids)"
-    if options.scale <= 0:
-        return f"the scale must be positive, not {options.scale}"
+    if call.options.scale <= 0:
+        return f"the scale must be positive, not {call.options.scale}"
     return None
 
 
@@ -157,4 +156,4 @@ def _grouped(q: Array, k: Array) -> bool:
 
 
 def _cores() -> int:
-    return target().num_cores or _CORES
+    return current_target().num_cores or _CORES

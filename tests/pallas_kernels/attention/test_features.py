@@ -184,9 +184,10 @@ class RangesAlone:
     def __init__(self):
         self.calls = []
 
-    def unsupported(self, target, q, k, v, *, ranges, segments, offset, sinks, options):
-        assert ranges or not segments
-        return f"it has no dropout, not {options.dropout_rate}" if options.dropout_rate else None
+    def unsupported(self, call):
+        assert call.ranges or not call.segments
+        rate = call.options.dropout_rate
+        return f"it has no dropout, not {rate}" if rate else None
 
     def forward(self, q, k, v, mask, *others):
         self.calls.append(mask.ranges is not None)

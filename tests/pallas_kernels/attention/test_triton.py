@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import attention, config, reference, segment_ranges, triton
+from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.implementations import IMPLEMENTATIONS
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
@@ -167,7 +168,5 @@ def test_hidden_tiles_are_not_read(options, documents, keys, queries):
 )
 def test_what_is_not_served_has_a_reason(target, change, reason):
     q, k, v, _ = inputs(**({"dtype": jnp.bfloat16} | change))
-    found = triton.unsupported(
-        target, q, k, v, ranges=False, segments=False, offset=0, sinks=False, options=Options(1.0)
-    )
+    found = triton.unsupported(Call(target, q, k, v, Options(1.0)))
     assert found is None if reason is None else re.search(reason, found)
