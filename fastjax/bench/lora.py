@@ -6,7 +6,6 @@ pass goes over more than a gigabyte, so caches are cold. All programs compile si
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fastjax.bench.results import save
 from fastjax.bench.timing import Program, Timing, measure
 from fastjax.lora import LoraLinear, LoraParam
 from fastjax.models.mlp import MLP
@@ -97,11 +97,7 @@ def run(case: LoraCase | None = None, output: Path | None = None, console: Conso
         for name, (weight, kind, rank, _) in named.items()
     ]
     console.print(_table(case, results))
-    if output is not None:
-        facts: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        facts |= {"case": dataclasses.asdict(case), "results": [dataclasses.asdict(line) for line in results]}
-        output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        console.print(f"written to {output}", highlight=False)
+    save(output, results, console, case=dataclasses.asdict(case))
     return results
 
 

@@ -9,11 +9,9 @@ beside the one with a weight in 16 bits, which is the vendor's.
 import dataclasses
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastjax.bench import nf4_torch
+from fastjax.bench.results import save
 from fastjax.bench.timing import Program, Timing, measure
 from pallas_kernels import dispatch, nf4
 from pallas_kernels.nf4.shapes import BENCHMARK
@@ -103,11 +102,7 @@ def run(case: NF4Case | None = None, output: Path | None = None, console: Consol
             results += _products(case, shape, rows, gradient)
     for shape in case.shapes:
         console.print(_table(case, shape, [line for line in results if line.shape == shape]))
-    if output is not None:
-        facts: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        facts |= {"case": dataclasses.asdict(case), "results": [dataclasses.asdict(line) for line in results]}
-        output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        console.print(f"written to {output}", highlight=False)
+    save(output, results, console, case=dataclasses.asdict(case))
     return results
 
 

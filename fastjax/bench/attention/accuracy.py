@@ -8,7 +8,6 @@ padding must give zeros, and nothing may be NaN or infinite. The exact results a
 
 import concurrent.futures
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from fastjax.bench.attention.cases import check_names
 from fastjax.bench.attention.contenders import why
+from fastjax.bench.results import save
 from pallas_kernels import dispatch
 from pallas_kernels.attention import attention, reference, segment_ranges
 
@@ -156,11 +156,7 @@ def run(
     console.print(
         f"{len(worst)} of {len(results)} lines at fault" if worst else f"all within {BAR} times", highlight=False
     )
-    if output is not None:
-        facts: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "dtype": dtype}
-        facts |= {"bar": BAR, "results": [dataclasses.asdict(line) for line in results]}
-        output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        console.print(f"written to {output}", highlight=False)
+    save(output, results, console, dtype=dtype, bar=BAR)
     return results
 
 

@@ -7,7 +7,6 @@ the same rows without the mask; 1 would be a kernel that loses nothing.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from rich.table import Table
 
 from fastjax.bench.attention.cases import NAMES, Case, check_names, make_arrays, make_cases, read_lengths
 from fastjax.bench.attention.contenders import CONTENDERS, both, default_contenders, why
+from fastjax.bench.results import save
 from fastjax.bench.timing import Program, Timing, compile_all, measure
 from pallas_kernels import dispatch
 
@@ -124,12 +124,8 @@ def run(
         found = _measured(case, programs[case.name], compiled, given)
         results += _compared(case, names, found, cases, results)
         console.print(_table([line for line in results if line.case == case.name]))
-    if output is not None:
-        facts: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        facts |= {"case": dataclasses.asdict(given), "documents": {case.name: case.documents for case in cases}}
-        facts |= {"results": [dataclasses.asdict(line) for line in results]}
-        output.write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
-        console.print(f"written to {output}", highlight=False)
+    documents = {case.name: case.documents for case in cases}
+    save(output, results, console, case=dataclasses.asdict(given), documents=documents)
     if plot is not None:
         from fastjax.bench.attention.plot import draw  # matplotlib takes a while to import
 
