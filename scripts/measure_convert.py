@@ -19,11 +19,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+from model_folder import make_model
 
 from convert.adapters import AdapterConfig, write_adapter
-from convert.checkpoint import INDEX, write_config
 from convert.families import family_for
-from convert.tensor_file import DTYPES, lay_out
 
 CONFIG = {
     "model_type": "llama",
@@ -52,31 +51,12 @@ print(json.dumps({"seconds": time.perf_counter() - begin, "kept": result.kept}),
 """
 
 
-def make_model(folder: Path, size: float) -> int:
-    """A sparse model folder of about so many bytes; its size."""
-    folder.mkdir(parents=True)
+def config_of(size: float) -> dict:
+    """Of a model of about so many bytes."""
     table = 2 * CONFIG["vocab_size"] * CONFIG["hidden_size"]
     one = {**CONFIG, "num_hidden_layers": 1}
     layer = sum(int(np.prod(row.shape)) for row in family_for(one).rows(one) if row.path.startswith("layers."))
-    config = {**CONFIG, "num_hidden_layers": max(1, round((size / 2 - table) / layer))}
-    shards: list[dict] = [{}]
-    for row in family_for(config).rows(config):
-        filled = sum(2 * int(np.prod(shape)) for _, shape in shards[-1].values())
-        if shards[-1] and filled + 2 * int(np.prod(row.shape)) > SHARD:
-            shards.append({})
-        shards[-1][row.name] = (DTYPES["BF16"], row.shape)
-    names, total = {}, 0
-    for number, tensors in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        layout = lay_out(name, tensors)
-        with open(folder / name, "wb") as stream:
-            stream.write(layout.header)
-            stream.truncate(layout.size)
-        names |= dict.fromkeys(tensors, name)
-        total += layout.size
-    write_config(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})
-    write_config(folder / "config.json", config)
-    return total
+    return {**CONFIG, "num_hidden_layers": max(1, round((size / 2 - table) / layer))}
 
 
 def make_adapter(folder: Path, model: Path) -> None:
@@ -180,7 +160,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True)
     try:
-        size = make_model(arguments.folder / "model", arguments.gb * 1e9)
+        size = make_model(arguments.folder / "model", config_of(arguments.gb * 1e9), SHARD)
         make_adapter(arguments.folder / "adapter", arguments.folder / "model")
         for what in ("merge", "quantize"):
             rate = disk_rate(arguments.folder, size)
@@ -196,7 +176,7 @@ def main() -> None:
         if arguments.kills:
             for name in ("model", "adapter"):
                 shutil.rmtree(arguments.folder / name)
-            make_model(arguments.folder / "model", arguments.kill_gb * 1e9)
+            make_model(arguments.folder / "model", config_of(arguments.kill_gb * 1e9), SHARD)
             make_adapter(arguments.folder / "adapter", arguments.folder / "model")
             for what in ("merge", "quantize"):
                 kill(what, arguments.folder, arguments.kills // 2, 2**27)
