@@ -3,8 +3,8 @@
 python scripts/measure_load.py --folder /tmp/load
 
 The shape of Llama 3 8B in bfloat16, 16 GB of normal values, read before so that the page cache is warm. The time is
-that of `FastLanguageModel.from_pretrained(folder, load_in_4bit=True)` in a process of its own, until every array is on the
-device; the memory is anonymous, without the mapped files' pages.
+that of `FastLanguageModel.from_pretrained(folder, load_in_4bit=True)` in a process of its own, until every array is
+on the device; the memory is anonymous, without the mapped files' pages.
 """
 
 import argparse
