@@ -1,6 +1,7 @@
 """The model card (README.md) of a merged folder: what it was made from, and how."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def write_card(
     kept = {name: value for name, value in settings.items() if value not in (None, False, {}, [])}
     lines = [
         "---",
-        f"base_model: {json.dumps(str(named))}",
+        *([f"base_model: {named}"] if _is_name(str(named)) else []),
         "library_name: transformers",
         "pipeline_tag: text-generation",
         "---",
@@ -74,3 +75,8 @@ def write_card(
     if recipe:
         lines += ["", "## Training", "", recipe.strip()]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _is_name(base: str) -> bool:
+    """Whether a base is a name on the hub; a folder of somebody's machine says nothing to others."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not Path(base).exists()

@@ -212,6 +212,19 @@ def test_rows_of_tokens_and_a_grown_vocabulary(make_folder, tmp_path, tied):
         assert merged[f"{table}.weight"].tobytes() == right.tobytes()
 
 
+@pytest.mark.parametrize(("base", "named"), [("org/other", True), ("models/other", False), ("/home/me/other", False)])
+def test_the_card_names_a_base_of_the_hub_alone(make_folder, tmp_path, monkeypatch, base, named):
+    """Not a folder of this machine."""
+    folder, _ = make_folder()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "other").mkdir(parents=True)
+    adapter = AdapterConfig(r=R, target_modules=["q_proj"], base_model_name_or_path=base)
+    write_adapter(tmp_path / "adapter", adapter, arrays(CONFIG, adapter))
+    merge(folder, tmp_path / "adapter", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text().splitlines()
+    assert (card[1] == f"base_model: {base}") is named and "# other, fine-tuned" in card
+
+
 def test_new_rows_without_values_are_refused(make_folder, tmp_path):
     folder, _ = make_folder()
     adapter = AdapterConfig(r=R, target_modules=["q_proj"], trainable_token_indices=[V + 1])
