@@ -177,8 +177,11 @@ def test_tiles_in_turn(name, configs, interpreted):
     check(name, interpreted, configs, {} if "length" in CASES[name] else {"length": 450})
 
 
-@pytest.mark.parametrize(("size", "cap"), [(64, None), (64, 1.5), (192, None)])
-def test_dropout(size, cap, interpreted):
+@pytest.mark.parametrize(("size", "cap", "packed"), [(64, None, False), (64, 1.5, True), (192, None, False)])
+def test_dropout(size, cap, packed, interpreted):
     arguments, cotangents = problem(2, size=size)
     options = {"dropout_rate": 0.3, "dropout_key": jax.random.key(5), "logits_soft_cap": cap}
-    assert_close(interpreted(arguments, cotangents, options), expected(arguments, cotangents, options))
+    ids = {"segment_ids": jnp.asarray(PACKED[:1])} if packed else {}
+    ranges = {"segment_ranges": segment_ranges(ids["segment_ids"])} if packed else {}
+    ours = interpreted(arguments, cotangents, options | ranges)
+    assert_close(ours, expected(arguments, cotangents, options | ids))
