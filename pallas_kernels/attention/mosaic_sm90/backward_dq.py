@@ -149,10 +149,11 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     buffer = lax.rem(turn, jnp.int32(config.buffers))
     q_smem, do_smem = refs.q_smem.at[buffer, warpgroup], refs.do_smem.at[buffer, warpgroup]
     plgpu.barrier_wait(refs.q_full.at[buffer * 2 + warpgroup])
+    work, scarce = schedule.work(turn, warpgroup), refs.q.shape[3] > 128 or options.dropout_rate > 0
 
     def again():
-        """What is to be done, found again rather than kept in registers."""
-        return schedule.work(lax.optimization_barrier(turn), warpgroup)
+        """What is to be done: found again where there is no register to keep it."""
+        return schedule.work(lax.optimization_barrier(turn), warpgroup) if scarce else work
 
     statistics = refs.statistics.at[buffer, warpgroup]
     rows, bounds = schedule.rows, schedule.bounds(turn, warpgroup)
@@ -215,7 +216,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     if config.lag:
         release(here.high - here.low - 1)
     taken = leave(here.before, taken + (here.high - here.low), stages, ((refs.full, refs.free),))
-    batch_index, first, head, *_ = again()
+    batch_index, first, head, *_ = schedule.work(lax.optimization_barrier(turn), warpgroup)  # rather than keep them
     q_smem[...] = (dq * options.scale).astype(dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_smem, refs.dq.at[batch_index, pl.ds(first, WARPGROUP_ROWS), head])

@@ -159,10 +159,11 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     buffer = lax.rem(turn, jnp.int32(config.buffers))
     q_smem = refs.q_smem.at[buffer, warpgroup]
     plgpu.barrier_wait(refs.q_full.at[buffer * 2 + warpgroup])
+    work, scarce = schedule.work(turn, warpgroup), value_size > 192
 
     def again():
-        """What is to be done, found again rather than kept in registers."""
-        return schedule.work(lax.optimization_barrier(turn), warpgroup)
+        """What is to be done: found again where there is no register to keep it."""
+        return schedule.work(lax.optimization_barrier(turn), warpgroup) if scarce else work
 
     rows, bounds = schedule.rows, schedule.bounds(turn, warpgroup)
 
@@ -186,7 +187,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     def release_keys(index, slot):
         plgpu.barrier_arrive(refs.k_free.at[slot])
         if config.own_output:  # as early as it can be: the other warpgroup may already wait for its next queries
-            pl.when(index == again().high - 1 - again().low)(lambda: plgpu.barrier_arrive(refs.q_free.at[buffer]))
+            pl.when(index == work.high - 1 - work.low)(lambda: plgpu.barrier_arrive(refs.q_free.at[buffer]))
 
     bounded = soft_cap.bounded(dtype, options)
 
@@ -263,7 +264,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     plgpu.barrier_arrive(refs.v_free.at[last])
     taken = leave(again().before, taken, stages, rings)
 
-    batch_index, first, head, *_ = again()
+    batch_index, first, head, *_ = schedule.work(lax.optimization_barrier(turn), warpgroup)  # rather than keep them
     place = pl.ds(first, WARPGROUP_ROWS)
     factor, lse = _finish(top, total, None if refs.sinks is None else refs.sinks[head], options)
     plgpu.wait_smem_to_gmem(0)
