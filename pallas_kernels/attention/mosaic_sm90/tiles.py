@@ -139,6 +139,12 @@ class Schedule:
         """What warpgroup `part` does of a turn's tile; for documents the loading warpgroup writes it down.
 
         The others would else wait for global memory at the start of each tile. They may read once `full` is.
+
+        Args:
+            turn: int32.
+            tile: of that turn.
+            part: 0 or 1.
+            full: the barrier of the part's rows; with documents it counts `ARRIVALS` more.
         """
         work = self._part(tile, part)
         if self.refs.start is None:
@@ -153,7 +159,7 @@ class Schedule:
         return work
 
     def work(self, turn: Array, part: Array | int) -> Work:
-        """What warpgroup `part` does in a turn: found again, or as posted."""
+        """What warpgroup `part` does in a turn: found again, or with documents as posted."""
         if self.refs.start is None:
             return self._part(self.tile(turn), part)
         slot = lax.rem(turn, jnp.int32(self.slots))
