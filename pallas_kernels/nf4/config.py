@@ -78,7 +78,7 @@ class FusedConfig:
     x_stages: int = 4
     w_stages: int = 3
     ahead: int = 2
-    consumer_registers: int = 168
+    consumer_registers: int = 160
     decoder_registers: int = 64
 
     @property

@@ -36,7 +36,7 @@ from pallas_kernels.nf4.mosaic_sm90.work import Segment, Work
 
 DECODERS = 2
 _REGISTERS = 65536
-_PRODUCER_REGISTERS = 40
+_PRODUCER_REGISTERS = 32
 _TRANSFORMS = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 
 
@@ -82,6 +82,7 @@ def fused(
     x = jnp.pad(x, ((0, -given_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
     rows = x.shape[0]
     columns = 2 * codes.shape[1] if gradient else codes.shape[0]
+    _share_of_registers(config)
     work = Work.of(rows, columns, summed, config, BLOCK, cores // config.cluster)
     consumers, part_rows = config.consumers, config.rows // config.consumers
     w_shape = (BLOCK, config.columns) if gradient else (config.columns, BLOCK)
@@ -160,9 +161,23 @@ def _kernel(
         _load(refs, place, total, config)
 
 
+def _share_of_registers(config: FusedConfig) -> int:
+    """The registers that every thread starts with.
+
+    Raises:
+        ValueError: the warpgroups want more together, of which the last would wait forever.
+    """
+    warpgroups = config.consumers + DECODERS + 1
+    share = _REGISTERS // (128 * warpgroups) // 8 * 8
+    parts = config.consumers * config.consumer_registers, DECODERS * config.decoder_registers, _PRODUCER_REGISTERS
+    if sum(parts) > warpgroups * share:
+        raise ValueError(f"{config}: {warpgroups} warpgroups share {warpgroups * share} registers, not {sum(parts)}")
+    return share
+
+
 def _set_registers(count: int, config: FusedConfig):
-    """Take registers for the threads of a warpgroup, or give some back: they start with equal shares."""
-    share = _REGISTERS // (128 * (config.consumers + DECODERS + 1)) // 8 * 8
+    """Take registers for the threads of a warpgroup, or give some back."""
+    share = _share_of_registers(config)
     plgpu.set_max_registers(count, action="increase" if count > share else "decrease")
 
 
