@@ -44,11 +44,53 @@ def lookup(dtype: str, halves: tuple[str, ...]) -> str:
     """
     count = RESULTS[dtype][0]
     word = len(halves) * count
-    lines = [f"mov.b32 w, ${word};", f"mov.f32 x, ${word + 1};"]
-    lines += ["and.b32 s0, w, 0x77777777;", "shr.u32 s1, s0, 16;"]  # selectors: the low three bits of each nibble
-    lines += ["shr.u32 t0, w, 1;", "and.b32 t0, t0, 0x44444444;", "or.b32 t0, t0, 0x32103210;", "shr.u32 t1, t0, 16;"]
+    lines = [f"mov.f32 x, ${word + 1};"]
     lines += _float32_planes() if dtype == "float32" else _scaled_planes(_CONVERT[dtype])
-    planes = 4 if dtype == "float32" else 2
+    return _select(lines, word, 4 if dtype == "float32" else 2, halves)
+
+
+@functools.cache
+def lookup_in_planes() -> str:
+    """Assembly that decodes one 32-bit word of codes in the split order to 16 bits, by a table that is given.
+
+    Operands: the results, two registers of low and two of high elements; the word; the four registers of the table's
+    low and the four of its high bytes (`shared_planes`).
+    """
+    lines = [f"mov.b32 q{plane}_{index}, ${5 + 4 * plane + index};" for plane in range(2) for index in range(4)]
+    return _select(lines, 4, 2, HALVES)
+
+
+@functools.cache
+def shared_planes(dtype: str) -> str:
+    """Assembly that makes the table of a block which four neighbouring lanes decode: each lane a fourth of it.
+
+    Operands: the eight registers of the table, low bytes first; the block's absmax and four of the values of NF4, by
+    the lane's place among the four, as float registers. All lanes of the warp must take part.
+
+    Args:
+        dtype: "bfloat16" or "float16".
+    """
+    lines = [f"mul.rn.f32 f{index}, $8, ${9 + index};" for index in range(4)]
+    lines += [f"{_CONVERT[dtype]} p{pair}, f{2 * pair + 1}, f{2 * pair};" for pair in range(2)]
+    for plane, selector in enumerate(("0x6420", "0x7531")):
+        lines += [f"prmt.b32 own, p0, p1, {selector};"]
+        # Of the four lanes that differ in the lowest two bits.
+        lines += [f"shfl.sync.idx.b32 ${4 * plane + lane}, own, {lane}, 0x1c03, 0xffffffff;" for lane in range(4)]
+    return "{ .reg .f32 f<4>; .reg .b32 p<2>, own; " + " ".join(lines) + " }"
+
+
+def _select(lines: list[str], word: int, planes: int, halves: tuple[str, ...]) -> str:
+    """The whole text: what makes the planes, what looks up in them, and the names of all registers.
+
+    Args:
+        lines: that make q0_0, …, by the scale in x if at all.
+        word: operand that holds the codes.
+        planes: 2 of 16-bit results or 4 of float32.
+        halves: which elements to produce.
+    """
+    lines = [f"mov.b32 w, ${word};", *lines]
+    lines += ["and.b32 s0, w, 0x77777777;", "shr.u32 s1, s0, 16;"]  # selectors: the low three bits of each nibble
+    lines += ["shr.u32 t0, w, 1;", "lop3.b32 t0, t0, 0x44444444, 0x32103210, 0xea;", "shr.u32 t1, t0, 16;"]
     for plane in range(planes):
         for part in range(2):  # bytes 0 and 1 of the word, then 2 and 3; nibbles low, high, low, high
             lines += [
@@ -56,7 +98,7 @@ def lookup(dtype: str, halves: tuple[str, ...]) -> str:
                 f"prmt.b32 b, q{plane}_2, q{plane}_3, s{part};",
                 f"prmt.b32 v{plane}_{part}, a, b, t{part};",
             ]
-    join = _join_float32 if dtype == "float32" else _join_16_bit
+    join, count = (_join_float32, 4) if planes == 4 else (_join_16_bit, 2)
     for index, half in enumerate(halves):
         lines += join(range(index * count, (index + 1) * count), HALVES.index(half))
     registers = [f"q{plane}_{index}" for plane in range(planes) for index in range(4)]

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.nf4 import ptx
+from pallas_kernels.nf4.codebook import NF4_VALUES
 
 
 def look_up_word(word: ir.Value, scale: ir.Value, dtype: DTypeLike) -> tuple[Sequence[ir.Value], Sequence[ir.Value]]:
@@ -21,15 +23,60 @@ def look_up_word(word: ir.Value, scale: ir.Value, dtype: DTypeLike) -> tuple[Seq
     """
     name = jnp.dtype(dtype).name
     count, constraint = ptx.RESULTS[name]
-    constraints = ",".join([f"={constraint}"] * (2 * count) + ["r", "f"])
-    result_type = ir.F32Type.get() if constraint == "f" else ir.IntegerType.get_signless(32)
-    results = ir.Type.parse(f"!llvm.struct<({', '.join([str(result_type)] * (2 * count))})>")
-    decoded = llvm.inline_asm(results, [word, scale], ptx.lookup(name, ptx.HALVES), constraints, asm_dialect=0)
-    elements = [
-        llvm.extractvalue(result_type, decoded, [position])  # pyright: ignore[reportArgumentType]
-        for position in range(2 * count)
-    ]
+    elements = _assemble(ptx.lookup(name, ptx.HALVES), [word, scale], "rf", [constraint] * (2 * count))
     return elements[:count], elements[count:]
+
+
+def look_up_in_planes(word: ir.Value, planes: Sequence[ir.Value]) -> tuple[Sequence[ir.Value], Sequence[ir.Value]]:
+    """`look_up_word` by a table of 16-bit values that is there already.
+
+    Args:
+        word: i32, the four bytes.
+        planes: by `shared_planes`.
+    """
+    elements = _assemble(ptx.lookup_in_planes(), [word, *planes], "r" * 9, ["r"] * 4)
+    return elements[:2], elements[2:]
+
+
+def shared_planes(scale: ir.Value, values: Sequence[ir.Value], dtype: DTypeLike) -> Sequence[ir.Value]:
+    """The table of a block that four neighbouring lanes decode, of which each makes a fourth: eight registers.
+
+    Args:
+        scale: f32, the block's absmax.
+        values: the lane's `values_of_lane`.
+        dtype: bfloat16 or float16.
+    """
+    text = ptx.shared_planes(jnp.dtype(dtype).name)
+    return _assemble(text, [scale, *values], "fffff", ["r"] * 8, has_side_effects=True)
+
+
+def values_of_lane(lane: ir.Value) -> Sequence[ir.Value]:
+    """The four values of NF4, f32, of which a lane makes products: the first four for lane 0 of four, and so on."""
+    f32 = ir.F32Type.get()
+    i32 = ir.IntegerType.get_signless(32)
+    quarters = np.asarray(NF4_VALUES).reshape(4, 4).tolist()
+    found = [mgpu.utils.c(value, f32) for value in quarters[0]]
+    for quarter in range(1, 4):
+        here = arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.utils.c(quarter, i32))
+        found = [
+            arith.select(here, mgpu.utils.c(value, f32), before)
+            for value, before in zip(quarters[quarter], found, strict=True)
+        ]
+    return found
+
+
+def _assemble(
+    text: str, operands: Sequence[ir.Value], inputs: str, outputs: Sequence[str], *, has_side_effects: bool = False
+) -> list[ir.Value]:
+    """The results of assembly, registers "r" (i32) or "f" (f32) all of one kind."""
+    result_type = ir.F32Type.get() if outputs[0] == "f" else ir.IntegerType.get_signless(32)
+    results = ir.Type.parse(f"!llvm.struct<({', '.join([str(result_type)] * len(outputs))})>")
+    constraints = ",".join([*(f"={kind}" for kind in outputs), *inputs])
+    found = llvm.inline_asm(results, operands, text, constraints, has_side_effects=has_side_effects, asm_dialect=0)
+    return [
+        llvm.extractvalue(result_type, found, [position])  # pyright: ignore[reportArgumentType]
+        for position in range(len(outputs))
+    ]
 
 
 def words_of(packed: ir.Value) -> list[ir.Value]:

@@ -2,7 +2,7 @@
 
 A thread's elements of an operand of 64 columns are the pair 2q, 2q + 1 (q: its lane of four) in each eight of two rows.
 Its pairs of eight and the next eight are what two 32-bit words of codes hold beside those of the neighbouring lane; a
-byte permutation joins them to one word. Four lanes share a block and each makes the table of its products anew.
+byte permutation joins them to one word. Four lanes share a block: each makes a fourth of the table of its products.
 
 The transposed operand would take elements of sixteen blocks in each thread. So the warps decode as for the other one
 and exchange what they have through shared memory, 8 × 8 matrices at a time, which are transposed as they are read.
@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels import compat
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
-from pallas_kernels.nf4.mosaic_sm90.lookup import joined, look_up_word
+from pallas_kernels.nf4.mosaic_sm90.lookup import joined, look_up_in_planes, shared_planes, values_of_lane
 
 ROWS = 64
 """Rows of W that are decoded at a time, and columns."""
@@ -95,12 +95,14 @@ def _look_up(codes, absmax, dtype, block: ir.Value) -> np.ndarray:
     """The registers of the operand [64 rows, 64 columns]."""
     scales = [vector.extract(register, [], [0]) for register in absmax.registers.reshape(2)]
     pointer, select = mgpu.utils.memref_ptr(codes), _pair_of_lane()
+    values = values_of_lane(_lane()[2])
     decoded = np.empty((BLOCK // 8, 2), object)
     for row, scale in enumerate(scales):
+        planes = shared_planes(scale, values, dtype)
         for piece in range(2):  # 16 bytes of the block
             place = arith.addi(arith.muli(block, _constant(2)), _constant(piece))
             word = _load_word(pointer, select, row, place)
-            for nibble, registers in enumerate(look_up_word(word, scale, dtype)):
+            for nibble, registers in enumerate(look_up_in_planes(word, planes)):
                 for index, register in enumerate(registers):
                     decoded[4 * nibble + 2 * piece + index, row] = joined([register], dtype)
     return decoded
