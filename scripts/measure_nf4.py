@@ -67,25 +67,24 @@ FUSED = {
     1024: [LARGE, dataclasses.replace(LARGE, spread=False)],
     2048: [LARGE],
 }
-SHARED = dataclasses.replace(LARGE, w_stages=2, cluster=2)
 WIDE = RegistersConfig()
 NARROW = RegistersConfig(rows=128)
 REGISTERS = {
     (512, False): [
         WIDE,
+        dataclasses.replace(WIDE, spread=False),
         dataclasses.replace(WIDE, cluster=1),
         dataclasses.replace(WIDE, x_stages=5, w_stages=2),
         NARROW,
-        dataclasses.replace(NARROW, spread=False),
-        SHARED,
+        LARGE,
     ],
-    (512, True): [WIDE, dataclasses.replace(WIDE, cluster=1), SHARED, dataclasses.replace(SHARED, ahead=1)],
+    (512, True): [WIDE, dataclasses.replace(WIDE, cluster=1), LARGE],
     (1024, False): [WIDE, dataclasses.replace(WIDE, spread=False)],
-    (1024, True): [WIDE, dataclasses.replace(WIDE, spread=False)],
-    (2048, False): [WIDE, dataclasses.replace(WIDE, spread=False)],
-    (2048, True): [dataclasses.replace(WIDE, spread=False)],
+    (1024, True): [dataclasses.replace(WIDE, cluster=1), dataclasses.replace(WIDE, cluster=1, spread=False)],
+    (2048, False): [dataclasses.replace(WIDE, spread=False)],
+    (2048, True): [dataclasses.replace(WIDE, cluster=1, spread=False)],
     (256, False): [WIDE, NARROW],
-    (256, True): [WIDE, dataclasses.replace(WIDE, spread=False)],
+    (256, True): [dataclasses.replace(WIDE, cluster=1), dataclasses.replace(WIDE, cluster=1, spread=False)],
 }
 
 
@@ -225,7 +224,6 @@ REGISTERS_CHECKS: list[Case] = [
     *((513, (1088, 4096), False, dataclasses.replace(WIDE, spread=spread)) for spread in (True, False)),
     (513, (1088, 4096), False, dataclasses.replace(WIDE, x_stages=5, w_stages=2)),
     *((513, (1152, 4096), True, dataclasses.replace(WIDE, cluster=cluster)) for cluster in (1, 2)),
-    *((513, (1088, 4096), gradient, SHARED) for gradient in (False, True)),
     *((512, shape, gradient, WIDE) for shape in SHAPES[1:] for gradient in (False, True)),
 ]
 

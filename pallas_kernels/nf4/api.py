@@ -152,13 +152,13 @@ def _multiply(x, codes, absmax, quant_map, shape, order, implementation, *, grad
 
     out, columns = shape
     matrix = x.reshape(rows, x.shape[-1]), codes.reshape(out, columns // 2), absmax.reshape(out, columns // BLOCK)
-    few = config.few_tokens_config(rows, shape)
-    if not gradient and rows <= config.FEW_TOKENS_ROWS and columns % mosaic_sm90.COLUMNS == 0 and out >= few.rows:
-        found = mosaic_sm90.few_tokens(*matrix, config=few)
+    cores = dispatch.target().num_cores or mosaic_sm90.CORES
+    sizes = config.product_config(rows, shape, gradient, cores)
+    if isinstance(sizes, config.FewTokensConfig):
+        found = mosaic_sm90.few_tokens(*matrix, config=sizes)
     else:
-        cores = dispatch.target().num_cores or mosaic_sm90.CORES
-        sizes = config.fused_config(rows, columns if gradient else out, cores)
-        found = mosaic_sm90.fused(*matrix, gradient=gradient, config=sizes, cores=cores)
+        kernel = mosaic_sm90.fused if isinstance(sizes, config.FusedConfig) else mosaic_sm90.in_registers
+        found = kernel(*matrix, gradient=gradient, config=sizes, cores=cores)
     return found.reshape(*x.shape[:-1], found.shape[-1])
 
 

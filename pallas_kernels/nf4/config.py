@@ -60,8 +60,7 @@ class FusedConfig:
 
     Attributes:
         rows: of x in a tile: 64, 128 or 256.
-        columns: of the result in a thread block's tile: 64 or 128.
-        cluster: thread blocks that share x, each with its columns of the result: 1 or 2.
+        columns: of the result in a tile: 64 or 128.
         spread: whether every thread block takes as many steps, however the tiles are cut by that; otherwise whole
             tiles.
         x_stages: pieces of x in shared memory.
@@ -73,18 +72,12 @@ class FusedConfig:
 
     rows: int = 256
     columns: int = 128
-    cluster: int = 1
     spread: bool = True
     x_stages: int = 4
     w_stages: int = 3
     ahead: int = 2
     consumer_registers: int = 160
     decoder_registers: int = 64
-
-    @property
-    def tile_columns(self) -> int:
-        """Columns of the result that a cluster takes."""
-        return self.columns * self.cluster
 
     @property
     def consumers(self) -> int:
@@ -94,7 +87,7 @@ class FusedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RegistersConfig:
-    """How the product with many rows of x works whose decoded weights stay in registers.
+    """How the product with many rows of x, or its gradient, works whose decoded weights stay in registers.
 
     Attributes:
         rows: of x in a tile: 64, 128 or 256.
@@ -111,8 +104,8 @@ class RegistersConfig:
     w_stages: int = 3
 
     @property
-    def tile_columns(self) -> int:
-        """Columns of the result that a cluster takes."""
+    def columns(self) -> int:
+        """Of the result, in a cluster's tile."""
         return 128 * self.cluster
 
 
@@ -129,8 +122,41 @@ def mosaic_config(dtype: DTypeLike) -> MosaicConfig:
 
 FEW_TOKENS_ROWS = 32
 """Up to so many rows of x the product goes to the kernel that is bound by the packed bytes."""
+FEW_TOKENS_COLUMNS = 512
+"""`in` is a multiple of it there."""
+REGISTERS_ROWS = 129
+"""From so many rows on, decoded weights stay in registers."""
+REGISTERS_GRAIN = 256
+"""`in` is a multiple of it there: a row of scales is then a multiple of 16 bytes, as TMA takes them."""
+REGISTERS_TERMS = 128
+"""Of the sum, in a step: `out` is a multiple of it in the gradient."""
 FUSED_ROWS = {False: 512, True: 512}
 """Up to so many rows the product (False) and its gradient (True) decode as they multiply; above, they decode first."""
+_CUT_STEPS = 6
+"""What it costs to hand sums on and add them up, in steps of 128 terms."""
+
+
+def product_config(
+    rows: int, shape: tuple[int, int], gradient: bool, cores: int
+) -> FewTokensConfig | FusedConfig | RegistersConfig:
+    """Which of the kernels that decode as they multiply serves, and with what block sizes.
+
+    Args:
+        rows: of x.
+        shape: (out, in) of the matrix, multiples of 64 from 128 on.
+        gradient: whether x is multiplied with the matrix as it is.
+        cores: multiprocessors.
+    """
+    out, columns = shape
+    few = few_tokens_config(rows, shape)
+    if not gradient and rows <= FEW_TOKENS_ROWS and columns % FEW_TOKENS_COLUMNS == 0 and out >= few.rows:
+        return few
+    registers = registers_config(rows, shape, gradient, cores)
+    summed, written = shape if gradient else shape[::-1]
+    if rows >= REGISTERS_ROWS and columns % REGISTERS_GRAIN == 0 and summed % REGISTERS_TERMS == 0:
+        if written >= registers.columns:
+            return registers
+    return fused_config(rows, written, cores)
 
 
 def few_tokens_config(rows: int, shape: tuple[int, int]) -> FewTokensConfig:
@@ -138,6 +164,17 @@ def few_tokens_config(rows: int, shape: tuple[int, int]) -> FewTokensConfig:
     if shape[0] >= 8192:
         return FewTokensConfig(warpgroups=1)
     return FewTokensConfig(warpgroups=2, ahead=1 if rows <= 16 else 2)
+
+
+def registers_config(rows: int, shape: tuple[int, int], gradient: bool, cores: int) -> RegistersConfig:
+    """Whole tiles where the last round of them loses less than cutting tiles does."""
+    summed, written = shape if gradient else shape[::-1]
+    # The gradient's decoding exchanges through shared memory, where the two thread blocks' steps disturb each other.
+    sizes = RegistersConfig(cluster=1 if gradient else 2)
+    clusters, steps = cores // sizes.cluster, -(-summed // REGISTERS_TERMS)
+    tiles = -(-rows // sizes.rows) * -(-written // sizes.columns)
+    whole, cut = -(-tiles // clusters) * steps, tiles * steps / clusters + _CUT_STEPS
+    return dataclasses.replace(sizes, spread=cut < whole)
 
 
 def fused_config(rows: int, columns: int, cores: int) -> FusedConfig:

@@ -27,10 +27,10 @@ from jaxtyping import Array, Float, UInt8
 from pallas_kernels import compat
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
-from pallas_kernels.nf4.config import FewTokensConfig
+from pallas_kernels.nf4.config import FEW_TOKENS_COLUMNS, FewTokensConfig
 from pallas_kernels.nf4.mosaic_sm90.lookup import look_up_word, words_of
 
-COLUMNS = 512
+COLUMNS = FEW_TOKENS_COLUMNS
 """Columns of W that a warpgroup takes at a time."""
 ROWS = 32
 """Rows of W that its four warps cover once."""

@@ -71,10 +71,10 @@ def fused(
     Args:
         x: bfloat16 or float16, [rows, in]; [rows, out] for the gradient.
         codes: uint8, split order; `out` and `in` multiples of 64, the one that is not summed over at least
-            config.tile_columns.
+            config.columns.
         absmax: float32.
         gradient: multiply with the matrix as it is, as the gradient in x does.
-        config: block sizes; the interpreter takes no clusters.
+        config: block sizes.
         cores: multiprocessors; each runs one thread block.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
@@ -83,24 +83,22 @@ def fused(
     rows = x.shape[0]
     columns = 2 * codes.shape[1] if gradient else codes.shape[0]
     _share_of_registers(config)
-    work = Work.of(rows, columns, summed, config, BLOCK, cores // config.cluster)
+    work = Work.of(rows, columns, summed, config, BLOCK, cores)
     consumers, part_rows = config.consumers, config.rows // config.consumers
     w_shape = (BLOCK, config.columns) if gradient else (config.columns, BLOCK)
-    x_free = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if config.cluster > 1 else plgpu.Barrier
     scratch = {
         "x_smem": plgpu.SMEM((config.x_stages, consumers, part_rows, BLOCK), x.dtype, transforms=_TRANSFORMS),
         "w_smem": plgpu.SMEM((config.w_stages, *w_shape), x.dtype, transforms=_TRANSFORMS),
         "out_smem": plgpu.SMEM((consumers, config.columns // 64, 64, 64), x.dtype, transforms=_TRANSFORMS),
         "x_full": plgpu.Barrier(num_barriers=config.x_stages, num_arrivals=consumers),
-        "x_free": x_free(num_barriers=config.x_stages, num_arrivals=consumers),
+        "x_free": plgpu.Barrier(num_barriers=config.x_stages, num_arrivals=consumers),
         "w_full": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=DECODERS),
         "w_free": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=consumers),
     }
     body = functools.partial(
         _kernel, names=tuple(scratch), work=work, gradient=gradient, config=config, interpreted=interpret is not None
     )
-    clusters = {"cluster": (config.cluster,), "cluster_names": ("rank",)} if config.cluster > 1 else {}
-    parts = (work.ctas * config.cluster if work.cut else 1, config.rows, config.columns)
+    parts = (work.ctas if work.cut else 1, config.rows, config.columns)
     out, _ = plgpu.kernel(
         body,
         out_type=(
@@ -109,8 +107,7 @@ def fused(
         ),
         scratch_types=tuple(scratch.values()),
         grid=(work.ctas,),
-        grid_names=("cluster",),
-        **clusters,
+        grid_names=("cta",),
         num_threads=consumers + DECODERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -128,24 +125,23 @@ def _kernel(
     refs = types.SimpleNamespace(
         x=x, codes=codes, absmax=absmax, out=out, parts=parts, **dict(zip(names, scratch, strict=True))
     )
-    cluster, warpgroup, consumers = lax.axis_index("cluster"), lax.axis_index("warpgroup"), config.consumers
-    rank = lax.axis_index("rank") if config.cluster > 1 else 0
-    place, total = functools.partial(work.place, cluster), work.begin(cluster + 1) - work.begin(cluster)
+    cta, warpgroup, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), config.consumers
+    place, total = functools.partial(work.place, cta), work.begin(cta + 1) - work.begin(cta)
     # The interpreter runs thread blocks in order: nobody waits there.
     shared = work.cut and not interpreted
-    done = pl.get_global(plgpu.SemaphoreType.REGULAR((work.ctas * config.cluster,))) if shared else None
+    done = pl.get_global(plgpu.SemaphoreType.REGULAR((work.ctas,))) if shared else None
 
     @pl.when(warpgroup < consumers)
     def _():
         _set_registers(config.consumer_registers, config)
 
         def multiply(turn, count):
-            segment = work.segment(cluster, turn)
+            segment = work.segment(cta, turn)
             sums, count = _multiply(refs, segment, warpgroup, count, gradient, config)
-            _write(refs, work, done, segment, sums, cluster, rank, warpgroup, config, interpreted)
+            _write(refs, work, done, segment, sums, cta, warpgroup, config, interpreted)
             return count
 
-        lax.fori_loop(0, work.segments(cluster), multiply, jnp.int32(0))
+        lax.fori_loop(0, work.segments(cta), multiply, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     for decoder in range(DECODERS):
@@ -153,7 +149,7 @@ def _kernel(
         @pl.when(warpgroup == consumers + decoder)
         def _(decoder=decoder):
             _set_registers(config.decoder_registers, config)
-            _decode(refs, place, total, rank, decoder, gradient, config, interpreted)
+            _decode(refs, place, total, decoder, gradient, config, interpreted)
 
     @pl.when(warpgroup == consumers + DECODERS)
     def _():
@@ -191,38 +187,18 @@ def _load(refs, place, total, config: FusedConfig):
         pl.when(count >= config.x_stages)(lambda: plgpu.barrier_wait(refs.x_free.at[slot]))
         for part in range(config.consumers):
             source = refs.x.at[pl.ds(row + part * part_rows, part_rows), pl.ds(term, BLOCK)]
-            axes = "rank" if config.cluster > 1 else None
-            target = refs.x_smem.at[slot, part]
-            plgpu.copy_gmem_to_smem(source, target, refs.x_full.at[slot], collective_axes=axes)
+            plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot, part], refs.x_full.at[slot])
         return None
 
     lax.fori_loop(0, total, load, None)
-    if config.cluster > 1:
-        stay(refs.x_free, total, config.x_stages)
 
 
-def stay(free, count, stages: int):
-    """Wait until everyone has released what was loaded last: a thread block outlives its neighbour's last arrival.
-
-    Args:
-        free: barriers on which both thread blocks of a cluster release the pieces that were loaded.
-        count: pieces loaded in all.
-        stages: that are in shared memory at a time; so many have not been waited for yet.
-    """
-
-    def wait(index, _):
-        plgpu.barrier_wait(free.at[lax.rem(index, jnp.int32(stages))])
-
-    lax.fori_loop(lax.max(count - stages, 0), count, wait, None)
-
-
-def _decode(refs, place, total, rank, decoder: int, gradient: bool, config: FusedConfig, interpreted: bool):
+def _decode(refs, place, total, decoder: int, gradient: bool, config: FusedConfig, interpreted: bool):
     """What a decoding warpgroup does: every DECODERS-th of a tile's units, which are 64 blocks below each other."""
     units = range(decoder, config.columns // BLOCK, DECODERS)
 
     def load(count):
         _, column, term = place(lax.min(count, total - 1))
-        column += rank * config.columns
         loaded = []
         for unit in units:
             first, block = (term, column + unit * BLOCK) if gradient else (column + unit * BLOCK, term)
@@ -303,45 +279,39 @@ def _multiply(refs, segment: Segment, consumer, count, gradient: bool, config: F
     return pl.run_scoped(products, accumulator)
 
 
-def _write(
-    refs, work: Work, done, segment: Segment, sums, cluster, rank, consumer, config: FusedConfig, interpreted: bool
-):
+def _write(refs, work: Work, done, segment: Segment, sums, cta, consumer, config: FusedConfig, interpreted: bool):
     """Hand the sums of a tile's first part on; or add what was handed on, and write the tile."""
     part_rows = config.rows // config.consumers
     pieces = [(row, column) for row in range(0, part_rows, 64) for column in range(0, config.columns, 64)]
 
-    def block(cluster):
-        return cluster * config.cluster + rank
-
-    def part(cluster, row, column):
-        return refs.parts.at[block(cluster), pl.ds(consumer * part_rows + row, 64), pl.ds(column, 64)]
+    def part(cta, row, column):
+        return refs.parts.at[cta, pl.ds(consumer * part_rows + row, 64), pl.ds(column, 64)]
 
     def hand_on():
         for row, column in pieces:
-            part(cluster, row, column)[...] = sums[row : row + 64, column : column + 64]
+            part(cta, row, column)[...] = sums[row : row + 64, column : column + 64]
         if done is not None:
             fence()
-            pl.semaphore_signal(done.at[block(cluster)])
+            pl.semaphore_signal(done.at[cta])
 
     def finish():
         first = work.owner(segment.tile * work.steps)
         if done is not None:
 
-            def wait(cluster, _):
+            def wait(cta, _):
                 # Neither warpgroup takes the other's signal away.
-                pl.semaphore_wait(done.at[block(cluster)], config.consumers, decrement=False)
+                pl.semaphore_wait(done.at[cta], config.consumers, decrement=False)
 
-            lax.fori_loop(first, cluster, wait, None)
+            lax.fori_loop(first, cta, wait, None)
 
         def add(column, row):
-            def add_one(cluster, total):
-                found = part(cluster, row, column)
+            def add_one(cta, total):
+                found = part(cta, row, column)
                 return total + (found[...] if interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
 
             total = sums[row : row + 64, column : column + 64]
-            return lax.fori_loop(first, cluster, add_one, total) if work.cut else total
+            return lax.fori_loop(first, cta, add_one, total) if work.cut else total
 
-        first_column = segment.column + rank * config.columns
         for row in range(0, part_rows, 64):
             rows = pl.ds(segment.row + consumer * part_rows + row, 64)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -350,11 +320,11 @@ def _write(
                 out_smem[...] = add(column, row).astype(out_smem.dtype)
             plgpu.commit_smem()
             for column in range(0, config.columns, 64):
-                target = refs.out.at[rows, pl.ds(first_column + column, 64)]
+                target = refs.out.at[rows, pl.ds(segment.column + column, 64)]
                 store = functools.partial(plgpu.copy_smem_to_gmem, refs.out_smem.at[consumer, column // 64], target)
                 # What a tile that was moved back shares with its neighbour, the neighbour writes: it may have been cut
                 # elsewhere, so that its sums differ by roundings.
-                pl.when(first_column + column >= work.own_column(segment.tile))(store)
+                pl.when(segment.column + column >= work.own_column(segment.tile))(store)
 
     if work.cut:
         pl.when(segment.end < work.steps)(hand_on)

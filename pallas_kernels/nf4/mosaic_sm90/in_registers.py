@@ -24,15 +24,11 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import compat
 from pallas_kernels.nf4.codebook import BLOCK
-from pallas_kernels.nf4.config import RegistersConfig
-from pallas_kernels.nf4.mosaic_sm90.fused import fence, stay
-from pallas_kernels.nf4.mosaic_sm90.operand import CODES_TRANSFORMS, ROWS, decode, decode_transposed
+from pallas_kernels.nf4.config import REGISTERS_TERMS, RegistersConfig
+from pallas_kernels.nf4.mosaic_sm90.fused import fence
+from pallas_kernels.nf4.mosaic_sm90.operand import CODES_TRANSFORMS, ROWS, decode, decode_transposed, load
 from pallas_kernels.nf4.mosaic_sm90.work import Segment, Work
 
-GRAIN = 256
-"""`in` is a multiple of it: a row of scales is then a multiple of 16 bytes, as TMA takes them."""
-TERMS = 2 * BLOCK
-"""Of the sum, in a step; `in`, or `out` for the gradient, is a multiple of it."""
 _CONSUMERS = 2
 _COLUMNS = _CONSUMERS * ROWS
 """Of the result in a thread block's tile: rows of W, or columns for the gradient."""
@@ -57,9 +53,9 @@ def in_registers(
     """The product of x with a packed matrix transposed, or with the matrix itself; summed in float32.
 
     Args:
-        x: bfloat16 or float16, [rows, in]; [rows, out] for the gradient. `in` is a multiple of GRAIN.
-        codes: uint8, split order; `out` a multiple of 64, or of TERMS for the gradient; the dimension that is not
-            summed over at least config.tile_columns.
+        x: bfloat16 or float16, [rows, in]; [rows, out] for the gradient. `in` is a multiple of REGISTERS_GRAIN.
+        codes: uint8, split order; `out` a multiple of 64, or of REGISTERS_TERMS for the gradient; the dimension that is not
+            summed over at least config.columns.
         absmax: float32.
         gradient: multiply with the matrix as it is, as the gradient in x does.
         config: block sizes; the interpreter takes no clusters.
@@ -70,7 +66,7 @@ def in_registers(
     columns = 2 * codes.shape[1] if gradient else codes.shape[0]
     x = jnp.pad(x, ((0, -given_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
     rows = x.shape[0]
-    work = Work.of(rows, columns, summed, config, TERMS, cores // cluster)
+    work = Work.of(rows, columns, summed, config, REGISTERS_TERMS, cores // cluster)
     free = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if cluster > 1 else plgpu.Barrier
     scratch = {
         "x_smem": plgpu.SMEM((config.x_stages, config.rows, BLOCK), x.dtype, transforms=_SWIZZLED),
@@ -130,19 +126,22 @@ def _kernel(
             column = lax.div(segment.column, jnp.int32(_COLUMNS)) + rank
             return lax.rem(column if gradient else step, jnp.int32(2))
 
-        decode_half = functools.partial(_decode, refs, warpgroup, gradient, config, interpreted)
+        load_half = functools.partial(_load_half, refs, warpgroup, gradient, config, interpreted)
+        decode_half = functools.partial(_decode, refs, warpgroup, gradient, interpreted)
 
         def multiply(turn, carry):
             count, weights = carry
             segment = work.segment(cluster, turn)
             following = work.segment(cluster, lax.min(turn + 1, segments - 1))
             following = pair(following, following.begin)
-            sums, count, weights = _multiply(refs, segment, pair, following, decode_half, count, weights, config)
+            sums, count, weights = _multiply(
+                refs, segment, pair, following, load_half, decode_half, count, weights, config
+            )
             _write(refs, work, done, segment, sums, cluster, rank, warpgroup, config, interpreted)
             return count, weights
 
         first = work.segment(cluster, 0)
-        weights = decode_half(jnp.int32(0), pair(first, first.begin), 0)
+        weights = decode_half(load_half(jnp.int32(0), pair(first, first.begin), 0), 0)
         lax.fori_loop(0, segments, multiply, (jnp.int32(0), weights))
         plgpu.wait_smem_to_gmem(0)
 
@@ -183,48 +182,68 @@ def _load(refs, work: Work, cluster, rank, total, gradient: bool, config: Regist
 
     lax.fori_loop(0, total + 1, load, None)
     if config.cluster > 1:
-        stay(refs.x_free, 2 * total, config.x_stages)
+        _stay(refs.x_free, 2 * total, config.x_stages)
 
 
-def _decode(refs, consumer, gradient: bool, config: RegistersConfig, interpreted: bool, count, pair, half: int):
-    """The operand of half of the step that was loaded as `count`th; its scales are the `pair`th two."""
+def _stay(free, count, stages: int):
+    """Wait until everyone has released what was loaded last: a thread block outlives its neighbour's last arrival.
+
+    Args:
+        free: barriers on which both thread blocks of a cluster release the pieces that were loaded.
+        count: pieces loaded in all.
+        stages: that are in shared memory at a time; so many have not been waited for yet.
+    """
+
+    def wait(index, _):
+        plgpu.barrier_wait(free.at[lax.rem(index, jnp.int32(stages))])
+
+    lax.fori_loop(lax.max(count - stages, 0), count, wait, None)
+
+
+def _load_half(refs, consumer, gradient: bool, config: RegistersConfig, interpreted: bool, count, pair, half: int):
+    """The codes of half of the step that was loaded as `count`th; its scales are the `pair`th two."""
     slot = lax.rem(count, jnp.int32(config.w_stages))
     if half == 0:
         plgpu.barrier_wait(refs.w_full.at[slot])
     part, block = (half, consumer) if gradient else (consumer, half)
     codes, absmax = refs.codes_smem.at[slot, part], refs.absmax_smem.at[slot, part, :, 2 * pair + block]
-    if gradient:
-        exchange = refs.exchange.at[consumer, half]
-        weights = decode_transposed(codes, absmax, exchange, block, interpreted=interpreted)
-    else:
-        weights = decode(codes, absmax, refs.x_smem.dtype, block, interpreted=interpreted)
+    packed = load(codes, absmax, refs.x_smem.dtype, block, interpreted=interpreted)
     if half == 1:
         plgpu.barrier_arrive(refs.w_free.at[slot])
-    return weights
+    return packed
 
 
-def _multiply(refs, segment: Segment, pair, following, decode_half, count, weights, config: RegistersConfig):
+def _decode(refs, consumer, gradient: bool, interpreted: bool, packed, half: int):
+    """The operand of half of a step."""
+    if gradient:
+        return decode_transposed(packed, refs.exchange.at[consumer, half], interpreted=interpreted)
+    return decode(packed, refs.x_smem.dtype, interpreted=interpreted)
+
+
+def _multiply(refs, segment: Segment, pair, following, load_half, decode_half, count, weights, config: RegistersConfig):
     """A tile's sums [64, rows], how many steps were taken in all, and the weights of the first half of the next."""
 
     def release(x_count):
         plgpu.barrier_arrive(refs.x_free.at[lax.rem(x_count, jnp.int32(config.x_stages))])
 
     def products(sums_ref):
-        def multiply(x_count, weights):
+        def multiply(x_count, weights, *following):
+            """Multiply, and meanwhile load what is decoded next, and wait until the product before this is done."""
             slot = lax.rem(x_count, jnp.int32(config.x_stages))
             plgpu.barrier_wait(refs.x_full.at[slot])
             plgpu.wgmma(sums_ref, weights, refs.x_smem.at[slot].T)
+            packed = load_half(*following)
             plgpu.wgmma_wait(1)
+            return packed
 
         def step(index, carry):
             count, weights = carry
-            multiply(2 * count, weights)
+            packed = multiply(2 * count, weights, count, pair(segment, index), 1)
             pl.when(index > segment.begin)(lambda: release(2 * count - 1))
-            weights = decode_half(count, pair(segment, index), 1)
-            multiply(2 * count + 1, weights)
-            release(2 * count)
             next_pair = lax.select(index + 1 < segment.end, pair(segment, index + 1), following)
-            return count + 1, decode_half(count + 1, next_pair, 0)
+            packed = multiply(2 * count + 1, decode_half(packed, 1), count + 1, next_pair, 0)
+            release(2 * count)
+            return count + 1, decode_half(packed, 0)
 
         end, following_weights = lax.fori_loop(segment.begin, segment.end, step, (count, weights))
         sums = sums_ref[...]
@@ -240,13 +259,11 @@ def _write(
 ):
     """Hand the sums of a tile's first part on; or add what was handed on, and write the tile."""
 
-    def part(cluster, row):
-        place = (cluster * config.cluster + rank) * _CONSUMERS + consumer
-        return refs.parts.at[place, :, pl.ds(row, 64)]
+    def part(cluster):
+        return refs.parts.at[(cluster * config.cluster + rank) * _CONSUMERS + consumer]
 
     def hand_on():
-        for row in range(0, config.rows, 64):
-            part(cluster, row)[...] = sums[:, row : row + 64]
+        part(cluster)[...] = sums
         if done is not None:
             fence()
             pl.semaphore_signal(done.at[cluster * config.cluster + rank])
@@ -263,17 +280,14 @@ def _write(
 
             lax.fori_loop(first, cluster, wait, None)
 
-        def add(row):
-            def add_one(cluster, total):
-                found = part(cluster, row)
-                return total + (found[...] if interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
+        def add(cluster, total):
+            found = part(cluster)
+            return total + (found[...] if interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
 
-            total = sums[:, row : row + 64]
-            return lax.fori_loop(first, cluster, add_one, total) if work.cut else total
-
+        total = lax.fori_loop(first, cluster, add, sums) if work.cut else sums
         for number, row in enumerate(range(0, config.rows, 64)):
             out_smem = refs.out_smem.at[consumer, number % 2]
-            values = add(row).astype(out_smem.dtype)
+            values = total[:, row : row + 64].astype(out_smem.dtype)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             if interpreted:
                 out_smem[...] = values.T

@@ -26,59 +26,72 @@ CODES_TRANSFORMS = (plgpu.TilingTransform((8, 2 * BLOCK_BYTES)), plgpu.SwizzleTr
 """Of codes [ROWS, 64] in shared memory: two blocks of each row."""
 _SCALES = plgpu.Layout.WGMMA.reduce(1)
 _RESULT = mgpu.WGMMA_LAYOUT
+_PACKED = plgpu.ShapeDtypeStruct((ROWS, 40), jnp.int32, layout=plgpu.Layout.WGMMA)
+"""Ten words of each of a thread's two rows; the shape is that of no matrix."""
 
 
-def decode(codes, absmax, dtype, block, *, interpreted: bool):
-    """Rows of W as operand [64 rows, 64 columns].
+def load(codes, absmax, dtype, block, *, interpreted: bool):
+    """What `decode` takes, from shared memory: codes and, for 16 bits, the tables to look them up in.
 
     Args:
         codes: reference to codes [64, 64] in shared memory, with CODES_TRANSFORMS.
         absmax: reference to scales [64] in shared memory.
-        dtype: of the result.
-        block: 0 or 1, which of the two blocks.
+        dtype: of the decoded weights.
+        block: which of the two blocks, 0 or 1: a number, or that of the warpgroup.
         interpreted: whether this runs in the interpreter, which knows no assembly.
     """
     if interpreted:
-        return _decode_in_jax(codes, absmax, dtype, block)
+        found = codes[...]
+        return jnp.where(block == 0, found[:, :BLOCK_BYTES], found[:, BLOCK_BYTES:]), absmax[...]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(CODES_TRANSFORMS), _SCALES), return_type=_operand(dtype))
-    def look_up(_, codes, absmax):
-        return _array(_look_up(codes, absmax, dtype, mgpu.utils.c(block, ir.IntegerType.get_signless(32))))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(CODES_TRANSFORMS), _SCALES), return_type=_PACKED)
+    def load(_, codes, absmax):
+        warpgroup = arith.shrui(mgpu.utils.thread_idx(), _constant(7))
+        return _load(codes, absmax, dtype, _constant(block) if isinstance(block, int) else warpgroup)
 
-    return look_up(codes, compat.mosaic_load(absmax, _SCALES))  # pyright: ignore[reportCallIssue]  # no context
+    return load(codes, compat.mosaic_load(absmax, _SCALES))  # pyright: ignore[reportCallIssue]  # no context
 
 
-def decode_transposed(codes, absmax, exchange, block, *, interpreted: bool):
+def decode(packed, dtype, *, interpreted: bool):
+    """Rows of W as operand [64 rows, 64 columns].
+
+    Args:
+        packed: by `load`.
+        dtype: of the result.
+        interpreted: as in `load`.
+    """
+    if interpreted:
+        return _decode_in_jax(*packed, dtype)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=_operand(dtype))
+    def look_up(_, packed):
+        return _array(_look_up(packed, dtype))
+
+    return look_up(packed)  # pyright: ignore[reportCallIssue]  # the decorator takes the context away
+
+
+def decode_transposed(packed, exchange, *, interpreted: bool):
     """Columns of W as operand [64 columns, 64 rows].
 
     Args:
-        codes: as in `decode`.
-        absmax: as in `decode`.
+        packed: by `load`.
         exchange: reference to shared memory [64, 64] in the dtype of the result; the warpgroup's own, and another one
             than last time.
-        block: which of the two blocks: the warpgroup's number, 0 or 1.
-        interpreted: as in `decode`.
+        interpreted: as in `load`.
     """
     dtype = exchange.dtype
     if interpreted:
-        return _decode_in_jax(codes, absmax, dtype, block).T
+        return _decode_in_jax(*packed, dtype).T
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(CODES_TRANSFORMS), _SCALES, plgpu.RefType()), return_type=_operand(dtype)
-    )
-    def look_up(_, codes, absmax, exchange):
-        warpgroup = arith.shrui(mgpu.utils.thread_idx(), _constant(7))
-        decoded = _look_up(codes, absmax, dtype, warpgroup)
-        return _array(_transposed(decoded, mgpu.utils.memref_ptr(exchange), dtype))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=_operand(dtype))
+    def look_up(_, packed, exchange):
+        return _array(_transposed(_look_up(packed, dtype), mgpu.utils.memref_ptr(exchange), dtype))
 
-    return look_up(codes, compat.mosaic_load(absmax, _SCALES), exchange)  # pyright: ignore[reportCallIssue]
+    return look_up(packed, exchange)  # pyright: ignore[reportCallIssue]
 
 
-def _decode_in_jax(codes, absmax, dtype, block):
-    found = codes[...]
-    part = jnp.where(block == 0, found[:, :BLOCK_BYTES], found[:, BLOCK_BYTES:])
-    scales = absmax[...][:, None]
-    return jnp.concatenate([ptx.lookup_in_jax(part, scales, dtype, half) for half in ptx.HALVES], axis=1)
+def _decode_in_jax(codes, absmax, dtype):
+    return jnp.concatenate([ptx.lookup_in_jax(codes, absmax[:, None], dtype, half) for half in ptx.HALVES], axis=1)
 
 
 def _operand(dtype):
@@ -91,19 +104,32 @@ def _array(registers: np.ndarray):
     return mgpu.FragmentedArray(_registers=registers, _layout=_RESULT, _is_signed=None)
 
 
-def _look_up(codes, absmax, dtype, block: ir.Value) -> np.ndarray:
-    """The registers of the operand [64 rows, 64 columns]."""
+def _load(codes, absmax, dtype, block: ir.Value):
+    """_PACKED: of each of a thread's two rows, two words of codes and the eight of the table."""
     scales = [vector.extract(register, [], [0]) for register in absmax.registers.reshape(2)]
     pointer, select = mgpu.utils.memref_ptr(codes), _pair_of_lane()
     values = values_of_lane(_lane()[2])
-    decoded = np.empty((BLOCK // 8, 2), object)
+    registers = np.empty((_PACKED.shape[1] // 8, 2), object)
+    pair = ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
     for row, scale in enumerate(scales):
-        planes = shared_planes(scale, values, dtype)
-        for piece in range(2):  # 16 bytes of the block
-            place = arith.addi(arith.muli(block, _constant(2)), _constant(piece))
-            word = _load_word(pointer, select, row, place)
-            for nibble, registers in enumerate(look_up_in_planes(word, planes)):
-                for index, register in enumerate(registers):
+        places = [arith.addi(arith.muli(block, _constant(2)), _constant(piece)) for piece in range(2)]  # of 16 bytes
+        words = [_load_word(pointer, select, row, place) for place in places]
+        words += shared_planes(scale, values, dtype)
+        for index in range(len(registers)):
+            registers[index, row] = vector.from_elements(pair, words[2 * index : 2 * index + 2])
+    registers = registers.reshape(_RESULT.registers_shape(_PACKED.shape))
+    return mgpu.FragmentedArray(_registers=registers, _layout=_RESULT, _is_signed=True)
+
+
+def _look_up(packed, dtype) -> np.ndarray:
+    """The registers of the operand [64 rows, 64 columns]."""
+    registers = packed.registers.reshape(_PACKED.shape[1] // 8, 2)
+    decoded = np.empty((BLOCK // 8, 2), object)
+    for row in range(2):
+        words = [vector.extract(pair, [], [index]) for pair in registers[:, row] for index in range(2)]
+        for piece in range(2):
+            for nibble, found in enumerate(look_up_in_planes(words[piece], words[2:])):
+                for index, register in enumerate(found):
                     decoded[4 * nibble + 2 * piece + index, row] = joined([register], dtype)
     return decoded
 

@@ -34,7 +34,7 @@ class Work(NamedTuple):
         steps: of a tile.
         total: steps of all tiles.
         grain: steps that are never cut: one, or all of a tile.
-        ctas: thread blocks, or clusters of them.
+        ctas: thread blocks, or clusters of them, that work.
     """
 
     rows: int
@@ -53,10 +53,10 @@ class Work(NamedTuple):
     ) -> "Work":
         """The work of a product [rows, columns] over `summed` terms on so many multiprocessors."""
         row_tiles, steps = pl.cdiv(rows, config.rows), summed // terms
-        total = row_tiles * pl.cdiv(columns, config.tile_columns) * steps
+        total = row_tiles * pl.cdiv(columns, config.columns) * steps
         grain = 1 if config.spread else steps
         ctas = min(cores, total // grain)
-        return cls(config.rows, config.tile_columns, columns, row_tiles, terms, steps, total, grain, ctas)
+        return cls(config.rows, config.columns, columns, row_tiles, terms, steps, total, grain, ctas)
 
     @property
     def cut(self) -> bool:

@@ -1,5 +1,7 @@
 """The kernels that decode as they multiply, interpreted, against sums in float64; who is refused; who is chosen."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,7 +101,7 @@ def product(x, shape, **options):
 
     with AOT().abstract_device():
         text = str(jax.make_jaxpr(both)(x, codes, absmax))
-    return [name for name in ("nf4_few_tokens", "nf4_fused_gradient", "nf4_dequantize") if name in text]
+    return sorted(set(re.findall(r"\bnf4_(\w+)", text)))
 
 
 @needs_cuda_plugin
@@ -107,11 +109,30 @@ def test_rows_choose_the_kernel():
     def chosen(*rows, dtype=jnp.bfloat16, shape=(1024, 2048)):
         return product(jax.ShapeDtypeStruct((*rows, shape[1]), dtype), shape)
 
-    assert chosen(1) == chosen(2, 8) == ["nf4_few_tokens", "nf4_fused_gradient"]
-    assert chosen(1, shape=(1024, 192)) == ["nf4_fused_gradient"]
-    assert chosen(4, 100, dtype=jnp.float16) == ["nf4_fused_gradient"]
+    assert chosen(1) == chosen(2, 8) == ["few_tokens", "fused_gradient"]
+    assert chosen(1, shape=(1024, 192)) == chosen(4, 30, dtype=jnp.float16) == ["fused", "fused_gradient"]
+    assert chosen(2, 100) == ["in_registers", "in_registers_gradient"]
+    assert chosen(200, shape=(1024, 192)) == ["fused", "fused_gradient"]
+    assert chosen(200, shape=(192, 512)) == ["fused", "fused_gradient"]
+    assert chosen(200, shape=(320, 256)) == ["fused_gradient", "in_registers"]
     most = max(config.FUSED_ROWS.values())
-    assert chosen(most + 1) == chosen(1, dtype=jnp.float32) == chosen(1, shape=(100, 64)) == ["nf4_dequantize"]
+    assert chosen(most + 1) == chosen(1, dtype=jnp.float32) == chosen(1, shape=(100, 64)) == ["dequantize"]
+
+
+def test_tiles_are_cut_where_whole_ones_leave_multiprocessors_idle():
+    def spread(rows, shape, gradient):
+        return config.product_config(rows, shape, gradient, 132).spread
+
+    assert spread(512, (14336, 4096), False) and spread(512, (4096, 14336), False)
+    assert not spread(1024, (4096, 14336), False)  # 64 of 66 clusters
+    assert not spread(256, (4096, 14336), True)  # 112 of 132 thread blocks, with 32 steps each
+
+
+@pytest.mark.parametrize("sizes", [FusedConfig(consumer_registers=176), FusedConfig(64, decoder_registers=184)])
+def test_no_warpgroup_waits_for_registers_that_are_not_there(sizes):
+    x, codes, absmax, _ = case((128, 128), 4, "bfloat16", gradient=False)
+    with pytest.raises(ValueError, match="warpgroups share .* registers"):
+        mosaic_sm90.fused(x, codes, absmax, gradient=False, config=sizes, cores=1)
 
 
 @needs_cuda_plugin
