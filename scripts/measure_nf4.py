@@ -53,18 +53,18 @@ FUSED = {
     16: [SMALL],
     64: [SMALL, dataclasses.replace(SMALL, ahead=4), dataclasses.replace(SMALL, ahead=1)],
     128: [SMALL, MIDDLE, dataclasses.replace(MIDDLE, ahead=4)],
-    256: [MIDDLE, LARGE, dataclasses.replace(LARGE, spread=False)],
+    256: [MIDDLE, LARGE, dataclasses.replace(LARGE, parts=1)],
     512: [
         LARGE,
-        dataclasses.replace(LARGE, spread=False),
+        dataclasses.replace(LARGE, parts=1),
         dataclasses.replace(LARGE, ahead=1),
         dataclasses.replace(LARGE, ahead=3),
         dataclasses.replace(LARGE, x_stages=3, w_stages=4),
         dataclasses.replace(LARGE, x_stages=4, w_stages=2),
         MIDDLE,
-        dataclasses.replace(MIDDLE, spread=False),
+        dataclasses.replace(MIDDLE, parts=1),
     ],
-    1024: [LARGE, dataclasses.replace(LARGE, spread=False)],
+    1024: [LARGE, dataclasses.replace(LARGE, parts=1)],
     2048: [LARGE],
 }
 WIDE = RegistersConfig()
@@ -72,19 +72,19 @@ NARROW = RegistersConfig(rows=128)
 REGISTERS = {
     (512, False): [
         WIDE,
-        dataclasses.replace(WIDE, spread=False),
+        dataclasses.replace(WIDE, parts=1),
         dataclasses.replace(WIDE, cluster=1),
         dataclasses.replace(WIDE, x_stages=5, w_stages=2),
         NARROW,
         LARGE,
     ],
     (512, True): [WIDE, dataclasses.replace(WIDE, cluster=1), LARGE],
-    (1024, False): [WIDE, dataclasses.replace(WIDE, spread=False)],
-    (1024, True): [dataclasses.replace(WIDE, cluster=1), dataclasses.replace(WIDE, cluster=1, spread=False)],
-    (2048, False): [dataclasses.replace(WIDE, spread=False)],
-    (2048, True): [dataclasses.replace(WIDE, cluster=1, spread=False)],
+    (1024, False): [WIDE, dataclasses.replace(WIDE, parts=1)],
+    (1024, True): [dataclasses.replace(WIDE, cluster=1), dataclasses.replace(WIDE, cluster=1, parts=1)],
+    (2048, False): [dataclasses.replace(WIDE, parts=1)],
+    (2048, True): [dataclasses.replace(WIDE, cluster=1, parts=1)],
     (256, False): [WIDE, NARROW],
-    (256, True): [dataclasses.replace(WIDE, cluster=1), dataclasses.replace(WIDE, cluster=1, spread=False)],
+    (256, True): [dataclasses.replace(WIDE, cluster=1), dataclasses.replace(WIDE, cluster=1, parts=1)],
 }
 
 
@@ -208,9 +208,9 @@ CHECKS: list[Case] = [
         for gradient in (False, True)
     ),
     *(
-        (tokens, (1088, 4096), gradient, dataclasses.replace(config, spread=spread))
-        for (tokens, config), gradient, spread in itertools.product(
-            ((64, SMALL), (128, MIDDLE), (512, LARGE), (513, LARGE)), (False, True), (False, True)
+        (tokens, (1088, 4096), gradient, dataclasses.replace(config, parts=parts))
+        for (tokens, config), gradient, parts in itertools.product(
+            ((64, SMALL), (128, MIDDLE), (512, LARGE), (513, LARGE)), (False, True), (None, 1)
         )
     ),
     *((512, shape, gradient, LARGE) for shape in SHAPES for gradient in (False, True)),
@@ -221,7 +221,7 @@ REGISTERS_CHECKS: list[Case] = [
     *((tokens, (768, 1536), gradient, WIDE) for tokens in (1, 257) for gradient in (False, True)),
     *((513, (704, 1536), False, dataclasses.replace(WIDE, cluster=cluster)) for cluster in (1, 2)),
     *((100, (768, 1536), gradient, NARROW) for gradient in (False, True)),
-    *((513, (1088, 4096), False, dataclasses.replace(WIDE, spread=spread)) for spread in (True, False)),
+    *((513, (1088, 4096), False, dataclasses.replace(WIDE, parts=parts)) for parts in (None, 1, 2)),
     (513, (1088, 4096), False, dataclasses.replace(WIDE, x_stages=5, w_stages=2)),
     *((513, (1152, 4096), True, dataclasses.replace(WIDE, cluster=cluster)) for cluster in (1, 2)),
     *((512, shape, gradient, WIDE) for shape in SHAPES[1:] for gradient in (False, True)),

@@ -61,8 +61,8 @@ class FusedConfig:
     Attributes:
         rows: of x in a tile: 64, 128 or 256.
         columns: of the result in a tile: 64 or 128.
-        spread: whether every thread block takes as many steps, however the tiles are cut by that; otherwise whole
-            tiles.
+        parts: in how many equal parts each tile's sum is cut, if there are thread blocks for all; None cuts tiles where
+            it takes to give every thread block as many steps.
         x_stages: pieces of x in shared memory.
         w_stages: decoded pieces of W in shared memory.
         ahead: pieces of W that a decoding thread has under way in registers.
@@ -72,7 +72,7 @@ class FusedConfig:
 
     rows: int = 256
     columns: int = 128
-    spread: bool = True
+    parts: int | None = None
     x_stages: int = 4
     w_stages: int = 3
     ahead: int = 2
@@ -92,14 +92,14 @@ class RegistersConfig:
     Attributes:
         rows: of x in a tile: 64, 128 or 256.
         cluster: thread blocks that share x, each with 128 columns of the result: 1 or 2.
-        spread: whether every cluster takes as many steps, however the tiles are cut by that; otherwise whole tiles.
+        parts: as in `FusedConfig`, of clusters.
         x_stages: pieces of x in shared memory, of 64 columns.
         w_stages: pieces of codes in shared memory, of 128 columns.
     """
 
     rows: int = 256
     cluster: int = 2
-    spread: bool = True
+    parts: int | None = None
     x_stages: int = 4
     w_stages: int = 3
 
@@ -124,16 +124,17 @@ FEW_TOKENS_ROWS = 32
 """Up to so many rows of x the product goes to the kernel that is bound by the packed bytes."""
 FEW_TOKENS_COLUMNS = 512
 """`in` is a multiple of it there."""
-REGISTERS_ROWS = 129
+REGISTERS_ROWS = 65
 """From so many rows on, decoded weights stay in registers."""
 REGISTERS_GRAIN = 256
 """`in` is a multiple of it there: a row of scales is then a multiple of 16 bytes, as TMA takes them."""
 REGISTERS_TERMS = 128
 """Of the sum, in a step: `out` is a multiple of it in the gradient."""
-FUSED_ROWS = {False: 512, True: 512}
+FUSED_ROWS = {False: 1024, True: 512}
 """Up to so many rows the product (False) and its gradient (True) decode as they multiply; above, they decode first."""
-_CUT_STEPS = 6
-"""What it costs to hand sums on and add them up, in steps of 128 terms."""
+_EQUAL_STEPS, _CUT_STEPS = 6, 9
+"""What handing sums on and adding them up costs, in steps of REGISTERS_TERMS: with tiles in equal parts, where every
+cluster does one of the two, and where most do both."""
 
 
 def product_config(
@@ -167,14 +168,16 @@ def few_tokens_config(rows: int, shape: tuple[int, int]) -> FewTokensConfig:
 
 
 def registers_config(rows: int, shape: tuple[int, int], gradient: bool, cores: int) -> RegistersConfig:
-    """Whole tiles where the last round of them loses less than cutting tiles does."""
+    """The least rows that hold all of x, up to 256; tiles cut in the way that takes the fewest steps."""
     summed, written = shape if gradient else shape[::-1]
-    # The gradient's decoding exchanges through shared memory, where the two thread blocks' steps disturb each other.
-    sizes = RegistersConfig(cluster=1 if gradient else 2)
+    # As measured: sharing x between two thread blocks gains 2% going forward and loses as much going back.
+    sizes = RegistersConfig(rows=128 if rows <= 128 else 256, cluster=1 if gradient else 2)
     clusters, steps = cores // sizes.cluster, -(-summed // REGISTERS_TERMS)
     tiles = -(-rows // sizes.rows) * -(-written // sizes.columns)
-    whole, cut = -(-tiles // clusters) * steps, tiles * steps / clusters + _CUT_STEPS
-    return dataclasses.replace(sizes, spread=cut < whole)
+    costs = {1: -(-tiles // clusters) * steps, None: tiles * steps / clusters + _CUT_STEPS}
+    if parts := clusters // tiles:
+        costs |= {parts: -(-steps // parts) + (_EQUAL_STEPS if parts > 1 else 0)}
+    return dataclasses.replace(sizes, parts=min(costs, key=costs.__getitem__))
 
 
 def fused_config(rows: int, columns: int, cores: int) -> FusedConfig:
@@ -191,4 +194,4 @@ def fused_config(rows: int, columns: int, cores: int) -> FusedConfig:
         return FusedConfig(rows=128, consumer_registers=112, decoder_registers=112)
     # One round of whole tiles that keeps most multiprocessors busy beats cutting them.
     tiles = -(-rows // 256) * -(-columns // 128)
-    return FusedConfig(w_stages=2, spread=not 0.8 * cores <= tiles <= cores)
+    return FusedConfig(w_stages=2, parts=1 if 0.8 * cores <= tiles <= cores else None)

@@ -6,9 +6,10 @@ the sum, the threads decode the next 64. Two thread blocks of a cluster share th
 both.
 
 Prediction for a step of 128 × 256 × 64 on a Hopper multiprocessor, in cycles: the tensor cores take 1,024; shared
-memory moves 64 KB to them and 36 KB into it, 800, and 32 KB more for the gradient, 1,060; decoding takes 5.2
-instructions a code, 440 issue slots of each of the four schedulers with all that is around it. From the L2 cache come
-16 bytes of x a cycle and multiprocessor, 32 without clusters.
+memory moves 64 KB to them and 36 KB into it, 800, and 32 KB more for the gradient, 1,060; decoding takes 4.1
+instructions a code, half of them at half rate, and 390 issue slots of each of the four schedulers with all that is
+around it. From the L2 cache come 16 bytes of x a cycle and multiprocessor, 32 without clusters. Measured, decoding is
+not hidden: without it the kernel is as fast as cuBLAS, with it 14% slower (docs/performance.md).
 """
 
 import functools
@@ -54,8 +55,8 @@ def in_registers(
 
     Args:
         x: bfloat16 or float16, [rows, in]; [rows, out] for the gradient. `in` is a multiple of REGISTERS_GRAIN.
-        codes: uint8, split order; `out` a multiple of 64, or of REGISTERS_TERMS for the gradient; the dimension that is not
-            summed over at least config.columns.
+        codes: uint8, split order; `out` a multiple of 64, or of REGISTERS_TERMS for the gradient; the dimension that is
+            not summed over at least config.columns.
         absmax: float32.
         gradient: multiply with the matrix as it is, as the gradient in x does.
         config: block sizes; the interpreter takes no clusters.

@@ -53,9 +53,9 @@ class Work(NamedTuple):
     ) -> "Work":
         """The work of a product [rows, columns] over `summed` terms on so many multiprocessors."""
         row_tiles, steps = pl.cdiv(rows, config.rows), summed // terms
-        total = row_tiles * pl.cdiv(columns, config.columns) * steps
-        grain = 1 if config.spread else steps
-        ctas = min(cores, total // grain)
+        tiles = row_tiles * pl.cdiv(columns, config.columns)
+        total, grain = tiles * steps, steps if config.parts == 1 else 1
+        ctas = min(cores, total // grain, tiles * config.parts if config.parts else cores)
         return cls(config.rows, config.columns, columns, row_tiles, terms, steps, total, grain, ctas)
 
     @property

@@ -54,7 +54,7 @@ def assert_as_good_as_16_bits_allow(arrays, dtype, implementation="cudnn", **opt
     for name, actual, rounded, expected in zip(("out", "dq", "dk", "dv"), ours, plain, exact, strict=True):
         error, allowed = np.abs(actual - expected), np.abs(rounded - expected).max()
         assert error.max() <= (2 if name == "out" else 3) * allowed + 1e-5, name
-        # Where every query sees itself alone, dq and dk are zero: what is left of p · (dp − delta) is float32's rounding.
+        # Where a query sees itself alone, dq and dk are zero: what is left of p · (dp − delta) is float32's rounding.
         assert np.sqrt(np.mean(error**2)) <= RMS[dtype] * np.sqrt(np.mean(expected**2)) + 1e-6, name
     return ours
 

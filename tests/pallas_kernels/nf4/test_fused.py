@@ -58,7 +58,7 @@ def test_few_tokens(rows, shape, dtype, sizes):
         pytest.param(False, 260, (192, 192), "bfloat16", FusedConfig(), 3, id="forward, tiles cut in two"),
         pytest.param(True, 300, (192, 128), "float16", FusedConfig(), 3, id="gradient, tiles cut in two"),
         pytest.param(False, 1, (128, 512), "float16", config.fused_config(1, 128, 3), 3, id="one tile cut in three"),
-        pytest.param(True, 70, (128, 256), "bfloat16", FusedConfig(128, spread=False), 1, id="whole tiles"),
+        pytest.param(True, 70, (128, 256), "bfloat16", FusedConfig(128, parts=1), 1, id="whole tiles"),
     ],
 )
 def test_fused(gradient, rows, shape, dtype, sizes, cores):
@@ -76,9 +76,10 @@ def test_fused(gradient, rows, shape, dtype, sizes, cores):
     [
         pytest.param(False, 70, (128, 512), "bfloat16", RegistersConfig(64, 1), 2, id="tiles cut in two"),
         pytest.param(False, 260, (192, 768), "float16", RegistersConfig(256, 1), 3, id="odd steps, a tile moved back"),
-        pytest.param(False, 130, (320, 256), "bfloat16", RegistersConfig(128, 1, spread=False), 2, id="whole tiles"),
+        pytest.param(False, 130, (320, 256), "bfloat16", RegistersConfig(128, 1, parts=1), 2, id="whole tiles"),
         pytest.param(True, 70, (384, 512), "bfloat16", RegistersConfig(64, 1), 3, id="gradient, tiles cut"),
-        pytest.param(True, 260, (256, 256), "float16", RegistersConfig(256, 1, False), 2, id="gradient, whole tiles"),
+        pytest.param(False, 70, (256, 1024), "bfloat16", RegistersConfig(128, 1, 3), 7, id="three equal parts"),
+        pytest.param(True, 260, (256, 256), "float16", RegistersConfig(256, 1, 1), 2, id="gradient, whole tiles"),
     ],
 )
 def test_in_registers(gradient, rows, shape, dtype, sizes, cores):
@@ -110,7 +111,7 @@ def test_rows_choose_the_kernel():
         return product(jax.ShapeDtypeStruct((*rows, shape[1]), dtype), shape)
 
     assert chosen(1) == chosen(2, 8) == ["few_tokens", "fused_gradient"]
-    assert chosen(1, shape=(1024, 192)) == chosen(4, 30, dtype=jnp.float16) == ["fused", "fused_gradient"]
+    assert chosen(1, shape=(1024, 192)) == chosen(2, 30, dtype=jnp.float16) == ["fused", "fused_gradient"]
     assert chosen(2, 100) == ["in_registers", "in_registers_gradient"]
     assert chosen(200, shape=(1024, 192)) == ["fused", "fused_gradient"]
     assert chosen(200, shape=(192, 512)) == ["fused", "fused_gradient"]
@@ -119,13 +120,18 @@ def test_rows_choose_the_kernel():
     assert chosen(most + 1) == chosen(1, dtype=jnp.float32) == chosen(1, shape=(100, 64)) == ["dequantize"]
 
 
-def test_tiles_are_cut_where_whole_ones_leave_multiprocessors_idle():
-    def spread(rows, shape, gradient):
-        return config.product_config(rows, shape, gradient, 132).spread
-
-    assert spread(512, (14336, 4096), False) and spread(512, (4096, 14336), False)
-    assert not spread(1024, (4096, 14336), False)  # 64 of 66 clusters
-    assert not spread(256, (4096, 14336), True)  # 112 of 132 thread blocks, with 32 steps each
+@pytest.mark.parametrize(
+    "rows, shape, gradient, parts",
+    [
+        (512, (14336, 4096), False, None),  # 112 tiles for 66 clusters
+        (512, (4096, 14336), False, 2),  # 32
+        (1024, (4096, 14336), False, 1),  # 64
+        (512, (14336, 4096), True, 2),  # 64 tiles for 132 thread blocks
+        (256, (4096, 14336), True, 1),  # 112, of 32 steps: fewer than cutting costs
+    ],
+)
+def test_tiles_are_cut_where_whole_ones_leave_multiprocessors_idle(rows, shape, gradient, parts):
+    assert config.product_config(rows, shape, gradient, 132).parts == parts
 
 
 @pytest.mark.parametrize("sizes", [FusedConfig(consumer_registers=176), FusedConfig(64, decoder_registers=184)])
