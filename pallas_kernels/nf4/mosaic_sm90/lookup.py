@@ -67,7 +67,7 @@ def values_of_lane(lane: ir.Value) -> Sequence[ir.Value]:
 
 def _assemble(
     text: str, operands: Sequence[ir.Value], inputs: str, outputs: Sequence[str], *, has_side_effects: bool = False
-) -> list[ir.Value]:
+) -> Sequence[ir.Value]:
     """The results of assembly, registers "r" (i32) or "f" (f32) all of one kind."""
     result_type = ir.F32Type.get() if outputs[0] == "f" else ir.IntegerType.get_signless(32)
     results = ir.Type.parse(f"!llvm.struct<({', '.join([str(result_type)] * len(outputs))})>")

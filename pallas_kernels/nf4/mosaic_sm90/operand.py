@@ -49,7 +49,7 @@ def load(codes, absmax, dtype, block, *, interpreted: bool):
         warpgroup = arith.shrui(mgpu.utils.thread_idx(), _constant(7))
         return _load(codes, absmax, dtype, _constant(block) if isinstance(block, int) else warpgroup)
 
-    return load(codes, compat.mosaic_load(absmax, _SCALES))  # pyright: ignore[reportCallIssue]  # no context
+    return load(codes, compat.mosaic_load(absmax, _SCALES))  # pyright: ignore[reportCallIssue]  # as below
 
 
 def decode(packed, dtype, *, interpreted: bool):
