@@ -49,7 +49,7 @@ def load(codes, absmax, dtype, block, *, interpreted: bool):
         warpgroup = arith.shrui(mgpu.utils.thread_idx(), _constant(7))
         return _load(codes, absmax, dtype, _constant(block) if isinstance(block, int) else warpgroup)
 
-    return load(codes, compat.mosaic_load(absmax, _SCALES))  # pyright: ignore[reportCallIssue]  # as below
+    return load(codes, compat.mosaic_load(absmax, _SCALES))  # pyright: ignore[reportCallIssue]  # the decorator takes the context away
 
 
 def decode(packed, dtype, *, interpreted: bool):
@@ -61,7 +61,7 @@ def decode(packed, dtype, *, interpreted: bool):
         interpreted: as in `load`.
     """
     if interpreted:
-        return _decode_in_jax(*packed, dtype)
+        return _decode_in_jax(packed, dtype)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=_operand(dtype))
     def look_up(_, packed):
@@ -81,7 +81,7 @@ def decode_transposed(packed, exchange, *, interpreted: bool):
     """
     dtype = exchange.dtype
     if interpreted:
-        return _decode_in_jax(*packed, dtype).T
+        return _decode_in_jax(packed, dtype).T
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=_operand(dtype))
     def look_up(_, packed, exchange):
@@ -90,7 +90,8 @@ def decode_transposed(packed, exchange, *, interpreted: bool):
     return look_up(packed, exchange)  # pyright: ignore[reportCallIssue]
 
 
-def _decode_in_jax(codes, absmax, dtype):
+def _decode_in_jax(packed, dtype):
+    codes, absmax = packed
     return jnp.concatenate([ptx.lookup_in_jax(codes, absmax[:, None], dtype, half) for half in ptx.HALVES], axis=1)
 
 
