@@ -212,7 +212,7 @@ def _candidates(shape, dtype, order, quant_map) -> list[tuple[str, str | None]]:
 
 def _not_fused(rows: int, dtype, shape, order: str, quant_map, gradient: bool, *, forced: bool) -> str | None:
     """Why a product cannot decode as it multiplies, or should not; None where it can."""
-    target, most = dispatch.target(), config.FUSED_ROWS[gradient]
+    target = dispatch.target()
     if target.platform != "cuda" or target.compute_capability != (9, 0):
         return f"it needs an NVIDIA GPU of compute capability 9.0, the target is {target}"
     if order != "split":
@@ -227,7 +227,7 @@ def _not_fused(rows: int, dtype, shape, order: str, quant_map, gradient: bool, *
         )
     if rows == 0:
         return "x has no rows"
-    if rows > most and not forced:
+    if rows > (most := config.most_rows(shape, gradient)) and not forced:
         return f"with more than {most} rows it is faster to decode first, x has {rows}"
     return None
 

@@ -125,13 +125,13 @@ FEW_TOKENS_ROWS = 32
 FEW_TOKENS_COLUMNS = 512
 """`in` is a multiple of it there."""
 REGISTERS_ROWS = 65
-"""From so many rows on, decoded weights stay in registers."""
+"""From so many rows on, decoded weights stay in registers, if the matrix suits (`suits_registers`)."""
 REGISTERS_GRAIN = 256
 """`in` is a multiple of it there: a row of scales is then a multiple of 16 bytes, as TMA takes them."""
 REGISTERS_TERMS = 128
 """Of the sum, in a step: `out` is a multiple of it in the gradient."""
-FUSED_ROWS = {False: 1024, True: 512}
-"""Up to so many rows the product (False) and its gradient (True) decode as they multiply; above, they decode first."""
+_MOST_ROWS, _MOST_ROWS_FORWARD = 512, 1024
+"""Up to so many rows products decode as they multiply, and those forward by registers; above, they decode first."""
 _EQUAL_STEPS, _CUT_STEPS = 6, 9
 """What handing sums on and adding them up costs, in steps of REGISTERS_TERMS: with tiles in equal parts, where every
 cluster does one of the two, and where most do both."""
@@ -152,12 +152,21 @@ def product_config(
     few = few_tokens_config(rows, shape)
     if not gradient and rows <= FEW_TOKENS_ROWS and columns % FEW_TOKENS_COLUMNS == 0 and out >= few.rows:
         return few
-    registers = registers_config(rows, shape, gradient, cores)
+    if rows >= REGISTERS_ROWS and suits_registers(shape, gradient):
+        return registers_config(rows, shape, gradient, cores)
+    return fused_config(rows, columns if gradient else out, cores)
+
+
+def most_rows(shape: tuple[int, int], gradient: bool) -> int:
+    """Up to so many rows `product_config`'s kernels are faster than decoding first."""
+    return _MOST_ROWS_FORWARD if suits_registers(shape, gradient) and not gradient else _MOST_ROWS
+
+
+def suits_registers(shape: tuple[int, int], gradient: bool) -> bool:
+    """Whether the kernel that keeps decoded weights in registers takes a matrix."""
     summed, written = shape if gradient else shape[::-1]
-    if rows >= REGISTERS_ROWS and columns % REGISTERS_GRAIN == 0 and summed % REGISTERS_TERMS == 0:
-        if written >= registers.columns:
-            return registers
-    return fused_config(rows, written, cores)
+    whole = shape[1] % REGISTERS_GRAIN == 0 and summed % REGISTERS_TERMS == 0
+    return whole and written >= _registers(gradient).columns
 
 
 def few_tokens_config(rows: int, shape: tuple[int, int]) -> FewTokensConfig:
@@ -170,14 +179,18 @@ def few_tokens_config(rows: int, shape: tuple[int, int]) -> FewTokensConfig:
 def registers_config(rows: int, shape: tuple[int, int], gradient: bool, cores: int) -> RegistersConfig:
     """The least rows that hold all of x, up to 256; tiles cut in the way that takes the fewest steps."""
     summed, written = shape if gradient else shape[::-1]
-    # As measured: sharing x between two thread blocks gains 2% going forward and loses as much going back.
-    sizes = RegistersConfig(rows=128 if rows <= 128 else 256, cluster=1 if gradient else 2)
+    sizes = dataclasses.replace(_registers(gradient), rows=128 if rows <= 128 else 256)
     clusters, steps = cores // sizes.cluster, -(-summed // REGISTERS_TERMS)
     tiles = -(-rows // sizes.rows) * -(-written // sizes.columns)
     costs = {1: -(-tiles // clusters) * steps, None: tiles * steps / clusters + _CUT_STEPS}
     if parts := clusters // tiles:
         costs |= {parts: -(-steps // parts) + (_EQUAL_STEPS if parts > 1 else 0)}
     return dataclasses.replace(sizes, parts=min(costs, key=costs.__getitem__))
+
+
+def _registers(gradient: bool) -> RegistersConfig:
+    """As measured, x shared by two thread blocks gains 4% in the product and loses 1 to 4% in the gradient."""
+    return RegistersConfig(cluster=1 if gradient else 2)
 
 
 def fused_config(rows: int, columns: int, cores: int) -> FusedConfig:

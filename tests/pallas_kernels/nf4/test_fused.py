@@ -116,7 +116,9 @@ def test_rows_choose_the_kernel():
     assert chosen(200, shape=(1024, 192)) == ["fused", "fused_gradient"]
     assert chosen(200, shape=(192, 512)) == ["fused", "fused_gradient"]
     assert chosen(200, shape=(320, 256)) == ["fused_gradient", "in_registers"]
-    most = max(config.FUSED_ROWS.values())
+    most, least = (config.most_rows((1024, 2048), gradient) for gradient in (False, True))
+    assert chosen(least + 1) == chosen(most) == ["dequantize", "in_registers"]
+    assert chosen(least + 1, shape=(1024, 192)) == ["dequantize"]
     assert chosen(most + 1) == chosen(1, dtype=jnp.float32) == chosen(1, shape=(100, 64)) == ["dequantize"]
 
 
