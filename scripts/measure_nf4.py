@@ -72,19 +72,22 @@ NARROW = RegistersConfig(rows=128)
 REGISTERS = {
     (512, False): [
         WIDE,
-        dataclasses.replace(WIDE, parts=1),
+        dataclasses.replace(WIDE, parts=2),
         dataclasses.replace(WIDE, cluster=1),
         dataclasses.replace(WIDE, x_stages=5, w_stages=2),
-        NARROW,
         LARGE,
     ],
-    (512, True): [WIDE, dataclasses.replace(WIDE, cluster=1), LARGE],
+    (512, True): [WIDE, *(dataclasses.replace(WIDE, cluster=1, parts=parts) for parts in (None, 2)), LARGE],
     (1024, False): [WIDE, dataclasses.replace(WIDE, parts=1)],
-    (1024, True): [dataclasses.replace(WIDE, cluster=1), dataclasses.replace(WIDE, cluster=1, parts=1)],
+    (1024, True): [dataclasses.replace(WIDE, cluster=1, parts=parts) for parts in (None, 1)],
     (2048, False): [dataclasses.replace(WIDE, parts=1)],
     (2048, True): [dataclasses.replace(WIDE, cluster=1, parts=1)],
-    (256, False): [WIDE, NARROW],
-    (256, True): [dataclasses.replace(WIDE, cluster=1), dataclasses.replace(WIDE, cluster=1, parts=1)],
+    (256, False): [WIDE, dataclasses.replace(WIDE, parts=1), NARROW],
+    (256, True): [dataclasses.replace(WIDE, cluster=1, parts=parts) for parts in (None, 1)],
+    (128, False): [NARROW, dataclasses.replace(NARROW, parts=1), dataclasses.replace(NARROW, parts=4), MIDDLE],
+    (128, True): [*(dataclasses.replace(NARROW, cluster=1, parts=parts) for parts in (None, 1, 4)), MIDDLE],
+    (64, False): [RegistersConfig(rows=64), RegistersConfig(rows=64, parts=1), SMALL],
+    (64, True): [RegistersConfig(rows=64, cluster=1), RegistersConfig(rows=64, cluster=1, parts=1), SMALL],
 }
 
 
@@ -300,7 +303,7 @@ def registers(gradient: bool) -> None:
     check([case for case in REGISTERS_CHECKS if case[2] == gradient])
     for (tokens, backward), configs in REGISTERS.items():
         if backward == gradient:
-            for shape in SHAPES if tokens == 512 else SHAPES[1:]:
+            for shape in SHAPES:
                 time_all(shape, tokens, gradient, configs)
 
 
