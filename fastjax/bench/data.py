@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from fastjax.bench.results import make_table
 from fastjax.data.settings import DataSource
 
 if TYPE_CHECKING:
@@ -91,9 +90,8 @@ def run(case: DataCase, output: Path | None = None, console: Console | None = No
     console = console or Console()
     with _one_core(), tempfile.TemporaryDirectory() as cache:
         timing = _measure(case, Path(cache))
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("examples/s", "tokens/s", "of the tokenizer", "rows/ideal", "seconds", "cached"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("examples/s", "tokens/s", "of the tokenizer", "rows/ideal", "seconds", "cached")
+    table = make_table("preparing data, on one core", (), names)
     table.add_row(
         f"{timing.examples_per_second:,.0f}",
         f"{timing.tokens_per_second:,.0f}",

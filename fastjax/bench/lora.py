@@ -13,11 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fastjax.bench.results import save
+from fastjax.bench.results import make_table, save
 from fastjax.bench.timing import Program, Timing, measure
 from fastjax.lora import LoraLinear, LoraParam
 from fastjax.models.mlp import MLP
@@ -218,11 +217,7 @@ def _table(case: LoraCase, results: list[LoraResult]) -> Table:
         f"jax {jax.__version__}"
     )
     caption = f"forward and backward, median of {case.rounds}, time by {results[-1].source}"
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD)
-    for name in ("weights", "adapters"):
-        table.add_column(name)
-    for name in ("rank", "ms", "best–worst", "cost", "TFLOP/s"):
-        table.add_column(name, justify="right")
+    table = make_table(title, ("weights", "adapters"), ("rank", "ms", "best–worst", "cost", "TFLOP/s"), caption)
     for line in results:
         table.add_row(
             line.weight,

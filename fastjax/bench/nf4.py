@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastjax.bench import nf4_torch
-from fastjax.bench.results import save
+from fastjax.bench.results import make_table, save
 from fastjax.bench.timing import Program, Timing, measure
 from pallas_kernels import dispatch, nf4
 from pallas_kernels.nf4.shapes import BENCHMARK
@@ -256,21 +256,30 @@ def _line(timing: Timing, shape, operation, implementation, dtype, *, moved=None
 
 def _table(case: NF4Case, shape: tuple[int, int], results: Sequence[NF4Result]) -> Table:
     title = f"NF4 · {shape[0]}×{shape[1]} · cold cache · {dispatch.target()} · jax {jax.__version__}"
-    table = Table(title=title, caption=f"median of {case.rounds}, time by {results[-1].source}")
-    for name in ("", "by", "dtype"):
-        table.add_column(name)
-    for name in ("rows", "µs", "best–worst", "GB/s", "TFLOP/s", "of dense"):
-        table.add_column(name, justify="right")
+    numbers = ("rows", "µs", "best–worst", "GB/s", "TFLOP/s", "× dense")
+    others: dict[str, list[str]] = {}
+    for line in results:
+        names = others.setdefault(line.source, [])
+        if line.implementation not in names:
+            names.append(line.implementation)
+    own = results[0].source
+    times = [own, *(f"{', '.join(names)} by {source}" for source, names in others.items() if source != own)]
+    caption = f"median of {case.rounds}, time by {'; '.join(times)}"
+    table = make_table(title, ("", "by", "dtype"), numbers, caption)
     for line in results:
         table.add_row(
             line.operation,
             line.implementation,
             line.dtype,
             "" if line.rows is None else f"{line.rows:,}",
-            f"{line.microseconds:,.1f}",
-            f"{line.best:,.1f}–{line.worst:,.1f}",
+            _written(line.microseconds),
+            f"{_written(line.best)}–{_written(line.worst)}",
             "" if line.gigabytes_per_second is None else f"{line.gigabytes_per_second:,.0f}",
             "" if line.teraflops_per_second is None else f"{line.teraflops_per_second:,.1f}",
             "" if line.of_dense is None else f"{line.of_dense:.2f}",
         )
     return table
+
+
+def _written(microseconds: float) -> str:
+    return f"{microseconds:,.{0 if microseconds >= 1000 else 1}f}"

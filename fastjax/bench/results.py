@@ -1,4 +1,4 @@
-"""What a measurement found, as a JSON file."""
+"""What measurements found, as a table and as a JSON file."""
 
 import dataclasses
 import json
@@ -7,7 +7,47 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich import box
 from rich.console import Console
+from rich.table import Table
+
+
+def make_table(title: str, words: Sequence[str], numbers: Sequence[str], caption: str | None = None) -> Table:
+    """A table without rows, close enough that eight or nine columns fit into a line of 80.
+
+    Args:
+        title: above it.
+        words: names of the first columns.
+        numbers: names of those that follow, aligned to the right.
+        caption: below it.
+    """
+    table = Table(
+        title=title,
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=0,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in words:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def show(console: Console, table: Table, reasons: Sequence[tuple[str, str]] = ()) -> None:
+    """Print a table and, below it, why something is missing in it: each reason once.
+
+    Args:
+        console: where to.
+        table: by `make_table`.
+        reasons: (what is missing, why).
+    """
+    console.print(table)
+    for missing, reason in dict.fromkeys(reasons):
+        console.print(f"{missing}: {reason}", highlight=False, markup=False)
 
 
 def save(output: Path | None, results: Sequence[Any], console: Console, **about: Any) -> None:

@@ -17,11 +17,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from fastjax.bench.attention.cases import packed
+from fastjax.bench.results import make_table, show
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.flops import attended_length, step_flops
@@ -244,7 +243,7 @@ def run(cases: Sequence[StepCase], output: Path | None = None, console: Console 
         for case in cases:
             with console.status(f"{case.preset} {case.checkpointing} {case.layer_loop} {case.attention or ''}"):
                 results.append(pool.submit(measure, case).result())
-    console.print(_table(cases, results))
+    _show(console, cases, results)
     if output is not None:
         rows = [dataclasses.asdict(case) | dataclasses.asdict(r) for case, r in zip(cases, results, strict=True)]
         output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -252,21 +251,19 @@ def run(cases: Sequence[StepCase], output: Path | None = None, console: Console 
     return results
 
 
-def _table(cases: Sequence[StepCase], results: Sequence[StepResult]) -> Table:
+def _show(console: Console, cases: Sequence[StepCase], results: Sequence[StepResult]) -> None:
     first, found = cases[0], results[0]
     rows = f"{first.batch}×{first.seq}{' packed' if first.lengths else ''}"
     title = f"QLoRA step · {first.preset} · {rows} · r={first.rank} · {found.device} · jax {found.jax}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("remat", "loop", "attention"):
-        table.add_column(name, no_wrap=True)
     counted = any(result.peak_bytes is not None for result in results)
     memory = "peak GiB" if counted else "plan GiB"
-    for name in ("step ms", "tokens/s", "TFLOP/s", "compile s", memory, "loss"):
-        table.add_column(name, no_wrap=True, justify="right")
+    numbers = ("step ms", "tokens/s", "TFLOP/s", "compile s", memory, "loss")
+    words = ["remat", "loop"] + ["attention"] * any(case.attention for case in cases)
+    table, reasons = make_table(title, words, numbers), []
     for case, result in zip(cases, results, strict=True):
-        cells = [case.checkpointing, case.layer_loop, case.attention or ""]
+        cells = [case.checkpointing, case.layer_loop, case.attention or ""][: len(words)]
         if result.step_seconds is None or not result.losses:
-            table.add_row(*cells, result.error)
+            reasons.append((" ".join(filter(None, cells)), result.error))
             continue
         held = result.peak_bytes if counted else result.step_bytes
         cells += [
@@ -278,4 +275,4 @@ def _table(cases: Sequence[StepCase], results: Sequence[StepResult]) -> Table:
             f"{result.losses[-1]:.3f}",
         ]
         table.add_row(*cells)
-    return table
+    show(console, table, reasons)

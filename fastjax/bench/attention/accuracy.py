@@ -17,13 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from fastjax.bench.attention.cases import check_names
 from fastjax.bench.attention.contenders import why
-from fastjax.bench.results import save
+from fastjax.bench.results import make_table, save, show
 from pallas_kernels import dispatch
 from pallas_kernels.attention import attention, reference, segment_ranges
 
@@ -151,7 +149,7 @@ def run(
     for name in shapes:
         found = {who: _results(compiled[name, who], inputs[name], exact=who == "exact") for who in ("exact", *wanted)}
         results += _lines(name, SHAPES[name], found, implementations, dtype)
-    console.print(_table(results, dtype))
+    _show(console, results, dtype)
     worst = [line for line in results if line.faults]
     console.print(
         f"{len(worst)} of {len(results)} lines at fault" if worst else f"all within {BAR} times", highlight=False
@@ -278,20 +276,17 @@ def _error(found: np.ndarray, exact: np.ndarray) -> tuple[float, bool]:
     return difference / norm, False
 
 
-def _table(results: Sequence[AccuracyResult], dtype: str) -> Table:
+def _show(console: Console, results: Sequence[AccuracyResult], dtype: str) -> None:
     title = f"attention · error beside float64 · {dtype} · {dispatch.target()} · jax {jax.__version__}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, caption="in brackets: over cuDNN's, or with * over XLA's")
-    for column in ("", "by"):
-        table.add_column(column, no_wrap=True)
-    for column in ARRAYS:
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("", ratio=1)
+    caption = "error, then how many times cuDNN's, or of shapes with * XLA's"
+    table, reasons = make_table(title, ("", "by"), ARRAYS, caption), []
     for line in results:
-        star = "*" if line.beside == "xla" else ""
         cells = [
-            f"{error:.1e}" + ("" if ratio is None else f" ({ratio:.2f}{star})")
+            (f"{error:.1e}".replace("e-0", "e-") if error else "0") + ("" if ratio is None else f" {ratio:.2f}")
             for error, ratio in zip(line.errors, line.ratios, strict=True)
         ]
-        cells += [""] * (len(ARRAYS) - len(cells))
-        table.add_row(line.shape, line.implementation, *cells, line.reason or "; ".join(line.faults))
-    return table
+        if cells:
+            table.add_row(line.shape + (" *" if line.beside == "xla" else ""), line.implementation, *cells)
+        if reason := line.reason or "; ".join(line.faults):
+            reasons.append((f"{line.implementation}, {line.shape}", reason))
+    show(console, table, reasons)

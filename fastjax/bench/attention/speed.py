@@ -13,13 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from fastjax.bench.attention.cases import NAMES, Case, check_names, make_arrays, make_cases, read_lengths
 from fastjax.bench.attention.contenders import CONTENDERS, both, default_contenders, why
-from fastjax.bench.results import save
+from fastjax.bench.results import make_table, save, show
 from fastjax.bench.timing import Program, Timing, compile_all, measure
 from pallas_kernels import dispatch
 
@@ -123,7 +121,7 @@ def run(
     for case in cases:
         found = _measured(case, programs[case.name], compiled, given)
         results += _compared(case, names, found, cases, results)
-        console.print(_table([line for line in results if line.case == case.name]))
+        _show(console, [line for line in results if line.case == case.name])
     documents = {case.name: case.documents for case in cases}
     save(output, results, console, case=dataclasses.asdict(given), documents=documents)
     if plot is not None:
@@ -240,23 +238,22 @@ def _compared(
     return lines
 
 
-def _table(lines: Sequence[SpeedResult]) -> Table:
-    table = Table(title=f"attention · {lines[0].title} · {dispatch.target()}", box=box.SIMPLE_HEAD)
-    for name in ("", "by"):
-        table.add_column(name, no_wrap=True)
-    for name in ("ms", "best–worst", "TFLOP/s", "× cuDNN", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("why not", ratio=1)
+def _show(console: Console, lines: Sequence[SpeedResult]) -> None:
+    numbers = ("ms", "best–worst", "TFLOP/s", "× cuDNN", "share")
+    table = make_table(f"attention · {lines[0].title} · {dispatch.target()}", ("", "by"), numbers)
     for line in lines:
-        numbers = [
+        if line.milliseconds is None:
+            continue
+        table.add_row(
+            line.direction,
+            line.implementation,
             _written(line.milliseconds, 3),
-            "" if line.best is None else f"{_written(line.best, 3)}–{_written(line.worst, 3)}",
+            f"{_written(line.best, 3)}–{_written(line.worst, 3)}",
             _written(line.teraflops_per_second, 0 if (line.teraflops_per_second or 0) >= 10 else 3),
             _written(line.times_cudnn, 2),
             _written(line.share, 2),
-        ]
-        table.add_row(line.direction, line.implementation, *numbers, line.reason or "")
-    return table
+        )
+    show(console, table, [(line.implementation, line.reason) for line in lines if line.reason])
 
 
 def _written(number: float | None, digits: int) -> str:

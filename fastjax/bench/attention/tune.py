@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from fastjax.bench.attention.cases import Case, chat_lengths, check_names, make_arrays, packed
 from fastjax.bench.attention.contenders import why
+from fastjax.bench.results import make_table, show
 from fastjax.bench.timing import Program, Timing, compile_all, measure
 from fastjax.errors import ConfigError
 from pallas_kernels import autotune, dispatch
@@ -153,7 +152,7 @@ def fastest(
         timings = measure(ready, rounds, compiled) if ready else {}
         results = [timings[one.name] if one.name in timings else compiled[one.name] for one in own]
         best = _winner([result.median if isinstance(result, Timing) else None for result in results])
-        console.print(_table(job, results, best))
+        _show(console, job, results, best)
         if best is not None:
             found[job.kernel, job.facts] = job.candidates[best]
             autotune.keep(job.kernel, job.facts, job.candidates[best])
@@ -253,18 +252,14 @@ def _triton(size: int, options: Options, documents: bool, grouped: bool) -> list
     ]
 
 
-def _table(job: Job, results: Sequence[Timing | Exception], best: int | None) -> Table:
-    table = Table(title=f"{job.kernel.name} · {job.facts}", box=box.SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for name in ("µs", "over the guess"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", ratio=1)
-    guess = results[0]
+def _show(console: Console, job: Job, results: Sequence[Timing | Exception], best: int | None) -> None:
+    table = make_table(f"{job.kernel.name} · {job.facts}", ("",), ("µs", "over the guess", ""))
+    guess, reasons = results[0], []
     for index, (config, result) in enumerate(zip(job.candidates, results, strict=True)):
         words = ", ".join(f"{name} {value}" for name, value in dataclasses.asdict(config).items())
         if isinstance(result, Exception):
-            table.add_row(words, "", "", why(result))
+            reasons.append((words, why(result)))
             continue
         ratio = f"{result.median / guess.median:.3f}" if isinstance(guess, Timing) else ""
         table.add_row(words, f"{result.median * 1e6:,.1f}", ratio, "kept" if index == best else "")
-    return table
+    show(console, table, reasons)
