@@ -9,7 +9,7 @@ Prediction for a step of 128 × 256 × 64 on a Hopper multiprocessor, in cycles:
 memory moves 64 KB to them and 36 KB into it, 800, and 32 KB more for the gradient, 1,060; decoding takes 4.1
 instructions a code, half of them at half rate, and 390 issue slots of each of the four schedulers with all that is
 around it. From the L2 cache come 16 bytes of x a cycle and multiprocessor, 32 without clusters. Measured, decoding is
-not hidden: without it the kernel is as fast as cuBLAS, with it 14% slower (docs/performance.md).
+not hidden: it adds 13 to 16% to the product of 512 rows and 24% to the gradient (docs/performance.md).
 """
 
 import functools

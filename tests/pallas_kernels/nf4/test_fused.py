@@ -11,6 +11,7 @@ from pallas_kernels import nf4
 from pallas_kernels.compat import JAX_VERSION
 from pallas_kernels.nf4 import config, mosaic_sm90, reference
 from pallas_kernels.nf4.config import FewTokensConfig, FusedConfig, RegistersConfig
+from pallas_kernels.nf4.mosaic_sm90.work import Work
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.interpreter import mosaic_interpreter
 
@@ -134,6 +135,14 @@ def test_rows_choose_the_kernel():
 )
 def test_tiles_are_cut_where_whole_ones_leave_multiprocessors_idle(rows, shape, gradient, parts):
     assert config.product_config(rows, shape, gradient, 132).parts == parts
+
+
+def test_equal_parts_begin_at_the_same_steps_of_every_tile():
+    work = Work.of(512, 4096, 14336, RegistersConfig(parts=2), 128, 66)
+    assert work.ctas == 64 and work.cut
+    assert [int(work.begin(cluster)) for cluster in range(65)] == [56 * cluster for cluster in range(65)]
+    whole = Work.of(512, 4096, 14336, RegistersConfig(parts=1), 128, 66)
+    assert whole.ctas == 32 and not whole.cut
 
 
 @pytest.mark.parametrize("sizes", [FusedConfig(consumer_registers=176), FusedConfig(64, decoder_registers=184)])

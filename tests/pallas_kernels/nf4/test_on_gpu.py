@@ -95,9 +95,9 @@ def test_product_and_gradient(shape, rows, dtype):
 
 @pytest.mark.parametrize("rows", [1, 32, 65, 128, 512])
 @pytest.mark.parametrize("gradient", [False, True])
-def test_fused_products_decode_to_the_bit(rows, gradient):
+@pytest.mark.parametrize("shape", [(704, 1536), (768, 1536)], ids=["by every kernel", "gradient in registers too"])
+def test_fused_products_decode_to_the_bit(rows, gradient, shape):
     """Rows with a single 1 pick out decoded weights."""
-    shape = (704, 1536)
     if "fused" not in implementations_of_product(rows, shape, gradient):
         pytest.skip("this card decodes first")
     codes, absmax = random_packed(shape)
