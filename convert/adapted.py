@@ -12,7 +12,7 @@ import numpy as np
 
 from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, scaling, targets
 from convert.adapters import WEIGHTS, Adapter
-from convert.blocks import Block, Blocks, array_blocks, read_array, stored_blocks, through_nf4
+from convert.blocks import Block, Blocks, array_blocks, stored_blocks, through_nf4
 from convert.errors import ConvertError
 from convert.weights import Weights
 
@@ -81,7 +81,7 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
         dtype = weights.decoded_dtype(path)
         in_nf4 = base_in_nf4 and weights.is_layer_matrix(path) and not weights.format(path).startswith("nf4")
         if in_nf4:
-            blocks = through_nf4(blocks, row.shape, dtype)
+            blocks = through_nf4(weights.checkpoint.folder, row.name, blocks, row.shape, dtype)
         whole = f"{module}.modules_to_save.{kind}"
         if whole in adapter.tensors:
             found[path] = Change(row.name, row.shape, dtype, _of_adapter(adapter, whole))
@@ -262,15 +262,9 @@ def _of_adapter(adapter: Adapter, path: str) -> Blocks:
 
 
 def _arrays(adapter: Adapter, module: str, kinds: tuple[str, ...]) -> list[np.ndarray | None]:
-    """A module's small arrays in float32, None for one that is not there; NaN and infinity are refused."""
-    arrays: list[np.ndarray | None] = []
-    for kind in kinds:
-        path = module + kind
-        array = read_array(path, adapter.tensors[path]) if path in adapter.tensors else None
-        if array is not None and not np.isfinite(array).all():
-            raise ConvertError(f"{adapter.folder / WEIGHTS}: {path}: expected finite values, got NaN or infinity")
-        arrays.append(array)
-    return arrays
+    """A module's small arrays in float32, None for one that is not there."""
+    paths = [module + kind for kind in kinds]
+    return [adapter.read(path).astype(np.float32, copy=False) if path in adapter.tensors else None for path in paths]
 
 
 def _with_lora(adapter: Adapter, weights: Weights, module: str, blocks: Blocks) -> Blocks:

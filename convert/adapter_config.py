@@ -18,6 +18,8 @@ from typing import Any
 from convert.errors import ConvertError, unexpected
 from convert.families import Family
 from convert.families.llama import FAMILY as LLAMA
+from convert.limits import PATTERN_LENGTH, PATTERNS
+from convert.patterns import fullmatch, match, mistake
 
 CONFIG = "adapter_config.json"
 PEFT_VERSION = "0.21.2"  # the version whose format is written
@@ -125,16 +127,23 @@ def config_from_json(raw: Mapping[str, Any], file: str | os.PathLike[str]) -> Ad
     return config
 
 
-def config_to_json(config: AdapterConfig) -> dict[str, Any]:
-    """What adapter_config.json holds for these settings.
+def config_to_json(config: AdapterConfig, family: Family = LLAMA) -> dict[str, Any]:
+    """What adapter_config.json holds for these settings and an adapter that is there.
 
     Args:
         config: The settings.
+        family: The base model's.
 
     Returns:
-        A JSON object that PEFT's ``LoraConfig`` takes.
+        A JSON object that PEFT's ``LoraConfig`` takes. `init_lora_weights` is true, whatever the adapter began with:
+        PEFT starts an adapter before it loads one, at random for other values. What stands beside a text model, such
+        as a vision tower, is excluded: its modules have the same names.
     """
-    result = dataclasses.asdict(config)
+    result = dataclasses.asdict(config) | {"init_lora_weights": True}
+    excluded = config.exclude_modules or []
+    beside = [name.removeprefix("model.") for name in family.beside if not _named(excluded, f"{name}.x")]
+    if beside:
+        result["exclude_modules"] = "|".join([*_expressions(excluded), *(rf".*{name}\..*" for name in beside)])
     result |= {"peft_type": "LORA", "peft_version": PEFT_VERSION, "bias": "none", "inference_mode": True}
     return result
 
@@ -153,14 +162,14 @@ def targets(config: AdapterConfig, module: str, *, family: Family = LLAMA) -> bo
     """
     if config.exclude_modules and _named(config.exclude_modules, module):
         return False
-    if any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in config.modules_to_save or ()):
+    if any(match(rf"(^|.*\.){name}($|\..*)", module) for name in config.modules_to_save or ()):
         return False
     if config.target_modules is None:
         return False
     if isinstance(config.target_modules, str):
         if config.target_modules.lower() == "all-linear":
             return family.is_layer_linear(module)
-        return re.fullmatch(config.target_modules, module) is not None
+        return fullmatch(config.target_modules, module) is not None
     if module in config.target_modules:
         return True
     if not _named(config.target_modules, module):
@@ -211,13 +220,20 @@ def saves_whole(config: AdapterConfig, module: str) -> bool:
 
 def _named(names: list[str] | str, module: str) -> bool:
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+        return fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _expressions(names: list[str] | str) -> list[str]:
+    """Names of modules as regular expressions for the whole name."""
+    if isinstance(names, str):
+        return [f"(?:{names})"]
+    return [rf"(?:.*\.)?{re.escape(name)}" for name in names]
 
 
 def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if match(rf"(.*\.)?({pattern})$", module):
             return value
     return patterns.get(module, default)
 
@@ -226,11 +242,11 @@ def _layer(config: AdapterConfig, module: str) -> int | None:
     """The layer's number in a name: its first numbered part, or the one after `layers_pattern`."""
     if config.layers_pattern:
         names = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern
-        matches = (re.match(rf"(?:^|.*?\.){name}\.(?P<index>\d+)\.", module) for name in names)
-        match = next((match for match in matches if match), None)
+        matches = (match(rf"(?:^|.*?\.){name}\.(?P<index>\d+)\.", module) for name in names)
+        found = next((found for found in matches if found), None)
     else:
-        match = re.match(r".*?\.[^.]*\.(?P<index>\d+)\.", module)
-    return None if match is None else int(match["index"])
+        found = match(r".*?\.[^.]*\.(?P<index>\d+)\.", module)
+    return None if found is None else int(found["index"])
 
 
 def _check(config: AdapterConfig) -> None:
@@ -278,13 +294,16 @@ def _check(config: AdapterConfig) -> None:
         "rank_pattern": list(ranks),
         "alpha_pattern": list(alphas),
     }
+    names = expressions | {"target_modules": config.target_modules, "exclude_modules": config.exclude_modules}
+    for name, patterns in names.items():
+        given = [patterns] if isinstance(patterns, str) else patterns or ()
+        need(name, len(given) <= PATTERNS, f"at most {PATTERNS} names")
+        need(name, all(len(one) <= PATTERN_LENGTH for one in given), f"at most {PATTERN_LENGTH} characters a name")
     for name, patterns in expressions.items():
         for pattern in patterns or ():
-            try:
-                re.compile(rf"(.*\.)?({pattern})$")
-                re.compile(pattern)
-            except (re.error, OverflowError, RecursionError) as error:
-                raise unexpected(CONFIG, name, f"regular expressions ({error})", pattern) from None
+            wrong = mistake(rf"(.*\.)?({pattern})$") or mistake(pattern)
+            if wrong:
+                raise unexpected(CONFIG, name, f"regular expressions ({wrong})", pattern)
 
 
 def _positive(value: Any) -> bool:

@@ -33,10 +33,11 @@ from convert.adapter_config import (
     targets,
 )
 from convert.checkpoint import write_config
-from convert.errors import ConvertError, unexpected
+from convert.errors import ConvertError, shorten, unexpected
 from convert.families import Family
 from convert.families.llama import FAMILY as LLAMA
 from convert.files import atomic_folder, read_json
+from convert.finite import is_finite, nonfinite
 from convert.tensor_file import TensorInfo, read_header, read_tensor, write_tensor_file
 
 __all__ = [
@@ -76,22 +77,23 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
 def read_adapter(
-    folder: str | os.PathLike[str], *, family: Family = LLAMA
+    folder: str | os.PathLike[str], *, family: Family = LLAMA, allow_nonfinite: bool = False
 ) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
     """Read a PEFT LoRA folder.
 
     Args:
         folder: Holds adapter_config.json and adapter_model.safetensors.
         family: The table of the base model.
+        allow_nonfinite: Let NaN and infinity through.
 
     Returns:
         The settings, and the arrays as they are stored, by the names in this module's description.
 
     Raises:
-        ConvertError: A file is missing or damaged, a setting is not supported, or names, ranks and settings
-            contradict each other (all listed).
+        ConvertError: A file is missing or damaged, a setting is not supported, names, ranks and settings contradict
+            each other (all listed), or values are not finite.
     """
-    adapter = open_adapter(folder, family=family)
+    adapter = open_adapter(folder, family=family, allow_nonfinite=allow_nonfinite)
     return adapter.config, {path: adapter.read(path) for path in adapter.tensors}
 
 
@@ -103,27 +105,33 @@ class Adapter:
         folder: Where it is.
         config: Its settings.
         tensors: Name, as in this module's description -> where the array lies.
+        allow_nonfinite: Whether arrays may hold NaN and infinity.
     """
 
     folder: Path
     config: AdapterConfig
     tensors: Mapping[str, TensorInfo]
+    allow_nonfinite: bool = False
 
     def read(self, path: str) -> np.ndarray:
         """Read one array.
 
         Raises:
-            ConvertError: Its file was cut short since it was opened.
+            ConvertError: Its file was cut short since it was opened, or its values are not finite.
         """
-        return read_tensor(path, self.tensors[path])
+        array = read_tensor(path, self.tensors[path])
+        if not self.allow_nonfinite and not is_finite(array):
+            raise nonfinite(self.tensors[path].file, path)
+        return array
 
 
-def open_adapter(folder: str | os.PathLike[str], *, family: Family = LLAMA) -> Adapter:
+def open_adapter(folder: str | os.PathLike[str], *, family: Family = LLAMA, allow_nonfinite: bool = False) -> Adapter:
     """Open a PEFT LoRA folder and check names, ranks and settings against each other; no array is read.
 
     Args:
         folder: Holds adapter_config.json and adapter_model.safetensors.
         family: The table of the base model.
+        allow_nonfinite: Let NaN and infinity through when arrays are read.
 
     Returns:
         The adapter.
@@ -140,7 +148,7 @@ def open_adapter(folder: str | os.PathLike[str], *, family: Family = LLAMA) -> A
     header = read_header(folder / WEIGHTS)
     names = _tree_names(header, config, family, folder / WEIGHTS)
     _check({path: header[name].shape for path, name in names.items()}, config, family, folder / WEIGHTS)
-    return Adapter(folder, config, {path: header[name] for path, name in names.items()})
+    return Adapter(folder, config, {path: header[name] for path, name in names.items()}, allow_nonfinite)
 
 
 def write_adapter(
@@ -167,7 +175,7 @@ def write_adapter(
     tensors = {PREFIX + _file_name(path, family): array for path, array in hosts.items()}
     with atomic_folder(folder, replaces=("adapter_model.*",)) as temporary:
         write_tensor_file(temporary / WEIGHTS, tensors)
-        write_config(temporary / CONFIG, config_to_json(config))
+        write_config(temporary / CONFIG, config_to_json(config, family))
 
 
 def _tree_names(header: Mapping[str, TensorInfo], config: AdapterConfig, family: Family, file: Path) -> dict[str, str]:
@@ -192,7 +200,7 @@ def _tree_names(header: Mapping[str, TensorInfo], config: AdapterConfig, family:
             names[path] = name
     if unknown:
         expected = f"LoRA tensors of {family.model_type} modules under {PREFIX}"
-        raise ConvertError(f"{file}: expected only {expected}, got {', '.join(unknown)}")
+        raise ConvertError(f"{file}: expected only {expected}, got {shorten(', '.join(unknown), 2000)}")
     return names
 
 
@@ -236,7 +244,7 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family:
                     state = "needs" if config.use_dora else "must not have"
                     wrong.append(f"{module} ({state} lora_magnitude_vector: use_dora is {config.use_dora})")
     if wrong:
-        raise ConvertError(f"{file}: arrays that do not fit {CONFIG}: {', '.join(wrong)}")
+        raise ConvertError(f"{file}: arrays that do not fit {CONFIG}: {shorten(', '.join(wrong), 2000)}")
 
 
 def _twins(config: AdapterConfig, module: str, family: Family) -> list[str]:

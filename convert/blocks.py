@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from convert.checkpoint import Checkpoint
-from convert.errors import ConvertError
 from convert.families import Row
+from convert.finite import NOT_IN_NF4, is_finite, nonfinite
 from convert.formats import fp8, nf4
-from convert.shard import Job, Part, is_finite
-from convert.tensor_file import TensorInfo, read_range, read_tensor
+from convert.shard import Job, Part
+from convert.tensor_file import TensorInfo, read_range
 from convert.weights import Weights
 
 Block = np.ndarray
@@ -169,7 +169,7 @@ def quantized(source: Path, name: str, blocks: Blocks, shape: tuple[int, ...], d
             with np.errstate(over="ignore"):
                 values = values.astype(dtype, copy=False)
             if not is_finite(values):
-                raise ConvertError(f"{source}: {name}: expected finite values, which NF4 needs, got NaN or infinity")
+                raise nonfinite(source, name, where=f"where {dtype} cannot hold them", way_out=NOT_IN_NF4)
             part = nf4.encode(values)
             scales.append(part.absmax)
             yield Part(name, first // 2, part.codes)
@@ -205,17 +205,23 @@ def whole_groups(blocks: Iterable[Block], group: int) -> Iterator[tuple[int, np.
         yield first, left
 
 
-def through_nf4(blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype) -> Blocks:
+def through_nf4(source: Path, name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype) -> Blocks:
     """The values that are left of a weight when it is quantised to NF4 (nested) and decoded again.
 
     Args:
+        source: The folder it comes from, for messages.
+        name: The weight's.
         blocks: Its values.
         shape: Its shape.
         dtype: That it is held in.
     """
 
     def run() -> Iterator[Block]:
-        parts = [nf4.encode(values.astype(dtype, copy=False)) for _, values in whole_groups(blocks(), nf4.BLOCK)]
+        parts = []
+        for _, values in whole_groups(blocks(), nf4.BLOCK):
+            if not is_finite(values):
+                raise nonfinite(source, name, way_out=NOT_IN_NF4)
+            parts.append(nf4.encode(values.astype(dtype, copy=False)))
         scales = np.concatenate([part.absmax for part in parts])
         tensor = nf4.nest(nf4.NF4Tensor(np.empty(0, np.uint8), scales, nf4.NF4_MAP, shape, dtype.name))
         scales, codes = nf4.decode_absmax(tensor), np.concatenate([part.codes for part in parts])
@@ -232,13 +238,3 @@ def through_nf4(blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype) -> Bloc
             yield nf4.decode(part).astype(np.float32, copy=False)
 
     return run
-
-
-def read_array(name: str, info: TensorInfo) -> np.ndarray:
-    """A small array in float32.
-
-    Args:
-        name: Its name, for messages.
-        info: Where it lies.
-    """
-    return read_tensor(name, info).astype(np.float32, copy=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.errors import ConvertError, unexpected
+from convert.errors import ConvertError, listed, shorten, shown, unexpected
 from convert.files import atomic_folder, read_json
 from convert.tensor_file import TensorInfo, read_header, read_tensor, write_tensor_file
 
@@ -80,10 +80,10 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     if not (folder / CONFIG).is_file() and (folder / "adapter_config.json").is_file():
         raise ConvertError(f"{folder}: expected a model folder with {CONFIG}, got a PEFT adapter: name its base model")
     config = read_json(folder / CONFIG)
-    if (folder / SINGLE).exists():
-        return Checkpoint(folder, config, read_header(folder / SINGLE))
-    if (folder / INDEX).exists():
-        return Checkpoint(folder, config, _read_shards(folder))
+    if (folder / SINGLE).exists() or (folder / INDEX).exists():
+        tensors = read_header(folder / SINGLE) if (folder / SINGLE).exists() else _read_shards(folder)
+        _check_depth(config, len(tensors), folder / CONFIG)
+        return Checkpoint(folder, config, tensors)
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         way_out = "pickled weights are never loaded; save them as safetensors first"
@@ -166,6 +166,16 @@ def write_config(file: Path, config: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _check_depth(config: Mapping[str, Any], stored: int, file: Path) -> None:
+    """No more layers than tensors: what is made for each layer must not be made for layers that cannot be there."""
+    sections = {"": config, "text_config.": config.get("text_config")}
+    for name, section in sections.items():
+        layers = section.get("num_hidden_layers") if isinstance(section, Mapping) else None
+        if type(layers) is int and layers > stored:
+            expected = f"at most {stored}, as there are no more tensors beside it"
+            raise unexpected(file, f"{name}num_hidden_layers", expected, layers)
+
+
 def _read_shards(folder: Path) -> dict[str, TensorInfo]:
     """All tensors of the shards that an index names, after checking that the two agree."""
     index = folder / INDEX
@@ -175,23 +185,28 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
     for name, shard in weight_map.items():
         plain = isinstance(shard, str) and shard == os.path.basename(shard) and "\\" not in shard and "\0" not in shard
         if not plain or not shard.endswith(".safetensors"):
-            raise unexpected(index, f"weight_map[{name!r}]", "the plain name of a .safetensors file beside it", shard)
+            raise unexpected(
+                index, f"weight_map[{shown(name, 100)}]", "the plain name of a .safetensors file beside it", shard
+            )
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (folder / shard).exists()]
+    missing = [shard for shard in shards if not os.path.exists(folder / shard)]  # nor one too long for a name
     if missing:
-        raise ConvertError(f"{index}: weight_map: expected every shard beside the index, missing {', '.join(missing)}")
+        raise ConvertError(f"{index}: weight_map: expected every shard beside the index, missing {listed(missing)}")
+    named: dict[str, list[str]] = {shard: [] for shard in shards}
+    for name, shard in weight_map.items():
+        named[shard].append(name)
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         header = read_header(folder / shard)
-        absent = sorted(name for name, home in weight_map.items() if home == shard and name not in header)
+        absent = sorted(name for name in named[shard] if name not in header)
         if absent:
-            raise ConvertError(
-                f"{folder / shard}: expected the tensors that {INDEX} names, missing {', '.join(absent)}"
-            )
+            raise ConvertError(f"{folder / shard}: expected the tensors that {INDEX} names, missing {listed(absent)}")
         for name, info in header.items():
             if weight_map.get(name, shard) != shard:
                 continue
             if name in tensors:
-                raise ConvertError(f"{folder / shard}: {name} is not in {INDEX} and also in {tensors[name].file.name}")
+                raise ConvertError(
+                    f"{folder / shard}: {shorten(name)} is not in {INDEX} and also in {tensors[name].file.name}"
+                )
             tensors[name] = info
     return tensors

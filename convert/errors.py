@@ -1,6 +1,10 @@
 """The one error that says a file, or what it holds, cannot be converted."""
 
+import itertools
+from collections.abc import Iterator, Sequence
 from os import PathLike
+
+from convert.limits import LISTED
 
 
 class ConvertError(ValueError):
@@ -14,12 +18,60 @@ def unexpected(file: str | PathLike[str], field: str, expected: str, given: obje
         file: The file that holds the field.
         field: Where in the file: a JSON field, a tensor's name, a byte range.
         expected: What would have been right, in words.
-        given: What was there; its repr is shortened to 200 characters.
+        given: What was there; it is shown shown.
 
     Returns:
         The error, to be raised by the caller.
     """
-    shown = repr(given)
-    if len(shown) > 200:
-        shown = f"{shown[:200]}… ({len(shown)} characters)"
-    return ConvertError(f"{file}: {field}: expected {expected}, got {shown}")
+    return ConvertError(f"{file}: {shorten(field)}: expected {expected}, got {shown(given)}")
+
+
+def shorten(text: str, length: int = 200) -> str:
+    """A text for a message: as it is, or its beginning and how long it is.
+
+    Args:
+        text: The text.
+        length: The most characters that are left as they are.
+    """
+    return text if len(text) <= length else f"{text[:length]}… ({len(text)} characters)"
+
+
+def shown(value: object, length: int = 200) -> str:
+    """A value as Python writes it, for a message; of a large one no more is written than is shown.
+
+    Args:
+        value: Any value, however large or deep.
+        length: The most characters; what is shortened ends with "…".
+    """
+    text = "".join(itertools.islice(_written(value, length), length + 1))
+    return text if len(text) <= length else f"{text[:length]}…"
+
+
+def _written(value: object, length: int) -> Iterator[str]:
+    """The characters of a value's repr, as they are asked for; long parts are cut."""
+    if isinstance(value, str | bytes):
+        yield from repr(value[: length + 1])
+    elif type(value) in (list, tuple, dict):
+        opening, closing = {list: "[]", tuple: "()", dict: "{}"}[type(value)]
+        yield opening
+        for number, item in enumerate(value):  # pyright: ignore[reportArgumentType]
+            yield from ", " if number else ""
+            yield from _written(item, length)
+            if isinstance(value, dict):
+                yield from ": "
+                yield from _written(value[item], length)
+        yield from ",)" if type(value) is tuple and len(value) == 1 else closing
+    elif isinstance(value, int) and value.bit_length() > 4096:
+        yield from f"an integer of {value.bit_length()} bits"
+    else:
+        yield from repr(value)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message: the first ones, and how many there are beyond.
+
+    Args:
+        names: All of them.
+    """
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return shorten(", ".join(names[:LISTED]), 2000) + more

@@ -6,7 +6,6 @@ under the final name as it was. The renames come last and need no space.
 
 import contextlib
 import errno
-import json
 import os
 import re
 import secrets
@@ -15,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from convert import strict_json
 from convert.errors import ConvertError, unexpected
+from convert.strict_json import JsonError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.partial", re.DOTALL)
@@ -73,7 +74,7 @@ def atomic_file(file: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Give a binary file that gets its final name when the block ends without an error.
 
     Args:
-        file: The final place; missing parents are created, an earlier file is replaced.
+        file: The final place; missing parents are created, an earlier file is replaced, the one that a link leads to.
 
     Yields:
         The open temporary file.
@@ -82,6 +83,8 @@ def atomic_file(file: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         OSError: The file cannot be written; for a full disk the message says so and names ``file``.
     """
     file = Path(file)
+    if file.is_symlink():  # it stays, as with cp
+        file = file.resolve()
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.parent / _temporary_name(file)
     try:
@@ -143,23 +146,17 @@ def parse_json(raw: bytes, file: str | os.PathLike[str], field: str) -> dict[str
         The object.
 
     Raises:
-        ConvertError: Not UTF-8, not JSON, not an object, nested too deep, or with a key twice.
+        ConvertError: Not UTF-8, not an object, or what `strict_json.parse` refuses; with line and column.
     """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = sorted({key for key in keys if keys.count(key) > 1})
-            raise ConvertError(f"{file}: {field}: the same key twice: {', '.join(twice)[:200]}")
-        return result
-
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
-    except ConvertError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise ConvertError(f"{file}: {field}: expected a JSON object, got what cannot be parsed ({error})") from None
+        value = strict_json.parse(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConvertError(
+            f"{file}: {field}: expected a JSON object in UTF-8, got byte {error.start} of none"
+        ) from None
+    except JsonError as error:
+        place = f"line {error.line}, column {error.column}"
+        raise ConvertError(f"{file}: {field}: expected a JSON object: {error.problem} ({place})") from None
     if not isinstance(value, dict):
         raise unexpected(file, field, "a JSON object", value)
     return value

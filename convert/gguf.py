@@ -4,28 +4,37 @@ Vectors stay in float32, matrices take the type asked for. With 4 and 5 bits the
 it) has Q8_0, since the library has no K-quants to write; a matrix whose rows are no whole blocks is kept in F16.
 """
 
+import functools
 import importlib
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from convert.blocks import Blocks, stored_blocks, whole_groups
 from convert.checkpoint import CONFIG
 from convert.errors import ConvertError, unexpected
-from convert.files import atomic_folder
+from convert.files import full_disk_names
+from convert.finite import is_finite, nonfinite
 from convert.gguf_architecture import hyper_parameters
+from convert.gguf_file import PARTIAL, UnfinishedFile
 from convert.gguf_header import read_gguf_header
 from convert.gguf_vocabulary import Vocabulary, read_vocabulary
-from convert.shard import Monitor, is_finite
+from convert.output import check_room
+from convert.shard import Counter, Monitor
+from convert.source import fingerprint
+from convert.unfinished import Unfinished
 from convert.weights import Weights, open_weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+_FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_FORMAT = 1  # of what is kept of an interrupted conversion; one of another version is begun anew
 _WHOLE = 2**16  # elements a quantiser is given at least, and a multiple of every block
 
 
@@ -38,12 +47,14 @@ class Exported:
         types: "Q8_0", … -> how many tensors have it.
         bytes: Its size.
         notes: What else is worth knowing, in sentences.
+        kept: Tensors that an earlier, interrupted conversion had written.
     """
 
     file: Path
     types: Mapping[str, int]
     bytes: int
     notes: tuple[str, ...]
+    kept: int = 0
 
 
 def export_gguf(
@@ -56,7 +67,7 @@ def export_gguf(
     allow_nonfinite: bool = False,
     monitor: Monitor | None = None,
 ) -> Exported:
-    """Write a model folder as a GGUF file, whole or not at all.
+    """Write a model folder as a GGUF file, whole or not at all; one that was killed goes on where it was.
 
     Args:
         source: The model folder, of any format that is read; merge an adapter first.
@@ -64,8 +75,8 @@ def export_gguf(
         type: Of the matrices, one of `TYPES`.
         pre_tokenizer: llama.cpp's name of the way in which text is cut up, where it is not known here.
         force: Replace a file that is there.
-        allow_nonfinite: Write NaN and infinity instead of refusing.
-        monitor: Called with the elements done and those to do.
+        allow_nonfinite: Write NaN and infinity, also those of numbers too large for the type, instead of refusing.
+        monitor: Called with the bytes done and the bytes to do; writing and checking count half each.
 
     Returns:
         What was written.
@@ -77,29 +88,66 @@ def export_gguf(
     """
     if type not in TYPES:
         raise unexpected(file, "type", f"one of {', '.join(TYPES)} (the gguf library writes no K-quants)", type)
-    gguf = _library()
+    gguf = require_gguf()
     file = Path(file)
-    if file.exists() and (file.is_dir() or not force):
-        raise unexpected(file, "file", "a new one (--force replaces a file)", "a folder" if file.is_dir() else "one")
+    place = file.resolve() if file.is_symlink() else file  # a link stays, as with cp
+    if file.is_dir():
+        raise unexpected(file, "file", "a new one, or a file to replace", "a folder")
     weights = open_weights(source)
     plan = _Plan(gguf, weights, type)
     vocabulary = read_vocabulary(weights.checkpoint.folder, plan.rows, pre_tokenizer)
-    with atomic_folder(file.parent) as temporary:
-        partial = temporary / file.name
-        writer = gguf.GGUFWriter(partial, plan.name)
-        try:
-            plan.add_metadata(writer)
-            _add_vocabulary(writer, vocabulary)
-            checksums = plan.write(writer, allow_nonfinite, monitor)
-        finally:
-            writer.close()
-        _check(partial, checksums)
-        size = partial.stat().st_size
     kinds = [kind.name for _, kind, _ in plan.tensors.values()]
-    return Exported(file, {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}, size, tuple(plan.notes))
+    exported = Exported(file, {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}, 0, tuple(plan.notes))
+    made_from = {"source": fingerprint(source), "settings": [type, pre_tokenizer, allow_nonfinite], "format": _FORMAT}
+    state = Unfinished(place)
+    with state.claimed():
+        same = state.same(made_from)
+        if same and not (state.home / PARTIAL).exists() and place.exists():
+            state.remove()  # it was killed after its last step
+            return replace(exported, bytes=place.stat().st_size)
+        if place.exists() and not force:
+            state.remove_if(not same)
+            raise unexpected(file, "file", "a new one (--force replaces a file)", "one")
+        if not same:
+            state.start(made_from)
+        try:
+            with full_disk_names(file):
+                header = _header(gguf, plan, vocabulary, state.home / "header")
+                sizes = plan.sizes()
+                check_room(place, len(header) + sum(sizes.values()))
+                unfinished = UnfinishedFile(state, header, gguf.GGUF_DEFAULT_ALIGNMENT)
+                counter = Counter(monitor, 2 * sum(sizes.values()))
+                unfinished.write(plan.data(allow_nonfinite), counter)
+                _check(unfinished.path, unfinished.checksums, counter)
+                unfinished.publish(place)
+        except (ConvertError, OSError):
+            state.remove()
+            raise
+    state.remove()
+    return replace(exported, bytes=place.stat().st_size, kept=unfinished.kept)
 
 
-def _library() -> Any:
+def _header(gguf: Any, plan: "_Plan", vocabulary: Vocabulary, file: Path) -> bytes:
+    """All that comes before the tensors' data."""
+    writer = gguf.GGUFWriter(file, plan.name)
+    try:
+        plan.add_metadata(writer)
+        _add_vocabulary(writer, vocabulary)
+        plan.add_tensors(writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+    finally:
+        writer.close()
+    return file.read_bytes()
+
+
+def require_gguf() -> Any:
+    """The `gguf` library.
+
+    Raises:
+        ConvertError: It is not installed.
+    """
     try:
         return importlib.import_module("gguf")
     except ImportError:
@@ -142,36 +190,34 @@ class _Plan:
         writer.add_file_type(gguf.LlamaFileType[kinds])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
-    def write(self, writer: Any, allow_nonfinite: bool, monitor: Monitor | None) -> dict[str, int]:
-        """Header and tensors; the tensors' checksums."""
-        gguf = self.gguf
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor, by its name in the file."""
+        quantization = self.gguf.GGML_QUANT_SIZES
+        return {
+            name: math.prod(shape) // quantization[kind][0] * quantization[kind][1]
+            for name, (_, kind, shape) in self.tensors.items()
+        }
+
+    def add_tensors(self, writer: Any) -> None:
+        """The tensors' descriptions."""
+        sizes = self.sizes()
         for name, (_, kind, shape) in self.tensors.items():
-            elements, size = gguf.GGML_QUANT_SIZES[kind]
-            writer.add_tensor_info(
-                name, shape, np.dtype(np.float32), math.prod(shape) // elements * size, raw_dtype=kind
-            )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        stream = writer.fout[0]
-        total, done = sum(math.prod(shape) for _, _, shape in self.tensors.values()), 0
-        checksums = {}
-        for name, (path, kind, shape) in self.tensors.items():
-            writer.write_padding(stream, stream.tell())
-            begin, checksum = stream.tell(), 0
-            for values in self._values(name, path):
-                if not allow_nonfinite and not is_finite(values):
-                    raise ConvertError(f"{self.file.parent}: {path}: expected finite values, got NaN or infinity")
-                with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                    raw = np.ascontiguousarray(gguf.quantize(values.reshape(-1, shape[-1]), kind)).view(np.uint8)
-                stream.write(raw.data)
-                checksum = zlib.crc32(raw.data, checksum)
-                done += values.size
-                if monitor is not None:
-                    monitor(done, total)
-            writer.write_padding(stream, stream.tell() - begin)
-            checksums[name] = checksum
-        return checksums
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), sizes[name], raw_dtype=kind)
+
+    def data(self, allow_nonfinite: bool) -> dict[str, Callable[[], Iterator[np.ndarray]]]:
+        """Name -> what makes the tensor's bytes, a part at a time."""
+        return {name: functools.partial(self._bytes, name, allow_nonfinite) for name in self.tensors}
+
+    def _bytes(self, name: str, allow_nonfinite: bool) -> Iterator[np.ndarray]:
+        path, kind, shape = self.tensors[name]
+        for values in self._values(name, path):
+            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+                quantized = self.gguf.quantize(values.reshape(-1, shape[-1]), kind)
+            raw = np.ascontiguousarray(quantized).reshape(-1).view(np.uint8)
+            if not allow_nonfinite and not (is_finite(values) and is_finite(_floats(raw, kind, self.gguf))):
+                given = name if path is None else self.weights.rows[path].name
+                raise nonfinite(self.file.parent, given, where=f"where {kind.name} cannot hold them")
+            yield raw
 
     def _values(self, name: str, path: str | None) -> Iterator[np.ndarray]:
         """Float32 arrays of whole rows."""
@@ -208,6 +254,14 @@ class _Plan:
         return kind
 
 
+def _floats(raw: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
+    """The floating-point numbers among a tensor's bytes: its values, or the scale (and minimum) of each block."""
+    if kind.name in _FLOATS:
+        return raw.view(_FLOATS[kind.name])
+    scales = raw.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])[:, : 4 if kind.name.endswith("_1") else 2]
+    return np.ascontiguousarray(scales).view(np.float16)
+
+
 def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.pre)
@@ -227,7 +281,7 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
         writer.add_chat_template(vocabulary.chat_template)
 
 
-def _check(file: Path, checksums: Mapping[str, int]) -> None:
+def _check(file: Path, checksums: Mapping[str, int], counter: Counter) -> None:
     """Read the file back."""
     header = read_gguf_header(file)
     if list(header.tensors) != list(checksums):
@@ -239,5 +293,6 @@ def _check(file: Path, checksums: Mapping[str, int]) -> None:
             while left:
                 raw = stream.read(min(left, 2**23))
                 checksum, left = zlib.crc32(raw, checksum), left - len(raw)
+                counter.add(len(raw))
             if checksum != checksums[name]:
                 raise ConvertError(f"{file}: {name} read back is not what was written")

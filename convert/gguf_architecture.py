@@ -4,13 +4,13 @@ llama.cpp fixes much by architecture that config.json can change: activation, wh
 scale of the scores. A model that differs in such a thing is refused by the name of the field.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from convert.activations import ACTIVATIONS
 from convert.errors import unexpected
 from convert.families import Family
 from convert.families.table import size
@@ -219,8 +219,9 @@ def _check(found: Architecture, config: Mapping[str, Any], file: str, width: int
     """Refuse what llama.cpp computes in another way."""
     layers, name = config["num_hidden_layers"], found.name
     field, known = found.act
-    if config.get(field) not in known:
-        raise unexpected(file, field, f"{known[0]!r}, which {name} means in llama.cpp", config.get(field))
+    given = config.get(field)
+    if not isinstance(given, str) or (given not in known and ACTIVATIONS.get(given) not in known[:1]):
+        raise unexpected(file, field, f"{known[0]!r}, which {name} means in llama.cpp", given)
     if found.square and heads * head_size != width:
         raise unexpected(file, "head_dim", f"{width // heads}: in llama.cpp {name}'s heads fill its width", head_size)
     scalar = config.get("query_pre_attn_scalar")
@@ -250,6 +251,8 @@ def _windows(
 ) -> tuple[dict[str, Any], list[str]]:
     """Keys for windows; a note where llama.cpp leaves them out."""
     window, types = config.get("sliding_window"), config.get("layer_types")
+    if types is not None and not isinstance(types, list):
+        raise unexpected(file, "layer_types", "a list or null", types)
     if config.get("use_sliding_window") is False or types is not None and "sliding_attention" not in types:
         window = None
     if found.windows is not None:
@@ -271,6 +274,6 @@ def _windows(
 
 def _number(config: Mapping[str, Any], name: str, file: str) -> float:
     value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
         raise unexpected(file, name, "a positive number, for GGUF", value)
     return float(value)

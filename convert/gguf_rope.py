@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from convert.errors import unexpected
+from convert.families.table import size
+from convert.rope import FULL, NEW, ORIGINAL, SLIDING, rope_settings, rope_settings_by_layer
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _NEEDED = {"default": (), "linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3}
 _LISTS = ("long_factor", "short_factor")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 #: Families of whose graph divisors of frequencies are a part.
 _WITH_DIVISORS = ("llama", "mistral")
 
@@ -34,22 +35,22 @@ def rope_keys(
     Raises:
         ConvertError: A setting that is wrong, or that llama.cpp does not compute.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise unexpected(file, "rope_scaling", "an object or null", given)
-    local = config.get("rope_local_base_freq", 10000.0)
+    local, positions = None, size(config, "max_position_embeddings", file)
     if kind in ("gemma3", "gemma3_text"):
-        own = given.get(_SLIDING) or {}
-        if own.get("rope_type", "default") != "default":
-            raise unexpected(file, f"rope_parameters.{_SLIDING}.rope_type", "'default', for GGUF", own["rope_type"])
-        local, given = own.get("rope_theta", local), given.get(_FULL, {} if own else given) or {}
+        found = rope_settings_by_layer(config, file, theta=config["rope_theta"], local_theta=1e4, positions=positions)
+        given, local = found[FULL].values, found[SLIDING].values
+        if local["rope_type"] != "default":
+            raise unexpected(file, f"{NEW}.{SLIDING}.rope_type", "'default', for GGUF", local["rope_type"])
+    else:
+        theta = config["rope_theta"]
+        given = rope_settings(config, file, theta=theta, positions=positions, phi3=kind == "phi3").values
     rope = _settings(kind, config, given, file)
     keys = {
-        "rope_dimension_count": _turning(kind, config, rope, file, head_size),
+        "rope_dimension_count": _turning(kind, rope, file, head_size),
         "rope_freq_base": float(rope["rope_theta"]),
     }
-    if kind in ("gemma3", "gemma3_text"):
-        keys["rope_freq_base_swa"] = _positive(file, "rope_local_base_freq", local)
+    if local is not None:
+        keys["rope_freq_base_swa"] = _positive(file, "rope_local_base_freq", local["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         keys |= {"rope_scaling_type": rope["rope_type"], "rope_scaling_factor": float(rope["factor"])}
         if rope.get("original_max_position_embeddings"):
@@ -63,33 +64,35 @@ def rope_keys(
 
 def _settings(kind: str, config: Mapping[str, Any], given: Mapping[str, Any], file: str) -> dict[str, Any]:
     """Base and scaling under transformers' names."""
-    rope = {"rope_theta": config["rope_theta"], **given}
-    named = given.get("rope_type", given.get("type", "default"))
+    rope, named = dict(given), given["rope_type"]
     needed = dict(_NEEDED)
     if kind == "phi3":
-        named = "longrope" if named in ("su", "yarn") else named  # earlier names
         needed = {"default": (), "longrope": ()}
-        original = "original_max_position_embeddings"
-        rope[original] = rope.get(original) or config[original]
-        _positive(file, original, rope[original])
-    elif kind not in _WITH_DIVISORS:
+        rope.setdefault(ORIGINAL, config[ORIGINAL])
+        _positive(file, ORIGINAL, rope[ORIGINAL])
+    elif named == "llama3" and rope.get(ORIGINAL) is None:
+        rope[ORIGINAL] = config["max_position_embeddings"]
+    if kind not in (*_WITH_DIVISORS, "phi3"):
         del needed["llama3"]
     if named not in needed:
         raise unexpected(file, "rope_type", f"one of {', '.join(needed)} for GGUF of {kind}", named)
-    rope["rope_type"] = named
     for name in ("rope_theta", *needed[named]):
         _positive(file, f"rope: {name}", rope.get(name))
-    known = {"rope_theta", "rope_type", "type", "original_max_position_embeddings", *needed[named]}
-    known |= {"partial_rotary_factor", "attention_factor", *_LISTS} if kind == "phi3" else set()
+    if rope.get(ORIGINAL) is not None and named != "default":
+        size(rope, ORIGINAL, file)
+    known = {"rope_theta", "rope_type", "partial_rotary_factor", ORIGINAL, *needed[named]}
+    known |= {"attention_factor", *_LISTS} if kind == "phi3" else set()
     unknown = {name for name in set(rope) - known if rope[name] is not None and named != "default"}
     if unknown:
         raise unexpected(file, "rope", "no other settings, for GGUF", sorted(unknown))
     return rope
 
 
-def _turning(kind: str, config: Mapping[str, Any], rope: Mapping[str, Any], file: str, head_size: int) -> int:
-    """How many features of a head turn."""
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+def _turning(kind: str, rope: Mapping[str, Any], file: str, head_size: int) -> int:
+    """How many features of a head turn: a part of them in Phi-3 alone, elsewhere transformers leaves the part out."""
+    share = rope.get("partial_rotary_factor")
+    if kind != "phi3" and rope["rope_type"] == "default":
+        return head_size
     share = 1.0 if share is None else _positive(file, "partial_rotary_factor", share)
     if share > 1 or share < 1 and kind != "phi3":
         raise unexpected(file, "partial_rotary_factor", "at most 1" if kind == "phi3" else "1, for GGUF", share)

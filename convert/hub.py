@@ -4,11 +4,12 @@ A name that is a folder here is this folder; `org/model@revision` is a branch, t
 was renamed or replaced is refused: the hub would answer with another one's files.
 """
 
+import errno
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-from convert.errors import ConvertError
+from convert.errors import ConvertError, shorten, shown
 
 PATTERNS = (
     *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenizer*", "chat_template*"),
@@ -44,7 +45,7 @@ def split(name: str | os.PathLike[str]) -> tuple[str, str | None]:
         name: A folder, or a name on the hub.
     """
     text = os.fspath(name)
-    repository, _, revision = (text, "", "") if Path(text).exists() else text.partition("@")
+    repository, _, revision = (text, "", "") if _exists(Path(text)) else text.partition("@")
     return repository, revision or None
 
 
@@ -65,18 +66,20 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None, *, weights:
         ConvertError: No such folder and no such repository or revision, none in the cache while offline, a repository
             that goes by another name now, a revision of a folder, two revisions, or a hub that does not answer.
     """
-    folder = Path(name)
-    if folder.exists():
+    folder, called = Path(name), shorten(os.fspath(name))
+    if "\0" in str(name) or (revision is not None and "\0" in revision):
+        raise ConvertError(f"{shown(str(name))}: expected a folder or a name on the hub, got one with NUL in it")
+    if _exists(folder):
         if revision is not None:
-            raise ConvertError(f"{name}: revision: expected none, since this is a folder, got {revision}")
+            raise ConvertError(f"{called}: revision: expected none, since this is a folder, got {shorten(revision)}")
         return Source(folder)
     text, named = split(name)
     if named is not None and revision is not None:
-        raise ConvertError(f"{name}: revision: expected one, got {named} and {revision}")
+        raise ConvertError(f"{called}: revision: expected one, got {shorten(named)} and {shorten(revision)}")
     revision = revision or named
     parts = text.split("/")
     if len(parts) != 2 or text.startswith((".", "~", "/")) or "\\" in text or not all(parts):
-        raise ConvertError(f"{name}: no such folder")
+        raise ConvertError(f"{called}: no such folder")
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -85,7 +88,9 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None, *, weights:
         if not constants.HF_HUB_OFFLINE:
             info = HfApi().model_info(text, revision=revision)
             if info.id != text:
-                raise ConvertError(f"{name}: this repository is called {info.id} now: name that if it is what you mean")
+                raise ConvertError(
+                    f"{called}: this repository is called {info.id} now: name that if it is what you mean"
+                )
             wanted = info.sha
         where = snapshot_download(
             text,
@@ -97,16 +102,27 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None, *, weights:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         at = "" if revision is None else f" at {revision}"
         raise ConvertError(
-            f"{name}: no such folder, and not{at} in the hub's cache, which is all there is offline"
+            f"{called}: no such folder, and not{at} in the hub's cache, which is all there is offline"
         ) from None
     except (HfHubHTTPError, HFValidationError) as error:
         reason = " ".join(str(error).split())
-        raise ConvertError(f"{name}: no such folder, and the hub does not give it: {reason[:300]}") from None
+        raise ConvertError(f"{called}: no such folder, and the hub does not give it: {reason[:300]}") from None
     except (ConvertError, OSError):
         raise
     except Exception as error:  # of the HTTP library, which is another one with each version of the hub's
         reason = " ".join(str(error).split())[:300]
         raise ConvertError(
-            f"{name}: no such folder, and the hub does not answer: {reason}; HF_HUB_OFFLINE=1 takes what its cache has"
+            f"{called}: no such folder, and the hub does not answer: {reason}; HF_HUB_OFFLINE=1 takes what its cache "
+            "has"
         ) from None
     return Source(Path(where), text, Path(where).name)
+
+
+def _exists(path: Path) -> bool:
+    """Whether a path is there; one that is too long is not."""
+    try:
+        return path.exists()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False

@@ -79,7 +79,8 @@ def merge(
         recipe: How the adapter was trained, in Markdown, for the model card.
         max_shard_bytes: A shard is closed before it would grow beyond this.
         force: Replace a model folder that is there.
-        allow_nonfinite: Write NaN and infinity, and report them, instead of refusing.
+        allow_nonfinite: Write NaN and infinity, and report them, instead of refusing; a matrix that becomes NF4 is
+            refused with any.
         monitor: Called with the bytes done and the bytes to do.
 
     Returns:
@@ -95,7 +96,7 @@ def merge(
         raise unexpected(folder, "dtype", f"one of {', '.join(FORMATS)}", dtype)
     check_apart(folder, base, adapter)
     weights = open_weights(base)
-    opened = open_adapter(adapter, family=weights.family)
+    opened = open_adapter(adapter, family=weights.family, allow_nonfinite=allow_nonfinite)
     found = changes(weights, opened, base_in_nf4=base_in_nf4)
     plan = _Plan(weights, found, dtype)
     jobs = list(plan.jobs())
@@ -139,7 +140,7 @@ class _Plan:
         self.changed = self.copied = 0
         self.packed = any(weights.format(path).startswith("nf4") for path in weights.rows)
         self.sample: nf4.NF4Tensor | None = None  # of the tensors that are in NF4, without its arrays
-        self.unpacked: list[str] = []  # layers' matrices that are not
+        self.unpacked: list[str] = []  # paths of layers' matrices that are not
 
     def jobs(self) -> Iterator[Job]:
         """In the order of the base's files."""
@@ -170,7 +171,7 @@ class _Plan:
         pack = self.dtype == "nf4" and (kind.startswith("nf4") or (matrix and not self.packed))
         change = self.found.tensors.get(path)
         if matrix and not pack:
-            self.unpacked.append(row.name.removesuffix(".weight"))
+            self.unpacked.append(path)
         if change is not None:
             self.changed += 1
             return self._written(path, change, pack)
@@ -207,7 +208,8 @@ def _new_config(
     config = json.loads(json.dumps(original if given is None else given))
     if plan.sample is not None:
         if not plan.packed:
-            config["quantization_config"] = nf4.quantization_config(plan.sample, sorted({*plan.unpacked, "lm_head"}))
+            skipped = weights.family.unquantized(plan.unpacked)
+            config["quantization_config"] = nf4.quantization_config(plan.sample, skipped)
     else:
         config.pop("quantization_config", None)
     inner = config.get("text_config")

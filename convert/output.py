@@ -23,11 +23,11 @@ import numpy as np
 from convert.checkpoint import INDEX, MAX_SHARD_BYTES, SINGLE, write_config
 from convert.errors import ConvertError
 from convert.files import full_disk_names
-from convert.shard import Counter, Job, Monitor, Part, Shard, is_finite
+from convert.shard import Counter, Job, Monitor, Part, Shard
 from convert.tensor_file import Layout, lay_out
 from convert.unfinished import Unfinished
 
-__all__ = ["Job", "Monitor", "Part", "Written", "is_finite", "write_folder"]
+__all__ = ["Job", "Monitor", "Part", "Written", "write_folder"]
 
 FORMAT = 1  # of the description; one of another version is begun anew
 THREADS = 2  # that compute; the one that checks mostly waits for the disk
@@ -88,6 +88,7 @@ def write_folder(
         OSError: The disk has no room, …; the place is as it was.
     """
     folder = Path(folder)
+    place = folder.resolve() if folder.is_symlink() else folder  # a link stays, as with cp
     shards = _shards(folder, jobs, max_shard_bytes)
     layouts = {
         name: lay_out(folder / name, {key: value for job in group for key, value in job.outputs.items()})
@@ -95,14 +96,14 @@ def write_folder(
     }
     sizes = {name: sum(info.nbytes for info in layout.tensors.values()) for name, layout in layouts.items()}
     written = Written(folder, sum(len(layout.tensors) for layout in layouts.values()), sum(sizes.values()), len(shards))
-    state = Unfinished(folder)
+    state = Unfinished(place)
     with state.claimed():
         if not state.begin({"format": FORMAT, "made_from": made_from, "shards": list(shards)}, force):
             return written
         try:
             kept = {name for name, layout in layouts.items() if state.has(name, layout)}
             written.kept = len(kept)
-            _check_room(folder, sum(layout.size for name, layout in layouts.items() if name not in kept))
+            check_room(place, sum(layout.size for name, layout in layouts.items() if name not in kept))
             with full_disk_names(folder):
                 counter = Counter(monitor, 2 * sum(layout.size for layout in layouts.values()))
                 counter.add(2 * sum(layouts[name].size for name in kept))
@@ -144,7 +145,16 @@ def _shards(folder: Path, jobs: Iterable[Job], limit: int) -> dict[str, list[Job
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _check_room(folder: Path, size: int) -> None:
+def check_room(folder: Path, size: int) -> None:
+    """Refuse to begin what the disk has no room for.
+
+    Args:
+        folder: What is to be written.
+        size: Its bytes.
+
+    Raises:
+        OSError: There is less room than that.
+    """
     place = folder.absolute().parent
     free = shutil.disk_usage(place).free
     if free < size + _ROOM:

@@ -120,10 +120,9 @@ def _config(weights: Weights, packed: Sequence[str], nested: bool, dtype: str | 
     empty = np.empty(0, np.uint8)
     target = weights.decoded_dtype(packed[0]).name if dtype is None else dtype
     sample = nf4.NF4Tensor(empty, empty, nf4.NF4_MAP, (0,), target, nested_absmax=empty if nested else None)
-    left = [row.name.removesuffix(".weight") for path, row in weights.rows.items() if weights.is_layer_matrix(path)]
-    names = {weights.rows[path].name.removesuffix(".weight") for path in packed}
+    left = [path for path in weights.rows if weights.is_layer_matrix(path) and path not in set(packed)]
     config = dict(weights.checkpoint.config)
-    config["quantization_config"] = nf4.quantization_config(sample, sorted({*left, "lm_head"} - names))
+    config["quantization_config"] = nf4.quantization_config(sample, weights.family.unquantized(left))
     if dtype is not None:
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     return config

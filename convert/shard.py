@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from convert.errors import ConvertError
+from convert.finite import is_finite, nonfinite
 from convert.tensor_file import Layout
 from convert.unfinished import Unfinished, gap, misread
 
@@ -89,10 +90,7 @@ class Shard:
                 raise ConvertError(f"{self.file}: {part.name}: made as {part.values.dtype}, planned as {info.dtype}")
             if not is_finite(part.values) and part.name not in self.nonfinite:
                 if not self.allow:
-                    raise ConvertError(
-                        f"{job.source}: {part.name}: expected finite values, got NaN or infinity (in the weights read, "
-                        f"or where {info.dtype} cannot hold the result); they are written if these are allowed"
-                    )
+                    raise nonfinite(job.source, part.name, where=f"where {info.dtype} cannot hold the result")
                 self.nonfinite.append(part.name)
             values = np.ascontiguousarray(part.values).view(np.uint8)
             self._write(info.start + part.first * np.dtype(info.dtype).itemsize, values)
@@ -138,17 +136,3 @@ class Shard:
         if wrong:
             raise ConvertError(f"{self.file}: {wrong}; the disk or the memory is faulty")
         self.parts += parts
-
-
-def is_finite(values: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite; whole numbers never are.
-
-    Args:
-        values: Any dtype of a checkpoint.
-    """
-    if values.dtype.kind in "iub" or values.size == 0:
-        return True
-    exponent = {"bfloat16": 0x7F80, "float16": 0x7C00}.get(values.dtype.name)
-    if exponent is not None:  # three times as fast as isfinite
-        return bool((values.view(np.uint16) & np.uint16(0x7FFF)).max() < exponent)
-    return bool(np.isfinite(values).all())

@@ -18,6 +18,7 @@ import numpy as np
 
 from convert.errors import ConvertError, unexpected
 from convert.files import parse_json
+from convert.limits import DIMENSIONS
 
 # In the order of the library's enumeration: it stores the tensors by falling position here, then by name.
 DTYPES: dict[str, np.dtype] = {
@@ -227,8 +228,8 @@ def _entry(file: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise unexpected(file, f"{name}.dtype", f"one of {', '.join(DTYPES)}", dtype)
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    if not _naturals(shape):
-        raise unexpected(file, f"{name}.shape", "a list of sizes", shape)
+    if not _naturals(shape) or len(shape) > DIMENSIONS:
+        raise unexpected(file, f"{name}.shape", f"a list of sizes (at most {DIMENSIONS})", shape)
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise unexpected(file, f"{name}.data_offsets", "[begin, end]", offsets)
     info = TensorInfo(tuple(shape), DTYPES[dtype].name, file, data_start + offsets[0])

@@ -1,4 +1,4 @@
-"""A folder that is not whole yet: where it lies, what it is made from, and which of its files are finished.
+"""A folder or file that is not whole yet: where it lies, what it is made from, and what of it is finished.
 
 Beside the final place, in ``.NAME.converting``: the folder itself, ``made_from.json``, a JSON file with checksums for
 each file that is finished, a lock, and while an earlier folder is being replaced that one.
@@ -48,9 +48,7 @@ class Unfinished:
 
     def begin(self, plan: Mapping[str, Any], force: bool) -> bool:
         """Take up what is there, or make room for a beginning; whether anything is left to do."""
-        same = False
-        with contextlib.suppress(ConvertError):
-            same = read_json(self.plan) == json.loads(json.dumps(plan))
+        same = self.same(plan)
         if same and not self.folder.exists() and (self.target / CONFIG).exists():
             self.remove()  # it was killed after its last step
             return False
@@ -64,12 +62,21 @@ class Unfinished:
                 self.remove_if(not same)
                 raise unexpected(self.target, "folder", f"a model folder with {CONFIG} to replace", "another")
         if not same:
-            self.clear()
-            self.folder.mkdir(parents=True)
-            with atomic_file(self.plan) as stream:
-                stream.write(json.dumps(plan).encode())
+            self.start(plan)
         self.folder.mkdir(exist_ok=True)
         return True
+
+    def same(self, plan: Mapping[str, Any]) -> bool:
+        """Whether an earlier conversion was made from the same."""
+        with contextlib.suppress(ConvertError):
+            return read_json(self.plan) == json.loads(json.dumps(plan))
+        return False
+
+    def start(self, plan: Mapping[str, Any]) -> None:
+        """Forget what there is, and note what it is made from."""
+        self.clear()
+        with atomic_file(self.plan) as stream:
+            stream.write(json.dumps(plan).encode())
 
     def has(self, name: str, layout: Layout) -> bool:
         """Whether a shard is there and reads as it was written."""

@@ -22,7 +22,7 @@ from convert.checkpoint import (
     write_config,
     write_shards,
 )
-from convert.errors import ConvertError, unexpected
+from convert.errors import ConvertError, listed, unexpected
 from convert.families import Family, Row, family_for
 from convert.files import atomic_folder, read_json
 from convert.formats import fp8, nf4
@@ -94,7 +94,7 @@ class Weights:
             ConvertError: Its file was cut short, or its scales do not fit.
         """
         row = self.rows[path]
-        return FP8Tensor(self.checkpoint.read(row.name), self.fp8_scale(row))
+        return FP8Tensor(self.checkpoint.read(row.name), self.fp8_scale(row), self.decoded_dtype(path).name)
 
     def read_packed(self, path: str, *, codes: bool = True) -> NF4Tensor:
         """Read an NF4 tensor by its tree path.
@@ -140,7 +140,9 @@ class Weights:
             named = config.get("dtype", config.get("torch_dtype"))
             return DTYPES["BF16"] if named not in FLOATS else np.dtype(named)
         if kind.startswith("nf4"):
-            return np.dtype(self.read_packed(path, codes=False).dtype)
+            field = self.rows[path].name + nf4.QUANT_STATE
+            state = nf4.read_state(self.checkpoint.read(field).tobytes(), self.checkpoint.info(field).file, field)
+            return np.dtype(state["dtype"])
         return np.dtype(kind)
 
 
@@ -186,22 +188,6 @@ def stream(
     for path, row in weights.rows.items():
         packed = weights.format(path) == "fp8" and row.transform is None and packed_fp8(path)
         yield path, weights.read_fp8(path) if packed else weights.read(path)
-
-
-def stream_formats(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """How each tensor of `stream` is stored, from the headers alone.
-
-    Args:
-        folder: A Hugging Face model folder.
-
-    Returns:
-        Tree path -> "float32", "bfloat16", "float16", "nf4", "nf4-nested" or "fp8", in the order of the stream.
-
-    Raises:
-        ConvertError: What `open_weights` finds.
-    """
-    weights = open_weights(folder)
-    return {path: weights.format(path) for path in weights.rows}
 
 
 def save(
@@ -342,7 +328,7 @@ def _check_names(checkpoint: Checkpoint, family: Family, rows: Mapping[str, Row]
         "tensors that it needs and that are missing": missing,
         "tensors of another shape or dtype": wrong,
     }
-    found = [f"{what}: {', '.join(names)}" for what, names in problems.items() if names]
+    found = [f"{what}: {listed(names)}" for what, names in problems.items() if names]
     if found:
         raise ConvertError(f"{checkpoint.folder}: {'; '.join(found)}")
 
@@ -374,8 +360,7 @@ def _follow_stream(
         if isinstance(quantization, dict) and quantization.get("quant_method") in ("bitsandbytes", *fp8.METHODS):
             del config["quantization_config"]
     elif config.get("quantization_config") is None:
-        linear = [path for path, row in rows.items() if len(row.shape) == 2 and not isinstance(seen[path], NF4Tensor)]
-        names = [rows[path].name.removesuffix(".weight") for path in linear]
-        skipped = [name for name in names if family.is_layer_linear(name) or name == "lm_head"]
-        config["quantization_config"] = nf4.quantization_config(packed[0], sorted({*skipped, "lm_head"}))
+        plain = [path for path in rows if not isinstance(seen[path], NF4Tensor)]
+        left = [path for path in plain if path.startswith("layers.") and path.endswith("_proj.weight")]
+        config["quantization_config"] = nf4.quantization_config(packed[0], family.unquantized(left))
     return config

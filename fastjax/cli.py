@@ -1,8 +1,8 @@
 """The command `fastjax`: finds the subcommand, runs it, and turns expected errors into one message and an exit status.
 
 0: done. 2: the command line or the configuration is wrong. 1: anything else that can be expected, such as a broken
-checkpoint or a full disk. 130 and 143: interrupted, by Ctrl-C or SIGTERM. A subcommand's module is imported when it is
-called, so that what needs no JAX imports none.
+checkpoint or a full disk. 129, 130 and 143: interrupted, by SIGHUP, Ctrl-C or SIGTERM. A subcommand's module is
+imported when it is called, so that what needs no JAX imports none.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import metadata
 
-from convert.errors import ConvertError
+from convert.errors import ConvertError, shorten
 from fastjax.errors import ConfigError, DataError, Interrupted, TrainingError
 
 #: Subcommand → what it does; its module is fastjax.commands.<name>.
@@ -79,5 +79,5 @@ def _version() -> str:
 def _message(error: Exception) -> str:
     """The error in words: an OSError says its file first and leaves out its number."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"{shorten(str(error.filename))}: {error.strerror}" if error.filename else error.strerror
     return str(error)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -23,18 +23,25 @@ class LogitDifference(NamedTuple):
     Attributes:
         tokens: their number.
         largest: difference of two logits.
+        scale: largest magnitude of the first model's logits.
         divergence: mean of KL(first ‖ second) of the distributions of the next token, in nats.
         agreement: share of the tokens after which both have the same likeliest one.
     """
 
     tokens: int
     largest: float
+    scale: float
     divergence: float
     agreement: float
 
 
 def compare_logits(
-    first: str | Path, second: str | Path, texts: Sequence[str], *, adapter: str | Path | None = None
+    first: str | Path,
+    second: str | Path,
+    texts: Sequence[str],
+    *,
+    adapter: str | Path | None = None,
+    base_in_nf4: bool = False,
 ) -> LogitDifference:
     """Compare the logits of two model folders, in float32, one model in memory at a time.
 
@@ -43,6 +50,7 @@ def compare_logits(
         second: model folder.
         texts: texts, each of which is cut after 2,048 tokens.
         adapter: put on the first model.
+        base_in_nf4: the first model's matrices are quantised to NF4 before.
 
     Raises:
         ConfigError: no text, a model without tokenizer, or vocabularies of different sizes.
@@ -50,16 +58,17 @@ def compare_logits(
     """
     if not texts:
         raise ConfigError("texts: expected at least one, given none")
-    model, _ = FastLanguageModel.from_pretrained(first, dtype="float32", load_in_4bit=False)
+    options: dict[str, Any] = {"dtype": "float32", "allow_nonfinite": True}  # differences show them
+    model, _ = FastLanguageModel.from_pretrained(first, load_in_4bit=base_in_nf4, **options)
     if adapter is not None:
-        model = FastLanguageModel.load_adapter(model, adapter)
+        model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True)
     if model.tokenizer is None:
         raise ConfigError(f"{first}: expected a tokenizer, given none")
     encoder = Encoder(cast(PreTrainedTokenizerFast, model.tokenizer))
     encoded = [list(encoder.encode_beginning(text))[: model.max_seq_length] for text in texts]
     left = [_logits(model, tokens) for tokens in encoded]
     del model
-    other, _ = FastLanguageModel.from_pretrained(second, dtype="float32", load_in_4bit=False)
+    other, _ = FastLanguageModel.from_pretrained(second, load_in_4bit=False, **options)
     right = [_logits(other, tokens) for tokens in encoded]
     if left[0].shape[1] != right[0].shape[1]:
         raise ConfigError(f"{second}: expected {left[0].shape[1]} logits as {first}, given {right[0].shape[1]}")
@@ -68,6 +77,7 @@ def compare_logits(
     return LogitDifference(
         tokens=len(one),
         largest=float(np.abs(one - two).max()),
+        scale=float(np.abs(one).max()),
         divergence=float((np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean()),
         agreement=float((one.argmax(axis=1) == two.argmax(axis=1)).mean()),
     )

@@ -14,7 +14,7 @@ class TrainingError(RuntimeError):
 
 
 class Interrupted(Exception):
-    """A run that a signal has stopped, its state saved. Exit status 128 + the signal's number: 143, 130."""
+    """A run that a signal has stopped, its state saved. Exit status 128 + the signal's number: 143, 130, 129."""
 
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)

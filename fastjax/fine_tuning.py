@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
+from convert.errors import ConvertError
 from fastjax.data import Batches
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError, Interrupted, TrainingError
@@ -22,31 +23,35 @@ from fastjax.language_model import FastLanguageModel, LanguageModel
 from fastjax.models.paths import adapter_paths
 from fastjax.training.checkpoint import Checkpoints, Progress
 from fastjax.training.config import LoraSection, TrainConfig
-from fastjax.training.datasets import RunData, load_run_data, load_run_tokenizer
+from fastjax.training.datasets import RunData, load_run_data
 from fastjax.training.determinism import compiler_options
+from fastjax.training.device import device_use
 from fastjax.training.flops import attended_length, flops_per_token, peak_flops
 from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
+from fastjax.training.identity import Identity, base_identity, check_identity, run_identity
 from fastjax.training.loop import Cadence, Fitted, fit, run_evaluation
 from fastjax.training.loss import Loss, loss_sums
 from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant, read_rows
+from fastjax.training.model_check import load_run_tokenizer, lora_arguments
 from fastjax.training.optimizers import learning_rates, make_optimizer
-from fastjax.training.origins import located, pinned
+from fastjax.training.origins import pinned
 from fastjax.training.progress import make_progress
 from fastjax.training.report import default_settings, describe_environment, usage, write_report
 from fastjax.training.resume import (
     Earlier,
-    check_identity,
     check_result,
     check_settings,
+    damage,
     finished,
-    model_fingerprint,
     newest,
     restore,
+    warn,
+    weight_digests,
 )
 from fastjax.training.run_folder import RunFolder, claimed
 from fastjax.training.signals import StopSignals
 from fastjax.training.step import TrainState, init_state, make_eval_step, make_probe, make_train_step
-from fastjax.training.trackers import make_trackers
+from fastjax.training.trackers import check_trackers, make_trackers
 
 #: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
 Evaluate = Callable[[LanguageModel], Mapping[str, float]]
@@ -94,35 +99,46 @@ def fine_tune(
         ConvertError: what is wrong with the model's folder.
         DataError: what is wrong with the data.
         TrainingError: a step that is not finite, weights without gradient, or a device without enough memory.
-        Interrupted: SIGTERM or SIGINT came; the state is saved.
+        Interrupted: SIGTERM, SIGHUP or SIGINT came; the state is saved.
         OSError: a file that cannot be read or written.
     """
     console = console or Console()
     with claimed(config, resume=resume) as folder:
         config = pinned(config, folder.read_settings() if resume else None)
+        damaged = None
         if resume and finished(folder, config):
-            _say(console, f"the run in {folder.path} is finished: nothing is left to do")
-            return _read_back(config, folder, console)
+            done = _read_back(config, folder, console)
+            if isinstance(done, FineTuned):
+                _say(console, f"the run in {folder.path} is finished: nothing is left to do")
+                return done
+            damaged = f"{folder.result} is damaged: {done}"
+            warn(console, f"{damaged}; looking for a checkpoint to make it again from")
         checkpoints = Checkpoints(folder.checkpoints, keep=config.output.save_total_limit)
-        earlier = newest(checkpoints) if resume else None
+        earlier = newest(checkpoints, console) if resume else None
+        if damaged is not None and earlier is None:
+            raise TrainingError(
+                f"{damaged}; there is no checkpoint to make it again from. To train again, replace it "
+                "(output.overwrite_output_dir: true, without --resume)"
+            )
         if resume and earlier is None:
             check_result(folder, config)
         changed = [] if earlier is None else check_settings(earlier, dataclasses.asdict(config))
+        check_trackers(config.output.report_to)
         tokenizer = load_run_tokenizer(config)
         data = load_run_data(config, tokenizer, lambda text: _say(console, text))
         for name, became in data.statistics().items():
             _say(console, f"{name}: {became}")
+        identity = run_identity(config, data, tokenizer)
+        if earlier is not None:
+            changed += check_identity(earlier.where, earlier.identity, identity)
         model = load_model(config, console).replace(tokenizer=tokenizer)
         if model.lora is not None:
             tokens = config.training.per_device_train_batch_size * config.model.max_seq_length
             for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
                 _say(console, line)
         check_vocabulary(model, data)
-        identity = run_identity(config, data)
-        if earlier is not None:
-            check_identity(earlier, **identity)
         checkpoints.extra = describe(config, data, identity)
-        run = _Run(config, console, folder, checkpoints, data, model, loss, evaluate)
+        run = _Run(config, console, folder, checkpoints, data, identity, model, loss, evaluate)
         return run.train(earlier, changed if resume else None)
 
 
@@ -136,12 +152,13 @@ class _Run:
         folder: RunFolder,
         checkpoints: Checkpoints,
         data: RunData,
+        identity: Identity,
         model: LanguageModel,
         loss: Loss | None,
         evaluate: Evaluate | None,
     ):
         self.config, self.console, self.folder, self.checkpoints, self.data = config, console, folder, checkpoints, data
-        training, self.user_evaluate = config.training, evaluate
+        training, self.identity, self.user_evaluate = config.training, identity, evaluate
         self.loss = loss or functools.partial(loss_sums, neftune_noise_alpha=training.neftune_noise_alpha)
         options = compiler_options(training.deterministic, folder.path)
         optimizer = make_optimizer(config.optimizer, data.total_steps)
@@ -175,7 +192,10 @@ class _Run:
         if earlier is None:
             self.folder.clear()
         else:
-            earlier, self.state = restore(self.checkpoints, earlier, self.state, self.console)
+            like = self.state
+            earlier, self.state = restore(
+                self.checkpoints, earlier, lambda step: self.checkpoints.load(step, like), self.console
+            )
             start, position = earlier.progress, earlier.position
         evaluations = {} if self.data.held_out is None else {"evaluate": self._evaluate}
         with contextlib.ExitStack() as stack:
@@ -223,7 +243,10 @@ class _Run:
             self.model = self.model.replace(trainable=self._chosen(fitted))
             self.model.save_pretrained(self.folder.result)
             status = "finished"
-            _tell(sinks, fitted.progress.step, status, f"finished after step {fitted.progress.step}")
+            message = f"finished after step {fitted.progress.step}"
+            base = {"model": self.identity.model, "weights": self.identity.weights}
+            files = weight_digests(self.folder.result)
+            _tell(sinks, fitted.progress.step, status, message, files=files, base=base)
         evaluation = fitted.evaluation or _last_evaluation(self.folder)  # where no step was left to take
         return FineTuned(self.model, self.folder.result, evaluation, config)
 
@@ -251,7 +274,8 @@ class _Run:
         trackers = make_trackers(
             output.report_to, self.folder.path, name, dataclasses.asdict(self.config), resume_step, self.console
         )
-        return [file, *trackers, make_progress(total, self.config.training.logging_steps, self.console)]
+        progress = make_progress(total, self.config.training.logging_steps, self.console)
+        return [file, *trackers, Tolerant(progress, "the progress", Console(stderr=True))]
 
     def _throughput(self, start: Progress) -> Throughput:
         return Throughput(
@@ -277,13 +301,17 @@ class _Run:
         if not self.config.output.load_best_model_at_end or best is None or best == fitted.progress.step:
             return fitted.state.trainable
         try:
+            if best not in self.checkpoints.steps():
+                raise TrainingError(f"{self.checkpoints.folder / str(best)} could not be saved")
             return self.checkpoints.load(best, fitted.state).trainable
-        except Exception as error:  # it could not be saved, or whatever Orbax finds wrong with what someone has damaged
-            reason = "could not be saved" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        except TrainingError as error:
             raise TrainingError(
-                f"output.load_best_model_at_end: the checkpoint of step {best}, the best, {' '.join(reason.split())}; "
-                f"the last state is in {self.checkpoints.folder}"
+                f"output.load_best_model_at_end: the checkpoint of step {best} is the best, but {error}; the last "
+                f"state is in {self.checkpoints.folder}"
             ) from error
+
+    def _usage(self) -> list[str]:
+        return usage(self.config, self.folder.result, self.model.hf_config, str(self.model.dtype))
 
     def _report(self, status: str) -> None:
         write_report(
@@ -292,32 +320,21 @@ class _Run:
             defaults=default_settings(),
             statistics=self.data.statistics(),
             environment=describe_environment(),
-            result=usage(self.config, self.folder.result) if status == "finished" else [],
+            result=self._usage() if status == "finished" else [],
             status=status,
             console=self.console,
         )
 
 
-def run_identity(config: TrainConfig, data: RunData) -> dict[str, str]:
-    """Fingerprints of what a run begins with, which one that goes on with it must have too.
-
-    Args:
-        config: the run.
-        data: its data.
-    """
-    folder = located(config, "model.model_name").folder
-    return {"model": model_fingerprint(folder), "data": data.train.fingerprint}
-
-
-def describe(config: TrainConfig, data: RunData, identity: Mapping[str, str]) -> Callable[[int], dict[str, Any]]:
+def describe(config: TrainConfig, data: RunData, identity: Identity) -> Callable[[int], dict[str, Any]]:
     """What a checkpoint of a run keeps beside its state, by step.
 
     Args:
         config: the run.
         data: its data.
-        identity: `run_identity`'s.
+        identity: of the run.
     """
-    stored = {"config": dataclasses.asdict(config), **identity}
+    stored = {"config": dataclasses.asdict(config), **identity._asdict()}
     return lambda step: {**stored, "position": data.batches.position(step)}
 
 
@@ -344,11 +361,13 @@ def load_model(config: TrainConfig, console: Console) -> LanguageModel:
     model, _ = FastLanguageModel.from_pretrained(**dataclasses.asdict(config.model))
     model = adapted(model, config)
     trained, total = model.num_parameters()
+    device = device_use()
     _say(
         console,
-        f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%}), on "
-        f"{jax.devices()[0].device_kind}, {model.dtype}",
+        f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%}), on {device.used}, {model.dtype}",
     )
+    if device.idle is not None:
+        _say(console, f"idle: {device.idle}")
     return model
 
 
@@ -360,14 +379,11 @@ def adapted(model: LanguageModel, config: TrainConfig) -> LanguageModel:
         config: the run.
     """
     if config.lora.adapter is not None:
-        model = FastLanguageModel.load_adapter(model, config.lora.adapter, config.lora.lora_dropout)
+        model = FastLanguageModel.load_adapter(
+            model, config.lora.adapter, config.lora.lora_dropout, config.model.allow_nonfinite
+        )
     elif not config.model.full_finetuning:
-        arguments = dataclasses.asdict(config.lora)
-        del arguments["adapter"]
-        for name in ("target_modules", "lora_dropout"):
-            if arguments[name] is None:
-                del arguments[name]
-        model = FastLanguageModel.get_peft_model(model, **arguments)
+        model = FastLanguageModel.get_peft_model(model, **lora_arguments(config.lora))
     return model
 
 
@@ -393,15 +409,22 @@ def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> FineTuned:
-    """What the finished run in a folder has left."""
+def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> FineTuned | str:
+    """What the finished run in a folder has left, or what is wrong with it."""
+    if (found := damage(folder)) is not None:
+        return found
     if config.model.full_finetuning:  # its folder has the new tokens and the scaling
         model = dataclasses.replace(config.model, model_name=str(folder.result), new_tokens=None, rope_scaling=None)
         result = dataclasses.replace(config, model=model)
     else:
+        if base := read_rows(folder.metrics)[-1].get("base"):
+            check_identity(folder.result, Identity(data="", **base), Identity(data="", **base_identity(config)))
         adapter = LoraSection(adapter=str(folder.result), lora_dropout=config.lora.lora_dropout)
         result = dataclasses.replace(config, lora=adapter)
-    return FineTuned(load_model(result, console), folder.result, _last_evaluation(folder), config)
+    try:
+        return FineTuned(load_model(result, console), folder.result, _last_evaluation(folder), config)
+    except (ConfigError, ConvertError, OSError) as error:  # where it is the base's, the run says so again
+        return str(error)
 
 
 def _last_evaluation(folder: RunFolder) -> Evaluation | None:
@@ -409,9 +432,9 @@ def _last_evaluation(folder: RunFolder) -> Evaluation | None:
     return Evaluation.from_row(evaluations[-1]) if evaluations else None
 
 
-def _tell(sinks: list[Sink], step: int, event: str, message: str) -> None:
+def _tell(sinks: list[Sink], step: int, event: str, message: str, **more: Any) -> None:
     for sink in sinks:
-        sink.write({"step": step, "event": event, "message": message})
+        sink.write({"step": step, "event": event, "message": message, **more})
 
 
 def _whence(step: int, earlier: Earlier | None, changed: list[str]) -> str:

@@ -18,27 +18,28 @@ import numpy as np
 from flax import nnx
 
 from convert.adapters import AdapterConfig, write_adapter
-from convert.checkpoint import WEIGHT_FILES, open_checkpoint
-from convert.errors import ConvertError
+from convert.checkpoint import WEIGHT_FILES
+from convert.errors import shown
 from convert.families import family_for
 from convert.files import atomic_folder
 from convert.hub import fetch
 from convert.merge import merge
 from convert.weights import save
-from fastjax.data.new_tokens import add_tokens, vocabulary_size
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.lora import LoraParam, SavedParam
-from fastjax.models.adapters import export_adapters, saved_modules
+from fastjax.models.adapter_settings import fresh_adapter, saved_modules
+from fastjax.models.adapters import export_adapters
 from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import Run, layer_of, split_layer
 from fastjax.models.load import load_weights, random_weights
+from fastjax.models.new_rows import grown
+from fastjax.models.outline import read_outline, row_length
 from fastjax.models.precision import DTYPES, Precision, make_precision
 from fastjax.models.remat import POLICIES
-from fastjax.models.rope_override import with_rope_scaling
-from fastjax.models.structure import groups, shapes
-from fastjax.models.vocabulary import check_vocabulary, grown, training_new_tokens, with_vocab_size
+from fastjax.models.structure import shapes
+from fastjax.models.vocabulary import check_vocabulary
 from fastjax.peft import attach_adapter, load_adapter
 
 if TYPE_CHECKING:
@@ -145,7 +146,13 @@ class LanguageModel:
         return folder
 
     def save_pretrained_merged(
-        self, folder: str | Path, *, dtype: str | None = None, base_in_nf4: bool = False, force: bool = False
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        base_in_nf4: bool = False,
+        force: bool = False,
+        allow_nonfinite: bool = False,
     ) -> Path:
         """Write a plain Hugging Face folder with the adapter merged into its base, as `convert.merge` does.
 
@@ -155,6 +162,7 @@ class LanguageModel:
                 base's files have it.
             base_in_nf4: add to the 4-bit weights that a 16-bit folder became with load_in_4bit, not to the folder's.
             force: replace a model folder that is there.
+            allow_nonfinite: write NaN and infinity instead of refusing.
 
         Raises:
             ConfigError: there is no adapter, or no folder that it was trained on.
@@ -171,7 +179,14 @@ class LanguageModel:
         with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder.absolute().parent) as adapter:
             self.save_pretrained(adapter)
             merge(
-                self.folder, adapter, folder, dtype=dtype, base_in_nf4=base_in_nf4, config=self.hf_config, force=force
+                self.folder,
+                adapter,
+                folder,
+                dtype=dtype,
+                base_in_nf4=base_in_nf4,
+                config=self.hf_config,
+                force=force,
+                allow_nonfinite=allow_nonfinite,
             )
         return folder
 
@@ -214,6 +229,7 @@ class FastLanguageModel:
         new_tokens: "Sequence[str | AddedToken] | None" = None,
         rope_scaling: Mapping[str, Any] | None = None,
         revision: str | None = None,
+        allow_nonfinite: bool = False,
     ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
         """Load a Hugging Face folder.
 
@@ -236,46 +252,43 @@ class FastLanguageModel:
             rope_scaling: replaces the scaling of the rotary positions: {"rope_type": "yarn", "factor": 4.0}; types
                 default, linear, dynamic, yarn, longrope and llama3, with transformers' names and defaults.
             revision: branch, tag or commit on the hub; its commit goes into an adapter's settings.
+            allow_nonfinite: let NaN and infinity in the weights through, but not into what is quantised.
 
         Returns:
             The model, and its tokenizer.
 
         Raises:
             ConfigError: arguments that contradict each other or the model.
-            ConvertError: what is wrong with the folder.
+            ConvertError: what is wrong with the folder; NaN or infinity in it.
         """
         del random_state  # nothing starts at random here; get_peft_model has its own
         settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
         found = fetch(model_name, revision)
-        model_name = found.folder
-        hf_config: Mapping[str, Any] = open_checkpoint(model_name).config
-        config = ModelConfig.from_hf(hf_config, where=str(Path(model_name) / "config.json"))
-        if rope_scaling is not None:
-            hf_config = with_rope_scaling(hf_config, rope_scaling)
-            config = ModelConfig.from_hf(hf_config)
-        settings["max_seq_length"] = _length(max_seq_length, config)
+        outline = read_outline(
+            found.folder,
+            max_seq_length=max_seq_length,
+            float32_modules=float32_modules,
+            new_tokens=new_tokens,
+            rope_scaling=rope_scaling,
+        )
+        config, new_ids = outline.config, outline.new_token_ids
+        settings["max_seq_length"] = outline.max_seq_length
         precision = make_precision(dtype, param_dtype, float32_modules, config)
-        tokenizer = load_tokenizer(model_name)
-        known = vocabulary_size(tokenizer)
-        new_ids = add_tokens(tokenizer, new_tokens, config.vocab_size) if new_tokens else []
-        if not new_ids:
-            check_vocabulary(tokenizer, config, model_name)
         plan, weights = load_weights(
-            model_name,
+            found.folder,
             config,
             precision=precision,
             trained=full_finetuning,
             load_in_4bit=load_in_4bit,
             layer_loop=layer_loop,
+            allow_nonfinite=allow_nonfinite,
         )
         if new_ids:
-            rows = max(config.vocab_size, vocabulary_size(tokenizer))
-            weights = grown(weights, rows, min(known, config.vocab_size), new_ids)
-            config = dataclasses.replace(config, vocab_size=rows)
-            hf_config = with_vocab_size(hf_config, rows)
-        model = _build(config, hf_config, Path(model_name), plan, weights, precision, tokenizer, settings)
+            weights = grown(weights, config.vocab_size, outline.known_tokens, new_ids)
+        tokenizer = outline.tokenizer
+        model = _build(config, outline.hf_config, found.folder, plan, weights, precision, tokenizer, settings)
         source = None if found.name is None or found.revision is None else (found.name, found.revision)
-        return model.replace(new_token_ids=tuple(new_ids), source=source), tokenizer
+        return model.replace(new_token_ids=new_ids, source=source), tokenizer
 
     @staticmethod
     def from_config(
@@ -308,7 +321,7 @@ class FastLanguageModel:
         """
         settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
         parsed = ModelConfig.from_hf(config, where="config")
-        settings["max_seq_length"] = _length(max_seq_length, parsed)
+        settings["max_seq_length"] = row_length(max_seq_length, parsed)
         precision = make_precision(dtype, param_dtype, float32_modules, parsed)
         if tokenizer is not None:
             check_vocabulary(tokenizer, parsed, "from_config")
@@ -370,38 +383,35 @@ class FastLanguageModel:
         Raises:
             ConfigError: a value that is not supported, or settings that match no module.
         """
-        if bias != "none":
-            raise ConfigError(f"bias: expected 'none', given {bias!r}")
         name, revision = model.source or (None if model.folder is None else str(model.folder), None)
-        if target_modules is None:
-            target_modules = [part for group in groups(model.config).values() for part, _ in group.parts]
-        try:
-            adapter = AdapterConfig(
-                base_model_name_or_path=name,
-                revision=revision,
-                r=r,
-                lora_alpha=lora_alpha,
-                lora_dropout=lora_dropout,
-                target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
-                layers_to_transform=_listed(layers_to_transform),
-                use_rslora=use_rslora,
-                use_dora=use_dora,
-                modules_to_save=None if modules_to_save is None else list(modules_to_save),
-                init_lora_weights=init_lora_weights,
-                rank_pattern=dict(rank_pattern or {}),
-                alpha_pattern=dict(alpha_pattern or {}),
-                ensure_weight_tying=ensure_weight_tying,
-                trainable_token_indices=_token_ids(trainable_token_indices),
-            )
-        except ConvertError as error:
-            raise ConfigError(str(error)) from error
         if use_gradient_checkpointing is not None:
             model = model.replace(remat=_remat(use_gradient_checkpointing))
-        adapter = training_new_tokens(adapter, model.config, model.new_token_ids)
+        adapter = fresh_adapter(
+            model.config,
+            model.new_token_ids,
+            base_model_name_or_path=name,
+            revision=revision,
+            r=r,
+            target_modules=target_modules,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            bias=bias,
+            layers_to_transform=layers_to_transform,
+            use_rslora=use_rslora,
+            use_dora=use_dora,
+            modules_to_save=modules_to_save,
+            init_lora_weights=init_lora_weights,
+            rank_pattern=rank_pattern,
+            alpha_pattern=alpha_pattern,
+            ensure_weight_tying=ensure_weight_tying,
+            trainable_token_indices=trainable_token_indices,
+        )
         return attach_adapter(model, adapter, None, jax.random.key(random_state))
 
     @staticmethod
-    def load_adapter(model: LanguageModel, folder: str | Path, lora_dropout: float | None = None) -> LanguageModel:
+    def load_adapter(
+        model: LanguageModel, folder: str | Path, lora_dropout: float | None = None, allow_nonfinite: bool = False
+    ) -> LanguageModel:
         """Attach the adapter of a PEFT folder, to generate with it or to train it on.
 
         A tokenizer in the folder, with its chat template, becomes the model's, unless it knows fewer tokens. Where the
@@ -411,12 +421,13 @@ class FastLanguageModel:
             model: without adapters.
             folder: adapter_config.json and adapter_model.safetensors; or a name on the hub, as of a model.
             lora_dropout: in place of the adapter's own.
+            allow_nonfinite: let NaN and infinity in its arrays through.
 
         Raises:
             ConvertError: what is wrong with the folder.
             ConfigError: it is not for this model (every misfit named).
         """
-        return load_adapter(model, fetch(folder).folder, lora_dropout)
+        return load_adapter(model, fetch(folder).folder, lora_dropout, allow_nonfinite)
 
 
 def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
@@ -454,31 +465,12 @@ def _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_l
             "full_finetuning trains every weight and 4-bit weights cannot be trained: set load_in_4bit=False"
         )
     if layer_loop not in LAYER_LOOPS:
-        raise ConfigError(f"layer_loop: expected one of {list(LAYER_LOOPS)}, given {layer_loop!r}")
+        raise ConfigError(f"layer_loop: expected one of {list(LAYER_LOOPS)}, given {shown(layer_loop)}")
     return {
         "remat": _remat(use_gradient_checkpointing),
         "full_finetuning": full_finetuning,
         "layer_loop": layer_loop,
     }
-
-
-def _length(max_seq_length: int | None, config: ModelConfig) -> int:
-    if max_seq_length is None:
-        return min(2048, config.max_length)
-    if max_seq_length > config.max_length:
-        pretrained = config.rope.original_max_position_embeddings or config.max_length / config.rope.factor
-        raise ConfigError(
-            f"max_seq_length: expected at most the model's {config.max_length} positions, given {max_seq_length}; take "
-            "a smaller one, or stretch the positions: rope_scaling: {rope_type: yarn, factor: "
-            f"{math.ceil(max_seq_length / pretrained):.1f}}}"
-        )
-    return max_seq_length
-
-
-def _token_ids(indices: Sequence[int] | Mapping[str, Sequence[int]] | None) -> list[int] | dict[str, list[int]] | None:
-    if isinstance(indices, Mapping):
-        return {name: list(ids) for name, ids in indices.items()}
-    return None if indices is None else list(indices)
 
 
 def _remat(use_gradient_checkpointing: bool | str) -> str:
@@ -487,10 +479,6 @@ def _remat(use_gradient_checkpointing: bool | str) -> str:
     if use_gradient_checkpointing not in POLICIES:
         raise ConfigError(
             f"use_gradient_checkpointing: expected True, False or one of {list(POLICIES)}, "
-            f"given {use_gradient_checkpointing!r}"
+            f"given {shown(use_gradient_checkpointing)}"
         )
     return use_gradient_checkpointing
-
-
-def _listed(layers: int | Sequence[int] | None) -> list[int] | None:
-    return None if layers is None else [layers] if isinstance(layers, int) else list(layers)

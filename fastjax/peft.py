@@ -11,14 +11,15 @@ from jaxtyping import PRNGKeyArray
 
 from convert.adapters import AdapterConfig, read_adapter
 from convert.families import family_for
-from fastjax.data.new_tokens import vocabulary_size
-from fastjax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.lora import LoraParam, SavedParam
-from fastjax.models.adapters import adapter_sites, build_adapters, layer_signatures, saved_modules
+from fastjax.models.adapter_settings import adapter_sites, check_adapter, layer_signatures
+from fastjax.models.adapters import build_adapters
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import layer_of, plan_layers, rearrange, signature
-from fastjax.models.vocabulary import TABLES, grown, trained_rows, with_vocab_size
+from fastjax.models.new_rows import grown
+from fastjax.models.vocabulary import TABLES, adapter_rows, with_vocab_size
 
 if TYPE_CHECKING:
     from fastjax.language_model import LanguageModel
@@ -59,44 +60,25 @@ def attach_adapter(
     )
 
 
-def load_adapter(model: "LanguageModel", folder: str | Path, lora_dropout: float | None) -> "LanguageModel":
+def load_adapter(
+    model: "LanguageModel", folder: str | Path, lora_dropout: float | None, allow_nonfinite: bool
+) -> "LanguageModel":
     """`FastLanguageModel.load_adapter`."""
     _check_bare(model)
-    adapter, arrays = read_adapter(folder, family=family_for(model.hf_config))
+    adapter, arrays = read_adapter(folder, family=family_for(model.hf_config), allow_nonfinite=allow_nonfinite)
     if lora_dropout is not None:
         adapter = dataclasses.replace(adapter, lora_dropout=lora_dropout)
     model = _with_vocabulary_of(model, Path(folder), adapter, arrays)
-    trained = {index for ids in trained_rows(adapter, model.config).values() for index in ids}
-    untrained = sorted(set(model.new_token_ids) - trained)
-    if untrained and not set(saved_modules(adapter)) & set(TABLES):
-        raise ConfigError(
-            f"{folder}: the adapter does not train the rows of the new tokens with the ids {untrained}; start a fresh "
-            "adapter, or leave new_tokens out"
-        )
+    check_adapter(adapter, model.config, model.new_token_ids, folder)
     return attach_adapter(model, adapter, arrays, jax.random.key(0))
 
 
 def _with_vocabulary_of(
     model: "LanguageModel", folder: Path, adapter: AdapterConfig, arrays: Mapping[str, Any]
 ) -> "LanguageModel":
-    """The model with the tokenizer that an adapter was trained with, and its rows where these are more than its own.
-
-    Tables in the adapter say how many rows there were; without any, its token indices and its tokenizer do.
-    """
-    tokenizer = None
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        tokenizer = load_tokenizer(folder)
-    sizes = [
-        array.shape[axis]
-        for ending, axis in ((".weight", 0), (".lora_embedding_A", 1), ("lm_head.lora_B", 0))
-        for path, array in arrays.items()
-        if path.endswith(ending) and path.startswith(TABLES)
-    ]
-    rows = max(sizes, default=0)
-    if not sizes:
-        indices = adapter.trainable_token_indices or []
-        listed = [indices] if isinstance(indices, list) else list(indices.values())
-        rows = max([0 if tokenizer is None else vocabulary_size(tokenizer), *(max(ids) + 1 for ids in listed if ids)])
+    """The model with the tokenizer that an adapter was trained with, and its rows where these are more than its own."""
+    tokenizer = own_tokenizer(folder)
+    rows = adapter_rows(adapter, {path: array.shape for path, array in arrays.items()}, tokenizer)
     before = model.config.vocab_size
     if rows > before:
         weights = grown(model.frozen, rows, before if model.tokenizer is None else vocabulary_size(model.tokenizer), ())

@@ -10,18 +10,27 @@ from fastjax.errors import ConfigError
 from fastjax.fine_tuning import load_model
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
-from fastjax.training.datasets import load_run_tokenizer
+from fastjax.training.model_check import load_run_tokenizer
+from fastjax.training.resume import newest, restore
 from fastjax.training.run_folder import claimed
 
 
-def export_checkpoint(config: TrainConfig, folder: str | Path, *, step: int | None = None, force: bool = False) -> int:
+def export_checkpoint(
+    config: TrainConfig,
+    folder: str | Path,
+    *,
+    step: int | None = None,
+    force: bool = False,
+    console: Console | None = None,
+) -> int:
     """Write what a checkpoint has learnt, as the run itself does at its end.
 
     Args:
         config: settings of the run, whose output folder has the checkpoints.
         folder: where to.
-        step: of the checkpoint; None: the newest.
+        step: of the checkpoint; None: the newest that is not damaged.
         force: replace an adapter, or a model, that is there.
+        console: for warnings; None: standard error.
 
     Returns:
         The checkpoint's step.
@@ -29,8 +38,9 @@ def export_checkpoint(config: TrainConfig, folder: str | Path, *, step: int | No
     Raises:
         ConfigError: no such checkpoint, one of another version or model, a run that is at work, or a folder that is
             taken.
+        TrainingError: the checkpoint, or every one, is damaged.
     """
-    folder = Path(folder)
+    folder, console = Path(folder), console or Console(stderr=True)
     if folder.exists() and not (force and folder.is_dir()):
         raise ConfigError(f"{folder}: expected a new folder (--force replaces what is there), given one that exists")
     with claimed(config, resume=True) as run:
@@ -40,12 +50,22 @@ def export_checkpoint(config: TrainConfig, folder: str | Path, *, step: int | No
             if not steps or step not in (None, *steps):
                 wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
                 raise ConfigError(f"{run.checkpoints}: expected {wanted}, given {steps or 'none'}")
-            chosen = steps[0] if step is None else step
+            earlier = newest(checkpoints, console) if step is None else None
             model = load_model(config, Console(quiet=True)).replace(tokenizer=load_run_tokenizer(config))
             trained: Any = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), model.trainable
             )
-            model.replace(trainable=checkpoints.load_part(chosen, "trainable", trained)).save_pretrained(folder)
+
+            def load(chosen: int) -> Any:
+                return checkpoints.load_part(chosen, "trainable", trained)
+
+            if earlier is None:
+                assert step is not None, "without a step there is a newest checkpoint"
+                learnt = load(step)
+            else:
+                earlier, learnt = restore(checkpoints, earlier, load, console)
+                step = earlier.progress.step
+            model.replace(trainable=learnt).save_pretrained(folder)
         finally:
             checkpoints.close()
-    return chosen
+    return step

@@ -12,12 +12,14 @@ from rich.console import Console
 from convert.adapters import AdapterConfig, read_adapter
 from convert.files import atomic_folder, remove_unfinished
 from fastjax.errors import ConfigError
-from fastjax.fine_tuning import adapted, check_vocabulary, describe, initial_state, run_identity
+from fastjax.fine_tuning import adapted, check_vocabulary, describe, initial_state
 from fastjax.language_model import FastLanguageModel, LanguageModel
-from fastjax.models.adapters import adapter_sites, saved_modules
+from fastjax.models.adapter_settings import adapter_sites, saved_modules
 from fastjax.training.checkpoint import Checkpoints, Progress, named_arrays
 from fastjax.training.config import LoraSection, TrainConfig
-from fastjax.training.datasets import load_run_data, load_run_tokenizer
+from fastjax.training.datasets import load_run_data
+from fastjax.training.identity import run_identity
+from fastjax.training.model_check import load_run_tokenizer
 from fastjax.training.origins import pinned
 from fastjax.training.run_folder import RunFolder
 
@@ -44,19 +46,20 @@ def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | 
         raise ConfigError(f"{folder}: expected a new folder for the run, given one that exists")
     if config.model.full_finetuning:
         raise ConfigError("model.full_finetuning: expected false for a run that begins with an adapter, given true")
-    settings, _ = read_adapter(adapter)
+    settings, _ = read_adapter(adapter, allow_nonfinite=config.model.allow_nonfinite)
     config = pinned(_with_lora_of(config, settings))
     tokenizer = load_run_tokenizer(config)
     data = load_run_data(config, tokenizer, lambda text: console.print(text, highlight=False, markup=False))
     base, _ = FastLanguageModel.from_pretrained(**dataclasses.asdict(config.model))
-    model, given = adapted(base, config), FastLanguageModel.load_adapter(base, adapter)
+    given = FastLanguageModel.load_adapter(base, adapter, allow_nonfinite=config.model.allow_nonfinite)
+    model = adapted(base, config)
     _check_fit(model, given, adapter)
     check_vocabulary(model, data)
     state = initial_state(config, model.replace(trainable=given.trainable), data.total_steps)
     remove_unfinished(folder)
     with atomic_folder(folder) as temporary:
         run = RunFolder(temporary, temporary / "adapter")
-        checkpoints = Checkpoints(run.checkpoints, extra=describe(config, data, run_identity(config, data)))
+        checkpoints = Checkpoints(run.checkpoints, extra=describe(config, data, run_identity(config, data, tokenizer)))
         try:
             checkpoints.save(state, Progress())
             checkpoints.wait()

@@ -1,9 +1,10 @@
 """Which implementation of an operation runs: decided by the target, never silently.
 
-The target is the abstract device when one is set (compilation for a GPU on a machine that has none), else the first
-device of the default backend. An operation lists its implementations in order of preference, each with the reason why
-it cannot serve this call, or None when it can; ``select`` takes the first that can. A forced implementation that cannot
-serve is an error that carries its reason: nothing downgrades behind the caller's back.
+The target is the abstract device when one is set (compilation for a GPU on a machine that has none), else the device of
+`jax.default_device`, else the first of the default backend. An operation lists its implementations in order of
+preference, each with the reason why it cannot serve this call, or None when it can; ``select`` takes the first that
+can. A forced implementation that cannot serve is an error that carries its reason: nothing downgrades behind the
+caller's back.
 """
 
 import re
@@ -51,13 +52,14 @@ class Target(NamedTuple):
 
 
 def target() -> Target:
-    """The device to plan for: the abstract device when one is set, else the first device of the default backend.
+    """The device to plan for: the abstract device when one is set, else the default device.
 
     Returns:
         The target; its compute capability is None for a device whose kind is not in the table above and that is not
         present to be asked, which sends every operation to its XLA path.
     """
-    device = jax.devices()[0]
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device = jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.device_kind != device.device_kind:
         return Target(

@@ -60,7 +60,8 @@ def settings(arguments: argparse.Namespace, name: str, **changes) -> sections.Tr
 def step_alone(config: sections.TrainConfig, steps: int = 60) -> dict:
     """Median seconds of a step whose batches lie on the device already, each group of ten ends idle; and how busy."""
     from fastjax.fine_tuning import FastLanguageModel
-    from fastjax.training.datasets import load_run_data, load_run_tokenizer
+    from fastjax.training.datasets import load_run_data
+    from fastjax.training.model_check import load_run_tokenizer
     from fastjax.training.optimizers import make_optimizer
     from fastjax.training.step import init_state, make_train_step
 

@@ -23,4 +23,5 @@ if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then 
 if [ ! -x .venv/bin/python ]; then "$python" -m venv .venv; fi
 echo "Installing fastjax$extra in .venv ($(.venv/bin/python -V)); the first time takes a minute or two."
 .venv/bin/python -m pip install -qq --editable ".$extra"
-exec .venv/bin/fastjax quickstart "$@"
+.venv/bin/fastjax quickstart "$@"
+echo "fastjax is in .venv: source .venv/bin/activate"

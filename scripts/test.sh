@@ -3,9 +3,12 @@
 # supported pair of Python and JAX that this machine can run. Arguments go to pytest:
 #
 #     scripts/test.sh                              everything: style, types, tests
+#     scripts/test.sh --quick                      style, types, and the tests that are not marked slow, in one world
 #     scripts/test.sh tests/fastjax/training -k loop     only these tests
 #
-# The environments .venv-test-3.11 and .venv-test-3.12 are kept and reused until what they install changes.
+# The environments .venv-test-3.11 and .venv-test-3.12 are kept and reused until what they install changes, and so are
+# the compiled programs in .venv-test-programs. The second world leaves out the tests
+# marked one_world, which no version of JAX changes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
@@ -35,12 +38,12 @@ prepare() {
   stamp=$({ cat pyproject.toml "$0"; "$python" -VV; pwd; } | sha256sum | cut -d' ' -f1)
   if [ "$(cat "$environment/.stamp" 2>/dev/null)" = "$stamp" ]; then return 0; fi
   echo "== $environment: installing (Python $("$python" -V | cut -d' ' -f2), ${PINS[$world]})"
-  rm -rf "$environment"
+  rm -rf "$environment" .venv-test-programs
   "$python" -m venv "$environment"
   # shellcheck disable=SC2086  # the pins are several words
-  "$environment/bin/python" -m pip install -qq --editable ".[${EXTRAS[$world]}]" ${PINS[$world]}
+  "$environment/bin/python" -m pip install -qq --no-compile --editable ".[${EXTRAS[$world]}]" ${PINS[$world]}
   version=$("$environment/bin/python" -c "from importlib.metadata import version; print(version('jax'))")
-  "$environment/bin/python" -m pip install -qq --no-deps "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version"
+  "$environment/bin/python" -m pip install -qq --no-compile --no-deps "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version"
   echo "$stamp" >"$environment/.stamp"
 }
 
@@ -56,13 +59,22 @@ check() {
   fi
 }
 
-worlds=()
+quick=()
+if [ "${1:-}" = --quick ]; then
+  shift
+  quick=(-m "not slow")
+fi
+
+worlds=() installing=()
 for world in 3.11 3.12; do
+  [ ${#quick[@]} -gt 0 ] && [ ${#worlds[@]} -gt 0 ] && break
   if python=$(find_python "$world"); then
     worlds+=("$world")
-    prepare ".venv-test-$world" "$python" "$world"
+    prepare ".venv-test-$world" "$python" "$world" & # side by side: each waits for the network and the disk in turn
+    installing+=($!)
   fi
 done
+for one in ${installing[@]+"${installing[@]}"}; do wait "$one"; done
 if [ ${#worlds[@]} -eq 0 ]; then # another Python: the newer world's pins
   python=$(command -v python3)
   "$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" || {
@@ -79,8 +91,11 @@ if [ $# -eq 0 ]; then
   check "ruff format" "$bin/ruff" format --check .
   check "pyright" "$bin/pyright" --pythonpath "$bin/python"
 fi
+select=(${quick[@]+"${quick[@]}"})
 for world in "${worlds[@]}"; do
-  check "tests, Python $world" ".venv-test-$world/bin/python" -m pytest -n 2 --dist worksteal --durations 15 "$@" </dev/null
+  check "tests, Python $world" ".venv-test-$world/bin/python" -m pytest -n 2 --dist worksteal --durations 15 \
+    ${select[@]+"${select[@]}"} "$@" </dev/null
+  [ $# -eq 0 ] && select=(-m "not one_world") # in the worlds after the first
 done
 
 if [ ${#failed[@]} -gt 0 ]; then

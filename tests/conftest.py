@@ -1,18 +1,67 @@
-"""Strict numerics for every test: explicit promotion, eight fake CPU devices, no hub."""
+"""Strict numerics for every test: explicit promotion, eight fake CPU devices, no hub.
 
+On a CPU programs are compiled for the test and not for speed: they run for milliseconds and would compile for seconds.
+XLA's optimisations are off, its older emitter (a third of the newer one's compile time) makes the code where jaxlib
+still has it, and all workers share one cache of compiled programs beside the environments. A test marked `optimized` or
+`aot` has XLA's defaults for its optimisations.
+"""
+
+import ctypes
+import gc
 import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] == "cuda":  # a reference in float32 is computed beside the card
+    os.environ["JAX_PLATFORMS"] = "cuda,cpu"
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one card
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    _FLAGS = ["--xla_force_host_platform_device_count=8"]
+    if version("jaxlib").startswith("0.10."):
+        _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *_FLAGS]))
 
 import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".venv-test-programs"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+ON_CPU = os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+@pytest.fixture(autouse=True)
+def compilation(request):
+    """Optimisations off on a CPU, but where a test's mark says otherwise."""
+    quick = ON_CPU and not {"aot", "optimized"} & set(request.keywords)
+    jax.config.update("jax_disable_most_optimizations", quick)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory():
+    """A worker that holds more than 1.5 GiB after a module forgets its compiled programs; the cache still has them."""
+    yield
+    if not sys.platform.startswith("linux"):
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    if pages * os.sysconf("SC_PAGE_SIZE") > 1.5 * 2**30:
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def pytest_addoption(parser):
+    """How long tests look that are never done."""
+    parser.addoption("--mutations", type=int, default=25, metavar="N", help="mutations of a checkpoint's files")
+    parser.addoption("--fuzz", type=int, default=1000, metavar="N", help="hostile inputs of each kind, in tests/fuzz")
+    parser.addoption("--gpu-tests-anywhere", action="store_true", help="run tests marked gpu on whatever there is")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,11 +74,60 @@ def home(tmp_path_factory):
         yield
 
 
+#: Files, texts and tables, and runs that other tests make in both worlds: modules and folders.
+ONE_WORLD = (
+    "convert",
+    "fastjax/bench",
+    "fastjax/cli/test_bench.py",
+    "fastjax/cli/test_broken_runs.py",
+    "fastjax/cli/test_convert.py",
+    "fastjax/cli/test_documentation.py",
+    "fastjax/cli/test_hub_names.py",
+    "fastjax/cli/test_preview.py",
+    "fastjax/cli/test_quickstart.py",
+    "fastjax/cli/test_run_import.py",
+    "fastjax/cli/test_train.py",
+    "fastjax/data",
+    "fastjax/lora/test_models.py",
+    "fastjax/training/test_progress.py",
+    "fastjax/training/test_report.py",
+    "fuzz",
+)
+#: Modules and folders that take more than ten seconds of a core.
+SLOW = (
+    "fastjax/cli/test_bench.py",
+    "fastjax/cli/test_broken_runs.py",
+    "fastjax/cli/test_hub_names.py",
+    "fastjax/cli/test_quickstart.py",
+    "fastjax/cli/test_resume.py",
+    "fastjax/cli/test_run_import.py",
+    "fastjax/cli/test_train.py",
+    "fastjax/lora",
+    "fastjax/models",
+    "fastjax/parallel",
+    "fastjax/parity",
+    "fastjax/quantization",
+    "fastjax/training/test_accumulation.py",
+    "fastjax/training/test_packed_data.py",
+    "fastjax/training/test_step.py",
+    "fastjax/training/test_step_on_mesh.py",
+    "pallas_kernels/attention",
+    "pallas_kernels/glu",
+    "pallas_kernels/nf4",
+)
+
+
 def pytest_collection_modifyitems(config, items):
-    """Tests marked gpu run only where there is one; elsewhere they are skipped with the reason."""
-    if jax.default_backend() == "gpu":
-        return
+    """Marks by folder; tests marked gpu run only where there is one, elsewhere they are skipped with the reason."""
+    here = Path(__file__).parent
+    anywhere = jax.default_backend() == "gpu" or config.getoption("gpu_tests_anywhere")
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU: run with JAX_PLATFORMS=cuda pytest -m gpu")
     for item in items:
-        if "gpu" in item.keywords:
+        module = item.path.relative_to(here)
+        parents = {str(path) for path in (module, *module.parents)}
+        if parents & set(ONE_WORLD):
+            item.add_marker("one_world")
+        if parents & set(SLOW):
+            item.add_marker("slow")
+        if "gpu" in item.keywords and not anywhere:
             item.add_marker(skip)

@@ -6,7 +6,9 @@ Dimension letters: V vocabulary, E width, F feed-forward width, H query heads, K
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from convert.errors import unexpected
 from convert.families.table import Config, Family, Ignored, Row, flag, size
+from convert.limits import LAYERS
 
 ROOT = "model."
 
@@ -104,10 +106,16 @@ def _dimensions(defaults: Mapping[str, Any]) -> Callable[[Config, str], dict[str
             "H*D": heads * head_size,
             "K*D": key_heads * head_size,
             "(H+2K)*D": (heads + 2 * key_heads) * head_size,
-            "L": number("num_hidden_layers"),
+            "L": _layers(number("num_hidden_layers"), file),
         }
 
     return dimensions
+
+
+def _layers(count: int, file: str) -> int:
+    if count > LAYERS:
+        raise unexpected(file, "num_hidden_layers", f"at most {LAYERS}", count)
+    return count
 
 
 def _flags(

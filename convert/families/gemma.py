@@ -56,6 +56,7 @@ def _with_vision_tower(files: dict[str, str], beside: str, others: tuple[Family,
         files=files,
         modules={"model.": "model.language_model."},
         ignored=tuple(Ignored(name, reason, copied=True) for name in names),
+        beside=("model.multi_modal_projector", "model.vision_tower"),
         others=others,
     )
 

@@ -82,6 +82,7 @@ class Family:
         defaults: What transformers takes for fields that config.json leaves out, where it is not Llama's.
         section: Key of config.json under which the text model's fields are; None: they stand at the top.
         modules: How names of modules in transformers and PEFT begin where the checkpoint's tensors begin otherwise.
+        beside: Modules of the whole model, by their names in transformers, that are no part of the text model.
         others: The same family under other names in files, as other versions of the libraries write them.
     """
 
@@ -93,6 +94,7 @@ class Family:
     defaults: Config = field(default_factory=dict)
     section: str | None = None
     modules: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
     others: "tuple[Family, ...]" = ()
 
     def named_as(self, names: Iterable[str]) -> "Family":
@@ -166,6 +168,18 @@ class Family:
         """
         return _renamed(name, {self._public(row): _module(row.path) for row in self.table}, self.model_type)
 
+    def unquantized(self, paths: Iterable[str]) -> list[str]:
+        """Names of the modules that stay plain in a quantised folder, as ``llm_int8_skip_modules`` has them.
+
+        Args:
+            paths: The layers' matrices that are not quantised.
+
+        Returns:
+            Sorted: these, the head, and what stands beside the text model, which other libraries know without "model.".
+        """
+        named = (self.module_name(_module(path)) for path in paths)
+        return sorted({*named, "lm_head", *self.beside, *(name.removeprefix("model.") for name in self.beside)})
+
     def is_layer_linear(self, name: str) -> bool:
         """Whether a module, by its name in PEFT, is a matrix inside a layer (what PEFT calls "all-linear")."""
         template, _ = _template(name)
@@ -183,6 +197,7 @@ def nested(
     files: Mapping[str, str],
     modules: Mapping[str, str],
     ignored: tuple[Ignored, ...],
+    beside: tuple[str, ...] = (),
     others: tuple[Family, ...] = (),
 ) -> Family:
     """The family of checkpoints in which a family's model is one half.
@@ -193,6 +208,7 @@ def nested(
         files: How a tensor's name begins in the family's own checkpoints -> how it begins in these.
         modules: How a module's name begins in the family's own models -> how it begins in these.
         ignored: The rest.
+        beside: The rest as modules.
         others: The same under other names.
     """
     own = tuple(replace(rule, pattern=rf"(language_model\.)?{rule.pattern}") for rule in family.ignored)
@@ -205,12 +221,13 @@ def nested(
         dimensions=lambda config, file: family.dimensions(whole.text_config(config, file), file),
         flags=lambda config, file: family.flags(whole.text_config(config, file), file),
         modules={files[start]: modules.get(start, start) for start in files},
+        beside=beside,
         others=others,
     )
 
 
 def size(config: Config, field: str, file: str, default: int | None = None) -> int:
-    """A positive integer of config.json.
+    """A positive integer of config.json, of 31 bits.
 
     Args:
         config: Contents of config.json.
@@ -226,6 +243,8 @@ def size(config: Config, field: str, file: str, default: int | None = None) -> i
         return default
     if type(value) is not int or value <= 0:
         raise unexpected(file, field, "a positive integer", value)
+    if value >= 2**31:
+        raise unexpected(file, field, "a positive integer below 2³¹", value)
     return value
 
 

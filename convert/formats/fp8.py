@@ -45,10 +45,12 @@ class FP8Tensor(NamedTuple):
     Attributes:
         codes: float8_e4m3fn or float8_e5m2 [out, in].
         scale: Its scales.
+        dtype: What it decodes to, "bfloat16", "float16" or "float32".
     """
 
     codes: Shaped[np.ndarray, "out in"]
     scale: Scale
+    dtype: str
 
 
 def block_shape(config: Mapping[str, Any], file: str | os.PathLike[str]) -> tuple[int, int]:

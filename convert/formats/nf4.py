@@ -7,8 +7,9 @@ rest goes into blocks of 256 with the signed dynamic 8-bit map (arXiv 1511.04561
 
 `encode` follows bitsandbytes' CPU code to the bit: whole blocks are multiplied with the scale's reciprocal, the short
 one is divided; its scale is at least 1e-38; ties go to the lower value; nested values are first rounded to a grid of
-65,536 points. The one thing that is not reproducible is the nested offset: a float32 mean whose last bits depend on
-torch's order of summation (here it is the correctly rounded mean, within 2 units in the last place of torch's).
+65,536 points. The one thing that is not reproducible is the nested offset: a float32 mean whose last bits depend on the
+order in which torch adds, which is another one by processor, number of threads and device. Here it is `mean`, in an
+order of its own, within 2 units in the last place of torch's; a scale's code may differ by one where the offset does.
 """
 
 import json
@@ -25,6 +26,7 @@ from jaxtyping import Float, Shaped, UInt8
 from convert.errors import ConvertError, unexpected
 from convert.files import parse_json
 from convert.formats.dynamic import NESTED_BLOCK, dynamic_map, encode_dynamic
+from convert.limits import DIMENSIONS
 
 NF4_MAP = np.array(
     [
@@ -38,6 +40,9 @@ NF4_MAP = np.array(
 BLOCK = 64
 QUANT_STATE = ".quant_state.bitsandbytes__nf4"
 SUFFIXES = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", QUANT_STATE)
+
+BRANCHES = 16
+"""Of the tree in which scales are added up."""
 
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _BOUNDS = (NF4_MAP[:-1] + NF4_MAP[1:]) / np.float32(2)
@@ -94,7 +99,7 @@ def encode(
     Args:
         weight: Finite values in float32, float16 or bfloat16, any shape.
         nested: Quantise the scales too.
-        offset: The nested offset; None for the mean of the scales.
+        offset: The nested offset; None for the `mean` of the scales.
         storage_dtype: dtype that the codes' bytes will have in a file; their number must be a multiple of its size.
 
     Returns:
@@ -127,10 +132,10 @@ def nest(tensor: NF4Tensor, offset: float | None = None) -> NF4Tensor:
 
     Args:
         tensor: With scales in float32.
-        offset: What is taken off them; None for their mean.
+        offset: What is taken off them; None for their `mean`.
     """
     if offset is None:
-        offset = float(np.float32(tensor.absmax.mean(dtype=np.float64)))
+        offset = float(mean(tensor.absmax))
     absmax, nested_absmax = encode_dynamic(tensor.absmax - np.float32(offset))
     return replace(
         tensor,
@@ -139,6 +144,30 @@ def nest(tensor: NF4Tensor, offset: float | None = None) -> NF4Tensor:
         nested_quant_map=dynamic_map(),
         nested_offset=offset,
     )
+
+
+def mean(scales: Float[np.ndarray, " blocks"]) -> np.float32:
+    """The mean of scales, in a fixed order: the same bits as `pallas_kernels.nf4.mean` gives on every device.
+
+    The sum has two float32 numbers, the second for what the first cannot hold (Knuth's two-sum), and is taken in a tree
+    of 16 branches; it is rounded to float32 once and then divided, as torch does with its sum.
+
+    Args:
+        scales: float32, none below 0; finite.
+    """
+    # A power of two, so that no sum of fewer than 2²⁸ scales overflows.
+    unit = np.float32(2.0**-28 if scales.max(initial=0) > 2.0**99 else 1)
+    high, low = scales * unit, np.zeros_like(scales)
+    while high.size > 1:
+        columns = -(-high.size // BRANCHES)
+        parts = [np.pad(part, (0, columns * BRANCHES - high.size)).reshape(BRANCHES, columns) for part in (high, low)]
+        high, low = parts[0][0], parts[1][0]
+        for more, rest in zip(parts[0][1:], parts[1][1:], strict=True):
+            total = high + more
+            added = total - high
+            low = low + (rest + ((high - (total - added)) + (more - added)))
+            high = total
+    return np.float32((high + low)[0] / np.float32(scales.size) / unit)
 
 
 def decode(tensor: NF4Tensor, dtype: str | np.dtype | type | None = None) -> Float[np.ndarray, "..."]:
@@ -199,9 +228,7 @@ def from_tensors(name: str, tensors: Mapping[str, np.ndarray], file: str | os.Pa
         ConvertError: A part is missing or does not fit the others; the message names it.
     """
     raw = _part(tensors, name, QUANT_STATE, file, np.dtype(np.uint8)).tobytes()
-    state = parse_json(raw, file, name + QUANT_STATE)
-    field = name + QUANT_STATE
-    _check_state(state, file, field)
+    state = read_state(raw, file, name + QUANT_STATE)
     shape, blocksize = tuple(state["shape"]), state["blocksize"]
     nested = "nested_blocksize" in state
     blocks = math.ceil(math.prod(shape) / blocksize)
@@ -235,6 +262,22 @@ def from_tensors(name: str, tensors: Mapping[str, np.ndarray], file: str | os.Pa
         stored.shape,
         raw,
     )
+
+
+def read_state(raw: bytes, file: str | os.PathLike[str], field: str) -> dict[str, Any]:
+    """Parse and check a quant_state.
+
+    Args:
+        raw: Its JSON.
+        file: Where it comes from, for messages.
+        field: Its tensor's name, likewise.
+
+    Raises:
+        ConvertError: No such JSON, or fields that are missing or wrong.
+    """
+    state = parse_json(raw, file, field)
+    _check_state(state, file, field)
+    return state
 
 
 def to_tensors(name: str, tensor: NF4Tensor) -> dict[str, np.ndarray]:
@@ -338,7 +381,7 @@ def _check_state(state: dict[str, Any], file: str | os.PathLike[str], field: str
         "quant_type": (state["quant_type"] == "nf4", "'nf4'"),
         "dtype": (state["dtype"] in list(_DTYPES), f"one of {', '.join(_DTYPES)}"),
         "blocksize": (_even(state["blocksize"]), "a positive even integer"),
-        "shape": (isinstance(shape, list) and all(type(n) is int and 0 < n < 2**31 for n in shape), "a list of sizes"),
+        "shape": (_sizes(shape), f"a list of sizes (at most {DIMENSIONS})"),
         "nested_blocksize": (_even(state.get("nested_blocksize", 2)), "a positive even integer"),
         "nested_dtype": (state.get("nested_dtype", "float32") == "float32", "'float32'"),
         "nested_offset": (numeric, "a float32 number"),
@@ -346,6 +389,11 @@ def _check_state(state: dict[str, Any], file: str | os.PathLike[str], field: str
     for key, (right, expected) in checks.items():
         if not right:
             raise unexpected(file, f"{field}.{key}", expected, state[key])
+
+
+def _sizes(value: Any) -> bool:
+    right = isinstance(value, list) and len(value) <= DIMENSIONS
+    return right and all(type(size) is int and 0 < size < 2**31 for size in value)
 
 
 def _even(value: Any) -> bool:

@@ -2,6 +2,8 @@
 
 import argparse
 
+from convert.errors import shorten
+
 
 def positive(text: str) -> int:
     """A whole number of at least 1.
@@ -10,5 +12,5 @@ def positive(text: str) -> int:
         argparse.ArgumentTypeError: it is none.
     """
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, given {text}")
+        raise argparse.ArgumentTypeError(f"expected a positive integer, given {shorten(text)}")
     return int(text)

@@ -10,9 +10,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from convert.errors import ConvertError
+from convert.errors import ConvertError, shorten
 
 _DTYPES = ("bfloat16", "float16", "float32")
+#: A merge rounds each weight to 16 bits, by up to 2⁻⁹ of it; another base (4 bits or 16) differs by more than this.
+_LOGIT_TOLERANCE = 0.03
 _GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
@@ -70,10 +72,22 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("first", metavar="A", help="model")
     verify.add_argument("second", metavar="B", help="model")
     verify.add_argument(
-        "--tolerance", type=float, metavar="X", help="accept differences up to X, and other dtypes (default: equal)"
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="accept differences up to X, and other dtypes (default: equal; with --text: the logits alone decide)",
     )
     verify.add_argument("--text", action="append", default=[], help="compare logits on it too; several are possible")
+    verify.add_argument(
+        "--logit_tolerance",
+        type=float,
+        metavar="X",
+        help=f"with --text: accept logits that differ by up to X of the largest (default: {_LOGIT_TOLERANCE})",
+    )
     verify.add_argument("--adapter", metavar="ADAPTER", help="with --text: put this adapter on A first")
+    verify.add_argument(
+        "--base_in_nf4", action="store_true", help="with --text: quantise A to NF4 first, as merge does"
+    )
 
     gguf = command("gguf", _gguf, "write a GGUF file for llama.cpp; needs the gguf library, fastjax[gguf]")
     gguf.add_argument("model", metavar="MODEL", help="model; merge an adapter first")
@@ -104,7 +118,7 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"expected a positive number, given {text}")
+        raise argparse.ArgumentTypeError(f"expected a positive number, given {shorten(text)}")
     return value
 
 
@@ -193,8 +207,9 @@ def _quantize(arguments: argparse.Namespace) -> None:
 
 
 def _gguf(arguments: argparse.Namespace) -> None:
-    from convert.gguf import export_gguf
+    from convert.gguf import export_gguf, require_gguf
 
+    require_gguf()  # before a model is downloaded
     with _progress("exporting") as monitor:
         exported = export_gguf(
             _folder(arguments.model),
@@ -207,6 +222,8 @@ def _gguf(arguments: argparse.Namespace) -> None:
         )
     for note in exported.notes:
         print(f"note: {note}")
+    if exported.kept:
+        print(f"{exported.kept} tensors were there from an interrupted conversion")
     kinds = ", ".join(f"{count} tensors in {name}" for name, count in exported.types.items())
     print(f"{exported.file}: {kinds}, {_bytes(exported.bytes)}, read back and compared")
 
@@ -251,8 +268,9 @@ def _report(written, what: str) -> None:
 def _verify(arguments: argparse.Namespace) -> None:
     from convert.verify import compare
 
-    if arguments.adapter and not arguments.text:
-        raise ConvertError("--adapter: expected --text with it: only logits know of an adapter")
+    for name in ("adapter", "base_in_nf4", "logit_tolerance"):
+        if getattr(arguments, name) not in (None, False) and not arguments.text:
+            raise ConvertError(f"--{name}: expected --text with it: it is about logits alone")
     first, second = _folder(arguments.first), _folder(arguments.second)
     console = Console(soft_wrap=True)
     with console.status("comparing") as status:
@@ -275,11 +293,21 @@ def _verify(arguments: argparse.Namespace) -> None:
     if arguments.text:
         from fastjax.comparison import compare_logits  # JAX is imported for this alone
 
-        logits = compare_logits(first, second, arguments.text, adapter=arguments.adapter and _folder(arguments.adapter))
+        adapter = arguments.adapter and _folder(arguments.adapter)
+        logits = compare_logits(first, second, arguments.text, adapter=adapter, base_in_nf4=arguments.base_in_nf4)
         console.print(
-            f"logits on {logits.tokens} tokens: largest difference {logits.largest:.6g}, mean KL divergence "
+            f"logits on {logits.tokens} tokens: largest difference {logits.largest:.6g}, "
+            f"{logits.largest / logits.scale:.2%} of the largest, mean KL divergence "
             f"{logits.divergence:.3g}, the likeliest token is the same on {logits.agreement:.1%}"
         )
+        tolerance = _LOGIT_TOLERANCE if arguments.logit_tolerance is None else arguments.logit_tolerance
+        if not logits.largest <= tolerance * logits.scale:
+            raise ConvertError(
+                f"{second}: not the same as {first}: logits differ by up to {logits.largest:.6g}, more than "
+                f"{tolerance:g} (--logit_tolerance) of the largest, {logits.scale:.6g}"
+            )
+        if arguments.tolerance is None:
+            return
     shapes_fit = all(tensor.largest is not None for tensor in found.tensors) and not found.missing and not found.added
     right = found.same_form if arguments.tolerance is None else shapes_fit
     if not right or not found.largest <= (arguments.tolerance or 0.0):

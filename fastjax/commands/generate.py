@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from convert.errors import shorten
+from fastjax import strict_yaml
 from fastjax.errors import ConfigError, DataError
+from fastjax.strict_yaml import YamlError
 
 
 def main(argv: Sequence[str]) -> None:
@@ -20,22 +21,26 @@ def main(argv: Sequence[str]) -> None:
     """
     arguments = _parser().parse_args(argv)
     prompts = _prompts(arguments)
-    from fastjax.generation.text import answer  # JAX is imported once the arguments are right
+    from fastjax.generation.sampling import check_sampling  # JAX is imported once the arguments are right
+    from fastjax.generation.text import answer
     from fastjax.language_model import FastLanguageModel
 
+    check_sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     model, _ = FastLanguageModel.from_pretrained(
         arguments.model,
         max_seq_length=arguments.max_seq_length,
         dtype=arguments.dtype,
         load_in_4bit=arguments.load_in_4bit,
         rope_scaling=arguments.rope_scaling,
+        allow_nonfinite=arguments.allow_nonfinite,
     )
     if arguments.adapter is not None:
-        model = FastLanguageModel.load_adapter(model, arguments.adapter)
+        model = FastLanguageModel.load_adapter(model, arguments.adapter, allow_nonfinite=arguments.allow_nonfinite)
     answers = answer(
         model,
         prompts,
         chat=not arguments.raw,
+        special_tokens=arguments.special_tokens,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -56,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--file", metavar="FILE", help="prompts, one a line; - is standard input")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    parser.add_argument(
+        "--special_tokens",
+        choices=("control", "text"),
+        default="control",
+        help="what special tokens in prompts are read as, as data.special_tokens of training (default: %(default)s)",
+    )
     parser.add_argument("--max_new_tokens", type=int, default=256, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     parser.add_argument("--top_k", type=int, metavar="N", help="sample among the N likeliest tokens")
@@ -70,27 +81,37 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MAPPING",
         help="as model.rope_scaling of the run that made the adapter: '{rope_type: yarn, factor: 4.0}'",
     )
+    parser.add_argument("--allow_nonfinite", action="store_true", help="let NaN and infinity in the weights through")
     parser.add_argument("--json", action="store_true", help="print a JSON object a prompt")
     return parser
 
 
 def _mapping(text: str) -> dict[str, Any]:
+    expected = "expected a mapping such as '{rope_type: yarn, factor: 4.0}'"
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = None
+        value = strict_yaml.parse(text)
+    except YamlError as error:
+        raise argparse.ArgumentTypeError(f"{expected}, given {shorten(text)}: {error.problem}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected a mapping such as '{{rope_type: yarn, factor: 4.0}}', given {text}")
+        raise argparse.ArgumentTypeError(f"{expected}, given {shorten(text)}")
     return value
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
+    from fastjax.data.characters import check_characters
+
     prompts = list(arguments.prompt)
+    for prompt in prompts:
+        try:
+            check_characters(prompt, "--prompt")
+        except DataError as error:
+            raise ConfigError(str(error)) from error
     if arguments.file is not None:
         try:
             text = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{arguments.file}: not valid UTF-8 at byte {error.start}") from error
+        check_characters(text, "standard input" if arguments.file == "-" else arguments.file)
         prompts += [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise ConfigError("--prompt: expected at least one prompt, given none; use --prompt TEXT or --file FILE")

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from convert.errors import shown
 from fastjax.commands.settings import parse_train_config
 from fastjax.errors import ConfigError
+from fastjax.limits import MAX_INTEGER
 from fastjax.training.config import TrainConfig
 
 
@@ -20,15 +22,17 @@ def main(argv: Sequence[str]) -> None:
         prog="fastjax preview",
         usage="fastjax preview CONFIG [--section.key value ...] [--rows N]",
         description="Show the first rows of a run as the model will see them, with what is learnt in colour, and what "
-        "becomes of the data: lengths, slots filled, what is cut or left out, steps. It needs no GPU and reads no "
-        "weights.",
+        "becomes of the data: lengths, slots filled, what is cut or left out, steps. A model or settings that `train` "
+        "would refuse are refused first. It needs no GPU and reads no weights.",
         epilog="CONFIG and the overrides are those of `fastjax train`, whose --help lists every setting.",
         allow_abbrev=False,
     )
     parser.add_argument("--rows", type=int, default=1, metavar="N", help="rows to show (default: %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.rows < 0:
-        raise ConfigError(f"--rows: expected 0 or more, given {arguments.rows}")
+        raise ConfigError(f"--rows: expected 0 or more, given {shown(arguments.rows)}")
+    if arguments.rows > MAX_INTEGER:
+        raise ConfigError(f"--rows: expected at most {MAX_INTEGER}, given {shown(arguments.rows)}")
     if rest and not rest[0].startswith("-"):
         rest.insert(0, "--config")
     preview(parse_train_config(rest), arguments.rows, Console())
@@ -42,10 +46,12 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
         num_rows: rows to show of the training data and of the held-out data.
         console: where to.
     """
-    from fastjax.data import Batches, Dataset
+    from fastjax.data import Batches, Dataset, StreamedBatches
+    from fastjax.data.statistics import READ_AS
     from fastjax.preview.render import counts, histogram, legend, mixture, show_row
     from fastjax.preview.view import first_rows, view_row
-    from fastjax.training.datasets import load_datasets, load_run_tokenizer, total_steps, train_batches
+    from fastjax.training.datasets import load_datasets, total_steps, train_batches
+    from fastjax.training.model_check import load_run_tokenizer
 
     tokenizer = load_run_tokenizer(config)
     with console.status("preparing the data") as status:
@@ -77,6 +83,10 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
     if known:
         console.print()
         console.print(counts(known))
+        for name, found in ((name, dataset.statistics) for name, dataset in known.items()):
+            if found.special:
+                where = f"{name}: special tokens in what rows say, first in {found.first_special}, are read as "
+                console.print(where + READ_AS[found.special_tokens], highlight=False, markup=False, soft_wrap=True)
         console.print()
     size, parts = config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps
     sentence = f"{f'{parts} × ' if parts > 1 else ''}{size} rows a step"
@@ -86,4 +96,7 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
         sentence += f" ({steps / per_epoch:.3g} epoch{'s' * (steps != per_epoch)})"
     else:
         sentence += f"; {steps:,} steps of streamed data, whose number is not known"
+        if isinstance(train, StreamedBatches) and train.counts.special:
+            read = f"{train.counts.special:,} of the first {train.counts.examples:,} examples"
+            sentence += f"; {read} hold special tokens, which are read as {READ_AS[config.data.special_tokens]}"
     console.print(sentence, highlight=False, soft_wrap=True)

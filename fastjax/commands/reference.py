@@ -8,32 +8,15 @@ import dataclasses
 import inspect
 import json
 import textwrap
-import types
 import typing
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 from fastjax.data.settings import DataSource
 from fastjax.training.config import TrainConfig
+from fastjax.training.config.kinds import describe_kind
 
 SECTIONS: dict[str, type] = typing.get_type_hints(TrainConfig)
 """The sections of the file, in order, with their dataclasses."""
-
-_WORDS: dict[Any, str] = {
-    DataSource: "a section with path",
-    Any: "anything",
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "a string",
-    type(None): "null",
-}
-_PLURALS: dict[Any, str] = {
-    DataSource: "sections with path",
-    Any: "values",
-    int: "integers",
-    float: "numbers",
-    str: "strings",
-}
 
 
 class Setting(NamedTuple):
@@ -103,32 +86,6 @@ def markdown() -> str:
             cells = (f"`{setting.name}`", setting.takes, default, setting.meaning)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines[1:]) + "\n"
-
-
-def describe_kind(kind: Any) -> str:
-    """A type in words.
-
-    Args:
-        kind: an annotation of a setting.
-    """
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe_kind(argument) for argument in arguments)
-    if origin is list:
-        return f"a list of {_plural(arguments[0])}"
-    if origin is dict:
-        return f"a mapping from {_PLURALS[arguments[0]]} to {_plural(arguments[1])}"
-    return _WORDS[kind]
-
-
-def _plural(kind: Any) -> str:
-    if typing.get_origin(kind) is Literal:
-        return f"some of {', '.join(map(str, typing.get_args(kind)))}"
-    if typing.get_origin(kind) is list:
-        return f"lists of {_plural(typing.get_args(kind)[0])}"
-    return " or ".join(_PLURALS[k] for k in typing.get_args(kind) or (kind,))
 
 
 def _section(name: str, section: type) -> Section:

@@ -7,23 +7,30 @@ sentence that names the file (or the option), the key, what was expected and wha
 import argparse
 import dataclasses
 import difflib
+import itertools
 import re
 import shutil
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
 
-from fastjax.commands.reference import SECTIONS, describe_kind, help_text
+from convert.errors import shorten, shown
+from fastjax import strict_yaml
+from fastjax.commands.reference import SECTIONS, help_text
 from fastjax.data.settings import DataSource
 from fastjax.errors import ConfigError
+from fastjax.limits import MAX_SETTINGS_BYTES, MAX_SETTINGS_VALUES
+from fastjax.strict_yaml import YamlError
 from fastjax.training.config import TrainConfig
+from fastjax.training.config.kinds import describe_kind, fits
 
 _USAGE = "fastjax train --config FILE [--section.key value ...] [--resume]"
+
+#: Settings that list data sets.
+_SOURCES = ("data.train", "data.eval")
 
 #: Options that are no settings, with what they do.
 _OPTIONS = {
@@ -54,6 +61,7 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     found, argv = finder.parse_known_args(argv)
     file = found.config
     content = _read(file) if file is not None else {}
+    _check_texts(argv, file, content)
     parser = _parser()
     try:
         sections = parser.instantiate(parser.parse_args([*([f"--config={file}"] if file is not None else []), *argv]))
@@ -94,31 +102,100 @@ def _parser() -> ArgumentParser:
 
 def _read(file: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        with open(file, "rb") as stream:
+            raw = stream.read(MAX_SETTINGS_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"--config: cannot read {file}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        where = getattr(error, "problem_mark", None)
-        line = f":{where.line + 1}" if where is not None else ""
-        raise ConfigError(f"{file}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        raise ConfigError(f"--config: cannot read {shorten(file)}: {error.strerror}") from error
+    if len(raw) > MAX_SETTINGS_BYTES:
+        raise ConfigError(f"{file}: expected settings of at most {MAX_SETTINGS_BYTES} bytes, given more")
+    try:
+        content = strict_yaml.parse(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}") from error
+    except YamlError as error:
+        line = "" if error.line is None else f":{error.line}"
+        raise ConfigError(f"{file}{line}: not valid YAML: {error.problem}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: expected the sections {', '.join(SECTIONS)}, given {_show(content)}")
+        raise ConfigError(f"{file}: expected the sections {', '.join(SECTIONS)}, given {shown(content, 80)}")
     for name, section in content.items():
         if name not in SECTIONS:
             raise ConfigError(f"{file}: {_unknown(str(name))}")
         if not isinstance(section, dict):
             keys = ", ".join(_keys(name))
-            raise ConfigError(f"{file}: {name}: expected a section with the keys {keys}, given {_show(section)}")
+            raise ConfigError(f"{file}: {name}: expected a section with the keys {keys}, given {shown(section, 80)}")
         for key in section:
             if key not in _keys(name):
                 raise ConfigError(f"{file}: {_unknown(f'{name}.{key}')}")
     return content
 
 
+def _check_texts(argv: Sequence[str], file: str | None, content: dict[str, Any]) -> None:
+    """Refuse texts that are lists or mappings and are broken, or do not fit: they would be taken for plain strings.
+
+    And too many values in all.
+    """
+    texts = [("--", name.removeprefix("--"), value) for name, value in _options(argv)]
+    left = MAX_SETTINGS_VALUES
+    for name, section in content.items():
+        for key, value in section.items():
+            left = _counted(left, value, f"{file}: {name}.{key}")
+        texts += [(f"{file}: ", f"{name}.{key}", value) for key, value in section.items() if isinstance(value, str)]
+    for place, key, text in texts:
+        if key.endswith("+"):  # jsonargparse would append
+            raise ConfigError(f"{place}{_unknown(key)}")
+        tagged = text.lstrip().startswith("!")  # what its tag does not suit ends jsonargparse with a traceback
+        if not tagged and text.strip()[:1] + text.strip()[-1:] not in ("[]", "{}"):
+            continue
+        try:
+            value = strict_yaml.parse(text)
+        except YamlError as error:
+            raise ConfigError(f"{place}{key}: not valid YAML: {error.problem}, given {shown(text, 80)}") from error
+        left = _counted(left, value, place + key)
+        kind = _kind(key)
+        listed = [option for option in (kind, *typing.get_args(kind)) if typing.get_origin(option) in (list, dict)]
+        if listed and not fits(_with_sources(key, value), kind):
+            raise ConfigError(place + _misfit(key, kind, value))
+
+
+def _counted(left: int, value: Any, name: str) -> int:
+    """How many values may still follow those of a setting."""
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+        left -= len(inside)
+        stack += inside
+        if left < 0:
+            raise ConfigError(
+                f"{name}: expected at most {MAX_SETTINGS_VALUES} values in lists and mappings, given more"
+            )
+    return left
+
+
+def _with_sources(key: str, value: Any) -> Any:
+    """A list of data sets as the section has it, if nothing is wrong with any."""
+    if key not in _SOURCES or not isinstance(value, list) or any(_wrong_sources(key, value)):
+        return value
+    return [DataSource(**item) if isinstance(item, dict) else item for item in value]
+
+
+def _misfit(key: str, kind: Any, given: Any) -> str:
+    inside = next(_wrong_sources(key, given), None) if key in _SOURCES else None
+    return inside or f"{key}: expected {describe_kind(kind)}, given {shown(given, 80)}"
+
+
+def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The options that have a value, with it."""
+    for argument, following in itertools.pairwise([*argv, "nothing"]):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            yield name, value if equals else following
+
+
 def _explain(message: str, argv: Sequence[str], file: str | None, content: dict[str, Any]) -> str:
     """The message of jsonargparse in our words; as it is, on one line, where it is of an unknown kind."""
     if match := re.search(r"unrecognized arguments: (--)?([^\s=]+)", message):
-        return f"--{_unknown(match[2])}" if match[1] else f"{match[2]}: expected --section.key value"
+        return f"--{_unknown(match[2])}" if match[1] else f"{shorten(match[2], 80)}: expected --section.key value"
     if match := re.search(r"arguments are required: (.+)", message):
         way_out = "" if file else "; name a YAML file with --config"
         return f"{file or 'command line'}: {match[1]}: expected a value, given none{way_out}"
@@ -127,10 +204,8 @@ def _explain(message: str, argv: Sequence[str], file: str | None, content: dict[
         kind = _kind(key)
         if kind is not None:
             given = _given(key, argv, content)
-            inside = next(_wrong_sources(key, given), None) if key in ("data.train", "data.eval") else None
-            wrong = inside or f"{key}: expected {describe_kind(kind)}, given {_show(given)}"
-            return f"{_place(key, argv, file)}{wrong}"
-    return " ".join(message.split())
+            return f"{_place(key, argv, file)}{_misfit(key, kind, given)}"
+    return shorten(" ".join(message.split()))
 
 
 def _place(key: str, argv: Sequence[str], file: str | None) -> str:
@@ -141,10 +216,9 @@ def _place(key: str, argv: Sequence[str], file: str | None) -> str:
 
 
 def _given(key: str, argv: Sequence[str], content: dict[str, Any]) -> Any:
-    for index, argument in enumerate(argv):
-        name, equals, value = argument.partition("=")
-        if name == f"--{key}":
-            return value if equals else next(iter(argv[index + 1 :]), "nothing")
+    given = [value for name, value in _options(argv) if name == f"--{key}"]
+    if given:
+        return given[-1]
     value: Any = content
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -159,20 +233,12 @@ def _wrong_sources(key: str, given: Any) -> Iterator[str]:
             continue
         where = f"{key}[{index}]"
         if "path" not in source:
-            yield f"{where}: expected a section with path, given {_show(source)}"
+            yield f"{where}: expected a section with path, given {shown(source, 80)}"
         for name, value in source.items():
             if name not in kinds:
-                yield f"{where}.{name}: unknown; expected one of {', '.join(kinds)}"
-            elif not _fits(value, kinds[name]):
-                yield f"{where}.{name}: expected {describe_kind(kinds[name])}, given {_show(value)}"
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if options := typing.get_args(kind) if typing.get_origin(kind) is not dict else ():
-        return any(_fits(value, option) for option in options)
-    if isinstance(value, bool) and kind is not bool:
-        return False
-    return isinstance(value, (int, float) if kind is float else typing.get_origin(kind) or kind)
+                yield f"{where}.{shorten(str(name), 80)}: unknown; expected one of {', '.join(kinds)}"
+            elif not fits(value, kinds[name]):
+                yield f"{where}.{name}: expected {describe_kind(kinds[name])}, given {shown(value, 80)}"
 
 
 def _keys(section: str) -> list[str]:
@@ -190,12 +256,7 @@ def _unknown(key: str) -> str:
         known, what, name = _keys(section), f"keys of {section}", field
     else:
         known, what, name = list(SECTIONS), "sections", section
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name[:80], known, n=1)
     if close:
-        return f"{key}: unknown; did you mean {close[0]}? `fastjax train --help` lists the {what}"
-    return f"{key}: unknown; expected one of the {what}: {', '.join(known)}"
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        return f"{shorten(key, 80)}: unknown; did you mean {close[0]}? `fastjax train --help` lists the {what}"
+    return f"{shorten(key, 80)}: unknown; expected one of the {what}: {', '.join(known)}"

@@ -21,4 +21,5 @@ def main(argv: Sequence[str]) -> None:
     result = fine_tune(config, console, resume="--resume" in argv)
     console.print(f"{result.folder.name}: {result.folder}", highlight=False, soft_wrap=True)
     console.print(f"report: {result.folder.parent / 'report.html'}", highlight=False, soft_wrap=True)
-    console.print(f"use it: {usage(result.config, result.folder)[0]}", highlight=False, soft_wrap=True)
+    command, _ = usage(result.config, result.folder, result.model.hf_config, str(result.model.dtype))
+    console.print(f"use it: {command}", highlight=False, soft_wrap=True)

@@ -7,8 +7,10 @@ A row of text flows one way through the modules of this folder::
     columns          rows → TextRecord | ChatRecord
     mixture          which examples of several data sets an epoch has
     template         the chat template: messages → text, and where the responses lie in it
+                     (in template_environment, a sandbox with the limits of template_limits)
     named_templates  ChatML, Llama 3, Mistral, Gemma, Alpaca and plain, for tokenizers without
     encoding         text → token ids and a mask of the tokens to learn; one BOS, a learnt end of turn
+    special_texts    special tokens in what rows say, and how they are read as text
     documents        examples as documents in flat arrays, cut to the row length, what was cut counted
     packing          documents → rows of a fixed length, with segment ids, positions and shifted targets
     cache            rows kept for the next run

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from convert import strict_json
 from convert.files import atomic_folder
 from fastjax.data.documents import Counts, Documents
 from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows
 
-FORMAT = 1
+FORMAT = 2
 """To be raised when the same input comes to give other rows, or is stored in another way."""
 
 _META = "meta.json"
@@ -77,7 +78,7 @@ def load(folder: Path) -> tuple[PackedRows, dict[str, Any]] | None:
         The rows, mapped into memory, and what was stored with them; None when there is no entry, or a damaged one.
     """
     try:
-        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        meta = strict_json.parse((folder / _META).read_text(encoding="utf-8"))
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in meta["arrays"]}
         parts = {name: arrays[f"documents.{name}"] for name in ("tokens", "targets", "offsets", "examples")}
         documents = Documents(**parts, counts=Counts(*meta["counts"]))

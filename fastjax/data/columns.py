@@ -12,14 +12,18 @@ text                           a text, all of it learnt
 =============================  =========================================================================
 
 With the first four, a column `tools` lists the functions that the assistant may call. Other columns are left alone.
+A message may say whether it is learnt: `"train": false`, or `"weight": 0`, as OpenAI's format has it. No template sees
+these two, so that a conversation reads the same in training and afterwards.
 A data set whose columns are called otherwise, or that holds two kinds, says what they mean (`DataSource.columns`).
 """
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from convert import strict_json
+from convert.errors import shorten, shown
 from fastjax.data.records import ChatRecord, Message, Record, TextRecord
 from fastjax.data.settings import COLUMNS
 from fastjax.errors import ConfigError, DataError
@@ -65,7 +69,23 @@ def check_columns(columns: Mapping[str, str]) -> None:
     """
     for meaning in columns:
         if meaning not in COLUMNS:
-            raise ConfigError(f"columns: {meaning}: unknown; expected some of {', '.join(COLUMNS)}")
+            raise ConfigError(f"columns: {shorten(meaning, 80)}: unknown; expected some of {', '.join(COLUMNS)}")
+
+
+def parse_messages(value: Any, where: str) -> list[Message]:
+    """Read the messages of a conversation.
+
+    Args:
+        value: A list of messages, as the column `messages` holds.
+        where: What it is called, for errors.
+
+    Returns:
+        The messages as templates take them.
+
+    Raises:
+        DataError: Anything else.
+    """
+    return [_message(message, f"{where}[{index}]") for index, message in enumerate(_list(value, where))]
 
 
 def parse_row(row: Any, where: str, columns: Mapping[str, str] | None = None, *, templated: bool = False) -> Record:
@@ -86,7 +106,7 @@ def parse_row(row: Any, where: str, columns: Mapping[str, str] | None = None, *,
         DataError: No columns of a kind or those of several, or columns that hold something else than they should.
     """
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: expected an object with {_KINDS_IN_WORDS}, found {_describe(row)}")
+        raise DataError(f"{where}: expected an object with {_KINDS_IN_WORDS}, found {describe(row)}")
     columns = columns or {}
     kind = _kind(row, where, columns)
 
@@ -94,24 +114,27 @@ def parse_row(row: Any, where: str, columns: Mapping[str, str] | None = None, *,
         return row.get(columns.get(meaning, meaning))
 
     def name(meaning: str) -> str:
-        return repr(columns.get(meaning, meaning))
+        return shown(columns.get(meaning, meaning), 80)
 
     if kind == "text":
         return TextRecord(_text(value("text"), where, name("text")), where)
     tools = _tools(value("tools"), where)
     if kind == "messages":
-        return ChatRecord(_messages(value(kind), where, name(kind)), where, tools)
+        messages, train = _messages(value(kind), where, name(kind))
+        return ChatRecord(messages, where, tools, train=train)
     if kind == "conversations":
-        turns = _list(value(kind), where, name(kind))
-        return ChatRecord(
-            [_turn(turn, f"{where}: {name(kind)[1:-1]}[{i}]") for i, turn in enumerate(turns)], where, tools
-        )
+        messages, train = _messages(value(kind), where, name(kind), _turn)
+        return ChatRecord(messages, where, tools, train=train)
     if kind == "instruction":
         return _instruction(value, where, name, tools)
     prompt, completion = value("prompt"), value("completion")
     if isinstance(prompt, list) or isinstance(completion, list):
-        given = _messages(prompt, where, name("prompt"))
-        return ChatRecord([*given, *_messages(completion, where, name("completion"))], where, tools, len(given))
+        given, before = _messages(prompt, where, name("prompt"))
+        said, behind = _messages(completion, where, name("completion"))
+        train = None
+        if before or behind:
+            train = (*(before or (None,) * len(given)), *(behind or (None,) * len(said)))
+        return ChatRecord([*given, *said], where, tools, len(given), train)
     prompt, completion = _text(prompt, where, name("prompt")), _text(completion, where, name("completion"))
     if templated:
         return ChatRecord(_question(prompt) + _answer(completion), where, tools)
@@ -134,8 +157,8 @@ def _kind(row: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> str
             f"columns: {{{found[0]}: {columns.get(found[0], found[0])}}}"
         )
     names = ", ".join(repr(name) for needed in wanted.values() for name in needed) if named else _KINDS_IN_WORDS
-    shown = ", ".join(str(name) if name in there else f"{name} (null)" for name in row) or "none"
-    raise DataError(f"{where}: expected the columns {names}; the columns there are: {shown}")
+    listed = ", ".join(shorten(str(name) if name in there else f"{name} (null)", 80) for name in row) or "none"
+    raise DataError(f"{where}: expected the columns {shorten(names)}; the columns there are: {shorten(listed, 500)}")
 
 
 @functools.lru_cache(maxsize=16)
@@ -167,41 +190,68 @@ def _answer(text: str) -> list[Message]:
 
 def _text(value: Any, where: str, name: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{where}: {name} must be a string, found {_describe(value)}")
+        raise DataError(f"{where}: {name} must be a string, found {describe(value)}")
     return value
 
 
-def _list(value: Any, where: str, name: str) -> list[Any]:
+def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: {name} must be a list that is not empty, found {_describe(value)}")
+        raise DataError(f"{where} must be a list that is not empty, found {describe(value)}")
     return value
 
 
-def _messages(value: Any, where: str, name: str) -> list[Message]:
-    messages = _list(value, where, name)
-    return [_message(message, f"{where}: {name[1:-1]}[{index}]") for index, message in enumerate(messages)]
+def _messages(
+    value: Any, where: str, name: str, read: Callable[[Any, str], Message] | None = None
+) -> tuple[list[Message], tuple[bool | None, ...] | None]:
+    """The messages of a list, and which of them are to be learnt as far as they say so."""
+    listed = _list(value, f"{where}: {name}")
+    read = read or _message
+    messages = [read(item, f"{where}: {name[1:-1]}[{index}]") for index, item in enumerate(listed)]
+    train = tuple(_train(item, f"{where}: {name[1:-1]}[{index}]") for index, item in enumerate(listed))
+    return messages, (None if train.count(None) == len(train) else train)
+
+
+def _train(message: Mapping[str, Any], where: str) -> bool | None:
+    """Whether a message is to be learnt; None where it does not say."""
+    train, weight = message.get("train"), message.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise DataError(f"{where}: 'train' must be true or false, found {describe(train)}")
+    if weight is None:
+        return train
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise DataError(
+            f"{where}: 'weight' must be 0 (not learnt) or 1 (learnt), found {describe(weight)}; weights between, or "
+            "above, are not supported"
+        )
+    if train is not None and train != bool(weight):
+        raise DataError(f"{where}: 'train' is {describe(train)} and 'weight' {describe(weight)}: leave one of them out")
+    return bool(weight)
 
 
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict) or "role" not in message:
-        raise DataError(f"{where}: expected an object with 'role' and 'content', found {_describe(message)}")
+        raise DataError(f"{where}: expected an object with 'role' and 'content', found {describe(message)}")
     role = message["role"]
-    if role not in ROLES:
-        raise DataError(f"{where}: unknown role {role!r}; the roles are {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in ROLES:
+        raise DataError(f"{where}: unknown role {shown(role, 60)}; the roles are {', '.join(ROLES)}")
     content = message.get("content")
     calls = message.get("tool_calls")
     if not isinstance(content, str):
         content = _joined(content, where, may_be_none=bool(calls))
-    if not calls and None not in message.values() and content is message["content"]:
+    if not (calls or None in message.values() or message.keys() & _ABOUT) and content is message["content"]:
         return message
     # Templates expect a missing key, not None.
-    message = {key: value for key, value in message.items() if value is not None} | {"content": content}
+    message = {k: v for k, v in message.items() if v is not None and k not in _ABOUT} | {"content": content}
     if content is None:
         del message["content"]
     if calls:
         calls = calls if isinstance(calls, list) else [calls]
         message["tool_calls"] = [_call(call, f"{where}: tool_calls[{index}]") for index, call in enumerate(calls)]
     return message
+
+
+_ABOUT = frozenset(("train", "weight"))
+"""What a message says about itself, and not to the model."""
 
 
 def _joined(content: Any, where: str, *, may_be_none: bool) -> str | None:
@@ -212,20 +262,20 @@ def _joined(content: Any, where: str, *, may_be_none: bool) -> str | None:
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     ):
         return "".join(part["text"] for part in content)
-    raise DataError(f"{where}: 'content' must be a string, found {_describe(content)}")
+    raise DataError(f"{where}: 'content' must be a string, found {describe(content)}")
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     """A tool call as OpenAI writes it, with its arguments as an object, as templates expect them."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where}: expected an object with 'name' and 'arguments', found {_describe(call)}")
+        raise DataError(f"{where}: expected an object with 'name' and 'arguments', found {describe(call)}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = strict_json.parse(arguments)
         except ValueError:
-            raise DataError(f"{where}: 'arguments' are not valid JSON: {_describe(arguments)}") from None
+            raise DataError(f"{where}: 'arguments' are not valid JSON: {describe(arguments)}") from None
     function = {key: value for key, value in function.items() if value is not None} | {"arguments": arguments}
     outer = call if "function" in call else {}
     return {"type": "function"} | {k: v for k, v in outer.items() if v is not None} | {"function": function}
@@ -234,12 +284,12 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 def _turn(turn: Any, where: str) -> Message:
     """A turn of a ShareGPT conversation as a message."""
     if not isinstance(turn, dict):
-        raise DataError(f"{where}: expected an object with 'from' and 'value', found {_describe(turn)}")
+        raise DataError(f"{where}: expected an object with 'from' and 'value', found {describe(turn)}")
     if "from" not in turn:
         return _message(turn, where)
     who, said = turn["from"], turn.get("value")
-    if who not in SHAREGPT_ROLES:
-        raise DataError(f"{where}: unknown speaker {who!r}; known are {', '.join(SHAREGPT_ROLES)}")
+    if not isinstance(who, str) or who not in SHAREGPT_ROLES:
+        raise DataError(f"{where}: unknown speaker {shown(who, 60)}; known are {', '.join(SHAREGPT_ROLES)}")
     role = SHAREGPT_ROLES[who]
     if who == "function_call":
         calls = _json(said, where, "value")
@@ -247,7 +297,7 @@ def _turn(turn: Any, where: str) -> Message:
     if said is None and turn.get("tool_calls"):
         return _message({"role": role, "content": None, "tool_calls": turn["tool_calls"]}, where)
     if not isinstance(said, str):
-        raise DataError(f"{where}: 'value' must be a string, found {_describe(said)}")
+        raise DataError(f"{where}: 'value' must be a string, found {describe(said)}")
     return _message({"role": role, "content": said, "tool_calls": turn.get("tool_calls")}, where)
 
 
@@ -257,7 +307,7 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(f"{where}: 'tools' must be a list of JSON schemas, found {_describe(value)}")
+        raise DataError(f"{where}: 'tools' must be a list of JSON schemas, found {describe(value)}")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
@@ -265,11 +315,20 @@ def _json(value: Any, where: str, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return strict_json.parse(value)
     except ValueError:
-        raise DataError(f"{where}: {name!r} is not valid JSON: {_describe(value)}") from None
+        raise DataError(f"{where}: {name!r} is not valid JSON: {describe(value)}") from None
 
 
-def _describe(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+def describe(value: Any) -> str:
+    """A value as JSON, shortened, for errors.
+
+    Args:
+        value: Anything.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:
+        return "what is nested too deep"
+    text = text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair cannot be printed
     return text if len(text) <= 60 else f"{text[:57]}..."

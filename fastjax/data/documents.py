@@ -16,6 +16,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 from jaxtyping import Int32, Int64
 
+from convert.errors import shown
 from fastjax.data.examples import Examples
 from fastjax.data.settings import TooLong
 from fastjax.errors import ConfigError
@@ -33,6 +34,7 @@ class Counts(NamedTuple):
         split: Those that became several documents for that reason.
         dropped: Those left out for that reason.
         no_targets: Those left out because nothing in them is learnt.
+        special: Those whose content holds special tokens.
     """
 
     examples: int = 0
@@ -40,6 +42,7 @@ class Counts(NamedTuple):
     split: int = 0
     dropped: int = 0
     no_targets: int = 0
+    special: int = 0
 
 
 class Documents(NamedTuple):
@@ -83,7 +86,7 @@ class Documents(NamedTuple):
             ConfigError: An unknown `too_long`.
         """
         if too_long not in get_args(TooLong):
-            raise ConfigError(f"too_long must be one of {', '.join(get_args(TooLong))}, given {too_long!r}")
+            raise ConfigError(f"too_long must be one of {', '.join(get_args(TooLong))}, given {shown(too_long)}")
         learnt = np.flatnonzero(examples.learn)
         example = np.repeat(np.arange(len(examples)), np.diff(examples.offsets))[learnt]
         # The token at place p of an example is learnt by the model's answer to the one at p - 1, which lies in this
@@ -111,6 +114,7 @@ class Documents(NamedTuple):
             split=len(longer) if too_long == "split" else 0,
             dropped=dropped,
             no_targets=len(examples) - dropped - len(found),
+            special=len(examples.special),
         )
         return cls(examples.tokens[taken], targets, offsets, example, counts)
 
@@ -133,5 +137,5 @@ class Documents(NamedTuple):
             examples=np.concatenate(
                 [*(part.examples + n for part, n in zip(parts, before, strict=False)), np.zeros(0, np.int64)]
             ),
-            counts=Counts(*np.sum([Counts(), *(part.counts for part in parts)], axis=0).tolist()),
+            counts=Counts(*map(sum, zip(Counts(), *(part.counts for part in parts), strict=True))),
         )

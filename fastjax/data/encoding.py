@@ -5,8 +5,12 @@ texts with one, and with one only, whether the template writes it or not. Both e
 learnt: the one that the template writes after a response (Llama 3's `<|eot_id|>`), else the tokenizer's EOS. What a
 template writes behind that token (ChatML's newline) is not learnt: no one will ask the model for it.
 
-A token belongs to a response when any of its characters does. The tokenizer's own record of where its tokens lie says
-so (`char_to_token`), and no string is searched for.
+A token belongs to a response when any of its characters does, be it in part: a character may be several tokens, and a
+token a space and half of an emoji. The tokenizer's own record of where its tokens lie says so (`char_to_token`), and no
+string is searched for.
+
+Special tokens in what a row says are read as the tokenizer reads them anywhere, as control tokens, or on request as
+text; rows that hold any are counted.
 
 Examples go through in chunks and come out in flat arrays: what Python does for each is a few calls, not one for each
 token.
@@ -18,11 +22,14 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 
+from convert.errors import shown
+from fastjax.data.characters import check_characters
 from fastjax.data.examples import Examples
 from fastjax.data.records import ChatRecord, Message, Record
-from fastjax.data.settings import LossOn
+from fastjax.data.settings import LossOn, SpecialTokens
+from fastjax.data.special_texts import ContentAsText, SpecialTexts
 from fastjax.data.template import ChatTemplate, RenderedChat
-from fastjax.errors import ConfigError
+from fastjax.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -36,27 +43,43 @@ freeing often is slow: chunks of a thousand examples cost a fifth more time."""
 class Encoder:
     """A tokenizer with its chat template, and what is learnt of an example."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", loss_on: LossOn = "responses"):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        loss_on: LossOn = "responses",
+        special_tokens: SpecialTokens = "control",
+    ):
         """Look at what the tokenizer adds to a text, and at its chat template.
 
         Args:
             tokenizer: A tokenizer with a Rust backend. It needs an EOS token.
             loss_on: "responses": the assistant's words and the end of its turns, a completion, and all of a plain
                 text; "last_response": of a conversation only the last of these; "all": every token.
+            special_tokens: "control": a special token's text in what a row says is that token; "text": it is text, and
+                only the template writes control tokens.
 
         Raises:
-            ConfigError: An unknown `loss_on`, or a tokenizer without EOS.
+            ConfigError: An unknown `loss_on` or `special_tokens`, or a tokenizer without EOS, or one that cannot read
+                special tokens as text.
         """
+        if special_tokens not in get_args(SpecialTokens):
+            expected = ", ".join(get_args(SpecialTokens))
+            raise ConfigError(f"special_tokens must be one of {expected}, given {special_tokens!r}")
         if loss_on not in get_args(LossOn):
-            raise ConfigError(f"loss_on must be one of {', '.join(get_args(LossOn))}, given {loss_on!r}")
+            raise ConfigError(f"loss_on must be one of {', '.join(get_args(LossOn))}, given {shown(loss_on)}")
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token, so no end can be learnt")
         self.tokenizer = tokenizer
         self.loss_on = loss_on
-        self._backend = cast("Tokenizer", tokenizer.backend_tokenizer)
+        self.special_tokens: SpecialTokens = special_tokens
+        self._special_texts = SpecialTexts(tokenizer)
+        self._as_text = ContentAsText(tokenizer, self._special_texts) if special_tokens == "text" else None
+        self._backend = (
+            self._as_text.backend if self._as_text else _plain(cast("Tokenizer", tokenizer.backend_tokenizer))
+        )
         self._eos = cast(int, tokenizer.eos_token_id)
         self._bos = self._find_bos()
-        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = set(self._special_texts.ids.values())
         self._template: ChatTemplate | None = None
 
     @property
@@ -81,16 +104,19 @@ class Encoder:
         """
         chats: list[RenderedChat] = []
         templated: list[bool] = []
+        special: list[int] = []
         size = 0
         for record in records:
+            if self._holds_special(record):
+                special.append(len(chats))
             chats.append(self._render(record))
             templated.append(isinstance(record, ChatRecord))
             size += len(chats[-1].text)
             if size >= CHUNK:
-                yield self._encode_chunk(chats, templated)
-                chats, templated, size = [], [], 0
+                yield self._encode_chunk(chats, templated, special)
+                chats, templated, special, size = [], [], [], 0
         if chats:
-            yield self._encode_chunk(chats, templated)
+            yield self._encode_chunk(chats, templated, special)
 
     def texts(self, records: Iterable[Record]) -> list[str]:
         """What goes through the tokenizer for examples.
@@ -117,9 +143,11 @@ class Encoder:
             ConfigError: The tokenizer has no chat template.
             DataError: The chat template refuses the conversation.
         """
-        return self.encode_beginning(
-            self.template.render(messages, "the prompt", tools=tools, add_generation_prompt=True)
-        )
+        if self._as_text:
+            messages, tools = (self._as_text.hidden(value, "the prompt") for value in (list(messages), tools))
+        text = self.template.render(messages, "the prompt", tools=tools, add_generation_prompt=True)
+        check_characters(text, "the prompt")
+        return self._beginning(self._as_text.shown(text) if self._as_text else text)
 
     def encode_beginning(self, text: str) -> list[int]:
         """Encode a text that the model is to continue, exactly as training sees its beginning.
@@ -129,8 +157,14 @@ class Encoder:
 
         Returns:
             The token ids, without the EOS that a whole text ends in.
+
+        Raises:
+            DataError: A text that cannot be read.
         """
-        return self._with_bos(self._backend.encode(text, add_special_tokens=False).ids)
+        check_characters(text, "the prompt")
+        if self._as_text:
+            self._as_text.check(text, "the prompt")
+        return self._beginning(text)
 
     def stop_tokens(self) -> tuple[int, ...]:
         """The tokens that end a response: EOS, and what the chat template ends the assistant's turn with.
@@ -148,9 +182,20 @@ class Encoder:
 
     def _find_bos(self) -> int | None:
         """The BOS, if the tokenizer puts it before a text."""
-        plain, framed = (self._backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+        backend = cast("Tokenizer", self.tokenizer.backend_tokenizer)
+        plain, framed = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
         bos = cast(int | None, self.tokenizer.bos_token_id)
         return bos if bos is not None and framed[:1] == [bos] and plain[:1] != [bos] else None
+
+    def _beginning(self, text: str) -> list[int]:
+        return self._with_bos(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def _holds_special(self, record: Record) -> bool:
+        """Whether special tokens stand in what a row says."""
+        within = self._special_texts.within
+        if isinstance(record, ChatRecord):
+            return within(record.messages) or within(record.tools)
+        return within(record.text)
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         if self._bos is None:
@@ -160,7 +205,9 @@ class Encoder:
             start += 1
         return [self._bos, *ids[start:]]
 
-    def _encode_chunk(self, chats: Sequence[RenderedChat], templated: Sequence[bool]) -> Examples:
+    def _encode_chunk(
+        self, chats: Sequence[RenderedChat], templated: Sequence[bool], special: Sequence[int]
+    ) -> Examples:
         encodings = self._backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
         ids: list[list[int]] = []
         starts: list[int] = []
@@ -176,10 +223,28 @@ class Encoder:
         offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
         flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, total)
         depth = np.bincount(starts, minlength=total + 1) - np.bincount(ends, minlength=total + 1)
-        return Examples(flat, np.cumsum(depth[:total]) > 0, offsets)
+        return Examples(flat, np.cumsum(depth[:total]) > 0, offsets, np.asarray(special, np.int64))
 
     def _render(self, record: Record) -> RenderedChat:
+        chat = self._read(record)
+        check_characters(chat.text, record.where)
+        return chat
+
+    def _read(self, record: Record) -> RenderedChat:
+        if self._as_text is None:
+            return self._written(record)
         if isinstance(record, ChatRecord):
+            messages, tools = (self._as_text.hidden(value, record.where) for value in (record.messages, record.tools))
+            chat = self._written(record._replace(messages=messages, tools=tools))
+            return chat._replace(text=self._as_text.shown(chat.text))
+        self._as_text.check(record.text, record.where)
+        return self._written(record)
+
+    def _written(self, record: Record) -> RenderedChat:
+        """The text of an example, written by the template or as it is, and what of it is learnt."""
+        if isinstance(record, ChatRecord):
+            if record.train is not None:
+                self._check_train(record, record.train)
             if self.loss_on == "all":
                 text = self.template.render(record.messages, record.where, tools=record.tools)
                 return RenderedChat(text, [(0, len(text))])
@@ -189,9 +254,27 @@ class Encoder:
                 tools=record.tools,
                 given=record.prompt,
                 last=self.loss_on == "last_response",
+                train=record.train,
             )
         start = 0 if self.loss_on == "all" else record.prompt
         return RenderedChat(record.text, [(start, len(record.text))] if record.text else [])
+
+    def _check_train(self, record: ChatRecord, train: Sequence[bool | None]) -> None:
+        """Refuse a row that asks for something else than `loss_on` does, rather than ignore it."""
+        for index, (message, asked) in enumerate(zip(record.messages, train, strict=True)):
+            place = f"{record.where}: messages[{index}]"
+            if self.loss_on == "all":
+                if asked is False:
+                    raise DataError(
+                        f"{place} is not to be learnt (train: false, or weight: 0), but loss_on is all, which learns "
+                        "every token; set loss_on to responses, or leave it out"
+                    )
+            elif asked and (message["role"] != "assistant" or index < record.prompt):
+                what = "part of the prompt" if index < record.prompt else f"the {message['role']}'s"
+                raise DataError(
+                    f"{place} is to be learnt (train: true, or weight: 1), but is {what}, and only what the assistant "
+                    "answers is learnt; leave it out, or learn every token (loss_on: all)"
+                )
 
     def _spans(
         self, encoding: "Encoding", chat: RenderedChat, templated: bool
@@ -246,16 +329,30 @@ class Encoder:
 
 def _token_span(encoding: "Encoding", start: int, end: int) -> tuple[int, int]:
     """The range of tokens that share a character with the characters [start, end)."""
-    first = encoding.char_to_token(start) if start < end else None
-    if first is None:  # a character without a token, such as white space that the tokenizer strips
-        first = next((t for t in map(encoding.char_to_token, range(start, end)) if t is not None), None)
-    if first is None:  # nothing was said: an empty range before the token that follows
-        place = encoding.char_to_token(end)
-        return (len(encoding), len(encoding)) if place is None else (place, place)
-    last = encoding.char_to_token(end - 1)
-    if last is None:
-        last = next(t for t in map(encoding.char_to_token, range(end - 1, start - 1, -1)) if t is not None)
-    # The bytes of one character may be several tokens; char_to_token gives the first.
-    while last + 1 < len(encoding) and encoding.token_to_chars(last + 1) == encoding.token_to_chars(last):
+    first, last = (encoding.char_to_token(place) if start < end else None for place in (start, end - 1))
+    if first is None or last is None:  # nothing was said, or a character has no token: the tokenizer strips it
+        offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+        held = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start) & (start < end))
+        if len(held):
+            return int(held[0]), int(held[-1]) + 1
+        behind = np.flatnonzero(offsets[:, 1] > end)
+        place = int(behind[0]) if len(behind) else len(offsets)
+        return place, place
+    # A character may be several tokens, of which char_to_token gives the first; that one may hold others too.
+    while last + 1 < len(encoding) and cast(tuple[int, int], encoding.token_to_chars(last + 1))[0] < end:
         last += 1
     return first, last + 1
+
+
+def _plain(backend: "Tokenizer") -> "Tokenizer":
+    """A tokenizer that reads texts whole, and whose offsets leave no character out; nothing else about it differs."""
+    processor = backend.post_processor
+    trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
+    if backend.truncation is None and backend.padding is None and not trims:
+        return backend
+    copy = type(backend).from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    if trims:
+        copy.post_processor = None  # it adds special tokens, which no text is encoded with here, and trims offsets
+    return copy

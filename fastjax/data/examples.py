@@ -27,11 +27,13 @@ class Examples:
         tokens: Token ids.
         learn: Which of them the model learns to predict.
         offsets: Where each example starts, and the total at the end.
+        special: The examples whose content holds special tokens, by index, ascending.
     """
 
     tokens: Int32[np.ndarray, " N"]
     learn: Bool[np.ndarray, " N"]
     offsets: Int64[np.ndarray, " E_plus_1"]
+    special: Int64[np.ndarray, " _"] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -9,13 +9,19 @@ import bz2
 import csv
 import gzip
 import io
-import json
+import itertools
 import lzma
-from collections.abc import Callable, Iterator
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from convert import strict_json
+from convert.errors import shorten
+from convert.strict_json import JsonError, skip_space
 from fastjax.errors import ConfigError, DataError
+from fastjax.limits import MAX_LINE_BYTES
 
 Row = tuple[Any, str]
 """A row, a mapping from column to value if all is well, and where it stands."""
@@ -51,7 +57,9 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     try:
         with opener(path) as stream:
             yield from _READERS[kind](stream, path)
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
         raise DataError(f"{path}: broken {path.suffix} file: {error}") from error
 
 
@@ -74,7 +82,7 @@ def _kind(path: Path) -> tuple[str, Callable[[Path], Any]]:
 
 def _read_json_lines(lines: IO[bytes], path: Path) -> Iterator[Row]:
     # Binary lines, so that a broken character is reported with its own line and not with a buffer's.
-    for number, line in enumerate(lines, start=1):
+    for number, line in _numbered(lines, path):
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
@@ -82,15 +90,24 @@ def _read_json_lines(lines: IO[bytes], path: Path) -> Iterator[Row]:
             yield _parse_json(line, where), where
 
 
+def _numbered(stream: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines with their numbers; one that never ends, as a compressed file may hold, is refused."""
+    for number in itertools.count(1):
+        line = stream.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(f"{path}:{number}: a line of more than {MAX_LINE_BYTES} bytes")
+        yield number, line
+
+
 def _parse_json(line: bytes, where: str) -> Any:
     try:
-        return json.loads(line.decode())
+        return strict_json.parse(line.decode())
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not valid UTF-8 at byte {error.start} of the line") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}") from error
-    except RecursionError as error:
-        raise DataError(f"{where}: JSON that is nested too deep") from error
+    except JsonError as error:
+        raise DataError(f"{where}: not valid JSON at column {error.column}: {error.problem}") from error
 
 
 def _read_json(stream: IO[bytes], path: Path) -> Iterator[Row]:
@@ -104,40 +121,40 @@ def _read_json(stream: IO[bytes], path: Path) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not valid UTF-8 at byte {error.start} of the file") from error
-    decoder = json.JSONDecoder()
-    end, line, counted = _skip(text, text.index("[") + 1), 1, 0
-    while text[end : end + 1] != "]":
+    end, line, counted = skip_space(text, text.index("[") + 1), 1, 0
+    closed = text[end : end + 1] == "]"
+    while not closed:
         line, counted = line + text.count("\n", counted, end), end
-        where = f"{path}:{line}"
         try:
-            row, end = decoder.raw_decode(text, end)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno}: not valid JSON at column {error.colno}: {error.msg}") from error
-        except RecursionError as error:
-            raise DataError(f"{where}: JSON that is nested too deep") from error
-        yield row, where
-        end = _skip(text, end)
-        if text[end : end + 1] == ",":
-            end = _skip(text, end + 1)
-        elif text[end : end + 1] != "]":
-            line = text.count("\n", 0, end) + 1
-            raise DataError(f"{path}:{line}: not valid JSON: expected ',' or ']' behind a row of the array")
+            row, end = strict_json.decode(text, end)
+        except JsonError as error:
+            raise DataError(f"{path}:{error.line}: not valid JSON at column {error.column}: {error.problem}") from error
+        yield row, f"{path}:{line}"
+        end = skip_space(text, end)
+        closed = text[end : end + 1] == "]"
+        if not closed and text[end : end + 1] != ",":
+            raise _broken_array(path, text, end, "expected ',' or ']' behind a row of the array")
+        end = skip_space(text, end if closed else end + 1)
+        if not closed and text[end : end + 1] == "]":
+            raise _broken_array(path, text, end, "expected a row behind ','")
+    end = skip_space(text, end + 1)
+    if end < len(text):
+        raise _broken_array(path, text, end, "something stands behind the array")
 
 
-def _skip(text: str, index: int) -> int:
-    """The first place from `index` on that is not white space."""
-    while text[index : index + 1] in (" ", "\n", "\r", "\t"):
-        index += 1
-    return index
+def _broken_array(path: Path, text: str, place: int, problem: str) -> DataError:
+    line = text.count("\n", 0, place) + 1
+    return DataError(f"{path}:{line}: not valid JSON: {problem}")
 
 
 def _read_csv(stream: IO[bytes], path: Path) -> Iterator[Row]:
     """Rows of strings; the first line names the columns. A field may go over several lines; the first one counts."""
     lines = _decoded(stream, path)
     reader = csv.reader(lines, strict=True)
-    csv.field_size_limit(2**31 - 1)  # the module's own limit is shorter than many a document
+    csv.field_size_limit(MAX_LINE_BYTES)  # the module's own limit is shorter than many a document
     try:
         names = next(reader, [])
+        _check_columns(names, f"{path}:1")
         first = reader.line_num + 1
         for fields in reader:
             where = f"{path}:{first}"
@@ -151,8 +168,14 @@ def _read_csv(stream: IO[bytes], path: Path) -> Iterator[Row]:
         raise DataError(f"{path}:{reader.line_num}: not valid CSV: {error}") from error
 
 
+def _check_columns(names: Sequence[str], where: str) -> None:
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        listed = shorten(", ".join(map(repr, twice)))
+        raise DataError(f"{where}: the same column twice: {listed}; give each a name of its own")
+
+
 def _decoded(stream: IO[bytes], path: Path) -> Iterator[str]:
-    for number, line in enumerate(stream, start=1):
+    for number, line in _numbered(stream, path):
         try:
             yield (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).decode()
         except UnicodeDecodeError as error:
@@ -166,12 +189,16 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            _check_columns(file.schema_arrow.names, str(path))
             for batch in file.iter_batches(batch_size=1000):
                 for row in batch.to_pylist():
                     yield without_nulls(row), f"{path} row {number}"
                     number += 1
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path}: broken parquet file: {error}") from error
+    # Of Arrow and its codecs, as OSError without a number; of values that Python has none for, as ValueError.
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
+        if isinstance(error, DataError) or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise DataError(f"{path}: broken parquet file: {shorten(' '.join(str(error).split()))}") from error
 
 
 def without_nulls(value: Any) -> Any:

@@ -12,6 +12,7 @@ letters they are made of, and nothing would end a turn.
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from convert.errors import shorten
 from fastjax.data.template import ChatTemplate
 from fastjax.errors import ConfigError
 
@@ -79,7 +80,7 @@ def _read(name: str) -> str:
     if not Path(name).is_file():
         raise ConfigError(
             f"data.chat_template: expected one of {', '.join(NAMED_TEMPLATES)}, or a file with a Jinja template, "
-            f"given {name}, which is neither"
+            f"given {shorten(name)}, which is neither"
         )
     try:
         source = Path(name).read_text(encoding="utf-8")

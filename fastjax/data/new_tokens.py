@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from convert.files import read_json
+from convert.errors import shorten, shown
 from fastjax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from fastjax.errors import ConfigError
 
@@ -13,29 +13,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
-def tokenizer_for(
-    folder: str | Path,
-    new_tokens: "Sequence[str | AddedToken] | None" = None,
-    adapter: str | Path | None = None,
-) -> "PreTrainedTokenizerFast":
-    """The tokenizer of a run: the model folder's with new tokens, or the adapter's own unless that knows fewer tokens.
+def own_tokenizer(adapter: str | Path) -> "PreTrainedTokenizerFast | None":
+    """The tokenizer in an adapter's folder, with the chat template that it was trained with; None where it has none.
 
     Args:
-        folder: the base model.
-        new_tokens: tokens to add.
-        adapter: a PEFT folder that the run starts from.
+        adapter: a PEFT folder.
 
     Raises:
-        ConfigError: there is no tokenizer, or it knows one of the new tokens.
+        ConfigError: it cannot be loaded.
     """
-    tokenizer = load_tokenizer(folder)
-    if new_tokens:
-        add_tokens(tokenizer, new_tokens, read_json(Path(folder) / "config.json").get("vocab_size"))
-    if adapter is not None and any((Path(adapter) / name).is_file() for name in TOKENIZER_FILES):
-        own = load_tokenizer(adapter)
-        if vocabulary_size(own) >= vocabulary_size(tokenizer):
-            return own  # with the chat template that the adapter was trained with
-    return tokenizer
+    if any((Path(adapter) / name).is_file() for name in TOKENIZER_FILES):
+        return load_tokenizer(adapter)
+    return None
 
 
 def add_tokens(
@@ -62,11 +51,11 @@ def add_tokens(
     wanted = [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False) for token in tokens]
     texts = [token.content for token in wanted]
     if isinstance(tokens, str) or not all(texts) or len(set(texts)) < len(texts):
-        raise ConfigError(f"new_tokens: expected different texts that are not empty, given {tokens!r}")
+        raise ConfigError(f"new_tokens: expected different texts that are not empty, given {shown(tokens)}")
     known = tokenizer.get_vocab()
     there = [text for text in texts if text in known and (rows is None or known[text] < rows)]
     if there:
-        listed = ", ".join(f"{text!r} (id {known[text]})" for text in there)
+        listed = shorten(", ".join(f"{shown(text, 60)} (id {known[text]})" for text in there), 500)
         raise ConfigError(
             f"new_tokens: expected tokens that the tokenizer does not know, given {listed}; leave them out"
         )

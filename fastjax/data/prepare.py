@@ -17,7 +17,7 @@ from fastjax.data.named_templates import set_chat_template
 from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows, pack_documents
 from fastjax.data.records import Record
-from fastjax.data.settings import Exhaustion, LossOn, TooLong
+from fastjax.data.settings import Exhaustion, LossOn, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, Sources, open_sources
 from fastjax.data.statistics import DataStatistics
 from fastjax.errors import DataError
@@ -51,6 +51,7 @@ def prepare(
     *,
     chat_template: str | None = None,
     loss_on: LossOn = "responses",
+    special_tokens: SpecialTokens = "control",
     too_long: TooLong = "truncate",
     packing: bool = True,
     mixture_ends: Exhaustion = "first_exhausted",
@@ -66,6 +67,7 @@ def prepare(
         max_seq_length: Tokens in a row.
         chat_template: A named template or a file, which the tokenizer has from then on; None: the tokenizer's own.
         loss_on: What is learnt; see `Encoder`.
+        special_tokens: What special tokens in content are read as; see `Encoder`.
         too_long: What becomes of an example longer than a row; see `Documents`.
         packing: Whether examples share rows.
         mixture_ends: With weights, when an epoch ends; see `choose`.
@@ -84,7 +86,7 @@ def prepare(
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     opened = open_sources(sources)
-    options = [max_seq_length, loss_on, too_long, packing, chat_template is not None]
+    options = [max_seq_length, loss_on, special_tokens, too_long, packing, chat_template is not None]
     folder = None
     if cache_dir is not None:
         key = identity(opened, tokenizer, [*options, mixture_ends, seed])
@@ -112,6 +114,7 @@ def prepare(
         tokenizer,
         max_seq_length,
         loss_on=loss_on,
+        special_tokens=special_tokens,
         too_long=too_long,
         packing=packing,
         where=", ".join(names),
@@ -130,6 +133,7 @@ def prepare_records(
     max_seq_length: int,
     *,
     loss_on: LossOn = "responses",
+    special_tokens: SpecialTokens = "control",
     too_long: TooLong = "truncate",
     packing: bool = True,
     where: str = "the data set",
@@ -143,6 +147,7 @@ def prepare_records(
         tokenizer: The model's tokenizer.
         max_seq_length: Tokens in a row.
         loss_on: What is learnt; see `Encoder`.
+        special_tokens: What special tokens in content are read as; see `Encoder`.
         too_long: What becomes of an example longer than a row; see `Documents`.
         packing: Whether examples share rows.
         where: What to call the data set in errors.
@@ -158,11 +163,14 @@ def prepare_records(
     """
     if not records:
         raise DataError(f"{where}: no examples")
-    encoder = Encoder(tokenizer, loss_on)
-    parts = []
+    encoder = Encoder(tokenizer, loss_on, special_tokens)
+    parts: list[Documents] = []
+    first_special = None
     done = reported = 0
     for examples in encoder.encode(records):
         parts.append(Documents.of(examples, max_seq_length, too_long))
+        if first_special is None and len(examples.special):
+            first_special = done + int(examples.special[0])
         done += len(examples)
         if progress is not None and done - reported >= _REPORT and done < len(records):
             progress(f"{where}: {done:,} of {len(records):,} examples encoded")
@@ -190,6 +198,9 @@ def prepare_records(
         target_tokens=int(learnt[rows.order].sum()),
         rows=len(rows),
         slots=len(rows) * max_seq_length,
+        special=documents.counts.special,
+        first_special="" if first_special is None else records[first_special].where,
+        special_tokens=special_tokens,
     )
     largest = max(int(documents.tokens.max()), int(documents.targets.max()))
     return Dataset(rows, statistics, cache.fingerprint(rows), largest)

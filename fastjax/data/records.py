@@ -28,12 +28,14 @@ class ChatRecord(NamedTuple):
         where: Where it came from, such as file and line, for messages to the user.
         tools: The functions that the assistant may call, as JSON schemas; None: none.
         prompt: How many messages at its beginning are given; responses among them are not learnt.
+        train: Whether each message is to be learnt, None where the row does not say; None: it says nothing.
     """
 
     messages: list[Message]
     where: str
     tools: list[dict[str, Any]] | None = None
     prompt: int = 0
+    train: tuple[bool | None, ...] | None = None
 
 
 Record = TextRecord | ChatRecord

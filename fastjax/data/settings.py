@@ -9,6 +9,9 @@ LossOn = Literal["responses", "last_response", "all"]
 TooLong = Literal["truncate", "split", "drop"]
 """What becomes of an example longer than a row."""
 
+SpecialTokens = Literal["control", "text"]
+"""What a special token in a row's content is read as: the token, or the text that it looks like."""
+
 Exhaustion = Literal["first_exhausted", "all_exhausted"]
 """When a mixture ends: before any data set would repeat itself, or after each has been used up."""
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from convert.errors import shorten
 from fastjax.data.columns import check_columns, parse_row
 from fastjax.data.files import SUFFIXES, Row, is_readable, read_rows, without_nulls
 from fastjax.data.records import Record
@@ -24,7 +25,7 @@ from fastjax.errors import ConfigError, DataError
 Sources = str | Path | DataSource | Sequence[str | Path | DataSource]
 """Data sets as they are given: one or several, each a path or described in full."""
 
-_SLICED = re.compile(r"(?P<split>\w+)\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\]")
+_SLICED = re.compile(r"(?P<split>\w+)\[(?P<start>-?\d{1,12}%?)?:(?P<stop>-?\d{1,12}%?)?\]")
 
 
 class OpenSource(NamedTuple):
@@ -122,15 +123,42 @@ def read_jsonl(paths: str | Path | Iterable[str | Path]) -> Iterator[Record]:
             yield parse_row(row, where)
 
 
+def check_sources(sources: Iterable[DataSource]) -> None:
+    """Refuse files that are not there, and descriptions that do not suit them; what `datasets` reads is passed over.
+
+    Args:
+        sources: The data sets.
+
+    Raises:
+        ConfigError: A description that no data set fits.
+        OSError: A file that is not there.
+    """
+    for source in sources:
+        _find(source)
+
+
 def _open(source: DataSource) -> OpenSource:
+    found = _find(source)
+    if found is not None:
+        return found
+    path = _expanded(source)
+    return _of_folder(source, path) if Path(path).is_dir() else OpenSource(source, None, _load(source, path))
+
+
+def _expanded(source: DataSource) -> str:
+    return str(Path(source.path).expanduser()) if source.path.startswith("~") else source.path
+
+
+def _find(source: DataSource) -> OpenSource | None:
+    """A data set of files that are read here and known without `datasets`; None: any other."""
     check_columns(source.columns or {})
-    path = str(Path(source.path).expanduser()) if source.path.startswith("~") else source.path
+    path = _expanded(source)
     if Path(path).is_file():
         if not is_readable(path):
-            raise ConfigError(f"{path}: expected a file that ends in {SUFFIXES}")
+            raise ConfigError(f"{shorten(path)}: expected a file that ends in {SUFFIXES}")
         return _of_files(source, [Path(path)])
     if Path(path).is_dir():
-        return _of_folder(source, path)
+        return None
     if glob.has_magic(path):
         files = sorted(Path(name) for name in glob.glob(path, recursive=True) if is_readable(name))
         if not files:
@@ -138,15 +166,18 @@ def _open(source: DataSource) -> OpenSource:
         return _of_files(source, files)
     if is_readable(path) or Path(path).is_absolute() or path.startswith("."):
         raise FileNotFoundError(2, "no such file or folder", path)
-    return OpenSource(source, None, _load(source, path))
+    return None
 
 
 def _of_files(source: DataSource, files: Sequence[Path]) -> OpenSource:
     split = source.split or "train"
     if split != "train" and not ((match := _SLICED.fullmatch(split)) and match["split"] == "train"):
-        raise ConfigError(f"{source.path}: split: expected train, or a part of it such as train[:10%], given {split}")
+        raise ConfigError(
+            f"{shorten(source.path)}: split: expected train, or a part of it such as train[:10%], given "
+            f"{shorten(split, 80)}"
+        )
     if source.name is not None:
-        raise ConfigError(f"{source.path}: name: expected none for files, given {source.name}")
+        raise ConfigError(f"{shorten(source.path)}: name: expected none for files, given {shorten(source.name)}")
     return OpenSource(source, tuple(files))
 
 
@@ -176,14 +207,16 @@ def _wrapped(source: DataSource, load: Any) -> Any:
     # It raises what the hub, its builders and Arrow raise: there is no common class.
     except Exception as error:
         message = " ".join(str(error.__cause__ or error).split())
-        raise DataError(f"{source.path}: datasets.load_dataset cannot read it: {message}") from error
+        raise DataError(
+            f"{shorten(source.path)}: datasets.load_dataset cannot read it: {shorten(message, 500)}"
+        ) from error
 
 
 def _iterate(rows: Iterable[Any], name: str) -> Iterator[Any]:
     try:
         yield from rows
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name}s cannot be read: {error}") from error
+    except Exception as error:  # of Arrow, of a codec, of the HTTP library
+        raise DataError(f"{name}s cannot be read: {shorten(' '.join(str(error).split()))}") from error
 
 
 def _sliced(rows: Iterator[Row], split: str | None) -> Iterator[Row]:

@@ -2,6 +2,14 @@
 
 from typing import NamedTuple
 
+from fastjax.data.settings import SpecialTokens
+
+READ_AS: dict[SpecialTokens, str] = {
+    "control": "control tokens; special_tokens: text reads them as text",
+    "text": "text",
+}
+"""What becomes of special tokens in content, for people."""
+
 
 class DataStatistics(NamedTuple):
     """Counts over a whole data set.
@@ -17,6 +25,9 @@ class DataStatistics(NamedTuple):
         target_tokens: Tokens learnt in an epoch.
         rows: Rows in an epoch.
         slots: Places for a token in these rows.
+        special: Examples read whose content holds special tokens.
+        first_special: Where the first of these is; empty: there is none.
+        special_tokens: What these are read as.
     """
 
     examples: int
@@ -29,6 +40,9 @@ class DataStatistics(NamedTuple):
     target_tokens: int
     rows: int
     slots: int
+    special: int = 0
+    first_special: str = ""
+    special_tokens: SpecialTokens = "control"
 
     @property
     def slots_filled(self) -> float:
@@ -50,4 +64,10 @@ class DataStatistics(NamedTuple):
             parts.append(f"{self.dropped:,} too long, dropped")
         if self.no_targets:
             parts.append(f"{self.no_targets:,} left out: nothing to learn in them")
+        if self.special:
+            read_as = READ_AS[self.special_tokens]
+            parts.append(
+                f"{self.special:,} with special tokens in what they say, which are read as {read_as} (first: "
+                f"{self.first_special})"
+            )
         return "; ".join(parts)

@@ -10,7 +10,7 @@ many of its rows were dealt out, is all that a checkpoint stores; the window is 
 
 import collections
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from jaxtyping import Int, Int64
 from fastjax.data.batches import Batch, stack
 from fastjax.data.documents import Counts, Documents
 from fastjax.data.encoding import Encoder
+from fastjax.data.examples import Examples
 from fastjax.data.mixture import next_source
 from fastjax.data.named_templates import set_chat_template
 from fastjax.data.origins import Origins
@@ -26,8 +27,9 @@ from fastjax.data.packing import PackedRows, Rows, pack_documents
 from fastjax.data.prefetch import prefetched
 from fastjax.data.prepare import identity, nothing_to_learn
 from fastjax.data.records import Record
-from fastjax.data.settings import Exhaustion, LossOn, TooLong
+from fastjax.data.settings import Exhaustion, LossOn, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, Sources, open_sources
+from fastjax.data.statistics import READ_AS
 from fastjax.errors import DataError
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ class StreamedBatches:
         seed: int = 0,
         templated: bool = False,
         fingerprint: str = "",
+        progress: Callable[[str], None] | None = None,
     ):
         """Take what `stream` has put together; see there."""
         self.fingerprint = fingerprint
@@ -110,6 +113,7 @@ class StreamedBatches:
         self._ends: Exhaustion = mixture_ends
         self._seed = seed
         self._templated = templated
+        self._progress = progress
         self._positions: dict[int, dict[str, Any]] = {}
         self._numbers: dict[int, np.ndarray] = {}
         self._windows: collections.deque[_Window] = collections.deque(maxlen=8)
@@ -230,6 +234,7 @@ class StreamedBatches:
                 chunk = reader.read(_READ)
                 records += chunk
                 for examples in self._encoder.encode(chunk):
+                    self._report_special(examples, records, sum(part.counts.examples for part in parts))
                     parts.append(Documents.of(examples, self._row_length, self._too_long))
                     tokens += len(parts[-1].tokens)
                 if not tokens and min(reader.restarts) > 1:  # all of every data set was seen
@@ -241,6 +246,16 @@ class StreamedBatches:
             rows = pack_documents(documents, self._row_length, packing=self._packing, origins=origins)
             yield _Window(place, rows, np.random.default_rng((self._seed, place.window)).permutation(len(rows)))
             place = reader.place(place.window + 1, place.rows + len(rows))
+
+    def _report_special(self, examples: Examples, records: Sequence[Record], before: int) -> None:
+        """Say once that content holds special tokens, and where."""
+        if self._progress is not None and len(examples.special):
+            where = records[before + int(examples.special[0])].where
+            read_as = READ_AS[self._encoder.special_tokens]
+            self._progress(
+                f"{where}: special tokens in what it says; here and in other rows they are read as {read_as}"
+            )
+            self._progress = None
 
 
 class _Reader:
@@ -312,10 +327,12 @@ def stream(
     *,
     chat_template: str | None = None,
     loss_on: LossOn = "responses",
+    special_tokens: SpecialTokens = "control",
     too_long: TooLong = "truncate",
     packing: bool = True,
     mixture_ends: Exhaustion = "first_exhausted",
     seed: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> StreamedBatches:
     """Batches from data sets that are read while training goes on.
 
@@ -330,10 +347,12 @@ def stream(
         accumulation_steps: Microbatches in a batch (A).
         chat_template: A named template or a file, which the tokenizer has from then on; None: the tokenizer's own.
         loss_on: What is learnt; see `Encoder`.
+        special_tokens: What special tokens in content are read as; see `Encoder`.
         too_long: What becomes of an example longer than a row; see `Documents`.
         packing: Whether examples share rows.
         mixture_ends: With weights, what happens when a data set has ended.
         seed: Of the order of the rows.
+        progress: Takes a message for people when the first row with special tokens in its content is read.
 
     Returns:
         The batches; nothing is read yet.
@@ -346,10 +365,19 @@ def stream(
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     opened = open_sources(sources, streaming=True)
-    options = [max_seq_length, loss_on, too_long, packing, chat_template is not None, mixture_ends, seed]
+    options = [
+        max_seq_length,
+        loss_on,
+        special_tokens,
+        too_long,
+        packing,
+        chat_template is not None,
+        mixture_ends,
+        seed,
+    ]
     return StreamedBatches(
         opened,
-        Encoder(tokenizer, loss_on),
+        Encoder(tokenizer, loss_on, special_tokens),
         max_seq_length,
         batch_size,
         accumulation_steps,
@@ -359,4 +387,5 @@ def stream(
         seed=seed,
         templated=chat_template is not None,
         fingerprint=identity(opened, tokenizer, options),
+        progress=progress,
     )

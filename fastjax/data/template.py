@@ -1,8 +1,7 @@
 """Chat templates: messages to text, and where in the text the responses lie.
 
-The template is rendered with the environment that transformers gives to templates (sandboxed Jinja with trimmed
-blocks, `raise_exception`, `strftime_now`, a `tojson` that leaves HTML alone, the `generation` tag), built here because
-importing transformers' own brings torch in wherever torch is installed.
+The template is rendered in the environment that transformers gives to templates (`template_environment`), within
+limits of time and size (`template_limits`).
 
 Where a template marks responses (`{% generation %} … {% endgeneration %}`), the marks say where they lie, and one
 rendering is enough. Elsewhere a response is what the template adds to the text when the assistant's message follows:
@@ -11,19 +10,15 @@ up to it. Both must be beginnings of the whole conversation's text, and a templa
 response is never searched for.
 """
 
-import functools
-import json
+import itertools
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fastjax.data.records import Message
+from fastjax.data.template_environment import END, START, compile_template
+from fastjax.data.template_limits import BUDGET, SOURCE, Budget
 from fastjax.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -56,14 +51,17 @@ class ChatTemplate:
             special_tokens: `bos_token`, `eos_token` and the like, as the template may name them.
 
         Raises:
-            ConfigError: The source is not valid Jinja.
+            ConfigError: The source is not valid Jinja, or too long.
         """
         self.source = source
         self._special_tokens = dict(special_tokens)
+        if len(source) > SOURCE:
+            raise ConfigError(f"the chat template is too long: expected {SOURCE:,} characters, given {len(source):,}")
         try:
-            self._template = _compile(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
+            self._template = compile_template(source)
+        # Python compiles what Jinja makes of it, and has limits of its own.
+        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ConfigError(f"the chat template is not valid Jinja: {_reason(error)}") from error
 
     @classmethod
     def from_tokenizer(cls, tokenizer: "PreTrainedTokenizerFast") -> "ChatTemplate":
@@ -118,6 +116,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         given: int = 0,
         last: bool = False,
+        train: Sequence[bool | None] | None = None,
     ) -> RenderedChat:
         """Render a conversation and find its responses.
 
@@ -127,6 +126,7 @@ class ChatTemplate:
             tools: The functions that the assistant may call.
             given: How many messages at the beginning are no responses, whoever says them.
             last: Whether only the last response counts.
+            train: For each message whether it is to be learnt; False: it is no response, whoever says it.
 
         Returns:
             The text and the range of each response in it.
@@ -135,18 +135,13 @@ class ChatTemplate:
             DataError: The template refuses the messages, or does not keep the beginning of a conversation when
                 messages follow.
         """
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= given]
-        if last:
-            turns = turns[-1:]
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        learnt = [i for i in turns[-1 if last else 0 :] if i >= given and not (train and train[i] is False)]
         chat = self._render(messages, where, tools)
         if chat.marked:
-            if not turns:
-                return chat._replace(responses=[])
-            earlier = any(message["role"] == "assistant" for message in messages[: turns[0]])
-            before = len(self._render(messages[: turns[0]], where, tools).responses) if earlier else 0
-            return chat._replace(responses=chat.responses[before:])
+            return chat._replace(responses=self._marked(chat, messages, turns, learnt, where, tools))
         text, responses = chat.text, []
-        for index in turns:
+        for index in learnt:
             before = self.render(messages[:index], where, tools=tools, add_generation_prompt=True)
             end = index + 1
             through = self.render(messages[:end], where, tools=tools) if end < len(messages) else text
@@ -159,6 +154,24 @@ class ChatTemplate:
             responses.append((len(before), len(through)))
         return RenderedChat(text, responses)
 
+    def _marked(
+        self,
+        chat: RenderedChat,
+        messages: Sequence[Message],
+        turns: Sequence[int],
+        learnt: Sequence[int],
+        where: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> list[tuple[int, int]]:
+        """The marked responses of the turns that are learnt; a turn's marks begin behind those of what precedes it."""
+        if not learnt or len(learnt) == len(turns):
+            return chat.responses if learnt else []
+        runs = [(is_learnt, next(run)) for is_learnt, run in itertools.groupby(turns, learnt.__contains__)]
+        starts = [0, *(len(self._render(messages[:index], where, tools).responses) for _, index in runs[1:])]
+        ends = [*starts[1:], len(chat.responses)]
+        kept = [(start, end) for (is_learnt, _), start, end in zip(runs, starts, ends, strict=True) if is_learnt]
+        return [response for start, end in kept for response in chat.responses[start:end]]
+
     def _render(
         self,
         messages: Sequence[Message],
@@ -170,6 +183,7 @@ class ChatTemplate:
         try:
             pieces = list(
                 self._template.generate(
+                    {BUDGET: Budget()},
                     messages=list(messages),
                     tools=list(tools) if tools else None,
                     documents=None,
@@ -178,114 +192,30 @@ class ChatTemplate:
                 )
             )
         # Templates are programs: they fail with Jinja's errors, but also with TypeError where a message has no content.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise DataError(f"{where}: the chat template refuses the conversation: {error}") from error
+        except _FAILURES as error:
+            raise DataError(f"{where}: the chat template refuses the conversation: {_reason(error)}") from error
         responses, start, length = [], 0, 0
         for piece in pieces:
-            if piece is _START:
+            if piece is START:
                 start = length
-            elif piece is _END:
+            elif piece is END:
                 responses.append((start, length))
             length += len(piece)
         return RenderedChat("".join(pieces), responses, bool(responses))
 
 
-class _Mark(str):
-    """An empty piece of a rendering, known by its identity. A macro melts its pieces into one, and the mark is gone:
-    the places of responses made in there are not known, and are found as if they had not been marked.
-    """
+_FAILURES = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RuntimeError, MemoryError),
+)
 
-    def __str__(self) -> str:
-        return self  # and not a plain copy
-
-
-_START, _END = _Mark(), _Mark()
+_SHOWN = 200
+"""Characters of a reason that are shown."""
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` puts a mark before and behind a response."""
-
-    tags = {"generation"}
-    start, end = _START, _END
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        start, end = (jinja2.nodes.Output([self.attr(name, lineno=line)], lineno=line) for name in ("start", "end"))
-        # What a response sets stays within it, as in transformers, which makes it a block of its own.
-        return jinja2.nodes.Scope([start, *body, end], lineno=line)
-
-
-_DICT = frozenset(dir(dict))
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way to what templates do most: looking into messages."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _DICT:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, without the underscored attributes by which a template could leave the sandbox."""
-
-    def __init__(*args: Any, **kwargs: Any):
-        # No names for the positional arguments, so that a template may set an attribute called self.
-        self, args = args[0], args[1:]
-        attributes = dict(*args, **kwargs)
-        for name in attributes:
-            _check_attribute(name)
-        jinja2.utils.Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_attribute(name)
-        super().__setitem__(name, value)
-
-
-class _Dict:
-    """`dict` for templates: it can be called, and nothing of the class is in reach."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict:
-        return dict.fromkeys(*args)
-
-
-def _check_attribute(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a chat template may not set the attribute {name!r}")
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(source: str) -> jinja2.Template:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
-    template = environment.from_string(source)
-    # Each rendering copies these, and the chain of mappings that they are is slow to copy.
-    template.globals = dict(template.globals)
-    return template
+def _reason(error: BaseException) -> str:
+    """What went wrong, in one line that is not long."""
+    if isinstance(error, RecursionError):
+        return "something in it calls itself, or is nested too deep"
+    text = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split()) or type(error).__name__
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

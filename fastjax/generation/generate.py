@@ -49,7 +49,7 @@ def generate(
     Raises:
         ConfigError: an empty prompt, a setting out of range, or prompt and answer longer than max_seq_length.
     """
-    check_sampling(temperature, top_k, top_p)
+    check_sampling(temperature, top_k, top_p, seed)
     if not prompts or not all(len(p) for p in prompts):
         raise ConfigError("generate: expected prompts of at least one token each")
     if max_new_tokens < 1:

@@ -4,21 +4,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from convert.errors import shown
 from fastjax.errors import ConfigError
+from fastjax.limits import MAX_INTEGER, MAX_MAGNITUDE
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None, seed: int = 0) -> None:
     """Refuse settings outside their ranges.
 
     Raises:
         ConfigError: names the setting.
     """
-    if temperature < 0:
-        raise ConfigError(f"temperature: expected a number >= 0, given {temperature!r}")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k: expected a positive integer, given {top_k!r}")
+    if not 0 <= temperature <= MAX_MAGNITUDE:
+        raise ConfigError(f"temperature: expected a finite number >= 0, given {temperature!r}")
+    if top_k is not None and not 1 <= top_k <= MAX_INTEGER:
+        raise ConfigError(f"top_k: expected a positive integer up to {MAX_INTEGER}, given {shown(top_k)}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(f"top_p: expected a number above 0 and up to 1, given {top_p!r}")
+    if abs(seed) > MAX_INTEGER:
+        raise ConfigError(f"seed: expected an integer of 32 bits, given {shown(seed)}")
 
 
 def sample(

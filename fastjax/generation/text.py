@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from fastjax.data import Encoder
-from fastjax.errors import ConfigError
+from fastjax.data.columns import describe, parse_messages
+from fastjax.data.records import Message
+from fastjax.data.settings import SpecialTokens
+from fastjax.errors import ConfigError, DataError
 from fastjax.generation.generate import generate
 from fastjax.language_model import LanguageModel
 
@@ -14,9 +17,10 @@ if TYPE_CHECKING:
 
 def answer(
     model: LanguageModel,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[Message]],
     *,
     chat: bool = True,
+    special_tokens: SpecialTokens = "control",
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -28,8 +32,10 @@ def answer(
 
     Args:
         model: with a tokenizer.
-        prompts: what the user says, one conversation each; with `chat=False` the beginning of a text.
+        prompts: what the user says, one conversation each, or a conversation so far, as a list of messages; with
+            `chat=False` the beginning of a text.
         chat: put the prompt through the chat template, exactly as training does.
+        special_tokens: what special tokens in prompts are read as; see `Encoder`.
         max_new_tokens: longest answer, in tokens.
         temperature: 0 takes the likeliest token.
         top_k: sample among so many.
@@ -41,16 +47,15 @@ def answer(
         The answers, without special tokens, in the order of the prompts.
 
     Raises:
-        ConfigError: a model without tokenizer, a tokenizer without chat template, a setting out of range.
+        ConfigError: a model without tokenizer, a tokenizer without chat template, prompts that are neither texts nor
+            conversations, a setting out of range.
+        DataError: a prompt that the chat template refuses, or that is no Unicode.
     """
     if model.tokenizer is None:
         raise ConfigError("answer: expected a model with a tokenizer, given one without; load it from a folder")
     tokenizer = cast("PreTrainedTokenizerFast", model.tokenizer)
-    encoder = Encoder(tokenizer)
-    if chat:
-        encoded = [encoder.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
-    else:
-        encoded = [encoder.encode_beginning(prompt) for prompt in prompts]
+    encoder = Encoder(tokenizer, special_tokens=special_tokens)
+    encoded = encode_prompts(encoder, prompts, chat=chat)
     stops = encoder.stop_tokens()
     answers: list[list[int]] = []
     for start in range(0, len(encoded), batch_size):
@@ -65,3 +70,49 @@ def answer(
             stop_tokens=stops,
         )
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in answers]
+
+
+def encode_prompts(encoder: Encoder, prompts: Sequence[str | Sequence[Message]], *, chat: bool) -> list[list[int]]:
+    """The tokens that a model is to continue; see `answer`.
+
+    Args:
+        encoder: of the model's tokenizer.
+        prompts: texts or conversations.
+        chat: put them through the chat template.
+
+    Returns:
+        The token ids of each.
+
+    Raises:
+        ConfigError: what is neither text nor conversation.
+        DataError: a prompt that the chat template refuses, or that is no Unicode.
+    """
+    if isinstance(prompts, str):
+        raise ConfigError(
+            f"prompts: expected a list of texts or conversations, given a text alone; write [{describe(prompts)}]"
+        )
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        place = f"prompts[{index}]"
+        if isinstance(prompt, dict):
+            raise ConfigError(
+                f"{place}: expected a text or a list of messages, given one message; write [[message, …]] for one "
+                "conversation"
+            )
+        if not isinstance(prompt, str | list | tuple):
+            raise ConfigError(f"{place}: expected a text or a list of messages, given {describe(prompt)}")
+        if isinstance(prompt, str):
+            question = [{"role": "user", "content": prompt}]
+            encoded.append(encoder.encode_prompt(question) if chat else encoder.encode_beginning(prompt))
+        elif chat:
+            encoded.append(encoder.encode_prompt(_conversation(prompt, place)))
+        else:
+            raise ConfigError(f"{place}: expected a text, given a conversation; leave chat at True")
+    return encoded
+
+
+def _conversation(prompt: Sequence[Message], place: str) -> list[Message]:
+    try:
+        return parse_messages(list(prompt), place)
+    except DataError as error:
+        raise ConfigError(str(error)) from error

@@ -24,12 +24,12 @@ def initial_arrays(
             deviation 1/r, B zero; False: A as with True, B uniform in ±1/√r (the adapter changes the model at once);
             "orthogonal": rows of A and columns of B from one random orthogonal matrix, so that A·Aᵀ and Bᵀ·B are
             diagonal and B·A starts at zero.
-        rank: R.
+        rank: R; even with "orthogonal".
         in_features: columns of the weight.
         out_features: rows of the weight.
 
     Raises:
-        ConfigError: an unknown method; an odd rank with "orthogonal".
+        ConfigError: an unknown method.
     """
     first, second = jax.random.split(key)
     zero = jnp.zeros((out_features, rank), jnp.float32)
@@ -49,8 +49,6 @@ def initial_arrays(
 
 def _orthogonal(first, second, rank: int, in_features: int, out_features: int) -> tuple[Array, Array]:
     """Even and odd rows of one orthogonal matrix span A and B (PEFT's "orthogonal", with its factor of a tenth)."""
-    if rank % 2:
-        raise ConfigError(f"init_lora_weights 'orthogonal': expected an even rank, given {rank}")
     rng = np.random.default_rng(np.asarray(jax.random.key_data(first)).astype(np.uint32).tolist())
     q, _ = np.linalg.qr(rng.standard_normal((rank, rank)))
     q_odd, q_even = q[0::2], q[1::2]

@@ -1,6 +1,5 @@
 """Adapters over a model: fresh or read from arrays, attached where PEFT's rules say, and back to named arrays."""
 
-import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,72 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from convert.adapters import AdapterConfig, rank_and_alpha, scaling, targets
-from convert.families import family_for
+from convert.adapters import AdapterConfig
 from fastjax.errors import ConfigError
 from fastjax.lora import LoraEmbedding, LoraLinear, initial_arrays
+from fastjax.models.adapter_settings import AdapterSite, adapter_sites, saved_modules
 from fastjax.models.config import ModelConfig
 from fastjax.models.layout import Run, layer_of, stack
 from fastjax.models.precision import Precision
-from fastjax.models.structure import group_of, groups
+from fastjax.models.structure import group_of
 from fastjax.models.vocabulary import TABLES, trained_rows
 from fastjax.quantization import dense
 from fastjax.quantization.weights import Weight
 from fastjax.trainable_tokens import TrainableTokens
-
-
-@dataclasses.dataclass(frozen=True)
-class AdapterSite:
-    """One module that gets an adapter: its path, rank and scale."""
-
-    path: str
-    rank: int
-    scaling: float
-
-
-def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSite]:
-    """The modules that an adapter attaches to, in the order of the model.
-
-    Raises:
-        ConfigError: nothing matches, `modules_to_save` names something else than the embeddings or the head, or a
-            combination that is not supported.
-    """
-    candidates = ["embed_tokens"]
-    for index in range(config.num_hidden_layers):
-        for group, found in groups(config).items():
-            candidates += [f"layers.{index}.{group.split('.')[0]}.{part}" for part, _ in found.parts]
-    candidates.append("lm_head")
-    unknown = [name for name in adapter.modules_to_save or () if name.removeprefix("model.") not in TABLES]
-    if unknown:
-        raise ConfigError(f"modules_to_save: expected some of {list(TABLES)}, given {unknown}")
-    sites = []
-    family = family_for({"model_type": config.model_type})
-    for path in candidates:
-        name = family.module_name(path)
-        if targets(adapter, name, family=family) and path not in saved_modules(adapter):
-            rank, _ = rank_and_alpha(adapter, name)
-            sites.append(AdapterSite(path, rank, scaling(adapter, name)))
-    if not sites and not adapter.modules_to_save:
-        raise ConfigError(f"target_modules: {adapter.target_modules!r} matches no module of this model")
-    tied_targets = [site.path for site in sites if site.path in TABLES]
-    if adapter.ensure_weight_tying and config.tie_word_embeddings and tied_targets:
-        raise ConfigError(f"ensure_weight_tying: not supported with adapters on {tied_targets}; use modules_to_save")
-    return sites
-
-
-def saved_modules(adapter: AdapterConfig) -> tuple[str, ...]:
-    """The modules that are trained whole, by their path in the model."""
-    return tuple(dict.fromkeys(name.removeprefix("model.") for name in adapter.modules_to_save or ()))
-
-
-def layer_signatures(sites: Sequence[AdapterSite], layers: int) -> list[tuple[Any, ...]]:
-    """What each layer's adapters must share with another's for the two to be stacked."""
-    found: list[list[Any]] = [[] for _ in range(layers)]
-    for site in sites:
-        if site.path.startswith("layers."):
-            _, index, module = site.path.split(".", 2)
-            found[int(index)].append((module, site.rank, site.scaling))
-    return [tuple(entries) for entries in found]
 
 
 def build_adapters(

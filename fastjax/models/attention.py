@@ -1,5 +1,6 @@
 """Self-attention of one layer."""
 
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +12,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from fastjax.models.config import Layer, ModelConfig
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
-from fastjax.parallel import BATCH, local
+from fastjax.parallel import BATCH, batch_part, local
 from pallas_kernels.attention import SegmentRanges, attention, segment_ranges
 from pallas_kernels.rope import rope
+
+#: Attention's part of a layer's key, whose other parts are the adapters' (`fastjax.lora.dropout`).
+_OWN_KEY = zlib.crc32(b"self_attn") & 0x7FFFFFFF
 
 
 class Context(NamedTuple):
@@ -54,6 +58,7 @@ class Attention(nnx.Module):
         whole: whether `q_norm` and `k_norm` are over all heads together.
         scale: what the products of queries and keys are multiplied with.
         soft_cap: then they become cap · tanh(product / cap); None: they stay.
+        dropout: probability with which a weight is dropped after the softmax in training.
         qkv: projections to queries, keys and values, or one to all three in this order.
         o: projection of what the heads give.
         q_norm: normalisation of the queries before they turn, over heads or over all of them; None: none.
@@ -73,7 +78,7 @@ class Attention(nnx.Module):
         self.shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.layer, self.interleaved, self.whole = layer, config.rope_interleaved, config.qk_norm == "projection"
         self.scale, self.soft_cap = config.attention_multiplier, config.attn_logit_softcapping
-        self.float32 = float32
+        self.dropout, self.float32 = config.attention_dropout, float32
         self.qkv, self.o = qkv, o
         self.q_norm, self.k_norm = (None, None) if norms is None else norms
 
@@ -95,7 +100,7 @@ class Attention(nnx.Module):
         q, k = self._heads(parts[0], self.q_norm, context), self._heads(parts[1], self.k_norm, context)
         v = parts[2].reshape(batch, length, key_heads, size)
         if cache is None:
-            out = self._attend(q, k, v, context.segment_ranges)
+            out = self._attend(q, k, v, context.segment_ranges, key)
         else:
             assert context.cache_index is not None, "a cache needs the slot that its new tokens go to"
             start = (0, context.cache_index, 0, 0)
@@ -133,18 +138,19 @@ class Attention(nnx.Module):
         turned = rope(turned, cos, sin)
         return turned if turning == size else jnp.concatenate([turned, rest], axis=-1)
 
-    def _attend(self, q, k, v, ranges: SegmentRanges | None):
+    def _attend(self, q, k, v, ranges: SegmentRanges | None, key: PRNGKeyArray | None):
         """Causal attention of whole rows, on each device's own rows."""
-        rows, options = P(BATCH), self._options()
-        if ranges is None:
-            island = local(lambda q, k, v: attention(q, k, v, **options), in_specs=(rows,) * 3, out_specs=rows)
-            return island(q, k, v)
-        island = local(
-            lambda q, k, v, ranges: attention(q, k, v, segment_ranges=ranges, **options),
-            in_specs=(rows,) * 4,
-            out_specs=rows,
-        )
-        return island(q, k, v, ranges)
+        dropped = None if key is None or self.dropout == 0.0 else jax.random.fold_in(key, _OWN_KEY)
+
+        def own(q, k, v, ranges, key):
+            options = self._options()
+            if key is not None:
+                row = batch_part() * q.shape[0]
+                options |= {"dropout_rate": self.dropout, "dropout_key": key, "dropout_row": row}
+            return attention(q, k, v, segment_ranges=ranges, **options)
+
+        rows = P(BATCH)
+        return local(own, in_specs=(*(rows,) * 4, P()), out_specs=rows)(q, k, v, ranges, dropped)
 
     def _options(self) -> dict[str, Any]:
         return {

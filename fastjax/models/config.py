@@ -47,6 +47,7 @@ class ModelConfig:
         rope_interleaved: whether a rotary pair is two neighbours, not one of each half.
         attn_logit_softcapping: products of queries and keys become cap · tanh(product / cap).
         final_logit_softcapping: likewise the logits.
+        attention_dropout: probability with which an attention weight is dropped in training.
         embedding_multiplier: of the embeddings, where the layers begin.
         residual_multiplier: of what attention and MLP add.
         logit_scale: of the logits.
@@ -81,6 +82,7 @@ class ModelConfig:
     rope_interleaved: bool = False
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    attention_dropout: float = 0.0
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0

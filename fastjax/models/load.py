@@ -14,9 +14,10 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from convert.errors import ConvertError
+from convert.finite import NOT_IN_NF4, nonfinite
 from convert.formats.fp8 import FP8Tensor
 from convert.formats.nf4 import NF4Tensor
-from convert.weights import stream, stream_formats
+from convert.weights import Weights, open_weights, stream
 from fastjax.models.config import ModelConfig
 from fastjax.models.layout import Run, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
@@ -27,7 +28,14 @@ from fastjax.quantization.weights import Weight
 
 
 def load_weights(
-    folder: str | Path, config: ModelConfig, *, precision: Precision, trained: bool, load_in_4bit: bool, layer_loop: str
+    folder: str | Path,
+    config: ModelConfig,
+    *,
+    precision: Precision,
+    trained: bool,
+    load_in_4bit: bool,
+    layer_loop: str,
+    allow_nonfinite: bool = False,
 ) -> tuple[tuple[Run, ...], dict[str, Any]]:
     """Read a Hugging Face folder into the tree that `Decoder` takes.
 
@@ -41,43 +49,63 @@ def load_weights(
             `load_in_4bit` they are dequantised. In an FP8 folder they keep their 8 bits, unless they are quantised
             or trained.
         layer_loop: "scan" or "unroll".
+        allow_nonfinite: let NaN and infinity through; a matrix that is quantised is refused with any.
 
     Returns:
         The arrangement of the layers, and the tree.
 
     Raises:
-        ConvertError: what is wrong with the folder.
+        ConvertError: what is wrong with the folder; NaN or infinity in it.
     """
-    formats = stream_formats(folder)
+    finite: dict[str, Array] = {}
+    opened = open_weights(folder)
+    formats = {path: opened.format(path) for path in opened.rows}
     quantized = any(kind.startswith("nf4") for kind in formats.values())
     quantize = load_in_4bit and not quantized
 
     def keeps_fp8(path: str) -> bool:
         return not trained and not load_in_4bit and _quantizable(path, precision)
 
+    def keeps_nf4(path: str) -> bool:
+        return load_in_4bit and _quantizable(path, precision)
+
+    def quantizes(path: str) -> bool:
+        return quantize and _quantizable(path, precision)
+
+    def checked(path: str, weight: Weight) -> Weight:
+        # Computed on the device and looked at in the end: nothing waits for it.
+        finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(weight) if leaf.dtype != jnp.uint8])
+        return weight
+
     def prepare(path: str, value: np.ndarray | NF4Tensor | FP8Tensor) -> Weight:
         dtype = precision.weight_dtype(path, trained=trained)
         if isinstance(value, FP8Tensor):
-            return FP8Weight.from_tensor(value)
+            return checked(path, FP8Weight.from_tensor(value))
         if isinstance(value, NF4Tensor):
             try:
                 weight = NF4Weight.from_tensor(value)
             except ConvertError as error:
                 raise ConvertError(f"{folder}: {path}: {error}") from None
-            return weight if load_in_4bit and _quantizable(path, precision) else weight.dequantize(dtype)
-        if quantize and _quantizable(path, precision):
-            return _quantize(jnp.asarray(value))
-        return jnp.asarray(value).astype(dtype)
+            return checked(path, weight if keeps_nf4(path) else weight.dequantize(dtype))
+        if quantizes(path):
+            return _quantize(checked(path, jnp.asarray(value)))
+        return checked(path, jnp.asarray(value).astype(dtype))
 
     kinds: list[set[Hashable]] = [{precision.layer_kind(config, index)} for index in range(config.num_hidden_layers)]
     for path, kind in formats.items():
         if path.startswith("layers."):
             _, index, rest = path.split(".", 2)
             packed = kind == "fp8" and keeps_fp8(path)
-            packed |= load_in_4bit and kind.startswith("nf4") and _quantizable(path, precision)
-            kinds[int(index)].add((rest, kind if packed else "plain"))
+            packed |= kind.startswith("nf4") and keeps_nf4(path)
+            # Packed weights of one stack decode to one dtype.
+            own = opened.decoded_dtype(path).name if packed or quantizes(path) else None
+            kinds[int(index)].add((rest, kind if packed else "plain", own))
     plan = plan_layers([frozenset(kind) for kind in kinds], layer_loop)
-    return plan, _fill(config, plan, ((path, prepare(path, value)) for path, value in stream(folder, keeps_fp8)))
+    tree = _fill(config, plan, ((path, prepare(path, value)) for path, value in stream(folder, keeps_fp8)))
+    for path, right in jax.device_get(finite).items():
+        if not right and (quantizes(path) or not allow_nonfinite):
+            raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))
+    return plan, tree
 
 
 def random_weights(
@@ -132,6 +160,20 @@ def random_weights(
 def _quantizable(path: str, precision: Precision) -> bool:
     held = path.rpartition(".")[0] in precision.float32_modules
     return path.startswith("layers.") and path.endswith("_proj.weight") and not held
+
+
+@jax.jit
+def _is_finite(arrays: Sequence[Array]) -> Array:
+    """Whether all values are finite. Maxima do not tell: XLA's own on a CPU pass NaN by."""
+    return functools.reduce(jnp.logical_and, [jnp.isfinite(array.astype(jnp.float32)).all() for array in arrays])
+
+
+def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) -> ConvertError:
+    name = opened.rows[path].name
+    file = opened.checkpoint.info(name).file
+    if quantized:
+        return nonfinite(file, name, way_out=f"{NOT_IN_NF4} (float32_modules)")
+    return nonfinite(file, name, where=f"where {dtype} cannot hold them")
 
 
 @jax.jit

@@ -6,14 +6,15 @@ float32 before it and its output back after it; the logits of a float32 head sta
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.models.config import ModelConfig
-from fastjax.models.structure import groups, norms
+from fastjax.models.module_names import module_paths
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 
@@ -72,38 +73,6 @@ def make_precision(
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
         if value not in DTYPES:
-            raise ConfigError(f"{name}: expected one of {list(DTYPES)}, given {value!r}")
-    kept = _resolve(float32_modules or (), config)
+            raise ConfigError(f"{name}: expected one of {list(DTYPES)}, given {shown(value)}")
+    kept = module_paths(float32_modules or (), config)
     return Precision(jnp.dtype(DTYPES[dtype]), jnp.dtype(DTYPES[param_dtype]), kept)
-
-
-def _resolve(names: Iterable[str], config: ModelConfig) -> frozenset[str]:
-    """The paths that the names mean: of the modules named, and of all modules inside them."""
-    if isinstance(names, str):
-        raise ConfigError(f"float32_modules: expected a list of names, given the text {names!r}")
-    paths = list(_paths(config))
-    kept: set[str] = set()
-    for name in names:
-        wanted = name.removeprefix("model.")
-        chosen = [path for path in paths if path == wanted or path.endswith(f".{wanted}")]
-        if not wanted or not chosen:
-            ends = sorted({part for path in paths for part in (path.split(".", 2)[-1], path.split(".")[-1])} - {"0"})
-            ends = [end for end in ends if not end.isdigit()]
-            raise ConfigError(
-                f"float32_modules: no module has the name {name!r} or a name that ends with it; there are {ends}, in "
-                f"layers.0 to layers.{config.num_hidden_layers - 1} or beside the layers"
-            )
-        kept.update(path for path in paths for top in chosen if path == top or path.startswith(f"{top}."))
-    if config.tie_word_embeddings and kept & {"embed_tokens", "lm_head"}:
-        kept |= {"embed_tokens"}  # one array for both: it is held once
-    return frozenset(kept)
-
-
-def _paths(config: ModelConfig) -> Iterable[str]:
-    """Every module that can be named."""
-    yield from ("embed_tokens", "norm", "lm_head", "layers")
-    for index in range(config.num_hidden_layers):
-        layer = f"layers.{index}"
-        yield from (layer, *(f"{layer}.{name}" for name in norms(config)), f"{layer}.self_attn", f"{layer}.mlp")
-        for name, group in groups(config).items():
-            yield from (f"{layer}.{name.split('.')[0]}.{part}" for part, _ in group.parts)

@@ -10,13 +10,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from convert.errors import ConvertError
+from convert.errors import ConvertError, shorten, shown
+from convert.rope import ORIGINAL, RopeSettings
 
 #: Type of scaling -> the numbers (of longrope: lists of these) that it needs, and what it takes besides.
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
     "dynamic": (("factor",), ()),
     "longrope": (("short_factor", "long_factor"), ("factor", "original_max_position_embeddings", "attention_factor")),
     "yarn": (
@@ -32,10 +33,11 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-_ALWAYS = ("rope_type", "type", "rope_theta")
+_ALWAYS = ("rope_type", "rope_theta")
 #: Kinds whose frequencies depend on the length of a document.
 BY_LENGTH = ("dynamic", "longrope")
 _LISTS = ("short_factor", "long_factor")
+_POSITIVE = ("factor", "low_freq_factor", "high_freq_factor")
 _WITHOUT_EFFECT = {"finetuned": (True, False, None)}
 
 
@@ -98,94 +100,106 @@ class RopeConfig:
 
 
 def parse_rope(
-    config: Mapping[str, Any],
+    settings: RopeSettings,
     where: str,
     *,
-    theta: float = 10000.0,
-    head_dim: int | None = None,
+    positions: int,
+    head_dim: int,
     partial_rotary: bool = False,
 ) -> RopeConfig:
-    """RoPE from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before).
+    """RoPE from the settings of a config.json.
 
     Args:
-        config: the parsed config.json.
-        where: what to call it in errors.
-        theta: the base where config.json gives none.
-        head_dim: D, which longrope's lists must fit; None: unchecked.
-        partial_rotary: whether the model can turn a part of each head's features.
+        settings: as `convert.rope` reads them.
+        where: what to call the file in errors.
+        positions: max_position_embeddings.
+        head_dim: D, which longrope's lists must fit.
+        partial_rotary: whether the model can turn a part of each head's features. Others leave the part out, as
+            transformers does, or are refused where it fails in transformers.
 
     Raises:
         ConvertError: a type that is not supported, a number that is missing or no number, an unknown name.
     """
-    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    field = "rope_parameters" if new else "rope_scaling"
-    values = {**old, **new}
-    partial = values.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-    theta = values.get("rope_theta", config.get("rope_theta", theta))
-    kind = values.get("rope_type", values.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # Phi-3's first name for it
-    if not _number(theta) or theta <= 0:
-        raise ConvertError(f"{where}: rope_theta: expected a positive number, given {theta!r}")
+    field, values = settings.field, dict(settings.values)
+    kind, theta, partial = values["rope_type"], values["rope_theta"], values.pop("partial_rotary_factor", None)
     if kind not in KINDS:
-        raise ConvertError(f"{where}: {field}.rope_type: expected one of {list(KINDS)}, given {kind!r}")
+        raise _wrong(where, f"{field}.rope_type", f"one of {list(KINDS)}", kind)
+    if not _number(theta) or theta < 1e-30 or (theta == 1 and kind == "yarn"):
+        raise _wrong(where, "rope_theta", "a positive number" + (" other than 1" if theta == 1 else ""), theta)
     needed, optional = KINDS[kind]
     unknown = [
         name
         for name, value in values.items()
-        if name not in (*_ALWAYS, *needed, *optional) and value not in _WITHOUT_EFFECT.get(name, (None,))
+        if name not in (*_ALWAYS, *needed, *optional) and not _without_effect(kind, name, value, positions)
     ]
-    if unknown and kind != "default":
+    if unknown:
         takes = f"{', '.join(needed)}" + (f" and perhaps {', '.join(optional)}" if optional else "")
-        raise ConvertError(f"{where}: {field}: {kind} scaling takes {takes}, given {', '.join(unknown)} besides")
-    if partial not in (None, 1) and (not partial_rotary or not _number(partial) or not 0 < partial < 1):
-        expected = "a number above 0 and at most 1" if partial_rotary else "1 (every pair turns)"
-        raise ConvertError(f"{where}: {field}.partial_rotary_factor: expected {expected}, given {partial!r}")
-    missing = [name for name in needed if not _right(name, values.get(name)) or values[name] == 0]
-    missing += [name for name in optional if values.get(name) is not None and not _right(name, values[name])]
-    if missing:
-        raise ConvertError(f"{where}: {field}: {kind} scaling needs the numbers {list(needed)}, wrong: {missing}")
+        given = shorten(", ".join(unknown), 400)
+        raise ConvertError(f"{where}: {field}: {kind} scaling takes {takes or 'nothing'}, given {given} besides")
+    if partial is not None and (not _number(partial) or not 0 < partial <= 1):
+        raise _wrong(where, f"{field}.partial_rotary_factor", "a number above 0 and at most 1", partial)
+    if not partial_rotary and partial not in (None, 1):
+        if kind != "default":
+            raise _wrong(where, f"{field}.partial_rotary_factor", "1 (every pair turns)", partial)
+        partial = None
+    wrong = [name for name in needed if not _right(name, values.get(name))]
+    wrong += [name for name in optional if values.get(name) is not None and not _right(name, values[name])]
+    if wrong:
+        given = ", ".join(f"{name} = {shown(values.get(name), 60)}" for name in wrong)
+        raise ConvertError(
+            f"{where}: {field}: {kind} scaling needs the numbers {list(needed)}, wrong: {wrong} (given {given})"
+        )
+    if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+        expected = f"more than the low_freq_factor, {values['low_freq_factor']}"
+        raise _wrong(where, f"{field}.high_freq_factor", expected, values["high_freq_factor"])
     share = 1.0 if partial is None else float(partial)
-    rope = RopeConfig(float(theta), kind, partial_rotary_factor=share, **_scaling(kind, values, config))
-    if head_dim is not None:
-        turning = rope.rotary_dim(head_dim)
-        if turning % 2:
-            raise ConvertError(f"{where}: expected an even number of turning features a head, given {turning}")
-        for name in _LISTS if kind == "longrope" else ():
-            if len(getattr(rope, name)) != turning // 2:
-                given = len(getattr(rope, name))
-                raise ConvertError(f"{where}: {field}.{name}: expected {turning // 2} numbers, given {given}")
+    rope = RopeConfig(float(theta), kind, partial_rotary_factor=share, **_scaling(kind, values, positions))
+    turning = rope.rotary_dim(head_dim)
+    least = 4 if kind == "dynamic" else 2  # whose base grows with a power of turning / (turning - 2)
+    if turning % 2 or turning < least:
+        raise ConvertError(
+            f"{where}: expected an even number of turning features a head, {least} or more, given {turning}"
+        )
+    for name in _LISTS if kind == "longrope" else ():
+        if len(getattr(rope, name)) != turning // 2:
+            given = len(getattr(rope, name))
+            raise ConvertError(f"{where}: {field}.{name}: expected {turning // 2} numbers, given {given}")
     return rope
 
 
-def _scaling(kind: str, values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_effect(kind: str, name: str, value: Any, positions: int) -> bool:
+    """Whether transformers leaves a setting out that is not of this kind of scaling, and what it says holds."""
+    if value is None or kind == "default" or value in _WITHOUT_EFFECT.get(name, ()):
+        return True
+    return name == ORIGINAL and _right(name, value) and (kind == "linear" or value == positions)
+
+
+def _scaling(kind: str, values: Mapping[str, Any], positions: int) -> dict[str, Any]:
     """What `RopeConfig` has besides the base, for each type of scaling."""
     if kind == "default":
         return {}
-    positions = config.get("max_position_embeddings") or 2048
-    inside = values.get("original_max_position_embeddings")
-    outside = config.get("original_max_position_embeddings")  # Phi-3 has it there, and there it counts
-    original = int((outside if kind == "longrope" else None) or inside or positions)
     if kind == "linear":
         return {"factor": float(values["factor"])}
     if kind == "dynamic":
-        return {"factor": float(values["factor"]), "original_max_position_embeddings": int(positions)}
+        return {"factor": float(values["factor"]), ORIGINAL: positions}
+    original = int(values.get(ORIGINAL) or positions)
     if kind == "llama3":
         numbers = {name: float(values[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-        return {**numbers, "original_max_position_embeddings": original}
+        return {**numbers, ORIGINAL: original}
     if kind == "longrope":
         factor = float(values.get("factor") or positions / original)
         given = values.get("attention_factor")
         grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
         return {
             "factor": factor,
-            "original_max_position_embeddings": original,
+            ORIGINAL: original,
             "attention_factor": grown if given is None else float(given),
             **{name: tuple(float(number) for number in values[name]) for name in _LISTS},
         }
     truncate = values.get("truncate")
     return {
         "factor": float(values["factor"]),
-        "original_max_position_embeddings": original,
+        ORIGINAL: original,
         "beta_fast": float(values.get("beta_fast") or 32),
         "beta_slow": float(values.get("beta_slow") or 1),
         "truncate": True if truncate is None else truncate,
@@ -219,11 +233,20 @@ def _attention_factor(values: Mapping[str, Any]) -> float:
     return grown(1.0)
 
 
+def _wrong(where: str, name: str, expected: str, given: object) -> ConvertError:
+    return ConvertError(f"{where}: {name}: expected {expected}, given {shown(given)}")
+
+
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number with which float32 can compute."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
 
 
 def _right(name: str, value: Any) -> bool:
     if name in _LISTS:
-        return isinstance(value, list | tuple) and all(_number(number) and number > 0 for number in value)
-    return isinstance(value, bool) if name == "truncate" else _number(value) and value >= 0
+        return isinstance(value, list | tuple) and all(_number(number) and number > 1e-30 for number in value)
+    if name == ORIGINAL:  # of which 1 has a logarithm of 0
+        return _number(value) and 1 < value < 2**31
+    if name == "truncate":
+        return isinstance(value, bool)
+    return _number(value) and (value > 1e-30 or (value == 0 and name not in _POSITIVE))

@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.errors import ConvertError
+from convert.errors import ConvertError, shown
 from convert.families import family_for
+from convert.rope import FULL, NEW, OLD, ORIGINAL, SLIDING
 from fastjax.errors import ConfigError
 from fastjax.models.config import ModelConfig
-from fastjax.models.rope_config import KINDS
-
-_FIELDS = ("rope_parameters", "rope_scaling")
-_BY_LAYER = "full_attention"  # layers with a window keep their positions, as they never see far
+from fastjax.models.rope_config import KINDS, rope_to_hf
 
 
 def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,18 +36,20 @@ def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> 
     theta, kind = values.pop("rope_theta", before.theta), values["rope_type"]
     if kind is None or (kind == "default" and len(values) > 1):
         raise ConfigError(
-            f"rope_scaling: expected a rope_type of {list(KINDS)} with what it takes, given {dict(scaling)}; "
+            f"rope_scaling: expected a rope_type of {list(KINDS)} with what it takes, given {shown(dict(scaling))}; "
             "for instance {rope_type: linear, factor: 4.0}"
         )
     if kind in ("llama3", "yarn", "longrope"):
-        values.setdefault("original_max_position_embeddings", length)
-    changed = {name: value for name, value in text.items() if name not in _FIELDS}
-    if "rope_parameters" in text:
+        values.setdefault(ORIGINAL, length)
+    changed = {name: value for name, value in text.items() if name not in (NEW, OLD)}
+    if text.get(NEW) is not None:
         new = {**values, "rope_theta": theta}
-        by_layer = _BY_LAYER in text["rope_parameters"]
-        changed["rope_parameters"] = {**text["rope_parameters"], _BY_LAYER: new} if by_layer else new
+        # layers with a window keep their positions, as they never see far
+        changed[NEW] = new if parsed.local_rope is None else {SLIDING: rope_to_hf(parsed.local_rope), FULL: new}
     else:
-        changed |= {"rope_theta": theta, "rope_scaling": values}
+        changed |= {"rope_theta": theta, OLD: values}
+    if text.get(ORIGINAL) is not None:
+        changed[ORIGINAL] = values.get(ORIGINAL, length)
     changed["max_position_embeddings"] = length
 
     def whole() -> dict[str, Any]:
@@ -58,7 +58,7 @@ def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> 
     try:
         after = ModelConfig.from_hf(whole(), where="model").rope
     except ConvertError as error:
-        raise ConfigError(str(error).replace("rope_parameters", "rope_scaling")) from error
+        raise ConfigError(str(error).replace(NEW, OLD)) from error
     if after.original_max_position_embeddings is not None and kind != "dynamic":
         changed["max_position_embeddings"] = int(after.factor * after.original_max_position_embeddings)
     return whole()

@@ -1,19 +1,14 @@
 """New tokens: embedding and head grow by their rows, and an adapter trains these rows.
 
-A table grows only where its rows do not suffice: many checkpoints have more rows than their tokenizer has tokens. The
-row of a new token starts, there too, as the mean of the rows of the tokens that were there before, in the embedding and
-in an untied head. (transformers' `resize_token_embeddings` draws rows around that mean; the mean is the same in every
-run.) An adapter holds the rows of all new tokens, so that it does not matter how another program starts them.
+A table grows only where its rows do not suffice: many checkpoints have more rows than their tokenizer has tokens. An
+adapter holds the rows of all new tokens, so that it does not matter how another program starts them. Nothing here
+imports JAX; `models.new_rows` grows the tables.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float
 
 from convert.adapters import AdapterConfig, targets
 from convert.families import family_for
@@ -56,28 +51,6 @@ def with_vocab_size(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
     if section is None:
         return {**config, "vocab_size": rows}
     return {**config, section: {**config[section], "vocab_size": rows}}
-
-
-def grown(weights: Mapping[str, Any], rows: int, known: int, new: Iterable[int]) -> dict[str, Any]:
-    """A model's tree with rows for new tokens in its tables.
-
-    Args:
-        weights: the tree, as `Decoder` takes it.
-        rows: of the tables afterwards.
-        known: how many tokens there were before: the mean is over their rows.
-        new: ids of the new tokens.
-    """
-    places = np.asarray(sorted(new), np.int32)
-
-    def grow(table: Float[Array, "V E"]) -> Float[Array, "rows E"]:
-        mean = jnp.mean(table[: min(known, table.shape[0])].astype(jnp.float32), axis=0).astype(table.dtype)
-        if rows > table.shape[0]:
-            added = jnp.broadcast_to(mean[None], (rows - table.shape[0], table.shape[1]))
-            table = jnp.concatenate([table, added])
-        return table.at[places].set(mean[None])
-
-    changed = {name: {"weight": grow(weights[name]["weight"])} for name in TABLES if "weight" in weights.get(name, {})}
-    return {**weights, **changed}
 
 
 def trained_rows(adapter: AdapterConfig, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -157,6 +130,28 @@ def training_new_tokens(adapter: AdapterConfig, config: ModelConfig, new: Sequen
         before += [index for index in new if index not in before]
     indices = rows["embed_tokens"] if list(rows) == ["embed_tokens"] else rows
     return dataclasses.replace(adapter, trainable_token_indices=indices or None)
+
+
+def adapter_rows(
+    adapter: AdapterConfig, shapes: Mapping[str, Sequence[int]], tokenizer: "PreTrainedTokenizerBase | None"
+) -> int:
+    """How many rows the tables had that an adapter was trained with, as far as it says; 0 where it says nothing.
+
+    Args:
+        adapter: PEFT's settings.
+        shapes: of its arrays, by path: tables in it say how many rows there were.
+        tokenizer: the adapter's own, which says so without any, as do the token indices.
+    """
+    sizes = [
+        shape[axis]
+        for ending, axis in ((".weight", 0), (".lora_embedding_A", 1), ("lm_head.lora_B", 0))
+        for path, shape in shapes.items()
+        if path.endswith(ending) and path.startswith(TABLES)
+    ]
+    if sizes:
+        return max(sizes)
+    ids = [index for indices in _by_table(adapter).values() for index in indices]
+    return max([0 if tokenizer is None else vocabulary_size(tokenizer), *(index + 1 for index in ids)])
 
 
 def _by_table(adapter: AdapterConfig) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,15 @@
 """Several GPUs: the mesh, where arrays live on it, and islands for kernels."""
 
-from fastjax.parallel.islands import BATCH, batch_devices, local
+from fastjax.parallel.islands import BATCH, batch_devices, batch_part, local
 from fastjax.parallel.mesh import batch_sharding, make_mesh, shard_frozen, shard_replicated
 
-__all__ = ["BATCH", "batch_devices", "batch_sharding", "local", "make_mesh", "shard_frozen", "shard_replicated"]
+__all__ = [
+    "BATCH",
+    "batch_devices",
+    "batch_part",
+    "batch_sharding",
+    "local",
+    "make_mesh",
+    "shard_frozen",
+    "shard_replicated",
+]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -43,6 +44,14 @@ def batch_devices() -> int:
     """Over how many devices the ambient mesh splits the batch."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape.get(name, 1) for name in BATCH) if not mesh.empty else 1
+
+
+def batch_part() -> jax.Array:
+    """Inside an island: which part of the batch this device has, counted from 0; int32 []."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    names = tuple(name for name in BATCH if kinds.get(name) == AxisType.Manual)
+    return jax.lax.axis_index(names) if names else jnp.int32(0)
 
 
 def _on(spec: P, axes: frozenset[str]) -> P:

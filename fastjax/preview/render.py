@@ -87,6 +87,7 @@ def _lines(dataset: Dataset) -> Iterator[tuple[str, str]]:
     yield "  too long, truncated", f"{found.truncated:,}"
     yield "  too long, split into several documents", f"{found.split:,}"
     yield "  too long, dropped", f"{found.dropped:,}"
+    yield f"  special tokens in what they say, read as {found.special_tokens}", f"{found.special:,}"
     yield "documents", f"{found.documents:,}"
     yield "  tokens in one: mean", f"{sizes.mean():,.0f}"
     yield "  tokens in one: median", f"{np.median(sizes):,.0f}"

@@ -1,7 +1,8 @@
 """The FP8 weight: codes of 8 bits with a scale for each block, row or matrix, as checkpoints hold them, as a pytree.
 
-A value is the code in float32 times its scale in float32, rounded once. The matrix is decoded for each product, no
-earlier than the product's other operand is there, and never kept: the backward pass decodes it again.
+A value is the code in float32 times its scale in float32, rounded to the dtype of the folder's weights and cast to that
+of the product. The matrix is decoded for each product, no earlier than the product's other operand is there, and never
+kept: the backward pass decodes it again.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from convert.formats.fp8 import FP8Tensor
+from pallas_kernels.rounding import round_through
 
 
 @jax.tree_util.register_dataclass
@@ -25,16 +27,18 @@ class FP8Weight:
         scales: float32 [ceil(out / rows of a block), ceil(in / columns of a block)].
         block: rows and columns of a block.
         shape: (out, in).
+        dtype: what the weight decodes to, "bfloat16", "float16" or "float32".
     """
 
     codes: Array
     scales: Float[Array, "..."]
     block: tuple[int, int] = dataclasses.field(metadata={"static": True})
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
 
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
-        """The matrix in `dtype`: float32 code × float32 scale, rounded once."""
-        return _decode(self.codes, self.scales, self.block, dtype)
+        """The matrix in `dtype`: float32 code × float32 scale in its own dtype, cast."""
+        return _decode(self.codes, self.scales, self.block, self.dtype, dtype)
 
     def rows(self, rows: slice) -> "FP8Weight":
         """Some of the output rows."""
@@ -54,7 +58,8 @@ class FP8Weight:
             tensor: codes and scales as `convert` reads them.
         """
         rows, columns = tensor.codes.shape
-        return cls(jnp.asarray(tensor.codes), jnp.asarray(tensor.scale.values), tensor.scale.block, (rows, columns))
+        codes, scales = jnp.asarray(tensor.codes), jnp.asarray(tensor.scale.values)
+        return cls(codes, scales, tensor.scale.block, (rows, columns), tensor.dtype)
 
 
 def matmul_fp8(x: Float[Array, "... in"], weight: FP8Weight) -> Float[Array, "... out"]:
@@ -64,38 +69,39 @@ def matmul_fp8(x: Float[Array, "... in"], weight: FP8Weight) -> Float[Array, "..
         x: activations.
         weight: the matrix.
     """
-    return _product(weight.block, x, weight.codes, weight.scales)  # pyright: ignore[reportReturnType]
+    return _product(weight.block, weight.dtype, x, weight.codes, weight.scales)  # pyright: ignore[reportReturnType]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(block: tuple[int, int], x, codes, scales):
-    x, weight = _decode_when_needed(x, codes, scales, block)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(block: tuple[int, int], own: str, x, codes, scales):
+    x, weight = _decode_when_needed(x, codes, scales, block, own)
     return _dot(x, weight, 1)
 
 
-def _forward(block, x, codes, scales):
-    return _product(block, x, codes, scales), (codes, scales)
+def _forward(block, own, x, codes, scales):
+    return _product(block, own, x, codes, scales), (codes, scales)
 
 
-def _backward(block, packed, dy):
+def _backward(block, own, packed, dy):
     codes, scales = packed
-    dy, weight = _decode_when_needed(dy, codes, scales, block)
+    dy, weight = _decode_when_needed(dy, codes, scales, block, own)
     return _dot(dy, weight, 0), None, None
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _decode_when_needed(x, codes, scales, block):
+def _decode_when_needed(x, codes, scales, block, own):
     """As `pallas_kernels.nf4` does: decode no earlier than x is there, and not inside of the product."""
     scales, x = jax.lax.optimization_barrier((scales, x))
-    return x, jax.lax.optimization_barrier(_decode(codes, scales, block, x.dtype))
+    return x, jax.lax.optimization_barrier(_decode(codes, scales, block, own, x.dtype))
 
 
-def _decode(codes, scales, block, dtype) -> Array:
+def _decode(codes, scales, block, own, dtype) -> Array:
     rows, columns = codes.shape
     wide = jnp.repeat(jnp.repeat(scales, block[0], axis=0)[:rows], block[1], axis=1)[:, :columns]
-    return (codes.astype(jnp.float32) * wide).astype(dtype)
+    values = codes.astype(jnp.float32) * wide
+    return round_through(values, None if own == jnp.dtype(dtype).name else own).astype(dtype)
 
 
 def _dot(x, weight, contracted: int) -> Array:
@@ -109,7 +115,7 @@ def concatenate_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
     Blocks stay as they are where the parts have whole ones of one size; else each row gets its own scales.
     """
     first = weights[0]
-    kinds = {(w.codes.dtype, w.shape[1], min(w.block[1], w.shape[1])) for w in weights}
+    kinds = {(w.codes.dtype, w.shape[1], min(w.block[1], w.shape[1]), w.dtype) for w in weights}
     if len(kinds) > 1:
         return None
     aligned = all(w.block == first.block and w.shape[0] % w.block[0] == 0 for w in weights)
@@ -119,6 +125,7 @@ def concatenate_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
         scales=jnp.concatenate([w.scales for w in pieces]),
         block=pieces[0].block,
         shape=(sum(w.shape[0] for w in pieces), first.shape[1]),
+        dtype=first.dtype,
     )
 
 

@@ -36,6 +36,8 @@ class NF4Weight:
         quant_map: float32 [16] where it is not NF4's own, else None.
         shape: (out, in).
         parts: output rows of each part; they add up to out.
+        dtype: what the weight decodes to, "bfloat16", "float16" or "float32": of the numbers that it was made from. A
+            product in another dtype casts after.
     """
 
     codes: UInt8[Array, "..."]
@@ -46,6 +48,7 @@ class NF4Weight:
     quant_map: Float[Array, "..."] | None
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
     parts: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
 
     @property
     def order(self) -> str:
@@ -73,9 +76,15 @@ class NF4Weight:
         return jnp.concatenate(decoded).reshape(self.absmax.shape)
 
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
-        """The matrix in `dtype`, as bitsandbytes decodes it: float32 value × float32 absmax, rounded once."""
+        """The matrix in `dtype`, as bitsandbytes decodes it: float32 value × float32 absmax in its own dtype, cast."""
         return nf4.dequantize(
-            self.codes, self.scales(), shape=self.shape, dtype=dtype, order=self.order, quant_map=self.quant_map
+            self.codes,
+            self.scales(),
+            shape=self.shape,
+            dtype=dtype,
+            order=self.order,
+            quant_map=self.quant_map,
+            weight_dtype=self.dtype,
         )
 
     def rows(self, rows: slice) -> "NF4Weight":
@@ -121,6 +130,7 @@ class NF4Weight:
             None if tensor.nested_offset is None else jnp.full((1,), tensor.nested_offset, jnp.float32),
             None if standard else jnp.asarray(tensor.quant_map, jnp.float32),
             shape,
+            tensor.dtype,
         )
 
     @classmethod
@@ -128,26 +138,28 @@ class NF4Weight:
         """Quantise a matrix as bitsandbytes does; runs under jit.
 
         Args:
-            weight: [out, in] in any float dtype.
+            weight: [out, in] in float32, bfloat16 or float16, which it then decodes to.
             nested: quantise the scales too (double quantisation).
         """
         codes, absmax = nf4.quantize(weight)
-        shape = (weight.shape[0], weight.shape[1])
+        shape, dtype = (weight.shape[0], weight.shape[1]), jnp.dtype(weight.dtype).name
         blocks = -(-shape[0] * shape[1] // BLOCK)
         codes = jnp.pad(codes, (0, blocks * BLOCK // 2 - codes.size))
         if not nested:
-            return cls._assemble(codes, absmax, None, None, None, None, shape)
+            return cls._assemble(codes, absmax, None, None, None, None, shape, dtype)
         quantized, nested_absmax, offset = nf4.quantize_absmax(absmax)
         table = jnp.asarray(nf4.DYNAMIC_MAP)
-        return cls._assemble(codes, quantized, nested_absmax, table, offset.reshape(1), None, shape)
+        return cls._assemble(codes, quantized, nested_absmax, table, offset.reshape(1), None, shape, dtype)
 
     @classmethod
-    def _assemble(cls, codes, absmax, nested_absmax, nested_quant_map, nested_offset, quant_map, shape) -> "NF4Weight":
+    def _assemble(
+        cls, codes, absmax, nested_absmax, nested_quant_map, nested_offset, quant_map, shape, dtype
+    ) -> "NF4Weight":
         rows, columns = shape
         if columns % BLOCK == 0:
             codes = nf4.reorder(codes, "bitsandbytes", "split").reshape(rows, columns // 2)
             absmax = absmax.reshape(rows, columns // BLOCK)
-        return cls(codes, absmax, nested_absmax, nested_quant_map, nested_offset, quant_map, shape, (rows,))
+        return cls(codes, absmax, nested_absmax, nested_quant_map, nested_offset, quant_map, shape, (rows,), dtype)
 
 
 def concatenate_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
@@ -157,7 +169,7 @@ def concatenate_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
         weights: with concrete arrays: the nested scales' maps are compared by value.
     """
     first = weights[0]
-    kinds = {(w.absmax.dtype, w.nested_absmax is None, w.quant_map is None, w.shape[1]) for w in weights}
+    kinds = {(w.absmax.dtype, w.nested_absmax is None, w.quant_map is None, w.shape[1], w.dtype) for w in weights}
     if len(kinds) > 1 or first.order != "split" or first.quant_map is not None:
         return None
     tables = [w.nested_quant_map for w in weights if w.nested_quant_map is not None]
@@ -172,6 +184,7 @@ def concatenate_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
         quant_map=None,
         shape=(sum(w.shape[0] for w in weights), first.shape[1]),
         parts=tuple(rows for w in weights for rows in w.parts),
+        dtype=first.dtype,
     )
 
 

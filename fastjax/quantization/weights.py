@@ -32,6 +32,8 @@ Weight = Array | Packed | MixedWeight
 def matmul(x: Float[Array, "B S in"], weight: Weight) -> Float[Array, "B S out"]:
     """x·Wᵀ in the dtype of x, accumulated in float32; in true float32 where x is float32.
 
+    A packed weight has the values that its format decodes to, in the dtype that its folder names, whatever x has.
+
     Args:
         x: activations; a gradient flows to them, and to a plain `weight`.
         weight: [out, in]: an array (cast to the dtype of x), NF4 or FP8 codes, or several of these one below the
@@ -42,7 +44,15 @@ def matmul(x: Float[Array, "B S in"], weight: Weight) -> Float[Array, "B S out"]
     if isinstance(weight, NF4Weight):
 
         def product(x, codes, scales, quant_map):
-            return nf4.matmul(x, codes, scales, shape=weight.shape, order=weight.order, quant_map=quant_map)
+            return nf4.matmul(
+                x,
+                codes,
+                scales,
+                shape=weight.shape,
+                order=weight.order,
+                quant_map=quant_map,
+                weight_dtype=weight.dtype,
+            )
 
         island = local(product, in_specs=(P(BATCH), P(), P(), P()), out_specs=P(BATCH))
         return island(x, weight.codes, weight.scales(), weight.quant_map)

@@ -3,14 +3,12 @@
 One folder a step under `checkpoints/`, which Orbax writes under a temporary name and renames when it is whole; so a run
 that is killed leaves whole checkpoints only. A thread of its own writes, from a copy of the state: on the device where
 it has room for one, which costs the run a millisecond, otherwise on the host. The arrays are stored under their names
-in the state; beside them, as JSON, what the host knows: progress, data position, settings. One that is to go is renamed
-before it is deleted.
+in the state; beside them, as JSON, a checksum of each and what the host knows: progress, data position, settings. One
+that is to go is renamed before it is deleted.
 """
 
 import concurrent.futures
 import functools
-import logging
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastjax.errors import ConfigError, TrainingError
+from fastjax.training.silence import silence
+from fastjax.training.stored import METADATA, UNCHECKED_FORMAT, Unreadable, checksum, read_arrays, read_metadata, seal
 
-#: Of the JSON beside the arrays; one of another version is refused.
-FORMAT = 1
+#: Of the JSON beside the arrays; one of a later version is refused.
+FORMAT = 2
 _GONE = ".deleted"
 
 
@@ -93,8 +93,7 @@ class Checkpoints:
         """
         self.wait()
         arrays = named_arrays(state)
-        described = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
-        metadata: Any = {"format": FORMAT, "progress": progress._asdict(), "arrays": described}
+        metadata: Any = {"format": FORMAT, "progress": progress._asdict(), "arrays": _described(arrays)}
         metadata |= self.extra(progress.step)
         stored = _copy({name: array for name, array in arrays.items() if array.size})  # zarr has no empty arrays
         path = self.folder / str(progress.step)
@@ -108,9 +107,9 @@ class Checkpoints:
         def write(arrays: dict[str, Any]) -> None:
             # One after the other, and not by Orbax, which sends all at once: the next steps could not be dispatched.
             arrays = {name: np.asarray(arrays.pop(name)) for name in list(arrays)}
-            _orbax().save_checkpointables(
-                str(path), {"state": arrays}, overwrite=path.exists(), custom_metadata=metadata
-            )
+            checked = metadata | {"checksums": {name: checksum(array) for name, array in arrays.items()}}
+            sealed = checked | {"checksum": seal(checked)}
+            _orbax().save_checkpointables(str(path), {"state": arrays}, overwrite=path.exists(), custom_metadata=sealed)
             self._retire(progress)
 
         self._copied = progress.step, functools.partial(write, stored)
@@ -155,15 +154,22 @@ class Checkpoints:
         """The JSON of a checkpoint.
 
         Raises:
-            ConfigError: it is of another version of this format, or of another program.
+            ConfigError: it is of a later version of this format.
+            Unreadable: it is damaged.
         """
-        stored: Any = _orbax().checkpointables_metadata(str(self.folder / str(step))).custom_metadata
-        found: dict[str, Any] = dict(stored or {})
-        if found.get("format") != FORMAT:
+        where = self.folder / str(step)
+        found = read_metadata(where)
+        if found["format"] not in (UNCHECKED_FORMAT, FORMAT):
             raise ConfigError(
-                f"{self.folder / str(step)}: expected a checkpoint of format {FORMAT}, given {found.get('format')}; "
-                "it was written by another version of fastjax"
+                f"{where}: expected a checkpoint of format {FORMAT} or before, given {found['format']}; it was written "
+                "by another version of fastjax"
             )
+        try:
+            named = Progress(**found["progress"]).step
+        except (LookupError, TypeError) as error:  # of the format without a checksum
+            raise Unreadable(where, f"{METADATA} is damaged: {error!r}") from error
+        if named != step:
+            raise Unreadable(where, f"{METADATA} is damaged: it is of step {named}")
         return found
 
     def load(self, step: int, like: Any) -> Any:
@@ -178,16 +184,11 @@ class Checkpoints:
 
         Raises:
             ConfigError: the checkpoint's arrays are others (the first of them named).
+            Unreadable: it is damaged.
         """
-        arrays = named_arrays(like)
-        wanted = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
-        _check(wanted, self.metadata(step)["arrays"], self.folder / str(step))
-        abstract = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-            for name, array in arrays.items()
-            if array.size
-        }
-        stored = _orbax().load_checkpointables(str(self.folder / str(step)), {"state": abstract})["state"]
+        arrays, metadata = named_arrays(like), self.metadata(step)
+        _check(_described(arrays), metadata["arrays"], self.folder / str(step))
+        stored = self._read(step, metadata, arrays)
         leaves, structure = jax.tree.flatten(like)
         found = [stored.get(name, array) for name, array in arrays.items()]
         return jax.tree.unflatten(
@@ -211,17 +212,21 @@ class Checkpoints:
 
         Raises:
             ConfigError: the checkpoint's arrays are others (the first of them named).
+            Unreadable: it is damaged.
         """
-        described = self.metadata(step)["arrays"]
+        metadata = self.metadata(step)
         arrays = {f"{field}.{name}": array for name, array in named_arrays(like).items()}
-        wanted = {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
-        here = {name: entry for name, entry in described.items() if name.startswith(f"{field}.")}
-        _check(wanted, here, self.folder / str(step))
-        stored_names = [name for name, (shape, _) in described.items() if math.prod(shape)]
-        abstract = {name: arrays.get(name, _orbax().PLACEHOLDER) for name in stored_names}
-        stored = _orbax().load_checkpointables(str(self.folder / str(step)), {"state": abstract})["state"]
+        here = {name: entry for name, entry in metadata["arrays"].items() if name.startswith(f"{field}.")}
+        _check(_described(arrays), here, self.folder / str(step))
+        stored = self._read(step, metadata, arrays)
         found = [stored[name] if array.size else jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()]
         return jax.tree.unflatten(jax.tree.structure(like), found)
+
+    def _read(self, step: int, metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """The stored ones of some arrays, where these are."""
+        described = _described({name: array for name, array in arrays.items() if array.size})
+        read = read_arrays(self.folder / str(step), described, metadata.get("checksums"))
+        return {name: jax.device_put(array, arrays[name].sharding) for name, array in read.items()}
 
     def _retire(self, progress: Progress) -> None:
         """Delete what is neither among the newest nor the best.
@@ -242,10 +247,10 @@ class Checkpoints:
 
 
 def _orbax() -> Any:
-    """Orbax, imported when it is needed; it logs a failure at length, which is raised here."""
+    """Orbax, imported when it is needed; what it tells of a failure at length is raised here."""
     from orbax.checkpoint import v1
 
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    silence()
     return v1
 
 
@@ -276,6 +281,11 @@ def named_arrays(state: Any) -> dict[str, jax.Array]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         named[name] = jax.random.key_data(leaf) if _is_key(leaf) else leaf
     return named
+
+
+def _described(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Shape and dtype of arrays, as JSON can hold them."""
+    return {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
 
 
 def _is_key(leaf: Any) -> bool:

@@ -11,9 +11,10 @@ import numpy as np
 from jaxtyping import Int64
 
 from fastjax.data import Batches, BatchSource, Dataset, StreamedBatches, prepare, stream
-from fastjax.data.new_tokens import tokenizer_for
+from fastjax.data.sources import check_sources
+from fastjax.errors import ConfigError
+from fastjax.limits import MAX_STEPS
 from fastjax.training.config import TrainConfig
-from fastjax.training.origins import located
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -72,20 +73,6 @@ def load_run_data(
     return RunData(train, held_out, batches, total_steps(config, batches))
 
 
-def load_run_tokenizer(config: TrainConfig) -> "PreTrainedTokenizerFast":
-    """The tokenizer of the model, with the tokens that the run adds.
-
-    Args:
-        config: the settings.
-
-    Raises:
-        ConfigError: a model that is not to be found, or has no tokenizer that can be loaded; new tokens that it knows.
-    """
-    adapter = None if config.lora.adapter is None else located(config, "lora.adapter", weights=False).folder
-    model = located(config, "model.model_name", weights=False).folder
-    return tokenizer_for(model, config.model.new_tokens, adapter)
-
-
 def load_datasets(
     config: TrainConfig, tokenizer: "PreTrainedTokenizerFast", progress: Callable[[str], None] | None = None
 ) -> tuple[Dataset | StreamedBatches, Dataset | None]:
@@ -106,15 +93,18 @@ def load_datasets(
         OSError: a file that cannot be read.
     """
     data, length, settings = config.data, config.model.max_seq_length, config.training
+    check_sources([*data.sources("train"), *data.sources("eval")])  # before the first of them is encoded
     shared: Any = {
         "chat_template": data.chat_template,
         "loss_on": data.loss_on,
+        "special_tokens": data.special_tokens,
         "too_long": data.too_long,
         "packing": data.packing,
         "mixture_ends": data.mixture_ends,
         "seed": settings.seed,
+        "progress": progress,
     }
-    kept: Any = shared | {"cache_dir": data.cache_dir, "progress": progress}
+    kept: Any = shared | {"cache_dir": data.cache_dir}
     if any(source.streaming for source in data.sources("train")):
         size, parts = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
         train = stream(data.sources("train"), tokenizer, length, size, parts, **shared)
@@ -148,4 +138,8 @@ def total_steps(config: TrainConfig, batches: BatchSource) -> int:
     if config.training.max_steps is not None:
         return config.training.max_steps
     assert batches.steps_per_epoch is not None, "streamed data come with max_steps, which TrainConfig checks"
-    return math.ceil(config.training.num_train_epochs * batches.steps_per_epoch)
+    epochs = config.training.num_train_epochs
+    steps = math.ceil(epochs * batches.steps_per_epoch)
+    if steps > MAX_STEPS:
+        raise ConfigError(f"training.num_train_epochs: expected at most {MAX_STEPS} steps, given {steps} by {epochs:g}")
+    return steps

@@ -9,12 +9,13 @@ A row is a flat mapping, of one of three kinds. All have `step`, the number of u
 - Evaluation: `eval_loss`, `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`, and what a user's evaluation
   adds under names that begin with `eval_`.
 - Event: `event` ("saved", "save_failed", "resumed", "early_stop", "interrupted", "finished" …) and a `message` for
-  people.
+  people. "finished" has `files`, the SHA-256 of the result's weights, and `base`, fingerprints of the base model.
 
 A sink is anything with `write` and `close`; the loop knows no more of it, so a tracker is one small class.
 """
 
 import collections
+import contextlib
 import json
 import math
 import time
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple, Protocol, TextIO
 import jax
 from rich.console import Console
 
+from convert import strict_json
 from convert.files import atomic_file
 
 Row = Mapping[str, Any]
@@ -68,10 +70,11 @@ class Tolerant:
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # whatever a tracker's library raises
+        except (Exception, SystemExit) as error:  # whatever a library raises; rich, where a pipe is closed, the second
             if not self._failed:
                 message = f"warning: {self._name} fails, the run goes on without it: {type(error).__name__}: {error}"
-                self._console.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
+                with contextlib.suppress(OSError, SystemExit):  # the console may be what fails
+                    self._console.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
             self._failed = True
 
 
@@ -159,7 +162,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     if Path(path).exists():
         for line in Path(path).read_bytes().splitlines():
             try:
-                row = json.loads(line)
+                row = strict_json.parse(line.decode())
             except ValueError:  # torn in the middle of a character, or of the JSON
                 continue
             if isinstance(row, dict) and isinstance(row.get("step"), int):

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from convert.errors import ConvertError
+from convert.errors import ConvertError, shorten
 from convert.hub import Source, fetch, split
 from fastjax.errors import ConfigError
 from fastjax.training.config import TrainConfig
@@ -36,7 +36,7 @@ def located(config: TrainConfig, key: str, *, weights: bool = True) -> Source:
     except ConvertError as error:
         raise ConfigError(f"{key}: expected {_WANTED[key]}: {error}") from error
     if not source.folder.is_dir():
-        raise ConfigError(f"{key}: expected {_WANTED[key]}, given {name}, which is none")
+        raise ConfigError(f"{key}: expected {_WANTED[key]}, given {shorten(name)}, which is none")
     return source
 
 

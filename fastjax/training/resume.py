@@ -5,19 +5,22 @@ What decides the shape or meaning of the state must be equal; anything else may 
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import yaml
 from rich.console import Console
 
 from convert.checkpoint import WEIGHT_FILES
+from convert.errors import shown
+from fastjax import strict_yaml
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.training.checkpoint import Checkpoints, Progress
 from fastjax.training.config import TrainConfig
+from fastjax.training.identity import Identity
 from fastjax.training.metrics import read_rows
 from fastjax.training.run_folder import RunFolder, settings_text
+from fastjax.training.stored import METADATA, UNCHECKED_FORMAT, Unreadable
 
 #: Keys whose change makes the state another one.
 FIXED = (
@@ -34,11 +37,21 @@ FIXED = (
     "training.seed",
 )
 #: Keys that say how a run is done and shown, not what it computes.
-FREE = ("output", "training.logging_steps", "training.per_device_eval_batch_size", "data.cache_dir", "model.model_name")
+FREE = (
+    "output",
+    "training.logging_steps",
+    "training.per_device_eval_batch_size",
+    "data.cache_dir",
+    "model.model_name",
+    "model.allow_nonfinite",
+)
 #: Of these the key that the result depends on.
 CHOICE = "output.load_best_model_at_end"
 #: Read as the product, the rows of a step.
 BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
+
+
+State = TypeVar("State")
 
 
 class Earlier(NamedTuple):
@@ -46,52 +59,70 @@ class Earlier(NamedTuple):
 
     Attributes:
         where: its folder.
+        checked: whether it has checksums.
         progress: of its run.
         config: the settings of its run.
-        model: fingerprint of the base model.
-        data: fingerprint of the training data.
+        identity: fingerprints of what its run began with.
         position: how far the data were used.
     """
 
     where: Path
+    checked: bool
     progress: Progress
     config: Mapping[str, Any]
-    model: str
-    data: str
+    identity: Identity
     position: Mapping[str, Any]
 
 
-def newest(checkpoints: Checkpoints, before: int | None = None) -> Earlier | None:
-    """The newest checkpoint whose description can be read.
+def newest(checkpoints: Checkpoints, console: Console, before: int | None = None) -> Earlier | None:
+    """The newest checkpoint whose description can be read; a later one that is damaged is named.
 
     Args:
         checkpoints: of the run.
+        console: for warnings.
         before: only those of earlier steps; None: all.
 
     Raises:
         ConfigError: it is of another version of fastjax.
+        TrainingError: there are checkpoints, and all are damaged.
     """
+    damaged = []
     for step in checkpoints.steps():
         if before is not None and step >= before:
             continue
+        where = checkpoints.folder / str(step)
         try:
             found = checkpoints.metadata(step)
-        except ConfigError:
-            raise
-        except Exception:  # whatever Orbax finds wrong with what someone has damaged
+            named = {name: found[name] for name in ("config", "position")}
+            identity = Identity(found["model"], found["data"], *map(found.get, Identity._fields[2:]))
+        except Unreadable as error:
+            damaged.append(error)
             continue
-        named = {name: found[name] for name in ("config", "model", "data", "position")}
-        return Earlier(checkpoints.folder / str(step), Progress(**found["progress"]), **named)
+        except KeyError as error:  # of the format without a checksum
+            damaged.append(Unreadable(where, f"{METADATA} is damaged: {error} is missing"))
+            continue
+        for error in damaged:
+            warn(console, f"{error}; looking at the one before")
+        checked, progress = found["format"] != UNCHECKED_FORMAT, Progress(**found["progress"])
+        return Earlier(where, checked, progress, identity=identity, **named)
+    if damaged:
+        others = f"; nor can the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
+        raise TrainingError(
+            f"{damaged[0]}{others}. Name another folder, or begin again in its place "
+            "(output.overwrite_output_dir: true, without --resume)"
+        )
     return None
 
 
-def restore(checkpoints: Checkpoints, earlier: Earlier, like: Any, console: Console) -> tuple[Earlier, Any]:
+def restore(
+    checkpoints: Checkpoints, earlier: Earlier, load: Callable[[int], State], console: Console
+) -> tuple[Earlier, State]:
     """The state of a checkpoint, or of the newest before it that can be read.
 
     Args:
         checkpoints: of the run.
         earlier: the checkpoint.
-        like: a state with the arrays' shapes, dtypes and places.
+        load: reads the state of a step, or a part of it.
         console: for a warning.
 
     Returns:
@@ -103,16 +134,21 @@ def restore(checkpoints: Checkpoints, earlier: Earlier, like: Any, console: Cons
     """
     while True:
         try:
-            return earlier, checkpoints.load(earlier.progress.step, like)
-        except ConfigError:
-            raise
-        except Exception as error:
-            reason = f"{earlier.where} cannot be read: {' '.join(str(error).split())[:300]}"
-            before = newest(checkpoints, earlier.progress.step)
+            state = load(earlier.progress.step)
+        except Unreadable as error:
+            before = newest(checkpoints, console, earlier.progress.step)
             if before is None:
-                raise TrainingError(f"{reason}; there is no earlier checkpoint") from error
-            console.print(f"warning: {reason}; going on from {before.where}", style="yellow", markup=False)
+                raise TrainingError(f"{error}; there is no earlier checkpoint") from error
+            warn(console, f"{error}; going on from {before.where}")
             earlier = before
+        else:
+            if not earlier.checked:
+                warn(
+                    console,
+                    f"{earlier.where} was written without checksums, by an earlier version: damage to it, or a base "
+                    "with other values, would not be found",
+                )
+            return earlier, state
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
@@ -144,6 +180,34 @@ def finished(folder: RunFolder, config: TrainConfig) -> bool:
     return bool(rows) and rows[-1].get("event") == "finished" and _changes_of_result(folder, config) == {}
 
 
+def weight_digests(result: Path) -> dict[str, str]:
+    """SHA-256 of the files with weights in a result, by name.
+
+    Args:
+        result: a PEFT or model folder.
+    """
+    digests = {}
+    for file in sorted(
+        file for pattern in ("adapter_model.safetensors", *WEIGHT_FILES) for file in result.glob(pattern)
+    ):
+        with open(file, "rb") as stream:
+            digests[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digests
+
+
+def damage(folder: RunFolder) -> str | None:
+    """What has become of the weights that a finished run has written; None: nothing, as far as is known.
+
+    Args:
+        folder: of the run.
+    """
+    written, found = read_rows(folder.metrics)[-1].get("files") or {}, weight_digests(folder.result)
+    for name, digest in written.items():
+        if found.get(name) != digest:
+            return f"{name} is not as it was written" if name in found else f"{name} is missing"
+    return None
+
+
 def check_result(folder: RunFolder, config: TrainConfig) -> None:
     """Refuse to begin again, without a checkpoint to go on from, where an earlier result would be replaced.
 
@@ -169,7 +233,7 @@ def check_result(folder: RunFolder, config: TrainConfig) -> None:
 
 def _changes_of_result(folder: RunFolder, config: TrainConfig) -> dict[str, tuple[Any, Any]] | None:
     """What differs from the settings in a folder, but what the result does not depend on; None: there are none."""
-    old, new = folder.read_settings(), yaml.safe_load(settings_text(config))
+    old, new = folder.read_settings(), strict_yaml.parse(settings_text(config))
     if old is None:
         return None
     return {name: pair for name, pair in differences(old, new).items() if name == CHOICE or not _among(name, FREE)}
@@ -200,44 +264,17 @@ def check_settings(earlier: Earlier, new: Mapping[str, Any]) -> list[str]:
             f"{earlier.where} is a checkpoint of another configuration: {_listed(fixed)}. Go on with its own settings, "
             "or start a new run in another folder"
         )
-    return [f"{name}: {before!r} → {after!r}" for name, (before, after) in told.items()]
+    return [f"{name}: {shown(before)} → {shown(after)}" for name, (before, after) in told.items()]
 
 
-def check_identity(earlier: Earlier, model: str, data: str) -> None:
-    """Refuse to go on with another model or other data.
-
-    Args:
-        earlier: the checkpoint.
-        model: fingerprint of the run's base model.
-        data: fingerprint of its training data.
-
-    Raises:
-        ConfigError: one of them is another.
-    """
-    if earlier.model != model:
-        raise ConfigError(
-            f"model.model_name: expected the base model of {earlier.where}, given one with another config.json or "
-            "other weight files"
-        )
-    if earlier.data != data:
-        raise ConfigError(
-            f"data.train: expected the data of {earlier.where}, given other rows, of which its position says nothing; "
-            "to train on, start a new run from what was learnt (lora.adapter, or model.model_name)"
-        )
-
-
-def model_fingerprint(folder: str | Path) -> str:
-    """A short name for a model folder's contents: its config.json, and the names and sizes of its weights.
+def warn(console: Console, text: str) -> None:
+    """Print a warning.
 
     Args:
-        folder: in Hugging Face format.
+        console: where to.
+        text: the warning.
     """
-    digest = hashlib.sha256()
-    for file in sorted(f for pattern in ("config.json", *WEIGHT_FILES) for f in Path(folder).glob(pattern)):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-        if file.name == "config.json":
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def _value(settings: Mapping[str, Any], name: str) -> Any:
@@ -246,7 +283,7 @@ def _value(settings: Mapping[str, Any], name: str) -> Any:
 
 
 def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    return "; ".join(f"{name}: expected {a!r}, given {b!r}" for name, (a, b) in changed.items())
+    return "; ".join(f"{name}: expected {shown(a)}, given {shown(b)}" for name, (a, b) in changed.items())
 
 
 def _among(name: str, keys: tuple[str, ...]) -> bool:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from convert.files import remove_unfinished
+from fastjax import strict_yaml
 from fastjax.errors import ConfigError
+from fastjax.strict_yaml import YamlError
 from fastjax.training.config import TrainConfig
 
 #: What a run leaves in its folder; other files are none of ours.
@@ -64,8 +66,8 @@ class RunFolder(NamedTuple):
     def read_settings(self) -> dict[str, Any] | None:
         """The settings of the run that is in the folder, by section; None where they are not there or torn."""
         try:
-            found = yaml.safe_load(self.settings.read_text(encoding="utf-8"))
-        except (FileNotFoundError, UnicodeDecodeError, yaml.YAMLError):
+            found = strict_yaml.parse(self.settings.read_text(encoding="utf-8"))
+        except (FileNotFoundError, UnicodeDecodeError, YamlError):
             return None
         return found if isinstance(found, dict) else None
 

@@ -1,16 +1,20 @@
-"""SIGTERM and Ctrl-C as a wish that the loop grants after the step it is in."""
+"""SIGTERM, SIGHUP and Ctrl-C as a wish that the loop grants after the step it is in."""
 
+import contextlib
+import errno
 import os
 import signal
 import sys
+import termios
 import threading
 from types import FrameType, TracebackType
 
 
 class StopSignals:
-    """While it is entered, a first SIGTERM or SIGINT is noted, and a second SIGINT ends the process at once.
+    """While it is entered, a first SIGTERM, SIGHUP or SIGINT is noted, and a second SIGINT ends the process at once.
 
-    Signals reach only the main thread; entered elsewhere, nothing is caught.
+    A SIGHUP that is ignored, as under nohup, stays ignored. Where the terminal has gone away with it, what is still
+    written there is dropped. Signals reach only the main thread; entered elsewhere, nothing is caught.
 
     Attributes:
         received: the signal that was noted; None: none.
@@ -22,8 +26,9 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._note)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
@@ -36,7 +41,22 @@ class StopSignals:
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # a live line has hidden the cursor
             os._exit(128 + number)
+        if number == signal.SIGHUP:
+            _drop_lost_terminal()
         if self.received is None:
             self.received = signal.Signals(number)
             again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
-            os.write(2, f"\nfastjax: {self.received.name}: finishing the step and saving{again}\n".encode())
+            with contextlib.suppress(OSError):  # what reads it may be gone as well
+                os.write(2, f"\nfastjax: {self.received.name}: finishing the step and saving{again}\n".encode())
+
+
+def _drop_lost_terminal() -> None:
+    """Let standard output and error lead nowhere where their terminal has gone: every write would be an error."""
+    for stream in (1, 2):
+        try:
+            termios.tcgetattr(stream)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)

@@ -4,6 +4,7 @@ Both draw `train/…` and `eval/…` over the step, have the settings and the ev
 after a resumption. They are imported when they are asked for. Once a run has begun nothing that they do ends it.
 """
 
+import contextlib
 import importlib
 import json
 import math
@@ -16,12 +17,32 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from convert.errors import ConvertError, shown
 from convert.files import atomic_file, read_json
 from fastjax.errors import ConfigError
 from fastjax.training.metrics import Row, Sink, Tolerant
 
 RUN_ID_FILE = "wandb_run.json"
 """Remembers in the output folder under which id Weights & Biases knows the run."""
+
+
+#: Tracker -> the module that it needs, which is the name of its package too.
+_NEEDS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that cannot be imported, before anything is read.
+
+    Args:
+        names: as for `make_trackers`.
+
+    Raises:
+        ConfigError: one that is not known, or not installed.
+    """
+    for name in names:
+        if name not in _NEEDS:
+            raise ConfigError(f"output.report_to: expected some of {', '.join(_NEEDS)}, given {shown(name)}")
+        _import(name)
 
 
 def make_trackers(
@@ -66,7 +87,7 @@ class TensorBoard:
             config: the settings.
             resume_step: as for `make_trackers`.
         """
-        library = _import("tensorboardX", "tensorboard", "tensorboardX")
+        library = _import("tensorboard")
         purge = None if resume_step is None else resume_step + 1
         self._writer = library.SummaryWriter(str(folder / "tensorboard"), purge_step=purge, max_queue=1000)
         self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
@@ -102,11 +123,13 @@ class WeightsAndBiases:
             config: the settings.
             resume_step: as for `make_trackers`.
         """
-        library = _import("wandb", "wandb", "wandb")
+        library = _import("wandb")
         file = folder / RUN_ID_FILE
+        run_id = None
         if resume_step is not None and file.exists():
-            run_id = read_json(file)["id"]
-        else:
+            with contextlib.suppress(ConvertError):  # damaged: a new run, rather than none
+                run_id = read_json(file).get("id")
+        if not isinstance(run_id, str) or not run_id:
             run_id = uuid.uuid4().hex[:12]
             with atomic_file(file) as stream:
                 stream.write(json.dumps({"id": run_id}).encode())
@@ -149,9 +172,10 @@ def _figures(row: Row) -> dict[str, float]:
     return figures
 
 
-def _import(module: str, tracker: str, package: str) -> Any:
+def _import(tracker: str) -> Any:
+    package = _NEEDS[tracker]
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(package)
     except ImportError as error:
         raise ConfigError(
             f"output.report_to: {tracker} needs the package {package}, which cannot be imported ({error}): "

@@ -51,6 +51,7 @@ def attention(
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: PRNGKeyArray | None = None,
+    dropout_row: int | Int[Array, ""] = 0,
     return_lse: bool = False,
     implementation: str | tuple[str | None, str | None] | None = None,
 ) -> Any:
@@ -81,8 +82,9 @@ def attention(
         scale: what the logits are multiplied with, 1/√D by default.
         dropout_rate: probability with which each weight is dropped after the softmax; the others are divided by
             1 - dropout_rate.
-        dropout_key: what decides which; the same key drops the same weights in every implementation. Rows and heads are
-            counted from 0 on each device, so inside shard_map each device needs a key of its own.
+        dropout_key: what decides which; the same key drops the same weights in every implementation.
+        dropout_row: number of the first row. Rows are counted from 0 on each device: inside shard_map, with the rows
+            before a device's own here, the devices drop what one device alone would.
         return_lse: whether to return the log-sum-exp of each query's logits as well.
         implementation: "mosaic", "cudnn", "triton" or "xla" for both passes, or a pair for the forward and the backward
             pass; None: the fastest on the target that serves the call.
@@ -128,7 +130,10 @@ def attention(
     if segment_ids is not None and not NEEDS_RANGES.isdisjoint((forward, backward)):
         segment_ranges = ranges.segment_ranges(segment_ids, kv_segment_ids)
     mask = Mask(segment_ranges, segment_ids, kv_segment_ids, offset)
-    seed = None if dropout_key is None or dropout_rate == 0.0 else jax.random.bits(dropout_key, (2,), jnp.uint32)
+    seed = None
+    if dropout_key is not None and dropout_rate > 0.0:
+        heads_before = jnp.asarray(dropout_row).astype(jnp.uint32) * jnp.uint32(q.shape[2])
+        seed = jax.random.bits(dropout_key, (2,), jnp.uint32).at[0].add(heads_before)
     if sinks is not None:  # one for all devices in a checked shard_map: their gradients are summed over the devices
         axes = jax.typeof(q).mat.varying - jax.typeof(sinks).mat.varying
         sinks = jax.lax.pcast(sinks, tuple(axes), to="varying") if axes else sinks

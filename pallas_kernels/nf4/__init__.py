@@ -2,7 +2,7 @@
 
 from pallas_kernels.nf4.api import dequantize, matmul
 from pallas_kernels.nf4.codebook import DYNAMIC_MAP, NF4_VALUES
-from pallas_kernels.nf4.quantization import dequantize_absmax, quantize, quantize_absmax, reorder
+from pallas_kernels.nf4.quantization import dequantize_absmax, mean, quantize, quantize_absmax, reorder
 
 __all__ = [
     "DYNAMIC_MAP",
@@ -10,6 +10,7 @@ __all__ = [
     "dequantize",
     "dequantize_absmax",
     "matmul",
+    "mean",
     "quantize",
     "quantize_absmax",
     "reorder",

@@ -1,6 +1,7 @@
 """Weights in NF4: dequantise, and multiply by a matrix that stays packed.
 
-Implementations of the dequantisation, in order of preference; all are equal to bitsandbytes' decode to the bit:
+Implementations of the dequantisation, in order of preference; all are equal to bitsandbytes' to the bit, which decodes
+to the dtype that a checkpoint names and casts to the one that is computed in:
 
 - ``mosaic``: Hopper;
 - ``triton``: NVIDIA GPUs of compute capability 8.0 or more;
@@ -34,9 +35,13 @@ def dequantize(
     dtype: DTypeLike,
     order: str = "split",
     quant_map: Float[Array, " 16"] | None = None,
+    weight_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "out in"]:
-    """Decode a matrix: quant_map[code] · absmax in float32, rounded once to `dtype`.
+    """Decode a matrix: quant_map[code] · absmax in float32, rounded to `weight_dtype` and then to `dtype`.
+
+    A checkpoint names the dtype that its weights decode to; bitsandbytes decodes to that, whatever it computes in, and
+    casts after.
 
     The codes stand for a frozen weight: no gradient flows to `absmax` or `quant_map`.
 
@@ -47,6 +52,7 @@ def dequantize(
         dtype: bfloat16, float16 or float32.
         order: of the codes, "split" or "bitsandbytes" (`codebook` describes both).
         quant_map: the sixteen values, float32; None for NF4's own. Another one goes to XLA.
+        weight_dtype: bfloat16, float16 or float32; None for float32, which leaves one rounding.
         implementation: None, "mosaic", "triton" or "xla".
 
     Returns:
@@ -59,23 +65,29 @@ def dequantize(
     _check("nf4.dequantize", codes, absmax, shape, order, quant_map)
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(f"nf4.dequantize: dtype must be bfloat16, float16 or float32, got {jnp.dtype(dtype)}")
+    through = _through("nf4.dequantize", weight_dtype, dtype)
     codes, absmax = lax.stop_gradient((codes, absmax))
     if quant_map is not None:
         quant_map = None if _is_nf4(quant_map) else lax.stop_gradient(quant_map)
-    chosen = dispatch.select("nf4.dequantize", implementation, _candidates(shape, dtype, order, quant_map))
+    # float32 holds all that 16 bits do: there the kernel's result is rounded, and widening it is exact.
+    own = _kernel_dtype(dtype, through)
+    chosen = dispatch.select("nf4.dequantize", implementation, _candidates(shape, own, order, quant_map))
     if chosen == "xla":
-        return xla.dequantize(codes, absmax, shape=shape, dtype=dtype, order=order, quant_map=quant_map)
+        return xla.dequantize(
+            codes, absmax, shape=shape, dtype=dtype, order=order, quant_map=quant_map, through=through
+        )
+    through = None if own == through else through
     blocks = num_blocks(shape)
     codes, absmax = codes.reshape(blocks, BLOCK_BYTES), absmax.reshape(blocks)
     if chosen == "triton":
         from pallas_kernels.nf4 import triton
 
-        decoded = triton.dequantize(codes, absmax, dtype=dtype, config=config.triton_config(dtype))
+        decoded = triton.dequantize(codes, absmax, dtype=own, config=config.triton_config(own), through=through)
     else:
         from pallas_kernels.nf4 import mosaic_sm90
 
-        decoded = mosaic_sm90.dequantize(codes, absmax, dtype=dtype, config=config.mosaic_config(dtype))
-    return decoded.reshape(shape)
+        decoded = mosaic_sm90.dequantize(codes, absmax, dtype=own, config=config.mosaic_config(own), through=through)
+    return decoded.reshape(shape).astype(dtype)
 
 
 def matmul(
@@ -86,6 +98,7 @@ def matmul(
     shape: tuple[int, int],
     order: str = "split",
     quant_map: Float[Array, " 16"] | None = None,
+    weight_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows out"]:
     """Multiply by a packed matrix decoded to x's dtype, y = x Wᵀ; in the backward pass decode it again.
@@ -101,6 +114,7 @@ def matmul(
         shape: (out, in) of the matrix.
         order: of the codes.
         quant_map: as in `dequantize`.
+        weight_dtype: as in `dequantize`, before x's dtype.
         implementation: "fused", or one of the dequantisation's; in both passes. None lets each pass choose.
 
     Returns:
@@ -118,35 +132,36 @@ def matmul(
         )
     if quant_map is not None and _is_nf4(quant_map):
         quant_map = None
-    return _matmul(x, codes, absmax, quant_map, shape, order, implementation)
+    through = _through("nf4.matmul", weight_dtype, x.dtype)
+    return _matmul(x, codes, absmax, quant_map, shape, order, through, implementation)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _matmul(x, codes, absmax, quant_map, shape, order, implementation):
-    return _multiply(x, codes, absmax, quant_map, shape, order, implementation, gradient=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _matmul(x, codes, absmax, quant_map, shape, order, through, implementation):
+    return _multiply(x, codes, absmax, quant_map, shape, order, through, implementation, gradient=False)
 
 
-def _matmul_forward(x, codes, absmax, quant_map, shape, order, implementation):
-    return _matmul(x, codes, absmax, quant_map, shape, order, implementation), (codes, absmax, quant_map)
+def _matmul_forward(x, codes, absmax, quant_map, shape, order, through, implementation):
+    return _matmul(x, codes, absmax, quant_map, shape, order, through, implementation), (codes, absmax, quant_map)
 
 
-def _matmul_backward(shape, order, implementation, packed, dy):
+def _matmul_backward(shape, order, through, implementation, packed, dy):
     codes, absmax, quant_map = packed
-    dx = _multiply(dy, codes, absmax, quant_map, shape, order, implementation, gradient=True)
+    dx = _multiply(dy, codes, absmax, quant_map, shape, order, through, implementation, gradient=True)
     return dx, None, None, None
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _multiply(x, codes, absmax, quant_map, shape, order, implementation, *, gradient: bool):
+def _multiply(x, codes, absmax, quant_map, shape, order, through, implementation, *, gradient: bool):
     """X Wᵀ, or x W for the gradient."""
     rows = math.prod(x.shape[:-1])
     reason = _not_fused(rows, x.dtype, shape, order, quant_map, gradient, forced=implementation == "fused")
-    others = _candidates(shape, x.dtype, order, quant_map)
+    others = _candidates(shape, _kernel_dtype(x.dtype, through), order, quant_map)
     chosen = dispatch.select("nf4.matmul", implementation, [("fused", reason), *others])
     if chosen != "fused":
-        x, weight = _decode_when_needed(x, codes, absmax, quant_map, shape, order, chosen)
+        x, weight = _decode_when_needed(x, codes, absmax, quant_map, shape, order, through, chosen)
         return _product(x, weight, contract_rows_of_weight=gradient)
     from pallas_kernels.nf4 import mosaic_sm90
 
@@ -155,14 +170,14 @@ def _multiply(x, codes, absmax, quant_map, shape, order, implementation, *, grad
     cores = dispatch.target().num_cores or mosaic_sm90.CORES
     sizes = config.product_config(rows, shape, gradient, cores)
     if isinstance(sizes, config.FewTokensConfig):
-        found = mosaic_sm90.few_tokens(*matrix, config=sizes)
+        found = mosaic_sm90.few_tokens(*matrix, config=sizes, through=through)
     else:
         kernel = mosaic_sm90.fused if isinstance(sizes, config.FusedConfig) else mosaic_sm90.in_registers
-        found = kernel(*matrix, gradient=gradient, config=sizes, cores=cores)
+        found = kernel(*matrix, gradient=gradient, config=sizes, cores=cores, through=through)
     return found.reshape(*x.shape[:-1], found.shape[-1])
 
 
-def _decode_when_needed(x, codes, absmax, quant_map, shape, order, implementation):
+def _decode_when_needed(x, codes, absmax, quant_map, shape, order, through, implementation):
     """Decode the matrix to x's dtype, but no earlier than x is there; returns x and the matrix.
 
     If it depended on the packed weight alone, the compiler could decode all layers' matrices at the start (XLA does, in
@@ -172,7 +187,14 @@ def _decode_when_needed(x, codes, absmax, quant_map, shape, order, implementatio
     """
     absmax, x = lax.optimization_barrier((absmax, x))
     weight = dequantize(
-        codes, absmax, shape=shape, dtype=x.dtype, order=order, quant_map=quant_map, implementation=implementation
+        codes,
+        absmax,
+        shape=shape,
+        dtype=x.dtype,
+        order=order,
+        quant_map=quant_map,
+        weight_dtype=through,
+        implementation=implementation,
     )
     # XLA must not fuse a decode of its own into the product: that GEMM is several times slower than the two in turn.
     return x, lax.optimization_barrier(weight)
@@ -230,6 +252,21 @@ def _not_fused(rows: int, dtype, shape, order: str, quant_map, gradient: bool, *
     if rows > (most := config.most_rows(shape, gradient)) and not forced:
         return f"with more than {most} rows it is faster to decode first, x has {rows}"
     return None
+
+
+def _through(op: str, weight_dtype, dtype) -> str | None:
+    """The dtype that values are rounded to before `dtype`, where that is another rounding."""
+    if weight_dtype is None:
+        return None
+    name = jnp.dtype(weight_dtype).name
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"{op}: weight_dtype must be bfloat16, float16 or float32, got {name}")
+    return None if name in ("float32", jnp.dtype(dtype).name) else name
+
+
+def _kernel_dtype(dtype, through: str | None):
+    """What a kernel decodes to."""
+    return through if through is not None and jnp.dtype(dtype) == jnp.float32 else dtype
 
 
 def _is_nf4(quant_map) -> bool:

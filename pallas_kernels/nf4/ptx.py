@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.nf4.codebook import NF4_VALUES
+from pallas_kernels.rounding import round_through
 
 HALVES = ("low", "high")
 #: dtype of the result: (its 32-bit registers for four elements, their LLVM constraint).
@@ -29,7 +30,7 @@ _CONVERT = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
 
 
 @functools.cache
-def lookup(dtype: str, halves: tuple[str, ...]) -> str:
+def lookup(dtype: str, halves: tuple[str, ...], through: str | None = None) -> str:
     """Assembly that decodes one 32-bit word of codes in the split order.
 
     Operands: the results, four elements of each wanted half in order, in RESULTS[dtype] registers each; the word; the
@@ -38,6 +39,7 @@ def lookup(dtype: str, halves: tuple[str, ...]) -> str:
     Args:
         dtype: "bfloat16", "float16" or "float32".
         halves: which elements to produce: "low" (of the low nibbles), "high", or both in this order.
+        through: dtype that products are rounded to before a 16-bit `dtype`; None for none.
 
     Returns:
         PTX in braces, for LLVM inline assembly.
@@ -45,7 +47,7 @@ def lookup(dtype: str, halves: tuple[str, ...]) -> str:
     count = RESULTS[dtype][0]
     word = len(halves) * count
     lines = [f"mov.f32 x, ${word + 1};"]
-    lines += _float32_planes() if dtype == "float32" else _scaled_planes(_CONVERT[dtype])
+    lines += _float32_planes() if dtype == "float32" else _scaled_planes(_CONVERT[dtype], through)
     return _select(lines, word, 4 if dtype == "float32" else 2, halves)
 
 
@@ -61,7 +63,7 @@ def lookup_in_planes() -> str:
 
 
 @functools.cache
-def shared_planes(dtype: str) -> str:
+def shared_planes(dtype: str, through: str | None = None) -> str:
     """Assembly that makes the table of a block which four neighbouring lanes decode: each lane a fourth of it.
 
     Operands: the eight registers of the table, low bytes first; the block's absmax and four of the values of NF4, by
@@ -69,14 +71,16 @@ def shared_planes(dtype: str) -> str:
 
     Args:
         dtype: "bfloat16" or "float16".
+        through: as in `lookup`.
     """
     lines = [f"mul.rn.f32 f{index}, $8, ${9 + index};" for index in range(4)]
+    lines += [line for pair in range(2) for line in _rounded(f"f{2 * pair}", f"f{2 * pair + 1}", through)]
     lines += [f"{_CONVERT[dtype]} p{pair}, f{2 * pair + 1}, f{2 * pair};" for pair in range(2)]
     for plane, selector in enumerate(("0x6420", "0x7531")):
         lines += [f"prmt.b32 own, p0, p1, {selector};"]
         # Of the four lanes that differ in the lowest two bits.
         lines += [f"shfl.sync.idx.b32 ${4 * plane + lane}, own, {lane}, 0x1c03, 0xffffffff;" for lane in range(4)]
-    return "{ .reg .f32 f<4>; .reg .b32 p<2>, own; " + " ".join(lines) + " }"
+    return "{ .reg .f32 f<4>; .reg .b32 p<2>, own, a, b; .reg .b16 h0, h1; " + " ".join(lines) + " }"
 
 
 def _select(lines: list[str], word: int, planes: int, halves: tuple[str, ...]) -> str:
@@ -104,26 +108,47 @@ def _select(lines: list[str], word: int, planes: int, halves: tuple[str, ...]) -
     registers = [f"q{plane}_{index}" for plane in range(planes) for index in range(4)]
     registers += [f"v{plane}_{part}" for plane in range(planes) for part in range(2)]
     names = ", ".join(["w", "s0", "s1", "t0", "t1", "a", "b", *registers])
-    return "{ .reg .b32 " + names + "; .reg .b32 p<8>; .reg .f32 x, f0, f1; " + " ".join(lines) + " }"
+    return "{ .reg .b32 " + names + "; .reg .b32 p<8>; .reg .b16 h0, h1; .reg .f32 x, f0, f1; " + " ".join(lines) + " }"
 
 
 def lookup_in_jax(
-    codes: UInt8[Array, "blocks bytes"], absmax: Float[Array, "blocks 1"], dtype: DTypeLike, half: str
+    codes: UInt8[Array, "blocks bytes"],
+    absmax: Float[Array, "blocks 1"],
+    dtype: DTypeLike,
+    half: str,
+    through: str | None = None,
 ) -> Float[Array, "blocks bytes"]:
     """What `lookup` computes, for interpreters that cannot run assembly."""
     nibbles = codes & jnp.uint8(15) if half == "low" else codes >> jnp.uint8(4)
     values = jnp.zeros(codes.shape, jnp.float32)
     for code, value in enumerate(NF4_VALUES.tolist()):
         values = jnp.where(nibbles == code, value, values)
-    return (values * absmax).astype(dtype)
+    return round_through(values * absmax, through).astype(dtype)
 
 
-def _scaled_planes(convert: str) -> list[str]:
+def _rounded(first: str, second: str, through: str | None) -> list[str]:
+    """Two float32 registers, rounded to the values of a 16-bit dtype."""
+    if through is None:
+        return []
+    lines = [f"{_CONVERT[through]} a, {second}, {first};"]
+    if through == "bfloat16":
+        return [
+            *lines,
+            "and.b32 b, a, 0xffff0000;",
+            "shl.b32 a, a, 16;",
+            f"mov.b32 {first}, a;",
+            f"mov.b32 {second}, b;",
+        ]
+    return [*lines, "mov.b32 {h0, h1}, a;", f"cvt.f32.f16 {first}, h0;", f"cvt.f32.f16 {second}, h1;"]
+
+
+def _scaled_planes(convert: str, through: str | None) -> list[str]:
     """q0_i and q1_i: low and high bytes of the sixteen rounded products, four to a register."""
     lines = []
     for pair in range(8):
         first, second = (f"0f{bits:08X}" for bits in NF4_VALUES[2 * pair : 2 * pair + 2].view(np.uint32).tolist())
-        lines += [f"mul.rn.f32 f0, x, {first};", f"mul.rn.f32 f1, x, {second};", f"{convert} p{pair}, f1, f0;"]
+        lines += [f"mul.rn.f32 f0, x, {first};", f"mul.rn.f32 f1, x, {second};"]
+        lines += [*_rounded("f0", "f1", through), f"{convert} p{pair}, f1, f0;"]
     for index in range(4):
         first, second = f"p{2 * index}", f"p{2 * index + 1}"
         lines += [f"prmt.b32 q0_{index}, {first}, {second}, 0x6420;"]

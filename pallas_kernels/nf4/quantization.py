@@ -1,7 +1,7 @@
 """Weights to NF4, bit for bit as bitsandbytes does it on a CPU; everything runs under jit, on any device.
 
 XLA contracts a product and a sum that it fuses to one instruction with one rounding. Where bitsandbytes rounds twice,
-`_rounded` keeps the two apart.
+`rounding.kept` keeps the two apart.
 """
 
 import functools
@@ -19,7 +19,9 @@ from pallas_kernels.nf4.codebook import (
     NF4_VALUES,
     ORDERS,
 )
+from pallas_kernels.rounding import kept
 
+_BRANCHES = 16
 # What bitsandbytes records for a last, partial block of zeros. It is subnormal; XLA's CPU code flushes those to zero in
 # float arithmetic, a choice between two floats included, so the choice is made between bits.
 _SMALLEST_PARTIAL_ABSMAX = np.float32(1e-38).view(np.int32)
@@ -106,24 +108,51 @@ def quantize_absmax(
 
     Args:
         absmax: float32, flat.
-        offset: what is taken off first; None for the mean. (The order of a mean's additions is not part of the format:
-            codes equal bitsandbytes' for an equal offset.)
+        offset: what is taken off first; None for their `mean`. (The order of a mean's additions is not part of the
+            format: codes equal bitsandbytes' for an equal offset.)
 
     Returns:
         codes: uint8, one a scale.
         nested_absmax: float32 [ceil(blocks / 256)].
         offset: float32 scalar.
     """
-    offset = jnp.mean(absmax) if offset is None else jnp.asarray(offset, jnp.float32)
+    offset = mean(absmax) if offset is None else jnp.asarray(offset, jnp.float32)
     centred = absmax - offset[None]
     padded = jnp.pad(centred, (0, -absmax.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
     nested_absmax = jnp.max(jnp.abs(padded), axis=1)
-    scaled = _rounded(padded * _reciprocal(nested_absmax)[:, None], offset)
+    scaled = kept(padded * _reciprocal(nested_absmax)[:, None], offset != offset)
     scaled = jnp.clip(scaled, -1.0, 1.0)
-    grid = _rounded((scaled + 1.0) * 0.5 * 65535.0, offset) + 0.5
+    grid = kept((scaled + 1.0) * 0.5 * 65535.0, offset != offset) + 0.5
     codes = jnp.asarray(_nearest_on_grid())[grid.astype(jnp.int32)]
     codes = jnp.where(nested_absmax[:, None] == 0, jnp.uint8(0), codes)
     return codes.reshape(-1)[: absmax.size], nested_absmax, offset
+
+
+def mean(scales: Float[Array, " blocks"]) -> Float[Array, ""]:
+    """The mean of scales, in a fixed order: equal bits on every device, and to `convert.formats.nf4.mean`.
+
+    The sum has two float32 numbers, the second for what the first cannot hold (Knuth's two-sum), and is taken in a tree
+    of 16 branches; it is rounded to float32 once and then divided.
+
+    Args:
+        scales: float32, none below 0; finite.
+    """
+    # A power of two, so that no sum of fewer than 2²⁸ scales overflows.
+    unit = jnp.where(jnp.max(scales) > 2.0**99, jnp.float32(2.0**-28), jnp.float32(1))
+    high, low = scales * unit[None], jnp.zeros_like(scales)
+    while high.size > 1:
+        columns = -(-high.size // _BRANCHES)
+        padding = (0, columns * _BRANCHES - high.size)
+        parts = [jnp.pad(part, padding).reshape(_BRANCHES, columns) for part in (high, low)]
+        high, low = parts[0][0], parts[1][0]
+        for branch in range(1, _BRANCHES):
+            more, rest = parts[0][branch], parts[1][branch]
+            total = high + more
+            added = total - high
+            low = low + (rest + ((high - (total - added)) + (more - added)))
+            high = total
+    # Divided by a constant XLA would multiply by its reciprocal.
+    return (high + low)[0] / kept(jnp.float32(scales.size), unit != unit) / unit
 
 
 def dequantize_absmax(
@@ -154,7 +183,7 @@ def dequantize_absmax(
     flat = quantized.reshape(-1)
     padded = jnp.pad(flat, (0, -flat.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
     values = nested_quant_map.at[padded.astype(jnp.int32)].get(mode="promise_in_bounds")
-    scaled = _rounded(values * nested_absmax.reshape(-1, 1), offset)
+    scaled = kept(values * nested_absmax.reshape(-1, 1), offset != offset)
     return (scaled + offset.reshape(1, 1)).reshape(-1)[: flat.size].reshape(quantized.shape)
 
 
@@ -170,17 +199,6 @@ def _reciprocal(absmax: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def _or_smallest(absmax: Float[Array, "1"]) -> Float[Array, "1"]:
     bits = jnp.where(absmax > 0, jax.lax.bitcast_convert_type(absmax, jnp.int32), _SMALLEST_PARTIAL_ABSMAX)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _rounded(x: Float[Array, "..."], witness: Float[Array, ""]) -> Float[Array, "..."]:
-    """x, rounded to float32 whatever follows: its bits plus an integer zero that the compiler cannot know to be zero.
-
-    The zero is "witness is NaN". An optimization_barrier does not do on every supported version (XLA's CPU compiler of
-    jax 0.10.2 drops it before it fuses), and a reduce_precision to float32 is removed as an identity.
-    """
-    unknown_zero = (witness != witness).astype(jnp.int32)
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32) + unknown_zero
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 

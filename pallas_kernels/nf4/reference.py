@@ -6,6 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, NF4_VALUES
+from pallas_kernels.rounding import round_through
 
 
 def unpack(codes: UInt8[Array, "..."], size: int, order: str) -> UInt8[Array, " size"]:
@@ -36,8 +37,9 @@ def dequantize(
     dtype: DTypeLike,
     order: str,
     quant_map: Float[Array, " 16"] | None = None,
+    through: str | None = None,
 ) -> Float[Array, "out in"]:
-    """quant_map[code] · absmax of the element's block in float32, rounded once to `dtype`.
+    """quant_map[code] · absmax of the element's block in float32, rounded to `through` if given, then to `dtype`.
 
     Args:
         codes: uint8, packed, flat or in any shape.
@@ -46,9 +48,10 @@ def dequantize(
         dtype: of the result.
         order: "bitsandbytes" or "split".
         quant_map: the sixteen values, float32; NF4's by default.
+        through: the dtype that the weight decodes to, "bfloat16" or "float16", if another than `dtype`.
     """
     size = shape[0] * shape[1]
     table = jnp.asarray(NF4_VALUES if quant_map is None else quant_map)
     values = table[unpack(codes, size, order).astype(jnp.int32)]
     scales = absmax.reshape(-1)[np.arange(size) // BLOCK]
-    return (values * scales).astype(dtype).reshape(shape)
+    return round_through(values * scales, through).astype(dtype).reshape(shape)

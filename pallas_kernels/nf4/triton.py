@@ -20,13 +20,14 @@ from pallas_kernels.nf4.config import TritonConfig
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("dtype", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "config", "through", "interpret"))
 def dequantize(
     codes: UInt8[Array, "blocks 32"],
     absmax: Float[Array, " blocks"],
     *,
     dtype: DTypeLike,
     config: TritonConfig,
+    through: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "blocks 64"]:
     """Decode whole blocks.
@@ -36,12 +37,13 @@ def dequantize(
         absmax: float32.
         dtype: bfloat16, float16 or float32.
         config: block sizes.
+        through: dtype that values are rounded to before a 16-bit `dtype`; None for none.
         interpret: run on any device, in jax.numpy.
     """
     compat.silence_triton_deprecation()
     blocks = absmax.size
     return pl.pallas_call(
-        functools.partial(_kernel, interpret=interpret),
+        functools.partial(_kernel, through=through, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((blocks, BLOCK), dtype),
         grid=(pl.cdiv(blocks, config.blocks),),
         in_specs=[
@@ -55,19 +57,19 @@ def dequantize(
     )(codes, absmax)
 
 
-def _kernel(codes_ref, absmax_ref, out_ref, *, interpret: bool):
+def _kernel(codes_ref, absmax_ref, out_ref, *, through: str | None, interpret: bool):
     decode = ptx.lookup_in_jax if interpret else _look_up
     codes, absmax = codes_ref[...], absmax_ref[...][:, None]
-    out_ref[:, :BLOCK_BYTES] = decode(codes, absmax, out_ref.dtype, "low")
-    out_ref[:, BLOCK_BYTES:] = decode(codes, absmax, out_ref.dtype, "high")
+    out_ref[:, :BLOCK_BYTES] = decode(codes, absmax, out_ref.dtype, "low", through)
+    out_ref[:, BLOCK_BYTES:] = decode(codes, absmax, out_ref.dtype, "high", through)
 
 
-def _look_up(codes, absmax, dtype, half):
+def _look_up(codes, absmax, dtype, half, through):
     name = jnp.dtype(dtype).name
     count, constraint = ptx.RESULTS[name]
     constraints = [f"={constraint}"] * count + ["r"] + ["f"] * 4  # four codes a word, so absmax comes four times
     [decoded] = pltriton.elementwise_inline_asm(
-        ptx.lookup(name, (half,)),
+        ptx.lookup(name, (half,), through),
         args=[codes, jnp.broadcast_to(absmax, codes.shape)],
         constraints=",".join(constraints),
         pack=4,

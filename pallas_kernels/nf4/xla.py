@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, NF4_VALUES, num_blocks
+from pallas_kernels.rounding import round_through
 
 
 def dequantize(
@@ -19,6 +20,7 @@ def dequantize(
     dtype: DTypeLike,
     order: str,
     quant_map: Float[Array, " 16"] | None = None,
+    through: str | None = None,
 ) -> Float[Array, "out in"]:
     """The matrix that the codes stand for; arguments as in the api, already checked."""
     size, blocks = shape[0] * shape[1], num_blocks(shape)
@@ -34,5 +36,5 @@ def dequantize(
     else:
         nibbles = (codes.reshape(blocks, 1, BLOCK_BYTES) >> shifts.reshape(1, 2, 1)) & jnp.uint8(15)
     values = table.at[nibbles.astype(jnp.int32)].get(mode="promise_in_bounds")
-    decoded = (values * absmax.reshape(blocks, 1, 1)).astype(dtype).reshape(-1)
+    decoded = round_through(values * absmax.reshape(blocks, 1, 1), through).astype(dtype).reshape(-1)
     return (decoded if size == blocks * BLOCK else decoded[:size]).reshape(shape)

@@ -57,7 +57,8 @@ def test_written_settings_are_read_back():
     written = config_to_json(config)
     assert written["peft_type"] == "LORA" and written["inference_mode"] and written["bias"] == "none"
     back = config_from_json(json.loads(json.dumps(written)), "adapter_config.json")
-    assert back == dataclasses.replace(config, inference_mode=True)
+    # PEFT starts an adapter anew before it loads one, and not every start is harmless
+    assert back == dataclasses.replace(config, inference_mode=True, init_lora_weights=True)
 
 
 def test_fields_that_are_off_are_accepted():

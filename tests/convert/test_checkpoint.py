@@ -146,6 +146,12 @@ def test_an_index_that_points_elsewhere(sharded, shard):
         open_checkpoint(sharded)
 
 
+def test_an_index_that_names_a_shard_too_long_for_a_file(sharded):
+    edit_index(sharded, lambda index: index["weight_map"].update(a=f"{'s' * 300}.safetensors"))
+    with pytest.raises(ConvertError, match="weight_map: expected every shard beside the index, missing s{50}"):
+        open_checkpoint(sharded)
+
+
 @pytest.mark.parametrize("weight_map", [None, {}, [], "a"])
 def test_an_index_without_a_map(sharded, weight_map):
     edit_index(sharded, lambda index: index.update(weight_map=weight_map))

@@ -143,3 +143,14 @@ def test_folders_and_files_get_ordinary_permissions(tmp_path):
 def test_bytes_that_are_no_json_object(raw):
     with pytest.raises(ConvertError, match="some/file: part"):
         parse_json(raw, "some/file", "part")
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path):
+    (tmp_path / "there").mkdir()
+    real, link = tmp_path / "there" / "real", tmp_path / "link"
+    link.symlink_to(real)
+    for text in (b"1", b"2"):
+        with atomic_file(link) as stream:
+            stream.write(text)
+        assert link.is_symlink() and real.read_bytes() == text
+    assert [path.name for path in real.parent.iterdir()] == ["real"]

@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from convert.checkpoint import write_checkpoint
 from convert.errors import ConvertError
-from convert.gguf import export_gguf
+from convert.gguf import _Plan, export_gguf
 from convert.gguf_header import read_gguf_header
 from convert.gguf_vocabulary import read_vocabulary
+from convert.unfinished import Unfinished
+from convert.weights import open_weights
 from tests.support.gguf_models import TEMPLATE, write_model
 
 gguf = pytest.importorskip("gguf")
@@ -302,3 +305,104 @@ def test_no_bytes_crash_the_reader(tmp_path_factory, data):
         read_gguf_header(file)
     except ConvertError as error:
         assert str(file) in str(error)
+
+
+@pytest.mark.parametrize("type", ["f32", "f16", "q8_0", "q4_0", "q5_1"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+def test_values_that_are_not_finite_or_that_the_type_cannot_hold(model, tmp_path, type, value):
+    folder, arrays = model()
+    rows = {row.path: row.name for row in open_weights(folder).rows.values()}
+    tensors = {rows[path]: array.astype(np.float32) for path, array in arrays.items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][5, 5] = value
+    config = json.loads((folder / "config.json").read_text())
+    write_checkpoint(folder, tensors.items(), config)
+    if type == "f32" and np.isfinite(value):
+        export_gguf(folder, tmp_path / "m.gguf", type=type)
+        return
+    with pytest.raises(ConvertError, match=f"{name}: expected finite values, got NaN or infinity .in the file, or"):
+        export_gguf(folder, tmp_path / "m.gguf", type=type)
+    assert not (tmp_path / "m.gguf").exists()
+    export_gguf(folder, tmp_path / "m.gguf", type=type, allow_nonfinite=True)
+
+
+@pytest.fixture
+def interrupted(model, tmp_path, monkeypatch):
+    """A function that exports, and stops as a kill would when a tensor is reached; the names of what was computed."""
+    monkeypatch.setattr("convert.gguf_file._FLUSH", 1)
+    folder, _ = model()
+    made, values = [], _Plan._values
+
+    def stop_at(last):
+        def watched(plan, name, path):
+            if name == last:
+                raise KeyboardInterrupt
+            made.append(name)
+            return values(plan, name, path)
+
+        monkeypatch.setattr(_Plan, "_values", watched)
+        try:
+            return export_gguf(folder, tmp_path / "m.gguf", type="q8_0")
+        except KeyboardInterrupt:
+            return None
+
+    export_gguf(folder, tmp_path / "whole.gguf", type="q8_0")
+    return stop_at, made
+
+
+def test_an_interrupted_export_goes_on_where_it_was(interrupted, tmp_path):
+    stop_at, made = interrupted
+    assert stop_at("blk.1.attn_norm.weight") is None and not (tmp_path / "m.gguf").exists()
+    first = list(made)
+    assert len(first) > 5 and "token_embd.weight" in first
+    made.clear()
+    result = stop_at(None)
+    assert result.kept == len(first) and not set(first) & set(made)
+    assert (tmp_path / "m.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "model", "whole.gguf"]
+
+
+@pytest.mark.parametrize("change", ["a byte", "cut short", "gone", "journal", "settings", "source"])
+def test_what_is_not_as_it_was_is_written_anew(interrupted, tmp_path, change):
+    stop_at, made = interrupted
+    stop_at("blk.1.attn_norm.weight")
+    home = tmp_path / ".m.gguf.converting"
+    part = home / "file.part"
+    raw = bytearray(part.read_bytes())
+    if change == "a byte":
+        raw[len(raw) // 2] ^= 1
+        part.write_bytes(raw)
+    elif change == "cut short":
+        part.write_bytes(raw[: len(raw) // 2])
+    elif change == "gone":
+        part.unlink()
+    elif change == "journal":
+        (home / "tensors.json").write_text('{"records": [3]}')
+    elif change == "settings":
+        (home / "made_from.json").write_text('{"settings": ["f16"]}')
+    else:
+        file = tmp_path / "model" / "config.json"
+        file.write_text(file.read_text() + "\n")
+    made.clear()
+    assert stop_at(None).kept == 0
+    assert (tmp_path / "m.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert not home.exists()
+
+
+def test_another_export_into_the_same_file_waits_for_none(interrupted, tmp_path):
+    stop_at, _ = interrupted
+    with Unfinished(tmp_path / "m.gguf").claimed(), pytest.raises(ConvertError, match="another process is converting"):
+        stop_at(None)
+
+
+def test_a_link_to_a_file_stays_a_link(model, tmp_path):
+    folder, _ = model()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "real.gguf").write_bytes(b"old")
+    (tmp_path / "m.gguf").symlink_to(tmp_path / "there" / "real.gguf")
+    with pytest.raises(ConvertError, match="m.gguf: file: expected a new one"):
+        export_gguf(folder, tmp_path / "m.gguf")
+    export_gguf(folder, tmp_path / "m.gguf", force=True)
+    assert (tmp_path / "m.gguf").is_symlink()
+    assert read_gguf_header(tmp_path / "there" / "real.gguf").tensors
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["real.gguf"]

@@ -108,3 +108,11 @@ def test_a_hub_that_does_not_answer(cache, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     with pytest.raises(ConvertError, match=r"the hub does not answer: \[Errno 111\].*; HF_HUB_OFFLINE=1 takes what"):
         fetch("org/model")
+
+
+@pytest.mark.parametrize("name", ["x" * 10_000, f"org/{'x' * 10_000}", "a\0b", "org/a\0b"])
+def test_names_that_cannot_be_any(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConvertError) as error:
+        fetch(name)
+    assert len(str(error.value)) < 800

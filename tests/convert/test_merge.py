@@ -325,9 +325,12 @@ def test_values_that_are_not_finite_are_refused_and_reported(make_folder, tmp_pa
     with pytest.raises(ConvertError, match=message):
         merge(folder, tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
-    if where != "adapter":
-        result = merge(folder, tmp_path / "adapter", tmp_path / "out", allow_nonfinite=True)
-        assert result.written.nonfinite == [name]
+    result = merge(folder, tmp_path / "adapter", tmp_path / "out", allow_nonfinite=True)
+    assert result.written.nonfinite == [name]
+    if where == "base":
+        for allow in (False, True):
+            with pytest.raises(ConvertError, match=f"{name}: expected finite values.*NF4 cannot hold them"):
+                merge(folder, tmp_path / "adapter", tmp_path / "4", base_in_nf4=True, allow_nonfinite=allow)
 
 
 @pytest.mark.parametrize(

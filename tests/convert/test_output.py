@@ -16,8 +16,7 @@ import pytest
 from convert import shard, unfinished
 from convert.checkpoint import open_checkpoint, write_config
 from convert.errors import ConvertError
-from convert.output import Job, Part, is_finite, write_folder
-from convert.tensor_file import DTYPES
+from convert.output import Job, Part, write_folder
 
 
 def job(name, size=1000, *, fail=None, made=None):
@@ -207,18 +206,6 @@ def test_faults_of_jobs(tmp_path):
         write(tmp_path / "c", [wrong])
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_finite(name):
-    dtype = DTYPES[name]
-    values = np.array([1, 2, 2, 1]).astype(dtype)
-    assert is_finite(values) and is_finite(values[:0])
-    if dtype.kind not in "iub" and name not in ("F8_E4M3", "F8_E8M0"):
-        assert not is_finite(np.array([0, np.inf, 1]).astype(dtype))
-        assert not is_finite(np.array([0, -np.inf, 1]).astype(dtype))
-    if dtype.kind not in "iub":
-        assert not is_finite(np.array([1, np.nan, 1]).astype(dtype))
-
-
 SLOW = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
@@ -253,3 +240,19 @@ def test_killed_again_and_again(tmp_path, pytestconfig):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "llama"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["a folder", "nothing yet"])
+def test_a_link_to_a_folder_stays_a_link(tmp_path, there):
+    (tmp_path / "deep").mkdir()
+    real, link = tmp_path / "deep" / "real", tmp_path / "out"
+    if there:
+        write(real, [job("old")])
+    link.symlink_to(real)
+    if there:
+        with pytest.raises(ConvertError, match="real: folder: expected a new one"):
+            write(link, five())
+    write(link, five(), force=there)
+    assert link.is_symlink() and not real.is_symlink()
+    assert set(open_checkpoint(real).names) == {f"t{number}" for number in range(5)}
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["real"]

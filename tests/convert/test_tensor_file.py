@@ -83,7 +83,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"w": ENTRY, "v": ENTRY}, r"data_offsets: expected offset"),
         ({"w": 3}, "w: expected an object with dtype, shape and data_offsets, got 3"),
         ({"__metadata__": {"a": 1}, "w": ENTRY}, "__metadata__: expected an object of strings"),
-        (b'{"w":1,"w":2}', "header: the same key twice: w"),
+        (b'{"w":1,"w":2}', "header: expected a JSON object: the same key twice: w"),
         (b"\xff\xfe", "header: expected a JSON object"),
         (b"[]", "header: expected a JSON object, got"),
         ({}, "size: expected 10 bytes from the header.*got '18 bytes'"),

@@ -14,7 +14,7 @@ from convert.checkpoint import INDEX, open_checkpoint, write_checkpoint
 from convert.errors import ConvertError
 from convert.families import Family, Ignored, Row, Transform, family_for
 from convert.formats import nf4
-from convert.weights import open_weights, save, stream, stream_formats
+from convert.weights import open_weights, save, stream
 
 
 def quantized(folder, *, nested=True, keep=(), **options):
@@ -28,6 +28,11 @@ def quantized(folder, *, nested=True, keep=(), **options):
     target = folder.parent / f"{folder.name}-nf4"
     save(target, tensors(), source=folder)
     return target
+
+
+def formats_of(folder):
+    opened = open_weights(folder)
+    return {path: opened.format(path) for path in opened.rows}
 
 
 def files(folder):
@@ -72,7 +77,7 @@ def test_a_folder_comes_back_byte_for_byte(make_folder, tmp_path, dtype, shards)
 def test_an_nf4_folder_comes_back_byte_for_byte(make_folder, tmp_path, nested, storage_dtype):
     folder, _ = make_folder()
     packed = quantized(folder, nested=nested, storage_dtype=storage_dtype)
-    formats = stream_formats(packed)
+    formats = formats_of(packed)
     assert formats["layers.1.mlp.up_proj.weight"] == ("nf4-nested" if nested else "nf4")
     assert formats["lm_head.weight"] == formats["layers.1.mlp.up_proj.bias"] == "bfloat16"
     save(tmp_path / "back", stream(packed), source=packed)
@@ -87,7 +92,7 @@ def test_an_nf4_folder_comes_back_byte_for_byte(make_folder, tmp_path, nested, s
 def test_dynamic_folders_are_decided_tensor_by_tensor(make_folder, tmp_path):
     folder, _ = make_folder()
     packed = quantized(folder, keep=("layers.1.self_attn.q_proj", "layers.2.mlp"))
-    kinds = stream_formats(packed)
+    kinds = formats_of(packed)
     assert kinds["layers.1.self_attn.q_proj.weight"] == kinds["layers.2.mlp.up_proj.weight"] == "bfloat16"
     assert kinds["layers.0.self_attn.q_proj.weight"] == "nf4-nested"
     quantization = json.loads((packed / "config.json").read_text())["quantization_config"]
@@ -107,7 +112,7 @@ def test_dequantising_drops_the_quantization_config(make_folder, tmp_path):
     plain = ((path, value if isinstance(value, np.ndarray) else nf4.decode(value)) for path, value in stream(packed))
     save(tmp_path / "plain", plain, source=packed)
     assert json.loads((tmp_path / "plain" / "config.json").read_text()) == open_checkpoint(folder).config
-    assert set(stream_formats(tmp_path / "plain").values()) == {"bfloat16"}
+    assert set(formats_of(tmp_path / "plain").values()) == {"bfloat16"}
 
 
 def test_the_parts_of_an_nf4_weight_share_a_shard(make_folder, tmp_path):
@@ -274,7 +279,7 @@ def test_formats_are_told_without_reading_tensors(make_folder, monkeypatch):
     folder, _ = make_folder()
     packed = quantized(folder)
     monkeypatch.setattr("convert.checkpoint.read_tensor", None)
-    assert len(stream_formats(packed)) == len(open_weights(packed).rows)
+    assert len(formats_of(packed)) == len(open_weights(packed).rows)
 
 
 def test_a_tensor_from_elsewhere_gets_its_state_made(make_folder, tmp_path):

@@ -1,13 +1,14 @@
 """A model saved merged says what it said with its adapter, over each kind of base."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from convert.quantize import quantize
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from tests.support import tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 #: float32, logits of a few units; over a 4-bit base the merged weights are rounded to float32 too.
 TOLERANCE = 1e-4
 
@@ -26,6 +27,27 @@ def test_merged_is_base_plus_adapter(tmp_path, load_in_4bit):
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
     assert np.abs(tiny.logits(base, tokens) - expected).max() > 1000 * TOLERANCE, "the adapter does nothing"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "merged"]
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_a_16_bit_base_in_4_bits_is_the_same_model_however_it_got_there(tmp_path, dtype):
+    """Quantised as it was read or by `convert quantize`, decoded, merged: in float32 too, what was trained is kept."""
+    config = tiny.config(hidden_size=64, intermediate_size=128, tie_word_embeddings=True, dtype=np.dtype(dtype).name)
+    arrays = {name: array.astype(dtype) for name, array in tiny.arrays(config).items()}
+    folder = tiny.write_folder(tmp_path / "base", config, arrays)
+    base = tiny.model(folder, config, load_in_4bit=True)
+    quantize(folder, tmp_path / "packed")
+    tokens = np.stack(tiny.documents(config, (40, 40)))
+    expected = tiny.logits(base, tokens)
+    np.testing.assert_array_equal(
+        tiny.logits(tiny.model(tmp_path / "packed", config, load_in_4bit=True), tokens), expected
+    )
+    decoded = tiny.logits(tiny.model(tmp_path / "packed", config), tokens)
+    np.testing.assert_allclose(decoded, expected, rtol=0, atol=TOLERANCE)
+    ours = tiny.adapted(base, target_modules=["q_proj", "down_proj"])
+    merged = ours.save_pretrained_merged(tmp_path / "merged", base_in_nf4=True, dtype="float32")
+    found, expected = tiny.logits(tiny.model(merged, config), tokens), tiny.logits(ours, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_a_scaling_of_positions_goes_along(tmp_path):

@@ -37,6 +37,22 @@ def test_target_without_an_abstract_device_is_the_backend():
     assert target.platform == ("cuda" if jax.default_backend() == "gpu" else jax.default_backend())
 
 
+class CardDevice:
+    """A card as jax.Device describes it, on a machine that has none."""
+
+    platform, device_kind, compute_capability, core_count = "gpu", "NVIDIA H200", "9.0", 132
+
+
+def test_target_is_the_default_device_when_one_is_set():
+    """So that a program computes on the CPU beside a card: its kernels would not run there."""
+    with jax.default_device(CardDevice()):
+        assert dispatch.target() == dispatch.Target("cuda", "NVIDIA H200", (9, 0), 132)
+        with jax.default_device("cpu"):
+            assert dispatch.target().platform == "cpu"
+        with jax.default_device(jax.devices("cpu")[-1]):
+            assert dispatch.target().platform == "cpu"
+
+
 def test_target_is_the_abstract_device_when_one_is_set():
     device = AbstractDevice(device_kind="NVIDIA B200", num_cores=148, platform="cuda")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):

@@ -158,6 +158,9 @@ CONFIGS = {
     ),
 }
 
+#: Llama has a table of its own in `tiny`; here the sizes of the others.
+LLAMA = _family("llama", head_dim=10, tie_word_embeddings=True)
+
 #: A text model beside a vision tower.
 NESTED = {
     "model_type": "gemma3",
@@ -223,6 +226,60 @@ VARIANTS = {
     "cohere, no norm of queries": ("cohere", CONFIGS["cohere"] | {"use_qk_norm": False, "tie_word_embeddings": True}),
 }
 
+#: Fields that change nothing, with what some published config.json has there.
+IDLE = {
+    "model_max_length": 77,
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "transformers.js_config": {"dtype": "q4"},
+    "temperature": 0.7,
+    "top_k": 5,
+    "do_sample": True,
+    "use_flash_attn": True,
+    "pruned_heads": {},
+    "num_labels": 3,
+}
+#: What transformers takes besides: other names of activations, fields that say the same twice or have no effect.
+SPELLINGS = {
+    "llama": (
+        "llama",
+        LLAMA
+        | IDLE
+        | {
+            "hidden_act": "gelu_accurate",
+            "attention_dropout": 0.3,
+            "layer_types": [FULL] * 3,
+            "original_max_position_embeddings": 33,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 300.0,
+                "partial_rotary_factor": 0.5,
+                "original_max_position_embeddings": 33,
+            },
+        },
+    ),
+    "mistral, layer_types": (
+        "mistral",
+        CONFIGS["mistral"]
+        | {
+            "hidden_act": "gelu_fast",
+            "layer_types": [SLIDING] * 3,
+            "rope_parameters": CONFIGS["mistral"]["rope_parameters"] | {"original_max_position_embeddings": 33},
+        },
+    ),
+    "gemma, gelu_python": ("gemma", CONFIGS["gemma"] | {"hidden_act": "gelu_python", "partial_rotary_factor": 1.0}),
+    "gemma3_text, flat": (
+        "gemma3_text",
+        CONFIGS["gemma3_text"]
+        | {
+            "hidden_activation": "gelu_new",
+            "rope_theta": 900.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 900.0},
+            "rope_local_base_freq": 50.0,
+        },
+    ),
+}
+
 #: Fields of transformers' configs that do not say what the model computes, each with the reason.
 IRRELEVANT = {
     "transformers_version": "of the writer",
@@ -240,10 +297,10 @@ IRRELEVANT = {
     "_name_or_path": "where it came from",
     "_sliding_window_pattern": "what layer_types were made of",
     "default_theta": "of the class",
+    "attention_dropout": "in training alone",
 }
 #: Fields that are refused off their default, with such a value.
 REFUSED = {
-    "attention_dropout": 0.1,
     "resid_pdrop": 0.1,
     "embd_pdrop": 0.1,
     "use_bidirectional_attention": True,

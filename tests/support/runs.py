@@ -94,9 +94,10 @@ class Process:
     """
 
     def __init__(self, arguments: list[str], compiled: Path):
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        environment |= {
+        flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+        environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join(flags),
             "JAX_COMPILATION_CACHE_DIR": str(compiled),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

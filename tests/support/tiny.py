@@ -3,12 +3,14 @@
 import atexit
 import functools
 import itertools
+import math
 import shutil
 import tempfile
 import zlib
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer, models
@@ -92,6 +94,20 @@ def write_folder(folder, config, tensors, **options):
 def write_tokenizer(folder, config):
     words = {f"w{number}": number for number in range(config["vocab_size"])}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+
+
+def write_fp8_folder(folder, config, block, seed=0):
+    """A model folder with its layers' matrices in FP8, one scale a block; the scales differ by powers of two."""
+    tensors, rng = arrays(config, seed), np.random.default_rng(seed)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        matrix = tensors[name]
+        blocks = [math.ceil(size / side) for size, side in zip(matrix.shape, block, strict=True)]
+        scales = np.exp2(rng.integers(-7, -4, blocks)).astype(np.float32)
+        whole = np.kron(scales, np.ones(block, np.float32))[: matrix.shape[0], : matrix.shape[1]]
+        tensors[name] = (matrix / whole).astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+    settings = {"quant_method": "fp8", "weight_block_size": list(block)}
+    return write_folder(folder, {**config, "quantization_config": settings}, tensors)
 
 
 def model(folder, config, seed=0, **options):

@@ -3,6 +3,8 @@
 Import only after `pytest.importorskip("torch")`.
 """
 
+import copy
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ torch.set_num_threads(1)
 def build(config, arrays):
     """The model in float32 and evaluation mode, with eager attention."""
     family = family_for(config)
-    fields = {name: value for name, value in config.items() if name != "model_type"}
+    fields = {name: value for name, value in copy.deepcopy(config).items() if name != "model_type"}  # it changes them
     settings = AutoConfig.for_model(config["model_type"], **fields)
     kind = AutoModelForCausalLM if family.section is None else AutoModelForImageTextToText
     model = kind.from_config(settings, attn_implementation="eager", dtype=torch.float32)

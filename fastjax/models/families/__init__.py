@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from convert.errors import ConvertError
+from convert.errors import ConvertError, shown
 from convert.families import family_for
 from fastjax.models.families import cohere, gemma, llama, olmo, phi
 from fastjax.models.families.family import ConfigFamily, read_fields, refuse_unsupported, write_fields
@@ -24,7 +24,8 @@ FAMILIES: dict[str, ConfigFamily] = {
 _TEXT_HALF = {"gemma3": gemma.GEMMA3_TEXT}
 #: What a config.json with a `text_config` says besides about the other half.
 _OF_THE_OTHER_HALF = frozenset(
-    "vision_config initializer_range mm_tokens_per_image boi_token_index eoi_token_index image_token_index".split()
+    """vision_config initializer_range mm_tokens_per_image boi_token_index eoi_token_index image_token_index
+    boi_token_id eoi_token_id image_token_id""".split()
 )
 
 
@@ -45,10 +46,12 @@ def read_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     fields = read_fields(_TEXT_HALF[known.model_type], known.defaults, text, f"{where}: {known.section}")
     tied = config.get("tie_word_embeddings", fields["tie_word_embeddings"])
     if tied != fields["tie_word_embeddings"]:
-        raise ConvertError(f"{where}: tie_word_embeddings: expected the same as in {known.section}, given {tied!r}")
+        raise ConvertError(
+            f"{where}: tie_word_embeddings: expected the same as in {known.section}, given {shown(tied)}"
+        )
     if fields["final_logit_softcapping"] is not None:  # transformers caps the logits of the text model alone
         given = fields["final_logit_softcapping"]
-        raise ConvertError(f"{where}: {known.section}: final_logit_softcapping: expected null, given {given!r}")
+        raise ConvertError(f"{where}: {known.section}: final_logit_softcapping: expected null, given {shown(given)}")
     outside = {name: value for name, value in config.items() if name not in {known.section, "tie_word_embeddings"}}
     refuse_unsupported(outside, _OF_THE_OTHER_HALF, {}, where)
     return fields | {"model_type": known.model_type}

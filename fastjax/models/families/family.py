@@ -4,7 +4,11 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from convert.errors import ConvertError
+from convert.activations import ACTIVATIONS
+from convert.errors import ConvertError, shorten, shown
+from convert.limits import LAYERS
+from convert.rope import ORIGINAL, rope_settings
+from fastjax.models.families.irrelevant import IRRELEVANT, NEUTRAL
 from fastjax.models.rope_config import parse_rope, rope_to_hf
 
 if TYPE_CHECKING:
@@ -12,21 +16,6 @@ if TYPE_CHECKING:
 
 ATTENTION = ("self_attn.qkv", "self_attn.o")
 MLP = ("mlp.gate_up", "mlp.down")
-
-#: Fields of a config.json that do not change what the model computes in training or generation here.
-_IRRELEVANT = frozenset(
-    """architectures auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype eos_token_id id2label
-    is_decoder is_encoder_decoder label2id max_length model_type name_or_path output_attentions output_hidden_states
-    pad_token_id pretraining_tp problem_type quantization_config return_dict sep_token_id tokenizer_class torch_dtype
-    transformers_version use_cache unk_token_id""".split()
-)
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_dropout": (0,),
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (None,),
-    "tie_encoder_decoder": (False,),
-}
-_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 class Reader:
@@ -50,14 +39,16 @@ class Reader:
 
     def wrong(self, name: str, expected: str) -> ConvertError:
         """The error that says what a field should have been."""
-        return ConvertError(f"{self.where}: {name}: expected {expected}, given {self.value(name)!r}")
+        return ConvertError(f"{self.where}: {name}: expected {expected}, given {shown(self.value(name))}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer; `default` for null, and where neither the file nor the family has a value."""
+        """A positive integer of 31 bits; `default` for null, and where neither the file nor the family has a value."""
         value = self.value(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.wrong(name, "a positive integer")
+        if value >= 2**31:
+            raise self.wrong(name, "a positive integer below 2³¹")
         return value
 
     def optional_integer(self, name: str) -> int | None:
@@ -65,19 +56,36 @@ class Reader:
         return None if self.value(name) is None else self.integer(name)
 
     def number(self, name: str) -> float:
-        """A number that is not negative."""
+        """A number that is not negative, and that float32 holds."""
         value = self.value(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise self.wrong(name, "a number >= 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
+            raise self.wrong(name, "a number >= 0 and below 1e30")
         return float(value)
+
+    def positive(self, name: str) -> float:
+        """A number above 0."""
+        if self.number(name) < 1e-30:
+            raise self.wrong(name, "a positive number")
+        return self.number(name)
 
     def optional_number(self, name: str) -> float | None:
         """A positive number or null."""
+        return None if self.value(name) is None else self.positive(name)
+
+    def probability(self, name: str) -> float:
+        """A number from 0 to below 1; null means 0."""
         if self.value(name) is None:
-            return None
-        if self.number(name) == 0:
-            raise self.wrong(name, "a positive number or null")
+            return 0.0
+        if self.number(name) >= 1:
+            raise self.wrong(name, "a number from 0 to below 1")
         return self.number(name)
+
+    def activation(self, name: str) -> str:
+        """An activation, by the one name that is used here."""
+        value = self.value(name)
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise self.wrong(name, f"one of {list(ACTIVATIONS)}")
+        return ACTIVATIONS[value]
 
     def flag(self, name: str) -> bool:
         """True or false; null means what leaving it out means."""
@@ -116,7 +124,6 @@ class ConfigFamily:
         constants: fields of `ModelConfig` that all models of the family share.
         read: (reader, fields so far) -> the fields that take a computation.
         write: config -> their way back.
-        partial_rotary: whether a part of each head's features may turn.
         neutral: fields that are only supported at these values.
     """
 
@@ -129,7 +136,6 @@ class ConfigFamily:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     read: Callable[[Reader, Mapping[str, Any]], dict[str, Any]] = _nothing
     write: Callable[["ModelConfig"], dict[str, Any]] = _nothing
-    partial_rotary: bool = False
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
     def name(self, field: str) -> str:
@@ -144,7 +150,7 @@ _DEFAULTS = {
     "initializer_range": 0.02,
     "rope_theta": 10000.0,
 }
-_ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL})
 
 
 def read_fields(
@@ -172,6 +178,8 @@ def read_fields(
     if head_dim % 2:
         raise ConvertError(f"{where}: head_dim: expected an even number (rotary pairs), given {head_dim}")
     layers = get.integer("num_hidden_layers")
+    if layers > LAYERS:
+        raise get.wrong("num_hidden_layers", f"at most {LAYERS}")
     fields: dict[str, Any] = {
         "model_type": family.model_type,
         "vocab_size": get.integer("vocab_size"),
@@ -181,13 +189,14 @@ def read_fields(
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
         "head_dim": head_dim,
-        "hidden_act": get.value(family.name("hidden_act")),
+        "hidden_act": get.activation(family.name("hidden_act")),
         "norm_eps": get.number(family.name("norm_eps")),
         "tie_word_embeddings": get.flag("tie_word_embeddings"),
         "max_position_embeddings": get.integer("max_position_embeddings"),
         "initializer_range": get.number("initializer_range"),
         "layers": ((None, "rope"),) * layers,
         "attention_multiplier": head_dim**-0.5,
+        "attention_dropout": get.probability("attention_dropout"),
         **{ours: get.optional_number(theirs) for ours, theirs in family.numbers.items()},
         **family.constants,
     }
@@ -195,17 +204,12 @@ def read_fields(
     fields["biases"] = frozenset(given | set(family.constants.get("biases", ())))
     fields |= family.read(get, fields)
     if "rope" not in fields:
-        known = {**config, "max_position_embeddings": fields["max_position_embeddings"]}
-        fields["rope"] = parse_rope(
-            known,
-            where,
-            theta=get.defaults["rope_theta"],
-            head_dim=head_dim,
-            partial_rotary=family.partial_rotary,
-        )
-        get.asked |= _ROPE | {"partial_rotary_factor"}
-    if fields["hidden_act"] not in _ACTIVATIONS:
-        raise get.wrong(family.name("hidden_act"), f"one of {list(_ACTIVATIONS)}")
+        positions = fields["max_position_embeddings"]
+        settings = rope_settings(config, where, theta=get.defaults["rope_theta"], positions=positions)
+        fields["rope"] = parse_rope(settings, where, positions=positions, head_dim=head_dim)
+        get.asked |= ROPE
+    if "layer_types" not in get.asked and any(get.layer_types(layers) or ()):
+        raise get.wrong("layer_types", f"full_attention alone: no layer of {family.model_type} has a window")
     refuse_unsupported(config, get.asked, family.neutral, where)
     return fields
 
@@ -220,7 +224,7 @@ def write_fields(family: ConfigFamily, config: "ModelConfig") -> dict[str, Any]:
     same = (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "hidden_act", "norm_eps", "tie_word_embeddings"),
-        *("max_position_embeddings", "initializer_range"),
+        *("max_position_embeddings", "initializer_range", "attention_dropout"),
     )
     return {
         "architectures": [family.architecture],
@@ -251,13 +255,13 @@ def refuse_unsupported(
         name: value
         for name, value in config.items()
         if name not in used
-        and name not in _IRRELEVANT
+        and name not in IRRELEVANT
         and not name.startswith(("_", "unsloth_"))
-        and not any(value == harmless for harmless in (*neutral.get(name, ()), *_NEUTRAL.get(name, ())))
+        and not any(value == harmless for harmless in (*neutral.get(name, ()), *NEUTRAL.get(name, ())))
     }
     if unsupported:
-        listed = ", ".join(f"{name} = {value!r}" for name, value in sorted(unsupported.items()))
+        listed = ", ".join(f"{shorten(name)} = {shown(value)}" for name, value in sorted(unsupported.items()))
         raise ConvertError(
-            f"{where}: fields that {config.get('model_type')} models do not support here: {listed}; "
+            f"{where}: fields that {config.get('model_type')} models do not support here: {shorten(listed, 1000)}; "
             "remove a field that the model does not use"
         )

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastjax.models.families.family import ATTENTION, ConfigFamily, Reader
+from convert.rope import FULL, SLIDING, rope_settings_by_layer
+from fastjax.models.families.family import ATTENTION, ROPE, ConfigFamily, Reader
 from fastjax.models.families.llama import types_to_hf
 from fastjax.models.rope_config import parse_rope, rope_to_hf
 
@@ -25,8 +26,8 @@ def _scaled(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gemma(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     get.asked.add("hidden_activation")  # transformers reads hidden_act and takes its "gelu" for the approximation
-    act = fields["hidden_act"]
-    return {**_scaled(fields), "hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act}
+    act = {"hidden_act": "gelu_pytorch_tanh"} if get.value("hidden_act") == "gelu" else {}
+    return {**_scaled(fields), **act}
 
 
 GEMMA = ConfigFamily(
@@ -36,6 +37,7 @@ GEMMA = ConfigFamily(
     switches={"attention_bias": ATTENTION},
     constants={"norm_offset": 1.0},
     read=_gemma,
+    write=lambda config: {"hidden_act": "gelu_python"} if config.hidden_act == "gelu" else {},
     neutral=_ATTENDS_BACKWARD_ONLY,
 )
 
@@ -76,35 +78,31 @@ GEMMA2 = ConfigFamily(
     neutral=_ATTENDS_BACKWARD_ONLY,
 )
 
-_KINDS = {"rope": "full_attention", "local_rope": "sliding_attention"}
+_KINDS = {"rope": FULL, "local_rope": SLIDING}
 
 
 def _gemma3(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """A full layer after every five with a window, which have rotary positions of their own."""
-    get.asked |= {"hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
+    get.asked |= ROPE | {"hidden_act", "rope_local_base_freq"}
     layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
     period = get.integer("sliding_window_pattern")
     types = get.layer_types(layers) or [(number + 1) % period != 0 for number in range(layers)]
     kinds = tuple((window, "local_rope") if sliding else (None, "rope") for sliding in types)
     if window is None and any(types):
         raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")
-    ropes = {name: parse_rope(section, get.where, head_dim=fields["head_dim"]) for name, section in _ropes(get, fields)}
+    positions = fields["max_position_embeddings"]
+    settings = rope_settings_by_layer(
+        get.config,
+        get.where,
+        theta=get.defaults["rope_theta"],
+        local_theta=get.defaults["rope_local_base_freq"],
+        positions=positions,
+    )
+    ropes = {
+        name: parse_rope(settings[layers], get.where, positions=positions, head_dim=fields["head_dim"])
+        for name, layers in _KINDS.items()
+    }
     return {**_scaled(fields), **_query_scale(get), **ropes, "layers": kinds}
-
-
-def _ropes(get: Reader, fields: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """For both kinds of layers a config.json with one kind of positions."""
-    given = get.value("rope_parameters") or {}
-    if not isinstance(given, dict) or not set(given) <= set(_KINDS.values()):
-        raise get.wrong("rope_parameters", f"an object with {' and '.join(_KINDS.values())}")
-    theta = {"rope": get.value("rope_theta"), "local_rope": get.value("rope_local_base_freq")}
-    found = []
-    for name, kind in _KINDS.items():
-        values = {"rope_theta": theta[name], **(given.get(kind) or {})}
-        if name == "rope":
-            values |= get.value("rope_scaling") or {}
-        found.append((name, {"rope_parameters": values, "max_position_embeddings": fields["max_position_embeddings"]}))
-    return found
 
 
 GEMMA3_TEXT = ConfigFamily(

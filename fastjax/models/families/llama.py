@@ -56,8 +56,13 @@ QWEN3 = ConfigFamily(
 
 
 def window_everywhere(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """One window for all layers, or none."""
-    return {"layers": ((get.optional_integer("sliding_window"), "rope"),) * fields["num_hidden_layers"]}
+    """One window for all layers, or none; transformers reads past `layer_types`, which must say the same."""
+    window, layers = get.optional_integer("sliding_window"), fields["num_hidden_layers"]
+    types = get.layer_types(layers)
+    if types is not None and set(types) != {window is not None}:
+        kind = "full_attention" if window is None else "sliding_attention"
+        raise get.wrong("layer_types", f"{kind} for every layer, which is what sliding_window {window} means here")
+    return {"layers": ((window, "rope"),) * layers}
 
 
 def window_to_hf(config: "ModelConfig") -> dict[str, Any]:
@@ -84,7 +89,7 @@ GRANITE = ConfigFamily(
     ),
     numbers={name: name for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier")},
     switches={"attention_bias": ATTENTION, "mlp_bias": MLP},
-    read=lambda get, fields: {"logit_scale": 1 / get.number("logits_scaling")},
+    read=lambda get, fields: {"logit_scale": 1 / get.positive("logits_scaling")},
     write=lambda config: {"logits_scaling": 1 / config.logit_scale},
 )
 

@@ -8,6 +8,7 @@ the model's config.json gives. A value out of range is refused when the section 
 import dataclasses
 
 from fastjax.errors import ConfigError
+from fastjax.limits import MAX_STEP_TOKENS
 from fastjax.training.config.data import DataSection
 from fastjax.training.config.model import LoraSection, ModelSection
 from fastjax.training.config.optimizer import OptimizerConfig
@@ -56,6 +57,14 @@ class TrainConfig:
         for name, given in needs_eval.items():
             if given and self.data.eval is None:
                 raise ConfigError(f"{name}: expected data.eval with it, given none; name held-out data or leave it out")
+        training = self.training
+        size = max(training.per_device_train_batch_size, training.per_device_eval_batch_size or 1)
+        tokens = size * training.gradient_accumulation_steps * self.model.max_seq_length
+        if tokens > MAX_STEP_TOKENS:
+            raise ConfigError(
+                f"training.per_device_train_batch_size: expected at most {MAX_STEP_TOKENS} tokens a step (rows × "
+                f"gradient_accumulation_steps × model.max_seq_length), given {tokens}"
+            )
         streaming = any(source.streaming for source in self.data.sources("train"))
         if streaming and self.training.max_steps is None:
             raise ConfigError("training.max_steps: expected a number of steps for streamed data, given none")

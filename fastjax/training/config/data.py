@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from fastjax.data.settings import DataSource, Exhaustion, LossOn, TooLong
+from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens, TooLong
 from fastjax.errors import ConfigError
+from fastjax.training.config.checks import check_section
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,9 @@ class DataSection:
             with the tokenizer; prompt and completion then are a user's and an assistant's message. null: the
             tokenizer's own, for conversations only.
         loss_on: the tokens to learn: the assistant's responses, its last_response, or all.
+        special_tokens: what the tokenizer's special tokens are where rows say them, such as <|im_end|> in a user's
+            message: control (that token, as in transformers) or text (the letters that it is made of; only the template
+            writes control tokens). Rows that hold any are counted.
         too_long: what becomes of an example longer than max_seq_length: truncate (its beginning is kept), split (into
             pieces that do not see each other) or drop.
         packing: put several documents into one row; false: one document a row, padded.
@@ -34,11 +38,13 @@ class DataSection:
     mixture_ends: Exhaustion = "first_exhausted"
     chat_template: str | None = None
     loss_on: LossOn = "responses"
+    special_tokens: SpecialTokens = "control"
     too_long: TooLong = "truncate"
     packing: bool = True
     cache_dir: str | None = "~/.cache/fastjax/data"
 
     def __post_init__(self) -> None:
+        check_section("data", self)
         for which in ("train", "eval"):
             weights = [source.weight for source in self.sources(which)]
             given = [weight for weight in weights if weight is not None]

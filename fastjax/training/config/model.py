@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any, Literal
 
 from fastjax.errors import ConfigError
-from fastjax.training.config.checks import expect
+from fastjax.limits import MAX_RANK, MAX_ROW_TOKENS
+from fastjax.training.config.checks import check_section, expect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +17,7 @@ class ModelSection:
             org/model@revision; the run keeps the commit that it took.
         max_seq_length: length of a row, in tokens.
         dtype: dtype of the computation; null: bfloat16 on a GPU, float32 on a CPU. float16 brings dynamic loss scaling,
-            float32 means float32 in every product.
+            float32 means float32 in every product; a quantised base keeps the values that its format decodes to.
         param_dtype: dtype of what is trained.
         float32_modules: modules whose weights and computation stay in float32 whatever dtype says, by name or by the
             end of it: norm, lm_head, layers.0.mlp.
@@ -29,6 +30,8 @@ class ModelSection:
             the length that the model was pretrained on.
         use_gradient_checkpointing: what the backward pass recomputes: true or "full": all but the layers' inputs;
             false or "projections": what lies between the projections and the attention; "none": nothing.
+        allow_nonfinite: let NaN and infinity in the base's or the adapter's weights through instead of refusing them by
+            the tensor's name; a matrix that is quantised is refused with any.
         layer_loop: scan over the layers (compile time independent of depth) or unroll them (a few percent faster).
     """
 
@@ -42,10 +45,14 @@ class ModelSection:
     new_tokens: list[str] | None = None
     rope_scaling: dict[str, Any] | None = None
     use_gradient_checkpointing: bool | Literal["full", "projections", "none"] = True
+    allow_nonfinite: bool = False
     layer_loop: Literal["scan", "unroll"] = "scan"
 
     def __post_init__(self) -> None:
+        check_section("model", self)
         expect("model.max_seq_length", self.max_seq_length, self.max_seq_length >= 2, "at least 2")
+        fits = self.max_seq_length <= MAX_ROW_TOKENS
+        expect("model.max_seq_length", self.max_seq_length, fits, f"of at most {MAX_ROW_TOKENS}")
         if self.full_finetuning and self.load_in_4bit:
             raise ConfigError(
                 "model.load_in_4bit: expected false with model.full_finetuning: true, given true; "
@@ -64,7 +71,8 @@ class LoraSection:
         lora_alpha: scale: the adapter's product is multiplied by lora_alpha / r.
         lora_dropout: probability with which an input of an adapter is zeroed in training; null: 0, or that of the
             adapter to start from.
-        target_modules: names of the projections that get an adapter; null: all of them.
+        target_modules: names of the projections that get an adapter; null: all of them. A name here, or a pattern
+            below, that no module has is an error.
         use_rslora: scale by lora_alpha / √r instead.
         use_dora: train the magnitude of each weight row apart from its direction (DoRA).
         rank_pattern: ranks for modules that match a name or pattern, in place of r.
@@ -98,7 +106,12 @@ class LoraSection:
     random_state: int = 3407
 
     def __post_init__(self) -> None:
+        check_section("lora", self)
         expect("lora.r", self.r, self.r >= 1, "at least 1")
+        expect("lora.r", self.r, self.r <= MAX_RANK, f"of at most {MAX_RANK}")
+        ranks = list((self.rank_pattern or {}).values())
+        expect("lora.rank_pattern", ranks, all(1 <= r <= MAX_RANK for r in ranks), f"with ranks from 1 to {MAX_RANK}")
+        expect("lora.random_state", self.random_state, self.random_state >= 0, "in [0, 2^32)")
         dropout = self.lora_dropout
         expect("lora.lora_dropout", dropout, dropout is None or 0 <= dropout < 1, "in [0, 1)")
         if self.adapter is not None:

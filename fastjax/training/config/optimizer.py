@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from fastjax.errors import ConfigError
-from fastjax.training.config.checks import expect
+from fastjax.training.config.checks import check_section, expect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
+        check_section("optimizer", self)
         positive = ("learning_rate", "loraplus_lr_ratio", "embedding_learning_rate", "adam_epsilon")
         for name in positive:
             value = getattr(self, name)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from fastjax.training.config.checks import expect
+from fastjax.training.config.checks import check_section, expect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,5 +30,6 @@ class OutputSection:
     run_name: str | None = None
 
     def __post_init__(self) -> None:
+        check_section("output", self)
         expect("output.save_steps", self.save_steps, self.save_steps is None or self.save_steps >= 1, "at least 1")
         expect("output.save_total_limit", self.save_total_limit, self.save_total_limit >= 1, "at least 1")

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from fastjax.training.config.checks import expect
+from fastjax.limits import MAX_ROWS, MAX_STEPS
+from fastjax.training.config.checks import check_section, expect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class TrainingSection:
     seed: int = 3407
 
     def __post_init__(self) -> None:
+        check_section("training", self)
         for name in (
             "per_device_train_batch_size",
             "gradient_accumulation_steps",
@@ -59,6 +61,10 @@ class TrainingSection:
         ):
             value = getattr(self, name)
             expect(f"training.{name}", value, value is None or value >= 1, "at least 1")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            value = getattr(self, name)
+            expect(f"training.{name}", value, value is None or value <= MAX_ROWS, f"of at most {MAX_ROWS}")
+        expect("training.max_steps", self.max_steps, (self.max_steps or 1) <= MAX_STEPS, f"of at most {MAX_STEPS}")
         for name in ("num_train_epochs", "neftune_noise_alpha"):
             value = getattr(self, name)
             expect(f"training.{name}", value, value is None or value > 0, "greater than 0")

@@ -16,8 +16,9 @@ from fastjax.training.metrics import read_rows
 from fastjax.training.report.environment import describe_environment
 from fastjax.training.report.facts import about, headline, list_evaluations, list_events, list_spikes, show_loss
 from fastjax.training.report.history import History
-from fastjax.training.report.settings import default_settings, list_settings, usage
+from fastjax.training.report.settings import default_settings, list_settings
 from fastjax.training.report.spikes import DEVIATIONS, LEAST_SPREAD, WINDOW, find_spikes
+from fastjax.training.report.usage import usage
 
 __all__ = ["default_settings", "describe_environment", "usage", "write_report"]
 

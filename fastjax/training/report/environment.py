@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 
+from fastjax.training.device import device_use
+
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -19,11 +21,11 @@ def describe_environment() -> dict[str, str]:
     Returns:
         What → value, in the order in which it is shown.
     """
-    devices = jax.devices()
-    kinds = sorted({device.device_kind for device in devices})
+    device = device_use()
     found = {
         "date": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        "devices": f"{len(devices)} × {', '.join(kinds)}",
+        "device": device.used,
+        "idle devices": device.idle,
         "device memory": _device_memory(),
         "NVIDIA driver": _driver(),
         "host": f"{platform.node()}, {os.cpu_count()} CPUs, {platform.system()} {platform.release()}",
@@ -47,7 +49,7 @@ def describe_environment() -> dict[str, str]:
 
 def _device_memory() -> str | None:
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    return f"{limit / 2**30:.1f} GiB for JAX on each" if limit else None
+    return f"{limit / 2**30:.1f} GiB for JAX" if limit else None
 
 
 def _driver() -> str | None:

@@ -152,7 +152,7 @@ def about(config: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     """The run in a sentence: method, model, device, day."""
     model = config.get("model", {})
     method = "Full fine-tuning" if model.get("full_finetuning") else "QLoRA" if model.get("load_in_4bit") else "LoRA"
-    parts = [f"{method} of {model.get('model_name', 'a model')}", environment.get("devices"), environment.get("date")]
+    parts = [f"{method} of {model.get('model_name', 'a model')}", environment.get("device"), environment.get("date")]
     return " · ".join(part for part in parts if part)
 
 

@@ -27,13 +27,14 @@ from pallas_kernels.nf4.mosaic_sm90.lookup import joined, look_up_word, words_of
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("dtype", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "config", "through", "interpret"))
 def dequantize(
     codes: UInt8[Array, "blocks 32"],
     absmax: Float[Array, " blocks"],
     *,
     dtype: DTypeLike,
     config: MosaicConfig,
+    through: str | None = None,
     interpret: Any = None,
 ) -> Float[Array, "blocks 64"]:
     """Decode whole blocks, at least `config.blocks` of them.
@@ -43,11 +44,12 @@ def dequantize(
         absmax: float32.
         dtype: bfloat16, float16 or float32.
         config: block sizes.
+        through: dtype that values are rounded to before a 16-bit `dtype`; None for none.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
     blocks = absmax.size
     kernel = plgpu.kernel(
-        functools.partial(_kernel, config=config, interpreted=interpret is not None),
+        functools.partial(_kernel, config=config, through=through, interpreted=interpret is not None),
         out_type=jax.ShapeDtypeStruct((blocks, BLOCK), dtype),
         grid=(pl.cdiv(blocks, config.blocks),),
         grid_names=("tile",),
@@ -61,18 +63,18 @@ def dequantize(
     return kernel(codes, absmax)
 
 
-def _kernel(codes_ref, absmax_ref, out_ref, *, config: MosaicConfig, interpreted: bool):
+def _kernel(codes_ref, absmax_ref, out_ref, *, config: MosaicConfig, through: str | None, interpreted: bool):
     # The last tile is moved back to end with the array: it repeats what its neighbour writes.
     last = out_ref.shape[0] - config.blocks
     rows = pl.ds(lax.min(lax.axis_index("tile") * config.blocks, jnp.int32(last)), config.blocks)
     codes_ref, absmax_ref, out_ref = codes_ref.at[rows], absmax_ref.at[rows], out_ref.at[rows]
     if interpreted:  # neither assembly nor layouts there
         codes, absmax = codes_ref[...], absmax_ref[...][:, None]
-        decoded = [ptx.lookup_in_jax(codes, absmax, out_ref.dtype, half) for half in ptx.HALVES]
+        decoded = [ptx.lookup_in_jax(codes, absmax, out_ref.dtype, half, through) for half in ptx.HALVES]
     else:
         layout = _codes_layout(config.bytes_per_thread)
         codes, absmax = compat.mosaic_load(codes_ref, layout), compat.mosaic_load(absmax_ref, layout.reduce(1))
-        decoded = _look_up(codes, absmax, out_ref.dtype, layout)
+        decoded = _look_up(codes, absmax, out_ref.dtype, layout, through)
     out_ref[:, :BLOCK_BYTES], out_ref[:, BLOCK_BYTES:] = decoded
 
 
@@ -83,7 +85,7 @@ def _codes_layout(bytes_per_thread: int):
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _look_up(codes, absmax, dtype, layout):
+def _look_up(codes, absmax, dtype, layout, through: str | None):
     """Both halves of the decoded blocks, each [blocks, 32] in the layout of the codes."""
     half_type = plgpu.ShapeDtypeStruct(codes.shape, jnp.dtype(dtype), layout=layout)
 
@@ -93,7 +95,7 @@ def _look_up(codes, absmax, dtype, layout):
         halves = [np.empty_like(codes.registers) for _ in ptx.HALVES]
         for index, packed in np.ndenumerate(codes.registers):
             scale = vector.extract(absmax.registers[index], [], [0])
-            words = [look_up_word(word, scale, dtype) for word in words_of(packed)]
+            words = [look_up_word(word, scale, dtype, through) for word in words_of(packed)]
             for half, *parts in zip(halves, *words, strict=True):
                 half[index] = joined([register for part in parts for register in part], dtype)
         return tuple(mgpu.FragmentedArray(_registers=half, _layout=codes.layout, _is_signed=None) for half in halves)

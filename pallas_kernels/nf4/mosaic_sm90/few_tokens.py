@@ -55,13 +55,14 @@ _ABSMAX = plgpu.Layout.TILED(
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "through", "interpret"))
 def few_tokens(
     x: Float[Array, "rows in"],
     codes: UInt8[Array, "out half_in"],
     absmax: Float[Array, "out blocks"],
     *,
     config: FewTokensConfig,
+    through: str | None = None,
     interpret: Any = None,
 ) -> Float[Array, "rows out"]:
     """The product with a packed matrix, summed in float32.
@@ -71,6 +72,7 @@ def few_tokens(
         codes: uint8, split order; `out` at least config.rows.
         absmax: float32.
         config: block sizes.
+        through: dtype that decoded values are rounded to before x's; None for none.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
     (tokens, columns), out = x.shape, codes.shape[0]
@@ -78,7 +80,7 @@ def few_tokens(
     groups, stages = config.warpgroups, config.stages
     partial_rows = 2 * config.rows  # two warps beside each other along the columns
     kernel = plgpu.kernel(
-        functools.partial(_kernel, config=config, interpreted=interpret is not None),
+        functools.partial(_kernel, config=config, through=through, interpreted=interpret is not None),
         out_type=jax.ShapeDtypeStruct((tokens, out), x.dtype),
         grid=(pl.cdiv(out, config.rows),),
         grid_names=("tile",),
@@ -104,7 +106,9 @@ def few_tokens(
     return kernel(x.reshape(tokens, columns // BLOCK, BLOCK), codes, absmax)
 
 
-def _kernel(x_ref, codes_ref, absmax_ref, out_ref, x_smem, sums, full, done, *, config: FewTokensConfig, interpreted):
+def _kernel(
+    x_ref, codes_ref, absmax_ref, out_ref, x_smem, sums, full, done, *, config: FewTokensConfig, through, interpreted
+):
     group, groups, stages = lax.axis_index("warpgroup"), config.warpgroups, config.stages
     steps, padded = x_ref.shape[1] // _BLOCKS, x_smem.shape[1]
     # The last tile is moved back to end with the array: it repeats what its neighbour writes.
@@ -132,7 +136,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, out_ref, x_smem, sums, full, done, *, 
         slot = group * stages + lax.rem(turn, jnp.int32(stages))
         plgpu.barrier_wait(full.at[slot])
         add = _add_interpreted if interpreted else _add
-        total = add(total, codes, absmax, x_smem.at[slot])
+        total = add(total, codes, absmax, x_smem.at[slot], through)
         pl.when(turn + stages < turns)(lambda: load_x(turn + stages))
         return total, *ahead
 
@@ -152,7 +156,7 @@ def _kernel(x_ref, codes_ref, absmax_ref, out_ref, x_smem, sums, full, done, *, 
         _finish(sums, out_ref.at[:, rows], groups)
 
 
-def _add(total, codes, absmax, x_ref):
+def _add(total, codes, absmax, x_ref, through):
     """`total` [2 · rows, tokens] and the product of decoded codes and x; the halves of the columns warp by warp."""
     dtype = x_ref.dtype
     transforms = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
@@ -176,7 +180,7 @@ def _add(total, codes, absmax, x_ref):
                 for row in range(2):
                     scale = vector.extract(scales[row_tile, row], [], [0])
                     words = words_of(packed[row_tile, row, quarter // 2])[quarter % 2 * 2 :][:2]
-                    decoded.append([look_up_word(word, scale, dtype) for word in words])
+                    decoded.append([look_up_word(word, scale, dtype, through) for word in words])
                 for word in range(2):
                     for half in range(2):
                         upper, lower = decoded[0][word][half], decoded[1][word][half]
@@ -192,10 +196,10 @@ def _add(total, codes, absmax, x_ref):
     return add(total, codes, absmax, x_ref)  # pyright: ignore[reportCallIssue]  # the decorator takes the context away
 
 
-def _add_interpreted(total, codes, absmax, x_ref):
+def _add_interpreted(total, codes, absmax, x_ref, through):
     rows, dtype = codes.shape[0], x_ref.dtype
     blocks, scales = codes.reshape(rows * _BLOCKS, BLOCK_BYTES), absmax.reshape(rows * _BLOCKS, 1)
-    halves = [ptx.lookup_in_jax(blocks, scales, dtype, half) for half in ptx.HALVES]
+    halves = [ptx.lookup_in_jax(blocks, scales, dtype, half, through) for half in ptx.HALVES]
     weights = jnp.concatenate(halves, axis=1).reshape(rows, COLUMNS)
     x = x_ref[...].reshape(-1, COLUMNS)
     found = lax.dot_general(weights, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

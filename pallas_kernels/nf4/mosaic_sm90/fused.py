@@ -55,7 +55,7 @@ _DECODED = _unit_layout(BLOCK, (8, BLOCK_BYTES))
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("gradient", "config", "cores", "interpret"))
+@functools.partial(jax.jit, static_argnames=("gradient", "config", "cores", "through", "interpret"))
 def fused(
     x: Float[Array, "rows summed"],
     codes: UInt8[Array, "out half_in"],
@@ -64,6 +64,7 @@ def fused(
     gradient: bool,
     config: FusedConfig,
     cores: int,
+    through: str | None = None,
     interpret: Any = None,
 ) -> Float[Array, "rows columns"]:
     """The product of x with a packed matrix transposed, or with the matrix itself; summed in float32.
@@ -76,6 +77,7 @@ def fused(
         gradient: multiply with the matrix as it is, as the gradient in x does.
         config: block sizes.
         cores: multiprocessors; each runs one thread block.
+        through: dtype that decoded values are rounded to before x's; None for none.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
     given_rows, summed = x.shape
@@ -96,7 +98,13 @@ def fused(
         "w_free": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=consumers),
     }
     body = functools.partial(
-        _kernel, names=tuple(scratch), work=work, gradient=gradient, config=config, interpreted=interpret is not None
+        _kernel,
+        names=tuple(scratch),
+        work=work,
+        gradient=gradient,
+        config=config,
+        through=through,
+        interpreted=interpret is not None,
     )
     parts = (work.ctas if work.cut else 1, config.rows, config.columns)
     out, _ = plgpu.kernel(
@@ -120,7 +128,18 @@ def fused(
 
 
 def _kernel(
-    x, codes, absmax, out, parts, *scratch, names, work: Work, gradient: bool, config: FusedConfig, interpreted: bool
+    x,
+    codes,
+    absmax,
+    out,
+    parts,
+    *scratch,
+    names,
+    work: Work,
+    gradient: bool,
+    config: FusedConfig,
+    through: str | None,
+    interpreted: bool,
 ):
     refs = types.SimpleNamespace(
         x=x, codes=codes, absmax=absmax, out=out, parts=parts, **dict(zip(names, scratch, strict=True))
@@ -149,7 +168,7 @@ def _kernel(
         @pl.when(warpgroup == consumers + decoder)
         def _(decoder=decoder):
             _set_registers(config.decoder_registers, config)
-            _decode(refs, place, total, decoder, gradient, config, interpreted)
+            _decode(refs, place, total, decoder, gradient, config, through, interpreted)
 
     @pl.when(warpgroup == consumers + DECODERS)
     def _():
@@ -193,7 +212,9 @@ def _load(refs, place, total, config: FusedConfig):
     lax.fori_loop(0, total, load, None)
 
 
-def _decode(refs, place, total, decoder: int, gradient: bool, config: FusedConfig, interpreted: bool):
+def _decode(
+    refs, place, total, decoder: int, gradient: bool, config: FusedConfig, through: str | None, interpreted: bool
+):
     """What a decoding warpgroup does: every DECODERS-th of a tile's units, which are 64 blocks below each other."""
     units = range(decoder, config.columns // BLOCK, DECODERS)
 
@@ -215,7 +236,7 @@ def _decode(refs, place, total, decoder: int, gradient: bool, config: FusedConfi
         ahead = [*ahead, load(count + config.ahead)]
         slot = lax.rem(count, jnp.int32(config.w_stages))
         w_smem = refs.w_smem.at[slot]
-        decoded = [_look_up(codes, absmax, w_smem.dtype, interpreted) for codes, absmax in ahead[0]]
+        decoded = [_look_up(codes, absmax, w_smem.dtype, through, interpreted) for codes, absmax in ahead[0]]
         pl.when(count >= config.w_stages)(lambda: plgpu.barrier_wait(refs.w_free.at[slot]))
         for unit, values in zip(units, decoded, strict=True):
             part = pl.ds(unit * BLOCK, BLOCK)
@@ -227,10 +248,11 @@ def _decode(refs, place, total, decoder: int, gradient: bool, config: FusedConfi
     lax.fori_loop(0, total, decode, [load(jnp.int32(count)) for count in range(config.ahead)])
 
 
-def _look_up(codes, absmax, dtype, interpreted: bool):
+def _look_up(codes, absmax, dtype, through: str | None, interpreted: bool):
     """64 decoded blocks."""
     if interpreted:
-        return jnp.concatenate([ptx.lookup_in_jax(codes, absmax[:, None], dtype, half) for half in ptx.HALVES], axis=1)
+        halves = [ptx.lookup_in_jax(codes, absmax[:, None], dtype, half, through) for half in ptx.HALVES]
+        return jnp.concatenate(halves, axis=1)
 
     @plgpu.inline_mgpu(
         arg_types=(_CODES, _CODES.reduce(1)),
@@ -242,7 +264,7 @@ def _look_up(codes, absmax, dtype, interpreted: bool):
         decoded = np.empty((2, 2), object)  # half, eight bytes
         for part, packed in enumerate(codes.registers.reshape(2)):
             scale = vector.extract(absmax[part], [], [0])
-            words = [look_up_word(word, scale, dtype) for word in words_of(packed)]
+            words = [look_up_word(word, scale, dtype, through) for word in words_of(packed)]
             for half in range(2):
                 decoded[half, part] = joined([register for word in words for register in word[half]], dtype)
         registers = decoded.reshape(layout.registers_shape((64, BLOCK)))

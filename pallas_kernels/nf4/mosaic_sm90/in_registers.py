@@ -40,7 +40,7 @@ _SWIZZLED = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("gradient", "config", "cores", "interpret"))
+@functools.partial(jax.jit, static_argnames=("gradient", "config", "cores", "through", "interpret"))
 def in_registers(
     x: Float[Array, "rows summed"],
     codes: UInt8[Array, "out half_in"],
@@ -49,6 +49,7 @@ def in_registers(
     gradient: bool,
     config: RegistersConfig,
     cores: int,
+    through: str | None = None,
     interpret: Any = None,
 ) -> Float[Array, "rows columns"]:
     """The product of x with a packed matrix transposed, or with the matrix itself; summed in float32.
@@ -61,6 +62,7 @@ def in_registers(
         gradient: multiply with the matrix as it is, as the gradient in x does.
         config: block sizes; the interpreter takes no clusters.
         cores: multiprocessors; each runs one thread block.
+        through: dtype that decoded values are rounded to before x's; None for none.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
     (given_rows, summed), cluster = x.shape, config.cluster
@@ -82,7 +84,13 @@ def in_registers(
         "w_free": plgpu.Barrier(num_barriers=config.w_stages, num_arrivals=_CONSUMERS),
     }
     body = functools.partial(
-        _kernel, names=tuple(scratch), work=work, gradient=gradient, config=config, interpreted=interpret is not None
+        _kernel,
+        names=tuple(scratch),
+        work=work,
+        gradient=gradient,
+        config=config,
+        through=through,
+        interpreted=interpret is not None,
     )
     clusters = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     parts = (work.ctas * cluster * _CONSUMERS if work.cut else 1, ROWS, config.rows)
@@ -105,7 +113,18 @@ def in_registers(
 
 
 def _kernel(
-    x, codes, absmax, out, parts, *scratch, names, work: Work, gradient: bool, config: RegistersConfig, interpreted
+    x,
+    codes,
+    absmax,
+    out,
+    parts,
+    *scratch,
+    names,
+    work: Work,
+    gradient: bool,
+    config: RegistersConfig,
+    through: str | None,
+    interpreted: bool,
 ):
     refs = types.SimpleNamespace(
         x=x, codes=codes, absmax=absmax, out=out, parts=parts, **dict(zip(names, scratch, strict=True))
@@ -127,8 +146,8 @@ def _kernel(
             column = lax.div(segment.column, jnp.int32(_COLUMNS)) + rank
             return lax.rem(column if gradient else step, jnp.int32(2))
 
-        load_half = functools.partial(_load_half, refs, warpgroup, gradient, config, interpreted)
-        decode_half = functools.partial(_decode, refs, warpgroup, gradient, interpreted)
+        load_half = functools.partial(_load_half, refs, warpgroup, gradient, config, through, interpreted)
+        decode_half = functools.partial(_decode, refs, warpgroup, gradient, through, interpreted)
 
         def multiply(turn, carry):
             count, weights = carry
@@ -201,24 +220,26 @@ def _stay(free, count, stages: int):
     lax.fori_loop(lax.max(count - stages, 0), count, wait, None)
 
 
-def _load_half(refs, consumer, gradient: bool, config: RegistersConfig, interpreted: bool, count, pair, half: int):
+def _load_half(
+    refs, consumer, gradient: bool, config: RegistersConfig, through: str | None, interpreted: bool, count, pair, half
+):
     """The codes of half of the step that was loaded as `count`th; its scales are the `pair`th two."""
     slot = lax.rem(count, jnp.int32(config.w_stages))
     if half == 0:
         plgpu.barrier_wait(refs.w_full.at[slot])
     part, block = (half, consumer) if gradient else (consumer, half)
     codes, absmax = refs.codes_smem.at[slot, part], refs.absmax_smem.at[slot, part, :, 2 * pair + block]
-    packed = load(codes, absmax, refs.x_smem.dtype, block, interpreted=interpreted)
+    packed = load(codes, absmax, refs.x_smem.dtype, through, block, interpreted=interpreted)
     if half == 1:
         plgpu.barrier_arrive(refs.w_free.at[slot])
     return packed
 
 
-def _decode(refs, consumer, gradient: bool, interpreted: bool, packed, half: int):
+def _decode(refs, consumer, gradient: bool, through: str | None, interpreted: bool, packed, half: int):
     """The operand of half of a step."""
     if gradient:
-        return decode_transposed(packed, refs.exchange.at[consumer, half], interpreted=interpreted)
-    return decode(packed, refs.x_smem.dtype, interpreted=interpreted)
+        return decode_transposed(packed, refs.exchange.at[consumer, half], through, interpreted=interpreted)
+    return decode(packed, refs.x_smem.dtype, through, interpreted=interpreted)
 
 
 def _multiply(refs, segment: Segment, pair, following, load_half, decode_half, count, weights, config: RegistersConfig):

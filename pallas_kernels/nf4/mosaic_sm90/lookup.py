@@ -13,17 +13,20 @@ from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import NF4_VALUES
 
 
-def look_up_word(word: ir.Value, scale: ir.Value, dtype: DTypeLike) -> tuple[Sequence[ir.Value], Sequence[ir.Value]]:
+def look_up_word(
+    word: ir.Value, scale: ir.Value, dtype: DTypeLike, through: str | None
+) -> tuple[Sequence[ir.Value], Sequence[ir.Value]]:
     """The low and the high elements of four bytes of one block, each in ptx.RESULTS[dtype] registers.
 
     Args:
         word: i32, the four bytes.
         scale: f32, the block's absmax.
         dtype: bfloat16, float16 or float32.
+        through: dtype that values are rounded to before a 16-bit `dtype`; None for none.
     """
     name = jnp.dtype(dtype).name
     count, constraint = ptx.RESULTS[name]
-    elements = _assemble(ptx.lookup(name, ptx.HALVES), [word, scale], "rf", [constraint] * (2 * count))
+    elements = _assemble(ptx.lookup(name, ptx.HALVES, through), [word, scale], "rf", [constraint] * (2 * count))
     return elements[:count], elements[count:]
 
 
@@ -38,15 +41,18 @@ def look_up_in_planes(word: ir.Value, planes: Sequence[ir.Value]) -> tuple[Seque
     return elements[:2], elements[2:]
 
 
-def shared_planes(scale: ir.Value, values: Sequence[ir.Value], dtype: DTypeLike) -> Sequence[ir.Value]:
+def shared_planes(
+    scale: ir.Value, values: Sequence[ir.Value], dtype: DTypeLike, through: str | None
+) -> Sequence[ir.Value]:
     """The table of a block that four neighbouring lanes decode, of which each makes a fourth: eight registers.
 
     Args:
         scale: f32, the block's absmax.
         values: the lane's `values_of_lane`.
         dtype: bfloat16 or float16.
+        through: as in `look_up_word`.
     """
-    text = ptx.shared_planes(jnp.dtype(dtype).name)
+    text = ptx.shared_planes(jnp.dtype(dtype).name, through)
     return _assemble(text, [scale, *values], "fffff", ["r"] * 8, has_side_effects=True)
 
 

@@ -30,13 +30,14 @@ _PACKED = plgpu.ShapeDtypeStruct((ROWS, 40), jnp.int32, layout=plgpu.Layout.WGMM
 """Ten words of each of a thread's two rows; the shape is that of no matrix."""
 
 
-def load(codes, absmax, dtype, block, *, interpreted: bool):
+def load(codes, absmax, dtype, through: str | None, block, *, interpreted: bool):
     """What `decode` takes, from shared memory: codes and, for 16 bits, the tables to look them up in.
 
     Args:
         codes: reference to codes [64, 64] in shared memory, with CODES_TRANSFORMS.
         absmax: reference to scales [64] in shared memory.
         dtype: of the decoded weights.
+        through: dtype that they are rounded to before; None for none.
         block: which of the two blocks, 0 or 1: a number, or that of the warpgroup.
         interpreted: whether this runs in the interpreter, which knows no assembly.
     """
@@ -47,21 +48,22 @@ def load(codes, absmax, dtype, block, *, interpreted: bool):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(CODES_TRANSFORMS), _SCALES), return_type=_PACKED)
     def load(_, codes, absmax):
         warpgroup = arith.shrui(mgpu.utils.thread_idx(), _constant(7))
-        return _load(codes, absmax, dtype, _constant(block) if isinstance(block, int) else warpgroup)
+        return _load(codes, absmax, dtype, through, _constant(block) if isinstance(block, int) else warpgroup)
 
     return load(codes, compat.mosaic_load(absmax, _SCALES))  # pyright: ignore[reportCallIssue]  # the decorator takes the context away
 
 
-def decode(packed, dtype, *, interpreted: bool):
+def decode(packed, dtype, through: str | None, *, interpreted: bool):
     """Rows of W as operand [64 rows, 64 columns].
 
     Args:
         packed: by `load`.
         dtype: of the result.
+        through: as in `load`, whose tables have it; the interpreter rounds here.
         interpreted: as in `load`.
     """
     if interpreted:
-        return _decode_in_jax(packed, dtype)
+        return _decode_in_jax(packed, dtype, through)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=_operand(dtype))
     def look_up(_, packed):
@@ -70,18 +72,19 @@ def decode(packed, dtype, *, interpreted: bool):
     return look_up(packed)  # pyright: ignore[reportCallIssue]  # the decorator takes the context away
 
 
-def decode_transposed(packed, exchange, *, interpreted: bool):
+def decode_transposed(packed, exchange, through: str | None, *, interpreted: bool):
     """Columns of W as operand [64 columns, 64 rows].
 
     Args:
         packed: by `load`.
         exchange: reference to shared memory [64, 64] in the dtype of the result; the warpgroup's own, and another one
             than last time.
+        through: as in `decode`.
         interpreted: as in `load`.
     """
     dtype = exchange.dtype
     if interpreted:
-        return _decode_in_jax(packed, dtype).T
+        return _decode_in_jax(packed, dtype, through).T
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=_operand(dtype))
     def look_up(_, packed, exchange):
@@ -90,9 +93,10 @@ def decode_transposed(packed, exchange, *, interpreted: bool):
     return look_up(packed, exchange)  # pyright: ignore[reportCallIssue]
 
 
-def _decode_in_jax(packed, dtype):
+def _decode_in_jax(packed, dtype, through: str | None):
     codes, absmax = packed
-    return jnp.concatenate([ptx.lookup_in_jax(codes, absmax[:, None], dtype, half) for half in ptx.HALVES], axis=1)
+    halves = [ptx.lookup_in_jax(codes, absmax[:, None], dtype, half, through) for half in ptx.HALVES]
+    return jnp.concatenate(halves, axis=1)
 
 
 def _operand(dtype):
@@ -105,7 +109,7 @@ def _array(registers: np.ndarray):
     return mgpu.FragmentedArray(_registers=registers, _layout=_RESULT, _is_signed=None)
 
 
-def _load(codes, absmax, dtype, block: ir.Value):
+def _load(codes, absmax, dtype, through: str | None, block: ir.Value):
     """_PACKED: of each of a thread's two rows, two words of codes and the eight of the table."""
     scales = [vector.extract(register, [], [0]) for register in absmax.registers.reshape(2)]
     pointer, select = mgpu.utils.memref_ptr(codes), _pair_of_lane()
@@ -115,7 +119,7 @@ def _load(codes, absmax, dtype, block: ir.Value):
     for row, scale in enumerate(scales):
         places = [arith.addi(arith.muli(block, _constant(2)), _constant(piece)) for piece in range(2)]  # of 16 bytes
         words = [_load_word(pointer, select, row, place) for place in places]
-        words += shared_planes(scale, values, dtype)
+        words += shared_planes(scale, values, dtype, through)
         for index in range(len(registers)):
             registers[index, row] = vector.from_elements(pair, words[2 * index : 2 * index + 2])
     registers = registers.reshape(_RESULT.registers_shape(_PACKED.shape))

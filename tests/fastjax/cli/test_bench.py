@@ -1,5 +1,6 @@
 """`fastjax bench` on tiny sizes: every figure is there, and plausible."""
 
+import concurrent.futures
 import json
 import os
 import re
@@ -34,7 +35,23 @@ def test_step_in_its_own_process(tmp_path, capsys):
     assert len(row["losses"]) == 3
 
 
-def test_step_of_packed_rows_with_a_forced_attention(tmp_path, capsys):
+class Here(concurrent.futures.Executor):
+    """Runs what it is given at once, in this process."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def submit(self, function, *args):
+        future = concurrent.futures.Future()
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def test_step_of_packed_rows_with_a_forced_attention(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(step.concurrent.futures, "ProcessPoolExecutor", Here)
     lengths, output = tmp_path / "lengths.txt", tmp_path / "step.json"
     lengths.write_text("20\n10\n32\n7\n24\n32\n")
     size = ["--preset", "tiny", "--batch", "2", "--seq", "32", "--rank", "4", "--steps", "2", "--warmup", "1"]

@@ -32,7 +32,7 @@ from fastjax.training.loss import loss_sums
 from tests.support import steps
 from tests.support.runs import contents, events, figures, rows
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "no_report")
+pytestmark = pytest.mark.usefixtures("no_report")
 
 
 @pytest.fixture
@@ -127,7 +127,17 @@ def test_resuming_a_finished_run_reads_its_result_back(config, tmp_path, full):
         fine_tune(other, resume=True)
     with pytest.raises(ConfigError, match="expected a folder without an earlier run"):
         fine_tune(settings)
+    if not full:
+        shutil.copytree(settings.model.model_name, tmp_path / "base")
+        base = open_checkpoint(tmp_path / "base")
+        write_checkpoint(tmp_path / "base", [(name, -base.read(name)) for name in base.names], base.config)
+        changes["model"] |= {"model_name": str(tmp_path / "base")}
+        with pytest.raises(ConfigError, match="expected the base model of .*/adapter, given one whose weights have"):
+            fine_tune(config(**changes), resume=True)
     assert contents(tmp_path / "run") == before
+    next(first.folder.glob("*.safetensors")).write_bytes(b"")
+    with pytest.raises(TrainingError, match=f"^{first.folder} is damaged: .* is not as it was written; there is no"):
+        fine_tune(settings, resume=True)
 
 
 def test_a_result_that_is_gone_is_made_from_the_last_checkpoint(config, tmp_path):
@@ -142,9 +152,23 @@ def test_a_result_that_is_gone_is_made_from_the_last_checkpoint(config, tmp_path
         f"going on after step 2, from {tmp_path}/run/checkpoints/2",
         "finished after step 2",
     ]
+    weights = bytearray(before)
+    weights[-1] ^= 1
+    (tmp_path / "run" / "adapter" / "adapter_model.safetensors").write_bytes(weights)
+    console = Console(file=io.StringIO(), width=300)
+    fine_tune(settings, console, resume=True)
+    assert result(tmp_path / "run") == before
+    told = f"warning: {tmp_path}/run/adapter is damaged: adapter_model.safetensors is not as it was written"
+    assert told in console.file.getvalue() and "nothing is left to do" not in console.file.getvalue()
+    (tmp_path / "run" / "adapter" / "adapter_config.json").write_text("{")
+    fine_tune(settings, console, resume=True)
+    assert (
+        f"warning: {tmp_path}/run/adapter is damaged: {tmp_path}/run/adapter/adapter_config" in console.file.getvalue()
+    )
+    assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
-def test_what_may_not_change_is_refused_and_nothing_is_touched(config, tmp_path):
+def test_what_may_not_change_is_refused_and_nothing_is_touched(config, chat_folder, tmp_path):
     short = {"max_steps": 2, "eval_steps": None}
     fine_tune(config(training=short))
     before = contents(tmp_path / "run")
@@ -154,6 +178,12 @@ def test_what_may_not_change_is_refused_and_nothing_is_touched(config, tmp_path)
     other.write_text((json.dumps({"text": "abc"}) + "\n") * 9)
     with pytest.raises(ConfigError, match="^data.train: expected the data of"):
         fine_tune(config(training=short, data={"train": str(other)}), resume=True)
+    shutil.copytree(chat_folder, tmp_path / "base")
+    base = open_checkpoint(chat_folder)
+    write_checkpoint(tmp_path / "base", [(name, -base.read(name)) for name in base.names], base.config)
+    with pytest.raises(ConfigError, match="^model.model_name: expected the base .* whose weights have other values"):
+        longer = {"max_steps": 3, "eval_steps": None}
+        fine_tune(config(training=longer, model={"model_name": str(tmp_path / "base")}), resume=True)
     assert contents(tmp_path / "run") == before
     fine_tune(config(training={"max_steps": 3, "eval_steps": None}, optimizer={"learning_rate": 0.02}), resume=True)
     (told,) = [row["message"] for row in rows(tmp_path / "run") if row.get("event") == "resumed"]
@@ -197,7 +227,7 @@ def test_a_row_that_breaks_a_step_is_named_and_the_state_before_it_kept(config, 
     texts[17] = "abcZabc"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     settings = config(
-        model={"model_name": str(folder), "load_in_4bit": False},
+        model={"model_name": str(folder), "load_in_4bit": False, "allow_nonfinite": True},
         data={"train": str(data), "eval": None, "packing": False},
         training={"max_steps": 20, "eval_steps": None},
         output={"save_steps": None},
@@ -254,7 +284,7 @@ def test_a_best_state_that_was_damaged_is_told(config, tmp_path):
                     file.write_bytes(b"")
         return {}
 
-    with pytest.raises(TrainingError, match="checkpoint of step 2, the best, cannot be read: .*the last state is"):
+    with pytest.raises(TrainingError, match="step 2 is the best, but .*/2 cannot be read: .*the last state is"):
         fine_tune(config(**BEST), evaluate=damage)
     assert not (tmp_path / "run" / "adapter").exists()
 

@@ -108,3 +108,16 @@ def test_bad_configuration_as_a_process(tmp_path):
     assert done.stdout == ""
     assert done.stderr.startswith(f"fastjax train: error: {file}: model.dtpe: unknown; did you mean dtype?")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a\udcff"], "--prompt: expected Unicode text, found \\udcff, half of a surrogate pair"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature: expected a finite number >= 0, given nan"),
+        (["--prompt", "a", "--seed", str(2**70)], "seed: expected an integer of 32 bits, given 1180591620717411303424"),
+    ],
+)
+def test_what_is_wrong_with_generate_is_said_before_a_model_is_looked_for(arguments, message, capsys):
+    assert main(["generate", "--model", "nowhere", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -14,8 +14,6 @@ from fastjax.language_model import FastLanguageModel
 from tests.support import chat, tiny
 from tests.support.runs import World
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -37,17 +35,35 @@ def test_merge_then_verify_with_logits(model, adapter, tmp_path, capsys):
     assert run("merge", model, adapter, tmp_path / "out", "--dtype", "float32") == 0
     assert "read back and compared" in capsys.readouterr().out
     text = "what is there to say"
-    asked = ["verify", model, tmp_path / "out", "--adapter", adapter, "--text", text, "--tolerance", "10"]
-    assert run(*asked) == 0
+    asked = ["verify", model, tmp_path / "out", "--adapter", adapter, "--text", text]
+    assert run(*asked) == 0, "the tensors are others, the logits are not"
     told = capsys.readouterr().out
     largest = float(told.split("largest difference ")[-1].split(",")[0])
     assert largest < 1e-4 and "the likeliest token is the same on 100.0%" in told
+    assert run("merge", model, adapter, tmp_path / "16", "--dtype", "bfloat16") == 0
+    assert run("verify", model, tmp_path / "16", "--adapter", adapter, "--text", text) == 0, "only rounded"
+    assert run(*asked, "--tolerance", "0") == 1, "tensors are judged where it is asked for"
+    assert run(*asked, "--logit_tolerance", "1e-12") == 1
+    assert "logits differ by up to" in capsys.readouterr().err
+    assert run("verify", model, tmp_path / "out", "--text", text) == 1, "without the adapter it is another model"
+    assert run("verify", model, tmp_path / "out", "--logit_tolerance", "1") == 1
+    assert "--logit_tolerance: expected --text with it" in capsys.readouterr().err
     assert run("verify", model, tmp_path / "out") == 1
     captured = capsys.readouterr()
     assert "q_proj.weight" in captured.out and "not the same as" in captured.err
     assert run("merge", model, adapter, tmp_path / "out") == 1
     assert "--force replaces a model folder" in capsys.readouterr().err
     assert run("merge", model, adapter, tmp_path / "out", "--force") == 0
+
+
+def test_verify_a_merge_over_the_base_in_4_bits(model, adapter, tmp_path, capsys):
+    assert run("merge", model, adapter, tmp_path / "out", "--base_in_nf4", "--dtype", "float32") == 0
+    asked = ["verify", model, tmp_path / "out", "--adapter", adapter, "--text", "what is there to say"]
+    assert run(*asked, "--base_in_nf4", "--logit_tolerance", "1e-4") == 0
+    assert run(*asked) == 1, "over 16 bits it is another model"
+    assert "logits differ by up to" in capsys.readouterr().err
+    assert run("verify", model, tmp_path / "out", "--base_in_nf4") == 1
+    assert "--base_in_nf4: expected --text with it" in capsys.readouterr().err
 
 
 def test_quantize_and_inspect(model, tmp_path, capsys):

@@ -2,14 +2,17 @@
 
 import dataclasses
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from fastjax.cli import COMMANDS
+from fastjax.commands import convert, generate
 from fastjax.commands.quickstart import quickstart_config
 from fastjax.commands.reference import list_sections
 from fastjax.commands.settings import parse_train_config
+from fastjax.training.report import usage
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,10 +41,32 @@ def test_the_quickstart_is_its_example(monkeypatch):
     assert example.output == built_in.output
 
 
-def test_readme_shows_settings_that_are_read(tmp_path):
+def test_readme_shows_the_settings_for_a_model_of_ones_own():
     (shown,) = blocks("yaml")
-    (tmp_path / "shown.yaml").write_text(shown)
-    parse_train_config(["--config", str(tmp_path / "shown.yaml")])
+    file = (ROOT / "examples/my_model.yaml").read_text(encoding="utf-8")
+    assert shown == "".join(line for line in file.splitlines(keepends=True) if not line.startswith("#"))
+
+
+def test_readme_shows_the_lines_of_the_report():
+    (shown,) = [block for block in blocks("python") if "from peft" in block]
+    config = parse_train_config(["--config", str(ROOT / "examples/my_model.yaml")])
+    folder = Path(config.output.output_dir) / "adapter"
+    assert usage(config, folder, {"dtype": "bfloat16"}, "bfloat16")[1] + "\n" == shown
+
+
+def test_commands_that_readme_shows_are_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text((ROOT / "examples/my_model.yaml").read_text())
+    lines = [shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()]
+    commands = [words[1:] for words in lines if words[:1] == ["fastjax"]]
+    assert [name for name, *_ in commands] == ["preview", "train", "train", "generate", "convert", "convert"]
+    for name, *words in commands:
+        if name in ("train", "preview"):
+            words = ["--config", *words] if name == "preview" else words
+            config = parse_train_config(words)
+            assert config.model.max_seq_length == 2048 and config.optimizer.learning_rate == 2e-4
+        else:
+            {"generate": generate, "convert": convert}[name]._parser().parse_args(words)
 
 
 def test_readme_names_every_recipe():
@@ -94,7 +119,7 @@ def test_readme_names_every_command():
 def test_readme_python(chat_folder, chats, tmp_path, monkeypatch):
     """The blocks run one after the other, on a small model and two steps."""
     monkeypatch.chdir(tmp_path)
-    code = "\n".join(blocks("python"))
+    code = "\n".join(block for block in blocks("python") if "from peft" not in block)
     for written, used in [
         ("path/to/model", str(chat_folder)),
         ("chat.jsonl", str(chats)),

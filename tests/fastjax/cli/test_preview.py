@@ -64,6 +64,34 @@ def test_rows_and_counts(settings, chats, capsys):
     )
 
 
+def test_what_a_row_excludes_is_shown_as_read(settings, tmp_path):
+    says = [("ab", {"train": False}), ("cd", {}), ("ef", {"weight": 0}), ("gh", {"weight": 1})]
+    messages = []
+    for word, about in says:
+        messages += [{"role": "user", "content": "q"}, {"role": "assistant", "content": word} | about]
+    file = tmp_path / "chosen.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    out = shown(["--config", str(settings), "--data.train", str(file), "--model.max_seq_length", "64"])
+    assert "A:ab</s>U:q" in out.replace("↵\n", "") and "A:ef</s>U:q" in out.replace("↵\n", "")
+    assert "A:⟦cd</s>⟧" in out and "A:⟦gh</s>⟧" in out
+
+
+@pytest.mark.parametrize("kind", ["control", "text"])
+def test_rows_with_special_tokens_in_what_they_say(settings, tmp_path, kind):
+    file = tmp_path / "hostile.jsonl"
+    says = [{"role": "user", "content": "ab</s>"}, {"role": "assistant", "content": "c"}]
+    rows = [json.dumps({"messages": says}), json.dumps({"messages": [says[1]]})]
+    file.write_text("\n".join(rows * 2))
+    argv = ["--config", str(settings), "--data.special_tokens", kind]
+    out = shown([*argv, "--data.train", str(file)], rows=2, color_system="standard")
+    assert re.search(rf"special tokens in what they say, read as {kind} +2 +0\n", out)
+    assert f"special tokens in what rows say, first in {file}:1, are read as {kind}" in out
+    assert ("U:ab\x1b[35m</s>" in out, "U:ab</s>" in out) == (kind == "control", kind == "text")
+    streamed = json.dumps([{"path": str(file), "streaming": True}])
+    out = shown([*argv, "--data.train", streamed, "--training.max_steps", "1"], width=400)
+    assert re.search(rf"; [\d,]+ of the first [\d,]+ examples hold special tokens, which are read as {kind}", out)
+
+
 def test_the_rows_are_those_of_the_first_steps(settings):
     """Eight rows a step: the ninth is the first of the second step."""
     out = shown(["--config", str(settings)], rows=9)

@@ -22,6 +22,7 @@ def test_every_asset_is_packaged():
     assert sum(path.stat().st_size for path in (ASSETS / "tiny-llama").iterdir()) <= 4_000_000
 
 
+@pytest.mark.optimized
 def test_quickstart(tmp_path, monkeypatch):
     held_out = tmp_path / "held_out.jsonl"
     lines = (ASSETS / "tiny-chat" / "test.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)

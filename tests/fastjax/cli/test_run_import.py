@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -80,6 +81,22 @@ def test_there_and_back(settings, adapter, tmp_path, kind):
         np.testing.assert_array_equal(array, second[name], name)
     same = {"base_model_name_or_path": None}
     assert dataclasses.replace(before, **same) == dataclasses.replace(after, **same)
+
+
+def test_a_damaged_checkpoint_is_passed_over(settings, adapter, tmp_path, capsys):
+    """One whose metadata are gone, and one whose arrays are."""
+    run = tmp_path / "run"
+    assert main(["convert", "adapter", str(adapter()), str(run), "--config", settings()]) == 0
+    (run / "checkpoints" / "7").mkdir()
+    assert main(["convert", "adapter", str(run), str(tmp_path / "back")]) == 0
+    printed = capsys.readouterr()
+    assert "checkpoints/7 cannot be read: _CHECKPOINT_METADATA is missing" in " ".join(printed.err.split())
+    assert "had learnt after step 0" in printed.out and (tmp_path / "back").is_dir()
+    assert main(["convert", "adapter", str(run), str(tmp_path / "again"), "--step", "7"]) == 1
+    assert "checkpoints/7 cannot be read: _CHECKPOINT_METADATA is missing" in capsys.readouterr().err
+    shutil.rmtree(run / "checkpoints" / "0" / "state")
+    assert main(["convert", "adapter", str(run), str(tmp_path / "again"), "--step", "0"]) == 1
+    assert not (tmp_path / "again").exists()
 
 
 def test_training_goes_on_from_it_as_from_the_folder(settings, adapter, tmp_path):

@@ -1,8 +1,12 @@
 """The YAML file and the command line: what is read, and the sentence for every mistake."""
 
+import time
+
 import pytest
+import yaml
 
 from fastjax.commands.settings import parse_train_config
+from fastjax.data import DataSource
 from fastjax.errors import ConfigError
 
 GOOD = """
@@ -70,11 +74,11 @@ NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
         ("train: {}\n", "{file}: train: unknown; did you mean training? `fastjax train --help` lists the sections"),
         ("model: llama\n", "{file}: model: expected a section with the keys model_name, max_seq_length, dtype, "
          "param_dtype, float32_modules, load_in_4bit, full_finetuning, new_tokens, rope_scaling, "
-         "use_gradient_checkpointing, layer_loop, given 'llama'"),
+         "use_gradient_checkpointing, allow_nonfinite, layer_loop, given 'llama'"),
         (NEEDED + "training: {num_epochs: 1}\n", "{file}: training.num_epochs: unknown; did you mean "
          "num_train_epochs? `fastjax train --help` lists the keys of training"),
-        (NEEDED + "data: {train: 3}\n", "{file}: data.train: expected a string or a list of strings or sections with "
-         "path, given 3"),
+        (NEEDED.replace("train: d", "train: 3"),
+         "{file}: data.train: expected a string or a list of strings or sections with path, given 3"),
         (NEEDED.replace("{output_dir: o}", "{output_dir: o, report_to: [paper]}"), "{file}: output.report_to: expected "
          "a list of some of tensorboard, wandb, given ['paper']"),
         (NEEDED + "training: {max_steps: many}\n",
@@ -154,6 +158,116 @@ def test_mistakes_in_a_list_of_data_sets(write, train, message):
     assert str(caught.value).startswith(f"{file}: {message}")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (NEEDED + "lora:\n  r: 8\n  r: 16\n", ":6: not valid YAML: the same key twice: r"),
+        (NEEDED + "model: {model_name: n}\n", ":4: not valid YAML: the same key twice: model"),
+        (NEEDED + "lora: {rank_pattern: {a: 1,\n a: 2}}\n", ":5: not valid YAML: the same key twice: a"),
+        (NEEDED + "lora: {rank_pattern: " + "[" * 3000, ":4: not valid YAML: nested more than 100 deep"),
+        (NEEDED + "training: {seed: " + "9" * 4301 + "}\n", ":4: not valid YAML: a number of more than 300 digits"),
+        (
+            NEEDED + f"optimizer: {{no_decay: [{'x, ' * 20_000}]}}",
+            ": optimizer.no_decay: expected at most 2000 values in lists and mappings, given more",
+        ),
+        (NEEDED + "# " + "x" * 2**17, ": expected settings of at most 131072 bytes, given more"),
+    ],
+)
+def test_hostile_files(write, text, message):
+    file = write(text)
+    start = time.process_time()
+    with pytest.raises(ConfigError) as error:
+        parse_train_config(["--config", file])
+    assert str(error.value) == file + message
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--lora.rank_pattern", "{a: 1, a: 2}", "the same key twice: a, given '{a: 1, a: 2}'"),
+        ("--data.train", "[{path: a, path: b}]", "the same key twice: path, given '[{path: a, path: b}]'"),
+        ("--model.rope_scaling", f"{{a: {'9' * 4301}}}", "a number of more than 300 digits, given '{a: 999"),
+        ("--output.run_name", "!!int ''", "what cannot be read as int: , given \"!!int ''\""),
+        ("--lora.rank_pattern", "[" * 3000 + "]" * 3000, "nested more than 100 deep, given '[[["),
+    ],
+)
+@pytest.mark.parametrize("apart", [False, True])
+def test_broken_lists_on_the_command_line(write, option, value, message, apart):
+    argv = [option, value] if apart else [f"{option}={value}"]
+    with pytest.raises(ConfigError) as error:
+        parse_train_config(["--config", write(GOOD), *argv])
+    assert str(error.value).startswith(f"{option}: not valid YAML: {message}") and len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("data.train", "[{path: a, nme: b}]", "[0].nme: unknown; expected one of path, name, split, weight, streaming"),
+        ("data.train", "[a, {path: b, weight: much}]", "[1].weight: expected a number or null, given 'much'"),
+        ("data.eval", "[1]", ": expected a string or a list of strings or sections with path or null, given [1]"),
+        (
+            "data.train",
+            "{path: a}",
+            ": expected a string or a list of strings or sections with path, given {'path': 'a'}",
+        ),
+        (
+            "lora.target_modules",
+            "[q_proj, {a: b}]",
+            ": expected a list of strings or a string or null, given ['q_proj',",
+        ),
+    ],
+)
+def test_a_list_with_a_mistake_is_no_path(write, key, text, message):
+    with pytest.raises(ConfigError) as error:
+        parse_train_config(["--config", write(GOOD), f"--{key}={text}"])
+    assert str(error.value).startswith(f"--{key}{message}")
+    section, _, name = key.partition(".")
+    for value in (text, f"'{text}'"):
+        given = {"data": {"train": "d"}} | {section: {"train": "d"} if section == "data" else {}}
+        lines = ", ".join(f"{k}: {v}" for k, v in (given[section] | {name: value}).items())
+        others = "" if section == "data" else "data: {train: d}\n"
+        file = write(f"model: {{model_name: m}}\noutput: {{output_dir: o}}\n{others}{section}: {{{lines}}}\n")
+        with pytest.raises(ConfigError) as error:
+            parse_train_config(["--config", file])
+        assert str(error.value).startswith(f"{file}: {key}{message}")
+
+
+def test_what_only_looks_like_a_list():
+    argv = ["--model.model_name=m", "--data.train=[ab]*.jsonl", "--output.output_dir=o", "--output.run_name=[a]"]
+    config = parse_train_config([*argv, "--data.eval=[{path: a, weight: 1e-1}]"])
+    assert (config.data.train, config.output.run_name) == ("[ab]*.jsonl", "[a]")
+    assert config.data.eval == [DataSource("a", weight=0.1)]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("optimizer.no_decay", "null", "expected a list of strings, given None"),
+        ("data.packing", "null", "expected true or false, given None"),
+        ("training.logging_steps", "null", "expected an integer, given None"),
+        ("training.num_train_epochs", ".inf", "expected a value that is finite, given inf"),
+        ("lora.lora_alpha", ".nan", "expected a value that is finite, given nan"),
+        ("optimizer.learning_rate", "1e308", "expected a value of at most 3e+38, given 1e+308"),
+        ("training.max_steps", str(2**70), "expected a value of at most 4294967295, given 1180591620717411303424"),
+        ("model.max_seq_length", str(10**18), "expected a value of at most 4294967295, given 1000000000000000000"),
+        ("data.train", '["a\\0b"]', "expected a value without NUL or half a character, given 'a\\x00b'"),
+    ],
+)
+def test_values_that_no_run_can_use(write, key, text, message):
+    section, _, name = key.partition(".")
+    sections = yaml.safe_load(NEEDED)
+    sections.setdefault(section, {})[name] = "VALUE"
+    file = write(yaml.safe_dump(sections).replace("VALUE", text))
+    with pytest.raises(ConfigError) as error:
+        parse_train_config(["--config", file])
+    assert str(error.value) == f"{file}: {key}: {message}"
+    if text != "null":  # there it is a string, of which jsonargparse says the same
+        with pytest.raises(ConfigError) as error:
+            parse_train_config(["--config", write(GOOD), f"--{key}={text}"])
+        assert str(error.value) == f"--{key}: {message}"
+
+
 def test_printed_settings_can_be_read_again(write, tmp_path, capsys):
     options = ["--config", write(GOOD), "--resume", "--training.max_steps", "7"]
     with pytest.raises(SystemExit, match="0"):
@@ -165,3 +279,12 @@ def test_printed_settings_can_be_read_again(write, tmp_path, capsys):
 
 def test_the_command_line_wins_wherever_the_file_stands(write):
     assert parse_train_config(["--lora.r", "4", "--config", write(GOOD)]).lora.r == 4
+
+
+def test_the_values_of_all_settings_are_counted(write):
+    """jsonargparse takes quadratic time for a list: minutes for what fits into a file."""
+    listed = ", ".join(["x"] * 1500)
+    file = write(NEEDED + f"optimizer: {{no_decay: [{listed}]}}\n")
+    assert len(parse_train_config(["--config", file]).optimizer.no_decay) == 1500
+    with pytest.raises(ConfigError, match="^--lora.target_modules: expected at most 2000 values in lists and mappings"):
+        parse_train_config(["--config", file, "--lora.target_modules", f"[{listed}]"])

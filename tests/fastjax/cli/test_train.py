@@ -12,7 +12,7 @@ from convert import tensor_file
 from convert.adapters import read_adapter
 from fastjax import language_model
 from fastjax.cli import main
-from fastjax.data.new_tokens import tokenizer_for
+from fastjax.data.new_tokens import own_tokenizer
 from fastjax.fine_tuning import fine_tune
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig, TrainingSection
@@ -49,9 +49,11 @@ def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
     run = tmp_path / "run"
     out = capsys.readouterr().out
     assert "train: 40 examples in" in out
+    assert "on cpu (device 0, 1 of 8), float32\nidle: devices 1 to 7 of 8, since a run trains on one device\n" in out
     assert "step 3/3: loss" in out
     assert f"adapter: {run}/adapter" in out
     assert left_behind(run) == ["adapter", "config.yaml", "metrics.jsonl", "report.html", "report.png"]
+    assert "devices 1 to 7 of 8, since a run trains on one device" in (run / "report.html").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], "loss" in row) for row in rows] == [(1, 1), (2, 1), (2, 0), (3, 1), (3, 0), (3, 0)]
     assert rows[-2]["eval_loss"] < rows[0]["loss"]
@@ -197,7 +199,7 @@ def test_the_chat_template_of_the_run_is_that_of_its_result(settings, tmp_path, 
         base, before = FastLanguageModel.from_pretrained(chat_folder)
         assert before.chat_template != TEMPLATE
         result = FastLanguageModel.load_adapter(base, tmp_path / "run" / "adapter")
-        tokenizer = tokenizer_for(chat_folder, adapter=tmp_path / "run" / "adapter")
+        tokenizer = own_tokenizer(tmp_path / "run" / "adapter")
     assert result.tokenizer.chat_template == tokenizer.chat_template == TEMPLATE
 
 

@@ -69,6 +69,31 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
                 [{"type": "function", "function": FUNCTION}],
             ),
         ),
+        # What a row says of its messages: learnt or not. The template does not see it.
+        (
+            {"messages": [USER | {"train": False}, ANSWER | {"train": False}, USER | {"weight": 0}, ANSWER]},
+            ChatRecord([USER, ANSWER, USER, ANSWER], "w", train=(False, False, False, None)),
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    ANSWER | {"weight": 0},
+                    ANSWER | {"weight": 1.0},
+                    ANSWER | {"weight": 1, "train": True},
+                ]
+            },
+            ChatRecord([USER, ANSWER, ANSWER, ANSWER], "w", train=(None, False, True, True)),
+        ),
+        ({"messages": [USER | {"train": None}, ANSWER | {"weight": None}]}, ChatRecord([USER, ANSWER], "w")),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "train": False}]},
+            ChatRecord([USER, ANSWER], "w", train=(None, False)),
+        ),
+        (
+            {"prompt": [USER], "completion": [ANSWER | {"weight": 0}, USER, ANSWER]},
+            ChatRecord([USER, ANSWER, USER, ANSWER], "w", prompt=1, train=(None, False, None, None)),
+        ),
         # Content in parts.
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]},
@@ -121,9 +146,52 @@ def test_prompt_and_completion_are_messages_where_a_template_was_named():
             "'arguments' are not valid JSON",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, None, "'content' must be a string"),
+        (
+            {"messages": [USER, ANSWER | {"weight": 0.5}]},
+            None,
+            r"messages\[1\]: 'weight' must be 0 \(not learnt\) or 1 \(learnt\), found 0\.5; weights between",
+        ),
+        ({"messages": [ANSWER | {"weight": True}]}, None, r"messages\[0\]: 'weight' must be 0 .* found true"),
+        ({"messages": [ANSWER | {"weight": -1}]}, None, r"messages\[0\]: 'weight' must be 0 .* found -1"),
+        ({"messages": [ANSWER | {"train": "no"}]}, None, r"messages\[0\]: 'train' must be true or false, found \"no\""),
+        (
+            {"messages": [ANSWER | {"train": True, "weight": 0}]},
+            None,
+            r"messages\[0\]: 'train' is true and 'weight' 0: leave one of them out",
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": "a", "weight": 2}]},
+            None,
+            r"conversations\[0\]: 'weight' must be 0",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(row, columns, message):
     with pytest.raises(DataError, match=message) as caught:
         parse_row(row, "w", columns)
     assert str(caught.value).startswith("w: ")
+
+
+LONG = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": LONG, "content": "a"}]},
+        {"messages": [{"role": "user", "content": {LONG: 1}}]},
+        {"messages": [LONG]},
+        {"conversations": [{"from": LONG, "value": "a"}]},
+        {"text": [LONG] * 100},
+        {LONG: 1},
+        {f"{n} {LONG}": 1 for n in range(100)},
+        [LONG],
+    ],
+)
+def test_a_message_repeats_little_of_a_row(row):
+    with pytest.raises(DataError) as error:
+        parse_row(row, "file:1")
+    assert len(str(error.value)) < 800
+    with pytest.raises(DataError, match="expected the columns 'xxx") as error:
+        parse_row({"a": "b"}, "file:1", {"text": LONG})
+    assert len(str(error.value)) < 400

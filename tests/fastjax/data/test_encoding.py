@@ -86,6 +86,38 @@ def test_responses_and_the_end_of_the_turn_are_learnt(make_tokenizer, name, chat
     assert tokens.count(0) == int(pieces[0].startswith("<s>"))
 
 
+@pytest.mark.parametrize("template", ["chatml", "llama2"])
+@pytest.mark.parametrize("first", [None, True, False])
+@pytest.mark.parametrize("last", [None, True, False])
+def test_responses_that_the_row_excludes_are_not_learnt(make_tokenizer, template, first, last):
+    tokenizer = make_tokenizer(template)
+    chat = [*CHAT[:3], {"role": "assistant", "content": "the end"}]
+    record = ChatRecord(chat, "x", train=(None, first, None, last))
+    ((example,),) = Encoder(tokenizer).encode([record])
+    learnt = tokenizer.decode(example.tokens[example.learn])
+    assert ("what the answer is" in learnt, "the end" in learnt) == (first is not False, last is not False)
+    ends = [index for index in np.flatnonzero(example.learn) if example.tokens[index] in (1, 3)]
+    assert len(ends) == (first is not False) + (last is not False)
+    ((only,),) = Encoder(tokenizer, "last_response").encode([record])
+    assert ("the end" in tokenizer.decode(only.tokens[only.learn])) == (last is not False)
+
+
+def test_a_row_that_asks_for_what_is_not_learnt_is_refused(make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    asked = ChatRecord(CHAT, "rows.jsonl:7", train=(True, None, None, None))
+    with pytest.raises(
+        DataError, match=r"^rows.jsonl:7: messages\[0\] is to be learnt .* but is the user's.*loss_on: all"
+    ):
+        list(Encoder(tokenizer).encode([asked]))
+    list(Encoder(tokenizer, "all").encode([asked]))
+    given = ChatRecord(CHAT, "rows.jsonl:7", prompt=2, train=(None, True, None, None))
+    with pytest.raises(DataError, match=r"^rows.jsonl:7: messages\[1\] is to be learnt .* part of the prompt"):
+        list(Encoder(tokenizer).encode([given]))
+    excluded = ChatRecord(CHAT, "rows.jsonl:7", train=(None, False, None, None))
+    with pytest.raises(DataError, match=r"^rows.jsonl:7: messages\[1\] is not to be learnt .* but loss_on is all"):
+        list(Encoder(tokenizer, "all").encode([excluded]))
+
+
 def test_everything_is_learnt_on_request(make_tokenizer):
     pieces, tokens = encode(make_tokenizer("llama3", adds_bos=True), CHAT[:2], loss_on="all")
     assert pieces[0] == "<s>" and pieces[1].endswith("世<|eot_id|>") and len(pieces) == 2

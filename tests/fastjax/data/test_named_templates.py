@@ -134,6 +134,21 @@ def test_loss_on_the_last_response_and_on_all(make_tokenizer, name, kind):
     assert not example.learn[0] and example.learn[1 : np.flatnonzero(example.learn)[-1]].all()
 
 
+@pytest.mark.parametrize(("name", "kind"), EXPECTED)
+@pytest.mark.parametrize("learnt", [(), (0,), (1,)])
+def test_responses_that_the_row_excludes_are_not_learnt(make_tokenizer, name, kind, learnt):
+    tokenizer = make_tokenizer(None)
+    set_chat_template(tokenizer, name)
+    record = RECORDS[kind]
+    says = iter([index in learnt for index in range(2)])
+    train = tuple(next(says) if message["role"] == "assistant" else None for message in record.messages)
+    count = iter(range(2))
+    expected = re.sub(
+        "«([^«»]*)»", lambda found: found[0] if next(count) in learnt else found[1], EXPECTED[name, kind], flags=re.S
+    )
+    assert pieces(tokenizer, record._replace(train=train)) == expected
+
+
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)
 def test_a_prompt_is_the_beginning_of_what_is_trained_and_the_end_stops(make_tokenizer, name):
     tokenizer = make_tokenizer(None, adds_bos=True)

@@ -132,6 +132,7 @@ def test_what_datasets_loads(write_rows, tmp_path, streaming):
         ("./none", FileNotFoundError, "no such file or folder"),
         ("none*.jsonl", FileNotFoundError, "no file that ends in .* matches the pattern"),
         (DataSource("ten.jsonl", split="test"), ConfigError, "split: expected train, or a part of it .* given test"),
+        (DataSource("ten.jsonl", split=f"train[:{'9' * 5000}]"), ConfigError, "split: expected train, or a part of it"),
         (DataSource("ten.jsonl", name="main"), ConfigError, "name: expected none for files, given main"),
         (DataSource("ten.jsonl", columns={"answer": "a"}), ConfigError, "columns: answer: unknown"),
         ("notes.txt", ConfigError, "expected a file that ends in .jsonl"),

@@ -17,11 +17,28 @@ EVERY_FEATURE = (
     "{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}{{ strftime_now('%Y') }}"
 )
 
+FILTERS = (
+    "{% macro say(m, n=1) %}{{ n ~ m.role|upper ~ ': ' }}{{ caller() if caller }}{% endmacro %}"
+    "{% for m in messages[::-1] %}{% call say(m, loop.index0 + 1) %}{{ 'x' * 2 }}{% endcall %}"
+    "{{ m.content.strip().split('c')[-1].lstrip('\\n') + '-' + m.content | trim }}"
+    "{{ m.content | replace('a', 'bb') }}{{ '%s/%5d' % (m.role, loop.index) }}{{ '{}:{:>4}'.format(m.role, 1) }}"
+    "{{ '%s' | format(m.role) }}{% if 'a' in m.content and m.content is string %}{{ loop.length - 1 }}{% endif %}"
+    "{{ 7 // 2 * 1.5 ** 2 % 4 }}{% endfor %}{{ messages | map(attribute='role') | unique | list | join(', ') }}"
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ messages[0] | items | list }}"
+    "{{ messages | groupby('role') | length }}{{ [1, [2]] | string }}{{ ['a'] + ['b'] }}{{ [1, 2] | sum }}"
+    "{{ messages | tojson(indent=2, sort_keys=true) | indent(2) }}{{ [3, 1] | sort | first }}{{ nope | default('d') }}"
+    "{{ (messages | last).content | e }}{{ 'a-b' | title | center(9) }}{{ [1, 2, 3] | batch(2, 0) | list }}"
+    "{% set s %}{{ 1 ~ 2 }}{% endset %}{{ s }}{{ messages | rejectattr('content') | list | length }}"
+    "{{ {'b': 1, 'a': 2} | dictsort }}{{ 'a b' | wordcount }}{{ 2.5 | round | int }}{% set a, b = 1, (2, 3) %}"
+    "{{ a, b }}{% filter upper %}abc{% endfilter %}{% block b %}{{ messages | length }}{% endblock %}{{ self.b() }}"
+    "{{ range(3) | list }}{{ cycler(1, 2).next() }}{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}"
+)
 
-@pytest.mark.parametrize("name", ["chatml", "llama3", "llama2", "plain", "every feature"])
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "llama2", "plain", "every feature", "filters"])
 @pytest.mark.parametrize("prompt", [False, True])
 def test_renders_what_transformers_renders(make_tokenizer, templates, name, prompt):
-    tokenizer = make_tokenizer(templates.get(name, EVERY_FEATURE))
+    tokenizer = make_tokenizer({"every feature": EVERY_FEATURE, "filters": FILTERS}.get(name) or templates[name])
     chat = CHAT[:3] if prompt else CHAT
     expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
     assert ChatTemplate.from_tokenizer(tokenizer).render(chat, "x", add_generation_prompt=prompt) == expected

@@ -12,8 +12,6 @@ from fastjax.generation import generate
 from fastjax.generation.sampling import sample
 from tests.support import tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 #: Untied and with large weights: small random models repeat a token for ever.
 CHANGES = {"tie_word_embeddings": False, "initializer_range": 0.3, "hidden_size": 64}
 CONFIG = tiny.config(**CHANGES)
@@ -68,6 +66,10 @@ def test_the_seed_decides_what_is_sampled():
         ({"max_new_tokens": 127}, "max_seq_length 128"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_k": 0}, "top_k"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"seed": 2**70}, "seed"),
         ({"top_p": 1.5}, "top_p"),
     ],
 )

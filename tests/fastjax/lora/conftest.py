@@ -28,7 +28,7 @@ class Maker:
         elif kind == "fp8":
             scales = jnp.abs(self.normal(sum(rows) // 16, columns // 32, scale=scale))
             codes = self.normal(sum(rows), columns, dtype=jnp.float8_e4m3fn)
-            return FP8Weight(codes, scales, (16, 32), codes.shape)
+            return FP8Weight(codes, scales, (16, 32), codes.shape, "float32")
         elif kind == "mixed":
             pieces = [self.normal(r, columns, scale=scale) for r in rows]
             pieces[0] = NF4Weight.quantize(pieces[0])

@@ -63,11 +63,6 @@ def test_an_orthogonal_start_changes_nothing_and_has_the_scale_of_pefts(rank):
         assert np.linalg.matrix_rank(array, tol=1e-4) == rank // 2
 
 
-def test_an_orthogonal_start_needs_an_even_rank():
-    with pytest.raises(ConfigError, match="even rank, given 3"):
-        initial_arrays(jax.random.key(0), "orthogonal", 3, 8, 8)
-
-
 @pytest.fixture(scope="module")
 def base():
     return tiny.model(tiny.shared_folder(), tiny.CONFIG)

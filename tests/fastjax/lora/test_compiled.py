@@ -26,7 +26,7 @@ def weight(kind, rows, columns):
     if kind != "nf4":
         return spec((rows, columns), kind)
     codes, absmax = spec((rows, columns // 2), jnp.uint8), spec((rows, columns // 64), jnp.float32)
-    return NF4Weight(codes, absmax, None, None, None, None, (rows, columns), (rows,))
+    return NF4Weight(codes, absmax, None, None, None, None, (rows, columns), (rows,), "bfloat16")
 
 
 @functools.cache

@@ -10,8 +10,6 @@ from fastjax.lora.linear import project
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, value_and_gradients
 from tests.support import plain_lora
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SIZES = [("q_proj", 128), ("k_proj", 64), ("v_proj", 64)]
 #: name -> ranks of q, k and v (0: no adapter), options
 CASES = {

@@ -12,8 +12,6 @@ from fastjax.residuals import SAVED
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker
 from tests.support import plain_lora
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FEATURES = 128
 #: name -> ranks of gate, up and down (0: no adapter), options
 CASES = {

@@ -6,8 +6,6 @@ import pytest
 
 from tests.support import plain_lora, steps, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 EVERYTHING = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
 #: (how the model is loaded, the adapter)
 CASES = {

@@ -15,8 +15,6 @@ from fastjax.training.loss import loss_sums
 from pallas_kernels.attention import segment_ranges
 from tests.support import tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def primitives(jaxpr, counts=None):
     """How often each primitive occurs, at any depth."""

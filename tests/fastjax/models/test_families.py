@@ -1,11 +1,13 @@
 """Every family: its config both ways, its folder there and back bit for bit, and one model however it is run."""
 
+import copy
 import dataclasses
 
 import numpy as np
 import pytest
 from transformers import AutoConfig
 
+from convert.activations import ACTIVATIONS
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
@@ -15,15 +17,14 @@ from fastjax.models.adapters import export_adapters
 from fastjax.models.config import ModelConfig
 from fastjax.models.layout import Run, plan_layers
 from fastjax.models.rope_override import with_rope_scaling
+from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
 from tests.support import families, tiny
-from tests.support.families import CONFIGS, NESTED, VARIANTS
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from tests.support.families import CONFIGS, NESTED, SPELLINGS, VARIANTS
 
 
 def theirs(config):
     """transformers' reading of a config.json."""
-    fields = {name: value for name, value in config.items() if name != "model_type"}
+    fields = {name: value for name, value in copy.deepcopy(config).items() if name != "model_type"}
     return AutoConfig.for_model(config["model_type"], **fields)
 
 
@@ -46,10 +47,10 @@ def test_fields_that_are_not_supported_are_refused(family):
             ModelConfig.from_hf(CONFIGS[family] | {name: families.refused(family, name) or 3})
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *SPELLINGS])
 def test_config_there_and_back(variant):
     """What we write, we read as the same; so do we what transformers makes of it, and of what was there before."""
-    _, config = VARIANTS[variant]
+    _, config = (VARIANTS | SPELLINGS)[variant]
     parsed = ModelConfig.from_hf(config)
     written = parsed.to_hf()
     for same in (written, theirs(config).to_dict(), theirs(written).to_dict()):
@@ -59,6 +60,30 @@ def test_config_there_and_back(variant):
 #: What says the same as `layer_types` and `no_rope_layers`, which are written.
 _SAID_OTHERWISE = {"max_window_layers", "no_rope_layer_interval"}
 _OF_THE_TOKENIZER = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+def test_fields_that_change_nothing_are_a_list():
+    """What is on it may hold anything; what is not is refused, as are layers' types that transformers reads past."""
+    config = families.LLAMA
+    for name in families.IDLE:
+        assert ModelConfig.from_hf(config | {name: families.IDLE[name]}) == ModelConfig.from_hf(config), name
+    layer_types = {"layer_types": [families.FULL, families.SLIDING, families.FULL]}
+    wrong = [{"rope_interleaved": True}, {"model_max_len": 77}, {"clip_qkv": 8.0}, layer_types]
+    for fields in wrong:
+        with pytest.raises(ConvertError, match=next(iter(fields))):
+            ModelConfig.from_hf(config | fields)
+    with pytest.raises(ConvertError, match="layer_types: expected sliding_attention for every layer"):
+        ModelConfig.from_hf(CONFIGS["mistral"] | layer_types)
+
+
+def test_activations_are_transformers_functions():
+    activations = pytest.importorskip("transformers.activations")
+    torch = pytest.importorskip("torch")
+    x = np.linspace(-6, 6, 401, dtype=np.float32)
+    for name, own in ACTIVATIONS.items():
+        expected = activations.ACT2FN[name](torch.from_numpy(x)).numpy()
+        # float32, values to 6
+        np.testing.assert_allclose(FUNCTIONS[own](x), expected, rtol=0, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -15,8 +15,6 @@ from fastjax.quantization import NF4Weight
 from fastjax.training.loss import loss_sums
 from tests.support import tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SHAPES = {"hidden_size": 64, "intermediate_size": 128}
 EVERYTHING = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
 #: (load options, adapter options; None: full fine-tuning)

@@ -125,6 +125,6 @@ def test_overrides_that_are_refused(scaling, message):
 
 
 def test_a_folder_with_a_scaling_that_is_not_supported_is_refused():
-    for scaling in ({"rope_type": "axial"}, {"rope_type": "default", "partial_rotary_factor": 0.5}):
+    for scaling in ({"rope_type": "axial"}, {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}):
         with pytest.raises(ConvertError, match="rope_parameters"):
             ModelConfig.from_hf(tiny.config(rope_parameters={"rope_theta": 321.0, **scaling}))

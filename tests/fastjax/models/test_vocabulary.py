@@ -7,14 +7,12 @@ from tokenizers import AddedToken
 
 from convert.checkpoint import open_checkpoint
 from fastjax.data.batches import Batch
-from fastjax.data.new_tokens import add_tokens, tokenizer_for, vocabulary_size
+from fastjax.data.new_tokens import add_tokens, own_tokenizer, vocabulary_size
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.models.adapters import export_adapters
 from tests.support import steps, tiny
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 NEW = ["<|tool|>", "<|end|>"]
 OLD = tiny.CONFIG["vocab_size"]
@@ -127,8 +125,7 @@ def test_a_saved_adapter_brings_its_tokenizer_and_its_rows(tmp_path):
     tokens, _, segments, positions = (array[0] for array in rows_batch(trained))
     ours, theirs = (tiny.logits(model, tokens, positions, segments) for model in (trained, again))
     assert np.array_equal(ours, theirs)
-    assert vocabulary_size(tokenizer_for(base.folder, adapter=tmp_path / "adapter")) == OLD + 2
-    assert vocabulary_size(tokenizer_for(base.folder, NEW)) == OLD + 2
+    assert vocabulary_size(own_tokenizer(tmp_path / "adapter")) == OLD + 2
     other = tiny.model(base.folder, tiny.CONFIG, new_tokens=[*NEW, "<|third|>"])
     with pytest.raises(ConfigError, match=r"does not train the rows of the new tokens with the ids \[103\]"):
         FastLanguageModel.load_adapter(other, tmp_path / "adapter")

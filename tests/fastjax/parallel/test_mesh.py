@@ -21,6 +21,7 @@ def test_matrices_are_split_by_output_rows_and_vectors_repeated():
         quant_map=jnp.zeros((32, 16)),
         shape=(64, 64),
         parts=(32, 16, 16),
+        dtype="bfloat16",
     )
     attention = {"qkv": {"weight": packed, "bias": jnp.zeros((32, 64))}, "o": {"weight": jnp.zeros((32, 64, 64))}}
     frozen = {

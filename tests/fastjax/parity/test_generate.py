@@ -7,7 +7,7 @@ from tests.support import tiny
 
 torch = pytest.importorskip("torch")
 torch_llama = pytest.importorskip("tests.support.torch_llama")
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.torch
 
 #: Shorter and longer than 32, the step in which prompts are padded; beyond the original positions of llama3 scaling.
 LENGTHS = (1, 33, 7, 20)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 bitsandbytes = pytest.importorskip("bitsandbytes")
 torch_llama = pytest.importorskip("tests.support.torch_llama")
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("quick_compilation"), *torch_llama.NOTES_OF_PEFT]
+pytestmark = [pytest.mark.torch, *torch_llama.NOTES_OF_PEFT]
 
 CONFIG = tiny.config(hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
 #: What a "dynamic" folder leaves in 16 bits; the head is always left.
@@ -19,7 +19,7 @@ KEPT = ["lm_head", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.v_p
 
 
 def write_with_bitsandbytes(folder, *, nested, kept=("lm_head",)):
-    """A bitsandbytes folder and the torch model that holds what it decodes to, in float32."""
+    """A bitsandbytes folder and the torch model that holds what it decodes to, bfloat16 values in float32."""
     arrays = tiny.arrays(CONFIG)
     plain = torch_llama.build(CONFIG, arrays).to(torch.bfloat16)
     plain.save_pretrained(folder / "plain")
@@ -40,9 +40,8 @@ def write_with_bitsandbytes(folder, *, nested, kept=("lm_head",)):
         module = modules[name.rpartition(".")[0]]
         value = getattr(module, name.rpartition(".")[2])
         if isinstance(module, bitsandbytes.nn.Linear4bit) and name.endswith(".weight"):
-            state = value.quant_state
-            state.dtype = torch.float32
-            value = bitsandbytes.functional.dequantize_4bit(value.data, state)
+            value = bitsandbytes.functional.dequantize_4bit(value.data, value.quant_state)
+            assert value.dtype == torch.bfloat16
         decoded[name] = value.detach().float().numpy().reshape(arrays[name].shape)
     return folder / "packed", torch_llama.build(CONFIG, decoded)
 

@@ -10,7 +10,7 @@ from tests.support import tiny
 
 torch = pytest.importorskip("torch")
 torch_llama = pytest.importorskip("tests.support.torch_llama")
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.torch
 
 KINDS = {
     "linear": {"rope_type": "linear", "factor": 3.5},

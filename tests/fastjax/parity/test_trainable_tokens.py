@@ -12,7 +12,6 @@ peft = pytest.importorskip("peft")
 torch_llama = pytest.importorskip("tests.support.torch_llama")
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.usefixtures("quick_compilation"),
     *torch_llama.NOTES_OF_PEFT,
     pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
 ]

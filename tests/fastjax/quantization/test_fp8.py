@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.checkpoint import write_checkpoint
 from convert.formats import fp8
 from fastjax.quantization import FP8Weight, MixedWeight, concatenate, dense, matmul, part
 from fastjax.quantization.weights import matmul_transposed
@@ -17,13 +16,13 @@ from tests.support import tiny
 BLOCK = (8, 16)
 
 
-def tensor(kind, rows, columns, seed=0, code="float8_e4m3fn"):
-    """A packed matrix with scales by "blocks", "rows" or "one"."""
+def tensor(kind, rows, columns, seed=0, code="float8_e4m3fn", own="float32"):
+    """A packed matrix with scales by "blocks", "rows" or "one", that decodes to `own`."""
     rng = np.random.default_rng([seed, rows])
     codes = rng.standard_normal((rows, columns)).astype(getattr(ml_dtypes, code))
     size = {"blocks": (math.ceil(rows / BLOCK[0]), math.ceil(columns / BLOCK[1])), "rows": (rows, 1), "one": ()}[kind]
     scales = np.asarray(rng.uniform(0.01, 2, size), np.float32)
-    return fp8.FP8Tensor(codes, fp8.make_scale("scale", scales, codes.shape, BLOCK, "file"))
+    return fp8.FP8Tensor(codes, fp8.make_scale("scale", scales, codes.shape, BLOCK, "file"), own)
 
 
 @pytest.mark.parametrize("kind", ["blocks", "rows", "one"])
@@ -34,14 +33,31 @@ def test_decoding_equals_the_file_formats_bit_for_bit(kind, code, rows, columns)
     packed = [tensor(kind, n, columns, code=code) for n in rows]
     joined = concatenate([FP8Weight.from_tensor(one) for one in packed])
     assert isinstance(joined, FP8Weight) and joined.shape == (sum(rows), columns)
-    expected = np.concatenate([fp8.decode(*one) for one in packed])
+    expected = np.concatenate([fp8.decode(one.codes, one.scale) for one in packed])
     for dtype in (np.float32, ml_dtypes.bfloat16):
         assert np.array_equal(np.asarray(dense(joined, dtype)), expected.astype(dtype))
     start = 0
     for number, (n, one) in enumerate(zip(rows, packed, strict=True)):
         mine = part(joined, number, slice(start, start + n))
-        assert np.array_equal(np.asarray(dense(mine, jnp.float32)), fp8.decode(*one))
+        assert np.array_equal(np.asarray(dense(mine, jnp.float32)), fp8.decode(one.codes, one.scale))
         start += n
+
+
+@pytest.mark.parametrize("own", ["bfloat16", "float16"])
+def test_values_are_rounded_to_the_folders_dtype_first(own):
+    packed = [tensor("blocks", n, 48, own=own) for n in (16, 8)]
+    joined = concatenate([FP8Weight.from_tensor(one) for one in packed])
+    assert isinstance(joined, FP8Weight) and joined.dtype == own
+    exact = np.concatenate([fp8.decode(one.codes, one.scale) for one in packed])
+    rounded = exact.astype(getattr(ml_dtypes, own, np.float16))
+    assert (rounded.astype(np.float32) != exact).any()
+    for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
+        found = jax.jit(lambda weight, dtype=dtype: dense(weight, dtype))(joined)
+        assert np.array_equal(np.asarray(found), rounded.astype(dtype))
+    found = jax.jit(matmul)(jnp.eye(48)[None], joined)[0]
+    assert np.array_equal(np.asarray(found), rounded.astype(np.float32).T)
+    other = FP8Weight.from_tensor(tensor("blocks", 8, 48))
+    assert isinstance(concatenate([joined, other]), MixedWeight)
 
 
 def test_whole_blocks_keep_their_scales():
@@ -76,18 +92,7 @@ def test_products_and_gradients_equal_those_of_the_decoded_matrix(dtype):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model with its layers' matrices in FP8."""
-    tensors = tiny.arrays(tiny.CONFIG)
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        scales = np.full(
-            [math.ceil(size / block) for size, block in zip(tensors[name].shape, BLOCK, strict=True)], 0.02
-        )
-        tensors[name] = (tensors[name] / 0.02).astype(ml_dtypes.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scales.astype(np.float32)
-    settings = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
-    folder = tmp_path_factory.mktemp("fp8")
-    write_checkpoint(folder, tensors.items(), {**tiny.CONFIG, "quantization_config": settings})
-    tiny.write_tokenizer(folder, tiny.CONFIG)
-    return folder
+    return tiny.write_fp8_folder(tmp_path_factory.mktemp("fp8"), tiny.CONFIG, BLOCK)
 
 
 def leaves(model):

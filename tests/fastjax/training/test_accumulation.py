@@ -19,8 +19,6 @@ from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 from tests.support import steps, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TOLERANCE = 1e-6
 WIDTH = 64
 #: Target tokens of each row, which is one document with one more.

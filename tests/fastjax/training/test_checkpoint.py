@@ -1,5 +1,9 @@
 """Checkpoints: what goes in comes out bit for bit, only whole ones are found, the right ones are kept."""
 
+import copy
+import gc
+import json
+import resource
 import shutil
 from typing import NamedTuple
 
@@ -11,6 +15,7 @@ import pytest
 from fastjax.errors import ConfigError
 from fastjax.training.checkpoint import Checkpoints, Progress, SaveFailed, named_arrays
 from fastjax.training.loss_scale import LossScale
+from fastjax.training.stored import Unreadable, seal
 from tests.support import steps
 
 
@@ -50,11 +55,12 @@ def save(checkpoints, step, **progress):
 
 
 def test_round_trip(tmp_path, made):
-    checkpoints = made(tmp_path / "c", extra=lambda step: {"position": {"step": step}, "text": "ä"})
+    folder = tmp_path / "c %20#?ä"
+    checkpoints = made(folder, extra=lambda step: {"position": {"step": step}, "text": "ä"})
     progress = Progress(12, 1.25, 8, 3, 4.5)
     checkpoints.save(state(1), progress)
     checkpoints.wait()
-    again = made(tmp_path / "c")
+    again = made(folder)
     assert again.steps() == [12]
     found = again.metadata(12)
     assert Progress(**found["progress"]) == progress
@@ -133,3 +139,102 @@ def test_a_write_that_fails_says_so_and_leaves_the_others(tmp_path, made):
     kept.rename(tmp_path / "c")
     save(checkpoints, 3)
     assert made(tmp_path / "c").steps() == [3]
+
+
+def test_a_disk_that_takes_no_more_is_told_without_tracebacks(tmp_path, made, capfd, caplog):
+    """Orbax gives up with the first array, and the writes of the others end in a loop that it has closed."""
+    checkpoints = made(tmp_path)
+    noise = np.random.default_rng(0).normal(size=(20, 200, 200)).astype(np.float32)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for _ in range(3):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        try:
+            checkpoints.save({str(index): jnp.asarray(array) for index, array in enumerate(noise)}, Progress(1))
+            with pytest.raises(SaveFailed, match=f"^the checkpoint of step 1 could not be written to {tmp_path}: "):
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        gc.collect()
+    assert capfd.readouterr() == ("", "")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_flipped_bit_of_an_array_is_found_and_the_array_named(tmp_path, made):
+    """TensorStore's compression keeps no checksum: without one of ours the array comes back with other values."""
+    checkpoints = made(tmp_path)
+    noise = jnp.asarray(np.random.default_rng(0).normal(size=(64, 32)), jnp.float32)
+    mixed = {"noisy": {"array": noise}, "plain": {"array": jnp.ones(1)}}
+    checkpoints.save(mixed, Progress(1))
+    checkpoints.wait()
+    file = max((tmp_path / "1").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(
+        Unreadable, match=f"^{tmp_path}/1 cannot be read: the array noisy.array is damaged: .* checksum"
+    ):
+        checkpoints.load(1, mixed)
+    with pytest.raises(Unreadable, match="the array noisy.array is damaged"):
+        checkpoints.load_part(1, "noisy", mixed["noisy"])
+    np.testing.assert_array_equal(checkpoints.load_part(1, "plain", mixed["plain"])["array"], [1.0])
+
+
+@pytest.fixture
+def metadata_of(tmp_path, made):
+    """A checkpoint of step 1, and a function that gives its metadata another content."""
+    checkpoints = made(tmp_path, extra=lambda step: {"config": {"lora": {"r": 16}}, "text": "ä"})
+    save(checkpoints, 1)
+    file = tmp_path / "1" / "_CHECKPOINT_METADATA"
+    original = json.loads(file.read_text())
+
+    def change(edit):
+        content = copy.deepcopy(original)
+        edit(content["custom_metadata"])
+        file.write_text(json.dumps(content))
+        return checkpoints
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda m: m["progress"].update(step=0),
+        lambda m: m["config"]["lora"].update(r=17),
+        lambda m: m["checksums"].update({"key": "00000000"}),
+        lambda m: m.update(format=3),
+        lambda m: m.pop("format"),
+        lambda m: m.pop("checksum"),
+        lambda m: m.pop("arrays"),
+        lambda m: m.clear(),
+    ],
+)
+def test_metadata_that_were_changed_are_unreadable(tmp_path, metadata_of, edit):
+    """Whatever they say, of another version too: only metadata whose checksum fits say anything."""
+    with pytest.raises(Unreadable, match=rf"^{tmp_path}/1 cannot be read: _CHECKPOINT_METADATA is damaged: "):
+        metadata_of(edit).metadata(1)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff\xfe", bytes(545), b"[" * 100_000, b'{"a": 1}'])
+def test_metadata_that_are_none_are_unreadable(tmp_path, made, content):
+    (tmp_path / "999").mkdir()
+    if content is not None:
+        (tmp_path / "999" / "_CHECKPOINT_METADATA").write_bytes(content)
+    with pytest.raises(Unreadable, match=rf"^{tmp_path}/999 cannot be read: _CHECKPOINT_METADATA is (damaged|missing)"):
+        made(tmp_path).metadata(999)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_unreadable(tmp_path, metadata_of):
+    shutil.copytree(tmp_path / "1", tmp_path / "5")
+    with pytest.raises(Unreadable, match=f"^{tmp_path}/5 cannot be read: _CHECKPOINT_METADATA is damaged: .* step 1"):
+        metadata_of(lambda m: None).metadata(5)
+
+
+def test_whole_metadata_of_a_later_format_are_refused(tmp_path, metadata_of):
+    def later(found):
+        found |= {"format": 3, "another": "field"}
+        found["checksum"] = seal(found)
+
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/1: expected a checkpoint of format 2 or before, given 3"):
+        metadata_of(later).metadata(1)

@@ -1,9 +1,12 @@
 """Values out of range are refused with their full name, what was expected and what was given."""
 
 import dataclasses
+import json
+import typing
 
 import pytest
 
+from fastjax.data import DataSource
 from fastjax.errors import ConfigError
 from fastjax.training.config import (
     DataSection,
@@ -14,6 +17,7 @@ from fastjax.training.config import (
     TrainConfig,
     TrainingSection,
 )
+from fastjax.training.config.kinds import fits
 
 SECTIONS = {
     "model": ModelSection,
@@ -50,6 +54,46 @@ def test_out_of_range(section, field, value):
     needed = {"model": {"model_name": "m"}}.get(section, {})
     with pytest.raises(ConfigError, match=rf"^{section}\.{field}: expected a value .*, given {value!r}$"):
         SECTIONS[section](**needed, **{field: value})
+
+
+HOSTILE = [
+    *(None, float("inf"), float("nan"), 1e308, -1e308, 2**70, -(2**70), 10**18, 10**5000, True, "", "a\0b", "\ud800"),
+    *("x" * 10**6, [], {}, [None], ["a\0b"], [2**70], [float("nan")], ["x"] * 10**4, {"a": float("inf")}, {1: 2}, b"a"),
+    *([{"path": "a"}], [DataSource("a\0b")], [DataSource("a", weight=float("nan"))], {"q_proj": 10**18}, object()),
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_hostile_values(section):
+    """What is taken fits the annotation, is finite and can be written down; anything else is refused, in short."""
+    kind = SECTIONS[section]
+    hints = typing.get_type_hints(kind)
+    needed = {field.name: "a" for field in dataclasses.fields(kind) if field.default is field.default_factory}
+    refused = 0
+    for name in hints:
+        for value in HOSTILE:
+            try:
+                made = kind(**(needed | {name: value}))
+            except ConfigError as error:
+                assert name in str(error) and len(str(error)) < 400
+                refused += 1
+            else:
+                assert fits(value, hints[name])
+                written = json.dumps(dataclasses.asdict(made), allow_nan=False, ensure_ascii=False)
+                assert "\\u0000" not in written and written.encode() and "\ud800" not in written
+    assert refused > 15 * len(hints)
+
+
+def test_sizes_of_a_run_are_bounded():
+    with pytest.raises(ConfigError, match=r"at most 67108864 tokens a step \(.*\), given 137438953472"):
+        TrainConfig(
+            ModelSection("m", max_seq_length=2**20),
+            DataSection("d"),
+            OutputSection("o"),
+            training=TrainingSection(per_device_train_batch_size=2**16, gradient_accumulation_steps=2),
+        )
+    with pytest.raises(ConfigError, match="lora.rank_pattern: expected a value with ranks from 1 to 65536"):
+        LoraSection(rank_pattern={"q_proj": 10**9})
 
 
 def test_contradictions():

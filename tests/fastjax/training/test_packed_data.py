@@ -12,7 +12,6 @@ from tests.support import steps, tiny
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compilation"),
     pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the data in {SHARED}"),
 ]
 

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,8 +66,8 @@ def report(folder, found: list[dict], status: str = "finished"):
         config=dataclasses.asdict(CONFIG),
         defaults=default_settings(),
         statistics={"train": "3 examples & more"},
-        environment={"devices": "1 × NVIDIA H200"},
-        result=usage(CONFIG, folder / "adapter"),
+        environment={"device": "NVIDIA H200"},
+        result=usage(CONFIG, folder / "adapter", {"dtype": "bfloat16"}, "bfloat16"),
         status=status,
         console=Console(stderr=True),
     )
@@ -233,6 +234,7 @@ def test_report(tmp_path):
     assert "optimizer.adam_beta2" in html.partition("settings are as by default")[2]
     assert "fastjax generate --model path/to/base --adapter" in html
     assert "3 examples &amp; more" in html
+    assert "The best is in bold" in html
     height, width, _ = imread(tmp_path / "report.png").shape
     assert width == 1320
     assert height > width
@@ -252,7 +254,9 @@ def test_report(tmp_path):
 )
 def test_report_of_little(tmp_path, found, capsys):
     assert report(tmp_path, found) is not None, capsys.readouterr().err
-    assert "finished" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "finished" in html
+    assert "The best is in bold" not in html  # of one evaluation there is no best
     assert (tmp_path / "report.png").stat().st_size > 1000
 
 
@@ -285,16 +289,38 @@ def test_settings():
 
 
 def test_usage(tmp_path):
-    command, python = usage(CONFIG, tmp_path / "my adapter")
+    command, python = usage(CONFIG, tmp_path / "my adapter", {"dtype": "bfloat16"}, "bfloat16")
     assert (
         command
         == f"fastjax generate --model path/to/base --adapter '{tmp_path}/my adapter' --load_in_4bit --prompt '…'"
     )
     compile(python, "usage", "exec")
-    whole = dataclasses.replace(CONFIG, model=ModelSection("base", full_finetuning=True, load_in_4bit=False))
-    command, python = usage(whole, tmp_path / "model")
-    assert command == f"fastjax generate --model {tmp_path}/model --prompt '…'"
-    assert "peft" not in python
+    whole = dataclasses.replace(
+        CONFIG, model=ModelSection("base", full_finetuning=True, load_in_4bit=False, dtype="float16")
+    )
+    command, python = usage(whole, tmp_path / "model", {}, "float16")
+    assert command == f"fastjax generate --model {tmp_path}/model --dtype float16 --prompt '…'"
+    assert "peft" not in python and "AutoTokenizer.from_pretrained" in python
+
+
+@pytest.mark.parametrize(
+    ("changes", "base", "dtype", "expected"),
+    [
+        ({}, {"dtype": "bfloat16"}, "bfloat16", '("base", quantization_config=settings, dtype="bfloat16")'),
+        ({"load_in_4bit": False}, {"dtype": "bfloat16"}, "bfloat16", 'from_pretrained("base")'),
+        ({"load_in_4bit": False}, {"torch_dtype": "bfloat16"}, "float32", 'from_pretrained("base", dtype="float32")'),
+        ({}, {"dtype": "bfloat16", "quantization_config": {"quant_method": "bitsandbytes"}}, "bfloat16", '("base")'),
+        ({}, {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}, "bfloat16", '("base-nf4")'),
+    ],
+)  # fmt: skip
+def test_the_base_is_loaded_as_the_run_held_it(changes, base, dtype, expected):
+    config = dataclasses.replace(CONFIG, model=ModelSection("base", **changes))
+    _, python = usage(config, Path("adapter"), base, dtype)
+    (line,) = [line for line in python.splitlines() if line.startswith("model = AutoModel")]
+    assert line.endswith(expected)
+    assert ("BitsAndBytesConfig(" in python) == ("settings" in expected)
+    assert 'tokenizer = AutoTokenizer.from_pretrained("adapter")' in python
+    assert ("fastjax convert quantize base base-nf4" in python) == ("base-nf4" in expected)
 
 
 def test_environment(tmp_path, monkeypatch):
@@ -305,7 +331,8 @@ def test_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "_DRIVER", driver)
     monkeypatch.chdir(tmp_path)
     found = describe_environment()
-    assert found["devices"] == "8 × cpu"
+    assert found["device"] == "cpu (device 0, 1 of 8)"
+    assert found["idle devices"] == "devices 1 to 7 of 8, since a run trains on one device"
     assert found["NVIDIA driver"] == "580.95.05"
     assert {"date", "host", "Python", "jax", "flax", "transformers"} <= set(found)
     assert "git commit" not in found

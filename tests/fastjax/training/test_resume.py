@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import json
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,15 +21,16 @@ from fastjax.training.config import (
     TrainConfig,
     TrainingSection,
 )
+from fastjax.training.identity import Identity
 from fastjax.training.resume import (
     Earlier,
-    check_identity,
     check_result,
     check_settings,
+    damage,
     finished,
-    model_fingerprint,
     newest,
     restore,
+    weight_digests,
 )
 from fastjax.training.run_folder import RunFolder
 
@@ -51,7 +54,7 @@ def settings(**sections):
 
 
 def earlier(**sections):
-    return Earlier(Path("c/7"), Progress(7), settings(**sections), "model", "data", {})
+    return Earlier(Path("c/7"), True, Progress(7), settings(**sections), Identity("model", "data"), {})
 
 
 def test_equal_settings():
@@ -122,6 +125,20 @@ def test_a_run_that_is_not_known_to_be_finished(ended, missing):
     assert not finished(ended, config())
 
 
+def test_a_finished_result_is_compared_with_what_was_written(ended):
+    assert damage(ended) is None  # by a version that kept no digests
+    file = ended.result / "adapter_model.safetensors"
+    file.write_bytes(b"weights")
+    (ended.result / "README.md").write_text("of a user")
+    row = {"step": 3, "event": "finished", "message": "", "files": weight_digests(ended.result)}
+    ended.metrics.write_text(json.dumps(row) + "\n")
+    assert list(row["files"]) == [file.name] and damage(ended) is None
+    file.write_bytes(b"weighTs")
+    assert damage(ended) == "adapter_model.safetensors is not as it was written"
+    file.unlink()
+    assert damage(ended) == "adapter_model.safetensors is missing"
+
+
 def test_a_result_is_not_replaced_without_a_checkpoint_to_go_on_from(ended):
     with pytest.raises(ConfigError) as error:
         check_result(ended, config(lora={"r": 8}, training={"seed": 1}, output={"save_steps": 5}))
@@ -138,24 +155,6 @@ def test_a_result_is_not_replaced_without_a_checkpoint_to_go_on_from(ended):
     check_result(ended, config())
 
 
-def test_another_model_or_other_data():
-    check_identity(earlier(), "model", "data")
-    with pytest.raises(ConfigError, match="^model.model_name: expected the base model of c/7"):
-        check_identity(earlier(), "other", "data")
-    with pytest.raises(ConfigError, match="^data.train: expected the data of c/7"):
-        check_identity(earlier(), "model", "other")
-
-
-def test_the_fingerprint_of_a_model(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"12")
-    first = model_fingerprint(tmp_path)
-    (tmp_path / "README.md").write_text("text")
-    assert model_fingerprint(tmp_path) == first
-    (tmp_path / "model.safetensors").write_bytes(b"123")
-    assert model_fingerprint(tmp_path) != first
-
-
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     stored = {"config": settings(), "model": "m", "data": "d", "position": {}}
     checkpoints = Checkpoints(tmp_path, keep=3, extra=lambda step: stored)
@@ -166,16 +165,53 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     for file in (tmp_path / "2" / "state").rglob("*"):
         if file.is_file() and "manifest" in file.name:
             file.write_bytes(b"damaged")
+    (tmp_path / "999").mkdir()
     console = Console(file=io.StringIO(), width=300)
-    like = {"a": jnp.zeros(3)}
-    found = newest(checkpoints)
+    load = partial(checkpoints.load, like={"a": jnp.zeros(3)})
+    found = newest(checkpoints, console)
     assert found is not None and found.progress.step == 2
-    found, state = restore(checkpoints, found, like, console)
+    for step in (999, 3):
+        assert f"warning: {tmp_path}/{step} cannot be read: _CHECKPOINT_METADATA is missing" in console.file.getvalue()
+    found, state = restore(checkpoints, found, load, console)
     assert found.progress.step == 1 and state["a"].tolist() == [1, 1, 1]
     assert "/2 cannot be read" in console.file.getvalue() and f"going on from {tmp_path}/1" in console.file.getvalue()
     for file in (tmp_path / "1" / "state").rglob("*"):
         if file.is_file() and "manifest" in file.name:
             file.write_bytes(b"damaged")
-    with pytest.raises(TrainingError, match="there is no earlier checkpoint"):
-        restore(checkpoints, found, like, console)
+    with pytest.raises(TrainingError, match="/1 cannot be read: the array a .*; there is no earlier checkpoint"):
+        restore(checkpoints, found, load, console)
     checkpoints.close()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again_over_them(tmp_path):
+    checkpoints, console = Checkpoints(tmp_path), Console(file=io.StringIO(), width=300)
+    assert newest(checkpoints, console) is None
+    for step in (7, 9):
+        (tmp_path / str(step)).mkdir()
+    with pytest.raises(TrainingError) as error:
+        newest(checkpoints, console)
+    assert str(error.value) == (
+        f"{tmp_path}/9 cannot be read: _CHECKPOINT_METADATA is missing; nor can the 1 before it. Name another folder, "
+        "or begin again in its place (output.overwrite_output_dir: true, without --resume)"
+    )
+    checkpoints.close()
+
+
+def test_a_checkpoint_of_before_the_checksums_is_gone_on_from_with_a_warning(tmp_path):
+    stored = {"config": settings(), "model": "m", "data": "d", "position": {}}
+    checkpoints = Checkpoints(tmp_path, extra=lambda step: stored)
+    checkpoints.save({"a": jnp.ones(3)}, Progress(7))
+    checkpoints.wait()
+    checkpoints.close()
+    file = tmp_path / "7" / "_CHECKPOINT_METADATA"
+    content = json.loads(file.read_text())
+    content["custom_metadata"]["format"] = 1
+    for name in ("checksums", "checksum"):
+        content["custom_metadata"].pop(name, None)
+    file.write_text(json.dumps(content))
+    console = Console(file=io.StringIO(), width=300)
+    found = newest(checkpoints, console)
+    assert found is not None and not found.checked
+    found, state = restore(checkpoints, found, partial(checkpoints.load, like={"a": jnp.zeros(3)}), console)
+    assert found.progress.step == 7 and state["a"].tolist() == [1, 1, 1]
+    assert f"warning: {tmp_path}/7 was written without checksums" in console.file.getvalue()

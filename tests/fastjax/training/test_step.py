@@ -14,8 +14,6 @@ from fastjax.training.loss import loss_sums
 from fastjax.training.step import init_state, make_eval_step, make_train_step
 from tests.support import steps, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 #: float32: two orders of summing a hundred terms of like size differ by a few units in the last place (6e-8) of the
 #: largest; elements that cancel are measured against the largest of their array.
 TOLERANCE = 5e-6

@@ -13,8 +13,6 @@ from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_eval_step, make_train_step
 from tests.support import steps, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 #: float32: a sum over eight devices is another order of the same terms.
 LOSS_TOLERANCE = 1e-6
 TOLERANCE = 1e-5
@@ -22,14 +20,13 @@ TOLERANCE = 1e-5
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, adam_epsilon=1e-3)
 
 MESHES = {"data": {"data": 8}, "data and fsdp": {"data": 2, "fsdp": 4}, "fsdp": {"fsdp": 8}}
-CONFIG = tiny.config(hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
+CONFIG = tiny.config(hidden_size=64, intermediate_size=128, tie_word_embeddings=False, attention_dropout=0.2)
 
 
 @functools.cache
 def model(kind):
-    folder = tiny.shared_folder(
-        **{name: CONFIG[name] for name in ("hidden_size", "intermediate_size")}, tie_word_embeddings=False
-    )
+    changed = ("hidden_size", "intermediate_size", "tie_word_embeddings", "attention_dropout")
+    folder = tiny.shared_folder(**{name: CONFIG[name] for name in changed})
     base = tiny.model(folder, CONFIG, load_in_4bit=kind == "qlora", full_finetuning=kind == "full")
     options = {
         "lora": {"use_dora": True, "lora_dropout": 0.3, "target_modules": ["q_proj", "down_proj", "lm_head"]},

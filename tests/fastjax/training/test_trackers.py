@@ -1,5 +1,6 @@
 """TensorBoard by its real event files; Weights & Biases by the calls that a stand-in records."""
 
+import errno
 import io
 import sys
 import types
@@ -10,6 +11,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from fastjax.errors import ConfigError
 from fastjax.training.metrics import Tolerant
+from fastjax.training.progress import PlainLines
 from fastjax.training.trackers import make_trackers
 
 CONFIG = {"model": {"model_name": "m", "load_in_4bit": True}}
@@ -141,6 +143,18 @@ def test_a_failing_tracker_is_told_once():
     assert file.getvalue() == (
         "warning: wandb fails, the run goes on without it: ConnectionError: no route [to] host\n"
     )
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), SystemExit(1)])
+def test_a_console_that_is_gone_does_not_end_the_run(error):
+    """A terminal that was closed gives the one, rich for a pipe that was closed the other; nor can it be told."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise error
+
+    console = Console(file=Gone(), width=80)
+    write([Tolerant(PlainLines(3, 1, console), "the progress", console)])
 
 
 def test_an_interruption_is_not_held_back():

@@ -55,6 +55,17 @@ def test_heads_rows_neighbours_and_seeds_are_independent(bits):
         assert abs(pair) < 5 / np.sqrt(bits[0].size), shift
 
 
+def test_a_device_drops_of_its_rows_what_one_device_alone_would():
+    q, k, v, _ = inputs(batch=2, length=8)
+    dropping = jax.jit(
+        lambda q, k, v, row: attention(q, k, v, dropout_rate=0.3, dropout_key=jax.random.key(4), dropout_row=row)
+    )
+    whole = dropping(q, k, v, 0)
+    second, other = (dropping(q[1:], k[1:], v[1:], row) for row in (1, 0))
+    np.testing.assert_allclose(second, whole[1:], rtol=0, atol=1e-6)  # float32 in another order
+    assert np.abs(other - whole[1:]).max() > 0.1
+
+
 def test_the_mean_over_many_draws_is_attention_without_dropout():
     q, k, v, _ = inputs(batch=2, length=8)
     draws = jax.vmap(lambda key: attention(q, k, v, dropout_rate=0.3, dropout_key=key))

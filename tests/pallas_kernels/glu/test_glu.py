@@ -15,6 +15,7 @@ def value_and_gradients(function, *arrays):
     return both(*arrays)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 2**-8)])
 def test_value_and_gradients_match_float64(activation, dtype, tolerance):

@@ -98,6 +98,35 @@ def test_in_registers_for_hopper(gradient, rows, shape, dtype, sizes, tmp_path, 
     assert used.spill_bytes == used.stack_bytes == 0
 
 
+@pytest.mark.parametrize(
+    "rows, shape, dtype, registers",
+    [
+        (None, BENCHMARK.shape, "bfloat16", 48),
+        (16, (14336, 4096), "float16", 128),
+        (64, BENCHMARK.shape, "bfloat16", 128),
+        (512, BENCHMARK.shape, "bfloat16", 168),
+        (512, BENCHMARK.shape, "float16", 168),
+    ],
+    ids=["decode", "few tokens", "fused", "in registers", "in registers, float16"],
+)
+def test_rounding_twice_takes_the_same_kernels(rows, shape, dtype, registers, tmp_path, monkeypatch):
+    """Computation in one dtype of 16 bits over a weight in the other: no other kernel, no spills."""
+    aot = AOT("h200")
+    named = {"bfloat16": "float16", "float16": "bfloat16"}[dtype]
+    if rows is None:
+        options = {"shape": shape, "dtype": dtype, "weight_dtype": named, "implementation": "mosaic"}
+        function, arguments = functools.partial(nf4.dequantize, **options), specs(aot, shape)
+    else:
+        options = {"shape": shape, "weight_dtype": named, "implementation": "fused"}
+        function, arguments = (
+            functools.partial(nf4.matmul, **options),
+            (aot.spec((rows, shape[1]), dtype), *specs(aot, shape)),
+        )
+    used = resources.of_mosaic(aot, function, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
+    assert used.spill_bytes == used.stack_bytes == 0
+    assert used.registers <= registers
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("card", ["h200", "a100", "rtx4090"])
 def test_triton(card, dtype, tmp_path):

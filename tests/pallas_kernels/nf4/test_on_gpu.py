@@ -1,12 +1,14 @@
 """Both kernels on the card, to the bit, on fresh random codes; the reference is numpy's."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.formats.nf4 import encode
+from convert.formats.nf4 import encode, mean
 from pallas_kernels import dispatch, nf4
 from pallas_kernels.nf4.shapes import LLAMA_8B, WHOLE_ROWS
 
@@ -51,6 +53,19 @@ def test_every_implementation_is_bit_equal(shape, dtype):
         np.testing.assert_array_equal(actual.view(unsigned), expected.view(unsigned), err_msg=name)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("named", ["bfloat16", "float16"])
+def test_every_implementation_rounds_to_the_named_dtype_first(named, dtype):
+    shape = LLAMA_8B[0].shape
+    codes, absmax = random_packed(shape)
+    expected = decoded_by_numpy(codes, absmax, shape, DTYPES[named]).astype(DTYPES[dtype])
+    options = {"shape": shape, "dtype": dtype, "weight_dtype": named}
+    for name in implementations(shape):
+        actual = np.asarray(jax.jit(functools.partial(nf4.dequantize, **options, implementation=name))(codes, absmax))
+        unsigned = f"uint{8 * actual.dtype.itemsize}"
+        np.testing.assert_array_equal(actual.view(unsigned), expected.view(unsigned), err_msg=name)
+
+
 @pytest.mark.parametrize("shape", [(7, 13), (64, 100), (512, 1024)])
 def test_quantising_equals_bitsandbytes_arithmetic(shape):
     """Divisions, products and sums are rounded on the card as they are on a CPU, so that codes and scales are equal."""
@@ -64,6 +79,7 @@ def test_quantising_equals_bitsandbytes_arithmetic(shape):
     np.testing.assert_array_equal(quantized, expected.absmax)
     np.testing.assert_array_equal(nested_absmax, expected.nested_absmax)
     decoded = jax.jit(nf4.dequantize_absmax)(quantized, nested_absmax, nf4.DYNAMIC_MAP, offset)
+    np.testing.assert_array_equal(jax.jit(nf4.mean)(scales), mean(scales))
     repeated = np.repeat(expected.nested_absmax, 256)[: scales.size]
     np.testing.assert_array_equal(decoded, nf4.DYNAMIC_MAP[expected.absmax] * repeated + np.float32(0.8))
 
@@ -96,16 +112,18 @@ def test_product_and_gradient(shape, rows, dtype):
 @pytest.mark.parametrize("rows", [1, 32, 65, 128, 512])
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("shape", [(704, 1536), (768, 1536)], ids=["by every kernel", "gradient in registers too"])
-def test_fused_products_decode_to_the_bit(rows, gradient, shape):
+@pytest.mark.parametrize("named", ["bfloat16", "float16"])
+def test_fused_products_decode_to_the_bit(named, rows, gradient, shape):
     """Rows with a single 1 pick out decoded weights."""
     if "fused" not in implementations_of_product(rows, shape, gradient):
         pytest.skip("this card decodes first")
     codes, absmax = random_packed(shape)
-    dense = decoded_by_numpy(codes, absmax, shape, ml_dtypes.bfloat16).astype(np.float32)
+    absmax = absmax.clip(0, 6e4)  # infinity times 0 would be NaN
+    dense = decoded_by_numpy(codes, absmax, shape, DTYPES[named]).astype(ml_dtypes.bfloat16).astype(np.float32)
     chosen = np.random.default_rng().integers(0, shape[0 if gradient else 1], rows)
     picks = jax.nn.one_hot(chosen, shape[0 if gradient else 1], dtype=jnp.bfloat16)
-    product = jax.jit(fused_product, static_argnames=("shape", "gradient"))
-    found = product(picks, codes, absmax, shape=shape, gradient=gradient)
+    product = jax.jit(fused_product, static_argnames=("shape", "gradient", "named"))
+    found = product(picks, codes, absmax, shape=shape, gradient=gradient, named=named)
     np.testing.assert_array_equal(found.astype(jnp.float32), dense[chosen] if gradient else dense[:, chosen].T)
 
 
@@ -116,9 +134,9 @@ def implementations_of_product(rows, shape, gradient):
     return available(shape, "bfloat16", rows, gradient)
 
 
-def fused_product(x, codes, absmax, *, shape, gradient):
+def fused_product(x, codes, absmax, *, shape, gradient, named):
     def product(x):
-        return nf4.matmul(x, codes, absmax, shape=shape, implementation="fused")
+        return nf4.matmul(x, codes, absmax, shape=shape, weight_dtype=named, implementation="fused")
 
     return jax.vjp(product, jnp.zeros((x.shape[0], shape[1]), x.dtype))[1](x)[0] if gradient else product(x)
 

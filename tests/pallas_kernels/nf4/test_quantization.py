@@ -1,10 +1,13 @@
 """Codes and scales against bitsandbytes, bit for bit; packing and unpacking without loss."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from convert.formats import nf4 as nf4_file
 from pallas_kernels import nf4
 from pallas_kernels.nf4 import reference
 from pallas_kernels.nf4.shapes import IRREGULAR, WHOLE_ROWS
@@ -78,6 +81,22 @@ def test_nested_scales_equal_bitsandbytes(bitsandbytes, blocks):
     np.testing.assert_allclose(nf4.quantize_absmax(jnp.asarray(absmax))[2], offset.item(), rtol=1e-6)
     decoded = jax.jit(nf4.dequantize_absmax)(quantized, nested_absmax, nf4.DYNAMIC_MAP, own_offset)
     np.testing.assert_array_equal(decoded, (bitsandbytes.dequantize_blockwise(expected, state) + offset).numpy())
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 15, 16, 17, 255, 256, 257, 4097, 114_688])
+@pytest.mark.parametrize("seed", range(3))
+def test_both_quantisers_take_the_same_mean_to_the_bit(blocks, seed):
+    """And that is the exact sum, rounded and divided; a sum in any order and float32 is so in half of the cases."""
+    rng = np.random.default_rng([blocks, seed])
+    scales = np.exp(rng.normal(-4, 2, blocks)).astype(np.float32)
+    exact = np.float32(np.float32(math.fsum(scales.tolist())) / np.float32(blocks))
+    assert nf4_file.mean(scales) == exact
+    assert np.array_equal(jax.jit(nf4.mean)(scales), exact)
+
+
+def test_a_mean_of_large_scales_does_not_overflow():
+    scales = np.full(70_000, 3e38, np.float32)
+    assert nf4_file.mean(scales) == jax.jit(nf4.mean)(scales) == np.float32(3e38)
 
 
 def test_nested_scales_are_rounded_after_the_product_and_after_the_sum():

@@ -1,0 +1,11 @@
+"""Names of activations in config.json: transformers has several for one function."""
+
+#: Any of transformers' names (`ACT2FN`) of a supported function -> the one that is used here.
+ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(
+        ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_pytorch_tanh"
+    ),
+    "relu": "relu",
+}

@@ -1,0 +1,84 @@
+"""Regular expressions out of files, matched in bounded time: some backtrack for longer than anyone waits."""
+
+import functools
+import re
+import time
+import warnings
+
+import regex
+
+from convert.errors import ConvertError
+from convert.limits import MATCH_SECONDS
+
+_QUICK = 1e-3  # seconds; what takes no longer costs nothing
+
+
+class Pattern:
+    """A compiled expression and what is left of its time."""
+
+    def __init__(self, text: str):
+        self.text, self.compiled, self.left = text, regex.compile(text), MATCH_SECONDS
+
+    def spend(self, method: str, name: str) -> "regex.Match[str] | None":
+        """Match, or raise once the expression has taken too long in all."""
+        begin = time.thread_time()
+        try:
+            found = getattr(self.compiled, method)(name, timeout=max(self.left, _QUICK))
+        except TimeoutError:
+            found, self.left = None, 0.0
+        taken = time.thread_time() - begin
+        if taken > _QUICK:
+            self.left -= taken
+        if self.left <= 0:
+            raise ConvertError(
+                f"the regular expression {self.text[:200]!r}: expected to be matched with every module within "
+                f"{MATCH_SECONDS:g} s, took longer; name the modules in a list, or write it without nested repetitions"
+            )
+        return found
+
+
+def mistake(text: str) -> str:
+    """What is wrong with an expression; nothing if it is one.
+
+    Args:
+        text: The expression.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what a later Python may read otherwise: "possible nested set"
+            re.compile(text)
+            regex.compile(text)
+    except (re.error, regex.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _pattern(text: str) -> Pattern:
+    return Pattern(text)
+
+
+def fullmatch(text: str, name: str) -> "regex.Match[str] | None":
+    """`re.fullmatch`.
+
+    Args:
+        text: The expression, without `mistake`.
+        name: What it is matched with.
+
+    Raises:
+        ConvertError: It has taken longer than `limits.MATCH_SECONDS`, over all calls.
+    """
+    return _pattern(text).spend("fullmatch", name)
+
+
+def match(text: str, name: str) -> "regex.Match[str] | None":
+    """`re.match`.
+
+    Args:
+        text: As in `fullmatch`.
+        name: Likewise.
+
+    Raises:
+        ConvertError: As in `fullmatch`.
+    """
+    return _pattern(text).spend("match", name)

@@ -1,0 +1,160 @@
+"""The environment that chat templates are rendered in.
+
+It is the one that transformers gives to templates: sandboxed Jinja with trimmed blocks, `raise_exception`,
+`strftime_now`, a `tojson` that leaves HTML alone, the `generation` tag. It is built here because importing
+transformers' own brings torch in wherever torch is installed, and with limits (`template_limits`).
+"""
+
+import functools
+import json
+import re
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from fastjax.data import template_limits
+
+
+class _Mark(str):
+    """An empty piece of a rendering, known by its identity. A macro melts its pieces into one, and the mark is gone:
+    the places of responses made in there are not known, and are found as if they had not been marked.
+    """
+
+    def __str__(self) -> str:
+        return self  # and not a plain copy
+
+
+START, END = _Mark(), _Mark()
+"""What stands before and behind a response among the pieces of a rendering."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %} … {% endgeneration %}` puts a mark before and behind a response."""
+
+    tags = {"generation"}
+    start, end = START, END
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        start, end = (jinja2.nodes.Output([self.attr(name, lineno=line)], lineno=line) for name in ("start", "end"))
+        # What a response sets stays within it, as in transformers, which makes it a block of its own.
+        return jinja2.nodes.Scope([start, *body, end], lineno=line)
+
+
+_DICT = frozenset(dir(dict))
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with limits, and a short way to what templates do most: looking into messages."""
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        budget = context.parent[template_limits.BUDGET]
+        template_limits.charge_operator(budget, operator, left, right)
+        result = self.binop_table[operator](left, right)
+        budget.charge_value(result)
+        return result
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        budget = context.parent[template_limits.BUDGET]
+        if type(getattr(function, "__self__", None)) is not dict:
+            template_limits.charge_call(budget, function, args, kwargs)
+        result = super().call(context, function, *args, **kwargs)
+        budget.charge_value(result)
+        return result
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        return template_limits.limited(super()._parse(source, name, filename))
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace, without the underscored attributes by which a template could leave the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any):
+        # No names for the positional arguments, so that a template may set an attribute called self.
+        self, args = args[0], args[1:]
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_attribute(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+class _Dict:
+    """`dict` for templates: it can be called, and nothing of the class is in reach."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict:
+        return dict.fromkeys(*args)
+
+
+def _check_attribute(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a chat template may not set the attribute {name!r}")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # Special tokens that are hidden in content (special_texts) stay as long as they are.
+    return _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else found[0], text) if ensure_ascii else text
+
+
+_ESCAPE = re.compile(r"\\(?:u(fd[de][0-9a-f])|.)")
+
+
+@functools.lru_cache(maxsize=16)
+def compile_template(source: str) -> jinja2.Template:
+    """Compile a template; it is rendered with a `Budget` as the variable `BUDGET`.
+
+    Args:
+        source: The Jinja source.
+
+    Returns:
+        The template, the same for the same source.
+
+    Raises:
+        Exception: Whatever Jinja and Python raise for a source that is not valid, or too deep.
+    """
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    del environment.globals["lipsum"]
+    environment.filters = template_limits.limited_filters(environment.filters)
+    template = environment.from_string(source)
+    # Each rendering copies these, and the chain of mappings that they are is slow to copy.
+    template.globals = dict(template.globals)
+    return template

@@ -1,0 +1,396 @@
+"""Limits of rendering a chat template: a template is a program that comes with a model, and may never end.
+
+`limited` changes the parsed template: what it writes, adds, cuts out or puts into lists passes through filters that
+charge a budget, and so does every turn of a loop and every call of a macro or block. The sandbox's hooks for operators
+and calls do the same (`charge_operator`, `charge_call`), and `limited_filters` for filters. Whatever can be much larger
+than what it is made of is charged before it is made. A budget belongs to one rendering.
+
+Processor time is counted, not time that passes, so that a machine that is busy or asleep refuses nothing. It is looked
+at now and then, between operations; how long one operation takes is limited by the size of what it works on.
+"""
+
+import functools
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jinja2
+import jinja2.nodes as nodes
+from jinja2.visitor import NodeTransformer
+
+SECONDS = 2.0
+"""Processor time of one rendering."""
+
+CHARACTERS = 100_000_000
+"""Characters that one rendering may make, those that it only works with included; see `_ITEM`."""
+
+SOURCE = 1_000_000
+"""Characters of a template."""
+
+_ITEM = 100
+"""What an item of a list or mapping counts, in characters: about what its memory and the time for it come to."""
+
+_SLOW = 100
+"""What a character counts for filters that are not made for speed."""
+
+_WORD = 20
+"""What a character counts that may come to be a word of its own in a list."""
+
+_BITS = 100_000
+"""Binary digits of an integer."""
+
+_LOOK = 64
+"""Charges between two looks at the time."""
+
+BUDGET = "budget "
+"""The budget's name among a template's variables; with its space no template can say it."""
+
+_STEP, _MADE, _CUT, _ADD, _CONCAT = "step ", "made ", "cut ", "add ", "concat "
+
+# Tuples, since this is asked for everything that a template does, and a union is made anew each time.
+_TEXT = (str, bytes)
+_SIZED = (list, tuple, dict, set, range)
+
+_NUMBER = re.compile(r"\d+")
+
+
+class Budget:
+    """What is left of one rendering's time and size."""
+
+    __slots__ = ("_charges", "_end", "_left", "_start")
+
+    def __init__(self):
+        self._left = CHARACTERS
+        self._charges = 0
+        self._start = time.perf_counter()
+        self._end: float | None = None
+
+    def charge(self, characters: int) -> None:
+        """Take something off.
+
+        Args:
+            characters: How much.
+
+        Raises:
+            jinja2.TemplateRuntimeError: Nothing is left.
+        """
+        self._left -= characters
+        self._charges += 1
+        if self._left < 0:
+            raise jinja2.TemplateRuntimeError(f"it makes more than {CHARACTERS:,} characters")
+        if not self._charges % _LOOK and time.perf_counter() - self._start > SECONDS / 2:
+            # The processor's clock is slow to read, and is started when half of the time may be over.
+            now = time.thread_time()
+            self._end = self._end or now + SECONDS / 2
+            if now > self._end:
+                raise jinja2.TemplateRuntimeError(f"it takes more than {SECONDS:g} seconds")
+
+    def charge_value(self, value: Any) -> None:
+        """Take off what a value counts that was made, with all that is in it.
+
+        By this nothing is ever made that holds more than the budget, shared parts counted wherever they occur.
+
+        Args:
+            value: The value.
+
+        Raises:
+            jinja2.TemplateRuntimeError: Nothing is left.
+        """
+        self.charge(len(value) if type(value) is str else _deep(value))
+
+
+def limited(template: nodes.Template) -> nodes.Template:
+    """Make a template charge the budget that it is rendered with.
+
+    Args:
+        template: As it was parsed; changed.
+
+    Returns:
+        The template.
+    """
+    return _Limiter().visit(template)
+
+
+def limited_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """The filters of an environment, made to charge budgets, and those that `limited` puts into templates.
+
+    Args:
+        filters: Name → filter.
+
+    Returns:
+        Name → filter.
+    """
+    return {name: _limited_filter(name, filter_) for name, filter_ in filters.items()} | {
+        _STEP: _step,
+        _MADE: _made,
+        _CUT: _cut,
+        _ADD: _add,
+        _CONCAT: _concat,
+    }
+
+
+def charge_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:
+    """Charge an operator before it does anything.
+
+    Args:
+        budget: The rendering's.
+        operator: One of * ** %, which can make much of little.
+        left: Its left operand.
+        right: Its right operand.
+
+    Raises:
+        jinja2.TemplateRuntimeError: It would make too much.
+    """
+    if operator == "*":
+        if isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() + right.bit_length())
+        for repeated, times in ((left, right), (right, left)):
+            if isinstance(times, int) and not isinstance(repeated, int | float):
+                budget.charge(_deep(repeated) * max(times, 0))
+    elif operator == "**":
+        if isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() * max(right, 1))
+    elif operator == "%" and isinstance(left, _TEXT):
+        budget.charge(_formatted(str(left), "%", (right,)))
+
+
+def charge_call(budget: Budget, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Charge a call before anything is called.
+
+    Args:
+        budget: The rendering's.
+        function: What is called.
+        args: Its arguments.
+        kwargs: And those with a name.
+
+    Raises:
+        jinja2.TemplateRuntimeError: It would make too much.
+    """
+    name = getattr(function, "__name__", None)
+    # Jinja wraps the methods that format.
+    owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+    if isinstance(owner, _TEXT):
+        budget.charge(_of_text(name, owner, (*args, *kwargs.values())))
+    elif name == "strftime_now":
+        budget.charge(_ITEM * _deep(args))
+
+
+def _size(value: Any) -> int:
+    """What a value counts, without what is in it."""
+    if isinstance(value, _TEXT):
+        return len(value)
+    return _ITEM * len(value) if isinstance(value, _SIZED) else 1
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """A value and all that is in it, again wherever it occurs again."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        yield item
+        if isinstance(item, dict):
+            stack += item.keys()
+            stack += item.values()
+        elif isinstance(item, list | tuple | set):
+            stack += item
+
+
+def _deep(value: Any) -> int:
+    """What a value counts with all that is in it, or enough to know that it is too much."""
+    if isinstance(value, str):
+        return len(value)
+    total = 0
+    for item in _within(value):
+        total += _size(item) + 1
+        if total > CHARACTERS:
+            break
+    return total
+
+
+def _number(value: Any) -> int:
+    return abs(value) if isinstance(value, int) else 1
+
+
+def _largest(values: Iterable[Any]) -> int:
+    """The largest integer among values, or length of a text."""
+    return max((len(value) if isinstance(value, str) else _number(value) for value in values), default=1)
+
+
+def _of_text(name: str | None, text: str | bytes, args: tuple[Any, ...]) -> int:
+    """What a method of a text, or a filter that does the same, makes at most."""
+    if name == "join":
+        joined = args[0] if args and isinstance(args[0], list | tuple) else ()
+        return _deep(joined) + len(joined) * len(text)
+    if name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
+        return len(text) + str(text).count(args[0]) * len(args[1])
+    if name in ("split", "rsplit", "splitlines"):
+        separator = args[0] if args and isinstance(args[0], str) and args[0] else None
+        return len(text) + (_ITEM * str(text).count(separator) if separator else _WORD * len(text))
+    if name == "expandtabs":
+        return len(text) + str(text).count("\t") * _largest(args)
+    if name in ("ljust", "rjust", "center", "zfill"):
+        return len(text) + _largest(args)
+    if name == "translate":
+        return len(text) * max((_largest(table.values()) for table in args if isinstance(table, dict)), default=1)
+    if name in ("format", "format_map"):
+        return _formatted(str(text), "{", args)
+    return len(text)
+
+
+def _formatted(pattern: str, mark: str, args: tuple[Any, ...]) -> int:
+    """What a format makes at most: widths are numbers in it or, by * and nested braces, among its arguments."""
+    widths = sum(int(number[:20]) for number in _NUMBER.findall(pattern))
+    total = len(pattern) + pattern.count(mark) * _deep(args) + widths
+    if total <= CHARACTERS and ("*" in pattern or mark == "{"):
+        total += sum(_number(value) for value in _within(args))
+    return total
+
+
+def _check_bits(bits: int) -> None:
+    if bits > _BITS:
+        raise jinja2.TemplateRuntimeError(f"it makes integers of more than {_BITS:,} binary digits")
+
+
+def _of_filter(name: str, value: Any, args: tuple[Any, ...]) -> int:
+    """What a filter makes and works with at most."""
+    if name == "join":
+        joined = value if isinstance(value, list | tuple) else ()
+        return _deep(value) + (_size(value) + len(joined)) * _largest(args[:1])
+    if name in ("replace", "center") and isinstance(value, str):
+        return _of_text(name, value, args)
+    if name == "format":
+        return _formatted(str(value), "%", args)
+    if name == "indent":
+        return _deep(value) + (str(value).count("\n") + 1) * _largest(args)
+    if name == "tojson":
+        return _deep(value) * max(1, _largest(args))
+    if name in ("batch", "slice"):
+        return _size(value) + _ITEM * _largest(args)
+    if name == "sum":
+        return _size(value) * max((_size(item) for item in value), default=1) if isinstance(value, list | tuple) else 1
+    if name in _ONE:
+        return 1
+    if isinstance(value, str):
+        return len(value) * (_ITEM if name == "list" else _SLOW * _largest(args))
+    return _deep(value)
+
+
+_ONE = {"d", "default", "length", "count", "first", "last", "attr", "items", "float", "int", "abs", "round", "safe"}
+"""Filters whose time does not depend on what they are given."""
+
+_QUICK = {"trim", "upper", "lower", "capitalize", "e", "escape", "reverse", "map", "select", "selectattr", "reject"}
+_QUICK |= {"rejectattr", "random"}
+"""Filters that make no more than they are given, in little time."""
+
+
+def _limited_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+    # Jinja passes a filter what this attribute says; the one around it always wants the context, and is by that never
+    # called while a template is compiled.
+    wanted = getattr(filter_, "jinja_pass_arg", None)
+    wanted = wanted.name if wanted is not None else None
+
+    quick = name in _QUICK
+
+    @jinja2.pass_context
+    @functools.wraps(filter_, updated=())
+    def limited_filter(context: Any, value: Any = None, *args: Any, **kwargs: Any) -> Any:
+        budget = context.parent[BUDGET]
+        if quick:
+            budget.charge(_size(value))
+        else:
+            budget.charge(_of_filter(name, value, (*args, *kwargs.values())))
+        if wanted is None:
+            result = filter_(value, *args, **kwargs)
+        else:
+            passed = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[wanted]
+            result = filter_(passed, value, *args, **kwargs)
+        budget.charge_value(result)
+        return result
+
+    return limited_filter
+
+
+@jinja2.pass_context
+def _step(context: Any, characters: int) -> None:
+    context.parent[BUDGET].charge(characters)
+
+
+@jinja2.pass_context
+def _made(context: Any, value: Any) -> Any:
+    context.parent[BUDGET].charge_value(value)
+    return value
+
+
+@jinja2.pass_context
+def _cut(context: Any, value: Any) -> Any:
+    context.parent[BUDGET].charge(_size(value))
+    return value
+
+
+@jinja2.pass_context
+def _add(context: Any, *terms: Any) -> Any:
+    budget = context.parent[BUDGET]
+    if all(type(term) is str for term in terms):
+        budget.charge(sum(map(len, terms)))
+        return "".join(terms)
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+        budget.charge_value(total)
+    return total
+
+
+@jinja2.pass_context
+def _concat(context: Any, *values: Any) -> str:
+    context.parent[BUDGET].charge(sum(map(_deep, values)))
+    return "".join(map(str, values))
+
+
+class _Limiter(NodeTransformer):
+    """Puts filters into a template that charge for what it does."""
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Output:
+        self.generic_visit(node)
+        free = nodes.TemplateData, nodes.Const, nodes.ExtensionAttribute
+        for index, child in enumerate(node.nodes):
+            if not isinstance(child, free) and getattr(child, "name", None) not in (_ADD, _CONCAT):
+                node.nodes[index] = _filtered(child, _MADE)
+        return node
+
+    def visit_Add(self, node: nodes.Add) -> nodes.Expr:
+        first, terms = node, []
+        while isinstance(first, nodes.Add):
+            terms.append(self.visit(first.right))
+            first = first.left
+        return _filtered(self.visit(first), _ADD, reversed(terms))
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
+        self.generic_visit(node)
+        return _filtered(node.nodes[0], _CONCAT, node.nodes[1:])
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        return _filtered(node, _CUT) if isinstance(node.arg, nodes.Slice) else node
+
+    def _made(self, node: Any) -> nodes.Expr:
+        self.generic_visit(node)
+        stored = isinstance(node, nodes.Tuple) and node.ctx != "load"
+        return node if stored or node.find(nodes.Name) is None else _filtered(node, _MADE)
+
+    visit_List = visit_Tuple = visit_Dict = _made
+
+    def _repeated(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        # What is written as it stands costs nothing but here, each time.
+        texts = [data.data for data in node.find_all(nodes.TemplateData)]
+        texts += [const.value for const in node.find_all(nodes.Const) if isinstance(const.value, str)]
+        charged = _filtered(nodes.Const(1 + sum(map(len, texts)), lineno=node.lineno), _STEP)
+        node.body.insert(0, nodes.ExprStmt(charged, lineno=node.lineno))
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = visit_Block = _repeated
+
+
+def _filtered(node: nodes.Expr, name: str, args: Iterable[nodes.Expr] = ()) -> nodes.Filter:
+    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)

@@ -1,0 +1,50 @@
+"""Fields of a config.json that do not change what the model computes in training or generation here.
+
+Each is one that transformers reads past in the models of `FAMILIES`, or uses elsewhere than in their computation. A
+field that is neither read nor in these tables is refused: it may mean something.
+"""
+
+from typing import Any
+
+_WRITER = """_name_or_path architectures auto_map finetuning_task is_llama_config model_type name_or_path prefix
+    task_specific_params tokenizer_class transformers.js_config transformers_version"""
+_OUTPUT = """chunk_size_feed_forward cache_implementation keys_to_ignore_at_inference output_attentions
+    output_hidden_states pretraining_tp return_dict torchscript use_cache use_return_dict"""
+_DTYPE = "dtype quantization_config torch_dtype use_bfloat16"
+_KERNELS = "attn_implementation use_flash_attention use_flash_attn use_flash_attn_2"
+_TOKENS = """bos_token_id decoder_start_token_id eos_token_id max_sequence_length model_max_length pad_token_id
+    sep_token_id unk_token_id"""
+_CLASSIFICATION = "classifier_dropout id2label label2id num_labels problem_type"
+_GENERATION = """bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length min_new_tokens
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
+    repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p"""
+
+#: Fields that may hold anything.
+IRRELEVANT = frozenset(
+    " ".join(
+        (_WRITER, _OUTPUT, _DTYPE, _KERNELS, _TOKENS, _CLASSIFICATION, _GENERATION, "is_decoder is_encoder_decoder")
+    ).split()
+)
+#: Fields of other models, or of variants -> the values at which they say what is so in any case.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
+    "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "cross_attention_hidden_size": (None,),
+    "embd_pdrop": (0, None),
+    "final_logit_softcapping": (None,),
+    "hidden_dropout": (0, None),
+    "mlp_bias": (False,),
+    "pruned_heads": ({}, None),
+    "resid_pdrop": (0, None),
+    "rope_interleaved": (False,),
+    "sliding_window": (None,),
+    "tf_legacy_loss": (False,),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
+}

@@ -1,0 +1,108 @@
+"""What a model will be, as far as its config.json, its tokenizer and the settings say; no weights, no JAX.
+
+Loading a model begins with this, and so do a run and its preview, so that none takes what another refuses.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convert.checkpoint import CONFIG, open_checkpoint
+from convert.files import read_json
+from fastjax.data.new_tokens import add_tokens, vocabulary_size
+from fastjax.data.tokenizer import load_tokenizer
+from fastjax.errors import ConfigError
+from fastjax.models.config import ModelConfig
+from fastjax.models.module_names import module_paths
+from fastjax.models.rope_override import with_rope_scaling
+from fastjax.models.vocabulary import check_vocabulary, with_vocab_size
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """A model without its weights.
+
+    Attributes:
+        hf_config: the folder's config.json, with the settings' scaling of the positions and the rows of new tokens.
+        config: the same, as the decoder takes it.
+        tokenizer: the folder's, with the new tokens.
+        new_token_ids: ids of the new tokens.
+        known_tokens: rows of the folder's tables that belong to a token.
+        max_seq_length: longest row.
+    """
+
+    hf_config: Mapping[str, Any]
+    config: ModelConfig
+    tokenizer: "PreTrainedTokenizerFast"
+    new_token_ids: tuple[int, ...]
+    known_tokens: int
+    max_seq_length: int
+
+
+def read_outline(
+    folder: Path,
+    *,
+    max_seq_length: int | None = None,
+    float32_modules: Sequence[str] | None = None,
+    new_tokens: "Sequence[str | AddedToken] | None" = None,
+    rope_scaling: Mapping[str, Any] | None = None,
+    weights: bool = True,
+) -> Outline:
+    """Read a Hugging Face folder without its weights; the arguments are those of `FastLanguageModel.from_pretrained`.
+
+    Args:
+        folder: the folder.
+        max_seq_length: None: 2048, or what the model can do where that is less.
+        float32_modules: names of modules, which there must be.
+        new_tokens: tokens to add.
+        rope_scaling: replaces the scaling of the rotary positions.
+        weights: whether there must be files of weights with whole headers.
+
+    Raises:
+        ConfigError: arguments that contradict the model, or no tokenizer that fits it.
+        ConvertError: what is wrong with the folder.
+    """
+    hf_config: Mapping[str, Any] = open_checkpoint(folder).config if weights else read_json(folder / CONFIG)
+    config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
+    if rope_scaling is not None:
+        hf_config = with_rope_scaling(hf_config, rope_scaling)
+        config = ModelConfig.from_hf(hf_config)
+    length = row_length(max_seq_length, config)
+    module_paths(float32_modules or (), config)
+    tokenizer = load_tokenizer(folder)
+    known = min(vocabulary_size(tokenizer), config.vocab_size)
+    new_ids = add_tokens(tokenizer, new_tokens, config.vocab_size) if new_tokens else []
+    if new_ids:
+        rows = max(config.vocab_size, vocabulary_size(tokenizer))
+        config, hf_config = dataclasses.replace(config, vocab_size=rows), with_vocab_size(hf_config, rows)
+    else:
+        check_vocabulary(tokenizer, config, folder)
+    return Outline(hf_config, config, tokenizer, tuple(new_ids), known, length)
+
+
+def row_length(max_seq_length: int | None, config: ModelConfig) -> int:
+    """The longest row that will be trained on or generated.
+
+    Args:
+        max_seq_length: what is asked for; None: 2048, or what the model can do where that is less.
+        config: the model's.
+
+    Raises:
+        ConfigError: more than the model can do.
+    """
+    if max_seq_length is None:
+        return min(2048, config.max_length)
+    if max_seq_length > config.max_length:
+        pretrained = config.rope.original_max_position_embeddings or config.max_length / config.rope.factor
+        raise ConfigError(
+            f"max_seq_length: expected at most the model's {config.max_length} positions, given {max_seq_length}; take "
+            "a smaller one, or stretch the positions: rope_scaling: {rope_type: yarn, factor: "
+            f"{math.ceil(max_seq_length / pretrained):.1f}}}"
+        )
+    return max_seq_length

@@ -1,0 +1,137 @@
+"""YAML settings, read strictly: one way to fail, with the line.
+
+PyYAML takes a key that stands twice (the last one wins), follows aliases that unfold without bounds, recurses as deep
+as a file is nested, and lets its scalars' own exceptions out. All of these are a `YamlError` here. Numbers are those
+of YAML 1.2 (1e-4 is one) and a date is a string, as for jsonargparse, which reads the settings' values.
+"""
+
+import re
+from typing import Any
+
+import yaml
+
+from convert.errors import shorten
+from convert.strict_json import MAX_DEPTH, MAX_DIGITS, has_surrogate
+from fastjax.limits import MAX_YAML_VALUES
+
+
+class YamlError(ValueError):
+    """What is wrong with a YAML text.
+
+    Attributes:
+        problem: In words.
+        line: From 1; None where it is not known.
+    """
+
+    def __init__(self, problem: str, line: int | None = None):
+        super().__init__(problem if line is None else f"line {line}: {problem}")
+        self.problem, self.line = problem, line
+
+
+def parse(text: str) -> Any:
+    """Parse a text that is one YAML document.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The value: lists, mappings and scalars.
+
+    Raises:
+        YamlError: It is not YAML, a key stands twice, it is nested more than `MAX_DEPTH` deep, it has more than
+            `MAX_YAML_VALUES` values, an alias lies in what it stands for, or a scalar is not what it looks like.
+    """
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise YamlError(f"a character that YAML does not allow: {error.character:#x}", line) from None
+    try:
+        return loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        line = None if error.problem_mark is None else error.problem_mark.line + 1
+        raise YamlError(shorten(error.problem or str(error)), line) from None
+    except (ValueError, OverflowError):  # of PyYAML's own code: an escape beyond Unicode, a directive's number
+        raise YamlError("an escape or a directive that stands for nothing", loader.line + 1) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with bounds and without duplicates."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.level = 0
+        self.sizes: dict[yaml.Node, tuple[int, int]] = {}  # of a node: its values, and how deep it goes
+
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
+        # The scanner runs ahead of what is composed, and looks at every open bracket with each token.
+        if self.flow_level > MAX_DEPTH:
+            raise _problem(_TOO_DEEP, self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark = self.peek_event().start_mark
+        self.level += 1
+        if self.level > MAX_DEPTH:
+            raise _problem(_TOO_DEEP, mark)
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        if node is None or node.end_mark is None:
+            raise _problem("an alias within what it stands for", mark)
+        if node not in self.sizes:
+            self.sizes[node] = self._size(node)
+        values, depth = self.sizes[node]
+        if values > MAX_YAML_VALUES:
+            raise _problem(f"more than {MAX_YAML_VALUES} values, those of an alias counted wherever it stands", mark)
+        if self.level + depth > MAX_DEPTH:
+            raise _problem(_TOO_DEEP, mark)
+        return node
+
+    def _size(self, node: yaml.Node) -> tuple[int, int]:
+        inner = node.value if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        sizes = [self.sizes[part] for part in inner]
+        return 1 + sum(values for values, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)
+
+    def compose_scalar_node(self, anchor: str | None) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)  # pyright: ignore[reportArgumentType]
+        if has_surrogate(node.value):
+            raise _problem("an escape that is half a character (a lone surrogate)", node.start_mark)
+        if node.tag in _NUMBERS and len(node.value) > MAX_DIGITS:
+            raise _problem(f"a number of more than {MAX_DIGITS} digits", node.start_mark)
+        return node
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)  # pyright: ignore[reportArgumentType]
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise _problem(f"the same key twice: {shorten(key.value, 60)}", key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, TypeError):  # of the scalars' constructors
+            kind = node.tag.removeprefix(_TAG)
+            raise _problem(f"what cannot be read as {kind}: {shorten(str(node.value), 60)}", node.start_mark) from None
+
+
+_TAG = "tag:yaml.org,2002:"
+_NUMBERS = (f"{_TAG}int", f"{_TAG}float")
+_TOO_DEEP = f"nested more than {MAX_DEPTH} deep"
+_FLOAT = re.compile(
+    r"[-+]?(?:(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, expression) for tag, expression in resolvers if tag not in (f"{_TAG}timestamp", f"{_TAG}float")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
+
+
+def _problem(text: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=text, problem_mark=mark)

@@ -1,0 +1,188 @@
+"""Fingerprints of what a run begins with: base, data, tokenizer, adapter. One that goes on with it is compared.
+
+What is large is sampled: of a tensor of more than 64 KiB sixteen blocks of 4 KiB, evenly spaced from its first byte to
+its last, of a smaller one every byte. So an 8B folder takes 4,700 reads and 19 MB, and another fine-tune of the same
+base, a merged adapter or another quantisation is told apart; a change to single rows of a table may not be.
+
+Nothing here imports JAX.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from convert.adapters import open_adapter
+from convert.checkpoint import WEIGHT_FILES, open_checkpoint
+from convert.families import family_for
+from convert.tensor_file import TensorInfo
+from fastjax.errors import ConfigError
+from fastjax.training.config import TrainConfig
+from fastjax.training.datasets import RunData
+from fastjax.training.origins import located
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_BLOCK, _BLOCKS = 4096, 16
+#: Fields of an adapter's settings that nothing here depends on.
+_NO_SETTINGS = ("base_model_name_or_path", "revision", "task_type", "inference_mode")
+
+
+class Identity(NamedTuple):
+    """Fingerprints; None: there is no such thing, or it is not known of a run of an earlier version.
+
+    Attributes:
+        model: of the base's config.json, and the names and sizes of its weight files.
+        data: of the rows that are learnt, or of the sources where they are streamed.
+        weights: of the base's tensors, sampled.
+        adapter: of the settings of the adapter to start from.
+        adapter_weights: of its tensors, sampled.
+        tokenizer: of the tokenizer, with its chat template.
+        held_out: of the held-out rows.
+    """
+
+    model: str
+    data: str
+    weights: str | None = None
+    adapter: str | None = None
+    adapter_weights: str | None = None
+    tokenizer: str | None = None
+    held_out: str | None = None
+
+
+#: Those that decide what the state means: the setting, and what differs.
+_FIXED = {
+    "model": ("model.model_name", "the base model", "one with another config.json or other weight files"),
+    "weights": ("model.model_name", "the base model", "one whose weights have other values"),
+    "adapter": ("lora.adapter", "the adapter's settings", "others in adapter_config.json"),
+    "data": (
+        "data.train",
+        "the data",
+        "other rows, of which its position says nothing; to train on, start a new run from what was learnt "
+        "(lora.adapter, or model.model_name)",
+    ),
+}
+#: Those that may be others, and are told.
+_TOLD = {
+    "adapter_weights": "lora.adapter: other weights than the run began with; those of the checkpoint are gone on with",
+    "tokenizer": "the tokenizer or its chat template: another than the run began with; the rows are the same",
+    "held_out": "data.eval: other rows than before; their losses do not compare with the earlier ones",
+}
+
+
+def run_identity(config: TrainConfig, data: RunData, tokenizer: "PreTrainedTokenizerFast") -> Identity:
+    """The fingerprints of a run.
+
+    Args:
+        config: its settings.
+        data: its data.
+        tokenizer: `load_run_tokenizer`'s.
+
+    Raises:
+        ConvertError: what is wrong with the base's or the adapter's folder.
+    """
+    adapter = settings = None
+    if config.lora.adapter is not None:
+        base = open_checkpoint(located(config, "model.model_name").folder)
+        adapter = open_adapter(located(config, "lora.adapter").folder, family=family_for(base.config))
+        known = {name: value for name, value in dataclasses.asdict(adapter.config).items() if name not in _NO_SETTINGS}
+        known |= {name: sorted(value) for name, value in known.items() if isinstance(value, list)}  # PEFT's are sets
+        settings = _digest(json.dumps(known, sort_keys=True))
+    shown = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
+    return Identity(
+        **base_identity(config),
+        data=data.train.fingerprint,
+        adapter=settings,
+        adapter_weights=None if adapter is None else tensors_fingerprint(adapter.tensors),
+        tokenizer=_digest(json.dumps(shown)),
+        held_out=None if data.held_out is None else data.held_out.fingerprint,
+    )
+
+
+def base_identity(config: TrainConfig) -> dict[str, str]:
+    """The fingerprints of a run's base: `model` and `weights`.
+
+    Args:
+        config: its settings.
+
+    Raises:
+        ConvertError: what is wrong with its folder.
+    """
+    folder = located(config, "model.model_name").folder
+    return {"model": model_fingerprint(folder), "weights": tensors_fingerprint(open_checkpoint(folder).tensors)}
+
+
+def check_identity(where: Path, old: Identity, new: Identity) -> list[str]:
+    """Compare what a checkpoint's run began with, and what the run has that goes on from it.
+
+    Args:
+        where: the checkpoint, or what else has the first.
+        old: the first.
+        new: the second.
+
+    Returns:
+        A line for each that differs and may.
+
+    Raises:
+        ConfigError: another base, other settings of the adapter, or other data.
+    """
+    pairs = zip(Identity._fields, old, new, strict=True)
+    differ = {name for name, was, now in pairs if was is not None and now is not None and was != now}
+    for name, (key, what, given) in _FIXED.items():
+        if name in differ:
+            raise ConfigError(f"{key}: expected {what} of {where}, given {given}")
+    return [line for name, line in _TOLD.items() if name in differ]
+
+
+def model_fingerprint(folder: str | Path) -> str:
+    """A short name for a model folder: its config.json, and the names and sizes of its weight files.
+
+    Args:
+        folder: in Hugging Face format.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(f for pattern in ("config.json", *WEIGHT_FILES) for f in Path(folder).glob(pattern)):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        if file.name == "config.json":
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def tensors_fingerprint(tensors: Mapping[str, TensorInfo]) -> str:
+    """A short name for the contents of tensors, of large ones by a sample.
+
+    Args:
+        tensors: name → where each lies.
+
+    Returns:
+        Hexadecimal digits: equal for equal tensors, whichever files they are divided into.
+    """
+    digest, files = hashlib.sha256(), {}
+    try:
+        for name, info in sorted(tensors.items()):
+            digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
+            if info.file not in files:
+                files[info.file] = os.open(info.file, os.O_RDONLY)
+            for start, length in _blocks(info.nbytes):
+                digest.update(os.pread(files[info.file], length, info.start + start))
+    finally:
+        for descriptor in files.values():
+            os.close(descriptor)
+    return digest.hexdigest()[:16]
+
+
+def _blocks(size: int) -> list[tuple[int, int]]:
+    """(offset, length) of what is read of a tensor of so many bytes."""
+    if size <= _BLOCK * _BLOCKS:
+        return [(0, size)]
+    return [(int(start), _BLOCK) for start in np.linspace(0, size - _BLOCK, _BLOCKS).astype(np.int64)]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,0 +1,109 @@
+"""How to use a run's result: on the command line, and from Python with Hugging Face's libraries."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from convert.families import family_for
+from convert.hub import split
+from fastjax.training.config import ModelSection, TrainConfig
+
+_CONVERT = "# transformers does not bring this base into 4 bits: fastjax convert quantize {} base-nf4"
+
+
+def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str) -> list[str]:
+    """A command and lines of Python that load what was trained, over the base that it was trained on.
+
+    Args:
+        config: the settings of the run.
+        folder: the adapter, or the model after full fine-tuning.
+        base: the base's config.json, with the run's scaling of the positions.
+        dtype: of the run's computation.
+    """
+    model, result = config.model, str(folder)
+    if model.full_finetuning:
+        options, lines, names = ["--model", result], [f"model = {_load(_text(result))}"], set()
+    else:
+        options = ["--model", model.model_name, "--adapter", result] + ["--load_in_4bit"] * model.load_in_4bit
+        options += ["--rope_scaling", json.dumps(model.rope_scaling)] if model.rope_scaling is not None else []
+        lines, names = _base(model, base, dtype)
+    options += ["--dtype", model.dtype] if model.dtype is not None else []
+    lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_text(result)})")
+    libraries = []
+    if not model.full_finetuning:
+        libraries.append("from peft import PeftModel")
+        if model.new_tokens:
+            rows = "max(len(tokenizer), model.get_input_embeddings().num_embeddings)"
+            lines.append(f"model.resize_token_embeddings({rows})")
+        lines.append(f"model = PeftModel.from_pretrained(model, {_text(result)})")
+    libraries.append(f"from transformers import {', '.join(sorted({'AutoModelForCausalLM', 'AutoTokenizer', *names}))}")
+    if any("torch." in line for line in lines):
+        libraries.insert(0, "import torch")
+    python = "\n".join([*libraries, "", *lines])
+    return [shlex.join(["fastjax", "generate", *options]) + " --prompt '…'", python]
+
+
+def _base(model: ModelSection, config: Mapping[str, Any], dtype: str) -> tuple[list[str], set[str]]:
+    """The lines that load an adapter's base as the run held it, and the names from transformers that they use."""
+    name, revision = split(model.model_name)
+    place = _text(name) + (f", revision={_text(revision)}" if revision is not None else "")
+    stored = config.get("dtype", config.get("torch_dtype"))
+    kind = (config.get("quantization_config") or {}).get("quant_method")
+    lines, options, names = [], {}, set()
+    if model.load_in_4bit and kind not in (None, "bitsandbytes"):
+        lines.append(_CONVERT.format(shlex.quote(model.model_name)))
+        place, kind = '"base-nf4"', "bitsandbytes"
+    if model.rope_scaling is not None:  # an adapter's folder has no place for it
+        lines.append(f"config = AutoConfig.from_pretrained({place})")
+        lines += [f"config.{name} = {value!r}" for name, value in _positions(config).items()]
+        options["config"] = "config"
+        names.add("AutoConfig")
+    if model.load_in_4bit and kind is None:
+        lines += _in_4bit(model, dtype)
+        options["quantization_config"] = "settings"
+        names.add("BitsAndBytesConfig")
+        if stored is not None:  # what 4 bits decode to
+            options["dtype"] = _text(stored)
+    elif kind is None and stored != dtype:
+        options["dtype"] = _text(dtype)
+    lines.append(f"model = {_load(place, options)}")
+    if model.load_in_4bit and stored != dtype:  # bitsandbytes multiplies with what it decodes to that dtype instead
+        lines.append(f"model = model.dequantize().to(torch.{dtype})  # computes in {dtype} with what 4 bits decode to")
+    return lines, names
+
+
+def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says of the rotary positions, as attributes of transformers' config."""
+    family = family_for(config)
+    text = family.text_config(config)
+    rope = text.get("rope_parameters") or {"rope_theta": text["rope_theta"], **text["rope_scaling"]}
+    prefix = "" if family.section is None else f"{family.section}."
+    found = {"rope_parameters": rope, "max_position_embeddings": text["max_position_embeddings"]}
+    return {prefix + name: value for name, value in found.items()}
+
+
+def _in_4bit(model: ModelSection, dtype: str) -> list[str]:
+    """How a 16-bit base becomes the 4-bit one of the run."""
+    # Names that are given take the place of the default, which leaves the head as it is.
+    kept = ["lm_head", *(rf".*\.{name.removeprefix('model.')}" for name in model.float32_modules or ())]
+    return [
+        "settings = BitsAndBytesConfig(",
+        "    load_in_4bit=True,",
+        '    bnb_4bit_quant_type="nf4",',
+        "    bnb_4bit_use_double_quant=True,",
+        f"    bnb_4bit_compute_dtype={_text(dtype)},",
+        *([f"    llm_int8_skip_modules={json.dumps(kept)},"] if model.float32_modules else []),
+        ")",
+    ]
+
+
+def _load(place: str, options: Mapping[str, str] | None = None) -> str:
+    given = "".join(f", {name}={value}" for name, value in (options or {}).items())
+    return f"AutoModelForCausalLM.from_pretrained({place}{given})"
+
+
+def _text(value: str) -> str:
+    """A string as Python has it, in double quotes."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,116 @@
+"""What can be known of a run before its data are encoded and its weights are read is said before."""
+
+import importlib
+import json
+
+import pytest
+
+from convert.errors import ConvertError
+from fastjax.errors import ConfigError
+from fastjax.fine_tuning import fine_tune
+from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig
+
+
+@pytest.fixture
+def run(chat_folder, chats, tmp_path, monkeypatch):
+    """Start a run that would fail with AssertionError if it encoded data or read a tensor."""
+
+    def too_late(*_, **__):
+        raise AssertionError("too late")
+
+    monkeypatch.setattr("fastjax.training.datasets.prepare", too_late)
+    monkeypatch.setattr("fastjax.language_model.load_weights", too_late)
+
+    def run(**changes):
+        sections = {
+            "model": ModelSection(
+                **({"model_name": str(chat_folder), "max_seq_length": 48} | changes.get("model", {}))
+            ),
+            "data": DataSection(**({"train": str(chats), "cache_dir": None} | changes.get("data", {}))),
+            "output": OutputSection(**({"output_dir": str(tmp_path / "run")} | changes.get("output", {}))),
+            "lora": LoraSection(**changes.get("lora", {})),
+        }
+        return fine_tune(TrainConfig(**sections))
+
+    return run
+
+
+def test_a_run_with_nothing_wrong_gets_to_its_data(run):
+    with pytest.raises(AssertionError, match="too late"):
+        run(lora={"rank_pattern": {"q_proj": 2}, "target_modules": ["q_proj"], "layers_to_transform": 0})
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "message"),
+    [
+        (
+            "lora",
+            {"target_modules": ["query"]},
+            r"^lora.target_modules: \['query'\] matches no module of this model; there",
+        ),
+        (
+            "lora",
+            {"target_modules": ["q_proj", "v_prj"]},
+            r"^lora.target_modules: .* given \['v_prj'\], which none has",
+        ),
+        (
+            "lora",
+            {"target_modules": "query" * 2000},
+            "^lora.target_modules: 'queryquery.{,200}… matches no module of this",
+        ),
+        ("lora", {"rank_pattern": {"query": 4}}, r"^lora.rank_pattern: .* given \['query'\], which match none"),
+        (
+            "lora",
+            {"alpha_pattern": {"v_proj": 4}, "target_modules": ["q_proj"]},
+            r"^lora.alpha_pattern: .*\['v_proj'\]",
+        ),
+        ("lora", {"layers_to_transform": [0, 99]}, r"^lora.layers_to_transform: expected layers from 0 to .* \[99\]"),
+        ("lora", {"modules_to_save": ["norm"]}, "^lora.modules_to_save: expected some of"),
+        (
+            "lora",
+            {"trainable_token_indices": [10**6]},
+            "^lora.trainable_token_indices: expected different ids from 0 to",
+        ),
+        ("lora", {"adapter": "nowhere"}, "^lora.adapter: expected a PEFT folder"),
+        ("model", {"max_seq_length": 10**6}, "^model.max_seq_length: expected at most the model's .* positions"),
+        ("model", {"float32_modules": ["nrm"]}, "^model.float32_modules: no module has the name 'nrm'"),
+        ("model", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "x": 1}}, "rope_scaling"),
+        (
+            "output",
+            {"report_to": ["wandb"]},
+            "^output.report_to: wandb needs the package wandb, which cannot be imported",
+        ),
+        ("data", {"eval": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ("data", {"eval": [{"path": "nowhere.txt"}]}, "^data.eval: expected a string"),
+    ],
+)
+def test_what_is_wrong_is_said_before(run, section, keys, message, monkeypatch):
+    real = importlib.import_module
+
+    def no_wandb(name, *rest):
+        if name == "wandb":
+            raise ModuleNotFoundError("No module named 'wandb'")
+        return real(name, *rest)
+
+    monkeypatch.setattr("fastjax.training.trackers.importlib.import_module", no_wandb)
+    with pytest.raises((ConfigError, FileNotFoundError), match=message):
+        run(**{section: keys})
+
+
+def test_an_adapter_to_start_from_is_opened_before(run, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(ConvertError, match="adapter_config.json: no such file"):
+        run(lora={"adapter": str(tmp_path / "adapter")})
+    settings = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConvertError, match="adapter_model.safetensors: no such file"):
+        run(lora={"adapter": str(tmp_path / "adapter")})
+
+
+def test_a_folder_without_its_weights_is_told_before(run, chat_folder, tmp_path):
+    (tmp_path / "model").mkdir()
+    for file in chat_folder.iterdir():
+        if not file.name.endswith(".safetensors"):
+            (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ConvertError, match="expected model.safetensors or"):
+        run(model={"model_name": str(tmp_path / "model")})
