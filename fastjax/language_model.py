@@ -24,13 +24,14 @@ from convert.families import family_for
 from convert.files import atomic_folder
 from convert.hub import fetch
 from convert.merge import merge
+from convert.model.config import ModelConfig
+from convert.model.structure import shapes
 from convert.weights import save
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.lora import LoraParam, SavedParam
 from fastjax.models.adapter_settings import fresh_adapter, saved_modules
 from fastjax.models.adapters import export_adapters
-from fastjax.models.config import ModelConfig
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import Run, layer_of, split_layer
 from fastjax.models.load import load_weights, random_weights
@@ -38,7 +39,6 @@ from fastjax.models.new_rows import grown
 from fastjax.models.outline import read_outline, row_length
 from fastjax.models.precision import DTYPES, Precision, make_precision
 from fastjax.models.remat import POLICIES
-from fastjax.models.structure import shapes
 from fastjax.models.vocabulary import check_vocabulary
 from fastjax.peft import attach_adapter, load_adapter
 

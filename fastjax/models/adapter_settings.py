@@ -8,10 +8,10 @@ from typing import Any
 from convert.adapters import AdapterConfig, rank_and_alpha, scaling, targets
 from convert.errors import ConvertError, shown
 from convert.families import family_for
+from convert.model.config import ModelConfig
+from convert.model.structure import groups
 from convert.patterns import match
 from fastjax.errors import ConfigError
-from fastjax.models.config import ModelConfig
-from fastjax.models.structure import groups
 from fastjax.models.vocabulary import TABLES, trained_rows, training_new_tokens
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from convert.adapters import AdapterConfig
+from convert.model.config import ModelConfig
+from convert.model.structure import group_of
 from fastjax.errors import ConfigError
 from fastjax.lora import LoraEmbedding, LoraLinear, initial_arrays
 from fastjax.models.adapter_settings import AdapterSite, adapter_sites, saved_modules
-from fastjax.models.config import ModelConfig
 from fastjax.models.layout import Run, layer_of, stack
 from fastjax.models.precision import Precision
-from fastjax.models.structure import group_of
 from fastjax.models.vocabulary import TABLES, trained_rows
 from fastjax.quantization import dense
 from fastjax.quantization.weights import Weight

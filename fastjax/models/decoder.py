@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from convert.model.config import Layer, ModelConfig
+from convert.model.structure import groups
 from fastjax.lora import LoraEmbedding, LoraLinear, SavedParam, drop
 from fastjax.models.attention import Attention, Context, LayerCache, document_ranges
-from fastjax.models.config import Layer, ModelConfig
 from fastjax.models.layout import Run
 from fastjax.models.mlp import MLP
 from fastjax.models.neftune import noisy_embeddings
@@ -23,7 +24,6 @@ from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Head, Projection
 from fastjax.models.remat import checkpointed
 from fastjax.models.rotary import document_lengths, rope_tables
-from fastjax.models.structure import groups
 from fastjax.parallel.gather import gathered
 from fastjax.trainable_tokens import TrainableTokens
 

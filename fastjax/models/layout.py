@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fastjax.models.config import ModelConfig
-from fastjax.models.structure import groups, norms
+from convert.model.config import ModelConfig
+from convert.model.structure import groups, norms
 from fastjax.quantization import concatenate
 from fastjax.quantization import part as part_of
 from fastjax.quantization.weights import Weight

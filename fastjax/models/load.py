@@ -17,11 +17,11 @@ from convert.errors import ConvertError
 from convert.finite import NOT_IN_NF4, nonfinite
 from convert.formats.fp8 import FP8Tensor
 from convert.formats.nf4 import NF4Tensor
+from convert.model.config import ModelConfig
+from convert.model.structure import shapes
 from convert.weights import Weights, open_weights, stream
-from fastjax.models.config import ModelConfig
 from fastjax.models.layout import Run, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
-from fastjax.models.structure import shapes
 from fastjax.models.vocabulary import TABLES
 from fastjax.quantization import FP8Weight, NF4Weight
 from fastjax.quantization.weights import Weight

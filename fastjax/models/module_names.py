@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from convert.errors import shown
+from convert.model.config import ModelConfig
+from convert.model.structure import groups, norms
 from fastjax.errors import ConfigError
-from fastjax.models.config import ModelConfig
-from fastjax.models.structure import groups, norms
 
 
 def module_paths(names: Iterable[str], config: ModelConfig) -> frozenset[str]:

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from convert.model.config import ModelConfig
 from fastjax.lora import BaseParam
-from fastjax.models.config import ModelConfig
 from pallas_kernels.rms_norm import rms_norm
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from convert.checkpoint import CONFIG, open_checkpoint
 from convert.files import read_json
+from convert.model.config import ModelConfig
 from fastjax.data.new_tokens import add_tokens, vocabulary_size
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
-from fastjax.models.config import ModelConfig
 from fastjax.models.module_names import module_paths
 from fastjax.models.rope_override import with_rope_scaling
 from fastjax.models.vocabulary import check_vocabulary, with_vocab_size

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from convert.errors import shown
+from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
-from fastjax.models.config import ModelConfig
 from fastjax.models.module_names import module_paths
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}

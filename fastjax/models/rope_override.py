@@ -5,10 +5,10 @@ from typing import Any
 
 from convert.errors import ConvertError, shown
 from convert.families import family_for
+from convert.model.config import ModelConfig
+from convert.model.rope import KINDS, rope_to_hf
 from convert.rope import FULL, NEW, OLD, ORIGINAL, SLIDING
 from fastjax.errors import ConfigError
-from fastjax.models.config import ModelConfig
-from fastjax.models.rope_config import KINDS, rope_to_hf
 
 
 def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from convert.adapters import AdapterConfig, targets
 from convert.families import family_for
+from convert.model.config import ModelConfig
 from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
-from fastjax.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from fastjax.models.config import ModelConfig
+from convert.model.config import ModelConfig
 
 
 class PeakFlops(NamedTuple):

@@ -14,10 +14,10 @@ from convert.files import parse_json
 from convert.formats import nf4
 from convert.inspect import inspect
 from convert.limits import DIMENSIONS
+from convert.model.config import ModelConfig
 from convert.patterns import fullmatch, match, mistake
 from convert.tensor_file import read_header
 from convert.weights import open_weights
-from fastjax.models.config import ModelConfig
 from tests.support import tiny
 
 SLOW = r"(.|..|...)+(?<!.)"

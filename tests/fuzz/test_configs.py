@@ -12,8 +12,8 @@ import pytest
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
 from convert.gguf_architecture import ARCHITECTURES, hyper_parameters
+from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
-from fastjax.models.config import ModelConfig
 from fastjax.models.rope_override import with_rope_scaling
 from fastjax.models.rotary import inverse_frequencies
 from tests.support import families, hostile

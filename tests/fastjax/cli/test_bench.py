@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import fastjax
+from convert.model.config import ModelConfig
 from fastjax.bench import step
 from fastjax.bench.step import PRESETS, StepCase, measure
 from fastjax.cli import main
-from fastjax.models.config import ModelConfig
 
 
 def test_step_in_its_own_process(tmp_path, capsys):

@@ -11,10 +11,10 @@ from convert.activations import ACTIVATIONS
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
+from convert.model.config import ModelConfig
 from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
 from fastjax.models.adapters import export_adapters
-from fastjax.models.config import ModelConfig
 from fastjax.models.layout import Run, plan_layers
 from fastjax.models.rope_override import with_rope_scaling
 from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from convert.errors import ConvertError
-from fastjax.models.config import ModelConfig
-from fastjax.models.rope_config import BY_LENGTH
+from convert.model.config import ModelConfig
+from convert.model.rope import BY_LENGTH
 from fastjax.models.rotary import frequencies_by_length
 from tests.support import families
 

@@ -5,8 +5,8 @@ import pytest
 
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
+from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
-from fastjax.models.config import ModelConfig
 from fastjax.models.rope_override import with_rope_scaling
 from fastjax.models.rotary import rope_tables
 from tests.support import tiny

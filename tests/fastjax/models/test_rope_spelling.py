@@ -8,8 +8,8 @@ from transformers import AutoConfig
 from convert.errors import ConvertError
 from convert.families import FAMILIES
 from convert.gguf_architecture import hyper_parameters
+from convert.model.config import ModelConfig
 from convert.rope import FULL, SLIDING
-from fastjax.models.config import ModelConfig
 from fastjax.models.rope_override import with_rope_scaling
 from tests.support import families, tiny
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fastjax.models.config import ModelConfig
+from convert.model.config import ModelConfig
 from tests.support import tiny
 
 torch = pytest.importorskip("torch")

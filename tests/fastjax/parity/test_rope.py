@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fastjax.models.config import ModelConfig
+from convert.model.config import ModelConfig
 from fastjax.models.rope_override import with_rope_scaling
 from fastjax.models.rotary import frequencies_by_length, inverse_frequencies
 from tests.support import tiny

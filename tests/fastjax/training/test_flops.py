@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from convert.model.config import ModelConfig
 from fastjax.bench.step import PRESETS
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.config import ModelConfig
 from fastjax.training.flops import (
     PEAK_FLOPS,
     attended_length,

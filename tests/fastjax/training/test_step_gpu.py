@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from convert.model.config import ModelConfig
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.config import ModelConfig
 from fastjax.training.determinism import compiler_options
 from fastjax.training.step import init_state, make_train_step
 from pallas_kernels import dispatch

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastjax.models.families.family import ATTENTION, MLP, ConfigFamily, Reader
+from convert.model.families.family import ATTENTION, MLP, ConfigFamily, Reader
 
 if TYPE_CHECKING:
-    from fastjax.models.config import ModelConfig
+    from convert.model.config import ModelConfig
 
 LLAMA = ConfigFamily("llama", "LlamaForCausalLM", switches={"attention_bias": ATTENTION, "mlp_bias": MLP})
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from convert.errors import ConvertError, shown
 from convert.families import family_for
-from fastjax.models.families import cohere, gemma, llama, olmo, phi
-from fastjax.models.families.family import ConfigFamily, read_fields, refuse_unsupported, write_fields
+from convert.model.families import cohere, gemma, llama, olmo, phi
+from convert.model.families.family import ConfigFamily, read_fields, refuse_unsupported, write_fields
 
 if TYPE_CHECKING:
-    from fastjax.models.config import ModelConfig
+    from convert.model.config import ModelConfig
 
 __all__ = ["FAMILIES", "read_config", "write_config"]
 

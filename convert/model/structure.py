@@ -5,7 +5,7 @@ Files, adapters, settings and the decoder all name modules as this table does.
 
 from typing import NamedTuple
 
-from fastjax.models.config import ModelConfig
+from convert.model.config import ModelConfig
 
 
 class Group(NamedTuple):

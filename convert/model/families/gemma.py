@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from convert.model.families.family import ATTENTION, ROPE, ConfigFamily, Reader
+from convert.model.families.llama import types_to_hf
+from convert.model.rope import parse_rope, rope_to_hf
 from convert.rope import FULL, SLIDING, rope_settings_by_layer
-from fastjax.models.families.family import ATTENTION, ROPE, ConfigFamily, Reader
-from fastjax.models.families.llama import types_to_hf
-from fastjax.models.rope_config import parse_rope, rope_to_hf
 
 if TYPE_CHECKING:
-    from fastjax.models.config import ModelConfig
+    from convert.model.config import ModelConfig
 
 _DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192}
 _ATTENDS_BACKWARD_ONLY = {"use_bidirectional_attention": (None, False)}

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from convert.model.families.family import ROPE, ConfigFamily, Reader
+from convert.model.families.llama import window_everywhere, window_to_hf
+from convert.model.rope import parse_rope
 from convert.rope import ORIGINAL, rope_settings
-from fastjax.models.families.family import ROPE, ConfigFamily, Reader
-from fastjax.models.families.llama import window_everywhere, window_to_hf
-from fastjax.models.rope_config import parse_rope
 
 
 def _phi3(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """OLMo 2: normalisations after the blocks only, and over whole projections."""
 
-from fastjax.models.families.family import ATTENTION, ConfigFamily
+from convert.model.families.family import ATTENTION, ConfigFamily
 
 OLMO2 = ConfigFamily(
     "olmo2",

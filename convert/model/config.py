@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fastjax.models.families import read_config, write_config
-from fastjax.models.rope_config import RopeConfig
+from convert.model.families import read_config, write_config
+from convert.model.rope import RopeConfig
 
 
 class Layer(NamedTuple):

@@ -1,6 +1,6 @@
 """Cohere's Command R: LayerNorm, attention and MLP side by side, neighbours as rotary pairs, scaled logits."""
 
-from fastjax.models.families.family import ATTENTION, ConfigFamily
+from convert.model.families.family import ATTENTION, ConfigFamily
 
 COHERE = ConfigFamily(
     "cohere",

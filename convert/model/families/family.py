@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from convert.activations import ACTIVATIONS
 from convert.errors import ConvertError, shorten, shown
 from convert.limits import LAYERS
+from convert.model.families.irrelevant import IRRELEVANT, NEUTRAL
+from convert.model.rope import parse_rope, rope_to_hf
 from convert.rope import ORIGINAL, rope_settings
-from fastjax.models.families.irrelevant import IRRELEVANT, NEUTRAL
-from fastjax.models.rope_config import parse_rope, rope_to_hf
 
 if TYPE_CHECKING:
-    from fastjax.models.config import ModelConfig
+    from convert.model.config import ModelConfig
 
 ATTENTION = ("self_attn.qkv", "self_attn.o")
 MLP = ("mlp.gate_up", "mlp.down")

@@ -1,0 +1,1 @@
+"""Descriptions of models, without JAX: their settings and their weights."""
