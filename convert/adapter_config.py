@@ -17,7 +17,7 @@ from typing import Any
 
 from convert.errors import ConvertError, unexpected
 from convert.families import Family
-from convert.families.llama import FAMILY as LLAMA
+from convert.families.llama import LLAMA
 from convert.limits import PATTERN_LENGTH, PATTERNS
 from convert.patterns import fullmatch, match, mistake
 

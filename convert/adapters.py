@@ -35,9 +35,10 @@ from convert.adapter_config import (
 from convert.checkpoint import write_config
 from convert.errors import ConvertError, shorten, unexpected
 from convert.families import Family
-from convert.families.llama import FAMILY as LLAMA
+from convert.families.llama import LLAMA
 from convert.files import atomic_folder, read_json
 from convert.finite import is_finite, nonfinite
+from convert.model.paths import TABLES, WeightPath
 from convert.tensor_file import TensorInfo, read_header, read_tensor, write_tensor_file
 
 __all__ = [
@@ -54,26 +55,26 @@ __all__ = [
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# What an array is: its ending in the tree and in the file. The last two are for `modules_to_save`.
-_ENDINGS = (
-    (".lora_A", ".lora_A.weight"),
-    (".lora_B", ".lora_B.weight"),
-    (".lora_embedding_A", ".lora_embedding_A"),
-    (".lora_embedding_B", ".lora_embedding_B"),
-    (".lora_magnitude_vector", ".lora_magnitude_vector"),
-    (".trainable_tokens_delta", ".token_adapter.trainable_tokens_delta"),
-    (".base_layer.weight", ".base_layer.weight"),
-    (".modules_to_save.weight", ".weight"),
-    (".modules_to_save.bias", ".bias"),
-)
+#: Leaf of an array's path -> the end of its name in the file.
+_STORED = {
+    "lora_A": ".lora_A.weight",
+    "lora_B": ".lora_B.weight",
+    "lora_embedding_A": ".lora_embedding_A",
+    "lora_embedding_B": ".lora_embedding_B",
+    "lora_magnitude_vector": ".lora_magnitude_vector",
+    "trainable_tokens_delta": ".token_adapter.trainable_tokens_delta",
+    "base_layer.weight": ".base_layer.weight",
+    "modules_to_save.weight": ".weight",
+    "modules_to_save.bias": ".bias",
+}
+_WHOLE = frozenset(("modules_to_save.weight", "modules_to_save.bias"))
 # What PEFT writes besides, under these names, where the vocabulary has grown; a trained module stands there twice.
 _GROWN = (
-    (".base_layer.weight", ".token_adapter.base_layer.weight"),
-    (".base_layer.weight", ".original_module.weight"),
-    (".modules_to_save.weight", ".modules_to_save.weight"),
+    ("base_layer.weight", ".token_adapter.base_layer.weight"),
+    ("base_layer.weight", ".original_module.weight"),
+    ("modules_to_save.weight", ".modules_to_save.weight"),
 )
-_PAIRS = ((".lora_A", ".lora_B"), (".lora_embedding_A", ".lora_embedding_B"))
-_EMBEDDINGS = ("embed_tokens", "lm_head")
+_PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 
 
 def read_adapter(
@@ -178,21 +179,23 @@ def write_adapter(
         write_config(temporary / CONFIG, config_to_json(config, family))
 
 
-def _tree_names(header: Mapping[str, TensorInfo], config: AdapterConfig, family: Family, file: Path) -> dict[str, str]:
+def _tree_names(
+    header: Mapping[str, TensorInfo], config: AdapterConfig, family: Family, file: Path
+) -> dict[WeightPath, str]:
     """Tree name -> name in the file; one error lists every name that means nothing."""
-    names: dict[str, str] = {}
+    names: dict[WeightPath, str] = {}
     unknown = []
     for name in header:
         path = None
-        for ending, stored in (*_ENDINGS, *_GROWN):
+        for leaf, stored in (*_STORED.items(), *_GROWN):
             if name.startswith(PREFIX) and name.endswith(stored):
                 try:
                     module = family.module_path(name[len(PREFIX) : -len(stored)])
                 except ConvertError:
                     continue
-                if stored == ".weight" and module in _EMBEDDINGS and not _whole(config, module, family):
-                    ending = ".base_layer.weight"  # not trained, but grown
-                path = module + ending
+                if stored == ".weight" and module in TABLES and not _whole(config, module, family):
+                    leaf = "base_layer.weight"  # not trained, but grown
+                path = module.with_leaf(leaf)
                 break
         if path is None:
             unknown.append(name)
@@ -205,42 +208,41 @@ def _tree_names(header: Mapping[str, TensorInfo], config: AdapterConfig, family:
 
 
 def _file_name(path: str, family: Family) -> str:
-    for ending, stored in _ENDINGS:
-        if path.endswith(ending):
-            return family.module_name(path[: -len(ending)]) + stored
-    raise ConvertError(f"{path}: expected an ending of {', '.join(ending for ending, _ in _ENDINGS)}")
+    array = WeightPath.parse(path)
+    if array.leaf not in _STORED:
+        raise ConvertError(f"{path}: expected an ending of {', '.join(_STORED)}")
+    return family.module_name(array.module) + _STORED[array.leaf]
 
 
 def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family: Family, file: Path) -> None:
     """Pairs are whole, ranks are the settings', and every module is one that the settings mean."""
     wrong: list[str] = []
-    modules: dict[str, set[str]] = {}
-    for path in shapes:
-        ending = next((ending for ending, _ in _ENDINGS if path.endswith(ending)), None)
-        if ending is None:
+    modules: dict[WeightPath, set[str]] = {}
+    for path in map(WeightPath.parse, shapes):
+        if path.leaf not in _STORED:
             wrong.append(f"{path} (no LoRA array has this ending)")
         else:
-            modules.setdefault(path[: -len(ending)], set()).add(ending)
-    for module, endings in modules.items():
+            modules.setdefault(path.module, set()).add(path.leaf)
+    for module, leaves in modules.items():
         name = family.module_name(module)
-        whole = {ending for ending in endings if ending.startswith(".modules_to_save")}
-        adapter = endings - whole - {".trainable_tokens_delta", ".base_layer.weight"}
+        whole = leaves & _WHOLE
+        adapter = leaves - whole - {"trainable_tokens_delta", "base_layer.weight"}
         twins = _twins(config, module, family)
         if whole and not _whole(config, module, family):
             wrong.append(f"{module} (trained whole, but not in modules_to_save)")
-        if ".trainable_tokens_delta" in endings and config.trainable_token_indices is None:
+        if "trainable_tokens_delta" in leaves and config.trainable_token_indices is None:
             wrong.append(f"{module} (has rows of tokens, but trainable_token_indices is null)")
         if adapter and not any(targets(config, twin, family=family) for twin in twins):
             wrong.append(f"{module} (an adapter, but no target of target_modules)")
-        if adapter and not any(set(pair) <= endings for pair in _PAIRS):
+        if adapter and not any(set(pair) <= leaves for pair in _PAIRS):
             wrong.append(f"{module} (needs both A and B)")
         for first, second in _PAIRS:
-            if first in endings and second in endings:
+            if first in leaves and second in leaves:
                 rank, _ = rank_and_alpha(config, name)
-                a, b = shapes[module + first], shapes[module + second]
+                a, b = shapes[module.with_leaf(first)], shapes[module.with_leaf(second)]
                 if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
                     wrong.append(f"{module} (expected rank {rank} from {CONFIG}, got shapes {list(a)} and {list(b)})")
-                if config.use_dora != (".lora_magnitude_vector" in endings):
+                if config.use_dora != ("lora_magnitude_vector" in leaves):
                     state = "needs" if config.use_dora else "must not have"
                     wrong.append(f"{module} ({state} lora_magnitude_vector: use_dora is {config.use_dora})")
     if wrong:
@@ -249,8 +251,8 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family:
 
 def _twins(config: AdapterConfig, module: str, family: Family) -> list[str]:
     """The Hugging Face names of a module and of the one that is tied to it."""
-    tied = config.ensure_weight_tying and module in _EMBEDDINGS
-    return [family.module_name(twin) for twin in (_EMBEDDINGS if tied else (module,))]
+    tied = config.ensure_weight_tying and module in TABLES
+    return [family.module_name(twin) for twin in (TABLES if tied else (module,))]
 
 
 def _whole(config: AdapterConfig, module: str, family: Family) -> bool:

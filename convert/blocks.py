@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from convert.checkpoint import Checkpoint
-from convert.families import Row
 from convert.finite import NOT_IN_NF4, is_finite, nonfinite
 from convert.formats import fp8, nf4
+from convert.model.spec import WeightSpec
 from convert.shard import Job, Part
 from convert.tensor_file import TensorInfo, read_range
 from convert.weights import Weights
@@ -46,7 +46,7 @@ def stored_blocks(weights: Weights, path: str) -> Blocks:
         weights: The matched folder.
         path: The tensor's path in the tree.
     """
-    row, kind = weights.rows[path], weights.format(path)
+    row, kind = weights.specs[path], weights.format(path)
     if kind.startswith("nf4"):
         return lambda: _nf4_blocks(weights, path)
     info = weights.checkpoint.info(row.name)
@@ -71,7 +71,7 @@ def array_blocks(name: str, info: TensorInfo, first: int = 0) -> Iterator[Block]
 
 def _nf4_blocks(weights: Weights, path: str) -> Iterator[Block]:
     """NF4 as bitsandbytes decodes it; the codes are read block by block."""
-    row = weights.rows[path]
+    row = weights.specs[path]
     tensor = weights.read_packed(path, codes=False)
     info = weights.checkpoint.info(row.name)
     item = np.dtype(info.dtype).itemsize
@@ -93,7 +93,7 @@ def _nf4_blocks(weights: Weights, path: str) -> Iterator[Block]:
         yield nf4.decode(part).astype(np.float32, copy=False)
 
 
-def _fp8_blocks(weights: Weights, row: Row, info: TensorInfo) -> Iterator[Block]:
+def _fp8_blocks(weights: Weights, row: WeightSpec, info: TensorInfo) -> Iterator[Block]:
     scale, dtype = weights.fp8_scale(row), weights.decoded_dtype(row.path)
     for begin, end in row_ranges(row.shape):
         codes = read_range(row.name, info, begin * row.shape[1], end * row.shape[1]).reshape(-1, row.shape[1])

@@ -26,6 +26,8 @@ from convert.gguf_architecture import hyper_parameters
 from convert.gguf_file import PARTIAL, UnfinishedFile
 from convert.gguf_header import read_gguf_header
 from convert.gguf_vocabulary import Vocabulary, read_vocabulary
+from convert.model.paths import EMBEDDING, HEAD
+from convert.model.spec import WeightSpec
 from convert.output import check_room
 from convert.shard import Counter, Monitor
 from convert.source import fingerprint
@@ -165,18 +167,18 @@ class _Plan:
         architecture = gguf.MODEL_ARCH[found.architecture.name]
         self.name = gguf.MODEL_ARCH_NAMES[architecture]
         self.type = gguf.GGMLQuantizationType[type.upper()]
-        self.rows = weights.rows["embed_tokens.weight"].shape[0]
+        self.rows = weights.specs[f"{EMBEDDING}.weight"].shape[0]
         names = gguf.get_tensor_name_map(architecture, found.keys["block_count"])
-        #: Name in the file -> (tree path, None for one that the checkpoint does not have; type, shape).
-        self.tensors: dict[str, tuple[str | None, Any, tuple[int, ...]]] = {
+        #: Name in the file -> (its description, None for one that the checkpoint does not have; type, shape).
+        self.tensors: dict[str, tuple[WeightSpec | None, Any, tuple[int, ...]]] = {
             name: (None, gguf.GGMLQuantizationType.F32, array.shape) for name, array in found.tensors.items()
         }
-        for path, row in weights.rows.items():
-            name = names.get_name(path if path.startswith("lm_head") else f"model.{path}", (".weight", ".bias"))
-            module, _, part = path.rpartition(".")
-            if name is None or part == "bias" and not module.endswith(found.architecture.biases):
+        for path, row in weights.specs.items():
+            prefix = "" if row.path.part == HEAD else "model."
+            name = names.get_name(f"{prefix}{path}", (".weight", ".bias"))
+            if name is None or row.kind == "bias" and row.group not in found.architecture.biases:
                 raise ConvertError(f"{self.file.parent}: {row.name}: {self.name} of llama.cpp has no such tensor")
-            self.tensors[name] = path, self._type_of(name, path, row.shape), row.shape
+            self.tensors[name] = row, self._type_of(row), row.shape
 
     def add_metadata(self, writer: Any) -> None:
         """The keys that llama.cpp needs of this architecture."""
@@ -209,47 +211,47 @@ class _Plan:
         return {name: functools.partial(self._bytes, name, allow_nonfinite) for name in self.tensors}
 
     def _bytes(self, name: str, allow_nonfinite: bool) -> Iterator[np.ndarray]:
-        path, kind, shape = self.tensors[name]
-        for values in self._values(name, path):
+        spec, kind, shape = self.tensors[name]
+        for values in self._values(name, spec):
             with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
                 quantized = self.gguf.quantize(values.reshape(-1, shape[-1]), kind)
             raw = np.ascontiguousarray(quantized).reshape(-1).view(np.uint8)
             if not allow_nonfinite and not (is_finite(values) and is_finite(_floats(raw, kind, self.gguf))):
-                given = name if path is None else self.weights.rows[path].name
+                given = name if spec is None else spec.name
                 raise nonfinite(self.file.parent, given, where=f"where {kind.name} cannot hold them")
             yield raw
 
-    def _values(self, name: str, path: str | None) -> Iterator[np.ndarray]:
+    def _values(self, name: str, spec: WeightSpec | None) -> Iterator[np.ndarray]:
         """Float32 arrays of whole rows."""
-        if path is None:
+        if spec is None:
             yield self.found.tensors[name]
             return
-        blocks: Blocks = stored_blocks(self.weights, path)
-        part, shift = path.split(".")[-2], self.found.architecture.norm_shift
+        blocks: Blocks = stored_blocks(self.weights, spec.path)
+        part, shift = spec.path.part, self.found.architecture.norm_shift
         if self.found.architecture.paired and part in self.found.heads:
             whole = np.concatenate(list(blocks()))
             halves = whole.reshape(self.found.heads[part], 2, -1, whole.shape[1])
             yield np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(whole.shape)
             return
-        if name.endswith("_norm.weight") and shift:
+        if spec.kind == "norm" and shift:
             for values in blocks():
                 yield values + np.float32(shift)
             return
-        shape = self.weights.rows[path].shape
-        group = math.lcm(shape[-1], _WHOLE) if math.lcm(shape[-1], _WHOLE) <= 2**24 else shape[-1]
+        columns = spec.shape[-1]
+        group = math.lcm(columns, _WHOLE) if math.lcm(columns, _WHOLE) <= 2**24 else columns
         for _, values in whole_groups(blocks(), group):
             yield values
 
-    def _type_of(self, name: str, path: str, shape: tuple[int, ...]) -> Any:
-        kinds = self.gguf.GGMLQuantizationType
-        if len(shape) == 1 or name.endswith("_norm.weight"):
+    def _type_of(self, spec: WeightSpec) -> Any:
+        kinds, columns = self.gguf.GGMLQuantizationType, spec.shape[-1]
+        if spec.kind in ("norm", "bias"):
             return kinds.F32
-        tied = "lm_head.weight" not in self.weights.rows
+        tied = f"{HEAD}.weight" not in self.weights.specs
         kind = self.type
-        if kind.name[:2] in ("Q4", "Q5") and path == ("embed_tokens.weight" if tied else "lm_head.weight"):
+        if kind.name[:2] in ("Q4", "Q5") and spec.path.part == (EMBEDDING if tied else HEAD):
             kind = kinds.Q8_0
-        if shape[-1] % self.gguf.GGML_QUANT_SIZES[kind][0]:
-            self.notes.append(f"{path} is kept in F16: its rows of {shape[-1]} are no whole blocks of {kind.name}")
+        if columns % self.gguf.GGML_QUANT_SIZES[kind][0]:
+            self.notes.append(f"{spec.path} is kept in F16: its rows of {columns} are no whole blocks of {kind.name}")
             kind = kinds.F16
         return kind
 

@@ -85,10 +85,10 @@ def inspect(folder: str | os.PathLike[str]) -> Inspection:
         folder,
         "model",
         config.get("model_type"),
-        None if weights is None else sum(math.prod(row.shape) for row in weights.rows.values()),
+        None if weights is None else sum(math.prod(row.shape) for row in weights.specs.values()),
         _stored(checkpoint) if weights is None else _formats(weights),
         len({info.file for info in checkpoint.tensors.values()}),
-        None if weights is None else "lm_head.weight" not in weights.rows,
+        None if weights is None else "lm_head.weight" not in weights.specs,
         count_tokens(folder),
         _has_template(folder),
         {} if weights is None else _ignored(weights),
@@ -131,7 +131,7 @@ def _adapter(folder: Path) -> Inspection:
 
 def _formats(weights: Weights) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
-    for path in weights.rows:
+    for path in weights.specs:
         kind = weights.format(path)
         size = sum(weights.checkpoint.info(name).nbytes for name in weights.stored_names(path))
         count, total = found.get(kind, (0, 0))
@@ -150,7 +150,7 @@ def _stored(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
 
 
 def _ignored(weights: Weights) -> dict[str, str]:
-    claimed = {name for path in weights.rows for name in weights.stored_names(path)}
+    claimed = {name for path in weights.specs for name in weights.stored_names(path)}
     file = weights.checkpoint.folder / CONFIG
     reasons = {}
     for name in weights.checkpoint.names:

@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from convert.adapted import TABLES, Change, Changes, changes
 from convert.adapters import Adapter, open_adapter
 from convert.blocks import copied, plain, quantized, stored_blocks
 from convert.card import write_card
 from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
 from convert.errors import unexpected
 from convert.formats import nf4
+from convert.model.paths import TABLES
 from convert.output import Job, Monitor, Written, write_folder
+from convert.plan_merge import Change, Changes, changes
 from convert.source import TOKENIZER_FILES, check_apart, count_tokens, fingerprint
 from convert.weights import FLOATS, Weights, copy_side_files, open_weights
 
@@ -138,15 +139,15 @@ class _Plan:
     def __init__(self, weights: Weights, found: Changes, dtype: str | None):
         self.weights, self.found, self.dtype = weights, found, dtype
         self.changed = self.copied = 0
-        self.packed = any(weights.format(path).startswith("nf4") for path in weights.rows)
+        self.packed = any(weights.format(path).startswith("nf4") for path in weights.specs)
         self.sample: nf4.NF4Tensor | None = None  # of the tensors that are in NF4, without its arrays
         self.unpacked: list[str] = []  # paths of layers' matrices that are not
 
     def jobs(self) -> Iterator[Job]:
         """In the order of the base's files."""
         weights = self.weights
-        paths = {row.name: path for path, row in weights.rows.items()}
-        beside = {name for path in weights.rows for name in weights.stored_names(path)} - set(paths)
+        paths = {row.name: path for path, row in weights.specs.items()}
+        beside = {name for path in weights.specs for name in weights.stored_names(path)} - set(paths)
         stale = any(f"{module}.weight" in self.found.tensors for module in TABLES)
         for name in weights.checkpoint.tensors:
             if name in beside:
@@ -160,14 +161,14 @@ class _Plan:
             self.copied += 1
             yield copied(weights.checkpoint, [name])
         for path, change in self.found.tensors.items():
-            if path not in weights.rows:  # the head that is no longer tied
+            if path not in weights.specs:  # the head that is no longer tied
                 self.changed += 1
                 yield self._written(path, change, False)
 
     def _job(self, path: str) -> Job:
-        weights, row = self.weights, self.weights.rows[path]
+        weights, row = self.weights, self.weights.specs[path]
         kind = weights.format(path)
-        matrix = weights.is_layer_matrix(path)
+        matrix = row.kind == "matrix"
         pack = self.dtype == "nf4" and (kind.startswith("nf4") or (matrix and not self.packed))
         change = self.found.tensors.get(path)
         if matrix and not pack:
@@ -248,7 +249,7 @@ def _notes(weights: Weights, adapter: Adapter, found: Changes) -> list[str]:
         notes.append(f"the adapter names {named} as its base; it was added to {given.name}, whose shapes fit")
     if found.untied:
         notes.append("the adapter treats embedding and head differently: they are no longer tied")
-    before = weights.rows["embed_tokens.weight"].shape[0]
+    before = weights.specs["embed_tokens.weight"].shape[0]
     if found.vocabulary > before:
         notes.append(f"the vocabulary has grown from {before} to {found.vocabulary} rows")
     return notes

@@ -55,10 +55,10 @@ def quantize(
         raise unexpected(folder, "dtype", f"one of {', '.join(FLOATS)}", dtype)
     check_apart(folder, source)
     weights = open_weights(source)
-    if any(weights.format(path).startswith("nf4") for path in weights.rows):
+    if any(weights.format(path).startswith("nf4") for path in weights.specs):
         raise ConvertError(f"{source}: expected weights of 16 bits or more, got NF4: it is quantised already")
     kept = _kept(weights, skip)
-    packed = [path for path in weights.rows if weights.is_layer_matrix(path) and path not in kept]
+    packed = [path for path, row in weights.specs.items() if row.kind == "matrix" and path not in kept]
     if not packed:
         raise ConvertError(f"{source}: expected a matrix to quantise, got none that is not skipped")
     config = _config(weights, packed, nested, dtype)
@@ -83,15 +83,15 @@ def quantize(
 
 
 def _jobs(weights: Weights, packed: set[str], nested: bool, dtype: str | None) -> Iterator[Job]:
-    paths = {row.name: path for path, row in weights.rows.items()}
-    beside = {name for path in weights.rows for name in weights.stored_names(path)} - set(paths)
+    paths = {row.name: path for path, row in weights.specs.items()}
+    beside = {name for path in weights.specs for name in weights.stored_names(path)} - set(paths)
     for name in weights.checkpoint.tensors:
         path = paths.get(name)
         if path is None:
             if name not in beside:
                 yield copied(weights.checkpoint, [name])
             continue
-        row, own = weights.rows[path], weights.decoded_dtype(path)
+        row, own = weights.specs[path], weights.decoded_dtype(path)
         target = own if dtype is None else np.dtype(dtype)
         if path in packed:
             yield quantized(weights.checkpoint.folder, name, stored_blocks(weights, path), row.shape, target, nested)
@@ -107,7 +107,7 @@ def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:
     for entry in skip:
         matching = {
             path
-            for path, row in weights.rows.items()
+            for path, row in weights.specs.items()
             if f".{row.name}".endswith(f".{entry}.weight") or f".{path}".endswith(f".{entry}.weight")
         }
         if not matching:
@@ -120,7 +120,7 @@ def _config(weights: Weights, packed: Sequence[str], nested: bool, dtype: str | 
     empty = np.empty(0, np.uint8)
     target = weights.decoded_dtype(packed[0]).name if dtype is None else dtype
     sample = nf4.NF4Tensor(empty, empty, nf4.NF4_MAP, (0,), target, nested_absmax=empty if nested else None)
-    left = [path for path in weights.rows if weights.is_layer_matrix(path) and path not in set(packed)]
+    left = [path for path, row in weights.specs.items() if row.kind == "matrix" and path not in set(packed)]
     config = dict(weights.checkpoint.config)
     config["quantization_config"] = nf4.quantization_config(sample, weights.family.unquantized(left))
     if dtype is not None:

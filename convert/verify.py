@@ -109,19 +109,19 @@ class _Side:
             self.weights = open_weights(folder)
         except ConvertError:
             pass
-        rows = {} if self.weights is None else self.weights.rows
+        rows = {} if self.weights is None else self.weights.specs
         self.paths = {row.name: path for path, row in rows.items()}
 
     def names(self) -> list[str]:
         """Of tensors, without the scales of packed ones."""
         if self.weights is None:
             return list(self.checkpoint.names)
-        beside = {name for path in self.weights.rows for name in self.weights.stored_names(path)} - set(self.paths)
+        beside = {name for path in self.weights.specs for name in self.weights.stored_names(path)} - set(self.paths)
         return [name for name in self.checkpoint.names if name not in beside]
 
     def shape(self, name: str) -> tuple[int, ...]:
         if self.weights is not None and name in self.paths:
-            return self.weights.rows[self.paths[name]].shape
+            return self.weights.specs[self.paths[name]].shape
         return self.checkpoint.info(name).shape
 
     def format(self, name: str) -> str:

@@ -23,11 +23,13 @@ from convert.checkpoint import (
     write_shards,
 )
 from convert.errors import ConvertError, listed, unexpected
-from convert.families import Family, Row, family_for
+from convert.families import Family, family_for
 from convert.files import atomic_folder, read_json
 from convert.formats import fp8, nf4
 from convert.formats.fp8 import FP8Tensor
 from convert.formats.nf4 import NF4Tensor
+from convert.model.paths import WeightPath
+from convert.model.spec import WeightSpec
 from convert.tensor_file import DTYPES
 
 Tensor = np.ndarray | NF4Tensor
@@ -45,30 +47,25 @@ class Weights:
     Attributes:
         checkpoint: The open folder.
         family: Its table.
-        rows: Tree path -> row, in the order of the stream.
+        specs: Tree path -> weight, in the order of the stream.
     """
 
     checkpoint: Checkpoint
     family: Family
-    rows: Mapping[str, Row]
+    specs: Mapping[str, WeightSpec]
 
     def format(self, path: str) -> str:
         """How a tensor is stored: "float32", "bfloat16", "float16", "nf4", "nf4-nested" or "fp8"; nothing is read."""
-        name = self.rows[path].name
+        name = self.specs[path].name
         if self.checkpoint.info(name).dtype in fp8.DTYPES:
             return "fp8"
         if name + nf4.QUANT_STATE not in self.checkpoint.tensors:
             return self.checkpoint.info(name).dtype
         return "nf4-nested" if name + ".nested_absmax" in self.checkpoint.tensors else "nf4"
 
-    def is_layer_matrix(self, path: str) -> bool:
-        """Whether a tensor is a matrix inside a layer: what is quantised of a model."""
-        module = self.family.module_name(path.rpartition(".")[0])
-        return len(self.rows[path].shape) == 2 and self.family.is_layer_linear(module)
-
     def stored_names(self, path: str) -> list[str]:
         """The names of everything that the checkpoint holds of a tensor: scales and such beside it."""
-        name = self.rows[path].name
+        name = self.specs[path].name
         suffixes = (*nf4.SUFFIXES, *fp8.SCALES) if self.format(path) in ("nf4", "nf4-nested", "fp8") else ("",)
         beside = [name.removesuffix(".weight") + suffix for suffix in fp8.UNUSED] if self.format(path) == "fp8" else []
         return [full for full in (*(name + suffix for suffix in suffixes), *beside) if full in self.checkpoint.tensors]
@@ -79,13 +76,13 @@ class Weights:
         Raises:
             ConvertError: Its file was cut short, or the parts of an NF4 tensor do not fit together.
         """
-        row = self.rows[path]
+        row = self.specs[path]
         if self.format(path).startswith("nf4"):
             return self.read_packed(path)
         array = self.checkpoint.read(row.name)
         if self.format(path) == "fp8":
-            array = fp8.decode(array, self.fp8_scale(row)).astype(self.decoded_dtype(path))
-        return array if row.transform is None else row.transform.load(array)
+            return fp8.decode(array, self.fp8_scale(row)).astype(self.decoded_dtype(path))
+        return array
 
     def read_fp8(self, path: str) -> FP8Tensor:
         """Read an FP8 tensor by its tree path, without decoding it.
@@ -93,7 +90,7 @@ class Weights:
         Raises:
             ConvertError: Its file was cut short, or its scales do not fit.
         """
-        row = self.rows[path]
+        row = self.specs[path]
         return FP8Tensor(self.checkpoint.read(row.name), self.fp8_scale(row), self.decoded_dtype(path).name)
 
     def read_packed(self, path: str, *, codes: bool = True) -> NF4Tensor:
@@ -106,7 +103,7 @@ class Weights:
         Raises:
             ConvertError: Its file was cut short, or its parts do not fit together.
         """
-        row = self.rows[path]
+        row = self.specs[path]
         names = [row.name + suffix for suffix in nf4.SUFFIXES if row.name + suffix in self.checkpoint.tensors]
         file = self.checkpoint.info(row.name + nf4.QUANT_STATE).file
         parts = {name: self.checkpoint.read(name) for name in names if codes or name != row.name}
@@ -118,7 +115,7 @@ class Weights:
             raise unexpected(file, f"{row.name}: shape", str(list(row.shape)), list(tensor.shape))
         return tensor if codes else replace(tensor, codes=np.empty(0, np.uint8))
 
-    def fp8_scale(self, row: Row) -> fp8.Scale:
+    def fp8_scale(self, row: WeightSpec) -> fp8.Scale:
         """Read the scales of an FP8 weight.
 
         Raises:
@@ -140,7 +137,7 @@ class Weights:
             named = config.get("dtype", config.get("torch_dtype"))
             return DTYPES["BF16"] if named not in FLOATS else np.dtype(named)
         if kind.startswith("nf4"):
-            field = self.rows[path].name + nf4.QUANT_STATE
+            field = self.specs[path].name + nf4.QUANT_STATE
             state = nf4.read_state(self.checkpoint.read(field).tobytes(), self.checkpoint.info(field).file, field)
             return np.dtype(state["dtype"])
         return np.dtype(kind)
@@ -163,14 +160,14 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
     file = checkpoint.folder / CONFIG
     _check_quantization(checkpoint.config, file)
     family = family_for(checkpoint.config, file).named_as(checkpoint.names)
-    rows = {row.path: row for row in family.rows(checkpoint.config, file)}
+    rows: dict[str, WeightSpec] = {spec.path: spec for spec in family.specs(checkpoint.config, file)}
     _check_names(checkpoint, family, rows)
     return Weights(checkpoint, family, rows)
 
 
 def stream(
     folder: str | os.PathLike[str], packed_fp8: Callable[[str], bool] = lambda path: False
-) -> Iterator[tuple[str, Tensor | FP8Tensor]]:
+) -> Iterator[tuple[WeightPath, Tensor | FP8Tensor]]:
     """A model's tensors in the order embeddings, layer 0 … layer L-1, norm, head, each read when its turn comes.
 
     Args:
@@ -185,9 +182,9 @@ def stream(
     """
     weights = open_weights(folder)
     _check_copies(weights)
-    for path, row in weights.rows.items():
-        packed = weights.format(path) == "fp8" and row.transform is None and packed_fp8(path)
-        yield path, weights.read_fp8(path) if packed else weights.read(path)
+    for path, row in weights.specs.items():
+        packed = weights.format(path) == "fp8" and packed_fp8(path)
+        yield row.path, weights.read_fp8(path) if packed else weights.read(path)
 
 
 def save(
@@ -225,7 +222,7 @@ def save(
     family = family_for(config)
     if family.others and origin is not None:
         family = family.named_as(open_checkpoint(origin).names)
-    rows = {row.path: row for row in family.rows(config)}
+    rows: dict[str, WeightSpec] = {spec.path: spec for spec in family.specs(config)}
     seen: dict[str, Tensor] = {}  # NF4 tensors without their arrays; an empty array for the others
 
     def groups() -> Iterator[dict[str, np.ndarray]]:
@@ -242,8 +239,7 @@ def save(
                 yield nf4.to_tensors(row.name, tensor)
             else:
                 seen[path] = np.empty(0, np.uint8)
-                array = np.asarray(tensor)
-                yield {row.name: array if row.transform is None else row.transform.save(array)}
+                yield {row.name: np.asarray(tensor)}
         if origin is not None and any(rule.copied for rule in family.ignored):
             checkpoint = open_checkpoint(origin)
             for name in checkpoint.names:
@@ -296,7 +292,7 @@ def _check_quantization(config: Mapping[str, Any], file: Path) -> None:
         raise unexpected(file, "quantization_config.bnb_4bit_quant_type", "'nf4'", kind)
 
 
-def _check_names(checkpoint: Checkpoint, family: Family, rows: Mapping[str, Row]) -> None:
+def _check_names(checkpoint: Checkpoint, family: Family, rows: Mapping[str, WeightSpec]) -> None:
     """Every name has a row and every row a tensor of its shape and a float dtype, or one error lists the others."""
     file = checkpoint.folder / CONFIG
     claimed: set[str] = set()
@@ -340,7 +336,7 @@ def _check_copies(weights: Weights) -> None:
         rule = weights.family.ignores(name, checkpoint.config, checkpoint.folder / CONFIG)
         if rule is None or rule.same_as is None:
             continue
-        original = weights.rows[rule.same_as].name
+        original = weights.specs[rule.same_as].name
         first, second = checkpoint.read(name), checkpoint.read(original)
         same = first.dtype == second.dtype and first.shape == second.shape
         if not same or not np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8)):
@@ -351,7 +347,7 @@ def _check_copies(weights: Weights) -> None:
 
 
 def _follow_stream(
-    config: dict[str, Any], seen: Mapping[str, Tensor], rows: Mapping[str, Row], family: Family
+    config: dict[str, Any], seen: Mapping[str, Tensor], rows: Mapping[str, WeightSpec], family: Family
 ) -> dict[str, Any]:
     """The config with the quantization_config that the tensors need."""
     packed = [tensor for tensor in seen.values() if isinstance(tensor, NF4Tensor)]
@@ -360,7 +356,6 @@ def _follow_stream(
         if isinstance(quantization, dict) and quantization.get("quant_method") in ("bitsandbytes", *fp8.METHODS):
             del config["quantization_config"]
     elif config.get("quantization_config") is None:
-        plain = [path for path in rows if not isinstance(seen[path], NF4Tensor)]
-        left = [path for path in plain if path.startswith("layers.") and path.endswith("_proj.weight")]
+        left = [path for path, row in rows.items() if row.kind == "matrix" and not isinstance(seen[path], NF4Tensor)]
         config["quantization_config"] = nf4.quantization_config(packed[0], family.unquantized(left))
     return config

@@ -25,7 +25,6 @@ from convert.files import atomic_folder
 from convert.hub import fetch
 from convert.merge import merge
 from convert.model.config import ModelConfig
-from convert.model.structure import shapes
 from convert.weights import save
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
@@ -110,7 +109,7 @@ class LanguageModel:
     def num_parameters(self) -> tuple[int, int]:
         """(trained, all) parameters; a 4-bit weight counts its elements, tied embeddings count once."""
         trained = sum(leaf.size for leaf in jax.tree.leaves(self.trainable))
-        layer = sum(math.prod(shape) for shape in shapes(self.config).values())
+        layer = sum(math.prod(spec.shape) for spec in self.config.layer_specs)
         tables = 1 if self.config.tie_word_embeddings else 2
         base = self.config.num_hidden_layers * layer + self.config.hidden_size * (1 + tables * self.config.vocab_size)
         return trained, base if self.full_finetuning else base + trained
@@ -204,8 +203,8 @@ class LanguageModel:
         runs = [[tree["layers"][r][p] for p in range(run.period)] for r, run in enumerate(self.plan)]
         for index in range(self.config.num_hidden_layers):
             layer = layer_of(runs, self.plan, index)
-            for name, array in split_layer(layer, self.config).items():
-                yield f"layers.{index}.{name}", np.asarray(array.astype(kept))
+            for path, array in split_layer(layer, self.config).items():
+                yield path.in_layer(index), np.asarray(array.astype(kept))
         yield "norm.weight", np.asarray(tree["norm"]["weight"].astype(kept))
         if not self.config.tie_word_embeddings:
             yield "lm_head.weight", np.asarray(tree["lm_head"]["weight"].astype(kept))

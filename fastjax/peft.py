@@ -11,6 +11,7 @@ from jaxtyping import PRNGKeyArray
 
 from convert.adapters import AdapterConfig, read_adapter
 from convert.families import family_for
+from convert.model.paths import TABLES
 from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.lora import LoraParam, SavedParam
@@ -19,7 +20,7 @@ from fastjax.models.adapters import build_adapters
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import layer_of, plan_layers, rearrange, signature
 from fastjax.models.new_rows import grown
-from fastjax.models.vocabulary import TABLES, adapter_rows, with_vocab_size
+from fastjax.models.vocabulary import adapter_rows, with_vocab_size
 
 if TYPE_CHECKING:
     from fastjax.language_model import LanguageModel

@@ -1,20 +1,32 @@
-"""Model families, one table a file: checkpoint names to tree paths and back."""
+"""Families of models, one a file."""
 
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import unexpected
-from convert.families import cohere, gemma, llama, olmo, phi
-from convert.families.table import Family, Ignored, Row, Transform
+from convert.families.cohere import COHERE
+from convert.families.family import Family, Ignored
+from convert.families.gemma import GEMMA
+from convert.families.gemma2 import GEMMA2
+from convert.families.gemma3 import GEMMA3, GEMMA3_TEXT
+from convert.families.granite import GRANITE
+from convert.families.llama import LLAMA
+from convert.families.ministral import MINISTRAL
+from convert.families.mistral import MISTRAL
+from convert.families.olmo2 import OLMO2
+from convert.families.phi3 import PHI3
+from convert.families.qwen2 import QWEN2
+from convert.families.qwen3 import QWEN3
+from convert.families.smollm3 import SMOLLM3
 
-__all__ = ["FAMILIES", "Family", "Ignored", "Row", "Transform", "family_for"]
+__all__ = ["FAMILIES", "Family", "Ignored", "family_for"]
 
-FAMILIES = {
+FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        *(llama.FAMILY, llama.QWEN2, llama.QWEN3, llama.MISTRAL, llama.MINISTRAL, llama.GRANITE, llama.SMOLLM3),
-        *(gemma.GEMMA, gemma.GEMMA2, gemma.GEMMA3_TEXT, gemma.GEMMA3, phi.PHI3, olmo.OLMO2, cohere.COHERE),
+        *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL, GRANITE, SMOLLM3),
+        *(GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3, OLMO2, COHERE),
     )
 }
 

@@ -1,13 +1,36 @@
-"""Cohere's Command R: attention and MLP side by side behind one normalisation, queries and keys normalised by head."""
+"""Cohere's Command R: LayerNorm, attention and MLP side by side, neighbours as rotary pairs, scaled logits."""
 
-from convert.families.blocks import ATTENTION, MLP, QK_NORM_HEADS, family, norm
+from convert.families.family import Family
+from convert.families.gguf import Architecture
+from convert.model.spec import ATTENTION_GROUPS
 
-COHERE = family(
+COHERE = Family(
     "cohere",
-    norm("input_layernorm"),
-    ATTENTION,
-    QK_NORM_HEADS,
-    MLP,
-    defaults={"tie_word_embeddings": True},
-    switches={"attention_bias": ("qkv_bias", "o_bias"), "use_qk_norm": ("qk_norm",)},
+    "CohereForCausalLM",
+    defaults={
+        "tie_word_embeddings": True,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "rope_theta": 5e5,
+        "logit_scale": 0.0625,
+    },
+    names={"norm_eps": "layer_norm_eps"},
+    numbers={"logit_scale": "logit_scale"},
+    switches={"attention_bias": ATTENTION_GROUPS, "use_qk_norm": ("qk_norm",)},
+    constants={
+        "norm": "layer",
+        "norm_float32": True,
+        "mlp_norms": (None, None),
+        "parallel_block": True,
+        "rope_interleaved": True,
+    },
+    read=lambda get, fields: {"qk_norm": "heads" if get.flag("use_qk_norm") else None},
+    write=lambda config: {"use_qk_norm": config.qk_norm is not None},
+    gguf=Architecture(
+        "COMMAND_R",
+        square=True,
+        numbers={"layer_norm_eps": "layer_norm_eps", "logit_scale": "logit_scale"},
+        scaling_named=True,
+        qk_norm_from=64,
+    ),
 )

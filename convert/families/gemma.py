@@ -1,68 +1,43 @@
-"""Gemma 1, 2 and 3, the text half of Gemma 3 with a vision tower included."""
+"""Gemma: scaled embeddings, and normalisations that scale by 1 + weight."""
 
-from convert.families.blocks import ATTENTION, MLP, QK_NORM, family, norm
-from convert.families.table import Family, Ignored, nested
+from collections.abc import Mapping
+from typing import Any
 
-_BIASES = {"attention_bias": ("qkv_bias", "o_bias")}
-_AROUND_MLP = (
-    norm("post_attention_layernorm"),
-    norm("pre_feedforward_layernorm"),
-    MLP,
-    norm("post_feedforward_layernorm"),
-)
+from convert.families.family import Family
+from convert.families.gguf import Architecture
+from convert.model.reader import Reader
+from convert.model.spec import ATTENTION_GROUPS
 
-GEMMA = family(
+TANH = "gelu_pytorch_tanh"
+BIASES = {"attention_bias": ATTENTION_GROUPS}
+ATTENDS_BACKWARD_ONLY = {"use_bidirectional_attention": (None, False)}
+
+
+def scaled(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Embeddings times √width."""
+    return {"embedding_multiplier": fields["hidden_size"] ** 0.5}
+
+
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    get.asked.add("hidden_activation")  # transformers reads hidden_act and takes its "gelu" for the approximation
+    act = {"hidden_act": TANH} if get.value("hidden_act") == "gelu" else {}
+    return {**scaled(fields), **act}
+
+
+GEMMA = Family(
     "gemma",
-    norm("input_layernorm"),
-    ATTENTION,
-    norm("post_attention_layernorm"),
-    MLP,
-    defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
-    switches=_BIASES,
-)
-GEMMA2 = family(
-    "gemma2",
-    norm("input_layernorm"),
-    ATTENTION,
-    *_AROUND_MLP,
-    defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4},
-    switches=_BIASES,
-)
-GEMMA3_TEXT = family(
-    "gemma3_text",
-    norm("input_layernorm"),
-    ATTENTION,
-    QK_NORM,
-    *_AROUND_MLP,
-    # The text halves on the Hub leave out what is as in the 4B model.
+    "GemmaForCausalLM",
     defaults={
         "tie_word_embeddings": True,
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
         "head_dim": 256,
+        "num_key_value_heads": 16,
+        "hidden_act": TANH,
+        "max_position_embeddings": 8192,
     },
-    switches=_BIASES,
-)
-
-
-def _with_vision_tower(files: dict[str, str], beside: str, others: tuple[Family, ...] = ()) -> Family:
-    """Gemma 3 as `Gemma3ForConditionalGeneration` has it, with the names that a checkpoint gives its parts."""
-    reason = "of the vision tower; only text is trained"
-    names = (rf"{beside}vision_tower\..*", rf"{beside}multi_modal_projector\..*")
-    return nested(
-        GEMMA3_TEXT,
-        model_type="gemma3",
-        files=files,
-        modules={"model.": "model.language_model."},
-        ignored=tuple(Ignored(name, reason, copied=True) for name in names),
-        beside=("model.multi_modal_projector", "model.vision_tower"),
-        others=others,
-    )
-
-
-#: As the classes of transformers have been called since 4.52; files on the Hub keep the earlier names.
-_BY_CLASS = _with_vision_tower({"model.": "model.language_model.", "lm_head": "lm_head"}, r"model\.")
-GEMMA3 = _with_vision_tower(
-    {"model.": "language_model.model.", "lm_head": "language_model.lm_head"}, "", others=(_BY_CLASS,)
+    switches=BIASES,
+    constants={"norm_offset": 1.0},
+    read=_read,
+    write=lambda config: {"hidden_act": "gelu_python"} if config.hidden_act == "gelu" else {},
+    neutral=ATTENDS_BACKWARD_ONLY,
+    gguf=Architecture("GEMMA", activation=TANH, norm_shift=1.0),
 )

@@ -1,15 +1,19 @@
 """What a checkpoint's config.json says about the model, checked once and frozen.
 
-`ModelConfig` is the only thing that the decoder is built from; families differ by the table that maps their
-config.json onto it (`families`). A field that would change the mathematics and is not supported is refused by name.
+`ModelConfig` is all that the decoder is built from; families differ by the table that maps their config.json onto it
+(`convert.families`). A field that would change the mathematics and is not supported is refused by name.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from convert.model.families import read_config, write_config
+from convert.families import family_for
+from convert.families.mapping import read_config, write_config
+from convert.model.paths import WeightPath
 from convert.model.rope import RopeConfig
+from convert.model.spec import Group, WeightSpec, groups
 
 
 class Layer(NamedTuple):
@@ -103,10 +107,31 @@ class ModelConfig:
         Raises:
             ConvertError: an unknown model_type, a missing field, or fields that are not supported (all named).
         """
-        fields = read_config(config, where)
+        fields = read_config(family_for(config, where), config, where)
         fields["layers"] = tuple(Layer(*layer) for layer in fields["layers"])
         return cls(**fields)
 
+    @functools.cached_property
+    def specs(self) -> tuple[WeightSpec, ...]:
+        """Every weight, in the order of the model."""
+        return family_for({"model_type": self.model_type}).specs(self.to_hf())
+
+    @functools.cached_property
+    def layer_specs(self) -> tuple[WeightSpec, ...]:
+        """The weights of a layer, without its number: normalisations, then projections."""
+        inside = [spec._replace(path=spec.path.inside) for spec in self.specs if spec.path.layer == 0]
+        return tuple(sorted(inside, key=lambda spec: spec.kind != "norm"))
+
+    @functools.cached_property
+    def groups(self) -> dict[str, Group]:
+        """The projections of a layer, "block.group" -> group, in the order of the computation."""
+        return groups(self.layer_specs)
+
+    def group_of(self, module: WeightPath) -> Group:
+        """The group of a projection."""
+        found = (group for group in self.groups.values() if group.block == module.block)
+        return next(group for group in found if module.part in dict(group.parts))
+
     def to_hf(self) -> dict[str, Any]:
         """The way back: the fields of a config.json that say what the model computes, as transformers 5 writes them."""
-        return write_config(self)
+        return write_config(family_for({"model_type": self.model_type}), self)

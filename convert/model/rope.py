@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import ConvertError, shorten, shown
-from convert.rope import ORIGINAL, RopeSettings
+from convert.model.reader import FULL, SLIDING, Reader
+from convert.rope import ORIGINAL, RopeSettings, rope_settings_by_layer
 
 #: Type of scaling -> the numbers (of longrope: lists of these) that it needs, and what it takes besides.
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -34,6 +35,9 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 _ALWAYS = ("rope_type", "rope_theta")
+#: The fields of config.json about rotary positions.
+NAMES = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL})
+_BY_LAYER = {"rope": FULL, "local_rope": SLIDING}
 #: Kinds whose frequencies depend on the length of a document.
 BY_LENGTH = ("dynamic", "longrope")
 _LISTS = ("short_factor", "long_factor")
@@ -135,7 +139,7 @@ def parse_rope(
     if unknown:
         takes = f"{', '.join(needed)}" + (f" and perhaps {', '.join(optional)}" if optional else "")
         given = shorten(", ".join(unknown), 400)
-        raise ConvertError(f"{where}: {field}: {kind} scaling takes {takes or 'nothing'}, given {given} besides")
+        raise ConvertError(f"{where}: {field}: {kind} scaling takes {takes or 'nothing'}, got {given} besides")
     if partial is not None and (not _number(partial) or not 0 < partial <= 1):
         raise _wrong(where, f"{field}.partial_rotary_factor", "a number above 0 and at most 1", partial)
     if not partial_rotary and partial not in (None, 1):
@@ -220,6 +224,39 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     return values
 
 
+def read_ropes(get: Reader, fields: Mapping[str, Any]) -> dict[str, RopeConfig]:
+    """Rotary positions of a model whose layers with a window have their own.
+
+    Args:
+        get: the config.json, with defaults for `rope_theta` and `rope_local_base_freq`.
+        fields: of `ModelConfig`, as far as they are read.
+
+    Returns:
+        "rope" and "local_rope".
+
+    Raises:
+        ConvertError: as `parse_rope`.
+    """
+    get.asked |= NAMES
+    positions = fields["max_position_embeddings"]
+    settings = rope_settings_by_layer(
+        get.config,
+        get.where,
+        theta=get.defaults["rope_theta"],
+        local_theta=get.defaults["rope_local_base_freq"],
+        positions=positions,
+    )
+    return {
+        name: parse_rope(settings[layers], get.where, positions=positions, head_dim=fields["head_dim"])
+        for name, layers in _BY_LAYER.items()
+    }
+
+
+def ropes_to_hf(config: Any) -> dict[str, Any]:
+    """The way back from `read_ropes`, of a `ModelConfig`."""
+    return {"rope_parameters": {kind: rope_to_hf(getattr(config, name)) for name, kind in _BY_LAYER.items()}}
+
+
 def _attention_factor(values: Mapping[str, Any]) -> float:
     """YaRN's factor on cosines and sines: as given, or 0.1·mscale·ln(factor) + 1 over the same with mscale_all_dim."""
     if values.get("attention_factor") is not None:
@@ -234,7 +271,7 @@ def _attention_factor(values: Mapping[str, Any]) -> float:
 
 
 def _wrong(where: str, name: str, expected: str, given: object) -> ConvertError:
-    return ConvertError(f"{where}: {name}: expected {expected}, given {shown(given)}")
+    return ConvertError(f"{where}: {name}: expected {expected}, got {shown(given)}")
 
 
 def _number(value: Any) -> bool:

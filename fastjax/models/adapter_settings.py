@@ -9,17 +9,17 @@ from convert.adapters import AdapterConfig, rank_and_alpha, scaling, targets
 from convert.errors import ConvertError, shown
 from convert.families import family_for
 from convert.model.config import ModelConfig
-from convert.model.structure import groups
+from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
 from convert.patterns import match
 from fastjax.errors import ConfigError
-from fastjax.models.vocabulary import TABLES, trained_rows, training_new_tokens
+from fastjax.models.vocabulary import trained_rows, training_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSite:
     """One module that gets an adapter: its path, rank and scale."""
 
-    path: str
+    path: WeightPath
     rank: int
     scaling: float
 
@@ -90,7 +90,7 @@ def fresh_adapter(
     if bias != "none":
         raise ConfigError(f"bias: expected 'none', given {shown(bias)}")
     if target_modules is None:
-        target_modules = [part for group in groups(config).values() for part, _ in group.parts]
+        target_modules = [part for group in config.groups.values() for part, _ in group.parts]
     try:
         adapter = AdapterConfig(
             target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
@@ -165,26 +165,23 @@ def _check_names(adapter: AdapterConfig, config: ModelConfig) -> None:
             )
 
 
-def _candidates(config: ModelConfig) -> list[str]:
+def _candidates(config: ModelConfig) -> list[WeightPath]:
     """The paths of all modules that can have an adapter, in the order of the model."""
-    found = ["embed_tokens"]
-    for index in range(config.num_hidden_layers):
-        for name, group in groups(config).items():
-            found += [f"layers.{index}.{name.split('.')[0]}.{part}" for part, _ in group.parts]
-    return [*found, "lm_head"]
+    inside = [WeightPath(None, group.block, part, "") for group in config.groups.values() for part, _ in group.parts]
+    layers = [path.in_layer(index) for index in range(config.num_hidden_layers) for path in inside]
+    return [WeightPath(None, "", EMBEDDING, ""), *layers, WeightPath(None, "", HEAD, "")]
 
 
 def _endings(config: ModelConfig) -> list[str]:
-    return [*(part for group in groups(config).values() for part, _ in group.parts), *TABLES]
+    return [*(part for group in config.groups.values() for part, _ in group.parts), *TABLES]
 
 
 def layer_signatures(sites: Sequence[AdapterSite], layers: int) -> list[tuple[Any, ...]]:
     """What each layer's adapters must share with another's for the two to be stacked."""
     found: list[list[Any]] = [[] for _ in range(layers)]
     for site in sites:
-        if site.path.startswith("layers."):
-            _, index, module = site.path.split(".", 2)
-            found[int(index)].append((module, site.rank, site.scaling))
+        if site.path.layer is not None:
+            found[site.path.layer].append((site.path.inside, site.rank, site.scaling))
     return [tuple(entries) for entries in found]
 
 

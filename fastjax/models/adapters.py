@@ -11,13 +11,13 @@ from jaxtyping import Array, PRNGKeyArray
 
 from convert.adapters import AdapterConfig
 from convert.model.config import ModelConfig
-from convert.model.structure import group_of
+from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
 from fastjax.errors import ConfigError
 from fastjax.lora import LoraEmbedding, LoraLinear, initial_arrays
 from fastjax.models.adapter_settings import AdapterSite, adapter_sites, saved_modules
 from fastjax.models.layout import Run, layer_of, stack
 from fastjax.models.precision import Precision
-from fastjax.models.vocabulary import TABLES, trained_rows
+from fastjax.models.vocabulary import trained_rows
 from fastjax.quantization import dense
 from fastjax.quantization.weights import Weight
 from fastjax.trainable_tokens import TrainableTokens
@@ -46,28 +46,26 @@ def build_adapters(
     Raises:
         ConfigError: arrays that are missing, left over, or of the wrong shape (all named).
     """
-    sites = {site.path: site for site in adapter_sites(adapter, config)}
+    sites: dict[str, AdapterSite] = {site.path: site for site in adapter_sites(adapter, config)}
     source = _Source(adapter, config, plan, weights, None if arrays is None else dict(arrays), key, precision)
     by_run: list[list[dict[str, LoraLinear]]] = []
     for run in plan:
         by_run.append([])
         for position in range(run.period):
             indices = [run.start + position + n * run.period for n in range(run.count)]
-            modules = [site.path.split(".", 2)[2] for site in sites.values() if _in_layer(site.path, indices[0])]
+            modules = [site.path.inside for site in sites.values() if site.path.layer == indices[0]]
             linears = {}
             for module in modules:
-                leaves = [source.linear(sites[f"layers.{index}.{module}"]) for index in indices]
+                leaves = [source.linear(sites[module.in_layer(index)]) for index in indices]
                 leaf = leaves[0] if run.count == 1 else stack(leaves)
-                scale = sites[f"layers.{indices[0]}.{module}"].scaling
+                scale = sites[module.in_layer(indices[0])].scaling
                 linears[module] = LoraLinear(**leaf, scaling=scale, dropout=adapter.lora_dropout)
             by_run[-1].append(linears)
     result: dict[str, Any] = {"layers": by_run, "saved": source.saved(), "tokens": source.tokens()}
-    if "embed_tokens" in sites:
-        site = sites["embed_tokens"]
-        result["embed_tokens"] = LoraEmbedding(**source.embedding(site), scaling=site.scaling)
-    if "lm_head" in sites:
-        site = sites["lm_head"]
-        result["lm_head"] = LoraLinear(**source.linear(site), scaling=site.scaling, dropout=adapter.lora_dropout)
+    if site := sites.get(EMBEDDING):
+        result[EMBEDDING] = LoraEmbedding(**source.embedding(site), scaling=site.scaling)
+    if site := sites.get(HEAD):
+        result[HEAD] = LoraLinear(**source.linear(site), scaling=site.scaling, dropout=adapter.lora_dropout)
     source.finish()
     return result
 
@@ -147,15 +145,15 @@ class _Source:
 
     def finish(self) -> None:
         """Refuse what was missing or is left over; frozen base matrices that PEFT saves beside adapters may be left."""
-        left = [name for name in self.arrays or () if not name.endswith(".base_layer.weight")]
+        left = [name for name in self.arrays or () if WeightPath.parse(name).leaf != "base_layer.weight"]
         problems = self.problems + [f"{name}: no module of this model takes it" for name in left]
         if problems:
             listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise ConfigError(f"adapter does not fit the model: {listed}")
 
-    def _held(self, path: str, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Arrays of a module in the dtype in which what is trained of it is held; None stays."""
-        dtype = self.precision.weight_dtype(f"{path}.weight", trained=True)
+    def _held(self, module: str, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Arrays of a module in the dtype of its trained arrays; None stays."""
+        dtype = self.precision.weight_dtype(WeightPath.parse(module), trained=True)
         return {name: None if array is None else jnp.asarray(array, dtype) for name, array in arrays.items()}
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Array:
@@ -167,24 +165,21 @@ class _Source:
             return jnp.zeros(shape, jnp.float32)
         return jnp.asarray(np.asarray(array).astype(np.float32))
 
-    def _shape(self, path: str) -> tuple[int, int]:
-        config = self.config
-        if path == "lm_head":
-            return config.vocab_size, config.hidden_size
-        module = path.split(".", 2)[2]
-        _, group = group_of(config, module)
-        return dict(group.parts)[module.split(".")[1]], group.columns
+    def _shape(self, path: WeightPath) -> tuple[int, int]:
+        if path.layer is None:
+            return self.config.vocab_size, self.config.hidden_size
+        group = self.config.group_of(path)
+        return dict(group.parts)[path.part], group.columns
 
-    def _dense(self, path: str) -> Array:
+    def _dense(self, path: WeightPath) -> Array:
         """The frozen matrix under an adapter, float32."""
-        if path == "lm_head":
-            home = "embed_tokens" if self.config.tie_word_embeddings else "lm_head"
+        if path.layer is None:
+            home = EMBEDDING if self.config.tie_word_embeddings else HEAD
             return self.weights[home]["weight"].astype(jnp.float32)
-        _, index, block, part = path.split(".")
-        name, group = group_of(self.config, f"{block}.{part}")
-        layer = layer_of(self.weights["layers"], self.plan, int(index))
-        weight: Weight = layer[block][name.split(".")[1]]["weight"]
-        return dense(weight, jnp.float32)[group.place(part)[1]]
+        group = self.config.group_of(path)
+        layer = layer_of(self.weights["layers"], self.plan, path.layer)
+        weight: Weight = layer[group.block][group.name]["weight"]
+        return dense(weight, jnp.float32)[group.place(path.part)[1]]
 
 
 def export_adapters(trainable: Mapping[str, Any], plan: Sequence[Run], tied: bool) -> dict[str, np.ndarray]:
@@ -219,10 +214,7 @@ def export_adapters(trainable: Mapping[str, Any], plan: Sequence[Run], tied: boo
         for leaf, value in trainable.get(name, {}).get("tokens", {}).items():
             arrays[f"{name}.{leaf}"] = np.asarray(value)
     if tied:
-        shared = next(v for k, v in arrays.items() if k.endswith(".modules_to_save.weight"))
-        arrays.update({f"{name}.modules_to_save.weight": shared for name in TABLES})
+        copies = [f"{name}.modules_to_save.weight" for name in TABLES]
+        shared = next(arrays[name] for name in copies if name in arrays)
+        arrays.update(dict.fromkeys(copies, shared))
     return arrays
-
-
-def _in_layer(path: str, index: int) -> bool:
-    return path.startswith(f"layers.{index}.")

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from convert.model.config import Layer, ModelConfig
-from convert.model.structure import groups
+from convert.model.paths import WeightPath
 from fastjax.lora import LoraEmbedding, LoraLinear, SavedParam, drop
 from fastjax.models.attention import Attention, Context, LayerCache, document_ranges
 from fastjax.models.layout import Run
@@ -46,20 +46,20 @@ class DecoderLayer(nnx.Module):
         adapters: Mapping[str, LoraLinear],
         float32: Collection[str] = (),
     ):
-        found = groups(config)
 
-        def projection(path: str) -> Projection:
-            block, name = path.split(".")
-            parts = found[path].parts
-            own = {part: adapters[f"{block}.{part}"] for part, _ in parts if f"{block}.{part}" in adapters}
-            wide = [part for part, _ in parts if f"{block}.{part}" in float32]
-            return Projection(parts, weights[block][name]["weight"], weights[block][name].get("bias"), own, wide)
+        def projection(name: str) -> Projection:
+            group = config.groups[name]
+            modules = {part: WeightPath(None, group.block, part, "") for part, _ in group.parts}
+            own = {part: adapters[module] for part, module in modules.items() if module in adapters}
+            wide = [part for part, module in modules.items() if module in float32]
+            tree = weights[group.block][group.name]
+            return Projection(group.parts, tree["weight"], tree.get("bias"), own, wide)
 
-        def norm(name: str) -> Norm:
-            block, _, own = name.rpartition(".")
-            return Norm(config, (weights[block] if block else weights)[own]["weight"], name in float32)
+        def norm(part: str, block: str = "") -> Norm:
+            inside = weights[block] if block else weights
+            return Norm(config, inside[part]["weight"], WeightPath(None, block, part, "") in float32)
 
-        qk_norms = None if config.qk_norm is None else (norm("self_attn.q_norm"), norm("self_attn.k_norm"))
+        qk_norms = None if config.qk_norm is None else (norm("q_norm", "self_attn"), norm("k_norm", "self_attn"))
         self.around_attention, self.around_mlp = config.attention_norms, config.mlp_norms
         self.parallel, self.multiplier = config.parallel_block, config.residual_multiplier
         for name in dict.fromkeys((*self.around_attention, *self.around_mlp)):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from convert.model.config import ModelConfig
-from convert.model.structure import groups, norms
+from convert.model.paths import WeightPath
 from fastjax.quantization import concatenate
 from fastjax.quantization import part as part_of
 from fastjax.quantization.weights import Weight
@@ -54,44 +54,43 @@ def fuse_layer(arrays: Mapping[str, Weight], config: ModelConfig) -> dict[str, A
     """The tree of one layer from its tensors.
 
     Args:
-        arrays: names inside the layer ("self_attn.q_proj.weight") to arrays or NF4 weights.
+        arrays: paths inside the layer ("self_attn.q_proj.weight") to arrays or NF4 weights.
         config: the model's.
     """
     layer: dict[str, Any] = {}
-    for norm in norms(config):
-        block, _, name = norm.rpartition(".")
-        inside = layer.setdefault(block, {}) if block else layer
-        inside[name] = {"weight": arrays[f"{norm}.weight"]}
-    for path, group in groups(config).items():
-        block, name = path.split(".")
-        tree = {"weight": concatenate([arrays[f"{block}.{part}.weight"] for part, _ in group.parts])}
+    for path in _norms(config):
+        inside = layer.setdefault(path.block, {}) if path.block else layer
+        inside[path.part] = {"weight": arrays[path]}
+    for group in config.groups.values():
+        tree = {"weight": concatenate([arrays[WeightPath(None, group.block, part)] for part, _ in group.parts])}
         if group.bias:
-            plain = [jnp.asarray(arrays[f"{block}.{part}.bias"]) for part, _ in group.parts]
+            plain = [jnp.asarray(arrays[WeightPath(None, group.block, part, "bias")]) for part, _ in group.parts]
             dtype = plain[0].dtype if len({b.dtype for b in plain}) == 1 else jnp.float32
             tree["bias"] = jnp.concatenate([b.astype(dtype) for b in plain])
-        layer.setdefault(block, {})[name] = tree
+        layer.setdefault(group.block, {})[group.name] = tree
     return layer
 
 
-def split_layer(layer: Mapping[str, Any], config: ModelConfig) -> dict[str, Array]:
+def split_layer(layer: Mapping[str, Any], config: ModelConfig) -> dict[WeightPath, Array]:
     """The plain tensors of one layer, the way back from `fuse_layer`.
 
     Args:
         layer: tree of one layer with arrays for weights.
         config: the model's.
     """
-    arrays = {}
-    for norm in norms(config):
-        block, _, name = norm.rpartition(".")
-        arrays[f"{norm}.weight"] = (layer[block] if block else layer)[name]["weight"]
-    for path, group in groups(config).items():
-        block, name = path.split(".")
+    arrays = {path: (layer[path.block] if path.block else layer)[path.part]["weight"] for path in _norms(config)}
+    for group in config.groups.values():
+        tree = layer[group.block][group.name]
         for part, _ in group.parts:
             number, here = group.place(part)
-            arrays[f"{block}.{part}.weight"] = part_of(layer[block][name]["weight"], number, here)
+            arrays[WeightPath(None, group.block, part)] = part_of(tree["weight"], number, here)
             if group.bias:
-                arrays[f"{block}.{part}.bias"] = layer[block][name]["bias"][here]
+                arrays[WeightPath(None, group.block, part, "bias")] = tree["bias"][here]
     return arrays
+
+
+def _norms(config: ModelConfig) -> list[WeightPath]:
+    return [spec.path for spec in config.layer_specs if spec.kind == "norm"]
 
 
 def signature(layer: Any) -> Hashable:

@@ -18,11 +18,11 @@ from convert.finite import NOT_IN_NF4, nonfinite
 from convert.formats.fp8 import FP8Tensor
 from convert.formats.nf4 import NF4Tensor
 from convert.model.config import ModelConfig
-from convert.model.structure import shapes
+from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
+from convert.model.spec import WeightSpec
 from convert.weights import Weights, open_weights, stream
 from fastjax.models.layout import Run, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
-from fastjax.models.vocabulary import TABLES
 from fastjax.quantization import FP8Weight, NF4Weight
 from fastjax.quantization.weights import Weight
 
@@ -59,18 +59,20 @@ def load_weights(
     """
     finite: dict[str, Array] = {}
     opened = open_weights(folder)
-    formats = {path: opened.format(path) for path in opened.rows}
+    formats = {path: opened.format(path) for path in opened.specs}
     quantized = any(kind.startswith("nf4") for kind in formats.values())
     quantize = load_in_4bit and not quantized
 
+    quantizable = {path for path, spec in opened.specs.items() if _quantizable(spec, precision)}
+
     def keeps_fp8(path: str) -> bool:
-        return not trained and not load_in_4bit and _quantizable(path, precision)
+        return not trained and not load_in_4bit and path in quantizable
 
     def keeps_nf4(path: str) -> bool:
-        return load_in_4bit and _quantizable(path, precision)
+        return load_in_4bit and path in quantizable
 
     def quantizes(path: str) -> bool:
-        return quantize and _quantizable(path, precision)
+        return quantize and path in quantizable
 
     def checked(path: str, weight: Weight) -> Weight:
         # Computed on the device and looked at in the end: nothing waits for it.
@@ -93,13 +95,13 @@ def load_weights(
 
     kinds: list[set[Hashable]] = [{precision.layer_kind(config, index)} for index in range(config.num_hidden_layers)]
     for path, kind in formats.items():
-        if path.startswith("layers."):
-            _, index, rest = path.split(".", 2)
+        place = opened.specs[path].path
+        if place.layer is not None:
             packed = kind == "fp8" and keeps_fp8(path)
             packed |= kind.startswith("nf4") and keeps_nf4(path)
             # Packed weights of one stack decode to one dtype.
             own = opened.decoded_dtype(path).name if packed or quantizes(path) else None
-            kinds[int(index)].add((rest, kind if packed else "plain", own))
+            kinds[place.layer].add((place.inside, kind if packed else "plain", own))
     plan = plan_layers([frozenset(kind) for kind in kinds], layer_loop)
     tree = _fill(config, plan, ((path, prepare(path, value)) for path, value in stream(folder, keeps_fp8)))
     for path, right in jax.device_get(finite).items():
@@ -126,40 +128,36 @@ def random_weights(
     def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
         return (jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype)
 
-    def layer(index: int) -> dict[str, Weight]:
-        arrays: dict[str, Weight] = {}
-        named = shapes(config)
-        keys = jax.random.split(jax.random.fold_in(key, index + 2), len(named))
-        for (name, shape), own in zip(named.items(), keys, strict=True):
-            path = f"layers.{index}.{name}"
-            dtype = precision.weight_dtype(path, trained=trained)
-            if not name.endswith("_proj.weight"):
-                arrays[name] = jnp.full(shape, 0.0 if name.endswith(".bias") else 1.0 - config.norm_offset, dtype)
-            elif load_in_4bit and _quantizable(path, precision):
-                arrays[name] = _quantize(normal(own, shape, dtype))
-            else:
-                arrays[name] = normal(own, shape, dtype)
-        return arrays
+    def layer(index: int) -> Iterator[tuple[WeightPath, Weight]]:
+        specs = config.layer_specs
+        keys = jax.random.split(jax.random.fold_in(key, index + 2), len(specs))
+        for spec, own in zip(specs, keys, strict=True):
+            yield weight(spec._replace(path=spec.path.in_layer(index)), own)
 
-    def everything() -> Iterator[tuple[str, Weight]]:
-        matrix = (config.vocab_size, config.hidden_size)
-        dtypes = {name: precision.weight_dtype(f"{name}.weight", trained=trained) for name in (*TABLES, "norm")}
-        yield "embed_tokens.weight", normal(jax.random.fold_in(key, 0), matrix, dtypes["embed_tokens"])
+    def weight(spec: WeightSpec, own: PRNGKeyArray) -> tuple[WeightPath, Weight]:
+        dtype = precision.weight_dtype(spec.path, trained=trained)
+        constant = {"zeros": 0.0, "ones": 1.0 - config.norm_offset}.get(spec.init)
+        if constant is not None:
+            return spec.path, jnp.full(spec.shape, constant, dtype)
+        drawn = normal(own, spec.shape, dtype)
+        return spec.path, _quantize(drawn) if load_in_4bit and _quantizable(spec, precision) else drawn
+
+    def everything() -> Iterator[tuple[WeightPath, Weight]]:
+        first, last = ([spec for spec in config.specs if spec.path.part == part] for part in (EMBEDDING, HEAD))
+        between = [spec for spec in config.specs if spec.path.part == NORM]
+        yield weight(first[0], jax.random.fold_in(key, 0))
         for index in range(config.num_hidden_layers):
-            for name, value in layer(index).items():
-                yield f"layers.{index}.{name}", value
-        yield "norm.weight", jnp.full((config.hidden_size,), 1.0 - config.norm_offset, dtypes["norm"])
-        if not config.tie_word_embeddings:
-            yield "lm_head.weight", normal(jax.random.fold_in(key, 1), matrix, dtypes["lm_head"])
+            yield from layer(index)
+        for spec in (*between, *last):
+            yield weight(spec, jax.random.fold_in(key, 1))
 
     kinds = [precision.layer_kind(config, index) for index in range(config.num_hidden_layers)]
     plan = plan_layers(kinds, layer_loop)
     return plan, _fill(config, plan, everything())
 
 
-def _quantizable(path: str, precision: Precision) -> bool:
-    held = path.rpartition(".")[0] in precision.float32_modules
-    return path.startswith("layers.") and path.endswith("_proj.weight") and not held
+def _quantizable(spec: WeightSpec, precision: Precision) -> bool:
+    return spec.kind == "matrix" and spec.path.module not in precision.float32_modules
 
 
 @jax.jit
@@ -169,7 +167,7 @@ def _is_finite(arrays: Sequence[Array]) -> Array:
 
 
 def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) -> ConvertError:
-    name = opened.rows[path].name
+    name = opened.specs[path].name
     file = opened.checkpoint.info(name).file
     if quantized:
         return nonfinite(file, name, way_out=f"{NOT_IN_NF4} (float32_modules)")
@@ -181,22 +179,20 @@ def _quantize(matrix: Array) -> NF4Weight:
     return NF4Weight.quantize(matrix)
 
 
-def _fill(config: ModelConfig, plan: Sequence[Run], arrays: Iterable[tuple[str, Weight]]) -> dict[str, Any]:
+def _fill(config: ModelConfig, plan: Sequence[Run], arrays: Iterable[tuple[WeightPath, Weight]]) -> dict[str, Any]:
     """Arrays as they come, in the order of the layers, put in their places of the tree."""
     tree: dict[str, Any] = {"layers": [[None] * run.period for run in plan]}
     pending: dict[str, Weight] = {}
     current: int | None = None
     for path, value in arrays:
-        index = int(path.split(".")[1]) if path.startswith("layers.") else None
-        if current is not None and index != current:
+        if current is not None and path.layer != current:
             _place(tree["layers"], plan, current, fuse_layer(pending, config))
             pending = {}
-        current = index
-        if index is None:
-            name, kind = path.rsplit(".", 1)
-            tree.setdefault(name, {})[kind] = value
+        current = path.layer
+        if current is None:
+            tree.setdefault(path.part, {})[path.leaf] = value
         else:
-            pending[path.split(".", 2)[2]] = value
+            pending[path.inside] = value
     if current is not None:
         _place(tree["layers"], plan, current, fuse_layer(pending, config))
     return tree

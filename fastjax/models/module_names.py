@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 from convert.errors import shown
 from convert.model.config import ModelConfig
-from convert.model.structure import groups, norms
+from convert.model.paths import EMBEDDING, HEAD, NORM, TABLES, WeightPath
 from fastjax.errors import ConfigError
 
 
-def module_paths(names: Iterable[str], config: ModelConfig) -> frozenset[str]:
+def module_paths(names: Iterable[str], config: ModelConfig) -> frozenset[WeightPath]:
     """The paths that `float32_modules` means: of the modules named, and of all modules inside them.
 
     Args:
@@ -21,28 +21,28 @@ def module_paths(names: Iterable[str], config: ModelConfig) -> frozenset[str]:
     if isinstance(names, str):
         raise ConfigError(f"float32_modules: expected a list of names, given the text {shown(names)}")
     paths = list(_paths(config))
-    kept: set[str] = set()
+    kept: set[WeightPath] = set()
     for name in names:
         wanted = name.removeprefix("model.")
         chosen = [path for path in paths if path == wanted or path.endswith(f".{wanted}")]
         if not wanted or not chosen:
-            ends = sorted({part for path in paths for part in (path.split(".", 2)[-1], path.split(".")[-1])} - {"0"})
-            ends = [end for end in ends if not end.isdigit()]
+            named = [path for path in paths if path.layer in (None, 0)]
+            ends = sorted({str(end) for path in named for end in (path.inside, path.part)} - {""})
             raise ConfigError(
                 f"float32_modules: no module has the name {shown(name)} or a name that ends with it; there are "
                 f"{ends}, in layers.0 to layers.{config.num_hidden_layers - 1} or beside the layers"
             )
         kept.update(path for path in paths for top in chosen if path == top or path.startswith(f"{top}."))
-    if config.tie_word_embeddings and kept & {"embed_tokens", "lm_head"}:
-        kept |= {"embed_tokens"}  # one array for both: it is held once
+    if config.tie_word_embeddings and kept & set(TABLES):
+        kept.add(WeightPath(None, "", EMBEDDING, ""))  # one array for both: it is held once
     return frozenset(kept)
 
 
-def _paths(config: ModelConfig) -> Iterable[str]:
+def _paths(config: ModelConfig) -> Iterable[WeightPath]:
     """Every module that can be named."""
-    yield from ("embed_tokens", "norm", "lm_head", "layers")
+    yield from (WeightPath(None, "", part, "") for part in (EMBEDDING, NORM, HEAD, "layers"))
+    blocks = dict.fromkeys(group.block for group in config.groups.values())
+    modules = dict.fromkeys(spec.path.module for spec in config.layer_specs)
     for index in range(config.num_hidden_layers):
-        layer = f"layers.{index}"
-        yield from (layer, *(f"{layer}.{name}" for name in norms(config)), f"{layer}.self_attn", f"{layer}.mlp")
-        for name, group in groups(config).items():
-            yield from (f"{layer}.{name.split('.')[0]}.{part}" for part, _ in group.parts)
+        yield from (WeightPath(index, "", block, "") for block in ("", *blocks))
+        yield from (module.in_layer(index) for module in modules)

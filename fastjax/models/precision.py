@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from convert.errors import shown
 from convert.model.config import ModelConfig
+from convert.model.paths import WeightPath
 from fastjax.errors import ConfigError
 from fastjax.models.module_names import module_paths
 
@@ -32,7 +33,7 @@ class Precision:
 
     dtype: jnp.dtype
     param_dtype: jnp.dtype
-    float32_modules: frozenset[str] = frozenset()
+    float32_modules: frozenset[WeightPath] = frozenset()
 
     def weight_dtype(self, path: str, *, trained: bool) -> jnp.dtype:
         """The dtype in which a tensor is held.
@@ -41,14 +42,13 @@ class Precision:
             path: as "layers.0.self_attn.q_proj.weight".
             trained: whether it is trained, not frozen.
         """
-        if path.rpartition(".")[0] in self.float32_modules:
+        if WeightPath.parse(path).module in self.float32_modules:
             return jnp.dtype(jnp.float32)
         return self.param_dtype if trained else self.dtype
 
     def in_layer(self, index: int) -> frozenset[str]:
         """The float32 modules of a layer, by their path in it."""
-        prefix = f"layers.{index}."
-        return frozenset(path.removeprefix(prefix) for path in self.float32_modules if path.startswith(prefix))
+        return frozenset(path.inside for path in self.float32_modules if path.layer == index)
 
     def layer_kind(self, config: ModelConfig, index: int) -> Hashable:
         """What two layers must share besides the structure of their arrays for one traced body to serve both."""

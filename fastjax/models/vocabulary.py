@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 from convert.adapters import AdapterConfig, targets
 from convert.families import family_for
 from convert.model.config import ModelConfig
+from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
 from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: The modules with a row a token, which `modules_to_save` and `trainable_token_indices` may name.
-TABLES = ("embed_tokens", "lm_head")
+
+_AXES = {"modules_to_save.weight": 0, "base_layer.weight": 0, "lora_embedding_A": 1}
+#: Table -> array of an adapter -> its axis of tokens.
+_ROWS = {EMBEDDING: _AXES, HEAD: {**_AXES, "lora_B": 0}}
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", config: ModelConfig, where: str | Path) -> None:
@@ -142,11 +145,9 @@ def adapter_rows(
         shapes: of its arrays, by path: tables in it say how many rows there were.
         tokenizer: the adapter's own, which says so without any, as do the token indices.
     """
+    paths = {WeightPath.parse(name): shape for name, shape in shapes.items()}
     sizes = [
-        shape[axis]
-        for ending, axis in ((".weight", 0), (".lora_embedding_A", 1), ("lm_head.lora_B", 0))
-        for path, shape in shapes.items()
-        if path.endswith(ending) and path.startswith(TABLES)
+        shape[_ROWS[path.module][path.leaf]] for path, shape in paths.items() if path.leaf in _ROWS.get(path.module, {})
     ]
     if sizes:
         return max(sizes)

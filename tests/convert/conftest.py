@@ -37,7 +37,7 @@ def make_folder(tmp_path):
 
     def make(name="model", *, config=CONFIG, dtype=ml_dtypes.bfloat16, extra=None, without=(), **options):
         rng = np.random.default_rng(0)
-        rows = family_for(config).rows(config)
+        rows = family_for(config).specs(config)
         tensors = {row.name: rng.standard_normal(row.shape).astype(dtype) for row in rows}
         tensors |= extra or {}
         for left_out in without:

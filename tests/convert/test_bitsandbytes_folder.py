@@ -71,7 +71,7 @@ def test_a_folder_from_transformers_comes_back_byte_for_byte(
     theirs = load(torch, transformers, plain_folder, quantization_config=settings)
     theirs.save_pretrained(tmp_path / "theirs")
     opened = open_weights(tmp_path / "theirs")
-    formats = {path: opened.format(path) for path in opened.rows}
+    formats = {path: opened.format(path) for path in opened.specs}
     assert formats["layers.0.mlp.down_proj.weight"] == ("nf4-nested" if nested else "nf4")
     assert formats["layers.1.mlp.down_proj.weight"] == "bfloat16"
 

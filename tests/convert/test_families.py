@@ -7,7 +7,7 @@ from convert.families import family_for
 
 
 def test_order_and_shapes(llama_config):
-    rows = family_for(llama_config).rows(llama_config)
+    rows = family_for(llama_config).specs(llama_config)
     paths = [row.path for row in rows]
     assert paths[0] == "embed_tokens.weight" and paths[-2:] == ["norm.weight", "lm_head.weight"]
     layers = [int(path.split(".")[1]) for path in paths if path.startswith("layers.")]
@@ -27,7 +27,7 @@ def test_order_and_shapes(llama_config):
 def test_absent_fields_mean_what_transformers_means(llama_config):
     for field in ("head_dim", "num_key_value_heads", "attention_bias", "mlp_bias", "tie_word_embeddings"):
         del llama_config[field]
-    shapes = {row.path: row.shape for row in family_for(llama_config).rows(llama_config)}
+    shapes = {row.path: row.shape for row in family_for(llama_config).specs(llama_config)}
     assert shapes["layers.0.self_attn.k_proj.weight"] == (24, 24)
     assert not any(path.endswith(".bias") for path in shapes)
     assert "lm_head.weight" in shapes
@@ -35,7 +35,7 @@ def test_absent_fields_mean_what_transformers_means(llama_config):
 
 def test_a_tied_head_has_no_row(llama_config):
     family, tied = family_for(llama_config), llama_config | {"tie_word_embeddings": True}
-    assert "lm_head.weight" not in {row.path for row in family.rows(tied)}
+    assert "lm_head.weight" not in {row.path for row in family.specs(tied)}
     rule = family.ignores("lm_head.weight", tied)
     assert rule is not None and rule.same_as == "embed_tokens.weight"
     assert family.ignores("lm_head.weight", llama_config) is None
@@ -80,4 +80,4 @@ def test_an_unknown_family_is_named_with_those_that_are_known(model_type):
 def test_a_wrong_field_is_named(llama_config, field, value, expected):
     llama_config[field] = value
     with pytest.raises(ConvertError, match=rf"config\.json: {field}: expected {expected}, got {value!r}"):
-        family_for(llama_config).rows(llama_config)
+        family_for(llama_config).specs(llama_config)

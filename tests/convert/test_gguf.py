@@ -311,7 +311,7 @@ def test_no_bytes_crash_the_reader(tmp_path_factory, data):
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 def test_values_that_are_not_finite_or_that_the_type_cannot_hold(model, tmp_path, type, value):
     folder, arrays = model()
-    rows = {row.path: row.name for row in open_weights(folder).rows.values()}
+    rows = {row.path: row.name for row in open_weights(folder).specs.values()}
     tensors = {rows[path]: array.astype(np.float32) for path, array in arrays.items()}
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name][5, 5] = value

@@ -6,14 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.adapted import product
 from convert.adapters import AdapterConfig, rank_and_alpha, saves_whole, scaling, targets, write_adapter
 from convert.checkpoint import open_checkpoint, write_checkpoint
 from convert.errors import ConvertError
 from convert.families import family_for
-from convert.families.llama import FAMILY
+from convert.families.llama import LLAMA as FAMILY
 from convert.formats import nf4
 from convert.merge import merge
+from convert.plan_merge import product
 from convert.weights import open_weights, save, stream
 from tests.convert.conftest import CONFIG
 from tests.support.families import CONFIGS as FAMILIES_CONFIGS
@@ -24,7 +24,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def rows(config=CONFIG):
-    return {row.path: row.shape for row in FAMILY.rows(config)}
+    return {row.path: row.shape for row in FAMILY.specs(config)}
 
 
 def arrays(config, adapter, seed=1):
@@ -116,9 +116,9 @@ def test_every_kind_of_adapter(make_folder, tmp_path, name, tied, monkeypatch):
     assert result.untied == untied
     check(tmp_path / "out", base, found, adapter, "bfloat16")
     merged = open_weights(tmp_path / "out")
-    assert ("lm_head.weight" in merged.rows) == (untied or not tied)
+    assert ("lm_head.weight" in merged.specs) == (untied or not tied)
     assert merged.checkpoint.config["tie_word_embeddings"] == (tied and not untied)
-    assert result.changed + result.copied == len(merged.rows) == result.written.tensors
+    assert result.changed + result.copied == len(merged.specs) == result.written.tensors
     for path, array in stream(tmp_path / "out"):
         if not any(key.startswith(path.removesuffix("weight")) for key in found) and path in base:
             assert array.tobytes() == base[path].tobytes(), path
@@ -184,7 +184,7 @@ def test_a_16_bit_base_that_was_trained_over_in_4_bits(make_folder, tmp_path, mo
         assert array.tobytes() == other[path].tobytes(), path
     merge(folder, tmp_path / "adapter", tmp_path / "three", dtype="nf4")
     written = open_weights(tmp_path / "three")
-    assert {written.format(path) for path in written.rows if "proj.weight" in path} == {"nf4-nested"}
+    assert {written.format(path) for path in written.specs if "proj.weight" in path} == {"nf4-nested"}
     settings = written.checkpoint.config["quantization_config"]
     assert settings["llm_int8_skip_modules"] == ["lm_head"] and settings["bnb_4bit_use_double_quant"]
 
@@ -354,17 +354,17 @@ def test_beside_a_vision_tower(tmp_path, beside):
     layers = "model.language_model.layers." if beside else "language_model.model.layers."
     family = family_for(config).named_as([f"{layers}0.self_attn.q_proj.weight", tower])
     rng = np.random.default_rng(0)
-    tensors = {row.name: rng.standard_normal(row.shape).astype(np.float32) for row in family.rows(config)}
+    tensors = {row.name: rng.standard_normal(row.shape).astype(np.float32) for row in family.specs(config)}
     assert any(name.startswith(layers) for name in tensors)
     tensors[tower] = rng.standard_normal((4, 4)).astype(np.float32)
     write_checkpoint(tmp_path / "base", tensors.items(), config)
     weights = open_weights(tmp_path / "base")
-    matrices = [path for path in weights.rows if path.endswith("_proj.weight")]
-    assert [path for path in weights.rows if weights.is_layer_matrix(path)] == matrices
+    matrices = [path for path in weights.specs if path.endswith("_proj.weight")]
+    assert [path for path, row in weights.specs.items() if row.kind == "matrix"] == matrices
     adapter = AdapterConfig(r=R, target_modules="all-linear")
     found = {}
     for path in matrices:
-        rows, columns = weights.rows[path].shape
+        rows, columns = weights.specs[path].shape
         module = path.removesuffix(".weight")
         found[f"{module}.lora_A"] = rng.standard_normal((R, columns)).astype(np.float32)
         found[f"{module}.lora_B"] = rng.standard_normal((rows, R)).astype(np.float32)
@@ -373,7 +373,7 @@ def test_beside_a_vision_tower(tmp_path, beside):
     merged = open_weights(tmp_path / "out")
     assert merged.checkpoint.names == weights.checkpoint.names
     assert merged.checkpoint.read(tower).tobytes() == tensors[tower].tobytes()
-    for path in weights.rows:
+    for path in weights.specs:
         module = path.removesuffix(".weight")
         right = weights.read(path).astype(np.float64)
         if f"{module}.lora_A" in found:

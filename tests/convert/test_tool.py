@@ -97,7 +97,7 @@ def test_a_quantised_folder(make_folder, tmp_path, nested, monkeypatch):
     assert set(settings["llm_int8_skip_modules"]) == left
     assert settings["bnb_4bit_use_double_quant"] == nested and settings["bnb_4bit_compute_dtype"] == "bfloat16"
     for path, tensor in stream(tmp_path / "out"):
-        name = weights.rows[path].name.removesuffix(".weight")
+        name = weights.specs[path].name.removesuffix(".weight")
         packed = path.startswith("layers.") and original[path].ndim == 2 and name not in left
         if not packed:
             assert tensor.tobytes() == original[path].tobytes()
@@ -140,7 +140,7 @@ def test_bitsandbytes_loads_a_quantised_folder(tmp_path):
     quantize(tmp_path / "model", tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ours = open_weights(tmp_path / "out")
-    for path in ours.rows:
+    for path in ours.specs:
         if ours.format(path) == "nf4-nested":
             module = model.get_submodule("model." + path.removesuffix(".weight"))
             assert isinstance(module, bnb.nn.Linear4bit)

@@ -64,7 +64,7 @@ def adapter(path, **options):
     """A folder with an adapter on the text model, of random arrays."""
     config = AdapterConfig(r=4, **{"target_modules": ["q_proj", "up_proj"], **options})
     rng, arrays = np.random.default_rng(0), {}
-    for row in FAMILY.rows(CONFIG):
+    for row in FAMILY.specs(CONFIG):
         module = row.path.removesuffix(".weight")
         if len(row.shape) == 2 and targets(config, FAMILY.module_name(module), family=FAMILY):
             arrays[f"{module}.lora_A"] = rng.standard_normal((4, row.shape[1])).astype(np.float32)

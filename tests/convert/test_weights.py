@@ -12,7 +12,7 @@ import pytest
 
 from convert.checkpoint import INDEX, open_checkpoint, write_checkpoint
 from convert.errors import ConvertError
-from convert.families import Family, Ignored, Row, Transform, family_for
+from convert.families import Family, Ignored, family_for
 from convert.formats import nf4
 from convert.weights import open_weights, save, stream
 
@@ -32,7 +32,7 @@ def quantized(folder, *, nested=True, keep=(), **options):
 
 def formats_of(folder):
     opened = open_weights(folder)
-    return {path: opened.format(path) for path in opened.rows}
+    return {path: opened.format(path) for path in opened.specs}
 
 
 def files(folder):
@@ -50,7 +50,7 @@ def same_weights(first, second):
 def test_the_stream_is_in_the_models_order(make_folder, llama_config):
     folder, tensors = make_folder()
     pairs = list(stream(folder))
-    rows = family_for(llama_config).rows(llama_config)
+    rows = family_for(llama_config).specs(llama_config)
     assert [path for path, _ in pairs] == [row.path for row in rows]
     for row, (_, array) in zip(rows, pairs, strict=True):
         assert array.dtype == ml_dtypes.bfloat16 and array.tobytes() == tensors[row.name].tobytes()
@@ -239,25 +239,38 @@ def test_a_config_of_ones_own(make_folder, tmp_path, llama_config):
 
 
 def test_a_new_family_is_a_table(make_folder, tmp_path, monkeypatch):
-    transpose = Transform(np.transpose, np.transpose)
+    """Names of its own, no normalisation before the MLP, fused projections, a tensor that is read past."""
     family = Family(
-        model_type="other",
-        table=(
-            Row("wte", "embed_tokens.weight", ("V", "E")),
-            Row("h.{i}.w", "layers.{i}.mlp.up_proj.weight", ("E", "F"), transform=transpose),
-        ),
+        "other",
+        "OtherForCausalLM",
+        defaults={"num_key_value_heads": 1},
+        constants={"fused": True, "mlp_norms": (None, None), "biases": (QKV,)},
+        starts={"model.layers.": "h.", "model.embed_tokens": "wte"},
         ignored=(Ignored(r"h\.\d+\.mask", "a constant"),),
-        dimensions=lambda config, file: {"V": 3, "E": 4, "F": 5, "L": 2},
-        flags=lambda config, file: frozenset(),
     )
     monkeypatch.setitem(sys.modules["convert.families"].FAMILIES, "other", family)
-    config = {"model_type": "other"}
-    tensors = {"wte": np.zeros((3, 4), np.float32), "h.0.mask": np.zeros(9, np.float32)}
-    tensors |= {f"h.{i}.w": np.arange(20, dtype=np.float32).reshape(4, 5) + i for i in range(2)}
+    sizes = {"vocab_size": 3, "hidden_size": 4, "intermediate_size": 5, "num_hidden_layers": 2}
+    config = {"model_type": "other", "num_attention_heads": 2, **sizes}
+    shapes = {
+        "input_layernorm.weight": (4,),
+        "self_attn.qkv_proj.weight": (8, 4),
+        "self_attn.qkv_proj.bias": (8,),
+        "self_attn.o_proj.weight": (4, 4),
+        "mlp.gate_up_proj.weight": (10, 4),
+        "mlp.down_proj.weight": (4, 5),
+    }
+    layers = {f"h.{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
+    others = {"wte.weight": (3, 4), "model.norm.weight": (4,), "lm_head.weight": (3, 4), "h.0.mask": (9,)}
+    tensors = {
+        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + len(name)
+        for name, shape in {**layers, **others}.items()
+    }
     write_checkpoint(tmp_path / "other", tensors.items(), config)
     pairs = dict(stream(tmp_path / "other"))
-    assert list(pairs) == ["embed_tokens.weight", "layers.0.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"]
-    assert np.array_equal(pairs["layers.1.mlp.up_proj.weight"], tensors["h.1.w"].T)
+    inside = [f"layers.{i}.{name}" for i in range(2) for name in shapes]
+    assert list(pairs) == ["embed_tokens.weight", *inside, "norm.weight", "lm_head.weight"]
+    assert np.array_equal(pairs["layers.1.mlp.down_proj.weight"], tensors["h.1.mlp.down_proj.weight"])
+    assert family.module_name("layers.1.mlp.down_proj") == "h.1.mlp.down_proj"
 
 
 def test_converting_does_not_import_jax(make_folder, tmp_path):
@@ -279,7 +292,7 @@ def test_formats_are_told_without_reading_tensors(make_folder, monkeypatch):
     folder, _ = make_folder()
     packed = quantized(folder)
     monkeypatch.setattr("convert.checkpoint.read_tensor", None)
-    assert len(formats_of(packed)) == len(open_weights(packed).rows)
+    assert len(formats_of(packed)) == len(open_weights(packed).specs)
 
 
 def test_a_tensor_from_elsewhere_gets_its_state_made(make_folder, tmp_path):

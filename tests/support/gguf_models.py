@@ -138,7 +138,7 @@ def write_tokenizer(folder):
 def write_model(folder, config):
     """A folder with random bfloat16 weights; returns {path: array}."""
     rng = np.random.default_rng(0)
-    rows = family_for(config).rows(config)
+    rows = family_for(config).specs(config)
     arrays = {
         row.path: (0.15 * rng.standard_normal(row.shape) + ("norm" in row.path)).astype(ml_dtypes.bfloat16)
         for row in rows

@@ -74,7 +74,7 @@ def arrays(config, seed=0):
     rng = np.random.default_rng(seed)
     found = {}
     scale = text_config(config)["initializer_range"]
-    for row in family_for(config).rows(config):
+    for row in family_for(config).specs(config):
         noise = rng.standard_normal(row.shape)
         if "norm" in row.name:
             value = 1 + 0.2 * noise

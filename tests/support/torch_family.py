@@ -23,7 +23,7 @@ def build(config, arrays):
     kind = AutoModelForCausalLM if family.section is None else AutoModelForImageTextToText
     model = kind.from_config(settings, attn_implementation="eager", dtype=torch.float32)
     tensors = {}
-    for row in family.rows(config):
+    for row in family.specs(config):
         module, _, kind = row.path.rpartition(".")
         tensors[f"{family.module_name(module)}.{kind}"] = torch.from_numpy(arrays[row.name].copy())
     left = model.load_state_dict(tensors, strict=False)

@@ -69,7 +69,7 @@ def test_saving_what_was_read_is_a_plain_folder(fp8_folder, tmp_path):
     save(tmp_path / "plain", stream(folder), source=folder)
     plain = open_weights(tmp_path / "plain")
     assert "quantization_config" not in plain.checkpoint.config
-    assert {plain.format(path) for path in plain.rows} == {"bfloat16"}
+    assert {plain.format(path) for path in plain.specs} == {"bfloat16"}
     assert all(plain.read(path).tobytes() == v.astype(ml_dtypes.bfloat16).tobytes() for path, v in values.items())
 
 

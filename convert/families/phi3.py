@@ -3,15 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.model.families.family import ROPE, ConfigFamily, Reader
-from convert.model.families.llama import window_everywhere, window_to_hf
-from convert.model.rope import parse_rope
+from convert.families.family import Family
+from convert.families.gguf import Architecture
+from convert.families.windows import window_everywhere, window_to_hf
+from convert.model.reader import Reader
+from convert.model.rope import NAMES, parse_rope
 from convert.rope import ORIGINAL, rope_settings
 
 
-def _phi3(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """`original_max_position_embeddings` stands beside the scaling, and "yarn" was a name for longrope."""
-    get.asked |= ROPE
+    get.asked |= NAMES
     positions, original = fields["max_position_embeddings"], get.integer(ORIGINAL)
     config = {**get.config, ORIGINAL: original}
     settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions, phi3=True)
@@ -19,24 +21,16 @@ def _phi3(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**window_everywhere(get, fields), "rope": rope}
 
 
-PHI3 = ConfigFamily(
+PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
-    defaults={
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-    },
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, ORIGINAL: 4096},
     constants={"fused": True},
-    read=_phi3,
+    read=_read,
     write=lambda config: {
         **window_to_hf(config),
-        "original_max_position_embeddings": config.rope.original_max_position_embeddings
-        or config.max_position_embeddings,
+        ORIGINAL: config.rope.original_max_position_embeddings or config.max_position_embeddings,
     },
-    neutral={
-        "lm_head_bias": (False,),
-        "full_attn_mod": (1,),
-        "interpolate_factor": (1,),
-    },
+    neutral={"lm_head_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,)},
+    gguf=Architecture("PHI3", square=True, scalings=("default", "longrope"), original=True, window=True),
 )

@@ -14,13 +14,12 @@ from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, scaling,
 from convert.adapters import WEIGHTS, Adapter
 from convert.blocks import Block, Blocks, array_blocks, stored_blocks, through_nf4
 from convert.errors import ConvertError
+from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
 from convert.weights import Weights
 
-EMBEDDING, HEAD = "embed_tokens", "lm_head"
-TABLES = (EMBEDDING, HEAD)
 _TILE, _SMALL = 16, 2**18  # rows, and multiplications, of a product that OpenBLAS does not divide
-_LINEAR = (".lora_A", ".lora_B", ".lora_magnitude_vector")
-_LOOKUP = (".lora_embedding_A", ".lora_embedding_B", ".lora_magnitude_vector")
+_LINEAR = ("lora_A", "lora_B", "lora_magnitude_vector")
+_LOOKUP = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
 @dataclass(frozen=True)
@@ -66,26 +65,26 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
     Raises:
         ConvertError: The adapter is of another model: modules, ranks, sizes or rows that do not fit (all listed).
     """
-    tied = f"{HEAD}.weight" not in weights.rows
+    tied = f"{HEAD}.weight" not in weights.specs
     tables = _Tables(weights, adapter, tied)
     problems = tables.problems + _misfits(weights, adapter, tables)
     if problems:
         listed = "; ".join(problems[:12]) + (f"; and {len(problems) - 12} more" if len(problems) > 12 else "")
         raise ConvertError(f"{adapter.folder / WEIGHTS}: does not fit {weights.checkpoint.folder}: {listed}")
     found: dict[str, Change] = {}
-    for path, row in weights.rows.items():
-        module, _, kind = path.rpartition(".")
-        if module in TABLES and kind == "weight":
+    for row in weights.specs.values():
+        path, module = row.path, row.path.module
+        if row.kind == "table":
             continue
         blocks = stored_blocks(weights, path)
         dtype = weights.decoded_dtype(path)
-        in_nf4 = base_in_nf4 and weights.is_layer_matrix(path) and not weights.format(path).startswith("nf4")
+        in_nf4 = base_in_nf4 and row.kind == "matrix" and not weights.format(path).startswith("nf4")
         if in_nf4:
             blocks = through_nf4(weights.checkpoint.folder, row.name, blocks, row.shape, dtype)
-        whole = f"{module}.modules_to_save.{kind}"
+        whole = path.with_leaf(f"modules_to_save.{path.leaf}")
         if whole in adapter.tensors:
             found[path] = Change(row.name, row.shape, dtype, _of_adapter(adapter, whole))
-        elif kind == "weight" and f"{module}.lora_A" in adapter.tensors:
+        elif path.leaf == "weight" and path.with_leaf("lora_A") in adapter.tensors:
             found[path] = Change(row.name, row.shape, dtype, _with_lora(adapter, weights, module, blocks))
         elif in_nf4:
             found[path] = Change(row.name, row.shape, dtype, blocks)
@@ -98,11 +97,11 @@ class _Tables:
     def __init__(self, weights: Weights, adapter: Adapter, tied: bool):
         self.weights, self.adapter, self.tied = weights, adapter, tied
         self.problems: list[str] = []
-        self.base_rows = weights.rows[f"{EMBEDDING}.weight"].shape[0]
-        self.width = weights.rows[f"{EMBEDDING}.weight"].shape[1]
+        self.base_rows = weights.specs[f"{EMBEDDING}.weight"].shape[0]
+        self.width = weights.specs[f"{EMBEDDING}.weight"].shape[1]
         self.tokens = self._tokens()
         changed = {module for module in TABLES if self._changes(module)}
-        follows = self._changes(EMBEDDING) == {".trainable_tokens_delta"} and self._head_follows()
+        follows = self._changes(EMBEDDING) == {"trainable_tokens_delta"} and self._head_follows()
         self.untied = tied and bool(changed) and not adapter.config.ensure_weight_tying and not follows
         self.rows = self._rows()
 
@@ -124,20 +123,20 @@ class _Tables:
         source = f"{home}.weight"
         blocks = self._grown(module, stored_blocks(weights, source))
         kinds = self._changes(module)
-        if ".modules_to_save.weight" in kinds:
+        if "modules_to_save.weight" in kinds:
             blocks = _of_adapter(adapter, f"{module}.modules_to_save.weight")
-        if ".lora_A" in kinds:
+        if "lora_A" in kinds:
             blocks = _with_lora(adapter, weights, module, blocks)
-        if ".lora_embedding_A" in kinds:
+        if "lora_embedding_A" in kinds:
             blocks = _with_lookup_lora(adapter, weights, module, blocks)
-        if ".trainable_tokens_delta" in kinds:
+        if "trainable_tokens_delta" in kinds:
             blocks = _with_rows(adapter, module, self.tokens[module], blocks)
-        name = next(row.name for row in weights.family.table if row.path == f"{place}.weight")
+        name = next(row.name for row in weights.family.table if row.path.module == place)
         return {f"{place}.weight": Change(name, (self.rows, self.width), weights.decoded_dtype(source), blocks)}
 
     def _changes(self, module: str) -> set[str]:
-        kinds = (".modules_to_save.weight", ".lora_A", ".lora_embedding_A", ".trainable_tokens_delta")
-        return {kind for kind in kinds if module + kind in self.adapter.tensors}
+        kinds = ("modules_to_save.weight", "lora_A", "lora_embedding_A", "trainable_tokens_delta")
+        return {kind for kind in kinds if f"{module}.{kind}" in self.adapter.tensors}
 
     def _grows(self) -> bool:
         return self.rows > self.base_rows
@@ -153,14 +152,15 @@ class _Tables:
         return named
 
     def _head_follows(self) -> bool:
-        other = self._changes(HEAD) - {".trainable_tokens_delta"}
+        other = self._changes(HEAD) - {"trainable_tokens_delta"}
         return not other and self.tokens.get(HEAD, self.tokens.get(EMBEDDING)) == self.tokens.get(EMBEDDING)
 
     def _rows(self) -> int:
         """The rows of the tables: arrays of the adapter say how many there were; without any, its tokens."""
         tensors = self.adapter.tensors
-        axes = {".modules_to_save.weight": 0, ".base_layer.weight": 0, ".lora_embedding_A": 1}
-        kinds = [(module + kind, axis) for module in TABLES for kind, axis in axes.items()] + [(f"{HEAD}.lora_B", 0)]
+        axes = {"modules_to_save.weight": 0, "base_layer.weight": 0, "lora_embedding_A": 1}
+        kinds = [(f"{module}.{kind}", axis) for module in TABLES for kind, axis in axes.items()]
+        kinds.append((f"{HEAD}.lora_B", 0))
         sizes = [tensors[path].shape[axis] for path, axis in kinds if path in tensors and tensors[path].shape]
         if not sizes:
             sizes = [max(ids) + 1 for ids in self.tokens.values() if ids]
@@ -195,16 +195,17 @@ class _Tables:
 
 def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
     """What an adapter has that the model has not, what it lacks, and what is of another size."""
-    modules = {path.rpartition(".")[0]: row.shape for path, row in weights.rows.items() if path.endswith(".weight")}
-    modules[EMBEDDING] = modules[HEAD] = (tables.rows, tables.width)
+    modules = {row.path.module: row.shape for row in weights.specs.values() if row.kind != "bias"}
+    tables_shape = (tables.rows, tables.width)
+    modules |= {WeightPath(None, "", table, ""): tables_shape for table in TABLES}
     problems = []
-    for path, info in adapter.tensors.items():
-        stem, _, kind = path.rpartition(".")
-        module = stem.removesuffix(".modules_to_save").removesuffix(".base_layer")
-        shape = modules.get(module)
-        if kind == "bias" and f"{module}.bias" in weights.rows:
-            wanted = weights.rows[f"{module}.bias"].shape
-        elif shape is None or kind == "bias":
+    for name, info in adapter.tensors.items():
+        path = WeightPath.parse(name)
+        module, leaf, shape = path.module, path.leaf, modules.get(path.module)
+        bias = weights.specs.get(path.with_leaf("bias"))
+        if leaf == "modules_to_save.bias" and bias is not None:
+            wanted = bias.shape
+        elif shape is None or leaf == "modules_to_save.bias":
             problems.append(f"{path}: the model has no such tensor")
             continue
         else:
@@ -215,19 +216,19 @@ def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
                 "lora_B": (rows, rank),
                 "lora_embedding_A": (rank, rows),
                 "lora_embedding_B": (columns, rank),
-                "lora_magnitude_vector": (columns if f"{module}.lora_embedding_A" in adapter.tensors else rows,),
+                "lora_magnitude_vector": (columns if path.with_leaf("lora_embedding_A") in adapter.tensors else rows,),
                 "trainable_tokens_delta": (len(tables.tokens.get(module, ())), columns),
-            }.get(kind, shape)
-            if kind.startswith("lora_") and len(shape) != 2:
+            }.get(leaf, shape)
+            if leaf.startswith("lora_") and len(shape) != 2:
                 problems.append(f"{path}: the model's {module} is no matrix")
                 continue
-        small = stem.endswith(".base_layer") and info.shape[1:] == wanted[1:] and info.shape[0] >= tables.base_rows
+        small = leaf == "base_layer.weight" and info.shape[1:] == wanted[1:] and info.shape[0] >= tables.base_rows
         if info.shape != wanted and not small:
             problems.append(f"{path}: expected {list(wanted)}, got {list(info.shape)}")
     for module, shape in modules.items():
         name = weights.family.module_name(module)
         if len(shape) == 2 and targets(adapter.config, name, family=weights.family):
-            found = any(f"{module}{kind}" in adapter.tensors for kind in (".lora_A", ".lora_embedding_A"))
+            found = any(f"{module}.{kind}" in adapter.tensors for kind in ("lora_A", "lora_embedding_A"))
             twin = adapter.config.ensure_weight_tying and tables.tied and module in TABLES
             if not found and not twin:
                 problems.append(f"{name}: a target of {CONFIG} without arrays")
@@ -263,7 +264,7 @@ def _of_adapter(adapter: Adapter, path: str) -> Blocks:
 
 def _arrays(adapter: Adapter, module: str, kinds: tuple[str, ...]) -> list[np.ndarray | None]:
     """A module's small arrays in float32, None for one that is not there."""
-    paths = [module + kind for kind in kinds]
+    paths = [WeightPath.parse(module).with_leaf(kind) for kind in kinds]
     return [adapter.read(path).astype(np.float32, copy=False) if path in adapter.tensors else None for path in paths]
 
 
@@ -326,7 +327,7 @@ def _with_rows(adapter: Adapter, module: str, ids: list[int], blocks: Blocks) ->
     """The table with the rows of some tokens in place of its own."""
 
     def run() -> Iterator[Block]:
-        [rows] = _arrays(adapter, module, (".trainable_tokens_delta",))
+        [rows] = _arrays(adapter, module, ("trainable_tokens_delta",))
         assert rows is not None
         places = np.asarray(ids)
         first = 0

@@ -1,0 +1,325 @@
+"""A family of models: all that is known of one, as data.
+
+config.json and `ModelConfig` both ways, the tensors and their names, what is read past, what is refused, and what
+llama.cpp computes of it. A new family is one file with one of these. Defaults are transformers' where they are not
+Llama's; one mapping serves every reader of the config.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.errors import ConvertError, unexpected
+from convert.families.gguf import Architecture
+from convert.model.paths import EMBEDDING, HEAD, WeightPath
+from convert.model.reader import Reader
+from convert.model.spec import (
+    ATTENTION,
+    FUSED_ATTENTION,
+    FUSED_MLP,
+    MLP,
+    QK_NORMS,
+    Row,
+    WeightSpec,
+    norm,
+    table,
+)
+
+if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
+
+Config = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ignored:
+    """A checkpoint name that is read past.
+
+    Attributes:
+        pattern: Regular expression for the whole name.
+        reason: Why, for people.
+        when: The flag that the config must raise; None for always.
+        same_as: Path of the tensor that it must equal byte for byte; None for unchecked.
+        copied: Whether a folder that is written from this one gets the tensor as it is.
+    """
+
+    pattern: str
+    reason: str
+    when: str | None = None
+    same_as: str | None = None
+    copied: bool = False
+
+
+_FREQUENCIES = "computed from config.json's RoPE settings"
+IGNORED = (
+    Ignored(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", _FREQUENCIES),
+    Ignored(r"(model\.)?rotary_emb\.inv_freq", _FREQUENCIES),
+    Ignored(r"lm_head\.weight", "a copy of the tied embeddings", when="tied", same_as=f"{EMBEDDING}.weight"),
+)
+
+
+def _nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+        model_type: ``model_type`` in config.json.
+        architecture: The class in transformers.
+        defaults: Values of fields that config.json leaves out, where they are not Llama's.
+        names: Field of `ModelConfig` -> its name in config.json, where that is another.
+        numbers: Further fields of `ModelConfig` that are numbers or null -> their names in config.json.
+        switches: Flags of config.json -> the groups of projections to which they give a bias, or "qk_norm".
+        constants: Fields of `ModelConfig` that all models of the family share.
+        read: (reader, fields so far) -> the fields of `ModelConfig` that take a computation.
+        write: config -> their way back.
+        neutral: Field -> the values at which it changes nothing; at others it is refused.
+        gguf: What llama.cpp computes; a sentence where it computes no such model.
+        section: Key of config.json under which the text model's fields are; None: they stand at the top.
+        text: Of a family with a `section`: the family of the text model.
+        starts: How tensors' names begin in the text model's own checkpoints -> how they begin in these.
+        modules: How names of tensors begin -> how names of modules begin in transformers and PEFT, where they differ.
+        ignored: Names to read past.
+        beside: Modules of the whole model, by their names in transformers, that are no part of the text model.
+        others: The same family under other names in files, as other versions of the libraries write them.
+    """
+
+    model_type: str
+    architecture: str
+    defaults: Config = dataclasses.field(default_factory=dict)
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    read: Callable[[Reader, Mapping[str, Any]], dict[str, Any]] = _nothing
+    write: Callable[["ModelConfig"], dict[str, Any]] = _nothing
+    neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    gguf: Architecture | str = "llama.cpp has no such architecture"
+    section: str | None = None
+    text: "Family | None" = None
+    starts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored: tuple[Ignored, ...] = IGNORED
+    beside: tuple[str, ...] = ()
+    others: "tuple[Family, ...]" = ()
+
+    def name(self, field: str) -> str:
+        """A field's name in config.json."""
+        return self.names.get(field, {"norm_eps": "rms_norm_eps"}.get(field, field))
+
+    @functools.cached_property
+    def table(self) -> tuple[Row, ...]:
+        """The model's tensors in order, from the same constants that `ModelConfig` has of the family."""
+        has = self.constants
+        before, after = has.get("attention_norms", ("input_layernorm", None))
+        before_mlp, after_mlp = has.get("mlp_norms", ("post_attention_layernorm", None))
+        fused = has.get("fused", False)
+        qk_norm = QK_NORMS[has.get("qk_norm")]
+        optional = tuple(
+            row._replace(when="qk_norm")
+            for flags in self.switches.values()
+            if "qk_norm" in flags
+            for row in QK_NORMS["heads"]
+        )
+        rows = table(
+            norm(before) if before else (),
+            FUSED_ATTENTION if fused else ATTENTION,
+            qk_norm or optional,
+            norm(after) if after else (),
+            norm(before_mlp) if before_mlp and before_mlp != before else (),
+            FUSED_MLP if fused else MLP,
+            norm(after_mlp) if after_mlp else (),
+        )
+        return tuple(row._replace(name=_begun(row.name, self.starts)) for row in rows)
+
+    def named_as(self, names: Iterable[str]) -> "Family":
+        """The family itself, or the one of `others` whose layers a checkpoint's names have."""
+        names = list(names)
+        for family in self.others:
+            start = next(row.name for row in family.table if row.path.layer is not None).partition("{i}")[0]
+            if any(name.startswith(start) for name in names):
+                return family
+        return self
+
+    def text_config(self, config: Config, file: str | os.PathLike[str] = "config.json") -> Config:
+        """The fields of the text model.
+
+        Raises:
+            ConvertError: They should be a section of their own, and there is none.
+        """
+        if self.section is None:
+            return config
+        inner = config.get(self.section)
+        if not isinstance(inner, dict):
+            raise unexpected(str(file), self.section, "an object with the fields of the text model", inner)
+        return inner
+
+    def reader(self, config: Config, file: str | os.PathLike[str] = "config.json") -> Reader:
+        """Look-ups in the text model's fields, with the family's defaults."""
+        return Reader(self.text_config(config, file), str(file), self.defaults)
+
+    def specs(self, config: Config, file: str | os.PathLike[str] = "config.json") -> tuple[WeightSpec, ...]:
+        """All tensors of a model, in order: embeddings, layer by layer, norm, head.
+
+        Args:
+            config: Contents of config.json.
+            file: Its path, for messages.
+
+        Raises:
+            ConvertError: A size or a flag is missing or of the wrong type; the message names it.
+        """
+        get = self.reader(config, file)
+        sizes, flags, layers = read_sizes(get), self._flags(get), get.layers()
+        specs: list[WeightSpec] = []
+        wanted = (row for row in self.table if row.when is None or row.when in flags)
+        for layered, group in itertools.groupby(wanted, key=lambda row: row.path.layer is not None):
+            rows = list(group)
+            specs += [row.spec(i, sizes) for i in (range(layers) if layered else (None,)) for row in rows]
+        return tuple(specs)
+
+    def ignores(self, name: str, config: Config, file: str | os.PathLike[str] = "config.json") -> Ignored | None:
+        """The rule by which a checkpoint name is read past, or None."""
+        flags = self._flags(self.reader(config, file))
+        for rule in self.ignored:
+            if (rule.when is None or rule.when in flags) and re.fullmatch(rule.pattern, name):
+                return rule
+        return None
+
+    def module_name(self, path: str) -> str:
+        """What transformers and PEFT call a module of the tree: "layers.0.mlp.up_proj" -> "model.layers.0.mlp.up_proj".
+
+        Raises:
+            ConvertError: The family has no such module.
+        """
+        module = WeightPath.parse(path)
+        name = self._modules.get(module.in_layer(None if module.layer is None else 0))
+        if name is None:
+            raise self._no_module(path)
+        return name.format(i=module.layer)
+
+    def module_path(self, name: str) -> WeightPath:
+        """The way back from `module_name`.
+
+        Raises:
+            ConvertError: The family has no such module.
+        """
+        template, layer = _template(name)
+        path = self._paths.get(template)
+        if path is None:
+            raise self._no_module(name)
+        return path.in_layer(layer)
+
+    def unquantized(self, paths: Iterable[str]) -> list[str]:
+        """Names of the modules that stay plain in a quantised folder, as ``llm_int8_skip_modules`` has them.
+
+        Args:
+            paths: The layers' matrices that are not quantised.
+
+        Returns:
+            Sorted: these, the head, and what stands beside the text model, which other libraries know without "model.".
+        """
+        named = (self.module_name(WeightPath.parse(path).module) for path in paths)
+        return sorted({*named, HEAD, *self.beside, *(name.removeprefix("model.") for name in self.beside)})
+
+    def is_layer_linear(self, name: str) -> bool:
+        """Whether a module, by its name in PEFT, is a matrix inside a layer (what PEFT calls "all-linear")."""
+        return _template(name)[0] in self._matrices
+
+    @functools.cached_property
+    def _modules(self) -> dict[WeightPath, str]:
+        return {row.path.module: _begun(row.name.rpartition(".")[0], self.modules) for row in self.table}
+
+    @functools.cached_property
+    def _paths(self) -> dict[str, WeightPath]:
+        return {name: path for path, name in self._modules.items()}
+
+    @functools.cached_property
+    def _matrices(self) -> frozenset[str]:
+        return frozenset(self._modules[row.path.module] for row in self.table if row.kind == "matrix")
+
+    def _flags(self, get: Reader) -> frozenset[str]:
+        raised = {flag for name, flags in self.switches.items() if get.flag(name) for flag in flags}
+        tied = "tied" if get.flag("tie_word_embeddings") else "untied"
+        return frozenset({*raised, *self.constants.get("biases", ()), tied})
+
+    def _no_module(self, name: str) -> ConvertError:
+        return ConvertError(f"{name}: no such module in the table of {self.model_type}")
+
+
+def read_sizes(get: Reader) -> dict[str, int]:
+    """The dimensions of a model, by the names that rows use.
+
+    Raises:
+        ConvertError: A size is missing or wrong.
+    """
+    width, heads, inner = (get.integer(name) for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    key_heads = get.integer("num_key_value_heads", heads)
+    head_size = get.integer("head_dim", max(1, width // heads))
+    return {
+        "V": get.integer("vocab_size"),
+        "E": width,
+        "F": inner,
+        "2F": 2 * inner,
+        "H": heads,
+        "K": key_heads,
+        "D": head_size,
+        "H*D": heads * head_size,
+        "K*D": key_heads * head_size,
+        "(H+2K)*D": (heads + 2 * key_heads) * head_size,
+    }
+
+
+def nested(
+    family: Family,
+    *,
+    model_type: str,
+    starts: Mapping[str, str],
+    modules: Mapping[str, str],
+    ignored: tuple[Ignored, ...],
+    beside: tuple[str, ...] = (),
+    others: tuple[Family, ...] = (),
+) -> Family:
+    """The family of checkpoints in which a family's model is one half.
+
+    Args:
+        family: Of the half that is read.
+        model_type: Of the whole.
+        starts: How a tensor's name begins in the family's own checkpoints -> how it begins in these.
+        modules: How a module's name begins in the family's own models -> how it begins in these.
+        ignored: The rest.
+        beside: The rest as modules.
+        others: The same under other names.
+    """
+    own = tuple(dataclasses.replace(rule, pattern=rf"(language_model\.)?{rule.pattern}") for rule in family.ignored)
+    return dataclasses.replace(
+        family,
+        model_type=model_type,
+        section="text_config",
+        text=family,
+        starts=starts,
+        modules={starts[start]: modules.get(start, start) for start in starts},
+        ignored=(*own, *ignored),
+        beside=beside,
+        others=others,
+    )
+
+
+def _template(name: str) -> tuple[str, int | None]:
+    """Take the layer's number out of a module's name: "layers.12.mlp" -> ("layers.{i}.mlp", 12)."""
+    match = re.search(r"(?<=\.)\d{1,9}(?=\.)", name)
+    if match is None:
+        return name, None
+    return f"{name[: match.start()]}{{i}}{name[match.end() :]}", int(match.group())
+
+
+def _begun(name: str, starts: Mapping[str, str]) -> str:
+    """A name with its beginning exchanged."""
+    start = next((start for start in starts if name.startswith(start)), "")
+    return starts.get(start, "") + name.removeprefix(start)

@@ -1,0 +1,71 @@
+"""Gemma 2: Gemma with normalisations on both sides of each block, capped scores and logits, windows by turns."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.families.family import Family
+from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
+from convert.families.gguf import RMS_EPS, Architecture
+from convert.families.windows import types_to_hf
+from convert.model.reader import Reader
+
+if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
+
+CONSTANTS = {
+    "norm_offset": 1.0,
+    "attention_norms": ("input_layernorm", "post_attention_layernorm"),
+    "mlp_norms": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+def query_scale(get: Reader) -> dict[str, Any]:
+    """Scores times query_pre_attn_scalar^-½."""
+    return {"attention_multiplier": get.integer("query_pre_attn_scalar") ** -0.5}
+
+
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    get.asked.add("hidden_act")  # hidden_activation counts
+    layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
+    types = get.layer_types(layers) or [number % 2 == 0 for number in range(layers)]
+    kinds = tuple((window if sliding else None, "rope") for sliding in types)
+    return {**scaled(fields), **query_scale(get), "layers": kinds}
+
+
+def to_hf(config: "ModelConfig") -> dict[str, Any]:
+    """Windows and scale of the scores."""
+    return {**types_to_hf(config), "query_pre_attn_scalar": round(config.attention_multiplier**-2)}
+
+
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    defaults={
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "hidden_activation": TANH,
+        "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    names={"hidden_act": "hidden_activation"},
+    numbers={name: name for name in _CAPS},
+    switches=BIASES,
+    constants=CONSTANTS,
+    read=_read,
+    write=to_hf,
+    neutral=ATTENDS_BACKWARD_ONLY,
+    gguf=Architecture(
+        "GEMMA2",
+        activation=TANH,
+        norm_shift=1.0,
+        period=2,
+        wide=46,
+        query_scale=True,
+        numbers={**RMS_EPS, **{name: name for name in _CAPS}},
+    ),
+)

@@ -1,0 +1,74 @@
+"""Gemma 3: Gemma 2 with normalised queries and keys and rotary positions by kind of layer; with a vision tower too."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from convert.families.family import Family, Ignored, nested
+from convert.families.gemma import ATTENDS_BACKWARD_ONLY, BIASES, TANH, scaled
+from convert.families.gemma2 import CONSTANTS, query_scale, to_hf
+from convert.families.gguf import Architecture
+from convert.model.reader import Reader
+from convert.model.rope import read_ropes, ropes_to_hf
+
+
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A full layer after every five with a window, which have rotary positions of their own."""
+    get.asked |= {"hidden_act", "rope_local_base_freq"}
+    layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
+    period = get.integer("sliding_window_pattern")
+    types = get.layer_types(layers) or [(number + 1) % period != 0 for number in range(layers)]
+    kinds = tuple((window, "local_rope") if sliding else (None, "rope") for sliding in types)
+    if window is None and any(types):
+        raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")
+    return {**scaled(fields), **query_scale(get), **read_ropes(get, fields), "layers": kinds}
+
+
+GEMMA3_TEXT = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    # The text halves on the Hub leave out what is as in the 4B model.
+    defaults={
+        "tie_word_embeddings": True,
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": TANH,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    names={"hidden_act": "hidden_activation"},
+    numbers={"final_logit_softcapping": "final_logit_softcapping"},
+    switches=BIASES,
+    constants={**CONSTANTS, "qk_norm": "head"},
+    read=_read,
+    write=lambda config: {**to_hf(config), **ropes_to_hf(config)},
+    neutral={**ATTENDS_BACKWARD_ONLY, "attn_logit_softcapping": (None,)},
+    gguf=Architecture("GEMMA3", activation=TANH, norm_shift=1.0, period=6, wide=62, query_scale=True),
+)
+
+
+def _with_vision_tower(starts: dict[str, str], beside: str, others: tuple[Family, ...] = ()) -> Family:
+    """Gemma 3 as `Gemma3ForConditionalGeneration` has it, with the names that a checkpoint gives its parts."""
+    reason = "of the vision tower; only text is trained"
+    names = (rf"{beside}vision_tower\..*", rf"{beside}multi_modal_projector\..*")
+    return nested(
+        GEMMA3_TEXT,
+        model_type="gemma3",
+        starts=starts,
+        modules={"model.": "model.language_model."},
+        ignored=tuple(Ignored(name, reason, copied=True) for name in names),
+        beside=("model.multi_modal_projector", "model.vision_tower"),
+        others=others,
+    )
+
+
+#: As the classes of transformers have been called since 4.52; files on the Hub keep the earlier names.
+_BY_CLASS = _with_vision_tower({"model.": "model.language_model.", "lm_head": "lm_head"}, r"model\.")
+GEMMA3 = _with_vision_tower(
+    {"model.": "language_model.model.", "lm_head": "language_model.lm_head"}, "", others=(_BY_CLASS,)
+)

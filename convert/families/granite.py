@@ -1,0 +1,29 @@
+"""Granite: Llama with multipliers of embeddings, residuals, scores and logits."""
+
+from convert.families.family import Family
+from convert.families.gguf import ALL_BIASES, RMS_EPS, Architecture
+from convert.families.llama import BIASES
+
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
+
+GRANITE = Family(
+    "granite",
+    "GraniteForCausalLM",
+    defaults=dict.fromkeys((*_MULTIPLIERS, "logits_scaling"), 1.0),
+    numbers={name: name for name in _MULTIPLIERS},
+    switches=BIASES,
+    read=lambda get, fields: {"logit_scale": 1 / get.positive("logits_scaling")},
+    write=lambda config: {"logits_scaling": 1 / config.logit_scale},
+    gguf=Architecture(
+        "GRANITE",
+        paired=True,
+        biases=ALL_BIASES,
+        numbers={
+            **RMS_EPS,
+            "attention_multiplier": "attention_scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+    ),
+)

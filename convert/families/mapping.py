@@ -1,0 +1,150 @@
+"""config.json and `ModelConfig`: the one reader and the one writer that a family's table fills in."""
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.errors import ConvertError, shorten, shown
+from convert.families.family import Family, read_sizes
+from convert.families.irrelevant import IRRELEVANT, NEUTRAL
+from convert.model.reader import Reader
+from convert.model.rope import NAMES as ROPE
+from convert.model.rope import parse_rope, rope_to_hf
+from convert.model.spec import ATTENTION_GROUPS, MLP_GROUPS
+from convert.rope import rope_settings
+
+if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
+
+_BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS))
+#: What a config.json with a section for the text model says besides about the other half.
+_OF_THE_OTHER_HALF = frozenset(
+    """vision_config initializer_range mm_tokens_per_image boi_token_index eoi_token_index image_token_index
+    boi_token_id eoi_token_id image_token_id""".split()
+)
+_SAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "norm_eps", "tie_word_embeddings"),
+    *("max_position_embeddings", "initializer_range", "attention_dropout"),
+)
+
+
+def read_config(family: Family, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of `ModelConfig` from a config.json.
+
+    Args:
+        family: the model's.
+        config: the parsed file.
+        where: its name in errors.
+
+    Raises:
+        ConvertError: a missing field, or fields that are not supported (all named).
+    """
+    text = family.text_config(config, where)
+    if family.section is None:
+        return _read_fields(family, text, where)
+    fields = _read_fields(family, text, f"{where}: {family.section}")
+    tied = config.get("tie_word_embeddings", fields["tie_word_embeddings"])
+    if tied != fields["tie_word_embeddings"]:
+        raise ConvertError(f"{where}: tie_word_embeddings: expected the same as in {family.section}, got {shown(tied)}")
+    if fields["final_logit_softcapping"] is not None:  # transformers caps the logits of the text model alone
+        given = fields["final_logit_softcapping"]
+        raise ConvertError(f"{where}: {family.section}: final_logit_softcapping: expected null, got {shown(given)}")
+    outside = {name: value for name, value in config.items() if name not in {family.section, "tie_word_embeddings"}}
+    refuse_unsupported(outside, _OF_THE_OTHER_HALF, {}, where)
+    return fields
+
+
+def write_config(family: Family, config: "ModelConfig") -> dict[str, Any]:
+    """The way back: fields of a config.json as transformers 5 writes them."""
+    if family.text is not None and family.section is not None:
+        text = write_config(family.text, config)
+        tied = config.tie_word_embeddings
+        return {"model_type": family.model_type, family.section: text, "tie_word_embeddings": tied}
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{family.name(field): getattr(config, field) for field in _SAME},
+        **{theirs: getattr(config, ours) for ours, theirs in family.numbers.items()},
+        **{
+            name: config.biases.issuperset(groups)
+            for name, groups in family.switches.items()
+            if _BIASES.issuperset(groups)
+        },
+        "rope_parameters": rope_to_hf(config.rope),
+        **family.write(config),
+    }
+
+
+def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    get = Reader(config, where, family.defaults)
+    sizes = read_sizes(get)
+    heads, key_heads, width, head_dim = (sizes[name] for name in "HKED")
+    if heads % key_heads:
+        raise get.wrong("num_key_value_heads", f"a divisor of {heads} heads")
+    if get.value("head_dim") is None and width % heads:
+        raise get.wrong("hidden_size", f"a multiple of {heads} heads")
+    if head_dim % 2:
+        raise ConvertError(f"{where}: head_dim: expected an even number (rotary pairs), got {head_dim}")
+    layers = get.layers()
+    fields: dict[str, Any] = {
+        "model_type": family.model_type,
+        "vocab_size": sizes["V"],
+        "hidden_size": width,
+        "intermediate_size": sizes["F"],
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": head_dim,
+        "hidden_act": get.activation(family.name("hidden_act")),
+        "norm_eps": get.number(family.name("norm_eps")),
+        "tie_word_embeddings": get.flag("tie_word_embeddings"),
+        "max_position_embeddings": get.integer("max_position_embeddings"),
+        "initializer_range": get.number("initializer_range"),
+        "layers": ((None, "rope"),) * layers,
+        "attention_multiplier": head_dim**-0.5,
+        "attention_dropout": get.probability("attention_dropout"),
+        **{ours: get.optional_number(theirs) for ours, theirs in family.numbers.items()},
+        **family.constants,
+    }
+    given = {group for name, groups in family.switches.items() if get.flag(name) for group in groups}
+    fields["biases"] = frozenset(given & _BIASES | set(family.constants.get("biases", ())))
+    fields |= family.read(get, fields)
+    if "rope" not in fields:
+        positions = fields["max_position_embeddings"]
+        settings = rope_settings(config, where, theta=get.defaults["rope_theta"], positions=positions)
+        fields["rope"] = parse_rope(settings, where, positions=positions, head_dim=head_dim)
+        get.asked |= ROPE
+    if "layer_types" not in get.asked and any(get.layer_types(layers) or ()):
+        raise get.wrong("layer_types", f"full_attention alone: no layer of {family.model_type} has a window")
+    refuse_unsupported(config, get.asked, family.neutral, where)
+    return fields
+
+
+def refuse_unsupported(
+    config: Mapping[str, Any], used: Collection[str], neutral: Mapping[str, tuple[Any, ...]], where: str
+) -> None:
+    """Refuse fields that would change the mathematics and mean nothing here.
+
+    Args:
+        config: the file.
+        used: the fields that are read.
+        neutral: field -> the values at which it changes nothing.
+        where: the file's name in the error.
+
+    Raises:
+        ConvertError: names all of them.
+    """
+    unsupported = {
+        name: value
+        for name, value in config.items()
+        if name not in used
+        and name not in IRRELEVANT
+        and not name.startswith(("_", "unsloth_"))
+        and not any(value == harmless for harmless in (*neutral.get(name, ()), *NEUTRAL.get(name, ())))
+    }
+    if unsupported:
+        listed = ", ".join(f"{shorten(name)} = {shown(value)}" for name, value in sorted(unsupported.items()))
+        raise ConvertError(
+            f"{where}: fields that {config.get('model_type')} models do not support here: {shorten(listed, 1000)}; "
+            "remove a field that the model does not use"
+        )

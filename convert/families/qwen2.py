@@ -1,0 +1,32 @@
+"""Qwen 2 and 2.5: biases of queries, keys and values; windows by layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from convert.families.family import Family
+from convert.families.gguf import Architecture
+from convert.families.windows import switched_types_to_hf
+from convert.model.reader import Reader
+from convert.model.spec import QKV
+
+DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+
+
+def read_windows(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows from `max_window_layers` on, or as `layer_types` says, and only where `use_sliding_window` is true."""
+    layers, used, first = fields["num_hidden_layers"], get.flag("use_sliding_window"), get.value("max_window_layers")
+    window = get.optional_integer("sliding_window") if used else None
+    get.asked.add("sliding_window")
+    types = get.layer_types(layers) or [number >= first for number in range(layers)]
+    return {"layers": tuple((window if sliding else None, "rope") for sliding in types)}
+
+
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    defaults=DEFAULTS,
+    constants={"biases": (QKV,)},
+    read=read_windows,
+    write=switched_types_to_hf,
+    gguf=Architecture("QWEN2", biases=(QKV,)),
+)

@@ -1,0 +1,39 @@
+"""Which layers have a window, as families say it."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.model.reader import FULL, SLIDING, Reader
+
+if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
+
+
+def types_to_hf(config: "ModelConfig") -> dict[str, Any]:
+    """`layer_types` and `sliding_window` of a model some of whose layers have a window."""
+    windows = [layer.sliding_window for layer in config.layers]
+    return {
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "sliding_window": next((window for window in windows if window is not None), None),
+    }
+
+
+def switched_types_to_hf(config: "ModelConfig") -> dict[str, Any]:
+    """The same with `use_sliding_window`."""
+    found = types_to_hf(config)
+    return {**found, "use_sliding_window": found["sliding_window"] is not None}
+
+
+def window_everywhere(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """One window for all layers, or none; transformers reads past `layer_types`, which must say the same."""
+    window, layers = get.optional_integer("sliding_window"), fields["num_hidden_layers"]
+    types = get.layer_types(layers)
+    if types is not None and set(types) != {window is not None}:
+        kind = FULL if window is None else SLIDING
+        raise get.wrong("layer_types", f"{kind} for every layer, which is what sliding_window {window} means here")
+    return {"layers": ((window, "rope"),) * layers}
+
+
+def window_to_hf(config: "ModelConfig") -> dict[str, Any]:
+    """The way back from `window_everywhere`."""
+    return {"sliding_window": config.layers[0].sliding_window}

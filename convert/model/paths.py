@@ -1,0 +1,86 @@
+"""Names in the model's tree that know their parts; the one place where a dotted path is taken apart.
+
+A path names a tensor ("layers.3.self_attn.q_proj.weight"), an array of an adapter ("layers.3.self_attn.q_proj.lora_A")
+or a module ("layers.3.self_attn.q_proj"). It is a string, so it is what files, messages and dictionaries take, and
+carries the parts that it was made of, so that nobody searches it.
+"""
+
+from collections.abc import Iterable
+
+#: What a path ends with where it names an array, the longest first.
+LEAVES = (
+    *("modules_to_save.weight", "modules_to_save.bias", "base_layer.weight", "trainable_tokens_delta"),
+    *("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_A", "lora_B", "weight", "bias"),
+)
+EMBEDDING, HEAD, NORM = "embed_tokens", "lm_head", "norm"
+#: The modules with a row a token.
+TABLES = (EMBEDDING, HEAD)
+
+
+class WeightPath(str):
+    """The path of an array or a module.
+
+    Attributes:
+        layer: the layer's number; None beside the layers.
+        block: "self_attn" or "mlp"; "" directly in the layer or the model.
+        part: the module's own name, such as "q_proj", "input_layernorm" or "embed_tokens".
+        leaf: one of `LEAVES`; "" for the module itself.
+        expert: whether the array has a leading axis of experts.
+    """
+
+    __slots__ = ("block", "expert", "layer", "leaf", "part")
+    layer: int | None
+    block: str
+    part: str
+    leaf: str
+    expert: bool
+
+    def __new__(
+        cls, layer: int | None, block: str, part: str, leaf: str = "weight", *, expert: bool = False
+    ) -> "WeightPath":
+        """Join the parts."""
+        start = () if layer is None else ("layers", str(layer))
+        path = super().__new__(cls, ".".join(name for name in (*start, block, part, leaf) if name))
+        path.layer, path.block, path.part, path.leaf, path.expert = layer, block, part, leaf, expert
+        return path
+
+    def __reduce__(self):
+        return _restored, (self.layer, self.block, self.part, self.leaf, self.expert)
+
+    @classmethod
+    def parse(cls, text: str) -> "WeightPath":
+        """Take a path apart."""
+        if isinstance(text, WeightPath):
+            return text
+        leaf = next((leaf for leaf in LEAVES if text.endswith(f".{leaf}")), "")
+        *names, part = (text.removesuffix(f".{leaf}") if leaf else text).split(".")
+        layer = None
+        if names[:1] == ["layers"] and len(names) > 1 and names[1].isdecimal() and len(names[1]) < 10:
+            layer, names = int(names[1]), names[2:]
+        return cls(layer, ".".join(names), part, leaf)
+
+    @property
+    def module(self) -> "WeightPath":
+        """The module that holds the array."""
+        return self.with_leaf("")
+
+    @property
+    def inside(self) -> "WeightPath":
+        """The path inside its layer: "self_attn.q_proj.weight"."""
+        return self.in_layer(None)
+
+    def with_leaf(self, leaf: str) -> "WeightPath":
+        """Another array of the same module."""
+        return WeightPath(self.layer, self.block, self.part, leaf, expert=self.expert)
+
+    def in_layer(self, layer: int | None) -> "WeightPath":
+        """The same array of another layer."""
+        return WeightPath(layer, self.block, self.part, self.leaf, expert=self.expert)
+
+    def ends_with(self, names: Iterable[str]) -> bool:
+        """Whether one of `names` is the path's end, at a dot."""
+        return any(f".{self}".endswith(f".{name}") for name in names)
+
+
+def _restored(layer: int | None, block: str, part: str, leaf: str, expert: bool) -> WeightPath:
+    return WeightPath(layer, block, part, leaf, expert=expert)

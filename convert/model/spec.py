@@ -1,0 +1,184 @@
+"""What a weight is: the one description that loading, adapters, export, sharding, quantisation and optimizers read.
+
+A family's table gives rows, in the names of dimensions; a config.json fills in the layers' numbers and the sizes.
+Experts come as a leading axis ("expert"), further kinds of weights as further values of `kind`.
+
+Dimension letters: V vocabulary, E width, F feed-forward width, H query heads, K key heads, D head size, L layers.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
+
+#: Kind of a weight -> how it starts: matrices and tables are drawn, scales start at one, biases at zero.
+INITS = {"matrix": "normal", "table": "normal", "norm": "ones", "bias": "zeros"}
+#: Dimension of a row -> the name of its logical axis.
+AXES = {
+    "V": "vocabulary",
+    "E": "embed",
+    "F": "mlp",
+    "2F": "mlp",
+    "H": "heads",
+    "K": "key_heads",
+    "D": "head_dim",
+    "H*D": "heads",
+    "K*D": "key_heads",
+    "(H+2K)*D": "heads",
+}
+
+
+class WeightSpec(NamedTuple):
+    """One tensor of a model.
+
+    Attributes:
+        path: its place in the tree.
+        name: its name in the checkpoint.
+        shape: its sizes, in the tree and in the file.
+        axes: the name of each logical axis.
+        kind: "matrix" (of a layer: what adapters, quantisation and decay are about), "table" (a row a token), "norm"
+            or "bias".
+        group: the group of projections that it is fused with in memory, such as "self_attn.qkv"; None for the others.
+    """
+
+    path: WeightPath
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    kind: str
+    group: str | None = None
+
+    @property
+    def init(self) -> str:
+        """How it starts: "normal", "ones" (less a family's offset) or "zeros"."""
+        return INITS[self.kind]
+
+
+class Row(NamedTuple):
+    """A tensor in a family's table.
+
+    Attributes:
+        name: its name in the checkpoint, with ``{i}`` for the layer's number.
+        path: its path; of layer 0 if it is in one.
+        dims: its dimensions, keys of `AXES`.
+        kind: as in `WeightSpec`.
+        group: likewise.
+        when: the flag that the config must raise for the tensor to exist; None for always.
+    """
+
+    name: str
+    path: WeightPath
+    dims: tuple[str, ...]
+    kind: str
+    group: str | None = None
+    when: str | None = None
+
+    def spec(self, layer: int | None, sizes: dict[str, int]) -> WeightSpec:
+        """The row with a layer's number and the sizes filled in."""
+        shape, axes = tuple(sizes[dim] for dim in self.dims), tuple(AXES[dim] for dim in self.dims)
+        return WeightSpec(self.path.in_layer(layer), self.name.format(i=layer), shape, axes, self.kind, self.group)
+
+
+class Group(NamedTuple):
+    """Projections of one input, which are one weight in memory.
+
+    Attributes:
+        block: "self_attn" or "mlp".
+        name: its name in the block: "qkv", "o", "gate_up" or "down".
+        parts: (name, output rows) of each, from the top row down.
+        columns: width of the input.
+        bias: whether they have biases.
+    """
+
+    block: str
+    name: str
+    parts: tuple[tuple[str, int], ...]
+    columns: int
+    bias: bool
+
+    @property
+    def rows(self) -> int:
+        """Output rows of all parts."""
+        return sum(rows for _, rows in self.parts)
+
+    def place(self, part: str) -> tuple[int, slice]:
+        """A part's number and its rows."""
+        start = 0
+        for number, (name, rows) in enumerate(self.parts):
+            if name == part:
+                return number, slice(start, start + rows)
+            start += rows
+        raise KeyError(part)
+
+
+def groups(specs: Sequence[WeightSpec]) -> dict[str, Group]:
+    """The projections of one layer, group -> its parts, in the order of the computation."""
+    found: dict[str, list[WeightSpec]] = {}
+    for spec in specs:
+        if spec.group is not None:
+            found.setdefault(spec.group, []).append(spec)
+    return {group: _group(group, members) for group, members in found.items()}
+
+
+def _group(group: str, members: Sequence[WeightSpec]) -> Group:
+    matrices = [spec for spec in members if spec.kind == "matrix"]
+    block = matrices[0].path.block
+    parts = tuple((spec.path.part, spec.shape[0]) for spec in matrices)
+    return Group(block, group.removeprefix(f"{block}."), parts, matrices[0].shape[1], len(matrices) < len(members))
+
+
+def layer_row(name: str, *dims: str, kind: str, group: str | None = None, when: str | None = None) -> Row:
+    """A tensor inside a layer, by its name there."""
+    path = WeightPath.parse(f"layers.0.{name}")
+    return Row(f"model.layers.{{i}}.{name}", path, dims, kind, group, when)
+
+
+def norm(name: str, *dims: str, when: str | None = None) -> tuple[Row, ...]:
+    """The scale of a normalisation, over the model's width if nothing else is said."""
+    return (layer_row(f"{name}.weight", *(dims or ("E",)), kind="norm", when=when),)
+
+
+def linear(name: str, out: str, into: str, group: str) -> tuple[Row, ...]:
+    """A matrix [out, in], and its bias where the config gives the group one."""
+    return (
+        layer_row(f"{name}.weight", out, into, kind="matrix", group=group),
+        layer_row(f"{name}.bias", out, kind="bias", group=group, when=group),
+    )
+
+
+def table(*layer: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows of a model: embeddings, the layer's, the final normalisation, the head where it is not tied."""
+    return (
+        Row("model.embed_tokens.weight", WeightPath(None, "", EMBEDDING), ("V", "E"), "table"),
+        *(row for rows in layer for row in rows),
+        Row("model.norm.weight", WeightPath(None, "", NORM), ("E",), "norm"),
+        Row("lm_head.weight", WeightPath(None, "", HEAD), ("V", "E"), "table", when="untied"),
+    )
+
+
+QKV, OUT, GATE_UP, DOWN = "self_attn.qkv", "self_attn.o", "mlp.gate_up", "mlp.down"
+#: The groups of projections of the attention, of the MLP.
+ATTENTION_GROUPS, MLP_GROUPS = (QKV, OUT), (GATE_UP, DOWN)
+ATTENTION = (
+    *linear("self_attn.q_proj", "H*D", "E", QKV),
+    *linear("self_attn.k_proj", "K*D", "E", QKV),
+    *linear("self_attn.v_proj", "K*D", "E", QKV),
+    *linear("self_attn.o_proj", "E", "H*D", OUT),
+)
+FUSED_ATTENTION = (
+    *linear("self_attn.qkv_proj", "(H+2K)*D", "E", QKV),
+    *linear("self_attn.o_proj", "E", "H*D", OUT),
+)
+MLP = (
+    *linear("mlp.gate_proj", "F", "E", GATE_UP),
+    *linear("mlp.up_proj", "F", "E", GATE_UP),
+    *linear("mlp.down_proj", "E", "F", DOWN),
+)
+FUSED_MLP = (*linear("mlp.gate_up_proj", "2F", "E", GATE_UP), *linear("mlp.down_proj", "E", "F", DOWN))
+#: Scales of queries and keys: one for each feature of a head, of all heads together, or of each head's own features.
+QK_NORMS = {
+    None: (),
+    "head": (*norm("self_attn.q_norm", "D"), *norm("self_attn.k_norm", "D")),
+    "projection": (*norm("self_attn.q_norm", "H*D"), *norm("self_attn.k_norm", "K*D")),
+    "heads": (*norm("self_attn.q_norm", "H", "D"), *norm("self_attn.k_norm", "K", "D")),
+}
