@@ -250,11 +250,12 @@ def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     (rows, rank), columns = left.shape, right.shape[1]
     result = np.empty((rows, columns), np.float32)
     tiled = rows - rows % _TILE
-    for first in range(0, columns, max(1, _SMALL // (_TILE * rank))):
-        last = min(first + max(1, _SMALL // (_TILE * rank)), columns)
-        tiles = result[:tiled].reshape(-1, _TILE, columns)[:, :, first:last]
-        np.matmul(left[:tiled].reshape(-1, _TILE, rank), right[:, first:last], out=tiles)
-        np.matmul(left[tiled:], right[:, first:last], out=result[tiled:, first:last])
+    with np.errstate(invalid="ignore", over="ignore"):  # values that are not finite are found where they are written
+        for first in range(0, columns, max(1, _SMALL // (_TILE * rank))):
+            last = min(first + max(1, _SMALL // (_TILE * rank)), columns)
+            tiles = result[:tiled].reshape(-1, _TILE, columns)[:, :, first:last]
+            np.matmul(left[:tiled].reshape(-1, _TILE, rank), right[:, first:last], out=tiles)
+            np.matmul(left[tiled:], right[:, first:last], out=result[tiled:, first:last])
     return result
 
 

@@ -4,6 +4,7 @@ Model FLOPs are the multiplications and additions that the mathematics asks for:
 4-bit weights and the optimizer are none (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ import numpy as np
 from jaxtyping import Int
 
 from convert.model.config import ModelConfig
+from convert.model.paths import EMBEDDING, HEAD
+from fastjax.models.leaves import leaf_at
 
 
 class PeakFlops(NamedTuple):
@@ -80,10 +83,8 @@ def peak_flops(device_kind: str, dtype: Any) -> float | None:
 
 def matrix_parameters(config: ModelConfig) -> int:
     """Elements of the matrices that every token is multiplied by: the layers' and the head's."""
-    width, head = config.hidden_size, config.head_dim
-    attention = width * head * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
-    layer = attention + 3 * width * config.intermediate_size
-    return config.num_hidden_layers * layer + width * config.vocab_size
+    layers = sum(math.prod(spec.shape) for spec in config.specs if spec.kind == "matrix")
+    return layers + config.hidden_size * config.vocab_size
 
 
 def attended_length(lengths: Sequence[int] | Int[np.ndarray, " D"]) -> float:
@@ -140,13 +141,13 @@ def flops_per_token(config: ModelConfig, trainable: Any, document_length: float)
         trainable: its tree of trained arrays (`LanguageModel.trainable`).
         document_length: as for `step_flops`.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(trainable)
-    sizes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.size for path, leaf in leaves}
-    adapter = sum(size for name, size in sizes.items() if name.endswith(("lora_A", "lora_B")))
-    own = sum(size for name, size in sizes.items() if name.endswith(".weight") and "norm" not in name)
+    leaves = [(leaf_at(path), leaf.size) for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)]
+    adapter = sum(size for leaf, size in leaves if leaf.kind in ("lora_A", "lora_B"))
+    own = sum(size for leaf, size in leaves if leaf.kind in ("matrix", "table"))
     # An embedding is looked up, not multiplied, unless it is the head as well.
-    if not config.tie_word_embeddings or "lm_head.weight" in sizes:
-        own -= sizes.get("embed_tokens.weight", 0)
+    tables = {leaf.keys[0]: size for leaf, size in leaves if leaf.kind == "table"}
+    if not config.tie_word_embeddings or HEAD in tables:
+        own -= tables.get(EMBEDDING, 0)
     return step_flops(
         config, tokens=1, document_length=document_length, adapter_parameters=adapter, trained_parameters=own
     )

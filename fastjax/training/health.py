@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from convert.model.paths import WeightPath
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.models.layout import Run
+from fastjax.models.leaves import LORA_A, LORA_B, leaf_at
 
 
 def leaf_names(trainable: Any, plan: Sequence[Run]) -> list[str]:
@@ -30,14 +32,13 @@ def leaf_names(trainable: Any, plan: Sequence[Run]) -> list[str]:
     """
     names = []
     for path, _ in jax.tree_util.tree_flatten_with_path(trainable)[0]:
-        keys = [str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry)))) for entry in path]
-        run = _run_of(path, plan)
-        if run is None:
-            names.append(".".join(keys))
+        leaf = leaf_at(path)
+        if leaf.stack is None or leaf.position is None:
+            names.append(leaf.name)
         else:
-            rest = [str(run.start + int(keys[2])), *keys[3:]]
-            layers = [int(rest[0]) + n * run.period for n in range(run.count)]
-            names += [".".join(["layers", str(layer), *rest[1:]]) for layer in layers]
+            run = plan[leaf.stack]
+            layers = [run.start + leaf.position + n * run.period for n in range(run.count)]
+            names += [leaf.in_layer(layer) for layer in layers]
     return names
 
 
@@ -50,18 +51,10 @@ def squared_norms(tree: Any, plan: Sequence[Run]) -> Float[Array, " n"]:
     """
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        run = _run_of(path, plan)
-        rows = leaf.reshape(run.count if run is not None else 1, -1).astype(jnp.float32)
+        stack = leaf_at(path).stack
+        rows = leaf.reshape(1 if stack is None else plan[stack].count, -1).astype(jnp.float32)
         found.append(jnp.sum(jnp.square(rows), axis=1))
     return jnp.concatenate(found)
-
-
-def _run_of(path: Sequence[Any], plan: Sequence[Run]) -> Run | None:
-    """The run that a leaf belongs to; None outside the layers."""
-    keys = [getattr(entry, "key", None) for entry in path[:2]]
-    if len(keys) < 2 or keys[0] != "layers" or not isinstance(keys[1], int) or keys[1] >= len(plan):
-        return None
-    return plan[keys[1]]
 
 
 class GradientCheck:
@@ -112,7 +105,7 @@ class GradientCheck:
 
 def _half(name: str) -> bool:
     """Whether a leaf is one half of a product whose other half may be zero."""
-    return name.rpartition(".")[2] in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+    return WeightPath.parse(name).leaf in LORA_A | LORA_B
 
 
 def non_finite_rows(probe: Callable[[Batch], Any], batch: Batch) -> list[tuple[int, int]]:

@@ -238,9 +238,9 @@ def test_ways_to_cut_text_up(tmp_path, name):
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
-        ({"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "rope_type: expected one of default, linear, yarn"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope: factor: expected a positive number"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 3}}, "rope: expected no other settings"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: expected one of default, linear"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: linear scaling needs the numbers"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 3}}, "rope: expected no other settings"),
         ({"vocab_size": 200}, r"tokenizer\.json: id of .*: expected one below 200"),
     ],
 )

@@ -77,6 +77,10 @@ def in_llama_cpp(kind, path, values):
     return values[order]
 
 
+WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+UNSCALED = {"head_dim": 24, "rope_scaling": None}
+
+
 def test_every_family_is_exported_or_refused():
     refused = {name for name, family in FAMILIES.items() if isinstance(family.gguf, str)}
     assert refused == set(FAMILIES) - set(ARCHITECTURES) == {"ministral"}
@@ -146,7 +150,7 @@ def test_queries_of_a_large_command_r_are_normalised_by_head(tmp_path):
     ("kind", "changes", "note"),
     [
         ("mistral", {"sliding_window": 24}, "leaves out the window of 24 tokens"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 24}, "leaves out the window of 24 tokens"),
+        ("qwen3", WINDOWED, "leaves out the window of 24 tokens"),
         ("phi3", {"sliding_window": 24}, "leaves out the window of 24 tokens"),
         ("mistral", {"sliding_window": 192}, None),
         ("qwen2", {"sliding_window": 24}, None),
@@ -172,19 +176,19 @@ def test_what_comes_out_otherwise_is_noted(kind, changes, note, tmp_path):
         ("cohere", {"use_qk_norm": True}, "use_qk_norm: expected false with 2 layers, which COMMAND_R means"),
         ("gemma2", {"query_pre_attn_scalar": 23}, "query_pre_attn_scalar: expected 16, which GEMMA2 means"),
         ("gemma2", {"layer_types": [FULL, SLIDING]}, "layer_types: expected a window in all layers but each 2th"),
-        ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping: expected a positive number, for GGUF"),
+        ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping: expected a number >= 0"),
         ("gemma3_text", {"final_logit_softcapping": 4.0}, "final_logit_softcapping: expected null, for GGUF"),
         ("gemma3", {"layer_types": [SLIDING] * 7}, "layer_types: expected a window in all layers but each 6th"),
-        ("phi3", {"head_dim": 24}, "head_dim: expected 16: in llama.cpp PHI3's heads fill its width, got 24"),
-        ("phi3", {"rope_scaling": LONGROPE | {"long_factor": LONG[1:]}}, "rope: long_factor: expected 6 numbers"),
+        ("phi3", UNSCALED, "head_dim: expected 16: in llama.cpp PHI3's heads fill its width, got 24"),
+        ("phi3", {"rope_scaling": LONGROPE | {"long_factor": LONG[1:]}}, "long_factor: expected 6 numbers"),
         ("olmo2", {"tie_word_embeddings": True}, "tie_word_embeddings: expected false: llama.cpp's OLMO2 has a head"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected 0 for each 4th layer alone, for GGUF"),
-        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1, for GGUF, got 0.5"),
-        ("granite", {"logits_scaling": "8"}, "logits_scaling: expected a positive number, for GGUF, got '8'"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor: expected 1 \(every pair turns\), got 0.5"),
+        ("granite", {"logits_scaling": "8"}, "logits_scaling: expected a number >= 0 and below 1e30, got '8'"),
         (
             "qwen2",
-            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
-            "rope_type: expected one of default, linear, yarn for GGUF of qwen2, got 'llama3'",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+            "rope_type: expected one of default, linear, yarn for GGUF of QWEN2, got 'llama3'",
         ),
     ],
 )

@@ -54,7 +54,7 @@ def test_layers_are_bounded_by_the_stored_tensors(make_folder, llama_config, cou
 def test_layers_of_a_config_without_tensors(model_type, count):
     config = tiny.config(model_type=model_type, num_hidden_layers=count, num_attention_heads=4, num_key_value_heads=4)
     with pytest.raises(
-        ConvertError, match="num_hidden_layers: expected (at most 100000|a positive integer below 2³¹), given"
+        ConvertError, match="num_hidden_layers: expected (at most 100000|a positive integer below 2³¹), got"
     ):
         ModelConfig.from_hf(config)
 

@@ -60,7 +60,7 @@ def read(config):
         accepted = False
     else:
         assert isinstance(parsed.max_length, int)
-        family_for(config).rows(config)
+        family_for(config).specs(config)
         for rope in {parsed.rope, parsed.local_rope} - {None}:
             found = inverse_frequencies(rope, parsed.head_dim)
             assert found.size and np.isfinite(found).all() and np.isfinite(rope.attention_factor)

@@ -117,7 +117,8 @@ def config_of(kind, **changes):
     fields, changes = copy.deepcopy((FAMILY_CASES[kind][0], changes))  # transformers writes into what it is given
     if kind == "gemma3":
         return {"model_type": kind, "text_config": SIZES | GEMMA3 | {"model_type": "gemma3_text"} | changes}
-    return SIZES | {"model_type": kind} | fields | changes
+    config = SIZES | {"model_type": kind} | fields | changes
+    return {name: value for name, value in config.items() if kind != "cohere" or name != "rms_norm_eps"}
 
 
 def write_tokenizer(folder):

@@ -1,7 +1,4 @@
-"""What an optimizer reads off the name of a weight: its learning rate, whether it decays, and which axes are stacks.
-
-The names are the tree's, joined by dots: "layers.0.0.self_attn.qkv.adapters.q_proj.lora_B". The first number is the
-run of layers, the second the place in its period; a run's equal layers are stacked along a leading axis.
+"""What an optimizer must know of a weight: its learning rate, whether it decays, and which axes are stacks.
 
 LoRA+ (Hayou et al., arXiv 2402.12354) gives B a higher learning rate than A. As in PEFT's `create_loraplus_optimizer`
 a weight decays by its own learning rate times `weight_decay`, so that B decays faster too, and the adapter of an
@@ -13,26 +10,29 @@ from typing import Any
 
 import jax
 
+from fastjax.models.leaves import LORA_B, VECTORS, leaf_at
 from fastjax.training.config import OptimizerConfig
-
-#: Parts of the names of weights that are vectors; the others are matrices.
-VECTORS = ("bias", "norm", "magnitude")
 
 
 def decays(params: Any, no_decay: list[str] | None = None) -> Any:
     """Which leaves decay.
 
-    A vector is recognised by its name, because stacked vectors have two dimensions as well.
-
     Args:
         params: the trainable tree.
-        no_decay: parts of names of leaves that do not decay; None: the default of the settings, which are vectors.
+        no_decay: leaves that do not decay: kinds of vectors ("bias", "norm", "magnitude") and parts of names; None: the
+            default of the settings, which is all vectors.
 
     Returns:
         A tree of bools of the same structure.
     """
     words = OptimizerConfig().no_decay if no_decay is None else no_decay
-    return jax.tree_util.tree_map_with_path(lambda path, _: not any(word in dotted(path) for word in words), params)
+    kinds, parts = VECTORS & set(words), [word for word in words if word not in VECTORS]
+
+    def decay(path: tuple[Any, ...], _leaf: Any) -> bool:
+        leaf = leaf_at(path)
+        return leaf.kind not in kinds and not any(part in leaf.name for part in parts)
+
+    return jax.tree_util.tree_map_with_path(decay, params)
 
 
 def rate_factors(config: OptimizerConfig, params: Any) -> Any:
@@ -51,11 +51,10 @@ def rate_factors(config: OptimizerConfig, params: Any) -> Any:
     """
 
     def factor(path: tuple[Any, ...], _leaf: Any) -> float:
-        parts = dotted(path).split(".")
-        table = "embed_tokens" in parts or ("lm_head" in parts and "adapters" not in parts)
-        if table and config.embedding_learning_rate is not None:
+        leaf = leaf_at(path)
+        if leaf.of_table and config.embedding_learning_rate is not None:
             return config.embedding_learning_rate / config.learning_rate
-        if parts[-1] in ("lora_B", "lora_embedding_B") and config.loraplus_lr_ratio is not None:
+        if leaf.kind in LORA_B and config.loraplus_lr_ratio is not None:
             return config.loraplus_lr_ratio
         return 1.0
 
@@ -73,10 +72,4 @@ def stack_dims(path: tuple[Any, ...], leaf: Any) -> int:
         path: of the leaf.
         leaf: an array, or its shape and dtype.
     """
-    vector = any(word in dotted(path) for word in VECTORS)
-    return max(0, leaf.ndim - (1 if vector else 2))
-
-
-def dotted(path: tuple[Any, ...]) -> str:
-    """A leaf's path as a name with dots."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return max(0, leaf.ndim - (1 if leaf_at(path).is_vector else 2))

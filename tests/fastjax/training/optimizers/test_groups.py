@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastjax.language_model import FastLanguageModel
+from fastjax.models.leaves import leaf_at
 from fastjax.training.optimizers import OptimizerConfig, decays, make_optimizer, rate_factors
-from fastjax.training.optimizers.groups import dotted, stack_dims
+from fastjax.training.optimizers.groups import stack_dims
 from tests.support import tiny
 
 
@@ -16,7 +17,7 @@ def trainable(**options):
 
 
 def named(tree):
-    return {dotted(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {leaf_at(path).name: leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def test_vectors_do_not_decay_even_when_stacked():
@@ -26,7 +27,7 @@ def test_vectors_do_not_decay_even_when_stacked():
         "layers": [
             {
                 "input_layernorm": {"weight": stacked},
-                "q_proj": {"weight": stacked, "bias": stacked, "magnitude": stacked},
+                "self_attn": {"qkv": {"weight": stacked, "bias": stacked, "magnitude": stacked}},
             }
         ],
         "norm": {"weight": jnp.ones(4)},
@@ -34,7 +35,10 @@ def test_vectors_do_not_decay_even_when_stacked():
     expected = {
         "embed_tokens": True,
         "layers": [
-            {"input_layernorm": {"weight": False}, "q_proj": {"weight": True, "bias": False, "magnitude": False}}
+            {
+                "input_layernorm": {"weight": False},
+                "self_attn": {"qkv": {"weight": True, "bias": False, "magnitude": False}},
+            }
         ],
         "norm": {"weight": False},
     }
@@ -112,10 +116,10 @@ def test_stacks_are_told_by_names():
     trees = [model.trainable, trainable(use_dora=True, target_modules=["q_proj", "embed_tokens"])]
     for tree in trees:
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            stacked = dotted(path).startswith("layers.")
-            assert stack_dims(path, leaf) == int(stacked), dotted(path)
+            stacked = leaf_at(path).name.startswith("layers.")
+            assert stack_dims(path, leaf) == int(stacked), leaf_at(path).name
     loose = tiny.model(
         tiny.shared_folder(tie_word_embeddings=False), tiny.CONFIG, full_finetuning=True, layer_loop="unroll"
     )
     for path, leaf in jax.tree_util.tree_flatten_with_path(loose.trainable)[0]:
-        assert stack_dims(path, leaf) == 0, dotted(path)
+        assert stack_dims(path, leaf) == 0, leaf_at(path).name

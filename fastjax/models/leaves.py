@@ -1,0 +1,70 @@
+"""What a trained array is, by its place in the decoder's tree: the one place where a key path is read.
+
+The tree is `Decoder`'s state: {"embed_tokens": …, "layers": {stack: {position: {"self_attn": {"qkv": {"weight", "bias",
+"adapters": {"q_proj": {"lora_A", …}}}, …}, "input_layernorm": {"weight"}}}}, "norm": …, "lm_head": …}. Layers of one
+stack share arrays with a leading axis. Optimizers, gradient health and FLOPs ask here.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from convert.model.paths import TABLES
+from convert.model.spec import MATRICES
+
+#: Kinds of arrays that are one-dimensional in a checkpoint, or one row for each head.
+VECTORS = frozenset(("norm", "bias", "magnitude"))
+#: The two halves of a low-rank product.
+LORA_A, LORA_B = frozenset(("lora_A", "lora_embedding_A")), frozenset(("lora_B", "lora_embedding_B"))
+
+
+class Leaf(NamedTuple):
+    """A trained array.
+
+    Attributes:
+        kind: "matrix", "table", "norm" or "bias" as in `WeightSpec`; of an adapter "lora_A", "lora_B",
+            "lora_embedding_A", "lora_embedding_B" or "magnitude"; "trainable_tokens_delta" for rows of tokens.
+        keys: from its layer, or from the model where it is in none, down to it.
+        stack: number of the stack of layers; None beside the layers.
+        position: place of the layer in the stack's period; None beside the layers.
+        name: all keys joined by dots, as people read them.
+    """
+
+    kind: str
+    keys: tuple[str, ...]
+    stack: int | None
+    position: int | None
+    name: str
+
+    @property
+    def of_table(self) -> bool:
+        """Whether it is of the embeddings or the head, an adapter on the head excepted: that is a linear layer's."""
+        return self.keys[0] in TABLES and self.keys[1:2] != ("adapters",)
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is a vector in each layer."""
+        return self.kind in VECTORS
+
+    def in_layer(self, layer: int) -> str:
+        """The name with the layer's own number in the place of stack and position."""
+        return ".".join(("layers", str(layer), *self.keys))
+
+
+def leaf_at(path: Sequence[Any]) -> Leaf:
+    """The leaf at a key path of `jax.tree_util`."""
+    keys = [getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))) for entry in path]
+    name = ".".join(map(str, keys))
+    stack, position = None, None
+    if keys[0] == "layers" and len(keys) > 3 and isinstance(keys[1], int) and isinstance(keys[2], int):
+        (stack, position), keys = keys[1:3], keys[3:]
+    names = tuple(map(str, keys))
+    return Leaf(_kind(names), names, stack, position, name)
+
+
+def _kind(keys: tuple[str, ...]) -> str:
+    *module, last = keys
+    if last != "weight":
+        return last
+    if module[-1:] and module[-1] in TABLES:
+        return "table"
+    return "matrix" if tuple(module[-2:]) in MATRICES else "norm"
