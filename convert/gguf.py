@@ -27,7 +27,7 @@ from convert.gguf_file import PARTIAL, UnfinishedFile
 from convert.gguf_header import read_gguf_header
 from convert.gguf_vocabulary import Vocabulary, read_vocabulary
 from convert.model.paths import EMBEDDING, HEAD
-from convert.model.spec import WeightSpec
+from convert.model.spec import VECTORS, WeightSpec
 from convert.output import check_room
 from convert.shard import Counter, Monitor
 from convert.source import fingerprint
@@ -244,7 +244,7 @@ class _Plan:
 
     def _type_of(self, spec: WeightSpec) -> Any:
         kinds, columns = self.gguf.GGMLQuantizationType, spec.shape[-1]
-        if spec.kind in ("norm", "bias"):
+        if spec.kind in VECTORS:
             return kinds.F32
         tied = f"{HEAD}.weight" not in self.weights.specs
         kind = self.type

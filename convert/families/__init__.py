@@ -6,6 +6,7 @@ from typing import Any
 
 from convert.errors import unexpected
 from convert.families.cohere import COHERE
+from convert.families.exaone4 import EXAONE4
 from convert.families.family import Family, Ignored
 from convert.families.gemma import GEMMA
 from convert.families.gemma2 import GEMMA2
@@ -15,6 +16,7 @@ from convert.families.llama import LLAMA
 from convert.families.ministral import MINISTRAL
 from convert.families.mistral import MISTRAL
 from convert.families.olmo2 import OLMO2
+from convert.families.olmo3 import OLMO3
 from convert.families.phi3 import PHI3
 from convert.families.qwen2 import QWEN2
 from convert.families.qwen3 import QWEN3
@@ -27,6 +29,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL, GRANITE, SMOLLM3),
         *(GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3, OLMO2, COHERE),
+        *(OLMO3, EXAONE4),
     )
 }
 

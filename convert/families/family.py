@@ -22,6 +22,7 @@ from convert.model.spec import (
     FUSED_ATTENTION,
     FUSED_MLP,
     MLP,
+    PLAIN_MLP,
     QK_NORMS,
     Row,
     WeightSpec,
@@ -84,6 +85,7 @@ class Family:
         gguf: What llama.cpp computes; a sentence where it computes no such model.
         section: Key of config.json under which the text model's fields are; None: they stand at the top.
         text: Of a family with a `section`: the family of the text model.
+        parts: Part of a path -> its name in files, where that is another.
         starts: How tensors' names begin in the text model's own checkpoints -> how they begin in these.
         modules: How names of tensors begin -> how names of modules begin in transformers and PEFT, where they differ.
         ignored: Names to read past.
@@ -104,6 +106,7 @@ class Family:
     gguf: Architecture | str = "llama.cpp has no such architecture"
     section: str | None = None
     text: "Family | None" = None
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     starts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: tuple[Ignored, ...] = IGNORED
@@ -134,10 +137,14 @@ class Family:
             qk_norm or optional,
             norm(after) if after else (),
             norm(before_mlp) if before_mlp and before_mlp != before else (),
-            FUSED_MLP if fused else MLP,
+            FUSED_MLP if fused else MLP if has.get("gated", True) else PLAIN_MLP,
             norm(after_mlp) if after_mlp else (),
         )
-        return tuple(row._replace(name=_begun(row.name, self.starts)) for row in rows)
+        return tuple(row._replace(name=_begun(self._part_name(row), self.starts)) for row in rows)
+
+    def _part_name(self, row: Row) -> str:
+        named = self.parts.get(row.path.part)
+        return row.name if named is None else row.name.replace(f".{row.path.part}.", f".{named}.")
 
     def named_as(self, names: Iterable[str]) -> "Family":
         """The family itself, or the one of `others` whose layers a checkpoint's names have."""
@@ -234,7 +241,7 @@ class Family:
 
     @functools.cached_property
     def _modules(self) -> dict[WeightPath, str]:
-        return {row.path.module: _begun(row.name.rpartition(".")[0], self.modules) for row in self.table}
+        return {row.path.module: _begun(row.name.removesuffix(f".{row.path.leaf}"), self.modules) for row in self.table}
 
     @functools.cached_property
     def _paths(self) -> dict[str, WeightPath]:

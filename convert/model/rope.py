@@ -246,6 +246,10 @@ def read_ropes(get: Reader, fields: Mapping[str, Any]) -> dict[str, RopeConfig]:
         local_theta=get.defaults["rope_local_base_freq"],
         positions=positions,
     )
+    for field, values in settings.values():
+        if values.get("truncate") is False:
+            expected = "true or nothing: by kind of layer transformers leaves it out"
+            raise _wrong(get.where, f"{field}.truncate", expected, False)
     return {
         name: parse_rope(settings[layers], get.where, positions=positions, head_dim=fields["head_dim"])
         for name, layers in _BY_LAYER.items()

@@ -13,6 +13,8 @@ from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
 
 #: Kind of a weight -> how it starts: matrices and tables are drawn, scales start at one, biases at zero.
 INITS = {"matrix": "normal", "table": "normal", "norm": "ones", "bias": "zeros"}
+#: Kinds of which a layer has vectors, or a row for each head; the others are matrices.
+VECTORS = frozenset(("norm", "bias"))
 #: Dimension of a row -> the name of its logical axis.
 AXES = {
     "V": "vocabulary",
@@ -182,6 +184,7 @@ MLP = (
     *linear("mlp.down_proj", "E", "F", DOWN),
 )
 FUSED_MLP = (*linear("mlp.gate_up_proj", "2F", "E", GATE_UP), *linear("mlp.down_proj", "E", "F", DOWN))
+PLAIN_MLP = (*linear("mlp.up_proj", "F", "E", GATE_UP), *linear("mlp.down_proj", "E", "F", DOWN))
 #: Scales of queries and keys: one for each feature of a head, of all heads together, or of each head's own features.
 QK_NORMS = {
     None: (),

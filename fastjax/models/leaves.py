@@ -8,11 +8,11 @@ stack share arrays with a leading axis. Optimizers, gradient health and FLOPs as
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from convert.model import spec
 from convert.model.paths import TABLES
-from convert.model.spec import MATRICES
 
-#: Kinds of arrays that are one-dimensional in a checkpoint, or one row for each head.
-VECTORS = frozenset(("norm", "bias", "magnitude"))
+#: Kinds of arrays that are vectors in a layer.
+VECTORS = spec.VECTORS | {"magnitude"}
 #: The two halves of a low-rank product.
 LORA_A, LORA_B = frozenset(("lora_A", "lora_embedding_A")), frozenset(("lora_B", "lora_embedding_B"))
 
@@ -67,4 +67,4 @@ def _kind(keys: tuple[str, ...]) -> str:
         return last
     if module[-1:] and module[-1] in TABLES:
         return "table"
-    return "matrix" if tuple(module[-2:]) in MATRICES else "norm"
+    return "matrix" if tuple(module[-2:]) in spec.MATRICES else "norm"

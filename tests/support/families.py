@@ -158,6 +158,27 @@ CONFIGS = {
     ),
 }
 
+CONFIGS |= {
+    "olmo3": _family(
+        "olmo3",
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        num_hidden_layers=4,
+        sliding_window=6,
+        layer_types=[FULL, SLIDING] * 2,
+        rope_parameters={FULL: _without(_YARN, "truncate"), SLIDING: {"rope_type": "default", "rope_theta": 50.0}},
+    ),
+    "exaone4": _family(
+        "exaone4",
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        num_hidden_layers=4,
+        sliding_window=6,
+        sliding_window_pattern=2,
+        layer_types=[FULL, SLIDING] * 2,
+    ),
+}
 #: Llama has a table of its own in `tiny`; here the sizes of the others.
 LLAMA = _family("llama", head_dim=10, tie_word_embeddings=True)
 

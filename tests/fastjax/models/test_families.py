@@ -58,7 +58,7 @@ def test_config_there_and_back(variant):
 
 
 #: What says the same as `layer_types` and `no_rope_layers`, which are written.
-_SAID_OTHERWISE = {"max_window_layers", "no_rope_layer_interval"}
+_SAID_OTHERWISE = {"max_window_layers", "no_rope_layer_interval", "sliding_window_pattern"}
 _OF_THE_TOKENIZER = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
@@ -108,7 +108,7 @@ def test_what_is_left_out_is_transformers_default(family):
     needed = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
     bare = {name: default[name] for name in needed | {"model_type"}}
     assert ModelConfig.from_hf(bare) == expected
-    shapes = [[row.shape for row in family_for(config).rows(config)] for config in (bare, default)]
+    shapes = [[row.shape for row in family_for(config).specs(config)] for config in (bare, default)]
     assert shapes[0] == shapes[1]
 
 
@@ -227,7 +227,7 @@ def test_random_weights_fill_the_table(family):
     config = ModelConfig.from_hf(CONFIGS[family])
     model = FastLanguageModel.from_config(CONFIGS[family], dtype="float32", full_finetuning=True, max_seq_length=32)
     tensors = dict(model._tensors())
-    rows = {row.path: row.shape for row in family_for(CONFIGS[family]).rows(CONFIGS[family])}
+    rows = {row.path: row.shape for row in family_for(CONFIGS[family]).specs(CONFIGS[family])}
     assert {path: array.shape for path, array in tensors.items()} == rows
     for path, array in tensors.items():
         if "norm" in path:

@@ -13,18 +13,18 @@ from tests.support import families
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_size": float("inf")}, "config.json: hidden_size: expected a positive integer, given inf"),
-        ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps: expected a number >= 0 and below 1e30, given nan"),
-        ({"vocab_size": 2**70}, "config.json: vocab_size: expected a positive integer below 2³¹, given 11805"),
+        ({"hidden_size": float("inf")}, "config.json: hidden_size: expected a positive integer, got inf"),
+        ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps: expected a number >= 0 and below 1e30, got nan"),
+        ({"vocab_size": 2**70}, "config.json: vocab_size: expected a positive integer below 2³¹, got 11805"),
         (
             {"rope_parameters": {}, "rope_theta": [1]},
-            r"config.json: rope_theta: expected a positive number, given \[1\]",
+            r"config.json: rope_theta: expected a positive number, got \[1\]",
         ),
         ({"rope_parameters": "linear"}, "config.json: rope_parameters: expected an object or null, got 'linear'"),
         ({"rope_parameters": {"rope_type": 3}}, "config.json: rope_parameters.rope_type: expected a string, got 3"),
-        ({"hidden_act": ["silu"]}, r"config.json: hidden_act: expected one of \[.*\], given \['silu'\]"),
+        ({"hidden_act": ["silu"]}, r"config.json: hidden_act: expected one of \[.*\], got \['silu'\]"),
         ({"layer_types": [[]]}, "config.json: layer_types: expected 3 of full_attention and sliding_attention"),
-        ({"attention_dropout": 1}, "config.json: attention_dropout: expected a number from 0 to below 1, given 1"),
+        ({"attention_dropout": 1}, "config.json: attention_dropout: expected a number from 0 to below 1, got 1"),
         ({"num_hidden_layers": 2**62}, "config.json: num_hidden_layers: expected"),
     ],
 )

@@ -20,24 +20,24 @@ DEFAULT = {"rope_type": "default", "rope_theta": 300.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LOCAL = {"rope_type": "default", "rope_theta": 50.0}
 EVERY = set(CONFIGS)
-GEMMA3 = {"gemma3_text"}
-OTHERS = EVERY - GEMMA3
+BY_LAYER = {"gemma3_text", "olmo3"}
+OTHERS = EVERY - BY_LAYER
 
 #: Fields of a config.json -> the families that refuse them; Phi-3 has longrope for "linear" and "yarn".
 CASES = {
     "nothing": ({}, set()),
     "a base": ({"rope_theta": 300.0}, set()),
-    "new": ({"rope_parameters": LINEAR | {"rope_theta": 300.0}}, GEMMA3),
-    "new, base beside": ({"rope_parameters": LINEAR, "rope_theta": 300.0}, GEMMA3),
-    "new, two bases": ({"rope_parameters": LINEAR | {"rope_theta": 300.0}, "rope_theta": 700.0}, GEMMA3),
-    "new, no base": ({"rope_parameters": LINEAR}, GEMMA3),
-    "new, by type": ({"rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 300.0}}, GEMMA3),
+    "new": ({"rope_parameters": LINEAR | {"rope_theta": 300.0}}, BY_LAYER),
+    "new, base beside": ({"rope_parameters": LINEAR, "rope_theta": 300.0}, BY_LAYER),
+    "new, two bases": ({"rope_parameters": LINEAR | {"rope_theta": 300.0}, "rope_theta": 700.0}, BY_LAYER),
+    "new, no base": ({"rope_parameters": LINEAR}, BY_LAYER),
+    "new, by type": ({"rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 300.0}}, BY_LAYER),
     "new, flat as the default": ({"rope_parameters": DEFAULT, "rope_theta": 300.0}, set()),
     "old": ({"rope_scaling": LINEAR, "rope_theta": 300.0}, set()),
     "old, base inside": ({"rope_scaling": LINEAR | {"rope_theta": 300.0}}, set()),
     "old, two bases": ({"rope_scaling": LINEAR | {"rope_theta": 300.0}, "rope_theta": 700.0}, set()),
     "old, no base": ({"rope_scaling": LINEAR}, set()),
-    "old, by type": ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 300.0}, GEMMA3),
+    "old, by type": ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 300.0}, BY_LAYER),
     "old, beside null": ({"rope_parameters": None, "rope_scaling": LINEAR, "rope_theta": 300.0}, set()),
     "two types that agree": ({"rope_scaling": LINEAR | {"type": "linear"}}, set()),
     "a null type": ({"rope_scaling": LINEAR | {"type": None}}, set()),
@@ -45,8 +45,8 @@ CASES = {
     "two types": ({"rope_scaling": LINEAR | {"type": "default"}}, EVERY),
     "two types, default first": ({"rope_scaling": LINEAR | {"rope_type": "default", "type": "linear"}}, EVERY),
     "two types, new": ({"rope_parameters": LINEAR | {"type": "dynamic"}}, EVERY),
-    "both, empty": ({"rope_parameters": LINEAR | {"rope_theta": 300.0}, "rope_scaling": {}}, GEMMA3),
-    "both, null": ({"rope_parameters": LINEAR | {"rope_theta": 300.0}, "rope_scaling": None}, GEMMA3),
+    "both, empty": ({"rope_parameters": LINEAR | {"rope_theta": 300.0}, "rope_scaling": {}}, BY_LAYER),
+    "both, null": ({"rope_parameters": LINEAR | {"rope_theta": 300.0}, "rope_scaling": None}, BY_LAYER),
     "both, equal": (
         {"rope_parameters": LINEAR | {"rope_theta": 300.0}, "rope_scaling": LINEAR, "rope_theta": 300.0},
         set(),
@@ -64,7 +64,7 @@ CASES = {
     "by layer": ({"rope_parameters": {FULL: LINEAR | {"rope_theta": 300.0}, SLIDING: LOCAL}}, OTHERS),
     "by layer, bases beside": (
         {"rope_parameters": {FULL: LINEAR, SLIDING: {}}, "rope_theta": 300.0, "rope_local_base_freq": 50.0},
-        OTHERS,
+        OTHERS | {"olmo3"},  # which has no such field
     ),
     "by layer, one kind": ({"rope_parameters": {FULL: LINEAR | {"rope_theta": 300.0}}}, OTHERS),
     "by layer, one null": ({"rope_parameters": {FULL: LINEAR, SLIDING: None}}, OTHERS),
@@ -75,7 +75,7 @@ CASES = {
         OTHERS,
     ),
     "by layer, and old": ({"rope_parameters": {FULL: DEFAULT, SLIDING: LOCAL}, "rope_scaling": LINEAR}, EVERY),
-    "a part that turns": ({"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.75}}, GEMMA3),
+    "a part that turns": ({"rope_parameters": DEFAULT | {"partial_rotary_factor": 0.75}}, BY_LAYER),
     "a part beside": ({"rope_theta": 300.0, "partial_rotary_factor": 0.75}, set()),
     "a part, scaled": ({"rope_scaling": LINEAR, "partial_rotary_factor": 0.75}, EVERY),
     "the whole": ({"rope_scaling": LINEAR, "partial_rotary_factor": 1.0}, set()),

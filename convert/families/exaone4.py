@@ -1,0 +1,46 @@
+"""EXAONE 4: normalisations after the blocks, normalised queries and keys, positions in layers with a window alone."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.families.family import Family
+from convert.families.olmo2 import AFTER
+from convert.families.windows import types_to_hf
+from convert.model.reader import Reader
+
+if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
+
+
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Without `sliding_window` all layers see everything and have positions."""
+    layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
+    types, pattern = get.layer_types(layers), get.value("sliding_window_pattern")
+    if types is None and window is not None:  # a pattern in letters comes with layer_types
+        period = get.integer("sliding_window_pattern")
+        types = [(number + 1) % period != 0 for number in range(layers)]
+    if pattern is not None and not isinstance(pattern, str):
+        get.integer("sliding_window_pattern", 1)
+    if window is None:
+        if any(types or ()):
+            raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")
+        return {}
+    return {"layers": tuple((window, "rope") if sliding else (None, None) for sliding in types or ())}
+
+
+def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+    found = types_to_hf(config)
+    if any(layer.rope is None for layer in config.layers) and found["sliding_window"] is None:
+        found["sliding_window"] = config.max_position_embeddings  # of no layer, but with it they have no positions
+    return found
+
+
+EXAONE4 = Family(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    constants={**AFTER, "qk_norm": "head"},
+    read=_read,
+    write=_to_hf,
+    gguf="its files have not been compared with llama.cpp",
+)

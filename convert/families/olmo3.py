@@ -1,0 +1,33 @@
+"""OLMo 3: OLMo 2 three of whose four layers have a window, with rotary positions by kind of layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from convert.families.family import Family
+from convert.families.olmo2 import CONSTANTS
+from convert.families.windows import types_to_hf
+from convert.model.reader import Reader
+from convert.model.rope import read_ropes, ropes_to_hf
+from convert.model.spec import ATTENTION_GROUPS
+
+
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
+    types = get.layer_types(layers) or [(number + 1) % 4 != 0 for number in range(layers)]
+    if window is None and any(types):
+        raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")
+    kinds = tuple((window, "local_rope") if sliding else (None, "rope") for sliding in types)
+    return {**read_ropes(get, fields), "layers": kinds}
+
+
+OLMO3 = Family(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    # rope_theta beside the settings is of the layers that see everything alone
+    defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
+    switches={"attention_bias": ATTENTION_GROUPS},
+    constants=CONSTANTS,
+    read=_read,
+    write=lambda config: {**types_to_hf(config), **ropes_to_hf(config)},
+    gguf="its files have not been compared with llama.cpp",
+)
