@@ -13,7 +13,7 @@ independently:
 `config.preference` has the order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from pallas_kernels import dispatch
 from pallas_kernels.attention import checks, config, ranges
 from pallas_kernels.attention.call import Call
-from pallas_kernels.attention.implementations import IMPLEMENTATIONS, NEEDS_RANGES
+from pallas_kernels.attention.implementations import NEEDS_RANGES, REGISTRY
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import SegmentRanges
@@ -96,7 +96,7 @@ def attention(
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together.
-        NotImplementedError: the implementation that was asked for cannot serve this call; the message says why.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     checks.arrays(q, k, v, sinks)
     checks.documents(q, k, segment_ids, kv_segment_ids, segment_ranges)
@@ -119,12 +119,11 @@ def attention(
             dispatch.target(),
             *(q, k, v),
             options,
-            ranges=segment_ranges is not None,
-            segments=segment_ids is not None,
+            documents=segment_ids is not None or segment_ranges is not None,
+            disorder=_disorder(segment_ids, kv_segment_ids),
             offset=place,
             sinks=sinks is not None,
         ),
-        disorder=lambda: _disorder(segment_ids, kv_segment_ids),
         lse_gradient=return_lse,
     )
     if segment_ids is not None and not NEEDS_RANGES.isdisjoint((forward, backward)):
@@ -144,11 +143,11 @@ def attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def _attend(q, k, v, mask, sinks, seed, options: Options, forward: str, backward: str) -> tuple[JaxArray, JaxArray]:
-    return IMPLEMENTATIONS[forward].forward(q, k, v, mask, sinks, seed, options)
+    return REGISTRY[forward].forward(q, k, v, mask, sinks, seed, options)
 
 
 def _attend_forward(q, k, v, mask, sinks, seed, options, forward, backward):
-    results = IMPLEMENTATIONS[forward].forward(q, k, v, mask, sinks, seed, options)
+    results = REGISTRY[forward].forward(q, k, v, mask, sinks, seed, options)
     # Behind a barrier: a kernel whose result goes into a scan's stack of residuals and on to the next operation would
     # run twice on a GPU, once in XLA's fusion with the update of the stack.
     results = lax.optimization_barrier(tuple(results))
@@ -163,7 +162,7 @@ def _attend_backward(options, forward, backward, residuals, gradients):
     delta = jnp.sum(products, axis=-1).transpose(0, 2, 1) - dlse
     # cuDNN computes its own delta, and asks for the output to do so.
     extra = {"out": out} if backward == "cudnn" else {}
-    dq, dk, dv = IMPLEMENTATIONS[backward].backward(q, k, v, mask, sinks, seed, lse, delta, dout, options, **extra)
+    dq, dk, dv = REGISTRY[backward].backward(q, k, v, mask, sinks, seed, lse, delta, dout, options, **extra)
     dsinks = None
     if sinks is not None:
         weights = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse)
@@ -174,13 +173,7 @@ def _attend_backward(options, forward, backward, residuals, gradients):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _chosen(
-    implementation: str | Sequence[str | None] | None,
-    call: Call,
-    *,
-    disorder: Callable[[], str | None],
-    lse_gradient: bool,
-) -> tuple[str, str]:
+def _chosen(implementation: str | Sequence[str | None] | None, call: Call, *, lse_gradient: bool) -> tuple[str, str]:
     """The implementations of the forward and of the backward pass."""
     pair = (
         (implementation, implementation)
@@ -190,30 +183,16 @@ def _chosen(
     if len(pair) != 2:
         raise ValueError(
             "attention: implementation: expected a name or a pair of names, for the forward and the backward pass, "
-            f"given {implementation!r}"
+            f"got {implementation!r}"
         )
-    both = pair[0] == pair[1]
-
-    def reason(name: str, direction: str) -> str | None:
-        if name in NEEDS_RANGES and call.segments:
-            return disorder() or IMPLEMENTATIONS[name].unsupported(call._replace(ranges=True))
-        if name == "cudnn" and direction == "backward" and lse_gradient:
-            return "its backward pass takes no gradient of the log-sum-exp, which return_lse=True asks for"
-        return IMPLEMENTATIONS[name].unsupported(call)
-
-    forward, backward = (
-        dispatch.select(
-            "attention" if both else f"attention ({direction})",
-            name,
-            [(candidate, reason(candidate, direction)) for candidate in config.preference(call.target, direction)],
-        )
-        for direction, name in zip(("forward", "backward"), pair, strict=True)
-    )
-    return forward, backward
+    apart = pair[0] != pair[1]
+    forward = REGISTRY.choose(call, pair[0], direction="forward" if apart else "")
+    call = call._replace(lse_gradient=lse_gradient)
+    return forward, REGISTRY.choose(call, pair[1], direction="backward" if apart else "")
 
 
 def _disorder(*segment_ids: JaxArray | None) -> str | None:
-    """Why no ranges can be made of the documents that ids give, or None where they can or where there are no ids."""
+    """Why no ranges can be made of documents' ids; None where they can or there are no ids."""
     for ids in segment_ids:
         if isinstance(ids, Tracer):
             return (

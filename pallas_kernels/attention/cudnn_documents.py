@@ -22,7 +22,7 @@ from pallas_kernels.attention.ranges import SegmentRanges
 from pallas_kernels.dispatch import Target
 
 
-def unsupported(target: Target, q: Array, k: Array, ranges: SegmentRanges, options: Options) -> str | None:
+def why_not(target: Target, q: Array, k: Array, ranges: SegmentRanges, options: Options) -> str | None:
     """Why a call that cuDNN serves with a bias cannot take the variable-length path, or None when it can.
 
     Args:

@@ -18,7 +18,7 @@ TILE = 128
 
 
 class Documents(NamedTuple):
-    """The documents of each row one by one, for implementations that are given a list of them (cuDNN).
+    """The documents of each row one by one, for implementations that read a list of them (cuDNN).
 
     M is the `max_documents` of `segment_ranges`, but at least 2: cuDNN reads a list of one as no list.
 
@@ -84,12 +84,12 @@ def segment_ranges(
             the ids are known; max_documents below 1 or beside kv_segment_ids.
     """
     if max_documents is not None and (max_documents < 1 or kv_segment_ids is not None):
-        given = "kv_segment_ids beside it" if kv_segment_ids is not None else max_documents
-        raise ValueError(f"segment_ranges: max_documents: expected at least 1 and no kv_segment_ids, given {given}")
+        got = "kv_segment_ids beside it" if kv_segment_ids is not None else max_documents
+        raise ValueError(f"segment_ranges: max_documents: expected at least 1 and no kv_segment_ids, got {got}")
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
     if segment_ids.ndim != 2 or kv_segment_ids.ndim != 2 or len(segment_ids) != len(kv_segment_ids):
         raise ValueError(
-            "segment_ranges: expected segment_ids [batch, queries] and kv_segment_ids [batch, keys], given "
+            "segment_ranges: expected segment_ids [batch, queries] and kv_segment_ids [batch, keys], got "
             f"{segment_ids.shape} and {kv_segment_ids.shape}"
         )
     for name, ids in (("segment_ids", segment_ids), ("kv_segment_ids", kv_segment_ids)):
@@ -101,7 +101,7 @@ def segment_ranges(
         if max(counts, default=0) > max_documents:
             raise ValueError(
                 f"segment_ranges: max_documents: expected at least {max(counts)}, the documents of row "
-                f"{np.argmax(counts)}, given {max_documents}"
+                f"{np.argmax(counts)}, got {max_documents}"
             )
     queries, keys = _carried(segment_ids), _carried(kv_segment_ids)
     k_start, k_end = _range(queries, keys, segment_ids, kv_segment_ids)
@@ -133,13 +133,13 @@ def not_contiguous(segment_ids: Int[Array, "B S"]) -> str | None:
         if drops.size:
             before, after = documents[drops[0] : drops[0] + 2]
             return (
-                f"expected documents in order and in one piece, given document {after} after document {before} at row "
+                f"expected documents in order and in one piece, got document {after} after document {before} at row "
                 f"{row}, place {places[drops[0] + 1]}"
             )
         holes = np.flatnonzero((np.diff(documents) == 0) & (np.diff(places) > 1))
         if holes.size:
             return (
-                f"expected documents in one piece, given padding within document {documents[holes[0]]} at row {row}, "
+                f"expected documents in one piece, got padding within document {documents[holes[0]]} at row {row}, "
                 f"place {places[holes[0]] + 1}"
             )
     return None

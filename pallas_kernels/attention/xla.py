@@ -40,7 +40,7 @@ class _Gradients(NamedTuple):
     lse: Array  # [B, S, K, G]
 
 
-def unsupported(call: Call) -> None:
+def why_not(call: Call) -> None:
     """None: every call on every target is served."""
 
 

@@ -15,11 +15,11 @@ from pallas_kernels.rounding import round_through
 def dequantize(
     codes: UInt8[Array, "..."],
     absmax: Float[Array, "..."],
+    quant_map: Float[Array, " 16"] | None = None,
     *,
     shape: tuple[int, int],
     dtype: DTypeLike,
     order: str,
-    quant_map: Float[Array, " 16"] | None = None,
     through: str | None = None,
 ) -> Float[Array, "out in"]:
     """The matrix that the codes stand for; arguments as in the api, already checked."""

@@ -204,7 +204,7 @@ def _jobs(given: TuneCase, case: Case, arguments: tuple[Any, ...]) -> list[Job]:
     jobs = []
     for name in given.implementations:
         module, listed = (mosaic_sm90, _mosaic) if name == "mosaic" else (triton, _triton)
-        if module.unsupported(Call(dispatch.target(), q, k, v, options, ranges=documents)) is None:
+        if module.why_not(Call(dispatch.target(), q, k, v, options, documents=documents)) is None:
             jobs += [Job(kernel, about, *rest) for kernel, *rest in listed(case.size, options, documents, grouped)]
     return jobs
 

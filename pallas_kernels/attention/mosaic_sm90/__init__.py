@@ -38,7 +38,7 @@ SIZES = (64, 80, 96, 112, 128, 192, 256)
 _CORES = 132
 
 
-def unsupported(call: Call) -> str | None:
+def why_not(call: Call) -> str | None:
     """Why the kernels cannot serve a call, in one clause, or None when they can."""
     target, q, v = call.target, call.q, call.v
     if target.platform != "cuda" or target.compute_capability != (9, 0):
@@ -47,8 +47,6 @@ def unsupported(call: Call) -> str | None:
         return f"it takes bfloat16 or float16, not {q.dtype}"
     if q.shape[3] not in SIZES or v.shape[3] not in SIZES:
         return f"the head size must be one of {SIZES}, not {q.shape[3]} for keys and {v.shape[3]} for values"
-    if call.segments and not call.ranges:
-        return "it takes documents as ranges: pass segment_ranges(segment_ids)"
     if call.options.scale <= 0:
         return f"the scale must be positive, not {call.options.scale}"
     return None

@@ -193,7 +193,7 @@ def job(tmp_path, sizes, run):
 
 
 def test_the_fastest_block_sizes_that_run_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTJAX_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def run(config, x):
         if config.size == 3:
@@ -213,7 +213,7 @@ def test_the_fastest_block_sizes_that_run_are_kept(tmp_path, monkeypatch):
 
 
 def test_no_block_sizes_are_kept_where_none_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def run(config, x):
         raise ValueError("too large")

@@ -128,7 +128,7 @@ def test_why_the_list_is_not_used(changes, reason):
     shape = changes.get("shape", (3, 16, 4, 64))
     q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     ranges = made(jnp.asarray(PACKED), changes.get("max_documents", 3))
-    found = cudnn_documents.unsupported(changes.get("target", H200), q, q, ranges, changes.get("options", Options(1.0)))
+    found = cudnn_documents.why_not(changes.get("target", H200), q, q, ranges, changes.get("options", Options(1.0)))
     assert found == reason if reason is None else reason in str(found)
 
 

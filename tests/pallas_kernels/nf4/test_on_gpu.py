@@ -19,9 +19,10 @@ SHAPES = [pytest.param(matrix.shape, id=matrix.name) for matrix in (*WHOLE_ROWS,
 
 
 def implementations(shape):
-    from pallas_kernels.nf4 import api
+    from pallas_kernels.nf4.implementations import DEQUANTIZE, Decode
 
-    return [name for name, reason in api._candidates(shape, jnp.bfloat16, "split", None) if reason is None]
+    reasons = DEQUANTIZE.reasons(Decode(dispatch.target(), shape, jnp.bfloat16, None, "split", own_map=True))
+    return [name for name, reason in reasons.items() if reason is None]
 
 
 def random_packed(shape):

@@ -27,10 +27,10 @@ from jaxtyping import Array, Float, UInt8
 from pallas_kernels import compat
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
-from pallas_kernels.nf4.config import FEW_TOKENS_COLUMNS, FewTokensConfig
+from pallas_kernels.nf4.config import MATVEC_COLUMNS, MatvecConfig
 from pallas_kernels.nf4.mosaic_sm90.lookup import look_up_word, words_of
 
-COLUMNS = FEW_TOKENS_COLUMNS
+COLUMNS = MATVEC_COLUMNS
 """Columns of W that a warpgroup takes at a time."""
 ROWS = 32
 """Rows of W that its four warps cover once."""
@@ -56,12 +56,12 @@ _ABSMAX = plgpu.Layout.TILED(
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
 @functools.partial(jax.jit, static_argnames=("config", "through", "interpret"))
-def few_tokens(
+def matvec(
     x: Float[Array, "rows in"],
     codes: UInt8[Array, "out half_in"],
     absmax: Float[Array, "out blocks"],
     *,
-    config: FewTokensConfig,
+    config: MatvecConfig,
     through: str | None = None,
     interpret: Any = None,
 ) -> Float[Array, "rows out"]:
@@ -100,14 +100,14 @@ def few_tokens(
             unsafe_no_auto_barriers=True,  # they are below, where something is written again
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-        kernel_name="nf4_few_tokens",
+        kernel_name="nf4_matvec",
         interpret=interpret,
     )
     return kernel(x.reshape(tokens, columns // BLOCK, BLOCK), codes, absmax)
 
 
 def _kernel(
-    x_ref, codes_ref, absmax_ref, out_ref, x_smem, sums, full, done, *, config: FewTokensConfig, through, interpreted
+    x_ref, codes_ref, absmax_ref, out_ref, x_smem, sums, full, done, *, config: MatvecConfig, through, interpreted
 ):
     group, groups, stages = lax.axis_index("warpgroup"), config.warpgroups, config.stages
     steps, padded = x_ref.shape[1] // _BLOCKS, x_smem.shape[1]
@@ -137,9 +137,12 @@ def _kernel(
         plgpu.barrier_wait(full.at[slot])
         add = _add_interpreted if interpreted else _add
         total = add(total, codes, absmax, x_smem.at[slot], through)
+        # `add` ends in a barrier of the warpgroup: all its threads have read the stage that is loaded anew here.
         pl.when(turn + stages < turns)(lambda: load_x(turn + stages))
         return total, *ahead
 
+    # In flight from here on: `stages` pieces of x (TMA, shared memory), `config.ahead` pieces of W (plain loads,
+    # registers). Warpgroups share no stage, so none waits for another before the end.
     for turn in range(stages):
         pl.when(turn < turns)(functools.partial(load_x, jnp.int32(turn)))
     ahead = [load_codes(jnp.int32(turn)) for turn in range(config.ahead)]
@@ -148,6 +151,7 @@ def _kernel(
         total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
     total, *_ = lax.fori_loop(0, turns, step, (total, *ahead))
     sums.at[group][...] = total
+    # The one barrier of the whole thread block: every warpgroup's sums are in shared memory.
     plgpu.barrier_arrive(done)
     plgpu.barrier_wait(done)
     if interpreted:
@@ -188,7 +192,7 @@ def _add(total, codes, absmax, x_ref, through):
                         for tile in range(token_tiles):
                             pair = x_words[half][tile][2 * word : 2 * word + 2]
                             sums[row_tile, tile] = _multiply(sums[row_tile, tile], weights, pair, dtype)
-        mgpu.utils.warpgroup_barrier()  # everyone has read x
+        mgpu.utils.warpgroup_barrier()  # every thread has read x: its stage may be loaded anew
         return mgpu.FragmentedArray(
             _registers=sums.reshape(total.registers.shape), _layout=total.layout, _is_signed=None
         )
