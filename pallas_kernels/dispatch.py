@@ -108,7 +108,7 @@ class Implementation(NamedTuple):
 
     Attributes:
         why_not: case -> one clause saying why it cannot serve the case, or None when it can.
-        forward: the operation, or its forward pass; each operation says with what arguments.
+        forward: the operation, or its forward pass; its arguments are the operation's own.
         backward: the backward pass, where the operation has one.
     """
 

@@ -69,9 +69,9 @@ def attention(
         segment_ids: the document of each query, counted from 1, int32; 0 marks padding, which sees nothing and is not
             seen. None where the row is one document. Ids known only at run time may belong to documents in several
             pieces, which only some implementations take.
-        kv_segment_ids: the document of each key, likewise; segment_ids by default, where there are as many keys.
+        kv_segment_ids: the document of each key; segment_ids by default, where there are as many keys.
         segment_ranges: instead of ids, `segment_ranges(segment_ids)`: documents that each are one piece of the row.
-            Made once a batch for all layers, they let kernels skip what lies in other documents.
+            Made once a batch for all layers, they let kernels skip other documents.
         causal: key t is visible to query s only if t <= s + query_offset.
         sliding_window: key t is visible to query s only if t > s + query_offset - sliding_window, and, where causal is
             False, t < s + query_offset + sliding_window.
@@ -79,12 +79,12 @@ def attention(
         sinks: float32, a logit for each query head that joins the softmax's denominator and has no value.
         query_offset: the position of the first query among the keys: a number for all rows or one for each. By default
             the last query stands at the last key, T - S.
-        scale: what the logits are multiplied with, 1/√D by default.
+        scale: factor of the logits, 1/√D by default.
         dropout_rate: probability with which each weight is dropped after the softmax; the others are divided by
             1 - dropout_rate.
-        dropout_key: what decides which; the same key drops the same weights in every implementation.
+        dropout_key: random key; it drops the same weights in every implementation.
         dropout_row: number of the first row. Rows are counted from 0 on each device: inside shard_map, with the rows
-            before a device's own here, the devices drop what one device alone would.
+            before a device's own here, the devices drop the same weights as one device alone.
         return_lse: whether to return the log-sum-exp of each query's logits as well.
         implementation: "mosaic", "cudnn", "triton" or "xla" for both passes, or a pair for the forward and the backward
             pass; None: the fastest on the target that serves the call.

@@ -6,7 +6,7 @@ same primitives, forward and backward, are bound one by one. They are private to
 are the only ones that import them. JAX's own checks ask the default backend; ``why_not`` makes them for the target,
 so that the call can be traced for a GPU that is not there.
 
-Without documents the mask is cuDNN's causal one, with its sliding window where there is one: what is masked is skipped.
+Without documents the mask is cuDNN's causal one, with its sliding window where there is one: masked tiles are skipped.
 Documents whose list is known (`segment_ranges(…, max_documents=…)`) take its variable-length path, on Hopper and later
 (`cudnn_documents`). All others become an additive bias [B, 1, S, T] in q's dtype, any window in it: correct, but costly
 (no tile is skipped for being in another document, and the bias is read by every head). The bias has no gradient.
@@ -91,7 +91,7 @@ def backward(
     *,
     out: Array,
 ) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v; arguments as in `xla.backward`, and the output, of which cuDNN computes delta."""
+    """The gradients of q, k and v; arguments as in `xla.backward`, and the output, from which cuDNN computes delta."""
     assert sinks is None and seed is None
     del delta
     if mask.ranges is not None and _lists_documents(q, k, mask.ranges, options):
@@ -111,7 +111,7 @@ def _lists_documents(q: Array, k: Array, ranges: SegmentRanges, options: Options
 
 
 def _operands(q: Array, k: Array, v: Array, bias: Array | None) -> tuple[Array, ...]:
-    """The primitives' operands; what is not used is an empty array (lengths, offsets, page tables)."""
+    """The primitives' operands; unused ones are empty arrays (lengths, offsets, page tables)."""
     unused = jnp.zeros((0,), q.dtype)
     return (q, k, v, unused if bias is None else bias) + (unused,) * 6
 
@@ -129,7 +129,7 @@ def _parameters(bias: Array | None, options: Options) -> dict[str, object]:
 
 
 def _allowed(q: Array, k: Array, mask: Mask, options: Options) -> Array | None:
-    """What each query sees [B, S, T]; None without documents, where cuDNN's own masks say it."""
+    """The mask [B, S, T]; None without documents, where cuDNN has its own."""
     if mask.ranges is None and mask.segment_ids is None:
         return None
     return visible(queries_of(mask, q.shape[1]), mask, k.shape[1], options)

@@ -1,4 +1,4 @@
-"""Packed documents as ranges: what lets a kernel skip whole tiles.
+"""Packed documents as ranges, by which a kernel skips whole tiles.
 
 Documents are contiguous in a packed row, so the keys that a query's document has are a range, and so are the queries
 that a key's document has. Both ends of both ranges never decrease along the row; the first and last row of a tile
@@ -45,7 +45,7 @@ class SegmentRanges(NamedTuple):
         q_start, q_end: the queries [q_start, q_end) of each key's document; empty for padding.
         q_order: each row's tiles of `TILE` queries, those that see most keys first (causal); `order_of_all` joins the
             rows.
-        k_order: each row's tiles of `TILE` keys likewise, those that most queries see first.
+        k_order: each row's tiles of `TILE` keys, those that most queries see first.
         documents: the documents one by one, where `segment_ranges` was told how many there may be.
     """
 
@@ -69,7 +69,7 @@ def segment_ranges(
     Args:
         segment_ids: the document of each query, from 1 and never decreasing along the row but for padding (0), which
             sees nothing and is not seen.
-        kv_segment_ids: the document of each key likewise; segment_ids by default.
+        kv_segment_ids: the document of each key; segment_ids by default.
         max_documents: the most documents that a row may have. Given, the ranges carry the list of documents that
             cuDNN's variable-length attention needs (its memory grows with this number); for queries and keys of the
             same rows, that is without kv_segment_ids.
@@ -123,7 +123,7 @@ def order_of_all(order: Int32[Array, "B QT"]) -> Int32[Array, " B*QT"]:
 
 
 def not_contiguous(segment_ids: Int[Array, "B S"]) -> str | None:
-    """Why the documents are not ranges in order, or None where they are or where that is known only at run time."""
+    """Why the documents are not ranges in order; None where they are, or where only run time tells."""
     if isinstance(segment_ids, Tracer):
         return None
     for row, ids in enumerate(np.asarray(segment_ids)):

@@ -19,8 +19,8 @@ def glu(
     The backward pass keeps gate and up and computes the activation again.
 
     Args:
-        gate: what the activation is applied to.
-        up: what it gates; same shape and dtype.
+        gate: operand of the activation.
+        up: the other factor; same shape and dtype.
         activation: one of ``ACTIVATIONS``; the names are those of ``hidden_act`` in Hugging Face configs.
 
     Returns:

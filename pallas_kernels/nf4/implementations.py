@@ -4,7 +4,7 @@ Dequantisation is one function, which the matrix product uses before it multipli
 
     forward(codes, absmax, quant_map, *, shape, dtype, order, through) -> matrix [out, in]
 
-The product has two, of which the second is its gradient in x:
+The product has two, itself and its gradient in x:
 
     forward(x, codes, absmax, quant_map, *, shape, order, through) -> x Wᵀ
     backward(dy, codes, absmax, quant_map, *, shape, order, through) -> dy W
@@ -117,7 +117,7 @@ def _product_preference(case: Product) -> tuple[str, ...]:
 
 
 def _kernel_dtype(dtype: DTypeLike, through: str | None) -> DTypeLike:
-    """What a kernel decodes to: float32 holds all 16-bit values, so its result is widened, which is exact."""
+    """The dtype of a kernel's result: float32 holds all 16-bit values, so its result is widened, which is exact."""
     return through if through is not None and jnp.dtype(dtype) == jnp.float32 else dtype
 
 

@@ -22,7 +22,7 @@ def dequantize(
     order: str,
     through: str | None = None,
 ) -> Float[Array, "out in"]:
-    """The matrix that the codes stand for; arguments as in the api, already checked."""
+    """The decoded matrix; arguments as in `implementations`."""
     size, blocks = shape[0] * shape[1], num_blocks(shape)
     table = jnp.asarray(NF4_VALUES if quant_map is None else quant_map)
     codes = codes.reshape(-1)

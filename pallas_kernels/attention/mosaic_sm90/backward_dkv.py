@@ -97,8 +97,8 @@ def _kernel(refs, *, ctas: int, options: Options, config: DkvConfig):
 
     def compute(part, wanted):
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        given = {"part": part, "group": group, "wanted": wanted, "options": options, "config": config}
-        schedule.each(functools.partial(_compute, refs, schedule, **given))
+        common_arguments = {"part": part, "group": group, "wanted": wanted, "options": options, "config": config}
+        schedule.each(functools.partial(_compute, refs, schedule, **common_arguments))
 
     if config.split:
         pl.when(warpgroup == 0)(lambda: compute(0, "k"))
@@ -154,7 +154,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted:
     rows, bounds = schedule.rows, schedule.bounds(turn, part)
 
     def again():
-        """What is to be done, found again rather than kept in registers."""
+        """The tile's numbers, computed again rather than kept in registers."""
         return schedule.work(lax.optimization_barrier(turn), part)
 
     def step(dk_ref, dv_ref, masked, member, index, taken):
@@ -162,7 +162,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted:
         q_smem, do_smem = refs.q_smem.at[slot], refs.do_smem.at[slot]
 
         def signed(p):
-            """With a minus where dropout drops: the bits are made once and need no registers."""
+            """Weights with a minus where dropped: the bits are made once and need no registers."""
             here = again()
             number = here.row * refs.q.shape[2] + here.head * group + member
             keep = common.kept(p.shape, refs.seed, number, here.first, query, options, True)

@@ -159,7 +159,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     work, scarce = schedule.work(turn, warpgroup), refs.q.shape[3] > 128 or options.dropout_rate > 0
 
     def again():
-        """What is to be done: found again where there is no register to keep it."""
+        """The tile's numbers: computed again where registers are scarce."""
         return schedule.work(lax.optimization_barrier(turn), warpgroup) if scarce else work
 
     statistics = refs.statistics.at[buffer, warpgroup]
@@ -191,7 +191,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
                 if masked:
                     s = rows.mask(s, here.row, here.first, key, bounds)
                 p = jnp.exp2(s * factor + broadcast_rows(lse, shape))
-                if options.dropout_rate:  # what is dropped is kept as a sign, which needs no registers
+                if options.dropout_rate:  # dropped weights get a minus, which needs no registers
                     number = here.row * refs.q.shape[2] + here.head
                     keep = common.kept(shape, refs.seed, number, here.first, key, options, False)
                     p = jnp.where(keep, p, -p)

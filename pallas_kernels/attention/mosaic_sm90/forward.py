@@ -174,7 +174,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     work, scarce = schedule.work(turn, warpgroup), value_size > 192
 
     def again():
-        """What is to be done: found again where there is no register to keep it."""
+        """The tile's numbers: computed again where registers are scarce."""
         return schedule.work(lax.optimization_barrier(turn), warpgroup) if scarce else work
 
     rows, bounds = schedule.rows, schedule.bounds(turn, warpgroup)
@@ -206,7 +206,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     bounded = soft_cap.bounded(dtype, options)
 
     def softmax(s, top, index, masked):
-        """A block's weights and their sums, what earlier ones are to be multiplied with, and the greatest logit."""
+        """A block's weights and their sums, the factor of the sums so far, and the greatest logit."""
         s, factor, _ = soft_cap.capped(s, options, interpreted=refs.interpreted)
         here = again()
         key = (here.high - 1 - index) * block

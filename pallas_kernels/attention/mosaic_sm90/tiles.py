@@ -1,4 +1,4 @@
-"""The order that tiles of rows are taken in, and what each warpgroup does of a tile."""
+"""The order of tiles of rows, and each warpgroup's part of a tile."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ class Schedule:
     slots: int = 1
 
     ARRIVALS = 3
-    """What the barrier of a post must count for it."""
+    """Arrivals of a post on its barrier."""
 
     @staticmethod
     def shared(slots: int, parts: int) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Schedule:
         return Tile(row, first, group * self.members, *self.rows.blocks(row, first, self.size, self.block))
 
     def _part(self, tile: Tile, part: Array | int) -> Tile:
-        """What warpgroup `part` does of a tile."""
+        """Warpgroup `part`'s part of a tile."""
         if self.members == 2:
             return tile._replace(head=tile.head + part)
         first = tile.first + part * WARPGROUP_ROWS
@@ -136,7 +136,7 @@ class Schedule:
         return Tile(tile.row, first, tile.head, low, inner, outer, high, low - tile.low, tile.high - high)
 
     def post(self, turn: Array, tile: Tile, part: int, full: Any) -> Tile:
-        """What warpgroup `part` does of a turn's tile; for documents the loading warpgroup writes it down.
+        """Warpgroup `part`'s part of a turn's tile; for documents the loading warpgroup writes it to shared memory.
 
         The others would else wait for global memory at the start of each tile. They may read once `full` is.
 
@@ -159,7 +159,7 @@ class Schedule:
         return work
 
     def work(self, turn: Array, part: Array | int) -> Tile:
-        """What warpgroup `part` does in a turn: found again, or with documents as posted."""
+        """Warpgroup `part`'s part of a turn's tile: computed again, or with documents as posted."""
         if self.refs.start is None:
             return self._part(self.tile(turn), part)
         slot = lax.rem(turn, jnp.int32(self.slots))
@@ -173,10 +173,10 @@ class Schedule:
 
 
 def leave(blocks: Array | int, taken: Array, stages: Array, rings: Sequence[tuple[Any, Any]]) -> Array:
-    """Give back, unread, the next `blocks` blocks of rings of shared memory.
+    """Release, unread, the next `blocks` blocks of rings of shared memory.
 
-    A block is waited for all the same: else a warpgroup could give the same place back twice while the other has not
-    given it back once.
+    A block is waited for all the same: else a warpgroup could release the same stage twice before the other has
+    released it once.
 
     Args:
         blocks: how many.

@@ -1,4 +1,4 @@
-"""What the three Triton kernels share: the static part of a call, exponentials, the soft cap, dropout."""
+"""Shared parts of the three Triton kernels: the static part of a call, exponentials, the soft cap, dropout."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ class Call:
     """The static part of a kernel; grids are (tile, head, row of the batch).
 
     Attributes:
-        options: what the caller asks for.
+        options: the call's.
         queries: S.
         keys: T.
         heads: H.
@@ -56,7 +56,7 @@ class Call:
 
     @property
     def exponent(self) -> float:
-        """What turns `capped` products into exponents of 2."""
+        """Factor from `capped` products to exponents of 2."""
         cap = self.options.logits_soft_cap
         return (self.options.scale if cap is None else cap) * LOG2_E
 

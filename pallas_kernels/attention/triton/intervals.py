@@ -97,7 +97,7 @@ def visit(
 
     Args:
         body: the loop's body; `tile` and `repeat` are int32.
-        carry: what it starts with.
+        carry: its initial value.
         first: the columns of the tile's first row.
         last: those of its last row.
         tile: columns of a tile.

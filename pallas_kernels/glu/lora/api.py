@@ -77,8 +77,8 @@ def glu_lora_backward(
 
     Args:
         gate_up: as in `glu_lora_forward`.
-        inner: likewise.
-        dh: the gradient of h that comes through the down projection's weight.
+        inner: as in `glu_lora_forward`.
+        dh: the gradient of h through the down projection's weight.
         down: A of the down projection's adapter and the gradient of h·Aᵀ; None: there is none.
         activation: one of ``ACTIVATIONS``.
         implementation: None, "triton" or "xla".

@@ -43,7 +43,7 @@ def forward_config(capability: tuple[int, int], rank: int) -> Tiles:
 
 
 def backward_config(capability: tuple[int, int], rank: int) -> Tiles:
-    """Block sizes likewise, with a long loop, since every program writes partial sums; few warps hold many sums."""
+    """Block sizes with a long loop, since every program writes partial sums; few warps hold many sums."""
     if capability < (9, 0):
         return Tiles(rows=32, columns=32, loop=32, num_warps=8, num_stages=2)
     if rank <= 64:

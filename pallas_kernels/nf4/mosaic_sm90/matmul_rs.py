@@ -64,9 +64,9 @@ def matmul_rs(
         through: dtype that decoded values are rounded to before x's; None for none.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
-    (given_rows, summed), cluster = x.shape, config.cluster
+    (all_rows, summed), cluster = x.shape, config.cluster
     columns = 2 * codes.shape[1] if gradient else codes.shape[0]
-    x = jnp.pad(x, ((0, -given_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
+    x = jnp.pad(x, ((0, -all_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
     rows = x.shape[0]
     schedule = StreamK.of(rows, columns, summed, config, RS_TERMS, cores // cluster)
     free = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if cluster > 1 else plgpu.Barrier
@@ -108,7 +108,7 @@ def matmul_rs(
         kernel_name="nf4_matmul_rs_gradient" if gradient else "nf4_matmul_rs",
         interpret=interpret,
     )(x, codes, absmax)
-    return out[:given_rows]
+    return out[:all_rows]
 
 
 def _kernel(
@@ -258,7 +258,7 @@ def _multiply(refs, segment: Segment, pair, following, load_half, decode_half, c
 
     def products(sums_ref):
         def multiply(x_count, weights, *following):
-            """Issue a product, load what is decoded next, and wait for the product before this one."""
+            """Issue a product, load the codes to decode next, and wait for the product before this one."""
             slot = lax.rem(x_count, jnp.int32(config.x_stages))
             plgpu.barrier_wait(refs.x_full.at[slot])
             plgpu.wgmma(sums_ref, weights, refs.x_smem.at[slot].T)
@@ -339,8 +339,8 @@ def _write(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem, refs.out.at[pl.ds(segment.row + row, 64), pl.ds(column, ROWS)])
 
-    # What a tile that was moved back shares with its neighbour, the neighbour writes: it may have been cut elsewhere,
-    # so that its sums differ by roundings.
+    # Where a tile that was moved back overlaps its neighbour, the neighbour writes: it may be cut elsewhere, so that
+    # its sums differ by roundings.
     own = column >= schedule.own_column(segment.tile)
     if schedule.needs_fixup:
         pl.when(segment.end < schedule.iterations)(store_partial)

@@ -42,7 +42,7 @@ _TRANSFORMS = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 def _unit_layout(columns: int, part: tuple[int, int]):
     """Of 64 blocks below each other, codes or decoded: a lane holds half a block.
 
-    Eight neighbouring lanes hold every other of eight rows, so that what they store at once, 16 bytes each, falls into
+    Eight neighbouring lanes hold every other of eight rows, so that their simultaneous stores, 16 bytes each, fall into
     different banks.
     """
     tiling = plgpu.Tiling(((64, columns), (16, columns), part, (2, 16), (8,)))
@@ -79,8 +79,8 @@ def matmul_ss(
         through: dtype that decoded values are rounded to before x's; None for none.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
-    given_rows, summed = x.shape
-    x = jnp.pad(x, ((0, -given_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
+    all_rows, summed = x.shape
+    x = jnp.pad(x, ((0, -all_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
     rows = x.shape[0]
     columns = 2 * codes.shape[1] if gradient else codes.shape[0]
     _share_of_registers(config)
@@ -123,7 +123,7 @@ def matmul_ss(
         kernel_name="nf4_matmul_ss_gradient" if gradient else "nf4_matmul_ss",
         interpret=interpret,
     )(x, codes, absmax)
-    return out[:given_rows]
+    return out[:all_rows]
 
 
 def _kernel(
@@ -180,7 +180,7 @@ def _share_of_registers(config: MatmulSsConfig) -> int:
     """The registers that every thread starts with.
 
     Raises:
-        ValueError: the warpgroups want more together, of which the last would wait forever.
+        ValueError: the warpgroups want more together; the last one would wait forever.
     """
     warpgroups = config.consumers + DECODERS + 1
     share = _REGISTERS // (128 * warpgroups) // 8 * 8
@@ -291,7 +291,7 @@ def _multiply(refs, segment: Segment, consumer, count, gradient: bool, config: M
             plgpu.barrier_wait(refs.w_full.at[w_slot])
             weights = refs.w_smem.at[w_slot]
             plgpu.wgmma(sums_ref, refs.x_smem.at[x_slot, consumer], weights if gradient else weights.T)
-            # One product stays in flight; the one before is done, and what it read is released. In a tile's first
+            # One product stays in flight; the one before is done, and its stages are released. In a tile's first
             # iteration that was the last tile's, which released its own.
             plgpu.wgmma_wait(1)
             pl.when(index > segment.begin)(lambda: release(count - 1))
@@ -353,7 +353,7 @@ def _write(
             for column in range(0, config.columns, 64):
                 target = refs.out.at[rows, pl.ds(segment.column + column, 64)]
                 store = functools.partial(plgpu.copy_smem_to_gmem, refs.out_smem.at[consumer, column // 64], target)
-                # What a tile that was moved back shares with its neighbour, the neighbour writes: it may have been cut
+                # Where a tile that was moved back overlaps its neighbour, the neighbour writes: it may be cut
                 # elsewhere, so that its sums differ by roundings.
                 pl.when(segment.column + column >= schedule.own_column(segment.tile))(store)
 

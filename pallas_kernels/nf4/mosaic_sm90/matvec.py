@@ -1,13 +1,13 @@
 """y = x Wᵀ for a few rows of x, as few as one: bound by the packed bytes.
 
 A warpgroup takes 32 rows of W (or twice that) and 512 columns at a time, two warps beside each other along either; the
-warpgroups of a thread block share the columns and add up what they found. Nothing of W passes through shared memory:
+warpgroups of a thread block share the columns and add up their sums. Nothing of W passes through shared memory:
 the thread that loads a block's 32 bytes (lane t of four takes block t of 256 columns) decodes all of it with one table
 and gives it to the tensor cores from its registers. Their product sums over 16 columns in an order that is free as long
 as both operands agree, so each step takes four elements of each lane's own block; the thread's elements of x for the
 same step are then contiguous too. x comes through shared memory by TMA, with zeros behind its last row.
 
-What bounds it on an H200, for 4096×14336: 33 MB at 4.2 TB/s take 7.9 µs; decoding takes 3.25 integer instructions a
+Bounds on an H200, for 4096×14336: 33 MB at 4.2 TB/s take 7.9 µs; decoding takes 3.25 integer instructions a
 code, 6.6 µs at full and 13 µs at half issue rate of 132 multiprocessors; both overlap.
 """
 
@@ -218,7 +218,7 @@ def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
 
 
 def _offset_in_x() -> tuple[ir.Value, ir.Value]:
-    """Bytes from the first row and block of x to this lane's, and what swizzling adds (exclusive or) behind that."""
+    """Bytes from the first row and block of x to this lane's, and the swizzle (exclusive or) behind that."""
     i32 = ir.IntegerType.get_signless(32)
 
     def c(value):
@@ -245,20 +245,20 @@ def _multiply(sums: list[ir.Value], weights: list[ir.Value], x: list[ir.Value], 
     """A warp's product of weights [16, 16] and x [16, 8], added to sums [16, 8]."""
     name = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
     f32 = ir.F32Type.get()
-    given = [vector.extract(pair, [], [index]) for pair in sums for index in range(2)]
+    addends = [vector.extract(pair, [], [index]) for pair in sums for index in range(2)]
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
     results = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-    found = llvm.inline_asm(results, [*weights, *x, *given], text, constraints, asm_dialect=0)
+    found = llvm.inline_asm(results, [*weights, *x, *addends], text, constraints, asm_dialect=0)
     numbers = [llvm.extractvalue(f32, found, [index]) for index in range(4)]  # pyright: ignore[reportArgumentType]
     return [vector.from_elements(ir.VectorType.get((2,), f32), numbers[pair : pair + 2]) for pair in (0, 2)]
 
 
 def _finish(sums, out_ref, groups: int):
-    """Add up what the warpgroups and the halves of the columns found, and write it the other way round."""
+    """Add up the sums of the warpgroups and of the halves of the columns, and write them transposed."""
     tokens, rows, dtype = *out_ref.shape, out_ref.dtype
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))

@@ -84,9 +84,9 @@ def test_other_lengths_are_refused(text, message, tmp_path):
 
 
 def test_too_few_lengths_and_heads_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="expected documents for 3 rows of 32 tokens, given 12 tokens"):
+    with pytest.raises(ConfigError, match="expected documents for 3 rows of 32 tokens, got 12 tokens"):
         packed([5, 7], 3, 32)
-    with pytest.raises(ConfigError, match="heads divisible by twice kv_heads, .* given 6, 4 and 32"):
+    with pytest.raises(ConfigError, match="heads divisible by twice kv_heads, .* got 6, 4 and 32"):
         make_cases(["short"], 1, 32, 6, 4)
 
 
