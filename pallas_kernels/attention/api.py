@@ -185,10 +185,10 @@ def _chosen(implementation: str | Sequence[str | None] | None, call: Call, *, ls
             "attention: implementation: expected a name or a pair of names, for the forward and the backward pass, "
             f"got {implementation!r}"
         )
-    apart = pair[0] != pair[1]
-    forward = REGISTRY.choose(call, pair[0], direction="forward" if apart else "")
+    differ = pair[0] != pair[1]
+    forward = REGISTRY.choose(call, pair[0], direction="forward" if differ else "")
     call = call._replace(lse_gradient=lse_gradient)
-    return forward, REGISTRY.choose(call, pair[1], direction="backward" if apart else "")
+    return forward, REGISTRY.choose(call, pair[1], direction="backward" if differ else "")
 
 
 def _disorder(*segment_ids: JaxArray | None) -> str | None:
