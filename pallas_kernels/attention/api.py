@@ -160,9 +160,7 @@ def _attend_backward(options, forward, backward, residuals, gradients):
     dout, dlse = gradients
     products = dout.astype(jnp.float32) * out.astype(jnp.float32)
     delta = jnp.sum(products, axis=-1).transpose(0, 2, 1) - dlse
-    # cuDNN computes its own delta, and asks for the output to do so.
-    extra = {"out": out} if backward == "cudnn" else {}
-    dq, dk, dv = REGISTRY[backward].backward(q, k, v, mask, sinks, seed, lse, delta, dout, options, **extra)
+    dq, dk, dv = REGISTRY[backward].backward(q, k, v, mask, sinks, seed, lse, delta, dout, options, out=out)
     dsinks = None
     if sinks is not None:
         weights = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse)

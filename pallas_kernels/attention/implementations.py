@@ -1,10 +1,10 @@
 """The implementations of attention by name. A new one is a line here and its place in `config.preference`.
 
-Each is a module with three functions:
+Each is a module with three functions; of the backward passes cuDNN's alone reads the output:
 
     why_not(call) -> str | None
     forward(q, k, v, mask, sinks, seed, options) -> (out [B, S, H, Dv] in q's dtype, lse [B, H, S] float32)
-    backward(q, k, v, mask, sinks, seed, lse, delta, dout, options) -> (dq, dk, dv)
+    backward(q, k, v, mask, sinks, seed, lse, delta, dout, options[, out=out]) -> (dq, dk, dv)
 
 - ``why_not`` says in one clause why a `call.Call` cannot be served on its target.
 - ``lse`` is the natural log-sum-exp of the scaled, capped, visible logits and the sink, +inf for a query that sees
@@ -23,9 +23,14 @@ NEEDS_RANGES: frozenset[str] = frozenset({"mosaic", "triton"})
 """Implementations that read documents as ranges alone."""
 
 
+def without_out(module: Any) -> Implementation:
+    """The implementation of a module whose backward pass does not read the output."""
+    return Implementation(module.why_not, module.forward, lambda *arguments, out: module.backward(*arguments))
+
+
 def on_ranges(module: Any) -> Implementation:
-    """An implementation that reads documents as ranges: ids must be ones of which ranges can be made."""
-    return Implementation(lambda call: call.disorder or module.why_not(call), module.forward, module.backward)
+    """The implementation of a module that reads documents as ranges: their ids must be such that ranges can be made."""
+    return without_out(module)._replace(why_not=lambda call: call.disorder or module.why_not(call))
 
 
 REGISTRY: Registry[Call] = Registry(
@@ -34,7 +39,7 @@ REGISTRY: Registry[Call] = Registry(
         "mosaic": on_ranges(mosaic_sm90),
         "cudnn": Implementation(cudnn.why_not, cudnn.forward, cudnn.backward),
         "triton": on_ranges(triton),
-        "xla": Implementation(xla.why_not, xla.forward, xla.backward),
+        "xla": without_out(xla),
     },
     lambda call: config.preference(call.target),
 )
