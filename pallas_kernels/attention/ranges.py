@@ -1,7 +1,7 @@
 """Packed documents as ranges, by which a kernel skips whole tiles.
 
-Documents are contiguous in a packed row, so the keys that a query's document has are a range, and so are the queries
-that a key's document has. Both ends of both ranges never decrease along the row; the first and last row of a tile
+Documents are contiguous in a packed row, so the keys of a query's document are a range, and so are the queries of a
+key's document. Both ends of both ranges never decrease along the row; the first and last row of a tile
 therefore bound all of it, and a tile outside the bounds is skipped in the forward and the backward pass.
 """
 
@@ -18,7 +18,7 @@ TILE = 128
 
 
 class Documents(NamedTuple):
-    """The documents of each row one by one, for implementations that read a list of them (cuDNN).
+    """The documents of each row as a list, for cuDNN.
 
     M is the `max_documents` of `segment_ranges`, but at least 2: cuDNN reads a list of one as no list.
 
@@ -35,7 +35,7 @@ class Documents(NamedTuple):
 
 
 class SegmentRanges(NamedTuple):
-    """Where the documents of packed rows lie; made once a batch by `segment_ranges`, for all layers.
+    """The documents of packed rows as ranges; made once a batch by `segment_ranges`, for all layers.
 
     Every leaf leads with the rows of the batch and speaks of its own row alone, so the ranges are split over devices
     as the batch is.

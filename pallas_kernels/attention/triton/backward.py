@@ -45,7 +45,7 @@ def backward(
     """The gradients of q, k and v in their dtypes.
 
     Args:
-        q: as in `forward`, like the other arguments that are not named here.
+        q: as in `forward`, like the other arguments without a line here.
         k: keys.
         v: values.
         mask: of the call.

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from pallas_kernels import compat
-from pallas_kernels.dispatch import Implementation, Registry, Target, target
+from pallas_kernels import compat, dispatch
+from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.glu.lora import config, triton, xla
 
 
@@ -75,7 +75,7 @@ def _rank(lora_B: Array | None, down_A: Array | None) -> int:
 
 
 def _capability() -> tuple[int, int]:
-    capability = target().compute_capability
+    capability = dispatch.target().compute_capability
     assert capability is not None
     return capability
 
