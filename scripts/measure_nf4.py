@@ -1,4 +1,4 @@
-"""Check and time the products with NF4 weights on the card that is there, beside cuBLAS, many block sizes in one run.
+"""Check and time the products with NF4 weights on this machine's card, beside cuBLAS, many block sizes in one run.
 
     python scripts/measure_nf4.py                    everything
     python scripts/measure_nf4.py check few fused    only these parts

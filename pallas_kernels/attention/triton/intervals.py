@@ -1,9 +1,9 @@
 """The keys that a query sees, as intervals, and the tiles that a program visits.
 
 Every part of the mask is an interval: causality, a sliding window and documents each give a query the keys
-[low, high), with both ends never decreasing along the row, and a key the queries [low, high) in the same way. So the first and
-the last row of a tile bound all of it: tiles outside every row's interval are never visited, those inside all of them
-need no mask, and only the others pay for one.
+[low, high), with both ends never decreasing along the row, and a key the queries [low, high) in the same way. So the
+first and the last row of a tile bound all of it: tiles outside every row's interval are never visited, those inside all
+of them need no mask, and only the others pay for one.
 """
 
 import functools

@@ -230,7 +230,7 @@ def test_who_wins(seconds, winner):
 
 
 def test_every_kernel_is_tuned_on_its_card(monkeypatch):
-    """The jobs of an H200: their candidates are traced, forward and backward, and give what they should."""
+    """The jobs of an H200: their candidates are traced, forward and backward, with the results expected."""
     given = tune.TuneCase(batch=1, seq=256, heads=4, kv_heads=2)
     case = tune._case(given, 64, "documents")
     arguments = tune._arguments(case, "bfloat16")

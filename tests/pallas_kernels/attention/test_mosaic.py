@@ -29,7 +29,7 @@ SMALL = {
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """`attention(implementation="mosaic")` in the interpreter, with block sizes that may be given."""
+    """`attention(implementation="mosaic")` in the interpreter, with small block sizes by default."""
 
     def run(arguments, cotangents, options, configs=SMALL):
         with mosaic_interpreter(2) as params:

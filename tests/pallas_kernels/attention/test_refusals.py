@@ -1,4 +1,4 @@
-"""What attention refuses, and how it says so."""
+"""Refusals of attention and their messages."""
 
 import jax
 import jax.numpy as jnp

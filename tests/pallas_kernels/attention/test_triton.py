@@ -114,7 +114,7 @@ def test_all_features_at_once(dtype, tolerance, interpreted):
     check(EVERYTHING, dtype, tolerance)
 
 
-# What rows 64 to 95 of 128 have nothing to do with, as keys and as queries, in whole tiles.
+# Whole tiles of keys and of queries that rows 64 to 95 of 128 never meet.
 @pytest.mark.parametrize(
     "options, documents, keys, queries",
     [

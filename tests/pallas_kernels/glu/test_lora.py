@@ -40,7 +40,7 @@ def operands(rank, shared, down, dtype, rows=ROWS, features=FEATURES, make=None)
 
 
 def exact(arrays, activation):
-    """What `results` gives, in float64 by differentiation."""
+    """The same as `results`, in float64 by differentiation."""
     with jax.enable_x64(True):
         gate_up, products, b, dh, a, dproducts = (None if v is None else v.astype(jnp.float64) for v in arrays)
         (h, down_products), pullback = jax.vjp(
@@ -89,7 +89,7 @@ def test_triton_in_the_interpreter_matches_float64(case, activation, capability)
     tiles = config.forward_config(capability, rank), config.backward_config(capability, rank)
     forward = triton.forward(gate_up, products, b, a, activation, tiles[0], True)
     backward = triton.backward(gate_up, products, b, dh, a, dproducts, activation, tiles[1], True)
-    # two roundings to bfloat16, each of at most 2^-9: of what is summed over features or tokens, and of the result
+    # two roundings to bfloat16, each of at most 2^-9: of the terms summed over features or tokens, and of the result
     close((*forward, *backward), exact(arrays, activation), 2**-8.5)
 
 

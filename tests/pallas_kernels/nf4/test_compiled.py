@@ -1,4 +1,4 @@
-"""Compilation for GPUs that are not there: no spills, the right kernel in the right place, no decoded residuals."""
+"""Deviceless compilation: no spills, the right kernel in the right place, no decoded residuals."""
 
 import functools
 import re
@@ -72,7 +72,7 @@ def multiply(gradient, rows, shape, dtype, aot):
 )
 def test_products_for_hopper(gradient, rows, shape, dtype, registers, tmp_path, monkeypatch):
     """No spills, no products that ptxas runs one after the other; the warpgroups of the larger kernel share registers
-    out among themselves, so that what they start with says little."""
+    out among themselves, so that their initial share says little."""
     aot = AOT("h200")
     function, arguments = multiply(gradient, rows, shape, dtype, aot)
     used = resources.of_mosaic(aot, function, *arguments, folder=tmp_path, monkeypatch=monkeypatch)

@@ -47,7 +47,7 @@ def test_every_implementation_is_bit_equal(shape, dtype):
     expected = decoded_by_numpy(codes, absmax, shape, DTYPES[dtype])
     for name in implementations(shape):
         decode = jax.jit(lambda c, a, name=name: nf4.dequantize(c, a, shape=shape, dtype=dtype, implementation=name))
-        # Memory that the result may be given: full of NaN, so that an element that nobody writes shows.
+        # The result's memory may hold NaN: an element that nobody writes shows.
         jax.block_until_ready([jnp.full(shape, jnp.nan, dtype) for _ in range(2)])
         actual = np.asarray(decode(codes, absmax))
         unsigned = f"uint{8 * actual.dtype.itemsize}"
