@@ -1,4 +1,4 @@
-"""The product with a packed weight: values and gradient against the dense product, and the residuals of the backward pass."""
+"""The product with a packed weight: values and gradient against the dense product, and the backward pass's residuals."""
 
 import jax
 import jax.numpy as jnp
