@@ -29,7 +29,7 @@ class Case(NamedTuple):
     """
 
     target: Target
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: DTypeLike
     ranks: tuple[int, int]
     activation: str
