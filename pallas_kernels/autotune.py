@@ -1,12 +1,12 @@
-"""Block sizes that were measured: kept on disk by who measures them, shipped in tables for known cards.
+"""Measured block sizes: this machine's in the user's cache, those of known cards in shipped tables.
 
-A kernel lists the block sizes that it may run with, its own guess first. What runs is, in this order: what was
-measured on this machine (`keep`), what the kernel's shipped table says for this card, the guess. Nothing is measured
-unless it is asked for (`fastjax bench attention --autotune`).
+A kernel lists its possible block sizes, its own guess first. It runs with, in this order: those measured on this
+machine (`keep`), those of its shipped table for this card, the guess. Nothing is measured unless asked for (`fastjax
+bench attention --autotune`).
 
-What was measured on this machine counts for the device, the version of JAX and the very source of the kernel; a
-shipped table goes with the source that it lies beside. Both are JSON of one form, `Table`. A file that cannot be read,
-is no such table or names block sizes that the kernel does not list is warned of and passed over: it never stops a run.
+Measurements on this machine hold for the device, the version of JAX and the kernel's source; a shipped table goes with
+the source beside it. Both are JSON of one form, `Table`. A file that cannot be read, is no such table or names block
+sizes outside the kernel's list causes a warning and is passed over: it never stops a run.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ Config = TypeVar("Config")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel whose block sizes can be measured.
+    """A kernel with measurable block sizes.
 
     Attributes:
         name: unique, for example "attention.mosaic.forward".
-        sources: folders and files that decide how fast it runs; another content means other block sizes.
+        sources: folders and files of its code; measurements hold for their content.
         shipped: its shipped table.
     """
 
@@ -45,10 +45,10 @@ class Kernel:
 
 
 class Table(NamedTuple):
-    """Block sizes by what they are for.
+    """Block sizes by kernel and case.
 
     Attributes:
-        entries: what they are for → the fields of the config.
+        entries: kernel and case → the fields of the config.
         made: card → when and how its entries were measured.
     """
 
@@ -57,10 +57,7 @@ class Table(NamedTuple):
 
 
 def cache_file() -> Path:
-    """Where this machine's block sizes are kept: under FASTJAX_CACHE, else in fastjax's folder of the user's caches."""
-    given = os.environ.get("FASTJAX_CACHE")
-    if given:
-        return Path(given).expanduser() / "autotune.json"
+    """The file of this machine's block sizes, in fastjax's folder of the user's XDG cache."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(caches).expanduser() / "fastjax" / "autotune.json"
 
@@ -69,9 +66,9 @@ def best(kernel: Kernel, facts: str, candidates: Sequence[Config]) -> Config:
     """The block sizes to run with on `dispatch.target()`.
 
     Args:
-        kernel: which.
-        facts: what the block sizes depend on beside the card: dtype, sizes, options.
-        candidates: frozen dataclasses of numbers that the kernel can run with, its guess first.
+        kernel: the kernel.
+        facts: the case, beside the card: dtype, sizes, options.
+        candidates: frozen dataclasses of numbers, the kernel's guess first.
 
     Returns:
         The measured one of the candidates, or the guess.
@@ -96,10 +93,10 @@ def best(kernel: Kernel, facts: str, candidates: Sequence[Config]) -> Config:
 
 
 def keep(kernel: Kernel, facts: str, config: Any) -> Path:
-    """Keep block sizes that were measured on this machine, beside those that are there.
+    """Add block sizes measured on this machine to its file.
 
     Args:
-        kernel: which.
+        kernel: the kernel.
         facts: as for `best`.
         config: the fastest.
 
@@ -108,7 +105,7 @@ def keep(kernel: Kernel, facts: str, config: Any) -> Path:
 
     Raises:
         OSError: the file cannot be read or written.
-        ValueError: it is something else than a table of block sizes.
+        ValueError: it is no table of block sizes.
     """
     path = cache_file()
     key = _measured_key(kernel, dispatch.target().device_kind, facts)
@@ -118,16 +115,16 @@ def keep(kernel: Kernel, facts: str, config: Any) -> Path:
 
 
 def ship(path: Path, found: Mapping[tuple[Kernel, str], Any], made: str) -> None:
-    """Write a table to be shipped: the kernels' present one with this card's new block sizes in it.
+    """Write a table to ship: the kernels' present one with this card's new block sizes.
 
     Args:
         path: the file to write.
         found: (kernel, facts) → the fastest; kernels of one shipped table.
-        made: when and how they were measured; it is added to what the table says of this card.
+        made: when and how they were measured; appended to the table's text for this card.
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: the present table is something else.
+        ValueError: the present file is no table of block sizes.
     """
     device = dispatch.target().device_kind
     (present,) = {kernel.shipped for kernel, _ in found}
@@ -148,17 +145,17 @@ def read(path: Path) -> Table:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: expected a table of block sizes, given what is no JSON ({error})") from error
+        raise ValueError(f"{path}: expected a table of block sizes in JSON, got {error}") from error
     entries, made = (content.get(name) if isinstance(content, dict) else None for name in ("entries", "made"))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f'{path}: expected a table of block sizes with "format": "{_FORMAT}", given something else')
+        raise ValueError(f'{path}: expected a table of block sizes with "format": "{_FORMAT}", got another file')
     if not isinstance(entries, dict) or not isinstance(made, dict):
-        raise ValueError(f'{path}: expected objects "entries" and "made", given {type(entries)} and {type(made)}')
+        raise ValueError(f'{path}: expected objects "entries" and "made", got {type(entries)} and {type(made)}')
     return Table(entries, made)
 
 
 def write(path: Path, table: Table) -> None:
-    """Write a table, all or nothing, an entry a line, so that a difference can be read.
+    """Write a table atomically, an entry a line for readable diffs.
 
     Raises:
         OSError: the file cannot be written.
@@ -178,7 +175,7 @@ def write(path: Path, table: Table) -> None:
 
 
 def _readable(path: Path) -> Table:
-    """The table of a file, an empty one where there is none or none that can be read."""
+    """The table of a file; an empty one if it is missing or unreadable."""
     try:
         state = path.stat()
     except OSError:

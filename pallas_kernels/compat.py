@@ -1,4 +1,4 @@
-"""The one place that knows how supported JAX versions differ (0.10.2 and 0.11)."""
+"""Differences of the supported JAX versions (0.10.2 and 0.11); no other file knows of them."""
 
 import warnings
 from typing import Any
@@ -9,7 +9,7 @@ JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split
 
 
 def mosaic_load(ref: Any, layout: Any) -> jax.Array:
-    """`plgpu.load` of a whole reference into registers of a given layout; 0.10 takes an index beside the reference.
+    """`plgpu.load` of a whole reference into registers of a layout; 0.10 takes an index beside the reference.
 
     Args:
         ref: reference in shared or global memory; index it with `.at[…]` first.

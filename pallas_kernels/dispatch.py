@@ -1,17 +1,20 @@
-"""Which implementation of an operation runs: decided by the target, never silently.
+"""Choice of the implementation of an operation: by target and case, never silently.
 
 The target is the abstract device when one is set (compilation for a GPU on a machine that has none), else the device of
-`jax.default_device`, else the first of the default backend. An operation lists its implementations in order of
-preference, each with the reason why it cannot serve this call, or None when it can; ``select`` takes the first that
-can. A forced implementation that cannot serve is an error that carries its reason: nothing downgrades behind the
-caller's back.
+`jax.default_device`, else the first of the default backend. An operation with several implementations has one
+`Registry`: each implementation with the reason why it cannot serve a case, or None when it can, and their order of
+preference. The first that can serve is taken. A forced implementation that cannot serve is an error that carries its
+reason: nothing downgrades behind the caller's back. An operation with one implementation calls it.
 """
 
+import dataclasses
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+
+Case = TypeVar("Case")
 
 # NVIDIA product names as `device_kind` gives them, in the order in which they are tried (GB200 before B200).
 _COMPUTE_CAPABILITIES: tuple[tuple[str, tuple[int, int]], ...] = (
@@ -29,7 +32,7 @@ _COMPUTE_CAPABILITIES: tuple[tuple[str, tuple[int, int]], ...] = (
 
 
 class Target(NamedTuple):
-    """The device that the traced program will run on.
+    """The device of the traced program.
 
     Attributes:
         platform: "cpu", "cuda", "rocm", "tpu", …
@@ -44,7 +47,7 @@ class Target(NamedTuple):
     num_cores: int | None
 
     def __str__(self) -> str:
-        """The target as error messages name it: "NVIDIA H200 (cuda, compute capability 9.0)"."""
+        """For messages: "NVIDIA H200 (cuda, compute capability 9.0)"."""
         if self.compute_capability is None:
             return f"{self.device_kind} ({self.platform})"
         major, minor = self.compute_capability
@@ -55,8 +58,8 @@ def target() -> Target:
     """The device to plan for: the abstract device when one is set, else the default device.
 
     Returns:
-        The target; its compute capability is None for a device whose kind is not in the table above and that is not
-        present to be asked, which sends every operation to its XLA path.
+        The target. The compute capability of an abstract device is that of the table above, None for an unknown kind:
+        every operation then takes its XLA path.
     """
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     device = jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
@@ -85,7 +88,7 @@ def compute_capability_of(device_kind: str) -> tuple[int, int] | None:
         device_kind: product name, for example "NVIDIA A100-SXM4-80GB".
 
     Returns:
-        (major, minor), or None for a product that the table does not hold.
+        (major, minor), or None for a product outside the table.
 
     References:
         https://developer.nvidia.com/cuda-gpus
@@ -96,14 +99,66 @@ def compute_capability_of(device_kind: str) -> tuple[int, int] | None:
     return None
 
 
+def _no_backward(*arguments: Any) -> Any:
+    raise NotImplementedError("this operation has no backward pass of its own")
+
+
+class Implementation(NamedTuple):
+    """One way to compute an operation.
+
+    Attributes:
+        why_not: case -> one clause saying why it cannot serve the case, or None when it can.
+        forward: the operation, or its forward pass; its arguments are the operation's own.
+        backward: the backward pass, where the operation has one.
+    """
+
+    why_not: Callable[[Any], str | None]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] = _no_backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Registry(Generic[Case]):
+    """The implementations of an operation.
+
+    Attributes:
+        op: the operation's name, for messages.
+        implementations: by the name that callers force them by.
+        preference: case -> names in order of preference; a name that is missing there runs for no such case.
+    """
+
+    op: str
+    implementations: dict[str, Implementation]
+    preference: Callable[[Case], Sequence[str]]
+
+    def __getitem__(self, name: str) -> Implementation:
+        """The implementation of that name."""
+        return self.implementations[name]
+
+    def reasons(self, case: Case) -> dict[str, str | None]:
+        """Why each implementation cannot serve a case, or None when it can; in order of preference."""
+        return {name: self[name].why_not(case) for name in self.preference(case)}
+
+    def choose(self, case: Case, implementation: str | None, *, direction: str = "") -> str:
+        """`select` the implementation that serves a case.
+
+        Args:
+            case: the call and its target.
+            implementation: the forced one, or None.
+            direction: of the pass, for messages, where the passes are forced apart.
+        """
+        op = f"{self.op} ({direction})" if direction else self.op
+        return select(op, implementation, list(self.reasons(case).items()))
+
+
 def select(op: str, implementation: str | None, candidates: Sequence[tuple[str, str | None]]) -> str:
     """Choose the implementation that serves a call.
 
     Args:
         op: name of the operation, for the messages.
-        implementation: the one the caller forces, or None to take the first that can serve.
-        candidates: (name, reason) in order of preference; reason is None for an implementation that can serve this
-            call on this target, else one clause saying why it cannot.
+        implementation: the forced one, or None for the first that can serve.
+        candidates: (name, reason) in order of preference; the reason is one clause saying why the implementation cannot
+            serve the call, or None when it can.
 
     Returns:
         The chosen name.
@@ -132,7 +187,7 @@ def select(op: str, implementation: str | None, candidates: Sequence[tuple[str, 
 
 
 def _platform(platform: str, device_kind: str, capability: str = "") -> str:
-    """Which of "cuda" and "rocm" a device is that only calls itself "gpu"."""
+    """The platform; "cuda" or "rocm" for a device that calls itself "gpu"."""
     if platform != "gpu":
         return platform
     return "rocm" if capability.startswith("gfx") or device_kind.startswith(("gfx", "AMD")) else "cuda"

@@ -20,8 +20,7 @@ from flax import nnx
 from fastjax.bench import lora
 from fastjax.bench.timing import Program, compile_all, measure
 from pallas_kernels import dispatch
-from pallas_kernels.glu import adapted_triton, adapted_xla, config
-from pallas_kernels.glu.adapted import Inner
+from pallas_kernels.glu.lora import Inner, config, triton, xla
 
 START = time.time()
 TOKENS, WIDTH, FEATURES = 8192, 4096, 14336
@@ -75,20 +74,20 @@ def check() -> None:
         both, thin, b, dh, a, dthin = operands(rank, 512, 1024)
         wide = [array.astype(jnp.float32) for array in (both, thin, b, dh, a, dthin)]
         exact = (
-            *adapted_xla.forward(wide[0], Inner(wide[1], wide[2]), wide[4], "silu"),
-            *adapted_xla.backward(wide[0], Inner(wide[1], wide[2]), *wide[3:], "silu"),
+            *xla.forward(wide[0], Inner(wide[1], wide[2]), wide[4], "silu"),
+            *xla.backward(wide[0], Inner(wide[1], wide[2]), *wide[3:], "silu"),
         )
-        triton = (
-            *adapted_triton.forward(both, thin, b, a, "silu", config.forward_config(capability, rank)),
-            *adapted_triton.backward(both, thin, b, dh, a, dthin, "silu", config.backward_config(capability, rank)),
+        by_triton = (
+            *triton.forward(both, thin, b, a, "silu", config.forward_config(capability, rank)),
+            *triton.backward(both, thin, b, dh, a, dthin, "silu", config.backward_config(capability, rank)),
         )
         inner = Inner(thin, b)
-        xla = (
-            *adapted_xla.forward(both, inner, a, "silu"),
-            *adapted_xla.backward(both, inner, dh, a, dthin, "silu"),
+        by_xla = (
+            *xla.forward(both, inner, a, "silu"),
+            *xla.backward(both, inner, dh, a, dthin, "silu"),
         )
-        say(f"kernels r={rank} triton", distances(triton, exact))
-        say(f"kernels r={rank} xla   ", distances(xla, exact))
+        say(f"kernels r={rank} triton", distances(by_triton, exact))
+        say(f"kernels r={rank} xla   ", distances(by_xla, exact))
     case = lora.LoraCase(tokens=(2, 512), shape=(512, 1024), ranks=(16,))
     for weight in case.weights:
         shapes = (2048, 512), (512, 1024)
@@ -111,26 +110,26 @@ def tiles() -> None:
         both, thin, b, dh, a, dthin = operands(rank)
         forward = {
             ("forward", rank, t): (
-                lambda *args, t=t: adapted_triton.forward(*args, "silu", t), (both, thin, b, a)
+                lambda *args, t=t: triton.forward(*args, "silu", t), (both, thin, b, a)
             ) for t in FORWARD
         }  # fmt: skip
         backward = {
             ("backward", rank, t): (
-                lambda *args, t=t: adapted_triton.backward(*args, "silu", t), (both, thin, b, dh, a, dthin)
+                lambda *args, t=t: triton.backward(*args, "silu", t), (both, thin, b, dh, a, dthin)
             ) for t in BACKWARD
         }  # fmt: skip
         inner = Inner(thin, b)
         plain = {
             ("forward", rank, "XLA, with adapters"): (
-                lambda both, inner, a: adapted_xla.forward(both, inner, a, "silu"), (both, inner, a)
+                lambda both, inner, a: xla.forward(both, inner, a, "silu"), (both, inner, a)
             ),
-            ("forward", 0, "XLA, frozen"): (lambda both: adapted_xla.forward(both, None, None, "silu"), (both,)),
+            ("forward", 0, "XLA, frozen"): (lambda both: xla.forward(both, None, None, "silu"), (both,)),
             ("backward", rank, "XLA, with adapters"): (
-                lambda both, inner, *rest: adapted_xla.backward(both, inner, *rest, "silu"),
+                lambda both, inner, *rest: xla.backward(both, inner, *rest, "silu"),
                 (both, inner, dh, a, dthin),
             ),
             ("backward", 0, "XLA, frozen"): (
-                lambda both, dh: adapted_xla.backward(both, None, dh, None, None, "silu"), (both, dh)
+                lambda both, dh: xla.backward(both, None, dh, None, None, "silu"), (both, dh)
             ),
         }  # fmt: skip
         table({**forward, **backward, **plain})

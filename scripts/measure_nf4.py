@@ -1,4 +1,4 @@
-"""Check and time the products with NF4 weights on the card that is there, beside cuBLAS, many block sizes in one run.
+"""Check and time the products with NF4 weights on this machine's card, beside cuBLAS, many block sizes in one run.
 
     python scripts/measure_nf4.py                    everything
     python scripts/measure_nf4.py check few fused    only these parts
@@ -22,14 +22,14 @@ import numpy as np
 from fastjax.bench.timing import Program, compile_all, measure
 from pallas_kernels import nf4
 from pallas_kernels.nf4 import mosaic_sm90
-from pallas_kernels.nf4.config import FewTokensConfig, FusedConfig, RegistersConfig, few_tokens_config, fused_config
+from pallas_kernels.nf4.config import MatmulRsConfig, MatmulSsConfig, MatvecConfig, matmul_ss_config, matvec_config
 
 SHAPES = ((14336, 4096), (4096, 14336))
 COLD_BYTES = 256 * 2**20
 START = time.perf_counter()
 
 FEW = [
-    FewTokensConfig(warpgroups, row_tiles, stages, ahead)
+    MatvecConfig(warpgroups, row_tiles, stages, ahead)
     for warpgroups, row_tiles, stages, ahead in (
         (1, 1, 2, 1),
         (2, 1, 2, 1),
@@ -46,48 +46,48 @@ FEW = [
         (2, 2, 2, 2),
     )
 ]
-SMALL = fused_config(64, 4096, mosaic_sm90.CORES)
-MIDDLE = fused_config(128, 4096, mosaic_sm90.CORES)
-LARGE = FusedConfig()
+SMALL = matmul_ss_config(64, 4096, mosaic_sm90.CORES)
+MIDDLE = matmul_ss_config(128, 4096, mosaic_sm90.CORES)
+LARGE = MatmulSsConfig()
 FUSED = {
     16: [SMALL],
     64: [SMALL, dataclasses.replace(SMALL, ahead=4), dataclasses.replace(SMALL, ahead=1)],
     128: [SMALL, MIDDLE, dataclasses.replace(MIDDLE, ahead=4)],
-    256: [MIDDLE, LARGE, dataclasses.replace(LARGE, parts=1)],
+    256: [MIDDLE, LARGE, dataclasses.replace(LARGE, splits=1)],
     512: [
         LARGE,
-        dataclasses.replace(LARGE, parts=1),
+        dataclasses.replace(LARGE, splits=1),
         dataclasses.replace(LARGE, ahead=1),
         dataclasses.replace(LARGE, ahead=3),
         dataclasses.replace(LARGE, x_stages=3, w_stages=4),
         dataclasses.replace(LARGE, x_stages=4, w_stages=2),
         MIDDLE,
-        dataclasses.replace(MIDDLE, parts=1),
+        dataclasses.replace(MIDDLE, splits=1),
     ],
-    1024: [LARGE, dataclasses.replace(LARGE, parts=1)],
+    1024: [LARGE, dataclasses.replace(LARGE, splits=1)],
     2048: [LARGE],
 }
-WIDE = RegistersConfig()
-NARROW = RegistersConfig(rows=128)
+WIDE = MatmulRsConfig()
+NARROW = MatmulRsConfig(rows=128)
 REGISTERS = {
     (512, False): [
         WIDE,
-        dataclasses.replace(WIDE, parts=2),
+        dataclasses.replace(WIDE, splits=2),
         dataclasses.replace(WIDE, cluster=1),
         dataclasses.replace(WIDE, x_stages=5, w_stages=2),
         LARGE,
     ],
-    (512, True): [WIDE, *(dataclasses.replace(WIDE, cluster=1, parts=parts) for parts in (None, 2)), LARGE],
-    (1024, False): [WIDE, dataclasses.replace(WIDE, parts=1)],
-    (1024, True): [dataclasses.replace(WIDE, cluster=1, parts=parts) for parts in (None, 1)],
-    (2048, False): [dataclasses.replace(WIDE, parts=1)],
-    (2048, True): [dataclasses.replace(WIDE, cluster=1, parts=1)],
-    (256, False): [WIDE, dataclasses.replace(WIDE, parts=1), NARROW],
-    (256, True): [dataclasses.replace(WIDE, cluster=1, parts=parts) for parts in (None, 1)],
-    (128, False): [NARROW, dataclasses.replace(NARROW, parts=1), dataclasses.replace(NARROW, parts=4), MIDDLE],
-    (128, True): [*(dataclasses.replace(NARROW, cluster=1, parts=parts) for parts in (None, 1, 4)), MIDDLE],
-    (64, False): [RegistersConfig(rows=64), RegistersConfig(rows=64, parts=1), SMALL],
-    (64, True): [RegistersConfig(rows=64, cluster=1), RegistersConfig(rows=64, cluster=1, parts=1), SMALL],
+    (512, True): [WIDE, *(dataclasses.replace(WIDE, cluster=1, splits=splits) for splits in (None, 2)), LARGE],
+    (1024, False): [WIDE, dataclasses.replace(WIDE, splits=1)],
+    (1024, True): [dataclasses.replace(WIDE, cluster=1, splits=splits) for splits in (None, 1)],
+    (2048, False): [dataclasses.replace(WIDE, splits=1)],
+    (2048, True): [dataclasses.replace(WIDE, cluster=1, splits=1)],
+    (256, False): [WIDE, dataclasses.replace(WIDE, splits=1), NARROW],
+    (256, True): [dataclasses.replace(WIDE, cluster=1, splits=splits) for splits in (None, 1)],
+    (128, False): [NARROW, dataclasses.replace(NARROW, splits=1), dataclasses.replace(NARROW, splits=4), MIDDLE],
+    (128, True): [*(dataclasses.replace(NARROW, cluster=1, splits=splits) for splits in (None, 1, 4)), MIDDLE],
+    (64, False): [MatmulRsConfig(rows=64), MatmulRsConfig(rows=64, splits=1), SMALL],
+    (64, True): [MatmulRsConfig(rows=64, cluster=1), MatmulRsConfig(rows=64, cluster=1, splits=1), SMALL],
 }
 
 
@@ -96,23 +96,21 @@ def say(*words: Any) -> None:
     print(f"{time.perf_counter() - START:6.1f}", *words, flush=True)
 
 
-def few(x, codes, absmax, *, gradient: bool, config: FewTokensConfig):
-    """The kernel for few rows, forward."""
+def matvec(x, codes, absmax, *, gradient: bool, config: MatvecConfig):
+    """The kernel for few rows, forward only."""
     assert not gradient
-    return mosaic_sm90.few_tokens(x, codes, absmax, config=config)
+    return mosaic_sm90.matvec(x, codes, absmax, config=config)
 
 
-def fused(x, codes, absmax, *, gradient: bool, config: FusedConfig):
-    """The kernel for some hundred rows."""
+def matmul_ss(x, codes, absmax, *, gradient: bool, config: MatmulSsConfig):
+    """The kernel with decoded weights in shared memory."""
     cores = jax.devices()[0].core_count
-    return mosaic_sm90.fused(x, codes, absmax, gradient=gradient, config=config, cores=cores)
+    return mosaic_sm90.matmul_ss(x, codes, absmax, gradient=gradient, config=config, cores=cores)
 
 
-def in_registers(x, codes, absmax, *, gradient: bool, config: RegistersConfig):
-    """The kernel for some hundred rows that keeps decoded weights in registers."""
-    return mosaic_sm90.in_registers(
-        x, codes, absmax, gradient=gradient, config=config, cores=jax.devices()[0].core_count
-    )
+def matmul_rs(x, codes, absmax, *, gradient: bool, config: MatmulRsConfig):
+    """The kernel with decoded weights in registers."""
+    return mosaic_sm90.matmul_rs(x, codes, absmax, gradient=gradient, config=config, cores=jax.devices()[0].core_count)
 
 
 @functools.partial(jax.jit, static_argnames="gradient")
@@ -138,7 +136,7 @@ def each(function: Callable[..., Any], count: int) -> Callable[..., Any]:
     return run
 
 
-KERNELS = {FewTokensConfig: few, FusedConfig: fused, RegistersConfig: in_registers}
+KERNELS = {MatvecConfig: matvec, MatmulSsConfig: matmul_ss, MatmulRsConfig: matmul_rs}
 
 
 def name(config: Any) -> str:
@@ -150,8 +148,8 @@ def name(config: Any) -> str:
     )
 
 
-def sorted_out(programs: Sequence[Program]) -> tuple[dict[str, Callable[..., Any]], dict[str, Exception]]:
-    """What can be compiled, and why the rest cannot."""
+def compiled_or_not(programs: Sequence[Program]) -> tuple[dict[str, Callable[..., Any]], dict[str, Exception]]:
+    """Compiled programs, and the errors of the others."""
     results = compile_all(programs)
     compiled = {name: result for name, result in results.items() if not isinstance(result, Exception)}
     return compiled, {name: result for name, result in results.items() if isinstance(result, Exception)}
@@ -159,7 +157,7 @@ def sorted_out(programs: Sequence[Program]) -> tuple[dict[str, Callable[..., Any
 
 @functools.cache
 def weights(shape: tuple[int, int]) -> tuple[list[jax.Array], list[jax.Array]]:
-    """More than the cache holds: codes and scales by turns, and the decoded matrices."""
+    """Weights larger than the cache: codes and scales by turns, and the decoded matrices."""
 
     @jax.jit
     def draw(key):
@@ -187,7 +185,7 @@ def time_all(shape: tuple[int, int], tokens: int, gradient: bool, configs: Seque
     programs = [
         Program(f"p{number}", each(call, count), arguments, count) for number, (_, call, arguments) in enumerate(jobs)
     ]
-    compiled, failed = sorted_out(programs)
+    compiled, failed = compiled_or_not(programs)
     timings = measure([program for program in programs if program.name in compiled], 7, compiled)
     say(f"== {shape[0]}×{shape[1]} {tokens} tokens {'dX' if gradient else 'forward'} ({timings['p0'].source})")
     for program, (title, _, _) in zip(programs, jobs, strict=True):
@@ -203,16 +201,16 @@ def time_all(shape: tuple[int, int], tokens: int, gradient: bool, configs: Seque
 
 Case = tuple[int, tuple[int, int], bool, Any]
 CHECKS: list[Case] = [
-    *((tokens, (704, 1536), False, FewTokensConfig(2)) for tokens in (1, 3, 8, 9, 17, 32)),
+    *((tokens, (704, 1536), False, MatvecConfig(2)) for tokens in (1, 3, 8, 9, 17, 32)),
     *((tokens, (1056, 4096), False, config) for tokens in (1, 16) for config in FEW),
     *(
-        (tokens, (704, 1536), gradient, fused_config(tokens, 704, mosaic_sm90.CORES))
+        (tokens, (704, 1536), gradient, matmul_ss_config(tokens, 704, mosaic_sm90.CORES))
         for tokens in (1, 65, 100, 257)
         for gradient in (False, True)
     ),
     *(
-        (tokens, (1088, 4096), gradient, dataclasses.replace(config, parts=parts))
-        for (tokens, config), gradient, parts in itertools.product(
+        (tokens, (1088, 4096), gradient, dataclasses.replace(config, splits=splits))
+        for (tokens, config), gradient, splits in itertools.product(
             ((64, SMALL), (128, MIDDLE), (512, LARGE), (513, LARGE)), (False, True), (None, 1)
         )
     ),
@@ -224,7 +222,7 @@ REGISTERS_CHECKS: list[Case] = [
     *((tokens, (768, 1536), gradient, WIDE) for tokens in (1, 257) for gradient in (False, True)),
     *((513, (704, 1536), False, dataclasses.replace(WIDE, cluster=cluster)) for cluster in (1, 2)),
     *((100, (768, 1536), gradient, NARROW) for gradient in (False, True)),
-    *((513, (1088, 4096), False, dataclasses.replace(WIDE, parts=parts)) for parts in (None, 1, 2)),
+    *((513, (1088, 4096), False, dataclasses.replace(WIDE, splits=splits)) for splits in (None, 1, 2)),
     (513, (1088, 4096), False, dataclasses.replace(WIDE, x_stages=5, w_stages=2)),
     *((513, (1152, 4096), True, dataclasses.replace(WIDE, cluster=cluster)) for cluster in (1, 2)),
     *((512, shape, gradient, WIDE) for shape in SHAPES[1:] for gradient in (False, True)),
@@ -242,7 +240,7 @@ def matrix(shape: tuple[int, int]) -> tuple[jax.Array, jax.Array, jax.Array, np.
 
 
 def check(cases: Sequence[Case] = CHECKS) -> None:
-    """Against sums in float64: the kernel's greatest error and the separate product's; decoded values to the bit."""
+    """Largest errors of the kernel and of the separate product against float64 sums; decoded values to the bit."""
 
     def program(case):
         tokens, shape, gradient, config = case
@@ -254,7 +252,7 @@ def check(cases: Sequence[Case] = CHECKS) -> None:
         )
         return Program(f"c{cases.index(case)}", call, arguments, 1)
 
-    compiled, failed = sorted_out([program(case) for case in cases])
+    compiled, failed = compiled_or_not([program(case) for case in cases])
     say(f"== check: {len(compiled)} compiled")
     for number, (tokens, shape, gradient, config) in enumerate(cases):
         title = f"{tokens:5d} {shape[0]}×{shape[1]} {'dX     ' if gradient else 'forward'} {name(config)}"
@@ -283,15 +281,15 @@ def check(cases: Sequence[Case] = CHECKS) -> None:
         say(title, "max", *errors, "mean", *means, "exact weights" if exact else "WRONG WEIGHTS", repeats)
 
 
-def few_tokens() -> None:
-    """One and sixteen tokens, with the block sizes that are worth a try."""
+def few() -> None:
+    """One to 32 tokens, with plausible block sizes."""
     for shape, tokens in itertools.product(SHAPES, (1, 4, 16, 32)):
-        configs = FEW if tokens in (1, 16) else [few_tokens_config(tokens, shape), FEW[5], FEW[10]]
+        configs = FEW if tokens in (1, 16) else [matvec_config(tokens, shape), FEW[5], FEW[10]]
         time_all(shape, tokens, False, [*configs, *FUSED.get(tokens, [SMALL])])
 
 
-def many_tokens() -> None:
-    """Where the kernels that decode as they multiply gain, forward and dX."""
+def fused() -> None:
+    """`matmul_ss` beside cuBLAS and decoding first, forward and dX."""
     for tokens in (512, 64, 2048, 16, 128, 256, 1024):
         shapes = SHAPES if tokens in (512, 64, 2048, 16) else SHAPES[1:]
         for shape, gradient in itertools.product(shapes, (True,) if tokens == 16 else (False, True)):
@@ -299,7 +297,7 @@ def many_tokens() -> None:
 
 
 def registers(gradient: bool) -> None:
-    """The kernel that decodes in registers: right, and how fast; the first figures are the ones that matter most."""
+    """`matmul_rs`: errors, then times, the most important sizes first."""
     check([case for case in REGISTERS_CHECKS if case[2] == gradient])
     for (tokens, backward), configs in REGISTERS.items():
         if backward == gradient:
@@ -309,8 +307,8 @@ def registers(gradient: bool) -> None:
 
 PARTS = {
     "check": check,
-    "few": few_tokens,
-    "fused": many_tokens,
+    "few": few,
+    "fused": fused,
     "registers": functools.partial(registers, False),
     "registers_gradient": functools.partial(registers, True),
 }

@@ -70,7 +70,6 @@ def home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.delenv("XDG_CACHE_HOME", raising=False)
-        patch.delenv("FASTJAX_CACHE", raising=False)
         yield
 
 

@@ -1,1 +1,1 @@
-"""Measurements that a user can repeat: `fastjax bench`."""
+"""Repeatable measurements: `fastjax bench`."""

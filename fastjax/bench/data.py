@@ -1,7 +1,7 @@
-"""How fast data are prepared, beside the bare tokenizer on the same texts.
+"""Speed of data preparation, beside the bare tokenizer on the same texts.
 
-Both run by turns, on one core, and the processor's time is counted, so that what else the machine does counts little.
-Preparing is everything from the file to packed rows: reading, the template, tokens, the mask of what is learnt, and
+Both run by turns, on one core, and the processor's time is counted, so that the machine's other work counts little.
+Preparing is everything from the file to packed rows: reading, the template, tokens, the loss mask, and
 packing. The bare tokenizer is `encode_batch` of the finished texts. The best of all rounds counts for both.
 """
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DataCase:
-    """What is prepared.
+    """Settings of the measurement.
 
     Attributes:
         data: a data set.
         tokenizer: a folder with a tokenizer.
         seq: tokens a row.
         chat_template: a named template or a file; None: the tokenizer's own.
-        rounds: how often each side runs.
+        rounds: runs of each side.
     """
 
     data: DataSource
@@ -44,7 +44,7 @@ class DataCase:
 
 
 class DataTiming(NamedTuple):
-    """What was measured.
+    """Result of the measurement.
 
     Attributes:
         examples: examples in the data set.
@@ -75,17 +75,17 @@ def run(case: DataCase, output: Path | None = None, console: Console | None = No
     """Measure and print.
 
     Args:
-        case: what is prepared.
+        case: the settings.
         output: a JSON file to write; None: none.
         console: for the table; None: standard output.
 
     Returns:
-        What was measured.
+        The result.
 
     Raises:
-        ConfigError: a tokenizer or template that is not there.
-        DataError: what is wrong with the data.
-        OSError: a file that cannot be read or written.
+        ConfigError: a missing tokenizer or template.
+        DataError: a fault in the data.
+        OSError: a file cannot be read or written.
     """
     console = console or Console()
     with _one_core(), tempfile.TemporaryDirectory() as cache:

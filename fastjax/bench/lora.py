@@ -1,7 +1,7 @@
-"""What adapters cost in a gated block, forward and backward, over the block with frozen weights alone.
+"""Cost of adapters in a gated block, forward and backward, over the block with frozen weights alone.
 
 Four programs a weight format run by turns: the frozen block (its gradient to the input is computed), the block with
-adapters as plain sums beside each projection, which JAX differentiates, and the unit that models use, at every rank. A
+adapters as plain sums beside each projection, which JAX differentiates, and the models' unit, at every rank. A
 pass goes over more than a gigabyte, so caches are cold. All programs compile side by side.
 """
 
@@ -28,7 +28,7 @@ from pallas_kernels.glu import glu
 
 @dataclasses.dataclass(frozen=True)
 class LoraCase:
-    """What is measured.
+    """Settings of the measurement.
 
     Attributes:
         tokens: rows and tokens a row.
@@ -37,7 +37,7 @@ class LoraCase:
         ranks: of the adapters, on all three projections.
         activation: Hugging Face's name.
         dtype: of the activations.
-        rounds: runs of which the median counts.
+        rounds: runs; their median counts.
     """
 
     tokens: tuple[int, int] = (4, 2048)
@@ -80,7 +80,7 @@ def run(case: LoraCase | None = None, output: Path | None = None, console: Conso
     """Measure, show a table, write a file.
 
     Args:
-        case: what to measure; the defaults suit a GPU.
+        case: the settings; the defaults suit a GPU.
         output: JSON file for the case, the device and the results; None: no file.
         console: for the table.
 
@@ -101,7 +101,7 @@ def run(case: LoraCase | None = None, output: Path | None = None, console: Conso
 
 
 def forward_and_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Of (trained, frozen, x, dy): the output, the gradients of what is trained, and that of x.
+    """Of (trained, frozen, x, dy): the output, the gradients of the trained arrays, and that of x.
 
     Args:
         apply: the block, of (trained, frozen, x).
@@ -115,7 +115,7 @@ def forward_and_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def build(case: LoraCase, weights: tuple[Any, Any], rank: int, key: jax.Array) -> tuple[Any, Any, Any]:
-    """The block with adapters of a rank: its graph, what is trained, what is not.
+    """The block with adapters of a rank: its graph, its trained and its frozen arrays.
 
     Args:
         case: the sizes.

@@ -1,9 +1,9 @@
-"""How fast NF4 weights are decoded and multiplied on this device.
+"""Speed of decoding NF4 weights and of multiplying by them on this device.
 
 Everything reads and writes memory that is not in the cache: it goes over several weights, together at least 256 MiB
-packed, and what a decode writes is larger still. Bandwidth counts codes, scales and result once each; the ceiling
-beside it is what a plain element-wise kernel moves when it reads and writes as much as each other. Products stand
-beside the one with a weight in 16 bits, which is the vendor's.
+packed, and a decode's results are larger still. Bandwidth counts codes, scales and result once each; the ceiling
+beside it is the bandwidth of an element-wise kernel that reads and writes equally much. Products stand
+beside the vendor's with a weight in 16 bits.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ IMPLEMENTATIONS = ("fused", "mosaic", "triton", "xla")
 
 @dataclasses.dataclass(frozen=True)
 class NF4Case:
-    """What is measured.
+    """Settings of the measurement.
 
     Attributes:
         shapes: (out, in) of the weights.
         dtypes: of the decoded weight.
         rows: rows of x for the products and their gradients, one measurement each; empty for none.
         dtype: of the products.
-        cold_bytes: packed bytes that everything goes over in turn.
-        rounds: runs of which the median counts.
+        cold_bytes: packed bytes of the weights that are taken in turn.
+        rounds: runs; their median counts.
     """
 
     shapes: tuple[tuple[int, int], ...] = (BENCHMARK.shape, (BENCHMARK.shape[1], BENCHMARK.shape[0]))
@@ -65,8 +65,8 @@ class NF4Result:
         worst: largest.
         gigabytes_per_second: bytes that must move over the median; None for a product.
         teraflops_per_second: of a product; None otherwise.
-        of_dense: the dense product's time over this one's; None for what is no product.
-        source: how it was timed.
+        of_dense: the dense product's time over this one's; None for other operations.
+        source: method of timing.
     """
 
     shape: tuple[int, int]
@@ -87,7 +87,7 @@ def run(case: NF4Case | None = None, output: Path | None = None, console: Consol
     """Measure, show a table for each shape, write a file.
 
     Args:
-        case: what to measure; the defaults suit a GPU.
+        case: the settings; the defaults suit a GPU.
         output: JSON file for the case, the device and the results; None: no file.
         console: for the tables.
 
@@ -125,7 +125,7 @@ def packed_weights(shape: tuple[int, int], count: int, seed: int = 0) -> list[tu
 
 
 def available(shape: tuple[int, int], dtype: str, rows: int | None = None, gradient: bool = False) -> list[str]:
-    """The implementations that can serve on this device.
+    """The implementations that serve on this device.
 
     Args:
         shape: (out, in) of the weight.
@@ -152,7 +152,7 @@ def available(shape: tuple[int, int], dtype: str, rows: int | None = None, gradi
 
 
 def decode_bytes(shape: tuple[int, int], dtype: str) -> int:
-    """What a decode must read and write: codes, scales, result."""
+    """Bytes that a decode reads and writes: codes, scales, result."""
     size = math.prod(shape)
     return size // 2 + 4 * (size // 64) + size * jnp.dtype(dtype).itemsize
 

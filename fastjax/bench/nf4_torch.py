@@ -18,8 +18,8 @@ def decodes(shape: tuple[int, int], dtype: str, count: int, rounds: int) -> dict
     Args:
         shape: (out, in) of the weight.
         dtype: of the result.
-        count: weights that are gone over in turn.
-        rounds: runs of which the median counts.
+        count: weights that are taken in turn.
+        rounds: runs; their median counts.
     """
     torch = _torch()
     if torch is None:
@@ -45,7 +45,7 @@ def products(
         if name == "bitsandbytes" and not gradient:
             multiply = _import("bitsandbytes").matmul_4bit
             calls = [lambda w=w, multiply=multiply: multiply(x, w[0].t(), quant_state=w[1]) for w in weights]
-        else:  # what both libraries do
+        else:  # as both libraries do
             calls = [
                 lambda w=w, decode=decode: torch.matmul(x, decode(*w) if gradient else decode(*w).t()) for w in weights
             ]
@@ -56,7 +56,7 @@ def products(
 def _import(name: str) -> Any:
     """A module, or None where it is missing or cannot be imported here."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what their imports warn of is not this project's
+        warnings.simplefilter("ignore")  # their imports' warnings are not this project's
         try:
             return importlib.import_module(name)
         except Exception:

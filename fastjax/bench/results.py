@@ -1,4 +1,4 @@
-"""What measurements found, as a table and as a JSON file."""
+"""Results of measurements, as a table and as a JSON file."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def show(console: Console, table: Table, reasons: Sequence[tuple[str, str]] = ()
     Args:
         console: where to.
         table: by `make_table`.
-        reasons: (what is missing, why).
+        reasons: (missing entry, reason).
     """
     console.print(table)
     for missing, reason in dict.fromkeys(reasons):
@@ -57,7 +57,7 @@ def save(output: Path | None, results: Sequence[Any], console: Console, **about:
         output: the file; None: none is written.
         results: lines of the table, dataclasses.
         console: for the message.
-        **about: what else the file says.
+        **about: further entries of the file.
     """
     if output is None:
         return

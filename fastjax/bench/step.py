@@ -1,8 +1,8 @@
 """The whole QLoRA train step, AdamW included, of a model of a known shape with random weights.
 
 Every case runs in a fresh process, because a device's peak memory cannot be reset. Weights are drawn and quantised on
-the device, layer by layer. Rows are full and one document each, or packed with documents of given lengths. The time of
-a step is the median over steps that each end with the device idle; compiling is timed apart.
+the device, layer by layer. Rows are full and one document each, or packed with documents of the lengths in a file. The
+time of a step is the median over steps that each end with the device idle; compiling is timed apart.
 """
 
 import concurrent.futures
@@ -79,7 +79,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class StepCase:
-    """What is measured.
+    """Settings of the measurement.
 
     Attributes:
         preset: a key of PRESETS.
@@ -89,7 +89,7 @@ class StepCase:
         checkpointing: "full", "projections" or "none".
         layer_loop: "scan" or "unroll".
         dtype: of the computation; None: by the device.
-        steps: steps that are timed.
+        steps: timed steps.
         warmup: steps before these.
         attention: its implementation; None: the model's own choice.
         lengths: of documents, packed into the rows; None: rows of one document.
@@ -110,7 +110,7 @@ class StepCase:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What was measured; `error` alone is set where the device had not enough memory.
+    """Result of a case; `error` alone is set where the device had not enough memory.
 
     Attributes:
         device: its name.
@@ -123,7 +123,7 @@ class StepResult:
         peak_bytes: the allocator's peak in this process; None where the device keeps no count.
         step_bytes: arguments and temporaries of the step by the compiler's plan.
         losses: of every step, warm-up included.
-        error: what went wrong.
+        error: its message.
     """
 
     device: str
@@ -143,7 +143,7 @@ def measure(case: StepCase) -> StepResult:
     """Build the model, compile the step, time it.
 
     Args:
-        case: what to measure.
+        case: the settings.
     """
     device = jax.devices()[0]
     try:
@@ -229,7 +229,7 @@ def run(cases: Sequence[StepCase], output: Path | None = None, console: Console 
     """Measure each case in a process of its own, show a table, write a file.
 
     Args:
-        cases: what to measure.
+        cases: the settings of each.
         output: JSON file for cases and results; None: no file.
         console: for the table.
 

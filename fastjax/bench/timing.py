@@ -1,7 +1,7 @@
 """How long compiled functions keep the device busy.
 
 On a GPU the profiler's record of each kernel is added up, so that launches, the gaps between kernels and Python do not
-count: what is left is the time that the kernels themselves need, whatever they are embedded in. Elsewhere (and if the
+count: the rest is the kernels' own time, whatever they are embedded in. Elsewhere (and if the
 profiler gives nothing) it is the wall clock from the call to the results.
 
 Functions that are compared are compiled side by side and run by turns, round after round, so that a clock that changes
@@ -30,7 +30,7 @@ class Program(NamedTuple):
         name: a unique Python identifier.
         function: of `arguments`; it is jitted here.
         arguments: arrays on the device; to compile alone, their shapes suffice.
-        calls: how many of the operations that are counted it performs.
+        calls: operations of the counted kind in a run.
     """
 
     name: str
@@ -59,7 +59,7 @@ def compile_all(programs: Sequence[Program]) -> dict[str, Callable[..., Any] | E
     """Compile side by side.
 
     Args:
-        programs: what to compile.
+        programs: the programs.
 
     Returns:
         By name the compiled function, or why it cannot be compiled.
@@ -81,15 +81,15 @@ def measure(
     """Compile, warm up and time.
 
     Args:
-        programs: what to time.
+        programs: the programs.
         rounds: how often each runs.
-        compiled: by name, what `compile_all` made of them; None: they are compiled here.
+        compiled: by name, the results of `compile_all`; None: they are compiled here.
 
     Returns:
         The time of one call of each program's operation, by name.
 
     Raises:
-        Exception: what a program that cannot be compiled fails with.
+        Exception: the error of a program that cannot be compiled.
     """
     if compiled is None:
         compiled = {}

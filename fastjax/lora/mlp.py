@@ -3,7 +3,7 @@
     [gate | up] = x·Wᵀ          thin = x·Aᵀ          h = act(gate + thin·Bᵀ) · (up + thin·Bᵀ)
     y = h·Vᵀ + (h·Cᵀ)·(s·D)ᵀ
 
-The adapters of gate and up are applied where gate and up are read for h (`pallas_kernels.glu.adapted`), so that no pass
+The adapters of gate and up are applied where gate and up are read for h (`pallas_kernels.glu.lora`), so that no pass
 over arrays of that size is made for them; their biases are one more column of B, whose thin product is 1. The backward
 pass keeps x, [gate | up] and the thin products. It makes the gradients of B and C where gate, up and h are in registers
 anyway, and passes dh and [dgate | dup] on to the large products as they are. No dense B·A is formed and no decoded
@@ -32,7 +32,7 @@ from fastjax.lora.thin import (
 from fastjax.parallel import BATCH, local
 from fastjax.quantization.weights import Weight, linear, matmul, matmul_transposed, weight_gradient
 from fastjax.residuals import keep
-from pallas_kernels.glu.adapted import Inner, adapted_backward, adapted_forward, padded_rank
+from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward, padded_rank
 
 
 class Block(NamedTuple):
@@ -54,7 +54,7 @@ class Block(NamedTuple):
         return sum(part.rows for part in self.parts) // 2
 
     def inner_rank(self, bias: bool) -> int:
-        """Columns of B before `glu.adapted`, of gate as of up; 0: there is nothing to add.
+        """Columns of B before `glu.lora`, of gate as of up; 0: there is nothing to add.
 
         Args:
             bias: whether there is a bias.
@@ -108,7 +108,7 @@ def _forward(block: Block, x, arrays: Arrays):
             thin_down = thin_products((block.down,), arrays.matrices, h, arrays.key)
         thin_down = keep(thin_down[..., : block.down.rank], "lora")
         y = y + linear(thin_down, scaled_B(block.down, arrays.matrices, x.dtype))
-    thin = None if inner is None else inner.thin
+    thin = None if inner is None else inner.products
     return y, (x, both, thin, thin_down, arrays)
 
 
@@ -227,11 +227,11 @@ def _down_A(block: Block, arrays: Arrays, dtype) -> Float[Array, "R F"]:
 
 
 def _gate(block: Block, both, inner: Inner | None, down_A):
-    """`glu.adapted_forward` of [B, S, ...], on each device of its own rows."""
+    """`glu_lora_forward` of [B, S, ...], on each device of its own rows."""
 
     def gate(both, thin, lora_B, down_A):
         given = None if thin is None else Inner(_rows(thin), lora_B)
-        h, thin_down = adapted_forward(_rows(both), given, down_A, activation=block.activation)
+        h, thin_down = glu_lora_forward(_rows(both), given, down_A, activation=block.activation)
         lead = both.shape[:-1]
         return h.reshape(*lead, -1), None if thin_down is None else thin_down.reshape(*lead, -1)
 
@@ -241,12 +241,12 @@ def _gate(block: Block, both, inner: Inner | None, down_A):
 
 
 def _ungate(block: Block, both, inner: Inner | None, dh, down):
-    """`glu.adapted_backward` of [B, S, ...], on each device of its own rows."""
+    """`glu_lora_backward` of [B, S, ...], on each device of its own rows."""
 
     def ungate(both, thin, lora_B, dh, down_A, dthin):
         given = None if thin is None else Inner(_rows(thin), lora_B)
         below = None if down_A is None else (down_A, _rows(dthin))
-        dboth, *sums = adapted_backward(_rows(both), given, _rows(dh), below, activation=block.activation)
+        dboth, *sums = glu_lora_backward(_rows(both), given, _rows(dh), below, activation=block.activation)
         return dboth.reshape(both.shape), *(None if share is None else share[None] for share in sums)
 
     (thin, lora_B), (down_A, dthin) = ((None, None) if pair is None else pair for pair in (inner, down))

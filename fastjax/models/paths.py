@@ -11,7 +11,8 @@ from fastjax.models.decoder import Decoder
 from fastjax.models.mlp import MLP
 from fastjax.models.projection import Projection
 from fastjax.quantization import FP8Weight, MixedWeight, NF4Weight
-from pallas_kernels.glu import adapted
+from pallas_kernels import dispatch
+from pallas_kernels.glu import lora
 
 
 def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: int) -> list[str]:
@@ -81,13 +82,11 @@ def _block(mlp: MLP, dtype: jnp.dtype, tokens: int) -> str:
     inner += mlp.gate_up.bias is not None
     down = next((_rank(adapter) for adapter in mlp.down.adapters.values()), 0)
     dropped = any(adapter.dropout for adapter in mlp.down.adapters.values())
-    ranks = tuple(adapted.padded_rank(rank) if rank else 0 for rank in (inner, 0 if dropped else down))
+    inner, down = (lora.padded_rank(rank) if rank else 0 for rank in (inner, 0 if dropped else down))
     shape = (tokens, sum(rows for _, rows in mlp.gate_up.parts))
-    dtype = mlp.down.dtypes(dtype)[0]
-    chosen = adapted.select(shape, dtype, ranks, mlp.activation)
-    reasons = [
-        f"{name}: {reason}" for name, reason in adapted.candidates(shape, dtype, ranks, mlp.activation) if reason
-    ]
+    case = lora.Case(dispatch.target(), shape, mlp.down.dtypes(dtype)[0], (inner, down), mlp.activation)
+    chosen = lora.REGISTRY.choose(case, None)
+    reasons = [f"{name}: {reason}" for name, reason in lora.REGISTRY.reasons(case).items() if reason]
     line += f"; the gated product by {chosen}"
     return f"{line} ({'; '.join(reasons)})" if reasons else line
 

@@ -13,7 +13,7 @@ independently:
 `config.preference` has the order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from pallas_kernels import dispatch
 from pallas_kernels.attention import checks, config, ranges
 from pallas_kernels.attention.call import Call
-from pallas_kernels.attention.implementations import IMPLEMENTATIONS, NEEDS_RANGES
+from pallas_kernels.attention.implementations import NEEDS_RANGES, REGISTRY
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import SegmentRanges
@@ -69,9 +69,9 @@ def attention(
         segment_ids: the document of each query, counted from 1, int32; 0 marks padding, which sees nothing and is not
             seen. None where the row is one document. Ids known only at run time may belong to documents in several
             pieces, which only some implementations take.
-        kv_segment_ids: the document of each key, likewise; segment_ids by default, where there are as many keys.
+        kv_segment_ids: the document of each key; segment_ids by default, where there are as many keys.
         segment_ranges: instead of ids, `segment_ranges(segment_ids)`: documents that each are one piece of the row.
-            Made once a batch for all layers, they let kernels skip what lies in other documents.
+            Made once a batch for all layers, they let kernels skip other documents.
         causal: key t is visible to query s only if t <= s + query_offset.
         sliding_window: key t is visible to query s only if t > s + query_offset - sliding_window, and, where causal is
             False, t < s + query_offset + sliding_window.
@@ -79,12 +79,12 @@ def attention(
         sinks: float32, a logit for each query head that joins the softmax's denominator and has no value.
         query_offset: the position of the first query among the keys: a number for all rows or one for each. By default
             the last query stands at the last key, T - S.
-        scale: what the logits are multiplied with, 1/√D by default.
+        scale: factor of the logits, 1/√D by default.
         dropout_rate: probability with which each weight is dropped after the softmax; the others are divided by
             1 - dropout_rate.
-        dropout_key: what decides which; the same key drops the same weights in every implementation.
+        dropout_key: random key; it drops the same weights in every implementation.
         dropout_row: number of the first row. Rows are counted from 0 on each device: inside shard_map, with the rows
-            before a device's own here, the devices drop what one device alone would.
+            before a device's own here, the devices drop the same weights as one device alone.
         return_lse: whether to return the log-sum-exp of each query's logits as well.
         implementation: "mosaic", "cudnn", "triton" or "xla" for both passes, or a pair for the forward and the backward
             pass; None: the fastest on the target that serves the call.
@@ -96,7 +96,7 @@ def attention(
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together.
-        NotImplementedError: the implementation that was asked for cannot serve this call; the message says why.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     checks.arrays(q, k, v, sinks)
     checks.documents(q, k, segment_ids, kv_segment_ids, segment_ranges)
@@ -119,12 +119,11 @@ def attention(
             dispatch.target(),
             *(q, k, v),
             options,
-            ranges=segment_ranges is not None,
-            segments=segment_ids is not None,
+            documents=segment_ids is not None or segment_ranges is not None,
+            disorder=_disorder(segment_ids, kv_segment_ids),
             offset=place,
             sinks=sinks is not None,
         ),
-        disorder=lambda: _disorder(segment_ids, kv_segment_ids),
         lse_gradient=return_lse,
     )
     if segment_ids is not None and not NEEDS_RANGES.isdisjoint((forward, backward)):
@@ -144,11 +143,11 @@ def attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
 def _attend(q, k, v, mask, sinks, seed, options: Options, forward: str, backward: str) -> tuple[JaxArray, JaxArray]:
-    return IMPLEMENTATIONS[forward].forward(q, k, v, mask, sinks, seed, options)
+    return REGISTRY[forward].forward(q, k, v, mask, sinks, seed, options)
 
 
 def _attend_forward(q, k, v, mask, sinks, seed, options, forward, backward):
-    results = IMPLEMENTATIONS[forward].forward(q, k, v, mask, sinks, seed, options)
+    results = REGISTRY[forward].forward(q, k, v, mask, sinks, seed, options)
     # Behind a barrier: a kernel whose result goes into a scan's stack of residuals and on to the next operation would
     # run twice on a GPU, once in XLA's fusion with the update of the stack.
     results = lax.optimization_barrier(tuple(results))
@@ -161,9 +160,7 @@ def _attend_backward(options, forward, backward, residuals, gradients):
     dout, dlse = gradients
     products = dout.astype(jnp.float32) * out.astype(jnp.float32)
     delta = jnp.sum(products, axis=-1).transpose(0, 2, 1) - dlse
-    # cuDNN computes its own delta, and asks for the output to do so.
-    extra = {"out": out} if backward == "cudnn" else {}
-    dq, dk, dv = IMPLEMENTATIONS[backward].backward(q, k, v, mask, sinks, seed, lse, delta, dout, options, **extra)
+    dq, dk, dv = REGISTRY[backward].backward(q, k, v, mask, sinks, seed, lse, delta, dout, options, out=out)
     dsinks = None
     if sinks is not None:
         weights = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse)
@@ -174,13 +171,7 @@ def _attend_backward(options, forward, backward, residuals, gradients):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _chosen(
-    implementation: str | Sequence[str | None] | None,
-    call: Call,
-    *,
-    disorder: Callable[[], str | None],
-    lse_gradient: bool,
-) -> tuple[str, str]:
+def _chosen(implementation: str | Sequence[str | None] | None, call: Call, *, lse_gradient: bool) -> tuple[str, str]:
     """The implementations of the forward and of the backward pass."""
     pair = (
         (implementation, implementation)
@@ -190,30 +181,16 @@ def _chosen(
     if len(pair) != 2:
         raise ValueError(
             "attention: implementation: expected a name or a pair of names, for the forward and the backward pass, "
-            f"given {implementation!r}"
+            f"got {implementation!r}"
         )
-    both = pair[0] == pair[1]
-
-    def reason(name: str, direction: str) -> str | None:
-        if name in NEEDS_RANGES and call.segments:
-            return disorder() or IMPLEMENTATIONS[name].unsupported(call._replace(ranges=True))
-        if name == "cudnn" and direction == "backward" and lse_gradient:
-            return "its backward pass takes no gradient of the log-sum-exp, which return_lse=True asks for"
-        return IMPLEMENTATIONS[name].unsupported(call)
-
-    forward, backward = (
-        dispatch.select(
-            "attention" if both else f"attention ({direction})",
-            name,
-            [(candidate, reason(candidate, direction)) for candidate in config.preference(call.target, direction)],
-        )
-        for direction, name in zip(("forward", "backward"), pair, strict=True)
-    )
-    return forward, backward
+    differ = pair[0] != pair[1]
+    forward = REGISTRY.choose(call, pair[0], direction="forward" if differ else "")
+    call = call._replace(lse_gradient=lse_gradient)
+    return forward, REGISTRY.choose(call, pair[1], direction="backward" if differ else "")
 
 
 def _disorder(*segment_ids: JaxArray | None) -> str | None:
-    """Why no ranges can be made of the documents that ids give, or None where they can or where there are no ids."""
+    """Why no ranges can be made of documents' ids; None where they can or there are no ids."""
     for ids in segment_ids:
         if isinstance(ids, Tracer):
             return (

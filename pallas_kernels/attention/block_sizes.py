@@ -1,4 +1,4 @@
-"""What the block sizes of an attention kernel depend on, and where those that were measured are found.
+"""The kernels of attention whose block sizes are measured, and the cases that these depend on.
 
 `tuned.json` is the shipped table: written by `fastjax bench attention --autotune --shipped tuned.json` on the card that
 it names, with the date and the command in it.
@@ -27,14 +27,14 @@ def kernel(name: str, folder: str) -> Kernel:
 
 
 def facts(dtype: DTypeLike, size: int, value_size: int, options: Options, *, documents: bool, grouped: bool) -> str:
-    """What block sizes are for: "bfloat16 D=128 Dv=128 causal documents grouped".
+    """The case of block sizes: "bfloat16 D=128 Dv=128 causal documents grouped".
 
     Args:
         dtype: of q, k and v.
         size: D.
         value_size: Dv.
-        options: of the call; whether there is a window, a cap, dropout counts, not which.
-        documents: whether documents bound what a query sees.
+        options: of the call; only whether there is a window, a cap or dropout counts.
+        documents: whether there are documents.
         grouped: whether each key head has an even number of query heads.
     """
     flags = {

@@ -1,4 +1,4 @@
-"""What an implementation is told of a call when it is asked whether it serves it."""
+"""A call of attention as implementations judge it."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from pallas_kernels.dispatch import Target
 
 
 class Call(NamedTuple):
-    """A call of attention, and the device that it is planned for.
+    """A call of attention and its device.
 
     Attributes:
         target: the device.
@@ -17,11 +17,12 @@ class Call(NamedTuple):
         k: keys [B, T, K, D].
         v: values [B, T, K, Dv].
         options: the static part.
-        ranges: whether the documents are known as ranges, or are ids of which ranges can be made.
-        segments: whether they are given as ids.
+        documents: whether there are documents.
+        disorder: why no ranges can be made of the documents' ids; None where they can or there are no ids.
         offset: the position of the first query among the keys or, where that is known only at run time, a clause that
             says so.
         sinks: whether there are sinks.
+        lse_gradient: for a backward pass: whether the log-sum-exp has a gradient.
     """
 
     target: Target
@@ -29,7 +30,8 @@ class Call(NamedTuple):
     k: Array
     v: Array
     options: Options
-    ranges: bool = False
-    segments: bool = False
+    documents: bool = False
+    disorder: str | None = None
     offset: int | str = 0
     sinks: bool = False
+    lse_gradient: bool = False

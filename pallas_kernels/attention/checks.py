@@ -1,4 +1,4 @@
-"""What attention refuses: arguments that do not fit together, each with one error that says what was expected."""
+"""Checks of attention's arguments: one error for each thing that does not fit."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def documents(
         ValueError: they do not.
     """
     if ranges is not None and (segment_ids is not None or kv_segment_ids is not None):
-        raise ValueError("attention: expected segment_ids or segment_ranges, which are made of them, given both")
+        raise ValueError("attention: expected segment_ids or segment_ranges, which are made of them, got both")
     if segment_ids is not None and kv_segment_ids is None:
         kv_segment_ids = segment_ids
     if kv_segment_ids is not None and (

@@ -1,4 +1,4 @@
-"""Names of what attention keeps for its backward pass, which implementation is preferred, and the XLA path's blocks."""
+"""Names of the saved residuals, the order of preference of implementations, and the XLA path's blocks."""
 
 import contextlib
 import contextvars
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pallas_kernels.dispatch import Target
 
 SAVEABLE_NAMES = ("attention_out", "attention_lse")
-"""What the backward pass needs beside q, k and v: the output [B, S, H, Dv] in q's dtype and the log-sum-exp of each
+"""Residuals of the backward pass beside q, k and v: the output [B, S, H, Dv] in q's dtype and the log-sum-exp of each
 query's logits [B, H, S] in float32. Both are named with ``jax.ad_checkpoint.checkpoint_name``, so that
 ``jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(*SAVEABLE_NAMES))`` keeps them and no
 attention runs a second time; naming only the output would keep it and still run the forward kernel for the rest."""
@@ -15,23 +15,15 @@ attention runs a second time; naming only the output would keep it and still run
 _LOGITS_BYTES = 2**27
 
 
-def preference(target: Target, direction: str) -> tuple[str, ...]:
-    """The implementations, the fastest on a target first; the first that can serve a call is taken.
+def preference(target: Target) -> tuple[str, ...]:
+    """Names of the implementations, the fastest on a target first; the same for both passes.
 
-    Measured on an H200 (docs/performance.md): mosaic before cuDNN before Triton, but for documents, which cuDNN is the
-    slowest at. On other cards Mosaic's instructions do not exist, and nothing was measured: cuDNN, which is
-    known to be good there, stays before Triton, which takes what cuDNN refuses (a cap, sinks, dropout, other positions)
-    and skips tiles that XLA computes. XLA serves every call, so what stands behind it runs by name alone. float32 is
-    XLA's, in products of float32: no kernel takes it.
-
-    Args:
-        target: the device to plan for.
-        direction: "forward" or "backward"; one order for both so far.
-
-    Returns:
-        Names of `implementations.IMPLEMENTATIONS`.
+    Measured on an H200 (docs/lab/attention.md): Mosaic before cuDNN before Triton, but for documents, at which cuDNN is
+    the slowest. On other cards Mosaic's instructions do not exist, and nothing was measured: cuDNN, known to be good
+    there, stays before Triton, which takes the calls that cuDNN refuses (a cap, sinks, dropout, other positions) and
+    skips tiles that XLA computes. XLA serves every call, so a name behind it runs only when forced. float32 is XLA's,
+    in products of float32: no kernel takes it.
     """
-    del direction
     if target.compute_capability == (9, 0):
         return ("mosaic", "cudnn", "triton", "xla")
     return ("cudnn", "triton", "xla", "mosaic")
@@ -42,10 +34,10 @@ _FORCED: contextvars.ContextVar[str | Sequence[str | None] | None] = contextvars
 
 @contextlib.contextmanager
 def attention_implementation(implementation: str | Sequence[str | None] | None) -> Iterator[None]:
-    """A context in which calls of `attention` that name no implementation take this one.
+    """A context whose `attention` calls take this implementation unless they name one.
 
-    For comparing implementations in a whole model. It counts while a function is traced; what `jax.jit` has traced
-    before stays what it is.
+    For comparing implementations in a whole model. It acts while a function is traced; functions that `jax.jit` has
+    already traced keep theirs.
 
     Args:
         implementation: as `attention` takes it.
@@ -58,7 +50,7 @@ def attention_implementation(implementation: str | Sequence[str | None] | None) 
 
 
 def forced() -> str | Sequence[str | None] | None:
-    """What the innermost `attention_implementation` says; None without one."""
+    """The implementation of the innermost `attention_implementation`; None without one."""
     return _FORCED.get()
 
 

@@ -3,10 +3,10 @@
 ``jax.nn.dot_product_attention(implementation="cudnn")`` hides the softmax statistics in its own custom_vjp, where a
 checkpoint policy that goes by name cannot save them, and rounds them to 16 bits when asked to return them. Here the
 same primitives, forward and backward, are bound one by one. They are private to JAX; this file and `cudnn_documents`
-are the only ones that import them. JAX's own checks ask the default backend; ``unsupported`` makes them for the target,
+are the only ones that import them. JAX's own checks ask the default backend; ``why_not`` makes them for the target,
 so that the call can be traced for a GPU that is not there.
 
-Without documents the mask is cuDNN's causal one, with its sliding window where there is one: what is masked is skipped.
+Without documents the mask is cuDNN's causal one, with its sliding window where there is one: masked tiles are skipped.
 Documents whose list is known (`segment_ranges(…, max_documents=…)`) take its variable-length path, on Hopper and later
 (`cudnn_documents`). All others become an additive bias [B, 1, S, T] in q's dtype, any window in it: correct, but costly
 (no tile is skipped for being in another document, and the bias is read by every head). The bias has no gradient.
@@ -27,8 +27,10 @@ from pallas_kernels.attention.ranges import SegmentRanges
 _MASKED = {jnp.dtype(jnp.bfloat16): -(2.0**41), jnp.dtype(jnp.float16): -(2.0**15)}
 
 
-def unsupported(call: Call) -> str | None:
+def why_not(call: Call) -> str | None:
     """Why cuDNN cannot serve a call, in one clause, or None when it can."""
+    if call.lse_gradient:
+        return "its backward pass takes no gradient of the log-sum-exp, which return_lse=True asks for"
     target, q, k, v, options = call.target, call.q, call.k, call.v, call.options
     capability = target.compute_capability
     length, size, keys = q.shape[1], q.shape[3], k.shape[1]
@@ -41,8 +43,8 @@ def unsupported(call: Call) -> str | None:
         return f"the head size must be a multiple of 8 and at most {largest} on {target}, not {size}"
     if v.shape[3] != size:
         return f"it takes values of the keys' size {size}, not {v.shape[3]}"
-    for name, given in (("soft cap", options.logits_soft_cap is not None), ("sinks", call.sinks)):
-        if given:
+    for name, wanted in (("soft cap", options.logits_soft_cap is not None), ("sinks", call.sinks)):
+        if wanted:
             return f"XLA passes no {name} to cuDNN's attention"
     if options.dropout_rate > 0.0:
         return "its dropout has a generator of its own, which drops other weights"
@@ -51,7 +53,7 @@ def unsupported(call: Call) -> str | None:
         return f"its causal mask is for as many queries as keys, from position 0: not {length} over {keys}, at {where}"
     if options.sliding_window is not None and not options.causal:
         return "its sliding window is for causal attention"
-    if (call.segments or call.ranges) and (length % 2 or keys % 2):
+    if call.documents and (length % 2 or keys % 2):
         return f"its backward pass with a mask needs even lengths, not {length} queries and {keys} keys"
     return None
 
@@ -59,7 +61,7 @@ def unsupported(call: Call) -> str | None:
 def forward(
     q: Array, k: Array, v: Array, mask: Mask, sinks: Array | None, seed: Array | None, options: Options
 ) -> tuple[Array, Array]:
-    """The output and the log-sum-exp, for a call that ``unsupported`` lets through; arguments as in `xla.forward`."""
+    """The output and the log-sum-exp, for a call that ``why_not`` lets through; arguments as in `xla.forward`."""
     assert sinks is None and seed is None
     if mask.ranges is not None and _lists_documents(q, k, mask.ranges, options):
         return cudnn_documents.forward(q, k, v, mask.ranges, options)
@@ -89,7 +91,7 @@ def backward(
     *,
     out: Array,
 ) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v; arguments as in `xla.backward`, and the output, of which cuDNN computes delta."""
+    """The gradients of q, k and v; arguments as in `xla.backward`, and the output, from which cuDNN computes delta."""
     assert sinks is None and seed is None
     del delta
     if mask.ranges is not None and _lists_documents(q, k, mask.ranges, options):
@@ -105,11 +107,11 @@ def backward(
 
 def _lists_documents(q: Array, k: Array, ranges: SegmentRanges, options: Options) -> bool:
     """Whether the call takes the variable-length path rather than a bias."""
-    return cudnn_documents.unsupported(dispatch.target(), q, k, ranges, options) is None
+    return cudnn_documents.why_not(dispatch.target(), q, k, ranges, options) is None
 
 
 def _operands(q: Array, k: Array, v: Array, bias: Array | None) -> tuple[Array, ...]:
-    """The primitives' operands; what is not used is an empty array (lengths, offsets, page tables)."""
+    """The primitives' operands; unused ones are empty arrays (lengths, offsets, page tables)."""
     unused = jnp.zeros((0,), q.dtype)
     return (q, k, v, unused if bias is None else bias) + (unused,) * 6
 
@@ -127,7 +129,7 @@ def _parameters(bias: Array | None, options: Options) -> dict[str, object]:
 
 
 def _allowed(q: Array, k: Array, mask: Mask, options: Options) -> Array | None:
-    """What each query sees [B, S, T]; None without documents, where cuDNN's own masks say it."""
+    """The mask [B, S, T]; None without documents, where cuDNN has its own."""
     if mask.ranges is None and mask.segment_ids is None:
         return None
     return visible(queries_of(mask, q.shape[1]), mask, k.shape[1], options)

@@ -1,14 +1,14 @@
 """cuDNN's variable-length attention: every document of a packed batch is a sequence of its own, of its own length.
 
-cuDNN is given a list of at most B · M documents, M for each row: their lengths, and where they start, counted in
-elements from the start of the array. It visits each as one member of a batch, so other documents cost nothing, but it
+cuDNN reads a list of at most B · M documents, M for each row: their lengths, and their starts, counted in elements
+from the start of the array. It visits each as one member of a batch, so other documents cost nothing, but it
 keeps the statistics of each for S tokens: [B · M, H, S] float32. That is why M must be known while tracing
-(`segment_ranges(…, max_documents=…)`) and should be no larger than it need be. What is kept for the backward pass is
+(`segment_ranges(…, max_documents=…)`) and should be no larger than it need be. The residual of the backward pass is
 [B, H, S], as everywhere; the larger array lives while cuDNN runs.
 
 JAX's wrapper makes that list of per-row lists, in JAX 0.10 with key offsets that are wrong for grouped heads (it counts
-them by the queries' heads). So the list is made here, and given to the primitive beneath the wrapper, which passes it
-to cuDNN as it is. That primitive has no rule for splitting a batch: over several devices it belongs into shard_map.
+them by the queries' heads). So the list is made here, for the primitive beneath the wrapper, which passes it to
+cuDNN as it is. That primitive has no rule for splitting a batch: over several devices it belongs into shard_map.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from pallas_kernels.attention.ranges import SegmentRanges
 from pallas_kernels.dispatch import Target
 
 
-def unsupported(target: Target, q: Array, k: Array, ranges: SegmentRanges, options: Options) -> str | None:
+def why_not(target: Target, q: Array, k: Array, ranges: SegmentRanges, options: Options) -> str | None:
     """Why a call that cuDNN serves with a bias cannot take the variable-length path, or None when it can.
 
     Args:
@@ -81,7 +81,7 @@ class Listed(NamedTuple):
         length: its tokens; 0 behind the last.
         inside: whether each token is of a document in the list.
         slot: where in the list its document is; 0 for a token of none.
-        place: where in its document each token is, likewise.
+        place: each token's place in its document; 0 for a token of none.
     """
 
     row: Int32[Array, " B*M"]
@@ -152,7 +152,7 @@ def offsets(documents: Listed, heads: int, size: int) -> Int32[Array, "B M+1"]:
 
 
 def _operands(q: Array, k: Array, v: Array, documents: Listed) -> tuple[Array, ...]:
-    """The primitives' operands; what is not used is an empty array (the bias, page tables)."""
+    """The primitives' operands; unused ones are empty arrays (the bias, page tables)."""
     unused = jnp.zeros((0,), q.dtype)
     lengths = documents.length.reshape(q.shape[0], -1)
     starts = (offsets(documents, *array.shape[2:]) for array in (q, k))

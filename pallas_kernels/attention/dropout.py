@@ -1,4 +1,4 @@
-"""Which attention weights dropout keeps: a counter-based generator, the same bits wherever they are asked for.
+"""Dropout of attention weights by a counter-based generator: the same bits in every pass and implementation.
 
 Threefry-2x32 with 13 rounds, the fewest that pass BigCrush (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as
 easy as 1, 2, 3, SC 2011, table 2). The counter is the weight's place (query, key), the key is the call's seed with the

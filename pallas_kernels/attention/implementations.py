@@ -1,28 +1,45 @@
-"""The implementations by name. A new one is a line here and its place in `config.preference`.
+"""The implementations of attention by name. A new one is a line here and its place in `config.preference`.
 
-Each is a module with three functions:
+Each is a module with three functions; of the backward passes cuDNN's alone reads the output:
 
-    unsupported(call) -> str | None
+    why_not(call) -> str | None
     forward(q, k, v, mask, sinks, seed, options) -> (out [B, S, H, Dv] in q's dtype, lse [B, H, S] float32)
-    backward(q, k, v, mask, sinks, seed, lse, delta, dout, options) -> (dq, dk, dv)
+    backward(q, k, v, mask, sinks, seed, lse, delta, dout, options[, out=out]) -> (dq, dk, dv)
 
-- ``unsupported`` says in one clause why a `call.Call`, on its target, is not served.
+- ``why_not`` says in one clause why a `call.Call` cannot be served on its target.
 - ``lse`` is the natural log-sum-exp of the scaled, capped, visible logits and the sink, +inf for a query that sees
   neither key nor sink; so exp(logit − lse) is its weight, and zero there.
 - ``seed`` is uint32[2] where options.dropout_rate > 0, else None; `dropout.random_bits` says what is kept.
 - ``delta`` is rowsum(dout ∘ out) − dlse, float32 [B, H, S].
 """
 
-from types import ModuleType
+from typing import Any
 
-from pallas_kernels.attention import cudnn, mosaic_sm90, triton, xla
-
-IMPLEMENTATIONS: dict[str, ModuleType] = {
-    "mosaic": mosaic_sm90,
-    "cudnn": cudnn,
-    "triton": triton,
-    "xla": xla,
-}
+from pallas_kernels.attention import config, cudnn, mosaic_sm90, triton, xla
+from pallas_kernels.attention.call import Call
+from pallas_kernels.dispatch import Implementation, Registry
 
 NEEDS_RANGES: frozenset[str] = frozenset({"mosaic", "triton"})
-"""Those that take documents as ranges alone."""
+"""Implementations that read documents as ranges alone."""
+
+
+def without_out(module: Any) -> Implementation:
+    """The implementation of a module whose backward pass does not read the output."""
+    return Implementation(module.why_not, module.forward, lambda *arguments, out: module.backward(*arguments))
+
+
+def on_ranges(module: Any) -> Implementation:
+    """The implementation of a module that reads documents as ranges: their ids must be such that ranges can be made."""
+    return without_out(module)._replace(why_not=lambda call: call.disorder or module.why_not(call))
+
+
+REGISTRY: Registry[Call] = Registry(
+    "attention",
+    {
+        "mosaic": on_ranges(mosaic_sm90),
+        "cudnn": Implementation(cudnn.why_not, cudnn.forward, cudnn.backward),
+        "triton": on_ranges(triton),
+        "xla": without_out(xla),
+    },
+    lambda call: config.preference(call.target),
+)

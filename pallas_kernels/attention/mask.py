@@ -1,4 +1,4 @@
-"""Which key a query sees. Packed rows, padding, causality, a window and a cache are all one boolean array."""
+"""The mask: packed rows, padding, causality, a window and a cache as one boolean array."""
 
 from typing import NamedTuple
 
@@ -10,13 +10,13 @@ from pallas_kernels.attention.ranges import SegmentRanges
 
 
 class Mask(NamedTuple):
-    """The arrays that decide what a query sees, beside the static options.
+    """The mask's arrays, beside the static options.
 
     Attributes:
         ranges: where the documents lie; None where every row is one document, or where only their ids are known.
         segment_ids: the document of each query, from 1; 0 is padding, which sees nothing and is not seen. None where
             every row is one document, or where only the ranges are known.
-        kv_segment_ids: the document of each key, likewise; None exactly where segment_ids is.
+        kv_segment_ids: the document of each key; None exactly where segment_ids is.
         query_offset: the position of each row's first query among the keys, or one for all rows.
     """
 
@@ -27,12 +27,12 @@ class Mask(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What decides which keys a block of queries sees; every leaf has the queries on its axis 1.
+    """The part of the mask that belongs to a block of queries; every leaf has the queries on its axis 1.
 
     Attributes:
         index: the place of each query in its row.
         segment_ids: as in `Mask`, of these queries.
-        k_start, k_end: the keys of each query's document, where ranges were given instead.
+        k_start, k_end: the keys of each query's document, where the mask has ranges.
     """
 
     index: Int32[Array, "1 S"]

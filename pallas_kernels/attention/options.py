@@ -1,4 +1,4 @@
-"""What an attention call asks for beyond its arrays: static, hashable, shared by every implementation."""
+"""The static options of an attention call: hashable, shared by every implementation."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ class Options:
     """The static part of a call.
 
     Attributes:
-        scale: what the logits are multiplied with.
+        scale: factor of the logits.
         causal: key t is visible to query s only if t <= s + query_offset.
         sliding_window: a query sees the keys t > s + query_offset − sliding_window only, that is with ``causal`` its
             own and the sliding_window − 1 before it; without ``causal`` also only t < s + query_offset +

@@ -1,7 +1,7 @@
-"""Packed documents as ranges: what lets a kernel skip whole tiles.
+"""Packed documents as ranges, by which a kernel skips whole tiles.
 
-Documents are contiguous in a packed row, so the keys that a query's document has are a range, and so are the queries
-that a key's document has. Both ends of both ranges never decrease along the row; the first and last row of a tile
+Documents are contiguous in a packed row, so the keys of a query's document are a range, and so are the queries of a
+key's document. Both ends of both ranges never decrease along the row; the first and last row of a tile
 therefore bound all of it, and a tile outside the bounds is skipped in the forward and the backward pass.
 """
 
@@ -18,7 +18,7 @@ TILE = 128
 
 
 class Documents(NamedTuple):
-    """The documents of each row one by one, for implementations that are given a list of them (cuDNN).
+    """The documents of each row as a list, for cuDNN.
 
     M is the `max_documents` of `segment_ranges`, but at least 2: cuDNN reads a list of one as no list.
 
@@ -35,7 +35,7 @@ class Documents(NamedTuple):
 
 
 class SegmentRanges(NamedTuple):
-    """Where the documents of packed rows lie; made once a batch by `segment_ranges`, for all layers.
+    """The documents of packed rows as ranges; made once a batch by `segment_ranges`, for all layers.
 
     Every leaf leads with the rows of the batch and speaks of its own row alone, so the ranges are split over devices
     as the batch is.
@@ -45,7 +45,7 @@ class SegmentRanges(NamedTuple):
         q_start, q_end: the queries [q_start, q_end) of each key's document; empty for padding.
         q_order: each row's tiles of `TILE` queries, those that see most keys first (causal); `order_of_all` joins the
             rows.
-        k_order: each row's tiles of `TILE` keys likewise, those that most queries see first.
+        k_order: each row's tiles of `TILE` keys, those that most queries see first.
         documents: the documents one by one, where `segment_ranges` was told how many there may be.
     """
 
@@ -69,7 +69,7 @@ def segment_ranges(
     Args:
         segment_ids: the document of each query, from 1 and never decreasing along the row but for padding (0), which
             sees nothing and is not seen.
-        kv_segment_ids: the document of each key likewise; segment_ids by default.
+        kv_segment_ids: the document of each key; segment_ids by default.
         max_documents: the most documents that a row may have. Given, the ranges carry the list of documents that
             cuDNN's variable-length attention needs (its memory grows with this number); for queries and keys of the
             same rows, that is without kv_segment_ids.
@@ -84,12 +84,12 @@ def segment_ranges(
             the ids are known; max_documents below 1 or beside kv_segment_ids.
     """
     if max_documents is not None and (max_documents < 1 or kv_segment_ids is not None):
-        given = "kv_segment_ids beside it" if kv_segment_ids is not None else max_documents
-        raise ValueError(f"segment_ranges: max_documents: expected at least 1 and no kv_segment_ids, given {given}")
+        got = "kv_segment_ids beside it" if kv_segment_ids is not None else max_documents
+        raise ValueError(f"segment_ranges: max_documents: expected at least 1 and no kv_segment_ids, got {got}")
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
     if segment_ids.ndim != 2 or kv_segment_ids.ndim != 2 or len(segment_ids) != len(kv_segment_ids):
         raise ValueError(
-            "segment_ranges: expected segment_ids [batch, queries] and kv_segment_ids [batch, keys], given "
+            "segment_ranges: expected segment_ids [batch, queries] and kv_segment_ids [batch, keys], got "
             f"{segment_ids.shape} and {kv_segment_ids.shape}"
         )
     for name, ids in (("segment_ids", segment_ids), ("kv_segment_ids", kv_segment_ids)):
@@ -101,7 +101,7 @@ def segment_ranges(
         if max(counts, default=0) > max_documents:
             raise ValueError(
                 f"segment_ranges: max_documents: expected at least {max(counts)}, the documents of row "
-                f"{np.argmax(counts)}, given {max_documents}"
+                f"{np.argmax(counts)}, got {max_documents}"
             )
     queries, keys = _carried(segment_ids), _carried(kv_segment_ids)
     k_start, k_end = _range(queries, keys, segment_ids, kv_segment_ids)
@@ -123,7 +123,7 @@ def order_of_all(order: Int32[Array, "B QT"]) -> Int32[Array, " B*QT"]:
 
 
 def not_contiguous(segment_ids: Int[Array, "B S"]) -> str | None:
-    """Why the documents are not ranges in order, or None where they are or where that is known only at run time."""
+    """Why the documents are not ranges in order; None where they are, or where only run time tells."""
     if isinstance(segment_ids, Tracer):
         return None
     for row, ids in enumerate(np.asarray(segment_ids)):
@@ -133,13 +133,13 @@ def not_contiguous(segment_ids: Int[Array, "B S"]) -> str | None:
         if drops.size:
             before, after = documents[drops[0] : drops[0] + 2]
             return (
-                f"expected documents in order and in one piece, given document {after} after document {before} at row "
+                f"expected documents in order and in one piece, got document {after} after document {before} at row "
                 f"{row}, place {places[drops[0] + 1]}"
             )
         holes = np.flatnonzero((np.diff(documents) == 0) & (np.diff(places) > 1))
         if holes.size:
             return (
-                f"expected documents in one piece, given padding within document {documents[holes[0]]} at row {row}, "
+                f"expected documents in one piece, got padding within document {documents[holes[0]]} at row {row}, "
                 f"place {places[holes[0]] + 1}"
             )
     return None

@@ -35,7 +35,7 @@ def attention(
 ):
     """softmax(scale · q kᵀ + mask) v in q's dtype; arguments as in ``api.attention``.
 
-    ``kept`` says outright which weights dropout keeps, instead of ``dropout_key``.
+    ``kept`` is dropout's mask itself, instead of ``dropout_key``.
     """
     batch, length, heads, size = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -72,7 +72,7 @@ def attention(
 
 
 def kept_weights(key: PRNGKeyArray | None, rate: float, shape: tuple[int, int, int, int]) -> Bool[Array, "B H S T"]:
-    """Which weights dropout keeps.
+    """Dropout's mask.
 
     Args:
         key: the call's dropout key.

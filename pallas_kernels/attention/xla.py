@@ -7,8 +7,8 @@ P = exp(L − lse), Z the kept weights' factor of dropout (0 or 1 / (1 − rate)
     dv = (Z ∘ P)ᵀ dout      dL = P ∘ (Z ∘ dout vᵀ − δ)      dS = dL ∘ (1 − (L / cap)²)
     dq = scale · dS k       dk = scale · dSᵀ q
 
-Products of 16-bit inputs are accumulated in float32, and what enters the next product is rounded to the inputs' dtype
-first. float32 inputs use float32 products (precision "highest"). Key heads are shared by reshaping q, never by
+Products of 16-bit inputs are accumulated in float32, and the operands of the next product are rounded to the inputs'
+dtype first. float32 inputs use float32 products (precision "highest"). Key heads are shared by reshaping q, never by
 repeating k and v. A query that sees no key gives zeros and passes no gradient: its lse is +inf, or that of the sink.
 """
 
@@ -26,21 +26,21 @@ from pallas_kernels.attention.options import Options
 
 
 class _Block(NamedTuple):
-    """What belongs to queries, cut into blocks along S; K key heads of G query heads each."""
+    """Queries and their places, cut into blocks along S; K key heads of G query heads each."""
 
     q: Array  # [B, S, K, G, D]
     places: Queries
 
 
 class _Gradients(NamedTuple):
-    """What the backward pass needs of a block's queries besides."""
+    """A block's operands of the backward pass beside its queries."""
 
     dout: Array  # [B, S, K, G, Dv]
     delta: Array  # [B, S, K, G]
     lse: Array  # [B, S, K, G]
 
 
-def unsupported(call: Call) -> None:
+def why_not(call: Call) -> None:
     """None: every call on every target is served."""
 
 
@@ -162,7 +162,7 @@ def _cut(q: Array, k: Array, mask: Mask) -> _Block:
 
 
 def _logits(piece: _Block, k: Array, mask: Mask, options: Options) -> tuple[Array, Array | None]:
-    """Scaled, capped float32 logits [B, K, G, S, T] of a block, and where they count [B, 1, 1, S, T]."""
+    """Scaled, capped float32 logits [B, K, G, S, T] of a block, and the mask [B, 1, 1, S, T]."""
     logits = _dot("bskgd,btkd->bkgst", piece.q, k) * options.scale
     if options.logits_soft_cap is not None:
         logits = options.logits_soft_cap * jnp.tanh(logits / options.logits_soft_cap)
@@ -171,7 +171,7 @@ def _logits(piece: _Block, k: Array, mask: Mask, options: Options) -> tuple[Arra
 
 
 def _kept(piece: _Block, keys: int, seed: Array, options: Options) -> Array:
-    """What dropout multiplies the weights [B, K, G, S, T] with: 0 or 1 / (1 − rate)."""
+    """Dropout's factors of the weights [B, K, G, S, T]: 0 or 1 / (1 − rate)."""
     batch, _, kv_heads, group, _ = piece.q.shape
     heads = jnp.arange(batch * kv_heads * group, dtype=jnp.uint32).reshape(batch, kv_heads, group, 1, 1)
     queries = piece.places.index[0].astype(jnp.uint32).reshape(1, 1, 1, -1, 1)

@@ -43,8 +43,8 @@ def chunked_cross_entropy(
     Args:
         project: (trainable, frozen, hidden [B, C, E]) -> logits [B, C, V], for any C; positions must be independent.
             Every array that it needs goes through trainable or frozen: it must not close over traced values.
-        trainable: what the head is differentiated in: a pytree of floating-point arrays, or an empty one.
-        frozen: what it is not: any pytree, packed codes included. Its gradient is zero by definition.
+        trainable: the head's differentiated arrays: a pytree of floating-point arrays, or an empty one.
+        frozen: the head's other arrays: any pytree, packed codes included. Its gradient is zero by definition.
         hidden: the decoder's last activations.
         targets: index of the right word at each position, int32; ``IGNORE_INDEX`` (−100) where there is no loss. Any
             other index outside the vocabulary makes the loss NaN.
@@ -77,7 +77,7 @@ def chunked_cross_entropy(
 def _cross_entropy(
     project: Project, chunk_size: int, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array
 ) -> CrossEntropy:
-    """The loss alone: what runs when nothing is differentiated."""
+    """The loss alone, without differentiation."""
     padded_hidden, padded_targets = _pad(hidden, targets, chunk_size)
 
     def step(sums: CrossEntropy, start: Array) -> tuple[CrossEntropy, None]:

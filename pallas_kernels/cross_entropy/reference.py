@@ -1,4 +1,4 @@
-"""Cross-entropy of whole logits in plain jax.numpy: the oracle, and what the operation returns."""
+"""Cross-entropy of whole logits in plain jax.numpy: the oracle, and the operation's result type."""
 
 from typing import NamedTuple
 

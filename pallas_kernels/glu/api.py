@@ -2,7 +2,6 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
 from pallas_kernels.glu import xla
 from pallas_kernels.glu.reference import ACTIVATIONS
 
@@ -14,17 +13,15 @@ def glu(
     up: Float[Array, "*rows F"],
     *,
     activation: str,
-    implementation: str | None = None,
 ) -> Float[Array, "*rows F"]:
     """activation(gate) · up, in float32 inside and rounded once.
 
     The backward pass keeps gate and up and computes the activation again.
 
     Args:
-        gate: what the activation is applied to.
-        up: what it gates; same shape and dtype.
+        gate: operand of the activation.
+        up: the other factor; same shape and dtype.
         activation: one of ``ACTIVATIONS``; the names are those of ``hidden_act`` in Hugging Face configs.
-        implementation: None or "xla".
 
     Returns:
         The product in gate's dtype. Differentiable in both.
@@ -39,5 +36,4 @@ def glu(
             "glu: gate and up must have the same shape and dtype, "
             f"got {gate.dtype}{list(gate.shape)} and {up.dtype}{list(up.shape)}"
         )
-    dispatch.select("glu", implementation, [("xla", None)])
     return xla.glu(gate, up, activation)

@@ -1,4 +1,4 @@
-"""Block sizes of the kernels and where they take over, as measured on an H200 (docs/performance.md)."""
+"""Block sizes of the kernels and the sizes at which they take over, as measured on an H200 (docs/lab/nf4.md)."""
 
 import dataclasses
 
@@ -8,11 +8,11 @@ from jax.typing import DTypeLike
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """How a Triton program works.
+    """Block sizes of the Triton dequantisation.
 
     Attributes:
-        blocks: blocks of 64 elements that it decodes.
-        num_warps: its warps.
+        blocks: blocks of 64 elements a program.
+        num_warps: warps a program.
     """
 
     blocks: int
@@ -21,11 +21,11 @@ class TritonConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MosaicConfig:
-    """How a Mosaic thread block (one warpgroup) works.
+    """Block sizes of the Mosaic dequantisation, one warpgroup a thread block.
 
     Attributes:
-        bytes_per_thread: consecutive codes of a block that a thread decodes at once: 4, 8 or 16 bytes.
-        blocks: blocks of 64 elements that the thread block decodes; a multiple of 4 · bytes_per_thread.
+        bytes_per_thread: consecutive codes of a block a thread: 4, 8 or 16 bytes.
+        blocks: blocks of 64 elements a thread block; a multiple of 4 · bytes_per_thread.
     """
 
     bytes_per_thread: int
@@ -33,14 +33,14 @@ class MosaicConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class FewTokensConfig:
-    """How the product with few rows of x works.
+class MatvecConfig:
+    """Block sizes of the product with few rows of x.
 
     Attributes:
         warpgroups: of a thread block; they share the columns of its rows.
-        row_tiles: rows of W that a thread block takes, in 32.
+        row_tiles: rows of W a thread block, in units of 32.
         stages: pieces of x in shared memory, for each warpgroup.
-        ahead: pieces of W that a thread has under way in registers.
+        ahead: pieces of W that a thread loads in advance, in registers.
     """
 
     warpgroups: int = 2
@@ -50,29 +50,29 @@ class FewTokensConfig:
 
     @property
     def rows(self) -> int:
-        """Rows of W that a thread block takes."""
+        """Rows of W a thread block."""
         return 32 * self.row_tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedConfig:
-    """How the product with many rows of x, or its gradient, works.
+class MatmulSsConfig:
+    """Block sizes of the shared-memory (wgmma SS) matmul and its gradient.
 
     Attributes:
         rows: of x in a tile: 64, 128 or 256.
         columns: of the result in a tile: 64 or 128.
-        parts: in how many equal parts each tile's sum is cut, if there are thread blocks for all; None cuts tiles where
-            it takes to give every thread block as many steps.
+        splits: equal parts that each tile's sum is cut into (fixed-split; 1: data-parallel), if there are thread blocks
+            for all; None: Stream-K, the same number of iterations for every thread block.
         x_stages: pieces of x in shared memory.
         w_stages: decoded pieces of W in shared memory.
-        ahead: pieces of W that a decoding thread has under way in registers.
-        consumer_registers: of a thread that multiplies.
-        decoder_registers: of a thread that decodes.
+        ahead: pieces of W that a decoding thread loads in advance, in registers.
+        consumer_registers: of a multiplying thread.
+        decoder_registers: of a decoding thread.
     """
 
     rows: int = 256
     columns: int = 128
-    parts: int | None = None
+    splits: int | None = None
     x_stages: int = 4
     w_stages: int = 3
     ahead: int = 2
@@ -81,31 +81,31 @@ class FusedConfig:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that multiply."""
+        """Multiplying warpgroups."""
         return 1 if self.rows == 64 else 2
 
 
 @dataclasses.dataclass(frozen=True)
-class RegistersConfig:
-    """How the product with many rows of x, or its gradient, works whose decoded weights stay in registers.
+class MatmulRsConfig:
+    """Block sizes of the register-operand (wgmma RS) matmul and its gradient.
 
     Attributes:
         rows: of x in a tile: 64, 128 or 256.
         cluster: thread blocks that share x, each with 128 columns of the result: 1 or 2.
-        parts: as in `FusedConfig`, of clusters.
+        splits: as in `MatmulSsConfig`, for clusters.
         x_stages: pieces of x in shared memory, of 64 columns.
         w_stages: pieces of codes in shared memory, of 128 columns.
     """
 
     rows: int = 256
     cluster: int = 2
-    parts: int | None = None
+    splits: int | None = None
     x_stages: int = 4
     w_stages: int = 3
 
     @property
     def columns(self) -> int:
-        """Of the result, in a cluster's tile."""
+        """Columns of the result in a cluster's tile."""
         return 128 * self.cluster
 
 
@@ -120,81 +120,81 @@ def mosaic_config(dtype: DTypeLike) -> MosaicConfig:
     return MosaicConfig(bytes_per_thread=bytes_per_thread, blocks=4 * bytes_per_thread)
 
 
-FEW_TOKENS_ROWS = 32
-"""Up to so many rows of x the product goes to the kernel that is bound by the packed bytes."""
-FEW_TOKENS_COLUMNS = 512
-"""`in` is a multiple of it there."""
-REGISTERS_ROWS = 65
-"""From so many rows on, decoded weights stay in registers, if the matrix suits (`suits_registers`)."""
-REGISTERS_GRAIN = 256
-"""`in` is a multiple of it there: a row of scales is then a multiple of 16 bytes, as TMA takes them."""
-REGISTERS_TERMS = 128
-"""Of the sum, in a step: `out` is a multiple of it in the gradient."""
+MATVEC_ROWS = 32
+"""Most rows of x for `matvec`."""
+MATVEC_COLUMNS = 512
+"""`in` is a multiple of it for `matvec`."""
+RS_ROWS = 65
+"""Fewest rows of x for `matmul_rs`."""
+RS_GRAIN = 256
+"""`in` is a multiple of it for `matmul_rs`: a row of scales is then a multiple of 16 bytes, as TMA requires."""
+RS_TERMS = 128
+"""Terms of the sum in an iteration of `matmul_rs`: `out` is a multiple of it in the gradient."""
 _MOST_ROWS, _MOST_ROWS_FORWARD = 512, 1024
-"""Up to so many rows products decode as they multiply, and those forward by registers; above, they decode first."""
-_EQUAL_STEPS, _CUT_STEPS = 6, 9
-"""What handing sums on and adding them up costs, in steps of REGISTERS_TERMS: with tiles in equal parts, where every
-cluster does one of the two, and where most do both."""
+"""Most rows of x for which decoding inside the product is faster than before it; forward by `matmul_rs` more."""
+_SPLIT_COST, _STREAM_COST = 6, 9
+"""Cost of storing partial sums and of the fix-up, in iterations of RS_TERMS: with equal splits every cluster does one
+of the two, with Stream-K most do both."""
 
 
 def product_config(
     rows: int, shape: tuple[int, int], gradient: bool, cores: int
-) -> FewTokensConfig | FusedConfig | RegistersConfig:
-    """Which of the kernels that decode as they multiply serves, and with what block sizes.
+) -> MatvecConfig | MatmulSsConfig | MatmulRsConfig:
+    """The kernel that decodes as it multiplies, by the type of its block sizes.
 
     Args:
         rows: of x.
         shape: (out, in) of the matrix, multiples of 64 from 128 on.
-        gradient: whether x is multiplied with the matrix as it is.
+        gradient: x W instead of x Wᵀ.
         cores: multiprocessors.
     """
     out, columns = shape
-    few = few_tokens_config(rows, shape)
-    if not gradient and rows <= FEW_TOKENS_ROWS and columns % FEW_TOKENS_COLUMNS == 0 and out >= few.rows:
+    few = matvec_config(rows, shape)
+    if not gradient and rows <= MATVEC_ROWS and columns % MATVEC_COLUMNS == 0 and out >= few.rows:
         return few
-    if rows >= REGISTERS_ROWS and suits_registers(shape, gradient):
-        return registers_config(rows, shape, gradient, cores)
-    return fused_config(rows, columns if gradient else out, cores)
+    if rows >= RS_ROWS and suits_rs(shape, gradient):
+        return matmul_rs_config(rows, shape, gradient, cores)
+    return matmul_ss_config(rows, columns if gradient else out, cores)
 
 
 def most_rows(shape: tuple[int, int], gradient: bool) -> int:
-    """Up to so many rows `product_config`'s kernels are faster than decoding first."""
-    return _MOST_ROWS_FORWARD if suits_registers(shape, gradient) and not gradient else _MOST_ROWS
+    """Most rows of x for which `product_config`'s kernels are faster than decoding first."""
+    return _MOST_ROWS_FORWARD if suits_rs(shape, gradient) and not gradient else _MOST_ROWS
 
 
-def suits_registers(shape: tuple[int, int], gradient: bool) -> bool:
-    """Whether the kernel that keeps decoded weights in registers takes a matrix."""
+def suits_rs(shape: tuple[int, int], gradient: bool) -> bool:
+    """Whether `matmul_rs` takes a matrix."""
     summed, written = shape if gradient else shape[::-1]
-    whole = shape[1] % REGISTERS_GRAIN == 0 and summed % REGISTERS_TERMS == 0
-    return whole and written >= _registers(gradient).columns
+    whole = shape[1] % RS_GRAIN == 0 and summed % RS_TERMS == 0
+    return whole and written >= _rs(gradient).columns
 
 
-def few_tokens_config(rows: int, shape: tuple[int, int]) -> FewTokensConfig:
-    """Warpgroups that fill the multiprocessors twice and more and leave each some eight steps or more."""
+def matvec_config(rows: int, shape: tuple[int, int]) -> MatvecConfig:
+    """Warpgroups that fill the multiprocessors at least twice and leave each about eight pieces of W or more."""
     if shape[0] >= 8192:
-        return FewTokensConfig(warpgroups=1)
-    return FewTokensConfig(warpgroups=2, ahead=1 if rows <= 16 else 2)
+        return MatvecConfig(warpgroups=1)
+    return MatvecConfig(warpgroups=2, ahead=1 if rows <= 16 else 2)
 
 
-def registers_config(rows: int, shape: tuple[int, int], gradient: bool, cores: int) -> RegistersConfig:
-    """The least rows that hold all of x, up to 256; tiles cut in the way that takes the fewest steps."""
+def matmul_rs_config(rows: int, shape: tuple[int, int], gradient: bool, cores: int) -> MatmulRsConfig:
+    """The fewest rows that hold all of x, up to 256; the decomposition with the fewest iterations a cluster."""
     summed, written = shape if gradient else shape[::-1]
-    sizes = dataclasses.replace(_registers(gradient), rows=128 if rows <= 128 else 256)
-    clusters, steps = cores // sizes.cluster, -(-summed // REGISTERS_TERMS)
+    sizes = dataclasses.replace(_rs(gradient), rows=128 if rows <= 128 else 256)
+    clusters, iterations = cores // sizes.cluster, -(-summed // RS_TERMS)
     tiles = -(-rows // sizes.rows) * -(-written // sizes.columns)
-    costs = {1: -(-tiles // clusters) * steps, None: tiles * steps / clusters + _CUT_STEPS}
-    if parts := clusters // tiles:
-        costs |= {parts: -(-steps // parts) + (_EQUAL_STEPS if parts > 1 else 0)}
-    return dataclasses.replace(sizes, parts=min(costs, key=costs.__getitem__))
+    costs = {1: -(-tiles // clusters) * iterations, None: tiles * iterations / clusters + _STREAM_COST}
+    if splits := clusters // tiles:
+        costs |= {splits: -(-iterations // splits) + (_SPLIT_COST if splits > 1 else 0)}
+    return dataclasses.replace(sizes, splits=min(costs, key=costs.__getitem__))
 
 
-def _registers(gradient: bool) -> RegistersConfig:
+def _rs(gradient: bool) -> MatmulRsConfig:
     """As measured, x shared by two thread blocks gains 4% in the product and loses 1 to 4% in the gradient."""
-    return RegistersConfig(cluster=1 if gradient else 2)
+    return MatmulRsConfig(cluster=1 if gradient else 2)
 
 
-def fused_config(rows: int, columns: int, cores: int) -> FusedConfig:
-    """The least rows that hold all of x, up to 256; fewer sums in registers leave more to the decoding threads.
+def matmul_ss_config(rows: int, columns: int, cores: int) -> MatmulSsConfig:
+    """The fewest rows that hold all of x, up to 256; fewer sums in registers leave more to the decoding threads.
 
     Args:
         rows: of x.
@@ -202,9 +202,9 @@ def fused_config(rows: int, columns: int, cores: int) -> FusedConfig:
         cores: multiprocessors.
     """
     if rows <= 64:
-        return FusedConfig(rows=64, consumer_registers=112, decoder_registers=168)
+        return MatmulSsConfig(rows=64, consumer_registers=112, decoder_registers=168)
     if rows <= 128:
-        return FusedConfig(rows=128, consumer_registers=112, decoder_registers=112)
+        return MatmulSsConfig(rows=128, consumer_registers=112, decoder_registers=112)
     # One round of whole tiles that keeps most multiprocessors busy beats cutting them.
     tiles = -(-rows // 256) * -(-columns // 128)
-    return FusedConfig(w_stages=2, parts=1 if 0.8 * cores <= tiles <= cores else None)
+    return MatmulSsConfig(w_stages=2, splits=1 if 0.8 * cores <= tiles <= cores else None)

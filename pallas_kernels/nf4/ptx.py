@@ -10,7 +10,7 @@ in float32 and rounded once, as bitsandbytes does element by element, and serve 
 block. An element then costs 2.6 integer instructions, no multiplication and no conversion. float32 results need four
 planes; there the values are looked up unscaled and multiplied after (6.5 integer instructions and a product).
 
-The text is pure: ptxas merges what several words of one block have in common, so the table is built once a thread.
+The text is pure: ptxas merges the common parts of several words of one block, so the table is built once a thread.
 """
 
 import functools
@@ -53,7 +53,7 @@ def lookup(dtype: str, halves: tuple[str, ...], through: str | None = None) -> s
 
 @functools.cache
 def lookup_in_planes() -> str:
-    """Assembly that decodes one 32-bit word of codes in the split order to 16 bits, by a table that is given.
+    """Assembly that decodes one 32-bit word of codes in the split order to 16 bits, by a table in registers.
 
     Operands: the results, two registers of low and two of high elements; the word; the four registers of the table's
     low and the four of its high bytes (`shared_planes`).
@@ -84,7 +84,7 @@ def shared_planes(dtype: str, through: str | None = None) -> str:
 
 
 def _select(lines: list[str], word: int, planes: int, halves: tuple[str, ...]) -> str:
-    """The whole text: what makes the planes, what looks up in them, and the names of all registers.
+    """The whole text: the planes, the lookups in them, and the names of all registers.
 
     Args:
         lines: that make q0_0, …, by the scale in x if at all.
@@ -118,7 +118,7 @@ def lookup_in_jax(
     half: str,
     through: str | None = None,
 ) -> Float[Array, "blocks bytes"]:
-    """What `lookup` computes, for interpreters that cannot run assembly."""
+    """The same as `lookup`, for interpreters without assembly."""
     nibbles = codes & jnp.uint8(15) if half == "low" else codes >> jnp.uint8(4)
     values = jnp.zeros(codes.shape, jnp.float32)
     for code, value in enumerate(NF4_VALUES.tolist()):

@@ -108,7 +108,7 @@ def quantize_absmax(
 
     Args:
         absmax: float32, flat.
-        offset: what is taken off first; None for their `mean`. (The order of a mean's additions is not part of the
+        offset: subtracted first; None for their `mean`. (The order of a mean's additions is not part of the
             format: codes equal bitsandbytes' for an equal offset.)
 
     Returns:
@@ -131,7 +131,7 @@ def quantize_absmax(
 def mean(scales: Float[Array, " blocks"]) -> Float[Array, ""]:
     """The mean of scales, in a fixed order: equal bits on every device, and to `convert.formats.nf4.mean`.
 
-    The sum has two float32 numbers, the second for what the first cannot hold (Knuth's two-sum), and is taken in a tree
+    The sum has two float32 numbers, the second for the rounding of the first (Knuth's two-sum), and is taken in a tree
     of 16 branches; it is rounded to float32 once and then divided.
 
     Args:

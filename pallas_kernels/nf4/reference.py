@@ -39,7 +39,7 @@ def dequantize(
     quant_map: Float[Array, " 16"] | None = None,
     through: str | None = None,
 ) -> Float[Array, "out in"]:
-    """quant_map[code] · absmax of the element's block in float32, rounded to `through` if given, then to `dtype`.
+    """quant_map[code] · absmax of the element's block in float32, rounded to `through` unless None, then to `dtype`.
 
     Args:
         codes: uint8, packed, flat or in any shape.

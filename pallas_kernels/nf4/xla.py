@@ -15,14 +15,14 @@ from pallas_kernels.rounding import round_through
 def dequantize(
     codes: UInt8[Array, "..."],
     absmax: Float[Array, "..."],
+    quant_map: Float[Array, " 16"] | None = None,
     *,
     shape: tuple[int, int],
     dtype: DTypeLike,
     order: str,
-    quant_map: Float[Array, " 16"] | None = None,
     through: str | None = None,
 ) -> Float[Array, "out in"]:
-    """The matrix that the codes stand for; arguments as in the api, already checked."""
+    """The decoded matrix; arguments as in `implementations`."""
     size, blocks = shape[0] * shape[1], num_blocks(shape)
     table = jnp.asarray(NF4_VALUES if quant_map is None else quant_map)
     codes = codes.reshape(-1)

@@ -2,7 +2,6 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
 from pallas_kernels.rms_norm import xla
 
 
@@ -12,7 +11,6 @@ def rms_norm(
     *,
     eps: float,
     offset: float = 0.0,
-    implementation: str | None = None,
 ) -> Float[Array, "*rows E"]:
     """Divide each row by its root mean square and scale it: y = (weight + offset) · x / sqrt(mean(x²) + eps).
 
@@ -25,7 +23,6 @@ def rms_norm(
         weight: the scale of each feature; a dtype of its own.
         eps: added to the mean square.
         offset: added to the scale.
-        implementation: None or "xla".
 
     Returns:
         The normalised rows in x's dtype. Differentiable in x and weight.
@@ -37,5 +34,4 @@ def rms_norm(
         raise ValueError(
             f"rms_norm: weight must have the shape of x's last axis, {x.shape[-1:]}, got {weight.shape} for x {x.shape}"
         )
-    dispatch.select("rms_norm", implementation, [("xla", None)])
     return xla.rms_norm(x, weight, eps, offset)

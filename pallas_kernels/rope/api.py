@@ -2,7 +2,6 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
 from pallas_kernels.rope import xla
 
 
@@ -10,8 +9,6 @@ def rope(
     x: Float[Array, "B S H D"],
     cos: Float[Array, "B S D//2"],
     sin: Float[Array, "B S D//2"],
-    *,
-    implementation: str | None = None,
 ) -> Float[Array, "B S H D"]:
     """Rotate the pairs (x[d], x[d + D/2]) of each head by the angles of its position.
 
@@ -23,7 +20,6 @@ def rope(
         x: queries or keys.
         cos: cosines of the angles of each position, times the scaling of attention if the model has one.
         sin: sines of the same.
-        implementation: None or "xla".
 
     Returns:
         The rotated heads in x's dtype. Differentiable in x; the tables are constants.
@@ -38,5 +34,4 @@ def rope(
             f"rope: cos and sin must have the shape (batch, length, head size / 2) = {expected} for an even head "
             f"size, got cos {cos.shape}, sin {sin.shape} for x {x.shape}"
         )
-    dispatch.select("rope", implementation, [("xla", None)])
     return xla.rope(x, cos, sin)

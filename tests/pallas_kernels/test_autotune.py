@@ -29,7 +29,7 @@ CANDIDATES = [GUESS, OTHER, THIRD]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, platform="cuda"))):
         yield tmp_path
 
@@ -81,16 +81,16 @@ def test_entries_are_added_and_shipped_beside_those_of_other_cards(kernel):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "no JSON"),
-        ('{"format": "fastjax block sizes 1", "entr', "no JSON"),
-        ("\ufffd\x00", "no JSON"),
-        ("[]", "given something else"),
-        ('{"format": "other", "made": {}, "entries": {}}', "given something else"),
+        ("", "in JSON, got"),
+        ('{"format": "fastjax block sizes 1", "entr', "in JSON, got"),
+        ("\ufffd\x00", "in JSON, got"),
+        ("[]", "got another file"),
+        ('{"format": "other", "made": {}, "entries": {}}', "got another file"),
         ('{"format": "fastjax block sizes 1", "made": {}, "entries": []}', 'objects "entries" and "made"'),
     ],
 )
 def test_a_file_that_is_no_table_is_warned_of_once_and_never_overwritten(kernel, text, message):
-    cache_file().parent.mkdir()
+    cache_file().parent.mkdir(parents=True)
     cache_file().write_text(text)
     with pytest.warns(UserWarning, match=f"kernels run with their own guess: .*autotune.json: expected .*{message}"):
         assert best(kernel, "D=64", CANDIDATES) == GUESS
@@ -128,7 +128,6 @@ def test_writing_is_all_or_nothing(kernel, monkeypatch):
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
-    monkeypatch.delenv("FASTJAX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_file() == tmp_path / "fastjax" / "autotune.json"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -3,6 +3,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dispatch
+from pallas_kernels.attention.implementations import REGISTRY as attention
+from pallas_kernels.glu.lora import REGISTRY as glu_lora
+from pallas_kernels.nf4.implementations import DEQUANTIZE, MATMUL
 
 
 @pytest.mark.parametrize(
@@ -88,3 +91,32 @@ def test_select_lists_the_names_for_an_unknown_one():
 def test_select_says_why_nothing_serves():
     with pytest.raises(NotImplementedError, match="mosaic: needs compute capability 9.0"):
         dispatch.select("op", None, CANDIDATES[:1])
+
+
+def registry(**reasons):
+    """An operation on numbers whose implementations refuse cases below a number."""
+    implementations = {
+        name: dispatch.Implementation(lambda case, least=least: f"needs {least}" if case < least else None, abs)
+        for name, least in reasons.items()
+    }
+    return dispatch.Registry("op", implementations, lambda case: sorted(reasons, reverse=case > 5))
+
+
+def test_a_registry_asks_each_implementation_in_order_of_preference():
+    found = registry(a=3, b=0)
+    assert list(found.reasons(2).items()) == [("a", "needs 3"), ("b", None)]
+    assert list(found.reasons(6).items()) == [("b", None), ("a", None)]
+    assert [found.choose(case, None) for case in (2, 4, 6)] == ["b", "a", "b"]
+    assert found.choose(6, "a") == "a" and found["a"].forward is abs
+
+
+def test_a_registry_never_downgrades_and_names_the_pass():
+    with pytest.raises(NotImplementedError, match=r"op \(backward\): implementation 'a' cannot serve .* needs 3"):
+        registry(a=3, b=0).choose(2, "a", direction="backward")
+    with pytest.raises(NotImplementedError, match="has no backward pass of its own"):
+        registry(a=0)["a"].backward(1)
+
+
+@pytest.mark.parametrize("found", [attention, DEQUANTIZE, MATMUL, glu_lora], ids=lambda found: found.op)
+def test_every_registry_has_a_choice_and_an_implementation_for_every_target(found):
+    assert len(found.implementations) > 1 and "xla" in found.implementations

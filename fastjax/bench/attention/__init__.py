@@ -1,1 +1,1 @@
-"""How fast and how exact attention is on this device, by every implementation that can be had, and its block sizes."""
+"""Speed and accuracy of attention on this device, by every available implementation, and its block sizes."""

@@ -1,4 +1,4 @@
-"""How exact attention is: the output and the gradients of q, k and v, beside the plain formula in float64.
+"""Accuracy of attention: the output and the gradients of q, k and v, beside the plain formula in float64.
 
 The error of an array is ‖found − exact‖ / ‖exact‖ (Frobenius). It is compared with cuDNN's in the same call, or, where
 cuDNN cannot serve it, with XLA's in the same 16 bits: 1.2 times as much is the bar. An array that is zero but for
@@ -33,7 +33,7 @@ _WORKERS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A call; what is not said is one row of four query heads over two key heads.
+    """A call; by default one row of four query heads over two key heads.
 
     Attributes:
         length: S.
@@ -88,11 +88,11 @@ class AccuracyResult:
 
     Attributes:
         shape: its name.
-        implementation: who.
+        implementation: its name.
         errors: of `ARRAYS`, relative; of those that are zero but for rounding, the root mean square.
         ratios: these over cuDNN's, or XLA's; None for those that are zero but for rounding.
-        beside: whose errors these are.
-        faults: what is wrong: above the bar, not finite, not zero where all is padding.
+        beside: the implementation of the reference errors.
+        faults: above the bar, not finite, not zero where all is padding.
         reason: why there is no error.
     """
 
@@ -125,13 +125,13 @@ def run(
         The lines of the table.
 
     Raises:
-        ConfigError: a name that is not known.
+        ConfigError: an unknown name.
         OSError: the file cannot be written.
     """
     console = console or Console()
     check_names("--implementations", implementations, IMPLEMENTATIONS)
     check_names("--shapes", shapes, tuple(SHAPES))
-    # cuDNN and XLA are what the others are compared with
+    # the others are compared with cuDNN and XLA
     wanted = tuple(dict.fromkeys((*implementations, "cudnn", "xla")))
     jobs = [(name, who) for name in shapes for who in ("exact", *wanted)]
     inputs = {name: _inputs(SHAPES[name], dtype) for name in shapes}

@@ -1,4 +1,4 @@
-"""What attention is measured on: a table of cases, their arrays, and the work that their masks leave."""
+"""The cases of the attention benchmarks: a table, their arrays, and their unmasked work."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class Case:
         return sum(_seen(length, self.window) for row in rows for length in row)
 
     def operations(self, direction: str) -> int:
-        """Floating-point operations of the products over what is not masked: two forward, five more backward.
+        """Floating-point operations of the unmasked products: two forward, five more backward.
 
         Args:
             direction: "forward" or "both".
@@ -75,20 +75,20 @@ class Case:
         return (4 if direction == "forward" else 14) * self.heads * self.size * self.pairs()
 
 
-def check_names(argument: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse names that are not known.
+def check_names(argument: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ConfigError on an unknown name.
 
     Args:
-        argument: where they were given.
-        given: the names.
-        known: those that may be given.
+        argument: the flag, for the message.
+        names: the names.
+        known: the valid ones.
 
     Raises:
         ConfigError: one is not among them.
     """
-    for name in given:
+    for name in names:
         if name not in known:
-            raise ConfigError(f"bench attention: {argument}: expected some of {', '.join(known)}, given {name}")
+            raise ConfigError(f"bench attention: {argument}: expected some of {', '.join(known)}, got {name}")
 
 
 def make_cases(
@@ -102,7 +102,7 @@ def make_cases(
     """The cases of the table.
 
     Args:
-        names: which, of `NAMES`.
+        names: of `NAMES`.
         batch: rows.
         length: of the short rows; long rows have twice as many tokens, a window an eighth of these.
         heads: query heads; those of size 256 are half as many.
@@ -114,7 +114,7 @@ def make_cases(
     """
     if heads % (2 * kv_heads) or length % 16:
         raise ConfigError(
-            "bench attention: expected heads divisible by twice kv_heads, and seq by 16, given "
+            "bench attention: expected heads divisible by twice kv_heads, and seq by 16, got "
             f"{heads}, {kv_heads} and {length}"
         )
     long = 2 * length
@@ -136,7 +136,7 @@ def make_cases(
 
 
 def chat_lengths(tokens: int, most: int, seed: int = 0) -> list[int]:
-    """Lengths of documents as chats have them: log-normal, half of them under 365 tokens, their mean 600.
+    """Lengths of chats: log-normal, half of them under 365 tokens, their mean 600.
 
     That is a round figure for public chat sets, most of which lie within a factor of two of it, and of no one set.
 
@@ -154,18 +154,16 @@ def read_lengths(path: Path) -> list[int]:
     """Lengths of documents from a file: .npy, or a number a line.
 
     Raises:
-        ConfigError: it has something else.
+        ConfigError: it is no such file.
         OSError: it cannot be read.
     """
     try:
         values = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, ndmin=1)
     except ValueError as error:
-        raise ConfigError(
-            f"--lengths {path}: expected .npy or a number a line, given something else ({error})"
-        ) from None
+        raise ConfigError(f"--lengths {path}: expected .npy or a number a line, got another file ({error})") from None
     values = values.reshape(-1)
     if not values.size or not np.all((values >= 1) & (values == np.floor(values))):
-        raise ConfigError(f"--lengths {path}: expected whole numbers of at least 1, given {values[:8]}")
+        raise ConfigError(f"--lengths {path}: expected whole numbers of at least 1, got {values[:8]}")
     return values.astype(int).tolist()
 
 
@@ -184,7 +182,7 @@ def packed(lengths: Sequence[int], batch: int, row: int, seed: int = 0) -> tuple
     cut = np.minimum(lengths, row)
     bins = best_fit(cut, row)
     if len(bins) < batch:
-        raise ConfigError(f"--lengths: expected documents for {batch} rows of {row} tokens, given {cut.sum()} tokens")
+        raise ConfigError(f"--lengths: expected documents for {batch} rows of {row} tokens, got {cut.sum()} tokens")
     if len(bins) > batch:  # the last documents leave a row that is not full, one of thousands in a whole data set
         bins.remove(min(bins, key=lambda members: cut[members].sum()))
     chosen = np.random.default_rng(seed).choice(len(bins), batch, replace=False)
@@ -202,7 +200,7 @@ def segment_ids(case: Case) -> Int32[np.ndarray, "B S"] | None:
 
 
 def make_arrays(case: Case, dtype: DTypeLike, count: int = 1) -> list[dict[str, Any]]:
-    """Random q, k, v and a cotangent of the output, `count` times; what documents and sinks need, the same each time.
+    """Random q, k, v and a cotangent of the output, `count` times; arrays of documents and sinks, the same each time.
 
     Args:
         case: of the table.

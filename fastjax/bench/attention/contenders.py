@@ -1,7 +1,7 @@
-"""Who computes attention: this project's implementations, the kernels that JAX and tokamax come with.
+"""The contenders: this project's implementations and the attention kernels of JAX and tokamax.
 
-A contender makes of a case a function of its arrays, or raises what says why it cannot. What a kernel lacks and its
-user would have to do (repeated key heads, the scale) is part of what is timed.
+A contender turns a case into a function of its arrays, or raises the reason why it cannot. Work that a kernel leaves to
+its user (repeated key heads, the scale) is timed with it.
 """
 
 import importlib
@@ -42,7 +42,7 @@ def _ours(implementation: str, case: Case) -> Attend:
 
 
 def _refuse(case: Case, whose: str, *, documents: bool) -> None:
-    """Raise where the case asks for what a kernel of JAX does not have."""
+    """Raise where JAX's kernels lack a feature of the case."""
     asked = {
         "no sliding window": case.window is not None,
         "no soft cap": case.cap is not None,
@@ -132,7 +132,7 @@ def default_contenders() -> list[str]:
 
 
 def both(attend: Attend) -> Callable[[dict[str, Any]], tuple[Array, ...]]:
-    """The output and the gradients of q, k and v, for the cotangent that is among the arrays.
+    """The output and the gradients of q, k and v, for the cotangent among the arrays.
 
     Args:
         attend: a contender's function.

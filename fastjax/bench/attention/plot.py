@@ -75,5 +75,5 @@ def _bars(axis: Axes, cases: Sequence[str], names: Sequence[str], found: dict[tu
 
 
 def _broken(title: str) -> str:
-    """The shape on one line, what is special about the case on the next."""
+    """The shape on one line, the case's features on the next."""
     return title.replace(" ", "\n", 1)

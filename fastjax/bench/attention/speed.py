@@ -1,9 +1,9 @@
-"""How fast attention is: every case by every contender, forward and forward with backward.
+"""Speed of attention: every case by every contender, forward and forward with backward.
 
 All programs are compiled side by side before the first is timed; those of a case then run by turns. Each goes over as
 many sets of inputs as exceed the second-level cache several times, so that it finds none of them there. TFLOP/s count
-what the mask leaves. The share says what masking is worth: the time over what is left of the contender's own time for
-the same rows without the mask; 1 would be a kernel that loses nothing.
+unmasked work. The share is the time over the unmasked part of the contender's own time for the same rows without the
+mask; 1 would be a kernel that loses nothing.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ DIRECTIONS = ("forward", "both")
 
 @dataclasses.dataclass(frozen=True)
 class SpeedCase:
-    """What is measured.
+    """Settings of the measurement.
 
     Attributes:
         cases: of `cases.NAMES`.
@@ -36,9 +36,9 @@ class SpeedCase:
         heads: query heads.
         kv_heads: key heads.
         dtype: of the arrays.
-        lengths: a file with the lengths of documents to pack; None: as chats have them.
+        lengths: a file with the lengths of documents to pack; None: `chat_lengths`.
         cold_bytes: bytes of inputs that a program goes over.
-        rounds: runs of which the median counts.
+        rounds: runs; their median counts.
     """
 
     cases: tuple[str, ...] = NAMES
@@ -61,13 +61,13 @@ class SpeedResult:
         case: its name.
         title: the case in words.
         direction: "forward", or "both" for forward and backward pass.
-        implementation: who.
+        implementation: the contender.
         milliseconds: median.
         best: smallest.
         worst: largest.
-        teraflops_per_second: of the work that the mask leaves.
-        times_cudnn: how many times as fast as cuDNN.
-        share: the time over what is left of the contender's own for the case without the mask.
+        teraflops_per_second: of the unmasked work.
+        times_cudnn: speed over cuDNN's.
+        share: the time over the unmasked part of the contender's own for the case without the mask.
         source: how it was timed.
         reason: why there is no time.
     """
@@ -95,7 +95,7 @@ def run(
     """Measure; show a table for each case as soon as it is known; write files.
 
     Args:
-        given: what to measure; the defaults suit a GPU.
+        given: the settings; the defaults suit a GPU.
         output: JSON file for the case, the device and the results; None: no file.
         plot: PNG of TFLOP/s; None: no file.
         console: for the tables.
@@ -143,7 +143,7 @@ def _copies(case: Case, given: SpeedCase) -> int:
 
 
 def _programs(case: Case, names: Sequence[str], given: SpeedCase) -> list[Program | tuple[str, Exception]]:
-    """What is to be compiled for a case; (name, why not) for a contender that cannot serve it."""
+    """A case's programs; (name, error) for a contender that cannot serve it."""
     copies = _copies(case, given)
     shapes = tuple(jax.eval_shape(lambda: make_arrays(case, given.dtype, copies)))
     found: list[Program | tuple[str, Exception]] = []
@@ -173,7 +173,7 @@ def _measured(
     compiled: dict[str, Callable[..., Any] | Exception],
     given: SpeedCase,
 ) -> dict[str, Timing | Exception]:
-    """By name of the program its time, or why there is none."""
+    """By name of the program its time, or its error."""
     found: dict[str, Timing | Exception] = {}
     ready: dict[str, Callable[..., Any]] = {}
     runnable = []

@@ -1,7 +1,7 @@
 """The block sizes of the attention kernels, measured: every kernel, by head size and kind of mask, all candidates.
 
 Each candidate is compiled and timed as in `fastjax.bench.timing`, by turns with the others; one that cannot be compiled
-or run is passed over. What wins by less than a hundredth is no winner: the kernel's own guess then stays. Winners are
+or run is passed over. A gain of less than a hundredth does not count: the kernel's own guess then stays. Winners are
 kept in the cache of `pallas_kernels.autotune` as soon as they are known, and may be written as the table to ship.
 """
 
@@ -41,7 +41,7 @@ _GAIN = 0.99
 
 @dataclasses.dataclass(frozen=True)
 class TuneCase:
-    """What is measured.
+    """Settings of the measurement.
 
     Attributes:
         implementations: of `IMPLEMENTATIONS`.
@@ -52,7 +52,7 @@ class TuneCase:
         heads: query heads; half as many from a size of 192 on.
         kv_heads: key heads.
         dtype: of the arrays.
-        rounds: runs of which the median counts.
+        rounds: runs; their median counts.
     """
 
     implementations: tuple[str, ...] = IMPLEMENTATIONS
@@ -70,8 +70,8 @@ class Job(NamedTuple):
     """A kernel in a case.
 
     Attributes:
-        kernel: which.
-        facts: what the block sizes are for.
+        kernel: the kernel.
+        facts: the case of the block sizes.
         candidates: block sizes, the guess first.
         run: of a candidate and the arguments.
     """
@@ -86,7 +86,7 @@ def run(given: TuneCase | None = None, ship: Path | None = None, console: Consol
     """Measure, show, keep.
 
     Args:
-        given: what to measure.
+        given: the settings.
         ship: the file for the shipped table with this card's new entries in it; None: no file.
         console: for the tables.
 
@@ -109,7 +109,7 @@ def run(given: TuneCase | None = None, ship: Path | None = None, console: Consol
             arguments = _arguments(case, given.dtype)
             jobs = _jobs(given, case, arguments)
             found |= fastest(jobs, arguments, given.rounds, console)
-            if ship is not None and found:  # what is known so far, in case the rest is cut off
+            if ship is not None and found:  # the results so far, in case the rest is cut off
                 autotune.ship(ship, found, made)
     if not found:
         raise ConfigError(f"bench attention --autotune: {dispatch.target()} has none of {given.implementations}")
@@ -125,13 +125,13 @@ def fastest(
     """Time the candidates of jobs that have their arguments in common; keep the fastest.
 
     Args:
-        jobs: what to time.
+        jobs: the jobs.
         arguments: of their `run`, behind the candidate.
-        rounds: runs of which the median counts.
+        rounds: runs; their median counts.
         console: for a table of each job.
 
     Returns:
-        (kernel, facts) → block sizes, without those of which no candidate runs.
+        (kernel, facts) → block sizes, without jobs whose candidates all fail.
     """
     programs = {
         (place, index): Program(f"job{place}_{index}", partial(job.run, config), arguments, 1)
@@ -190,7 +190,7 @@ def _arguments(case: Case, dtype: str) -> tuple[Any, ...]:
     (arrays,) = make_arrays(case, dtype)
     mask = Mask(arrays.get("ranges"), None, None, jnp.zeros(1, jnp.int32))
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
-    # Such statistics as keep the weights finite; how fast a kernel is does not depend on which.
+    # Statistics that keep the weights finite; speed does not depend on them.
     lse = jnp.full((case.batch, case.heads, case.length), np.log(case.length), jnp.float32)
     return q, k, v, mask, lse, jnp.zeros_like(lse), dout
 
@@ -204,7 +204,7 @@ def _jobs(given: TuneCase, case: Case, arguments: tuple[Any, ...]) -> list[Job]:
     jobs = []
     for name in given.implementations:
         module, listed = (mosaic_sm90, _mosaic) if name == "mosaic" else (triton, _triton)
-        if module.unsupported(Call(dispatch.target(), q, k, v, options, ranges=documents)) is None:
+        if module.why_not(Call(dispatch.target(), q, k, v, options, documents=documents)) is None:
             jobs += [Job(kernel, about, *rest) for kernel, *rest in listed(case.size, options, documents, grouped)]
     return jobs
 
@@ -229,7 +229,7 @@ def _mosaic(size: int, options: Options, documents: bool, grouped: bool) -> list
 
 
 def _triton(size: int, options: Options, documents: bool, grouped: bool) -> list[tuple[Any, ...]]:
-    """(kernel, candidates, run) of the Triton kernels, likewise."""
+    """(kernel, candidates, run) of the Triton kernels."""
     del documents, grouped
     guess = triton_config.triton_config(size, size, options, dispatch.target().compute_capability)
 

@@ -38,7 +38,7 @@ SIZES = (64, 80, 96, 112, 128, 192, 256)
 _CORES = 132
 
 
-def unsupported(call: Call) -> str | None:
+def why_not(call: Call) -> str | None:
     """Why the kernels cannot serve a call, in one clause, or None when they can."""
     target, q, v = call.target, call.q, call.v
     if target.platform != "cuda" or target.compute_capability != (9, 0):
@@ -47,8 +47,6 @@ def unsupported(call: Call) -> str | None:
         return f"it takes bfloat16 or float16, not {q.dtype}"
     if q.shape[3] not in SIZES or v.shape[3] not in SIZES:
         return f"the head size must be one of {SIZES}, not {q.shape[3]} for keys and {v.shape[3]} for values"
-    if call.segments and not call.ranges:
-        return "it takes documents as ranges: pass segment_ranges(segment_ids)"
     if call.options.scale <= 0:
         return f"the scale must be positive, not {call.options.scale}"
     return None
@@ -72,11 +70,11 @@ def forward(
         q: queries [B, S, H, D], bfloat16 or float16.
         k: keys [B, T, K, D].
         v: values [B, T, K, Dv].
-        mask: what each query sees; documents as ranges.
+        mask: of the call; documents as ranges.
         sinks: a logit for each query head [H] that joins the denominator alone, or None.
         seed: two uint32 numbers where there is dropout.
         options: of the call.
-        config: block sizes; by default those that were measured for such a call, else by the head sizes.
+        config: block sizes; by default the measured ones of such a call, else by the head sizes.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
     sizes = (q.shape[3], v.shape[3])
@@ -112,7 +110,7 @@ def backward(
         q: queries [B, S, H, D], bfloat16 or float16.
         k: keys [B, T, K, D].
         v: values [B, T, K, Dv].
-        mask: what each query sees; documents as ranges.
+        mask: of the call; documents as ranges.
         sinks: already in lse.
         seed: of the forward pass.
         lse: log-sum-exp of each query's logits, float32 [B, H, S]; +inf for a query that sees nothing.
@@ -126,7 +124,7 @@ def backward(
     del sinks
     sizes, missing = (q.shape[3], v.shape[3]), -q.shape[1] % TILE
     padding = ((0, 0), (0, 0), (0, missing))
-    # Negative, and in the units of what they are subtracted from: the products start from them instead of from 0.
+    # Negative, in the products' own units: accumulators start from them instead of from 0.
     units = 1 / options.scale if options.logits_soft_cap is None else LOG2E
     statistics = (jnp.pad(-units * lse, padding), jnp.pad(-delta, padding))
     arrays = (*(_copyable(array) for array in (q, k, v, dout.astype(q.dtype))), *statistics, mask, seed)

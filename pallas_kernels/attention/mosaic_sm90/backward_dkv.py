@@ -56,6 +56,7 @@ def backward_dkv(
         "q_smem": plgpu.SMEM((stages, block, size), q.dtype, transforms=key_tile),
         "do_smem": plgpu.SMEM((stages, block, value_size), q.dtype, transforms=value_tile),
         "statistics": plgpu.SMEM((stages, 2, block), jnp.float32),
+        # k and v of each part of a tile; then q, dout, lse and delta of each block.
         "kv_full": plgpu.Barrier(num_barriers=parts * buffers, num_arrivals=2 + Schedule.ARRIVALS * posted),
         "kv_free": plgpu.Barrier(num_barriers=buffers, num_arrivals=2),
         "full": plgpu.Barrier(num_barriers=stages, num_arrivals=4),
@@ -96,8 +97,8 @@ def _kernel(refs, *, ctas: int, options: Options, config: DkvConfig):
 
     def compute(part, wanted):
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        given = {"part": part, "group": group, "wanted": wanted, "options": options, "config": config}
-        schedule.each(functools.partial(_compute, refs, schedule, **given))
+        common_arguments = {"part": part, "group": group, "wanted": wanted, "options": options, "config": config}
+        schedule.each(functools.partial(_compute, refs, schedule, **common_arguments))
 
     if config.split:
         pl.when(warpgroup == 0)(lambda: compute(0, "k"))
@@ -107,11 +108,13 @@ def _kernel(refs, *, ctas: int, options: Options, config: DkvConfig):
 
 
 def _load(refs, schedule: Schedule, turn, taken, *, group: int, parts: int, config: DkvConfig):
-    """What the loading warpgroup does: the tile's keys and values, then the queries that see them, head by head."""
+    """The loading warpgroup: the tile's keys and values, then the queries that see them, head by head."""
     block, stages, buffers = config.block_q, config.stages, jnp.int32(config.buffers)
     tile = schedule.tile(turn)
     row, _, key_head, low, _, _, high, *_ = tile
     buffer = lax.rem(turn, buffers)
+    # Both warpgroups have stored their gradients, which are staged where keys and values were. The first round of
+    # buffers starts empty, as do the stages below.
     pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.kv_free.at[buffer]))
     for part in range(parts):
         full = refs.kv_full.at[buffer * parts + part]
@@ -138,7 +141,11 @@ def _load(refs, schedule: Schedule, turn, taken, *, group: int, parts: int, conf
 
 
 def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted: str, options: Options, config):
-    """What a computing warpgroup does: the gradients of 64 keys, values or both; returns the blocks taken in all."""
+    """A computing warpgroup: the gradients of 64 keys, values or both; returns the blocks taken in all.
+
+    Of a block Sᵀ = k qᵀ and dPᵀ = v doutᵀ are in flight at once; P is computed while dPᵀ is, dv's product runs while dS
+    is computed. The accumulators of dk and dv stay in registers over all blocks and query heads.
+    """
     block, stages, dtype = config.block_q, jnp.int32(config.stages), refs.q.dtype
     buffer, parts = lax.rem(turn, jnp.int32(config.buffers)), 1 if config.split else 2
     k_smem, v_smem = refs.k_smem.at[buffer, part], refs.v_smem.at[buffer, part]
@@ -147,7 +154,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted:
     rows, bounds = schedule.rows, schedule.bounds(turn, part)
 
     def again():
-        """What is to be done, found again rather than kept in registers."""
+        """The tile's numbers, computed again rather than kept in registers."""
         return schedule.work(lax.optimization_barrier(turn), part)
 
     def step(dk_ref, dv_ref, masked, member, index, taken):
@@ -155,7 +162,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted:
         q_smem, do_smem = refs.q_smem.at[slot], refs.do_smem.at[slot]
 
         def signed(p):
-            """With a minus where dropout drops: the bits are made once and need no registers."""
+            """Weights with a minus where dropped: the bits are made once and need no registers."""
             here = again()
             number = here.row * refs.q.shape[2] + here.head * group + member
             keep = common.kept(p.shape, refs.seed, number, here.first, query, options, True)
@@ -184,6 +191,8 @@ def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted:
 
         def products(s_ref, dp_ref=None):
             plgpu.barrier_wait(refs.full.at[slot])
+            # −lse and −δ are where the accumulators start from, so that subtracting them costs nothing. Not through a
+            # cap, which is not linear, nor δ with dropout, whose factor comes before it.
             if options.logits_soft_cap is None:
                 s_ref[...] = columns(0)
             if dp_ref is not None and not options.dropout_rate:
@@ -194,9 +203,10 @@ def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted:
                 add_values(p)
                 return
             plgpu.wgmma(dp_ref, v_smem, do_smem.T)
-            p, sloped = weights(s_ref, 1)
+            p, sloped = weights(s_ref, 1)  # dPᵀ stays in flight
             if dv_ref is not None:
                 add_values(p)
+            # Products end in the order of their issue: dv's, the one behind dPᵀ, stays in flight.
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0 if dv_ref is None else 1)
             if options.dropout_rate:
                 dp = jnp.where(sloped > 0, dp * (1 / (1 - options.dropout_rate)), 0.0) + columns(1)
@@ -205,7 +215,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted:
 
         accumulator = common.accumulator(*shape)
         pl.run_scoped(products, *[accumulator] * (1 if dk_ref is None else 2))
-        plgpu.wgmma_wait(0)
+        plgpu.wgmma_wait(0)  # dk's and dv's products read the block's queries and cotangents
         plgpu.barrier_arrive(refs.free.at[slot])
         return taken + 1
 
@@ -214,6 +224,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted:
         dv_ref = accumulators[-1] if "v" in wanted else None
 
         def of_head(member, taken):
+            # Blocks that are loaded for the other warpgroup's keys alone, before and behind this one's.
             taken = leave(again().before, taken, stages, ((refs.full, refs.free),))
             for bounded, begin, stop in (
                 (rows.bounded_below, "low", "inner"),
@@ -233,15 +244,16 @@ def _compute(refs, schedule: Schedule, turn, taken, *, part, group: int, wanted:
     taken, *found = pl.run_scoped(gradients, *(common.accumulator(WARPGROUP_ROWS, sizes[name]) for name in wanted))
     batch_index, first, key_head, *_ = again()
     staging = {"k": k_smem, "v": v_smem}
-    if config.split:  # both warpgroups have read both until here
+    if config.split:  # they share keys and values: neither may stage its gradient there before both have read them
         plgpu.barrier_arrive(refs.done)
         plgpu.barrier_wait(refs.done)
     for name, value in zip(wanted, found, strict=True):
         staging[name][...] = (value * options.scale if name == "k" else value).astype(dtype)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # plain stores become visible to the copy engine
     place = (batch_index, pl.ds(first, WARPGROUP_ROWS), key_head)
     for name in wanted:
         plgpu.copy_smem_to_gmem(staging[name], (refs.dk if name == "k" else refs.dv).at[place])
+    # The buffer is free once the stores have read it; a kernel that ends here waits until they have written, too.
     plgpu.wait_smem_to_gmem(0, wait_read_only=config.buffers > 1)
     plgpu.barrier_arrive(refs.kv_free.at[buffer])
     return taken

@@ -72,6 +72,7 @@ def backward_dq(
         "k_smem": plgpu.SMEM((config.stages, config.block_kv, size), q.dtype, transforms=key_tile),
         "v_smem": plgpu.SMEM((config.stages, config.block_kv, value_size), q.dtype, transforms=value_tile),
         "statistics": plgpu.SMEM((buffers, 2, 2, WARPGROUP_ROWS), jnp.float32),
+        # q, dout, lse and delta of each warpgroup's half of a tile.
         "q_full": plgpu.Barrier(num_barriers=2 * buffers, num_arrivals=4 + Schedule.ARRIVALS * posted),
         "q_free": plgpu.Barrier(num_barriers=buffers, num_arrivals=2),
         "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
@@ -116,11 +117,13 @@ def _kernel(refs, *, keys: int, ctas: int, options: Options, config: DqConfig):
 
 
 def _load(refs, schedule: Schedule, turn, taken, *, group: int, config: DqConfig):
-    """What the loading warpgroup does: the queries and their cotangents, then keys and values from the last."""
+    """The loading warpgroup: the queries and their cotangents, then keys and values, the last block first."""
     block, stages, buffers = config.block_kv, config.stages, jnp.int32(config.buffers)
     tile = schedule.tile(turn)
     row, _, head, low, _, _, high, *_ = tile
     buffer = lax.rem(turn, buffers)
+    # Both warpgroups have stored their gradients, which are staged where the queries were. The first round of buffers
+    # starts empty, as do the stages below.
     pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.q_free.at[buffer]))
     for part in range(2):
         full = refs.q_full.at[buffer * 2 + part]
@@ -144,7 +147,11 @@ def _load(refs, schedule: Schedule, turn, taken, *, group: int, config: DqConfig
 
 
 def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Options, config: DqConfig):
-    """What a computing warpgroup does: the gradient of its 64 queries; returns how many blocks it has taken in all."""
+    """A computing warpgroup: the gradient of its 64 queries; returns how many blocks it has taken in all.
+
+    Of a block both logits = q kᵀ and dP = dout vᵀ are in flight at once; P is computed while dP is, and dq's product,
+    from dS in registers, is waited for at the end of the block, or with `lag` in the next one.
+    """
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
     buffer = lax.rem(turn, jnp.int32(config.buffers))
     q_smem, do_smem = refs.q_smem.at[buffer, warpgroup], refs.do_smem.at[buffer, warpgroup]
@@ -152,7 +159,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     work, scarce = schedule.work(turn, warpgroup), refs.q.shape[3] > 128 or options.dropout_rate > 0
 
     def again():
-        """What is to be done: found again where there is no register to keep it."""
+        """The tile's numbers: computed again where registers are scarce."""
         return schedule.work(lax.optimization_barrier(turn), warpgroup) if scarce else work
 
     statistics = refs.statistics.at[buffer, warpgroup]
@@ -160,7 +167,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     lse, delta = (compat.mosaic_load(statistics.at[number], ROWS) for number in range(2))
     if options.logits_soft_cap is None:
         lse = lse * (options.scale * LOG2E)
-    taken = leave(again().behind, taken, stages, ((refs.full, refs.free),))
+    taken = leave(again().behind, taken, stages, ((refs.full, refs.free),))  # loaded for the other warpgroup alone
 
     def release(index):
         plgpu.barrier_arrive(refs.free.at[lax.rem(taken + index, stages)])
@@ -175,8 +182,8 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
                 plgpu.barrier_wait(refs.full.at[slot])
                 plgpu.wgmma(s_ref, q_smem, k_smem.T)
                 plgpu.wgmma(dp_ref, do_smem, v_smem.T)
-                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                if config.lag:  # what was issued before s is done too
+                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # dP stays in flight
+                if config.lag:  # the last block's dq product was issued before s, so it is done, and its keys are free
                     pl.when(index > 0)(lambda: release(index - 1))
                 s, factor, slope = soft_cap.capped(s, options, interpreted=refs.interpreted)
                 here = again()
@@ -184,20 +191,20 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
                 if masked:
                     s = rows.mask(s, here.row, here.first, key, bounds)
                 p = jnp.exp2(s * factor + broadcast_rows(lse, shape))
-                if options.dropout_rate:  # what is dropped is kept as a sign, which needs no registers
+                if options.dropout_rate:  # dropped weights get a minus, which needs no registers
                     number = here.row * refs.q.shape[2] + here.head
                     keep = common.kept(shape, refs.seed, number, here.first, key, options, False)
                     p = jnp.where(keep, p, -p)
                 p = p if slope is None else p * slope
                 dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=0)
-                if options.dropout_rate:
+                if options.dropout_rate:  # the sign has done its work
                     dp = jnp.where(p > 0, dp * (1 / (1 - options.dropout_rate)), 0.0)
                     p = jnp.maximum(p, -p)
                 return (p * (dp + broadcast_rows(delta, shape))).astype(dtype)
 
             ds = pl.run_scoped(products, common.accumulator(*shape), common.accumulator(*shape))
             plgpu.wgmma(dq_ref, ds, k_smem)
-            if not config.lag:
+            if not config.lag:  # the product reads the block's keys, so they are not free before it is done
                 plgpu.wgmma_wait(0)
                 release(index)
 
@@ -217,9 +224,10 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
         release(here.high - here.low - 1)
     taken = leave(here.before, taken + (here.high - here.low), stages, ((refs.full, refs.free),))
     batch_index, first, head, *_ = schedule.work(lax.optimization_barrier(turn), warpgroup)  # rather than keep them
-    q_smem[...] = (dq * options.scale).astype(dtype)
-    plgpu.commit_smem()
+    q_smem[...] = (dq * options.scale).astype(dtype)  # all products with these queries are done: dq is in registers
+    plgpu.commit_smem()  # plain stores become visible to the copy engine
     plgpu.copy_smem_to_gmem(q_smem, refs.dq.at[batch_index, pl.ds(first, WARPGROUP_ROWS), head])
+    # The buffer is free once the store has read it; a kernel that ends here waits until it has written, too.
     plgpu.wait_smem_to_gmem(0, wait_read_only=config.buffers > 1)
     plgpu.barrier_arrive(refs.q_free.at[buffer])
     return taken

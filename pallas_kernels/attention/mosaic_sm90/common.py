@@ -1,4 +1,4 @@
-"""What the forward and the backward kernels share: layouts, dropout, the soft cap, inputs and the launch."""
+"""Shared parts of the forward and backward kernels: layouts, dropout, the soft cap, inputs and the launch."""
 
 import math
 import types
@@ -16,9 +16,9 @@ from pallas_kernels.attention.ranges import TILE, order_of_all
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30
-"""A logit that no key gives; far below LOWEST, so that it weighs exactly 0 also where a row has seen nothing yet."""
+"""The logit of a masked key; far below LOWEST, so that its weight is exactly 0 also in a row without a key so far."""
 LOWEST = -1e20
-"""What a row's running maximum starts from: finite, so that no infinities are subtracted."""
+"""Initial value of a row's running maximum: finite, so that no infinities are subtracted."""
 
 WARPGROUP_ROWS = 64
 SWIZZLED_ROWS = 8
@@ -30,7 +30,7 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 def transforms(columns: int, rows: int = 64) -> tuple[Any, ...]:
     """The tiling and swizzle of a 16-bit shared-memory tile: the widest that divides its columns and its rows.
 
-    Its columns are what a product with its transpose sums over, its rows what a product with itself does.
+    A product with the tile's transpose sums over its columns, a product with the tile over its rows.
     """
     for swizzle in (128, 64, 32):
         if columns % (swizzle // 2) == 0 and rows % (swizzle // 2) == 0:
@@ -39,7 +39,7 @@ def transforms(columns: int, rows: int = 64) -> tuple[Any, ...]:
 
 
 def kept(shape: tuple[int, ...], seed: Any, head: Array, first_row: Array, first_column: Array, options, transposed):
-    """Where dropout keeps a weight, [rows, columns]."""
+    """Dropout's mask, [rows, columns]."""
 
     def word(dimension, first):
         number = plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA) + first
@@ -77,7 +77,7 @@ def broadcast_columns(columns: Array, shape: tuple[int, ...]) -> Array:
 
 
 def query_inputs(mask: Mask, options: Options) -> dict[str, Array | None]:
-    """What the kernels whose rows are queries read of the mask."""
+    """The mask's inputs of the kernels whose rows are queries."""
     ranges = mask.ranges
     return {
         "start": None if ranges is None else padded_rows(ranges.k_start),
@@ -88,7 +88,7 @@ def query_inputs(mask: Mask, options: Options) -> dict[str, Array | None]:
 
 
 def key_inputs(mask: Mask, options: Options) -> dict[str, Array | None]:
-    """What the kernel whose rows are keys reads of the mask."""
+    """The mask's inputs of the kernel whose rows are keys."""
     ranges = mask.ranges
     return {
         "start": None if ranges is None else padded_rows(ranges.q_start),
@@ -118,9 +118,9 @@ def launch(
         name: of the kernel, in profiles.
         interpret: parameters of Mosaic's interpreter; None compiles.
     """
-    given = {key: array for key, array in inputs.items() if array is not None}
+    present = {key: array for key, array in inputs.items() if array is not None}
     wanted = {key: kind for key, kind in scratch.items() if kind is not None}
-    names = (*given, *outputs, *wanted)
+    names = (*present, *outputs, *wanted)
 
     named: dict[str, Any] = dict.fromkeys((*inputs, *scratch)) | {"interpreted": interpret is not None}
 
@@ -143,14 +143,14 @@ def launch(
         ),
         kernel_name=name,
         interpret=interpret,
-    )(*given.values())
+    )(*present.values())
 
 
 def accumulator(rows: int, columns: int) -> Any:
-    """Registers that a product is summed up in, float32."""
+    """Accumulator registers of a product, float32."""
     return plgpu.ACC((rows, columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def accumulator_from(array: Array) -> Any:
-    """The same, that starts from an array; for `pl.run_state`, which returns the sum."""
+    """Accumulator registers that start from an array; for `pl.run_state`, which returns the sum."""
     return plgpu.ACC.init(array)  # pyright: ignore[reportPrivateImportUsage]

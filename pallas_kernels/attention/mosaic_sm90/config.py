@@ -1,4 +1,4 @@
-"""Block sizes of the Hopper kernels: which are taken by default, and which are worth measuring."""
+"""Block sizes of the Hopper kernels: the defaults, and the candidates worth measuring."""
 
 import dataclasses
 import itertools
@@ -25,11 +25,11 @@ class ForwardConfig:
         block_kv: keys multiplied at once, a multiple of 64.
         stages: blocks of keys and of values in shared memory.
         buffers: tiles of queries in shared memory.
-        heads: query heads of a tile: 1, of which each warpgroup takes 64 of 128 queries, or 2 that share their keys, of
-            which each takes one and the same 64 queries.
-        overlap: whether a warpgroup multiplies with the values of one block and the keys of the next at the same time.
+        heads: query heads of a tile: 1, with 64 of its 128 queries for each warpgroup, or 2 that share their keys, with
+            one head and the same 64 queries for each.
+        overlap: whether the product with a block's values runs beside that with the next block's keys.
         pingpong: whether the two warpgroups are kept out of phase.
-        own_output: whether the output has shared memory of its own, so that the next queries can be loaded early.
+        own_output: whether the output has shared memory of its own, so that the next queries are loaded early.
     """
 
     block_kv: int = 128
@@ -49,8 +49,7 @@ class DqConfig:
         block_kv: keys multiplied at once; 32, or a multiple of 64.
         stages: blocks of keys and of values in shared memory.
         buffers: tiles of queries in shared memory; with more than 1 a thread block takes several tiles in turn.
-        heads: query heads of a tile: 1, of which each warpgroup takes 64 of 128 queries, or 2 that share their keys, of
-            which each takes one and the same 64 queries.
+        heads: as in `ForwardConfig`.
         lag: whether a block's last product is waited for in the next block.
     """
 
@@ -80,13 +79,13 @@ class DkvConfig:
 
 
 def forward_config(size: int, value_size: int, options: Options, *, documents: bool, grouped: bool) -> ForwardConfig:
-    """Block sizes without a measurement: the largest that leave registers for what the options need.
+    """Block sizes without a measurement: the largest that leave registers for the options.
 
     Args:
         size: D.
         value_size: Dv.
         options: of the call.
-        documents: whether documents bound what a query sees; they are short, so tiles are prepared beforehand.
+        documents: whether there are documents; they are short, so tiles are prepared beforehand.
         grouped: whether each key head has an even number of query heads.
     """
     largest = max(size, value_size)

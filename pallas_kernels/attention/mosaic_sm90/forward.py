@@ -66,8 +66,10 @@ def forward(
         "q_smem": plgpu.SMEM((config.buffers, 2, WARPGROUP_ROWS, size), q.dtype, transforms=key_tile),
         "k_smem": plgpu.SMEM((config.stages, config.block_kv, size), q.dtype, transforms=key_tile),
         "v_smem": plgpu.SMEM((config.stages, config.block_kv, value_size), q.dtype, transforms=value_tile),
+        # A barrier for each warpgroup's half of a tile: neither waits for the other's queries.
         "q_full": plgpu.Barrier(num_barriers=2 * config.buffers, num_arrivals=1 + Schedule.ARRIVALS * posted),
         "q_free": plgpu.Barrier(num_barriers=config.buffers, num_arrivals=2),
+        # Keys and values have rings of their own: a block's keys are free a whole block before its values.
         "k_full": plgpu.Barrier(num_barriers=config.stages),
         "v_full": plgpu.Barrier(num_barriers=config.stages),
         "k_free": plgpu.Barrier(num_barriers=config.stages, num_arrivals=2),
@@ -115,20 +117,26 @@ def _kernel(refs, *, keys: int, ctas: int, options: Options, config: ForwardConf
     @pl.when(warpgroup < 2)
     def _():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        if config.pingpong:
+        if config.pingpong:  # the first turn is warpgroup 0's
             pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))
         schedule.each(functools.partial(_compute, refs, schedule, warpgroup=warpgroup, options=options, config=config))
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0)  # shared memory must outlive the last tile's store
 
 
 def _load(refs, schedule: Schedule, group: int, config: ForwardConfig):
-    """What the loading warpgroup does: queries of each tile, then its blocks of keys and values from the last."""
+    """The loading warpgroup: queries of each tile, then its blocks of keys and values, the last block first.
+
+    It runs ahead by `config.stages` blocks and `config.buffers` tiles. Causality masks a tile's last blocks: these come
+    first, and the loop over unmasked blocks ends at the start of the row.
+    """
     block, stages, buffers = config.block_kv, config.stages, jnp.int32(config.buffers)
 
     def load_tile(turn, taken):
         tile = schedule.tile(turn)
         row, _, head, low, _, _, high, *_ = tile
         buffer = lax.rem(turn, buffers)
+        # Both warpgroups are done with the buffer's last queries (and with the output staged there). The first round of
+        # buffers starts empty, as do the rings below.
         pl.when(turn >= buffers)(lambda: plgpu.barrier_wait(refs.q_free.at[buffer]))
         for part in range(2):
             full = refs.q_full.at[buffer * 2 + part]
@@ -153,7 +161,11 @@ def _load(refs, schedule: Schedule, group: int, config: ForwardConfig):
 
 
 def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Options, config: ForwardConfig):
-    """What a computing warpgroup does with a tile; returns how many blocks it has taken in all."""
+    """A computing warpgroup's tile, by the online softmax; returns how many blocks it has taken in all.
+
+    In flight while the softmax of a block is taken: the product of the block before with its values, and the other
+    warpgroup's products.
+    """
     block, stages, dtype = config.block_kv, jnp.int32(config.stages), refs.q.dtype
     value_size = refs.v.shape[3]
     buffer = lax.rem(turn, jnp.int32(config.buffers))
@@ -162,17 +174,18 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     work, scarce = schedule.work(turn, warpgroup), value_size > 192
 
     def again():
-        """What is to be done: found again where there is no register to keep it."""
+        """The tile's numbers: computed again where registers are scarce."""
         return schedule.work(lax.optimization_barrier(turn), warpgroup) if scarce else work
 
     rows, bounds = schedule.rows, schedule.bounds(turn, warpgroup)
 
+    # Blocks behind those that this warpgroup's rows see are loaded for the other one.
     rings = ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free))
     taken = leave(again().behind, taken, stages, rings)
 
     def multiply_keys(s_ref, slot):
         plgpu.barrier_wait(refs.k_full.at[slot])
-        if config.pingpong:
+        if config.pingpong:  # until the other warpgroup has issued its products and turns to its softmax
             plgpu.barrier_wait(refs.turn.at[warpgroup])
         plgpu.wgmma(s_ref, q_smem, refs.k_smem.at[slot].T)
 
@@ -185,6 +198,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
             plgpu.barrier_arrive(refs.turn.at[1 - warpgroup])
 
     def release_keys(index, slot):
+        # The logits are in registers, so the product that read the keys is done; its last one read the queries too.
         plgpu.barrier_arrive(refs.k_free.at[slot])
         if config.own_output:  # as early as it can be: the other warpgroup may already wait for its next queries
             pl.when(index == work.high - 1 - work.low)(lambda: plgpu.barrier_arrive(refs.q_free.at[buffer]))
@@ -192,7 +206,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     bounded = soft_cap.bounded(dtype, options)
 
     def softmax(s, top, index, masked):
-        """A block's weights and their sums, what earlier ones are to be multiplied with, and the greatest logit."""
+        """A block's weights and their sums, the factor of the sums so far, and the greatest logit."""
         s, factor, _ = soft_cap.capped(s, options, interpreted=refs.interpreted)
         here = again()
         key = (here.high - 1 - index) * block
@@ -213,6 +227,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
         slot = lax.rem(taken, stages)
 
         def logits(s_ref):
+            # No turn is taken: with one product and nothing to overlap it with, order does not matter yet.
             plgpu.barrier_wait(refs.k_full.at[slot])
             plgpu.wgmma(s_ref, q_smem, refs.k_smem.at[slot].T)
             return s_ref[...]
@@ -233,6 +248,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
                 multiply_keys(s_ref, slot)
                 multiply_values(acc_ref, p, last)
                 pass_turn()
+                # Products end in the order of their issue: with one left in flight, that with the values, s is there.
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
             else:
                 multiply_values(acc_ref, p, last)
@@ -241,6 +257,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
             release_keys(index, slot)
             new_p, summed, alpha, new_top = softmax(s, top, index, masked)
+            # Only now, after the softmax: the product with the values ran beside it.
             new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
             plgpu.barrier_arrive(refs.v_free.at[last])
             if alpha is None:
@@ -249,6 +266,8 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
 
         return *pl.run_scoped(products, s_type, acc_type), taken + 1
 
+    # From the last block down: the first one is taken as masked, [outer, high) are masked, [inner, outer) are not,
+    # and [low, inner) are masked where rows do not see the first columns.
     carry = first_block()
     plain, masked = (functools.partial(later_block, masked) for masked in (False, True))
     here = again()
@@ -258,6 +277,7 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     if rows.bounded_below:
         here = again()
         carry = lax.fori_loop(jnp.maximum(here.high - here.inner, 1), here.high - here.low, masked, carry)
+    # The last block's values are still to be multiplied with.
     acc, top, total, p, taken = carry
     last = lax.rem(taken + (stages - 1), stages)
     acc: Any = pl.run_state(lambda acc_ref: multiply_values(acc_ref, p, last))(common.accumulator_from(acc))
@@ -267,20 +287,20 @@ def _compute(refs, schedule: Schedule, turn, taken, *, warpgroup, options: Optio
     batch_index, first, head, *_ = schedule.work(lax.optimization_barrier(turn), warpgroup)  # rather than keep them
     place = pl.ds(first, WARPGROUP_ROWS)
     factor, lse = _finish(top, total, None if refs.sinks is None else refs.sinks[head], options)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0)  # the last tile's store has read the staging buffer
     o_smem = refs.o_smem.at[warpgroup] if config.own_output else q_smem
     o_smem[...] = (acc * broadcast_rows(factor, acc.shape)).astype(dtype)
     refs.lse[batch_index, head, place] = lse
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # plain stores become visible to the copy engine
     plgpu.copy_smem_to_gmem(o_smem, refs.out.at[batch_index, place, head])
-    if not config.own_output:
+    if not config.own_output:  # the queries' buffer is staging too: free once the store has read it
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(refs.q_free.at[buffer])
     return taken
 
 
 def _finish(top, total, sink, options: Options):
-    """What the weighted values are to be multiplied with, and the log-sum-exp; 0 and inf for a row that saw nothing."""
+    """The factor of the weighted values, and the log-sum-exp; 0 and inf for a row that saw nothing."""
     if sink is None:
         empty = total == 0.0
         factor = jnp.where(empty, 0.0, 1.0 / total)

@@ -16,8 +16,8 @@ class Rows(NamedTuple):
 
     Attributes:
         start, end: of each row's document, int32 [B, rows padded to tiles] in global memory; None: all columns.
-        offset: int32 [1 or B] in global memory: what is added to a query's index to compare it with a key's; not used
-            where the options know it.
+        offset: int32 [1 or B] in global memory: a query's index plus offset is its place among the keys; not used where
+            the options have it.
         length: rows.
         columns: columns.
         options: causality and window.
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
         return self.start is not None or not self.transposed or self.options.sliding_window is not None
 
     def shift(self, batch: Array) -> Array | int:
-        """What is added to a row's index to compare it with a column's."""
+        """A row's index plus shift is its place among the columns."""
         if self.options.query_offset is not None:
             return -self.options.query_offset if self.transposed else self.options.query_offset
         offset = self.offset[batch if self.offset.shape[0] > 1 else 0]
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
         return start
 
     def _end(self, rows, shift, end):
-        """Behind the last column of rows, likewise."""
+        """The end of rows' columns; arguments as in `_start`."""
         causal, window = self.options.causal, self.options.sliding_window
         if causal and not self.transposed:
             end = jnp.minimum(end, rows + (shift + 1))

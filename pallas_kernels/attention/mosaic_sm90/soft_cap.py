@@ -2,8 +2,8 @@
 
 tanh(x) = 1 − 2 / (exp(2x) + 1). The hardware's own tanh is good to 11 bits only, and the exponential and the
 reciprocal of each logit, beside the softmax's exponential, would take longer than the products. Four reciprocals are
-therefore one: 1/a = b·c·d / (a·b·c·d). What is left takes the place of the search for a row's greatest logit: the cap
-itself bounds them.
+therefore one: 1/a = b·c·d / (a·b·c·d). The rest takes the place of the search for a row's greatest logit, which the cap
+bounds.
 """
 
 import struct
@@ -21,13 +21,13 @@ from pallas_kernels.attention.mosaic_sm90.common import LOG2E
 from pallas_kernels.attention.options import Options
 
 _LARGEST = 30.0
-"""What exp2 is taken of at most: tanh is 1 in float32 from 26 on, and four such exponentials do not overflow."""
+"""Largest argument of exp2: tanh is 1 in float32 from 26 on, and four such exponentials do not overflow."""
 _LARGEST_POWER = 100.0
 """Of two, that a weight may be: times values and summed over a row it must not overflow, nor may its inverse vanish."""
 
 
 def capped(s: Array, options: Options, *, interpreted: bool) -> tuple[Array, float, Array | None]:
-    """Logits up to a factor, that factor (what exp2 takes is their product), and the derivative of the cap.
+    """Logits up to a factor, that factor (exp2 takes their product), and the derivative of the cap.
 
     Args:
         s: products of queries and keys, float32 [rows, columns] in the accumulators' layout.
@@ -54,7 +54,7 @@ def scaled_tanh(x: Array, scale: float, size: float, *, interpreted: bool) -> Ar
     Args:
         x: the argument up to its scale.
         scale: its scale.
-        size: what the tangent is multiplied with.
+        size: factor of the tangent.
         interpreted: whether this runs in the interpreter, which knows no assembly.
     """
     factor = 2 * LOG2E * scale
@@ -64,14 +64,12 @@ def scaled_tanh(x: Array, scale: float, size: float, *, interpreted: bool) -> Ar
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def of_registers(_, given):
-        pairs, assembly = given.registers.reshape(-1), _assembly(factor, size)
+    def of_registers(_, x):
+        pairs, assembly = x.registers.reshape(-1), _assembly(factor, size)
         found = np.empty_like(pairs)
         for first in range(0, pairs.size, 2):
             found[first : first + 2] = _of_four(pairs[first], pairs[first + 1], assembly)
-        return mgpu.FragmentedArray(
-            _registers=found.reshape(given.registers.shape), _layout=given.layout, _is_signed=None
-        )
+        return mgpu.FragmentedArray(_registers=found.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
 
     return of_registers(x)  # pyright: ignore[reportCallIssue]  # the decorator takes the context away
 
@@ -79,9 +77,9 @@ def scaled_tanh(x: Array, scale: float, size: float, *, interpreted: bool) -> Ar
 def _of_four(first: ir.Value, second: ir.Value, assembly: str) -> list[ir.Value]:
     """Two vectors of two elements."""
     float32 = ir.F32Type.get()
-    given = [vector.extract(pair, [], [index]) for pair in (first, second) for index in range(2)]
+    operands = [vector.extract(pair, [], [index]) for pair in (first, second) for index in range(2)]
     struct_type = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-    found = llvm.inline_asm(struct_type, given, assembly, "=f,=f,=f,=f,f,f,f,f", asm_dialect=0)
+    found = llvm.inline_asm(struct_type, operands, assembly, "=f,=f,=f,=f,f,f,f,f", asm_dialect=0)
     numbers = [llvm.extractvalue(float32, found, [index]) for index in range(4)]  # pyright: ignore[reportArgumentType]
     pair_type = ir.VectorType.get((2,), float32)
     return [vector.from_elements(pair_type, numbers[:2]), vector.from_elements(pair_type, numbers[2:])]

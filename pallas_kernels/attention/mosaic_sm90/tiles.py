@@ -1,4 +1,4 @@
-"""The order that tiles of rows are taken in, and what each warpgroup does of a tile."""
+"""The order of tiles of rows, and each warpgroup's part of a tile."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from pallas_kernels.attention.mosaic_sm90.rows import Rows
 from pallas_kernels.attention.ranges import TILE
 
 
-class Work(NamedTuple):
+class Tile(NamedTuple):
     """A tile, or a warpgroup's part of one, and the blocks of columns that its rows see.
 
     Attributes:
@@ -69,7 +69,7 @@ class Schedule:
     slots: int = 1
 
     ARRIVALS = 3
-    """What the barrier of a post must count for it."""
+    """Arrivals of a post on its barrier."""
 
     @staticmethod
     def shared(slots: int, parts: int) -> dict[str, Any]:
@@ -80,10 +80,10 @@ class Schedule:
             parts: of a tile.
 
         Returns:
-            `work`: the numbers of `Work`; `bounds`: where the rows' documents start and end.
+            `work`: the numbers of `Tile`; `bounds`: where the rows' documents start and end.
         """
         return {
-            "work": plgpu.SMEM((slots, parts, len(Work._fields)), jnp.int32),
+            "work": plgpu.SMEM((slots, parts, len(Tile._fields)), jnp.int32),
             "bounds": plgpu.SMEM((slots, parts, 2, WARPGROUP_ROWS), jnp.int32),
         }
 
@@ -106,7 +106,7 @@ class Schedule:
         cta = lax.axis_index("cta")
         return turn * self.ctas + jnp.where(lax.rem(turn, jnp.int32(2)) == 0, cta, self.ctas - 1 - cta)
 
-    def tile(self, turn: Array) -> Work:
+    def tile(self, turn: Array) -> Tile:
         """The tile of a turn, all of it."""
         parts, groups = TILE // self.size, self.heads // self.members
         place = self._place(turn)
@@ -119,10 +119,10 @@ class Schedule:
             row, index = lax.rem(rank, jnp.int32(self.batch)), lax.div(rank, jnp.int32(self.batch))
             index = index if self.rows.transposed else self._tiles - 1 - index
         first = index * TILE + part * self.size
-        return Work(row, first, group * self.members, *self.rows.blocks(row, first, self.size, self.block))
+        return Tile(row, first, group * self.members, *self.rows.blocks(row, first, self.size, self.block))
 
-    def _part(self, tile: Work, part: Array | int) -> Work:
-        """What warpgroup `part` does of a tile."""
+    def _part(self, tile: Tile, part: Array | int) -> Tile:
+        """Warpgroup `part`'s part of a tile."""
         if self.members == 2:
             return tile._replace(head=tile.head + part)
         first = tile.first + part * WARPGROUP_ROWS
@@ -133,10 +133,10 @@ class Schedule:
         high = jnp.clip(high, low + 1, tile.high)
         outer = jnp.clip(outer, low, high)
         inner = jnp.clip(inner, low, outer)
-        return Work(tile.row, first, tile.head, low, inner, outer, high, low - tile.low, tile.high - high)
+        return Tile(tile.row, first, tile.head, low, inner, outer, high, low - tile.low, tile.high - high)
 
-    def post(self, turn: Array, tile: Work, part: int, full: Any) -> Work:
-        """What warpgroup `part` does of a turn's tile; for documents the loading warpgroup writes it down.
+    def post(self, turn: Array, tile: Tile, part: int, full: Any) -> Tile:
+        """Warpgroup `part`'s part of a turn's tile; for documents the loading warpgroup writes it to shared memory.
 
         The others would else wait for global memory at the start of each tile. They may read once `full` is.
 
@@ -158,12 +158,12 @@ class Schedule:
             plgpu.copy_gmem_to_smem(array.at[place], self.refs.bounds.at[slot, part, index], full)
         return work
 
-    def work(self, turn: Array, part: Array | int) -> Work:
-        """What warpgroup `part` does in a turn: found again, or with documents as posted."""
+    def work(self, turn: Array, part: Array | int) -> Tile:
+        """Warpgroup `part`'s part of a turn's tile: computed again, or with documents as posted."""
         if self.refs.start is None:
             return self._part(self.tile(turn), part)
         slot = lax.rem(turn, jnp.int32(self.slots))
-        return Work(*(self.refs.work[slot, part, index] for index in range(len(Work._fields))))
+        return Tile(*(self.refs.work[slot, part, index] for index in range(len(Tile._fields))))
 
     def bounds(self, turn: Array, part: Array | int) -> Any:
         """Start and end of the rows' documents in shared memory, int32 [2, WARPGROUP_ROWS]; None without documents."""
@@ -173,10 +173,10 @@ class Schedule:
 
 
 def leave(blocks: Array | int, taken: Array, stages: Array, rings: Sequence[tuple[Any, Any]]) -> Array:
-    """Give back, unread, the next `blocks` blocks of rings of shared memory.
+    """Release, unread, the next `blocks` blocks of rings of shared memory.
 
-    A block is waited for all the same: else a warpgroup could give the same place back twice while the other has not
-    given it back once.
+    A block is waited for all the same: else a warpgroup could release the same stage twice before the other has
+    released it once.
 
     Args:
         blocks: how many.

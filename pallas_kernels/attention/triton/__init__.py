@@ -2,6 +2,6 @@
 
 from pallas_kernels.attention.triton.backward import backward
 from pallas_kernels.attention.triton.forward import forward
-from pallas_kernels.attention.triton.support import unsupported
+from pallas_kernels.attention.triton.support import why_not
 
-__all__ = ["backward", "forward", "unsupported"]
+__all__ = ["backward", "forward", "why_not"]

@@ -4,7 +4,7 @@ With P = exp(logits − lse), Z the dropout's zeros and 1 / (1 − rate):
 
     dv = (P ∘ Z)ᵀ dout      dS = P ∘ (Z ∘ (dout vᵀ) − delta)      dq = scale · dS k      dk = scale · dSᵀ q
 
-A program owns a tile of what it writes and adds up in registers, in one order: no atomics, the same bits every time.
+A program owns a tile of its result and adds up in registers, in one order: no atomics, the same bits every time.
 The dk/dv kernel loops over the query heads of its key head, so nothing is kept for each query head; its products are
 transposed (keys × queries), so that P and dS enter the next product from registers. Both kernels compute P: seven
 products in place of the five that a single kernel with atomic additions needs.
@@ -45,10 +45,10 @@ def backward(
     """The gradients of q, k and v in their dtypes.
 
     Args:
-        q: as in `forward`, like the other arguments that are not named here.
+        q: as in `forward`, like the other arguments without a line here.
         k: keys.
         v: values.
-        mask: what each query sees.
+        mask: of the call.
         sinks: already in lse.
         seed: of the forward pass.
         lse: the log-sum-exp of each query's logits [B, H, S] in float32; +inf for a query that sees nothing.

@@ -1,4 +1,4 @@
-"""What the three Triton kernels share: the static part of a call, exponentials, the soft cap, dropout."""
+"""Shared parts of the three Triton kernels: the static part of a call, exponentials, the soft cap, dropout."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ class Call:
     """The static part of a kernel; grids are (tile, head, row of the batch).
 
     Attributes:
-        options: what the caller asks for.
+        options: the call's.
         queries: S.
         keys: T.
         heads: H.
@@ -56,12 +56,12 @@ class Call:
 
     @property
     def exponent(self) -> float:
-        """What turns `capped` products into exponents of 2."""
+        """Factor from `capped` products to exponents of 2."""
         cap = self.options.logits_soft_cap
         return (self.options.scale if cap is None else cap) * LOG2_E
 
     def capped(self, products: Array) -> Array:
-        """tanh(scale · q kᵀ / cap), or the products as they are where there is no cap."""
+        """tanh(scale · q kᵀ / cap), or the products themselves without a cap."""
         cap = self.options.logits_soft_cap
         return products if cap is None else jnp.tanh(products * (self.options.scale / cap))
 
@@ -89,13 +89,13 @@ class Call:
         return result
 
     def seeds_of_row(self, seed_ref: Ref | None) -> tuple[Array, Array] | None:
-        """The dropout's seeds for the first head of this row of the batch; None without dropout."""
+        """Dropout's seeds of the first head of this row of the batch; None without dropout."""
         if seed_ref is None:
             return None
         return seed_ref[0] + (pl.program_id(2) * self.heads).astype(jnp.uint32), seed_ref[1]
 
     def kept(self, seeds: tuple[Array, Array], head: Array, queries: Array, keys: Array) -> Array:
-        """Which weights dropout keeps: bool of the shape to which `queries` and `keys` broadcast."""
+        """Dropout's mask: bool of the shape to which `queries` and `keys` broadcast."""
         places = (number.astype(jnp.uint32) for number in (head, queries, keys))
         return dropout.random_bits(seeds, *places) >= jnp.uint32(dropout.threshold(self.options.dropout_rate))
 

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels: which are taken by default, and which are worth measuring."""
+"""Block sizes of the Triton kernels: the defaults, and the candidates worth measuring."""
 
 import dataclasses
 
@@ -11,18 +11,18 @@ from pallas_kernels.attention.triton.loads import padded
 from pallas_kernels.autotune import best
 
 KERNELS = {name: kernel(f"triton.{name}", "triton") for name in ("forward", "dkv", "dq")}
-"""By the field of `TritonConfig` that has their block sizes."""
+"""By their field of `TritonConfig`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How one kernel works.
+    """Block sizes of one kernel.
 
     Attributes:
         queries: queries of a tile, a power of two, at least 16.
-        keys: keys of a tile likewise.
+        keys: keys of a tile, the same.
         num_warps: warps of a program.
-        num_stages: tiles that the loop has in flight.
+        num_stages: tiles in flight.
     """
 
     queries: int
@@ -33,7 +33,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """How the three kernels work.
+    """Block sizes of the three kernels.
 
     Attributes:
         forward: a program owns a tile of queries and loops over keys.
@@ -81,14 +81,14 @@ def triton_config(size: int, value_size: int, options: Options, capability: tupl
 
 
 def chosen_config(q: Array, k: Array, v: Array, options: Options, *, documents: bool) -> TritonConfig:
-    """The block sizes that were measured for such a call on the target, else `triton_config`.
+    """The measured block sizes of such a call on the target, else `triton_config`.
 
     Args:
         q: queries [B, S, H, D].
         k: keys [B, T, K, D].
         v: values [B, T, K, Dv].
         options: of the call.
-        documents: whether documents bound what a query sees.
+        documents: whether there are documents.
     """
     size, value_size, grouped = q.shape[3], v.shape[3], q.shape[2] // k.shape[2] % 2 == 0
     case = facts(q.dtype, size, value_size, options, documents=documents, grouped=grouped)

@@ -43,7 +43,7 @@ def forward(
         q: queries [B, S, H, D], bfloat16 or float16.
         k: keys [B, T, K, D].
         v: values [B, T, K, Dv].
-        mask: what each query sees; documents as ranges.
+        mask: of the call; documents as ranges.
         sinks: a logit for each query head [H] that joins the denominator alone, or None.
         seed: two uint32 numbers where there is dropout.
         options: the call's.

@@ -1,9 +1,9 @@
-"""Which keys a query sees and which tiles a program visits.
+"""The keys that a query sees, as intervals, and the tiles that a program visits.
 
-Whatever hides keys from queries is an interval: causality, a sliding window and documents each give a query the keys
-[low, high), with both ends never decreasing along the row, and a key the queries [low, high) likewise. So the first and
-the last row of a tile bound all of it: tiles outside every row's interval are never visited, those inside all of them
-need no mask, and only the others pay for one.
+Every part of the mask is an interval: causality, a sliding window and documents each give a query the keys
+[low, high), with both ends never decreasing along the row, and a key the queries [low, high) in the same way. So the
+first and the last row of a tile bound all of it: tiles outside every row's interval are never visited, those inside all
+of them need no mask, and only the others pay for one.
 """
 
 import functools
@@ -28,7 +28,7 @@ class Interval(NamedTuple):
     high: Array | None
 
     def mask(self, columns: Array, limit: int | None) -> Array:
-        """Bool [rows, columns]: which of the columns each row's interval holds, below the limit where there is one."""
+        """Bool [rows, columns]: whether a row's interval holds a column, below the limit if any."""
         columns = columns[None, :]
         conditions = [] if limit is None else [columns < limit]
         if self.low is not None:
@@ -49,7 +49,7 @@ class Ranges(NamedTuple):
         return Interval(self.start[row], self.end[row])
 
     def of(self, first: Array, count: int, length: int) -> Interval:
-        """The intervals of a tile of rows; empty for those that are not there."""
+        """The intervals of a tile of rows; empty behind the last row."""
         limit = length if length % count else None
         return Interval(*(load_numbers(ref, first, count, limit=limit, other=0) for ref in self))
 
@@ -90,14 +90,14 @@ def visit(
     length: int,
     repeats: int = 1,
 ) -> Carry:
-    """Run `body(tile, repeat, carry, masked=…)` for each tile of columns that a tile of rows has to do with.
+    """Run `body(tile, repeat, carry, masked=…)` for each tile of columns that a tile of rows sees.
 
-    The tiles that need no mask come first, then those that do. Each of the two is a single loop over all repeats, so
+    Tiles without a mask come first, then the masked ones. Each of the two is a single loop over all repeats, so
     that its loads are pipelined across them.
 
     Args:
         body: the loop's body; `tile` and `repeat` are int32.
-        carry: what it starts with.
+        carry: its initial value.
         first: the columns of the tile's first row.
         last: those of its last row.
         tile: columns of a tile.

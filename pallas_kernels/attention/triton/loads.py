@@ -1,4 +1,4 @@
-"""Loads and stores of tiles whose head size need not be a power of two and whose last rows may not be there."""
+"""Loads and stores of tiles with any head size, and with rows behind the last one."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Ref = Any
 
 
 def padded(size: int) -> int:
-    """The head size as Triton sees it: a power of two, at least one matrix instruction deep."""
+    """The padded head size: a power of two, at least one matrix instruction deep."""
     return max(16, pl.next_power_of_2(size))
 
 

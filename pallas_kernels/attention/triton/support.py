@@ -7,7 +7,7 @@ from pallas_kernels.attention.call import Call
 _LARGEST = 256
 
 
-def unsupported(call: Call) -> str | None:
+def why_not(call: Call) -> str | None:
     """Why the Triton kernels cannot serve a call, in one clause, or None when they can."""
     target, q, v = call.target, call.q, call.v
     capability = target.compute_capability

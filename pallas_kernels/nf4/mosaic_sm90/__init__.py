@@ -1,17 +1,18 @@
 """NF4 for Hopper (sm_90a) in Mosaic GPU, split order: decoding, and three products that decode as they multiply.
 
 - `dequantize`: the whole matrix to memory.
-- `few_tokens`: products with a few rows, bound by the packed bytes; in registers from the codes to the sum.
-- `in_registers`: products with some hundred rows and their gradients, bound by the tensor cores; decoded in registers.
-- `fused`: the same with fewer rows, and for matrices that the other leaves out; decoded into shared memory.
+- `matvec`: few rows, bound by the packed bytes; mma.sync from registers, no decoded weight in shared memory.
+- `matmul_rs`: some hundred rows and their gradients, bound by the tensor cores; wgmma with the decoded weights in
+  registers (RS).
+- `matmul_ss`: fewer rows, and matrices that `matmul_rs` does not take; wgmma with both operands in shared memory (SS).
 """
 
 from pallas_kernels.nf4.mosaic_sm90.decode import dequantize
-from pallas_kernels.nf4.mosaic_sm90.few_tokens import few_tokens
-from pallas_kernels.nf4.mosaic_sm90.fused import fused
-from pallas_kernels.nf4.mosaic_sm90.in_registers import in_registers
+from pallas_kernels.nf4.mosaic_sm90.matmul_rs import matmul_rs
+from pallas_kernels.nf4.mosaic_sm90.matmul_ss import matmul_ss
+from pallas_kernels.nf4.mosaic_sm90.matvec import matvec
 
-__all__ = ["CORES", "dequantize", "few_tokens", "fused", "in_registers"]
+__all__ = ["CORES", "dequantize", "matmul_rs", "matmul_ss", "matvec"]
 
 CORES = 132
 """Multiprocessors of an H200."""

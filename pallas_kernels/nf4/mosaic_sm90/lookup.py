@@ -44,7 +44,7 @@ def look_up_in_planes(word: ir.Value, planes: Sequence[ir.Value]) -> tuple[Seque
 def shared_planes(
     scale: ir.Value, values: Sequence[ir.Value], dtype: DTypeLike, through: str | None
 ) -> Sequence[ir.Value]:
-    """The table of a block that four neighbouring lanes decode, of which each makes a fourth: eight registers.
+    """The table of a block that four neighbouring lanes decode, a fourth made by each: eight registers.
 
     Args:
         scale: f32, the block's absmax.
@@ -57,7 +57,7 @@ def shared_planes(
 
 
 def values_of_lane(lane: ir.Value) -> Sequence[ir.Value]:
-    """The four values of NF4, f32, of which a lane makes products: the first four for lane 0 of four, and so on."""
+    """The lane's four of NF4's values, f32, for its part of the table: the first four for lane 0 of four, and so on."""
     f32 = ir.F32Type.get()
     i32 = ir.IntegerType.get_signless(32)
     quarters = np.asarray(NF4_VALUES).reshape(4, 4).tolist()

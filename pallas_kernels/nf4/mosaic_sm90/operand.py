@@ -5,7 +5,7 @@ Its pairs of eight and the next eight are what two 32-bit words of codes hold be
 byte permutation joins them to one word. Four lanes share a block: each makes a fourth of the table of its products.
 
 The transposed operand would take elements of sixteen blocks in each thread. So the warps decode as for the other one
-and exchange what they have through shared memory, 8 × 8 matrices at a time, which are transposed as they are read.
+and exchange the results through shared memory, 8 × 8 matrices at a time, which are transposed as they are read.
 """
 
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ _PACKED = plgpu.ShapeDtypeStruct((ROWS, 40), jnp.int32, layout=plgpu.Layout.WGMM
 
 
 def load(codes, absmax, dtype, through: str | None, block, *, interpreted: bool):
-    """What `decode` takes, from shared memory: codes and, for 16 bits, the tables to look them up in.
+    """The operands of `decode`, from shared memory: codes and, for 16 bits, the tables to look them up in.
 
     Args:
         codes: reference to codes [64, 64] in shared memory, with CODES_TRANSFORMS.

@@ -84,9 +84,9 @@ def test_other_lengths_are_refused(text, message, tmp_path):
 
 
 def test_too_few_lengths_and_heads_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="expected documents for 3 rows of 32 tokens, given 12 tokens"):
+    with pytest.raises(ConfigError, match="expected documents for 3 rows of 32 tokens, got 12 tokens"):
         packed([5, 7], 3, 32)
-    with pytest.raises(ConfigError, match="heads divisible by twice kv_heads, .* given 6, 4 and 32"):
+    with pytest.raises(ConfigError, match="heads divisible by twice kv_heads, .* got 6, 4 and 32"):
         make_cases(["short"], 1, 32, 6, 4)
 
 
@@ -193,7 +193,7 @@ def job(tmp_path, sizes, run):
 
 
 def test_the_fastest_block_sizes_that_run_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTJAX_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def run(config, x):
         if config.size == 3:
@@ -213,7 +213,7 @@ def test_the_fastest_block_sizes_that_run_are_kept(tmp_path, monkeypatch):
 
 
 def test_no_block_sizes_are_kept_where_none_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def run(config, x):
         raise ValueError("too large")
@@ -230,7 +230,7 @@ def test_who_wins(seconds, winner):
 
 
 def test_every_kernel_is_tuned_on_its_card(monkeypatch):
-    """The jobs of an H200: their candidates are traced, forward and backward, and give what they should."""
+    """The jobs of an H200: their candidates are traced, forward and backward, with the results expected."""
     given = tune.TuneCase(batch=1, seq=256, heads=4, kv_heads=2)
     case = tune._case(given, 64, "documents")
     arguments = tune._arguments(case, "bfloat16")

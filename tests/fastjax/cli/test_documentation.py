@@ -75,7 +75,11 @@ def test_readme_names_every_recipe():
 
 
 @pytest.mark.parametrize(
-    "file", ["README.md", "CONTRIBUTING.md", "docs/training.md", "docs/performance.md", "docs/convert.md"]
+    "file",
+    [
+        *("README.md", "CONTRIBUTING.md", "docs/training.md", "docs/performance.md", "docs/convert.md"),
+        *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs/lab").glob("*.md"))),
+    ],
 )
 def test_links_lead_somewhere(file):
     text = (ROOT / file).read_text(encoding="utf-8")

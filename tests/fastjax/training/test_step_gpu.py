@@ -214,7 +214,7 @@ def test_loss_and_every_gradient(name, tmp_path):
     for dtype in case.dtypes:
         found = device_steps.step_on(card(), device_steps.in_dtype(model, dtype), batch)
         device_steps.assert_within(found, exact, device_steps.allowed(yardstick, dtype), f"{name}, {dtype}")
-        gated = {chosen for op, chosen in found.chosen if op == "glu.adapted"}
+        gated = {chosen for op, chosen in found.chosen if op == "glu.lora"}
         if (dispatch.target().compute_capability or (0, 0)) >= (9, 0):
             assert gated == (set() if case.gated is None else {"xla" if dtype == F32 else case.gated})
 

@@ -1,4 +1,4 @@
-"""The XLA path against a float64 oracle, and what must hold for any attention."""
+"""The XLA path against a float64 oracle, and properties of any attention."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is asked of cuDNN, played through with a stand-in for it, and the list of documents that it is given."""
+"""Calls of cuDNN with a stand-in for it, and its list of documents."""
 
 import functools
 
@@ -83,7 +83,7 @@ def test_log_sum_exp_is_that_of_the_documents(monkeypatch):
 
 
 def test_each_pass_can_be_cudnns_alone(monkeypatch):
-    """What forward and backward pass hand over (output, log-sum-exp) means the same to both implementations."""
+    """Residuals (output, log-sum-exp) mean the same to both implementations."""
     calls = stand_in.install(monkeypatch)
     monkeypatch.setattr(dispatch, "target", lambda: H200)
     arrays, ids = inputs(dtype=jnp.bfloat16), jnp.asarray(PACKED)
@@ -128,7 +128,7 @@ def test_why_the_list_is_not_used(changes, reason):
     shape = changes.get("shape", (3, 16, 4, 64))
     q = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     ranges = made(jnp.asarray(PACKED), changes.get("max_documents", 3))
-    found = cudnn_documents.unsupported(changes.get("target", H200), q, q, ranges, changes.get("options", Options(1.0)))
+    found = cudnn_documents.why_not(changes.get("target", H200), q, q, ranges, changes.get("options", Options(1.0)))
     assert found == reason if reason is None else reason in str(found)
 
 

@@ -139,7 +139,7 @@ def test_log_sum_exp():
 
 
 def test_packed_equals_unpacked():
-    """Each document of even length, alone, gives what it gives in the packed row."""
+    """Each document of even length alone equals itself in the packed row."""
     arrays, segments = inputs(HEADS[0], jnp.bfloat16), packed_rows()
 
     def packed(q, k, v):

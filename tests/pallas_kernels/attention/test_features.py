@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import api, attention, config, reference, segment_ranges, xla
+from pallas_kernels.attention.implementations import on_ranges
 from tests.support.attention import PACKED, assert_close, gradients, inputs, once, oracle, value_and_gradients
 
 # Keys for PACKED's queries: a first document that is shorter, a second that no key belongs to, a third that is longer.
@@ -184,8 +185,8 @@ class RangesAlone:
     def __init__(self):
         self.calls = []
 
-    def unsupported(self, call):
-        assert call.ranges or not call.segments
+    def why_not(self, call):
+        assert call.disorder is None
         rate = call.options.dropout_rate
         return f"it has no dropout, not {rate}" if rate else None
 
@@ -201,9 +202,9 @@ class RangesAlone:
 @pytest.fixture
 def kernel(monkeypatch):
     found = RangesAlone()
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "kernel", found)
+    monkeypatch.setitem(api.REGISTRY.implementations, "kernel", on_ranges(found))
     monkeypatch.setattr(api, "NEEDS_RANGES", {"kernel"})
-    monkeypatch.setattr(config, "preference", lambda target, direction: ("kernel", "xla"))
+    monkeypatch.setattr(config, "preference", lambda target: ("kernel", "xla"))
     return found
 
 
@@ -231,7 +232,7 @@ def test_documents_that_may_be_in_pieces_do_not_reach_an_implementation_that_nee
     assert kernel.calls == []
     with pytest.raises(NotImplementedError, match="known only at run time may not be contiguous: pass segment_ranges"):
         jax.eval_shape(lambda ids: traced(ids, implementation="kernel"), pieces)
-    with pytest.raises(NotImplementedError, match="given document 1 after document 2 at row 0, place 2"):
+    with pytest.raises(NotImplementedError, match="got document 1 after document 2 at row 0, place 2"):
         traced(pieces, implementation="kernel")
     with pytest.raises(NotImplementedError, match="no dropout, not 0.5"):
         attention(q, k, v, dropout_rate=0.5, dropout_key=jax.random.key(0), implementation="kernel")

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import compat
 from pallas_kernels.attention import attention, mosaic_sm90, reference, segment_ranges
-from pallas_kernels.attention.implementations import IMPLEMENTATIONS
+from pallas_kernels.attention.implementations import REGISTRY, on_ranges
 from pallas_kernels.attention.mosaic_sm90.config import DkvConfig, DqConfig, ForwardConfig
 from tests.support.attention import QUICK
 from tests.support.interpreter import mosaic_interpreter
@@ -29,16 +29,16 @@ SMALL = {
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """`attention(implementation="mosaic")` in the interpreter, with block sizes that may be given."""
+    """`attention(implementation="mosaic")` in the interpreter, with small block sizes by default."""
 
     def run(arguments, cotangents, options, configs=SMALL):
         with mosaic_interpreter(2) as params:
             module = types.SimpleNamespace(
-                unsupported=mosaic_sm90.unsupported,
+                why_not=mosaic_sm90.why_not,
                 forward=functools.partial(mosaic_sm90.forward, config=configs["forward"], interpret=params),
                 backward=functools.partial(mosaic_sm90.backward, **configs["backward"], interpret=params),
             )
-            monkeypatch.setitem(IMPLEMENTATIONS, "mosaic", module)
+            monkeypatch.setitem(REGISTRY.implementations, "mosaic", on_ranges(module))
             monkeypatch.setattr(mosaic_sm90, "_cores", lambda: 3)  # so that a thread block has several tiles
 
             def both(arguments, cotangents):

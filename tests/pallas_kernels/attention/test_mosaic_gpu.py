@@ -85,12 +85,12 @@ def compiled():
 
 
 def poison(*arrays):
-    """Leave NaN in memory that results of these shapes will be given: what a kernel does not write shows."""
+    """Leave NaN in the memory of results of these shapes: elements that a kernel does not write show."""
     jax.block_until_ready([jnp.full(array.shape, jnp.nan, array.dtype) for array in arrays for _ in range(3)])
 
 
 def error_of(found, exact):
-    """Relative Frobenius error; of what is 0 but for rounding, the root mean square."""
+    """Relative Frobenius error; the root mean square of an array that is 0 but for rounding."""
     found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
     norm = max(np.linalg.norm(exact), 1e-3 * np.sqrt(exact.size))
     return np.linalg.norm(found - exact) / norm
@@ -134,7 +134,7 @@ def slices(arrays, first, window):
 
 
 def assert_rows_are_right(arrays, window, found):
-    """Rows in the middle and at the end of long ones, against the oracle on what they see."""
+    """Rows in the middle and at the end of long ones, against the oracle on the keys that they see."""
     out, dq, dk, dv = found
     length = arrays[0].shape[1]
     attend = jax.jit(both(functools.partial(reference.attention, sliding_window=window)))

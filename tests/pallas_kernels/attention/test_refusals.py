@@ -1,4 +1,4 @@
-"""What attention refuses, and how it says so."""
+"""Refusals of attention and their messages."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ IDS = jnp.ones((3, 16), jnp.int32)
         ({"dropout_rate": 0.1}, "dropout_rate 0.1 needs a dropout_key, got None"),
         ({"implementation": "flash"}, "None or one of 'cudnn', 'triton', 'xla', 'mosaic', got 'flash'"),
         ({"implementation": ("xla", "flash")}, r"\(backward\): implementation must be .* got 'flash'"),
-        ({"implementation": ("xla", "xla", "xla")}, "a name or a pair of names, .* given .'xla', 'xla', 'xla'."),
+        ({"implementation": ("xla", "xla", "xla")}, "a name or a pair of names, .* got .'xla', 'xla', 'xla'."),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
@@ -52,7 +52,7 @@ def test_ranges_of_other_rows_are_refused():
     ):
         with pytest.raises(ValueError, match=rf"segment_ranges.{name} must be int32\(3, 16\) for 16 queries"):
             jax.eval_shape(lambda q, ranges: attention(q, k, v, segment_ranges=ranges), q, others)
-    with pytest.raises(ValueError, match="expected segment_ids or segment_ranges, .* given both"):
+    with pytest.raises(ValueError, match="expected segment_ids or segment_ranges, .* got both"):
         jax.eval_shape(lambda q, ranges: attention(q, k, v, segment_ranges=ranges, segment_ids=IDS), q, ranges)
 
 
@@ -62,14 +62,14 @@ def test_ranges_of_other_rows_are_refused():
         (
             [[1, 2, 1]],
             {},
-            "segment_ids: .* in order .* given document 1 after document 2 at row 0, place 2",
+            "segment_ids: .* in order .* got document 1 after document 2 at row 0, place 2",
         ),
-        ([[1, 1, 1], [1, 0, 1]], {}, "given padding within document 1 at row 1, place 1"),
+        ([[1, 1, 1], [1, 0, 1]], {}, "got padding within document 1 at row 1, place 1"),
         ([[1, 2, 3]], {"kv_segment_ids": [[2, 1, 1]]}, "kv_segment_ids: expected documents in order"),
-        ([[1, 2, 3]], {"kv_segment_ids": [[1], [1]]}, r"given \(1, 3\) and \(2, 1\)"),
-        ([[1, 1, 2], [1, 2, 3]], {"max_documents": 2}, "expected at least 3, the documents of row 1, given 2"),
-        ([[1, 1]], {"max_documents": 0}, "expected at least 1 .* given 0"),
-        ([[1, 1]], {"max_documents": 3, "kv_segment_ids": [[1]]}, "given kv_segment_ids beside it"),
+        ([[1, 2, 3]], {"kv_segment_ids": [[1], [1]]}, r"got \(1, 3\) and \(2, 1\)"),
+        ([[1, 1, 2], [1, 2, 3]], {"max_documents": 2}, "expected at least 3, the documents of row 1, got 2"),
+        ([[1, 1]], {"max_documents": 0}, "expected at least 1 .* got 0"),
+        ([[1, 1]], {"max_documents": 3, "kv_segment_ids": [[1]]}, "got kv_segment_ids beside it"),
     ],
 )
 def test_documents_that_are_no_ranges_are_refused(ids, options, message):

@@ -1,4 +1,4 @@
-"""What a checkpoint policy can keep of attention, and who serves it, traced for cards that are not there."""
+"""Attention's residuals under checkpoint policies, and the choice of implementations, traced for absent cards."""
 
 import contextlib
 import functools
@@ -83,7 +83,7 @@ def test_memory_between_the_passes_is_linear_in_the_sequence(implementation):
 
 @contextlib.contextmanager
 def selections(kind):
-    """What `dispatch.select` says while calls are traced for a card."""
+    """Choices of `dispatch.select` while calls are traced for a card."""
     found, select = [], dispatch.select
 
     def recorded(*arguments):

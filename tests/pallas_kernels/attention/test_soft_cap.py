@@ -1,4 +1,4 @@
-"""The assembly of the soft cap, run line by line in NumPy: what the card computes up to its roundings of ex2, rcp."""
+"""The assembly of the soft cap, run line by line in NumPy: the card's results up to its roundings of ex2, rcp."""
 
 import re
 import struct
@@ -21,7 +21,7 @@ OPERATIONS = {
 
 
 def run(assembly, given):
-    """The four results of PTX of `OPERATIONS`, float32, for arrays given as $4 to $7."""
+    """The four results of PTX of `OPERATIONS`, float32, for arrays in $4 to $7."""
     values = {f"${4 + index}": array for index, array in enumerate(given)}
 
     def value(word):

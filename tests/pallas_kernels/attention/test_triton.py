@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.attention import attention, config, reference, segment_ranges, triton
 from pallas_kernels.attention.call import Call
-from pallas_kernels.attention.implementations import IMPLEMENTATIONS
+from pallas_kernels.attention.implementations import REGISTRY, on_ranges
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.config import Tiles, TritonConfig
@@ -66,12 +66,12 @@ def interpreted(monkeypatch):
     """The implementation "triton" on CPU, with small tiles."""
     run = {"config": SMALL, "interpret": True}
     module = types.SimpleNamespace(
-        unsupported=lambda *call, **options: None,
+        why_not=lambda call: None,
         forward=functools.partial(triton.forward, **run),
         backward=functools.partial(triton.backward, **run),
     )
-    monkeypatch.setitem(IMPLEMENTATIONS, "triton", module)
-    monkeypatch.setattr(config, "preference", lambda target, direction: ("triton",))
+    monkeypatch.setitem(REGISTRY.implementations, "triton", on_ranges(module))
+    monkeypatch.setattr(config, "preference", lambda target: ("triton",))
 
 
 def problem(case, dtype):
@@ -114,7 +114,7 @@ def test_all_features_at_once(dtype, tolerance, interpreted):
     check(EVERYTHING, dtype, tolerance)
 
 
-# What rows 64 to 95 of 128 have nothing to do with, as keys and as queries, in whole tiles.
+# Whole tiles of keys and of queries that rows 64 to 95 of 128 never meet.
 @pytest.mark.parametrize(
     "options, documents, keys, queries",
     [
@@ -168,5 +168,5 @@ def test_hidden_tiles_are_not_read(options, documents, keys, queries):
 )
 def test_what_is_not_served_has_a_reason(target, change, reason):
     q, k, v, _ = inputs(**({"dtype": jnp.bfloat16} | change))
-    found = triton.unsupported(Call(target, q, k, v, Options(1.0)))
+    found = triton.why_not(Call(target, q, k, v, Options(1.0)))
     assert found is None if reason is None else re.search(reason, found)

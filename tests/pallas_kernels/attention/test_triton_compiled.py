@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that are not there: what their default block sizes take of a thread."""
+"""The Triton kernels compiled for absent GPUs: a thread's resources at the default block sizes."""
 
 import jax.numpy as jnp
 import pytest

@@ -1,4 +1,4 @@
-"""Chunked = full, in value and in every gradient; what runs, what is kept, what is refused."""
+"""Chunked = full, in value and in every gradient; operations, residuals, refusals."""
 
 import functools
 

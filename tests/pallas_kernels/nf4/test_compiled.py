@@ -1,4 +1,4 @@
-"""Compilation for GPUs that are not there: no spills, the right kernel in the right place, no decoded residuals."""
+"""Deviceless compilation: no spills, the right kernel in the right place, no decoded residuals."""
 
 import functools
 import re
@@ -72,7 +72,7 @@ def multiply(gradient, rows, shape, dtype, aot):
 )
 def test_products_for_hopper(gradient, rows, shape, dtype, registers, tmp_path, monkeypatch):
     """No spills, no products that ptxas runs one after the other; the warpgroups of the larger kernel share registers
-    out among themselves, so that what they start with says little."""
+    out among themselves, so that their initial share says little."""
     aot = AOT("h200")
     function, arguments = multiply(gradient, rows, shape, dtype, aot)
     used = resources.of_mosaic(aot, function, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
@@ -83,17 +83,17 @@ def test_products_for_hopper(gradient, rows, shape, dtype, registers, tmp_path, 
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, sizes",
     [
-        (False, 1000, (704, 1536), "float16", config.RegistersConfig(cluster=1, parts=1)),
-        (False, 100, (14336, 4096), "bfloat16", config.RegistersConfig(rows=128)),
-        (True, 512, BENCHMARK.shape, "float16", config.RegistersConfig(cluster=2)),
-        (True, 100, (768, 1536), "float16", config.RegistersConfig(rows=128, cluster=1)),
+        (False, 1000, (704, 1536), "float16", config.MatmulRsConfig(cluster=1, splits=1)),
+        (False, 100, (14336, 4096), "bfloat16", config.MatmulRsConfig(rows=128)),
+        (True, 512, BENCHMARK.shape, "float16", config.MatmulRsConfig(cluster=2)),
+        (True, 100, (768, 1536), "float16", config.MatmulRsConfig(rows=128, cluster=1)),
     ],
 )
-def test_in_registers_for_hopper(gradient, rows, shape, dtype, sizes, tmp_path, monkeypatch):
+def test_matmul_rs_for_hopper(gradient, rows, shape, dtype, sizes, tmp_path, monkeypatch):
     """No spills: 128 sums and two operands leave room for decoding; and no products one after the other."""
     aot = AOT("h200")
     arguments = aot.spec((rows, shape[0 if gradient else 1]), dtype), *specs(aot, shape)
-    function = functools.partial(mosaic_sm90.in_registers, gradient=gradient, config=sizes, cores=mosaic_sm90.CORES)
+    function = functools.partial(mosaic_sm90.matmul_rs, gradient=gradient, config=sizes, cores=mosaic_sm90.CORES)
     used = resources.of_mosaic(aot, function, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
     assert used.spill_bytes == used.stack_bytes == 0
 
@@ -107,7 +107,7 @@ def test_in_registers_for_hopper(gradient, rows, shape, dtype, sizes, tmp_path, 
         (512, BENCHMARK.shape, "bfloat16", 168),
         (512, BENCHMARK.shape, "float16", 168),
     ],
-    ids=["decode", "few tokens", "fused", "in registers", "in registers, float16"],
+    ids=["decode", "matvec", "matmul_ss", "matmul_rs", "matmul_rs, float16"],
 )
 def test_rounding_twice_takes_the_same_kernels(rows, shape, dtype, registers, tmp_path, monkeypatch):
     """Computation in one dtype of 16 bits over a weight in the other: no other kernel, no spills."""

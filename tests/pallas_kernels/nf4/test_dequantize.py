@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import nf4
+from pallas_kernels import dispatch, nf4
 from pallas_kernels.nf4 import config, mosaic_sm90, reference, triton
 from pallas_kernels.nf4.codebook import num_blocks
 from pallas_kernels.nf4.shapes import IRREGULAR, WHOLE_ROWS
@@ -148,11 +148,11 @@ def test_bad_arguments_are_named():
 
 def reasons(card, order="split", shape=(4096, 4096), quant_map=None):
     """Why each implementation cannot serve a call on a card."""
-    from pallas_kernels.nf4 import api
+    from pallas_kernels.nf4.implementations import DEQUANTIZE, Decode
 
     device = jax.sharding.AbstractDevice(device_kind=card, num_cores=None, platform="cuda")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        return dict(api._candidates(shape, jnp.bfloat16, order, quant_map))
+        return DEQUANTIZE.reasons(Decode(dispatch.target(), shape, jnp.bfloat16, None, order, quant_map is None))
 
 
 def test_the_card_and_the_call_choose_the_implementation():

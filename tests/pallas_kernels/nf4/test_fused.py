@@ -10,8 +10,8 @@ import pytest
 from pallas_kernels import nf4
 from pallas_kernels.compat import JAX_VERSION
 from pallas_kernels.nf4 import config, mosaic_sm90, reference
-from pallas_kernels.nf4.config import FewTokensConfig, FusedConfig, RegistersConfig
-from pallas_kernels.nf4.mosaic_sm90.work import Work
+from pallas_kernels.nf4.config import MatmulRsConfig, MatmulSsConfig, MatvecConfig
+from pallas_kernels.nf4.mosaic_sm90.stream_k import StreamK
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.interpreter import mosaic_interpreter
 
@@ -39,15 +39,15 @@ def assert_close(actual, expected, dtype):
 @pytest.mark.parametrize(
     "rows, shape, dtype, sizes",
     [
-        pytest.param(1, (64, 512), "bfloat16", FewTokensConfig(warpgroups=2), id="one row, a warpgroup without work"),
-        pytest.param(5, (80, 1536), "float16", FewTokensConfig(warpgroups=2), id="odd rows, a tile moved back"),
-        pytest.param(11, (96, 1024), "bfloat16", FewTokensConfig(1, 2, 3, 2), id="two tiles of rows, three in flight"),
+        pytest.param(1, (64, 512), "bfloat16", MatvecConfig(warpgroups=2), id="one row, a warpgroup without work"),
+        pytest.param(5, (80, 1536), "float16", MatvecConfig(warpgroups=2), id="odd rows, a tile moved back"),
+        pytest.param(11, (96, 1024), "bfloat16", MatvecConfig(1, 2, 3, 2), id="two tiles of rows, three in flight"),
     ],
 )
-def test_few_tokens(rows, shape, dtype, sizes):
+def test_matvec(rows, shape, dtype, sizes):
     x, codes, absmax, expected = case(shape, rows, dtype, gradient=False)
     with mosaic_interpreter() as interpret:
-        assert_close(mosaic_sm90.few_tokens(x, codes, absmax, config=sizes, interpret=interpret), expected, dtype)
+        assert_close(mosaic_sm90.matvec(x, codes, absmax, config=sizes, interpret=interpret), expected, dtype)
 
 
 @pytest.mark.skipif(
@@ -56,16 +56,20 @@ def test_few_tokens(rows, shape, dtype, sizes):
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, sizes, cores",
     [
-        pytest.param(False, 260, (192, 192), "bfloat16", FusedConfig(), 3, id="forward, tiles cut in two"),
-        pytest.param(True, 300, (192, 128), "float16", FusedConfig(), 3, id="gradient, tiles cut in two"),
-        pytest.param(False, 1, (128, 512), "float16", config.fused_config(1, 128, 3), 3, id="one tile cut in three"),
-        pytest.param(True, 70, (128, 256), "bfloat16", FusedConfig(128, parts=1), 1, id="whole tiles"),
+        pytest.param(False, 260, (192, 192), "bfloat16", MatmulSsConfig(), 3, id="forward, tiles cut in two"),
+        pytest.param(True, 300, (192, 128), "float16", MatmulSsConfig(), 3, id="gradient, tiles cut in two"),
+        pytest.param(
+            False, 1, (128, 512), "float16", config.matmul_ss_config(1, 128, 3), 3, id="one tile cut in three"
+        ),
+        pytest.param(True, 70, (128, 256), "bfloat16", MatmulSsConfig(128, splits=1), 1, id="whole tiles"),
     ],
 )
-def test_fused(gradient, rows, shape, dtype, sizes, cores):
+def test_matmul_ss(gradient, rows, shape, dtype, sizes, cores):
     x, codes, absmax, expected = case(shape, rows, dtype, gradient)
     with mosaic_interpreter() as interpret:
-        found = mosaic_sm90.fused(x, codes, absmax, gradient=gradient, config=sizes, cores=cores, interpret=interpret)
+        found = mosaic_sm90.matmul_ss(
+            x, codes, absmax, gradient=gradient, config=sizes, cores=cores, interpret=interpret
+        )
     assert_close(found, expected, dtype)
 
 
@@ -75,18 +79,18 @@ def test_fused(gradient, rows, shape, dtype, sizes, cores):
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, sizes, cores",
     [
-        pytest.param(False, 70, (128, 512), "bfloat16", RegistersConfig(64, 1), 2, id="tiles cut in two"),
-        pytest.param(False, 260, (192, 768), "float16", RegistersConfig(256, 1), 3, id="odd steps, a tile moved back"),
-        pytest.param(False, 130, (320, 256), "bfloat16", RegistersConfig(128, 1, parts=1), 2, id="whole tiles"),
-        pytest.param(True, 70, (384, 512), "bfloat16", RegistersConfig(64, 1), 3, id="gradient, tiles cut"),
-        pytest.param(False, 70, (256, 1024), "bfloat16", RegistersConfig(128, 1, 3), 7, id="three equal parts"),
-        pytest.param(True, 260, (256, 256), "float16", RegistersConfig(256, 1, 1), 2, id="gradient, whole tiles"),
+        pytest.param(False, 70, (128, 512), "bfloat16", MatmulRsConfig(64, 1), 2, id="tiles cut in two"),
+        pytest.param(False, 260, (192, 768), "float16", MatmulRsConfig(256, 1), 3, id="odd steps, a tile moved back"),
+        pytest.param(False, 130, (320, 256), "bfloat16", MatmulRsConfig(128, 1, splits=1), 2, id="whole tiles"),
+        pytest.param(True, 70, (384, 512), "bfloat16", MatmulRsConfig(64, 1), 3, id="gradient, tiles cut"),
+        pytest.param(False, 70, (256, 1024), "bfloat16", MatmulRsConfig(128, 1, 3), 7, id="three equal parts"),
+        pytest.param(True, 260, (256, 256), "float16", MatmulRsConfig(256, 1, 1), 2, id="gradient, whole tiles"),
     ],
 )
-def test_in_registers(gradient, rows, shape, dtype, sizes, cores):
+def test_matmul_rs(gradient, rows, shape, dtype, sizes, cores):
     x, codes, absmax, expected = case(shape, rows, dtype, gradient)
     with mosaic_interpreter() as interpret:
-        found = mosaic_sm90.in_registers(
+        found = mosaic_sm90.matmul_rs(
             x, codes, absmax, gradient=gradient, config=sizes, cores=cores, interpret=interpret
         )
     assert_close(found, expected, dtype)
@@ -111,20 +115,20 @@ def test_rows_choose_the_kernel():
     def chosen(*rows, dtype=jnp.bfloat16, shape=(1024, 2048)):
         return product(jax.ShapeDtypeStruct((*rows, shape[1]), dtype), shape)
 
-    assert chosen(1) == chosen(2, 8) == ["few_tokens", "fused_gradient"]
-    assert chosen(1, shape=(1024, 192)) == chosen(2, 30, dtype=jnp.float16) == ["fused", "fused_gradient"]
-    assert chosen(2, 100) == ["in_registers", "in_registers_gradient"]
-    assert chosen(200, shape=(1024, 192)) == ["fused", "fused_gradient"]
-    assert chosen(200, shape=(192, 512)) == ["fused", "fused_gradient"]
-    assert chosen(200, shape=(320, 256)) == ["fused_gradient", "in_registers"]
+    assert chosen(1) == chosen(2, 8) == ["matmul_ss_gradient", "matvec"]
+    assert chosen(1, shape=(1024, 192)) == chosen(2, 30, dtype=jnp.float16) == ["matmul_ss", "matmul_ss_gradient"]
+    assert chosen(2, 100) == ["matmul_rs", "matmul_rs_gradient"]
+    assert chosen(200, shape=(1024, 192)) == ["matmul_ss", "matmul_ss_gradient"]
+    assert chosen(200, shape=(192, 512)) == ["matmul_ss", "matmul_ss_gradient"]
+    assert chosen(200, shape=(320, 256)) == ["matmul_rs", "matmul_ss_gradient"]
     most, least = (config.most_rows((1024, 2048), gradient) for gradient in (False, True))
-    assert chosen(least + 1) == chosen(most) == ["dequantize", "in_registers"]
+    assert chosen(least + 1) == chosen(most) == ["dequantize", "matmul_rs"]
     assert chosen(least + 1, shape=(1024, 192)) == ["dequantize"]
     assert chosen(most + 1) == chosen(1, dtype=jnp.float32) == chosen(1, shape=(100, 64)) == ["dequantize"]
 
 
 @pytest.mark.parametrize(
-    "rows, shape, gradient, parts",
+    "rows, shape, gradient, splits",
     [
         (512, (14336, 4096), False, None),  # 112 tiles for 66 clusters
         (512, (4096, 14336), False, 2),  # 32
@@ -133,23 +137,23 @@ def test_rows_choose_the_kernel():
         (256, (4096, 14336), True, 1),  # 112, of 32 steps: fewer than cutting costs
     ],
 )
-def test_tiles_are_cut_where_whole_ones_leave_multiprocessors_idle(rows, shape, gradient, parts):
-    assert config.product_config(rows, shape, gradient, 132).parts == parts
+def test_tiles_are_cut_where_whole_ones_leave_multiprocessors_idle(rows, shape, gradient, splits):
+    assert config.product_config(rows, shape, gradient, 132).splits == splits
 
 
 def test_equal_parts_begin_at_the_same_steps_of_every_tile():
-    work = Work.of(512, 4096, 14336, RegistersConfig(parts=2), 128, 66)
-    assert work.ctas == 64 and work.cut
-    assert [int(work.begin(cluster)) for cluster in range(65)] == [56 * cluster for cluster in range(65)]
-    whole = Work.of(512, 4096, 14336, RegistersConfig(parts=1), 128, 66)
-    assert whole.ctas == 32 and not whole.cut
+    schedule = StreamK.of(512, 4096, 14336, MatmulRsConfig(splits=2), 128, 66)
+    assert schedule.ctas == 64 and schedule.needs_fixup
+    assert [int(schedule.begin(cluster)) for cluster in range(65)] == [56 * cluster for cluster in range(65)]
+    whole = StreamK.of(512, 4096, 14336, MatmulRsConfig(splits=1), 128, 66)
+    assert whole.ctas == 32 and not whole.needs_fixup
 
 
-@pytest.mark.parametrize("sizes", [FusedConfig(consumer_registers=176), FusedConfig(64, decoder_registers=184)])
+@pytest.mark.parametrize("sizes", [MatmulSsConfig(consumer_registers=176), MatmulSsConfig(64, decoder_registers=184)])
 def test_no_warpgroup_waits_for_registers_that_are_not_there(sizes):
     x, codes, absmax, _ = case((128, 128), 4, "bfloat16", gradient=False)
     with pytest.raises(ValueError, match="warpgroups share .* registers"):
-        mosaic_sm90.fused(x, codes, absmax, gradient=False, config=sizes, cores=1)
+        mosaic_sm90.matmul_ss(x, codes, absmax, gradient=False, config=sizes, cores=1)
 
 
 @needs_cuda_plugin

@@ -1,4 +1,4 @@
-"""The product with a packed weight: values and gradient against the dense product, and what the backward pass keeps."""
+"""The product with a packed weight: values and gradient against the dense product, and the saved residuals."""
 
 import jax
 import jax.numpy as jnp

@@ -19,9 +19,10 @@ SHAPES = [pytest.param(matrix.shape, id=matrix.name) for matrix in (*WHOLE_ROWS,
 
 
 def implementations(shape):
-    from pallas_kernels.nf4 import api
+    from pallas_kernels.nf4.implementations import DEQUANTIZE, Decode
 
-    return [name for name, reason in api._candidates(shape, jnp.bfloat16, "split", None) if reason is None]
+    reasons = DEQUANTIZE.reasons(Decode(dispatch.target(), shape, jnp.bfloat16, None, "split", own_map=True))
+    return [name for name, reason in reasons.items() if reason is None]
 
 
 def random_packed(shape):
@@ -46,7 +47,7 @@ def test_every_implementation_is_bit_equal(shape, dtype):
     expected = decoded_by_numpy(codes, absmax, shape, DTYPES[dtype])
     for name in implementations(shape):
         decode = jax.jit(lambda c, a, name=name: nf4.dequantize(c, a, shape=shape, dtype=dtype, implementation=name))
-        # Memory that the result may be given: full of NaN, so that an element that nobody writes shows.
+        # The result's memory may hold NaN: an element that nobody writes shows.
         jax.block_until_ready([jnp.full(shape, jnp.nan, dtype) for _ in range(2)])
         actual = np.asarray(decode(codes, absmax))
         unsigned = f"uint{8 * actual.dtype.itemsize}"

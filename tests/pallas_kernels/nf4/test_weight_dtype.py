@@ -103,22 +103,22 @@ def test_products_and_gradients_are_those_of_the_named_values(named, dtype):
 
 
 @pytest.mark.parametrize(("named", "dtype"), TWICE)
-@pytest.mark.parametrize("kernel", ["few_tokens", "fused", "in_registers"])
+@pytest.mark.parametrize("kernel", ["matvec", "matmul_ss", "matmul_rs"])
 def test_kernels_that_decode_as_they_multiply(kernel, named, dtype):
     """Rows with a single 1 pick out decoded weights, to the bit."""
-    if JAX_VERSION < (0, 11) and kernel != "few_tokens":
+    if JAX_VERSION < (0, 11) and kernel != "matvec":
         pytest.skip("the interpreter of jax 0.10 misplaces rows behind the end of an array")
-    shape = {"few_tokens": (64, 512), "fused": (128, 128), "in_registers": (128, 512)}[kernel]
+    shape = {"matvec": (64, 512), "matmul_ss": (128, 128), "matmul_rs": (128, 512)}[kernel]
     codes, absmax = packed(shape)
     dense = decoded(codes, absmax, named, dtype)
     chosen = np.random.default_rng(0).integers(0, shape[1], 3)
     x = jax.nn.one_hot(chosen, shape[1], dtype=dtype)
     sizes = {
-        "few_tokens": config.FewTokensConfig(),
-        "fused": config.fused_config(1, 128, 1),
-        "in_registers": config.RegistersConfig(64, 1),
+        "matvec": config.MatvecConfig(),
+        "matmul_ss": config.matmul_ss_config(1, 128, 1),
+        "matmul_rs": config.MatmulRsConfig(64, 1),
     }[kernel]
-    options = {} if kernel == "few_tokens" else {"gradient": False, "cores": 1}
+    options = {} if kernel == "matvec" else {"gradient": False, "cores": 1}
     with mosaic_interpreter() as interpret:
         function = getattr(mosaic_sm90, kernel)
         found = function(x, codes, absmax, config=sizes, through=named, interpret=interpret, **options)

@@ -1,13 +1,13 @@
 """y = x Wᵀ for a few rows of x, as few as one: bound by the packed bytes.
 
 A warpgroup takes 32 rows of W (or twice that) and 512 columns at a time, two warps beside each other along either; the
-warpgroups of a thread block share the columns and add up what they found. Nothing of W passes through shared memory:
+warpgroups of a thread block share the columns and add up their sums. Nothing of W passes through shared memory:
 the thread that loads a block's 32 bytes (lane t of four takes block t of 256 columns) decodes all of it with one table
 and gives it to the tensor cores from its registers. Their product sums over 16 columns in an order that is free as long
 as both operands agree, so each step takes four elements of each lane's own block; the thread's elements of x for the
 same step are then contiguous too. x comes through shared memory by TMA, with zeros behind its last row.
 
-What bounds it on an H200, for 4096×14336: 33 MB at 4.2 TB/s take 7.9 µs; decoding takes 3.25 integer instructions a
+Bounds on an H200, for 4096×14336: 33 MB at 4.2 TB/s take 7.9 µs; decoding takes 3.25 integer instructions a
 code, 6.6 µs at full and 13 µs at half issue rate of 132 multiprocessors; both overlap.
 """
 
@@ -27,10 +27,10 @@ from jaxtyping import Array, Float, UInt8
 from pallas_kernels import compat
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
-from pallas_kernels.nf4.config import FEW_TOKENS_COLUMNS, FewTokensConfig
+from pallas_kernels.nf4.config import MATVEC_COLUMNS, MatvecConfig
 from pallas_kernels.nf4.mosaic_sm90.lookup import look_up_word, words_of
 
-COLUMNS = FEW_TOKENS_COLUMNS
+COLUMNS = MATVEC_COLUMNS
 """Columns of W that a warpgroup takes at a time."""
 ROWS = 32
 """Rows of W that its four warps cover once."""
@@ -56,12 +56,12 @@ _ABSMAX = plgpu.Layout.TILED(
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
 @functools.partial(jax.jit, static_argnames=("config", "through", "interpret"))
-def few_tokens(
+def matvec(
     x: Float[Array, "rows in"],
     codes: UInt8[Array, "out half_in"],
     absmax: Float[Array, "out blocks"],
     *,
-    config: FewTokensConfig,
+    config: MatvecConfig,
     through: str | None = None,
     interpret: Any = None,
 ) -> Float[Array, "rows out"]:
@@ -100,14 +100,14 @@ def few_tokens(
             unsafe_no_auto_barriers=True,  # they are below, where something is written again
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-        kernel_name="nf4_few_tokens",
+        kernel_name="nf4_matvec",
         interpret=interpret,
     )
     return kernel(x.reshape(tokens, columns // BLOCK, BLOCK), codes, absmax)
 
 
 def _kernel(
-    x_ref, codes_ref, absmax_ref, out_ref, x_smem, sums, full, done, *, config: FewTokensConfig, through, interpreted
+    x_ref, codes_ref, absmax_ref, out_ref, x_smem, sums, full, done, *, config: MatvecConfig, through, interpreted
 ):
     group, groups, stages = lax.axis_index("warpgroup"), config.warpgroups, config.stages
     steps, padded = x_ref.shape[1] // _BLOCKS, x_smem.shape[1]
@@ -137,9 +137,12 @@ def _kernel(
         plgpu.barrier_wait(full.at[slot])
         add = _add_interpreted if interpreted else _add
         total = add(total, codes, absmax, x_smem.at[slot], through)
+        # `add` ends in a barrier of the warpgroup: all its threads have read the stage that is loaded anew here.
         pl.when(turn + stages < turns)(lambda: load_x(turn + stages))
         return total, *ahead
 
+    # In flight from here on: `stages` pieces of x (TMA, shared memory), `config.ahead` pieces of W (plain loads,
+    # registers). Warpgroups share no stage, so none waits for another before the end.
     for turn in range(stages):
         pl.when(turn < turns)(functools.partial(load_x, jnp.int32(turn)))
     ahead = [load_codes(jnp.int32(turn)) for turn in range(config.ahead)]
@@ -148,6 +151,7 @@ def _kernel(
         total = plgpu.layout_cast(total, plgpu.Layout.WGMMA)
     total, *_ = lax.fori_loop(0, turns, step, (total, *ahead))
     sums.at[group][...] = total
+    # The one barrier of the whole thread block: every warpgroup's sums are in shared memory.
     plgpu.barrier_arrive(done)
     plgpu.barrier_wait(done)
     if interpreted:
@@ -188,7 +192,7 @@ def _add(total, codes, absmax, x_ref, through):
                         for tile in range(token_tiles):
                             pair = x_words[half][tile][2 * word : 2 * word + 2]
                             sums[row_tile, tile] = _multiply(sums[row_tile, tile], weights, pair, dtype)
-        mgpu.utils.warpgroup_barrier()  # everyone has read x
+        mgpu.utils.warpgroup_barrier()  # every thread has read x: its stage may be loaded anew
         return mgpu.FragmentedArray(
             _registers=sums.reshape(total.registers.shape), _layout=total.layout, _is_signed=None
         )
@@ -214,7 +218,7 @@ def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
 
 
 def _offset_in_x() -> tuple[ir.Value, ir.Value]:
-    """Bytes from the first row and block of x to this lane's, and what swizzling adds (exclusive or) behind that."""
+    """Bytes from the first row and block of x to this lane's, and the swizzle (exclusive or) behind that."""
     i32 = ir.IntegerType.get_signless(32)
 
     def c(value):
@@ -241,20 +245,20 @@ def _multiply(sums: list[ir.Value], weights: list[ir.Value], x: list[ir.Value], 
     """A warp's product of weights [16, 16] and x [16, 8], added to sums [16, 8]."""
     name = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
     f32 = ir.F32Type.get()
-    given = [vector.extract(pair, [], [index]) for pair in sums for index in range(2)]
+    addends = [vector.extract(pair, [], [index]) for pair in sums for index in range(2)]
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
     results = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-    found = llvm.inline_asm(results, [*weights, *x, *given], text, constraints, asm_dialect=0)
+    found = llvm.inline_asm(results, [*weights, *x, *addends], text, constraints, asm_dialect=0)
     numbers = [llvm.extractvalue(f32, found, [index]) for index in range(4)]  # pyright: ignore[reportArgumentType]
     return [vector.from_elements(ir.VectorType.get((2,), f32), numbers[pair : pair + 2]) for pair in (0, 2)]
 
 
 def _finish(sums, out_ref, groups: int):
-    """Add up what the warpgroups and the halves of the columns found, and write it the other way round."""
+    """Add up the sums of the warpgroups and of the halves of the columns, and write them transposed."""
     tokens, rows, dtype = *out_ref.shape, out_ref.dtype
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))

@@ -1,4 +1,4 @@
-"""Block sizes of the Triton kernels, and what these serve."""
+"""Block sizes of the Triton kernels, and the ranks and activations that they serve."""
 
 import dataclasses
 
@@ -8,20 +8,20 @@ TILE = 64
 #: A tile's width is a power of two, and a matrix instruction at least 16 deep.
 RANKS = (16, 32, 64, 128)
 
-#: Those that Pallas-Triton can lower; it has no error function.
+#: Activations that Pallas-Triton can lower; it has no error function.
 ACTIVATIONS = ("silu", "swish", "gelu_tanh", "gelu_pytorch_tanh", "gelu_new", "relu")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How a program works.
+    """Block sizes of a program.
 
     Attributes:
         rows: tokens of a tile.
         columns: features of gate, and as many of up, in a tile.
-        loop: tiles that a program goes over at most: features in the forward kernel, tokens in the backward one.
-        num_warps: its warps.
-        num_stages: tiles that the loop has in flight.
+        loop: most tiles a program: of features in the forward kernel, of tokens in the backward one.
+        num_warps: warps of a program.
+        num_stages: tiles in flight.
     """
 
     rows: int
@@ -32,7 +32,7 @@ class Tiles:
 
 
 def forward_config(capability: tuple[int, int], rank: int) -> Tiles:
-    """The sizes for a compute capability and a rank of down's A, as measured on an H200 for ranks 16 and 64."""
+    """Block sizes by compute capability and largest rank, as measured on an H200 for ranks 16 and 64."""
     if capability < (9, 0):
         return Tiles(rows=32, columns=64, loop=8, num_warps=4, num_stages=2)
     if rank <= 32:
@@ -43,7 +43,7 @@ def forward_config(capability: tuple[int, int], rank: int) -> Tiles:
 
 
 def backward_config(capability: tuple[int, int], rank: int) -> Tiles:
-    """The sizes likewise, with a long loop, since every program writes partial sums; few warps hold many sums."""
+    """Block sizes with a long loop, since every program writes partial sums; few warps hold many sums."""
     if capability < (9, 0):
         return Tiles(rows=32, columns=32, loop=32, num_warps=8, num_stages=2)
     if rank <= 64:
@@ -52,5 +52,10 @@ def backward_config(capability: tuple[int, int], rank: int) -> Tiles:
 
 
 def largest_rank(capability: tuple[int, int]) -> int:
-    """The rank up to which the backward kernel keeps its sums in registers."""
+    """The largest rank whose sums the backward kernel keeps in registers."""
     return 128 if capability >= (9, 0) else 64
+
+
+def padded_rank(rank: int) -> int:
+    """The smallest rank from `rank` on that kernels serve, reached by padding with zeros; itself beyond the largest."""
+    return next((size for size in RANKS if size >= rank), rank)

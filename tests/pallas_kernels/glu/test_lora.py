@@ -5,18 +5,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.glu import adapted_triton, config, reference
-from pallas_kernels.glu.adapted import Inner, adapted_backward, adapted_forward, candidates, padded_rank
+from pallas_kernels import dispatch
+from pallas_kernels.glu.lora import (
+    REGISTRY,
+    Case,
+    Inner,
+    config,
+    glu_lora_backward,
+    glu_lora_forward,
+    padded_rank,
+    reference,
+    triton,
+)
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.resources import of_triton
 
 ROWS, FEATURES = 128, 192
-#: rank of gate and up, whether they share a thin product, rank of down; 0: no adapter
+#: rank of gate and up, whether they share a rank product, rank of down; 0: no adapter
 CASES = [(16, False, 32), (32, True, 16), (16, False, 0), (0, False, 16), (0, False, 0)]
 
 
 def operands(rank, shared, down, dtype, rows=ROWS, features=FEATURES, make=None):
-    """both, thin, B, dh, A, dthin; None where there is no adapter."""
+    """gate_up, products, B, dh, A, dproducts; None where there is no adapter."""
     rng = np.random.default_rng(0)
     make = make or (lambda shape, scale: jnp.asarray(scale * rng.standard_normal(shape), dtype))
     return (
@@ -29,30 +39,27 @@ def operands(rank, shared, down, dtype, rows=ROWS, features=FEATURES, make=None)
     )
 
 
-def plain(both, thin, b, a, activation):
-    gate, up = jnp.split(both, 2, axis=1)
-    if thin is not None:
-        rank = b.shape[-1]
-        gate, up = gate + thin[:, :rank] @ b[0].T, up + thin[:, -rank:] @ b[1].T
-    h = reference.glu(gate, up, activation=activation)
-    return h, None if a is None else h @ a.T
-
-
 def exact(arrays, activation):
-    """What `results` gives, in float64 by differentiation."""
+    """The same as `results`, in float64 by differentiation."""
     with jax.enable_x64(True):
-        both, thin, b, dh, a, dthin = (None if v is None else v.astype(jnp.float64) for v in arrays)
-        (h, thin_down), pullback = jax.vjp(lambda *args: plain(*args, activation), both, thin, b, a)
-        dboth, _, db, da = pullback((dh, dthin))
-    return h, thin_down, dboth, db, da
+        gate_up, products, b, dh, a, dproducts = (None if v is None else v.astype(jnp.float64) for v in arrays)
+        (h, down_products), pullback = jax.vjp(
+            lambda *args: reference.glu_lora(*args, activation=activation), gate_up, products, b, a
+        )
+        dgate_up, _, db, da = pullback((dh, dproducts))
+    return h, down_products, dgate_up, db, da
 
 
-def results(both, thin, b, dh, a, dthin, activation, implementation=None):
-    inner = None if thin is None else Inner(thin, b)
-    forward = adapted_forward(both, inner, a, activation=activation, implementation=implementation)
-    down = None if a is None else (a, dthin)
-    backward = adapted_backward(both, inner, dh, down, activation=activation, implementation=implementation)
+def results(gate_up, products, b, dh, a, dproducts, activation, implementation=None):
+    inner = None if products is None else Inner(products, b)
+    forward = glu_lora_forward(gate_up, inner, a, activation=activation, implementation=implementation)
+    down = None if a is None else (a, dproducts)
+    backward = glu_lora_backward(gate_up, inner, dh, down, activation=activation, implementation=implementation)
     return *forward, *backward
+
+
+def why_not_triton(*case):
+    return REGISTRY.reasons(Case(dispatch.target(), *case))["triton"]
 
 
 def close(found, expected, tolerance):
@@ -77,21 +84,23 @@ def test_xla_matches_float64(case, activation):
 @pytest.mark.parametrize("activation", config.ACTIVATIONS[:1] + config.ACTIVATIONS[3:4] + config.ACTIVATIONS[-1:])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_triton_in_the_interpreter_matches_float64(case, activation, capability):
-    both, thin, b, dh, a, dthin = arrays = operands(*case, jnp.bfloat16)
+    gate_up, products, b, dh, a, dproducts = arrays = operands(*case, jnp.bfloat16)
     rank = max(0 if array is None else array.shape[axis] for array, axis in ((b, 2), (a, 0)))
     tiles = config.forward_config(capability, rank), config.backward_config(capability, rank)
-    forward = adapted_triton.forward(both, thin, b, a, activation, tiles[0], True)
-    backward = adapted_triton.backward(both, thin, b, dh, a, dthin, activation, tiles[1], True)
-    # two roundings to bfloat16, each of at most 2^-9: of what is summed over features or tokens, and of the result
+    forward = triton.forward(gate_up, products, b, a, activation, tiles[0], True)
+    backward = triton.backward(gate_up, products, b, dh, a, dproducts, activation, tiles[1], True)
+    # two roundings to bfloat16, each of at most 2^-9: of the terms summed over features or tokens, and of the result
     close((*forward, *backward), exact(arrays, activation), 2**-8.5)
 
 
 def test_a_run_of_several_tiles_is_added_up():
     """More tiles than a program goes over, in numbers that the loop does not divide."""
-    arrays = both, thin, b, dh, a, dthin = operands(16, False, 16, jnp.bfloat16, rows=5 * 64, features=3 * 64)
+    arrays = gate_up, products, b, dh, a, dproducts = operands(
+        16, False, 16, jnp.bfloat16, rows=5 * 64, features=3 * 64
+    )
     tiles = config.Tiles(64, 64, 2, 4, 1)
-    forward = adapted_triton.forward(both, thin, b, a, "silu", tiles, True)
-    backward = adapted_triton.backward(both, thin, b, dh, a, dthin, "silu", tiles, True)
+    forward = triton.forward(gate_up, products, b, a, "silu", tiles, True)
+    backward = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, True)
     close((*forward, *backward), exact(arrays, "silu"), 2**-8.5)
 
 
@@ -103,7 +112,7 @@ def test_nothing_spills(card, rank, tmp_path):
     aot = AOT(card)
     if rank > config.largest_rank(aot.card.capability):
         with aot.abstract_device():
-            assert "ranks" in candidates((8192, 28672), jnp.bfloat16, (rank, rank), "silu")[0][1]
+            assert "ranks" in why_not_triton((8192, 28672), jnp.bfloat16, (rank, rank), "silu")
         return
     make = lambda shape, scale: aot.spec(shape, jnp.bfloat16)  # noqa: E731
     specs = operands(rank, False, rank, jnp.bfloat16, 8192, 14336, make)
@@ -114,15 +123,14 @@ def test_nothing_spills(card, rank, tmp_path):
 def test_what_triton_leaves_to_xla_and_why():
     aot = AOT("h200") if needs_cuda_plugin.args[0] is False else None
     if aot is None:
-        assert "compute capability 8.0" in candidates((64, 128), jnp.bfloat16, (16, 16), "silu")[0][1]
+        assert "compute capability 8.0" in why_not_triton((64, 128), jnp.bfloat16, (16, 16), "silu")
         return
     with aot.abstract_device():
-        reason = lambda *args: candidates(*args)[0][1]  # noqa: E731
-        assert reason((8192, 256), jnp.bfloat16, (16, 64), "silu") is None
-        assert "float32" in reason((8192, 256), jnp.float32, (16, 16), "silu")
-        assert "no gelu" in reason((8192, 256), jnp.bfloat16, (16, 16), "gelu")
-        assert "not 130" in reason((8192, 256), jnp.bfloat16, (16, 130), "silu")
-        assert "whole tiles of 64" in reason((8190, 256), jnp.bfloat16, (16, 16), "silu")
+        assert why_not_triton((8192, 256), jnp.bfloat16, (16, 64), "silu") is None
+        assert "float32" in why_not_triton((8192, 256), jnp.float32, (16, 16), "silu")
+        assert "no gelu" in why_not_triton((8192, 256), jnp.bfloat16, (16, 16), "gelu")
+        assert "not 130" in why_not_triton((8192, 256), jnp.bfloat16, (16, 130), "silu")
+        assert "whole tiles of 64" in why_not_triton((8190, 256), jnp.bfloat16, (16, 16), "silu")
 
 
 def test_ranks_are_padded_to_what_kernels_serve():
@@ -133,13 +141,13 @@ def test_ranks_are_padded_to_what_kernels_serve():
     ("change", "message"),
     [
         ({"activation": "mish"}, "activation must be one of"),
-        ({"both": jnp.ones((8, 7))}, "gate and up must be one array"),
-        ({"inner": Inner(jnp.ones((8, 3)), jnp.ones((2, 4, 2)))}, r"thin \[8, 2R\] or \[8, R\]"),
+        ({"gate_up": jnp.ones((8, 7))}, "gate and up must be one array"),
+        ({"inner": Inner(jnp.ones((8, 3)), jnp.ones((2, 4, 2)))}, r"products \[8, 2R\] or \[8, R\]"),
         ({"down_A": jnp.ones((2, 5))}, r"down_A must be \[R, 4\]"),
         ({"down_A": jnp.ones((2, 4), jnp.bfloat16)}, "one dtype"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
-    arguments = {"both": jnp.ones((8, 8)), "inner": None, "down_A": None, "activation": "silu", **change}
+    arguments = {"gate_up": jnp.ones((8, 8)), "inner": None, "down_A": None, "activation": "silu", **change}
     with pytest.raises(ValueError, match=message):
-        adapted_forward(**arguments)
+        glu_lora_forward(**arguments)

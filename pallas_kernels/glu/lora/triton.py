@@ -1,4 +1,4 @@
-"""`adapted` in Pallas-Triton, for NVIDIA GPUs from Ampere on; arguments and results are described there.
+"""The gated unit between adapters in Pallas-Triton, for NVIDIA GPUs from Ampere on; arguments as in `api`.
 
 In the forward kernel a program owns a tile of tokens and a run of features, over which it adds up its share of h·Aᵀ; in
 the backward kernel it owns a tile of features and a run of tokens, over which it adds up its share of the gradients of
@@ -14,15 +14,15 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.glu.config import Tiles
+from pallas_kernels.glu.lora.config import Tiles
 from pallas_kernels.glu.reference import ACTIVATIONS
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def forward(
-    both: Array,
-    thin: Array | None,
+    gate_up: Array,
+    products: Array | None,
     lora_B: Array | None,
     down_A: Array | None,
     activation: str,
@@ -30,10 +30,10 @@ def forward(
     interpret: bool = False,
 ) -> tuple[Array, Array | None]:
     """The gated product h, and h·Aᵀ or None."""
-    rows, features = both.shape[0], both.shape[1] // 2
+    rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     loop = _divisor(features // tiles.columns, tiles.loop)
     shares = features // tiles.columns // loop
-    out_shape: list[Any] = [jax.ShapeDtypeStruct((rows, features), both.dtype)]
+    out_shape: list[Any] = [jax.ShapeDtypeStruct((rows, features), gate_up.dtype)]
     if down_A is not None:
         out_shape.append(jax.ShapeDtypeStruct((shares, rows, down_A.shape[0]), jnp.float32))
     results = pl.pallas_call(
@@ -42,21 +42,23 @@ def forward(
         grid=(rows // tiles.rows, shares),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
-        name="glu_adapted_forward",
-    )(both, thin, lora_B, down_A)
-    h, thin_down = results
-    return h, None if thin_down is None else jnp.sum(thin_down, axis=0).astype(both.dtype)
+        name="glu_lora_forward",
+    )(gate_up, products, lora_B, down_A)
+    h, down_products = results
+    return h, None if down_products is None else jnp.sum(down_products, axis=0).astype(gate_up.dtype)
 
 
-def _forward(both_ref, thin_ref, b_ref, a_ref, h_ref, thin_down_ref, *, activation: str, tiles: Tiles, loop: int):
+def _forward(
+    gate_up_ref, products_ref, b_ref, a_ref, h_ref, down_products_ref, *, activation: str, tiles: Tiles, loop: int
+):
     rows, share = pl.ds(pl.program_id(0) * tiles.rows, tiles.rows), pl.program_id(1)
     features = h_ref.shape[1]
-    thins = _thins(thin_ref, b_ref, rows)
+    products = _rank_products(products_ref, b_ref, rows)
 
     def body(number, total):
         start = (share * loop + number) * tiles.columns
         cols = pl.ds(start, tiles.columns)
-        gate, up = _halves(both_ref, thins, _of_halves(b_ref, cols), rows, start, features, tiles.columns)
+        gate, up = _halves(gate_up_ref, products, _of_halves(b_ref, cols), rows, start, features, tiles.columns)
         h = (ACTIVATIONS[activation](gate) * up).astype(h_ref.dtype)
         h_ref[rows, cols] = h
         return () if a_ref is None else (total[0] + pltriton.dot(h, a_ref[:, cols], trans_b=True),)
@@ -64,23 +66,23 @@ def _forward(both_ref, thin_ref, b_ref, a_ref, h_ref, thin_down_ref, *, activati
     zero = () if a_ref is None else (jnp.zeros((tiles.rows, a_ref.shape[0]), jnp.float32),)
     total = jax.lax.fori_loop(0, loop, body, zero)
     if a_ref is not None:
-        thin_down_ref[share, rows, :] = total[0]
+        down_products_ref[share, rows, :] = total[0]
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def backward(
-    both: Array,
-    thin: Array | None,
+    gate_up: Array,
+    products: Array | None,
     lora_B: Array | None,
     dh: Array,
     down_A: Array | None,
-    dthin: Array | None,
+    dproducts: Array | None,
     activation: str,
     tiles: Tiles,
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array | None]:
-    """The gradients of `both`, of B or None, of A or None."""
-    rows, features = both.shape[0], both.shape[1] // 2
+    """The gradients of `gate_up`, of B or None, of A or None."""
+    rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     loop = _divisor(rows // tiles.rows, tiles.loop)
     shares = rows // tiles.rows // loop
     dB = dA = None
@@ -88,26 +90,26 @@ def backward(
         dB = jax.ShapeDtypeStruct((shares, *lora_B.shape), jnp.float32)
     if down_A is not None:
         dA = jax.ShapeDtypeStruct((shares, *down_A.shape), jnp.float32)
-    dboth, dB, dA = pl.pallas_call(
+    dgate_up, dB, dA = pl.pallas_call(
         functools.partial(_backward, activation=activation, tiles=tiles, loop=loop),
-        out_shape=(jax.ShapeDtypeStruct(both.shape, both.dtype), dB, dA),
+        out_shape=(jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype), dB, dA),
         grid=(features // tiles.columns, shares),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
-        name="glu_adapted_backward",
-    )(both, thin, lora_B, dh, down_A, dthin)
+        name="glu_lora_backward",
+    )(gate_up, products, lora_B, dh, down_A, dproducts)
     dB, dA = (None if shares is None else jnp.sum(shares, axis=0) for shares in (dB, dA))
-    return dboth, dB, dA
+    return dgate_up, dB, dA
 
 
 def _backward(
-    both_ref,
-    thin_ref,
+    gate_up_ref,
+    products_ref,
     b_ref,
     dh_ref,
     a_ref,
-    dthin_ref,
-    dboth_ref,
+    dproducts_ref,
+    dgate_up_ref,
     dB_ref,
     dA_ref,
     *,
@@ -120,27 +122,27 @@ def _backward(
     cols, up_cols = pl.ds(start, tiles.columns), pl.ds(features + start, tiles.columns)
     lora_B = _of_halves(b_ref, cols)
     down_A = None if a_ref is None else a_ref[:, cols]
-    dtype = dboth_ref.dtype
+    dtype = dgate_up_ref.dtype
 
     def body(number, carry):
         rows = pl.ds((share * loop + number) * tiles.rows, tiles.rows)
-        thins = _thins(thin_ref, b_ref, rows)
-        gate, up = _halves(both_ref, thins, lora_B, rows, start, features, tiles.columns)
+        products = _rank_products(products_ref, b_ref, rows)
+        gate, up = _halves(gate_up_ref, products, lora_B, rows, start, features, tiles.columns)
         dh = dh_ref[rows, cols].astype(jnp.float32)
-        dthin = None
+        dproducts = None
         if down_A is not None:
-            dthin = dthin_ref[rows, :]
-            dh = dh + pltriton.dot(dthin, down_A)
+            dproducts = dproducts_ref[rows, :]
+            dh = dh + pltriton.dot(dproducts, down_A)
         activated, pullback = jax.vjp(ACTIVATIONS[activation], gate)
         (dgate,) = pullback(dh * up)
         dgate, dup = dgate.astype(dtype), (dh * activated).astype(dtype)
-        dboth_ref[rows, cols] = dgate
-        dboth_ref[rows, up_cols] = dup
+        dgate_up_ref[rows, cols] = dgate
+        dgate_up_ref[rows, up_cols] = dup
         sums = []
-        if thins is not None:
-            sums += [pltriton.dot(d, thin, trans_a=True) for d, thin in zip((dgate, dup), thins, strict=True)]
-        if dthin is not None:
-            sums.append(pltriton.dot(dthin, (activated * up).astype(dtype), trans_a=True))
+        if products is not None:
+            sums += [pltriton.dot(d, product, trans_a=True) for d, product in zip((dgate, dup), products, strict=True)]
+        if dproducts is not None:
+            sums.append(pltriton.dot(dproducts, (activated * up).astype(dtype), trans_a=True))
         return tuple(total + part for total, part in zip(carry, sums, strict=True))
 
     shapes = [] if b_ref is None else [(tiles.columns, b_ref.shape[-1])] * 2
@@ -152,25 +154,25 @@ def _backward(
         dB_ref[share, half, cols, :] = total
 
 
-def _thins(thin_ref, b_ref, rows) -> tuple[Array, Array] | None:
-    """The thin products of gate and up for some tokens; one array twice where they share it."""
-    if thin_ref is None:
+def _rank_products(products_ref, b_ref, rows) -> tuple[Array, Array] | None:
+    """The rank products of gate and up for some tokens; one array twice where they share it."""
+    if products_ref is None:
         return None
     rank = b_ref.shape[-1]
-    gate = thin_ref[rows, pl.ds(0, rank)]
-    return gate, gate if thin_ref.shape[1] == rank else thin_ref[rows, pl.ds(rank, rank)]
+    gate = products_ref[rows, pl.ds(0, rank)]
+    return gate, gate if products_ref.shape[1] == rank else products_ref[rows, pl.ds(rank, rank)]
 
 
 def _of_halves(b_ref, cols) -> tuple[Array, Array] | None:
     return None if b_ref is None else (b_ref[0, cols, :], b_ref[1, cols, :])
 
 
-def _halves(both_ref, thins, lora_B, rows, start, features: int, columns: int) -> tuple[Array, Array]:
-    """Gate and up of a tile, with what their adapters add, float32."""
-    halves = [both_ref[rows, pl.ds(half * features + start, columns)].astype(jnp.float32) for half in (0, 1)]
-    if thins is not None and lora_B is not None:
-        pairs = zip(halves, thins, lora_B, strict=True)
-        halves = [half + pltriton.dot(thin, b, trans_b=True) for half, thin, b in pairs]
+def _halves(gate_up_ref, products, lora_B, rows, start, features: int, columns: int) -> tuple[Array, Array]:
+    """Gate and up of a tile with their adapters' sums, float32."""
+    halves = [gate_up_ref[rows, pl.ds(half * features + start, columns)].astype(jnp.float32) for half in (0, 1)]
+    if products is not None and lora_B is not None:
+        pairs = zip(halves, products, lora_B, strict=True)
+        halves = [half + pltriton.dot(product, b, trans_b=True) for half, product, b in pairs]
     return halves[0], halves[1]
 
 

@@ -1,15 +1,15 @@
-"""y = x Wᵀ and dx = dy W for some hundred rows, transposed: decoded weights are the register operand of the products.
+"""y = x Wᵀ and dx = dy W for some hundred rows, transposed: decoded weights are wgmma's register operand (RS).
 
 A persistent kernel of three warpgroups: one loads (TMA), two decode and multiply (wgmma), each 64 rows of W for
 yᵀ = W xᵀ, or 64 columns for dxᵀ = Wᵀ dyᵀ, with all of a tile's rows of x. While the tensor cores work on 64 terms of
 the sum, the threads decode the next 64. Two thread blocks of a cluster share the rows of x, each loads half of them for
-both.
+both. Tiles are shared out by Stream-K (`stream_k`).
 
-Prediction for a step of 128 × 256 × 64 on a Hopper multiprocessor, in cycles: the tensor cores take 1,024; shared
+Prediction for an iteration of 128 × 256 × 64 on a Hopper multiprocessor, in cycles: the tensor cores take 1,024; shared
 memory moves 64 KB to them and 36 KB into it, 800, and 32 KB more for the gradient, 1,060; decoding takes 4.1
 instructions a code, half of them at half rate, and 390 issue slots of each of the four schedulers with all that is
 around it. From the L2 cache come 16 bytes of x a cycle and multiprocessor, 32 without clusters. Measured, decoding is
-not hidden: it adds 13 to 16% to the product of 512 rows and 24% to the gradient (docs/performance.md).
+not hidden: it adds 13 to 16% to the product of 512 rows and 24% to the gradient (docs/lab/nf4.md).
 """
 
 import functools
@@ -25,10 +25,9 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import compat
 from pallas_kernels.nf4.codebook import BLOCK
-from pallas_kernels.nf4.config import REGISTERS_TERMS, RegistersConfig
-from pallas_kernels.nf4.mosaic_sm90.fused import fence
+from pallas_kernels.nf4.config import RS_TERMS, MatmulRsConfig
 from pallas_kernels.nf4.mosaic_sm90.operand import CODES_TRANSFORMS, ROWS, decode, decode_transposed, load
-from pallas_kernels.nf4.mosaic_sm90.work import Segment, Work
+from pallas_kernels.nf4.mosaic_sm90.stream_k import Segment, StreamK, fence
 
 _CONSUMERS = 2
 _COLUMNS = _CONSUMERS * ROWS
@@ -41,13 +40,13 @@ _SWIZZLED = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
 @functools.partial(jax.jit, static_argnames=("gradient", "config", "cores", "through", "interpret"))
-def in_registers(
+def matmul_rs(
     x: Float[Array, "rows summed"],
     codes: UInt8[Array, "out half_in"],
     absmax: Float[Array, "out blocks"],
     *,
     gradient: bool,
-    config: RegistersConfig,
+    config: MatmulRsConfig,
     cores: int,
     through: str | None = None,
     interpret: Any = None,
@@ -55,8 +54,8 @@ def in_registers(
     """The product of x with a packed matrix transposed, or with the matrix itself; summed in float32.
 
     Args:
-        x: bfloat16 or float16, [rows, in]; [rows, out] for the gradient. `in` is a multiple of REGISTERS_GRAIN.
-        codes: uint8, split order; `out` a multiple of 64, or of REGISTERS_TERMS for the gradient; the dimension that is
+        x: bfloat16 or float16, [rows, in]; [rows, out] for the gradient. `in` is a multiple of RS_GRAIN.
+        codes: uint8, split order; `out` a multiple of 64, or of RS_TERMS for the gradient; the dimension that is
             not summed over at least config.columns.
         absmax: float32.
         gradient: multiply with the matrix as it is, as the gradient in x does.
@@ -65,11 +64,11 @@ def in_registers(
         through: dtype that decoded values are rounded to before x's; None for none.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
-    (given_rows, summed), cluster = x.shape, config.cluster
+    (all_rows, summed), cluster = x.shape, config.cluster
     columns = 2 * codes.shape[1] if gradient else codes.shape[0]
-    x = jnp.pad(x, ((0, -given_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
+    x = jnp.pad(x, ((0, -all_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
     rows = x.shape[0]
-    work = Work.of(rows, columns, summed, config, REGISTERS_TERMS, cores // cluster)
+    schedule = StreamK.of(rows, columns, summed, config, RS_TERMS, cores // cluster)
     free = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if cluster > 1 else plgpu.Barrier
     scratch = {
         "x_smem": plgpu.SMEM((config.x_stages, config.rows, BLOCK), x.dtype, transforms=_SWIZZLED),
@@ -86,19 +85,19 @@ def in_registers(
     body = functools.partial(
         _kernel,
         names=tuple(scratch),
-        work=work,
+        schedule=schedule,
         gradient=gradient,
         config=config,
         through=through,
         interpreted=interpret is not None,
     )
     clusters = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
-    parts = (work.ctas * cluster * _CONSUMERS if work.cut else 1, ROWS, config.rows)
+    partials = (schedule.ctas * cluster * _CONSUMERS if schedule.needs_fixup else 1, ROWS, config.rows)
     out, _ = plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct((rows, columns), x.dtype), jax.ShapeDtypeStruct(parts, jnp.float32)),
+        out_type=(jax.ShapeDtypeStruct((rows, columns), x.dtype), jax.ShapeDtypeStruct(partials, jnp.float32)),
         scratch_types=tuple(scratch.values()),
-        grid=(work.ctas,),
+        grid=(schedule.ctas,),
         grid_names=("cluster",),
         **clusters,
         num_threads=_CONSUMERS + 1,
@@ -106,10 +105,10 @@ def in_registers(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-        kernel_name="nf4_in_registers_gradient" if gradient else "nf4_in_registers",
+        kernel_name="nf4_matmul_rs_gradient" if gradient else "nf4_matmul_rs",
         interpret=interpret,
     )(x, codes, absmax)
-    return out[:given_rows]
+    return out[:all_rows]
 
 
 def _kernel(
@@ -117,66 +116,73 @@ def _kernel(
     codes,
     absmax,
     out,
-    parts,
+    partials,
     *scratch,
     names,
-    work: Work,
+    schedule: StreamK,
     gradient: bool,
-    config: RegistersConfig,
+    config: MatmulRsConfig,
     through: str | None,
     interpreted: bool,
 ):
     refs = types.SimpleNamespace(
-        x=x, codes=codes, absmax=absmax, out=out, parts=parts, **dict(zip(names, scratch, strict=True))
+        x=x, codes=codes, absmax=absmax, out=out, partials=partials, **dict(zip(names, scratch, strict=True))
     )
     cluster, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     rank = lax.axis_index("rank") if config.cluster > 1 else 0
-    total = work.begin(cluster + 1) - work.begin(cluster)
-    # The interpreter runs thread blocks in order: nobody waits there.
-    shared = work.cut and not interpreted
-    done = pl.get_global(plgpu.SemaphoreType.REGULAR((work.ctas * config.cluster,))) if shared else None
+    total = schedule.begin(cluster + 1) - schedule.begin(cluster)
+    # One flag a thread block, in global memory, zero at the start: how many of its consumers have stored partial sums.
+    # The interpreter runs thread blocks in order and needs none.
+    shared = schedule.needs_fixup and not interpreted
+    flags = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.ctas * config.cluster,))) if shared else None
 
     @pl.when(warpgroup < _CONSUMERS)
     def _():
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        segments = work.segments(cluster)
+        segments = schedule.segments(cluster)
 
         def pair(segment, step):
             """Whether a step's scales are the first (0) or the second two (1) of those loaded."""
             column = lax.div(segment.column, jnp.int32(_COLUMNS)) + rank
             return lax.rem(column if gradient else step, jnp.int32(2))
 
+        # Decoding runs half an iteration ahead of the products, across tiles too: `weights` goes from tile to tile.
         load_half = functools.partial(_load_half, refs, warpgroup, gradient, config, through, interpreted)
         decode_half = functools.partial(_decode, refs, warpgroup, gradient, through, interpreted)
 
         def multiply(turn, carry):
             count, weights = carry
-            segment = work.segment(cluster, turn)
-            following = work.segment(cluster, lax.min(turn + 1, segments - 1))
+            segment = schedule.segment(cluster, turn)
+            following = schedule.segment(cluster, lax.min(turn + 1, segments - 1))
             following = pair(following, following.begin)
             sums, count, weights = _multiply(
                 refs, segment, pair, following, load_half, decode_half, count, weights, config
             )
-            _write(refs, work, done, segment, sums, cluster, rank, warpgroup, config, interpreted)
+            _write(refs, schedule, flags, segment, sums, cluster, rank, warpgroup, config, interpreted)
             return count, weights
 
-        first = work.segment(cluster, 0)
+        first = schedule.segment(cluster, 0)
         weights = decode_half(load_half(jnp.int32(0), pair(first, first.begin), 0), 0)
         lax.fori_loop(0, segments, multiply, (jnp.int32(0), weights))
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0)  # shared memory must outlive the last tile's stores
 
     @pl.when(warpgroup == _CONSUMERS)
     def _():
         plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-        _load(refs, work, cluster, rank, total, gradient, config)
+        _load(refs, schedule, cluster, rank, total, gradient, config)
 
 
-def _load(refs, work: Work, cluster, rank, total, gradient: bool, config: RegistersConfig):
-    """What the loading warpgroup does: one step more of W than is multiplied with, since decoding is ahead by that."""
+def _load(refs, schedule: StreamK, cluster, rank, total, gradient: bool, config: MatmulRsConfig):
+    """The loading warpgroup: codes, scales and x of every iteration, as far ahead as there are free stages.
+
+    W gets one iteration more than x: the consumers decode ahead, also behind the last tile. It is the last iteration
+    once more, and never multiplied with.
+    """
 
     def load(count, _):
-        row, column, term = work.place(cluster, lax.min(count, total - 1))
+        row, column, term = schedule.place(cluster, lax.min(count, total - 1))
         slot = lax.rem(count, jnp.int32(config.w_stages))
+        # Both consumers have read this stage's last codes. The first round of stages starts empty.
         pl.when(count >= config.w_stages)(lambda: plgpu.barrier_wait(refs.w_free.at[slot]))
         w_row, w_column = column + rank * _COLUMNS, term
         if gradient:
@@ -193,6 +199,8 @@ def _load(refs, work: Work, cluster, rank, total, gradient: bool, config: Regist
             for half in range(2):
                 x_count = 2 * count + half
                 x_slot = lax.rem(x_count, jnp.int32(config.x_stages))
+                # The products that read this stage are done, in both thread blocks of a cluster: the copy below writes
+                # half of the stage here and half in the neighbour.
                 pl.when(x_count >= config.x_stages)(lambda x_slot=x_slot: plgpu.barrier_wait(refs.x_free.at[x_slot]))
                 source = refs.x.at[pl.ds(row, config.rows), pl.ds(term + half * BLOCK, BLOCK)]
                 axes = "rank" if config.cluster > 1 else None
@@ -206,12 +214,12 @@ def _load(refs, work: Work, cluster, rank, total, gradient: bool, config: Regist
 
 
 def _stay(free, count, stages: int):
-    """Wait until everyone has released what was loaded last: a thread block outlives its neighbour's last arrival.
+    """Wait until every stage is released: a thread block's barriers must outlive its neighbour's last arrival on them.
 
     Args:
-        free: barriers on which both thread blocks of a cluster release the pieces that were loaded.
+        free: barriers on which both thread blocks of a cluster release stages.
         count: pieces loaded in all.
-        stages: that are in shared memory at a time; so many have not been waited for yet.
+        stages: pieces in shared memory at a time; so many releases have not been waited for yet.
     """
 
     def wait(index, _):
@@ -221,46 +229,49 @@ def _stay(free, count, stages: int):
 
 
 def _load_half(
-    refs, consumer, gradient: bool, config: RegistersConfig, through: str | None, interpreted: bool, count, pair, half
+    refs, consumer, gradient: bool, config: MatmulRsConfig, through: str | None, interpreted: bool, count, pair, half
 ):
-    """The codes of half of the step that was loaded as `count`th; its scales are the `pair`th two."""
+    """Codes and tables of half of the `count`th iteration, in registers; its scales are the `pair`th two."""
     slot = lax.rem(count, jnp.int32(config.w_stages))
-    if half == 0:
+    if half == 0:  # one barrier for the four copies of the iteration: the second half needs no wait
         plgpu.barrier_wait(refs.w_full.at[slot])
     part, block = (half, consumer) if gradient else (consumer, half)
     codes, absmax = refs.codes_smem.at[slot, part], refs.absmax_smem.at[slot, part, :, 2 * pair + block]
     packed = load(codes, absmax, refs.x_smem.dtype, through, block, interpreted=interpreted)
-    if half == 1:
+    if half == 1:  # all codes are in registers: the stage can be loaded anew long before they are decoded
         plgpu.barrier_arrive(refs.w_free.at[slot])
     return packed
 
 
 def _decode(refs, consumer, gradient: bool, through: str | None, interpreted: bool, packed, half: int):
-    """The operand of half of a step."""
-    if gradient:
+    """The register operand of half an iteration."""
+    if gradient:  # an exchange buffer a half: the other one may still be read by a slower warp
         return decode_transposed(packed, refs.exchange.at[consumer, half], through, interpreted=interpreted)
     return decode(packed, refs.x_smem.dtype, through, interpreted=interpreted)
 
 
-def _multiply(refs, segment: Segment, pair, following, load_half, decode_half, count, weights, config: RegistersConfig):
-    """A tile's sums [64, rows], how many steps were taken in all, and the weights of the first half of the next."""
+def _multiply(refs, segment: Segment, pair, following, load_half, decode_half, count, weights, config: MatmulRsConfig):
+    """A tile's sums [64, rows], the iterations taken in all, and the decoded first half of the next one."""
 
     def release(x_count):
         plgpu.barrier_arrive(refs.x_free.at[lax.rem(x_count, jnp.int32(config.x_stages))])
 
     def products(sums_ref):
         def multiply(x_count, weights, *following):
-            """Multiply, and meanwhile load what is decoded next, and wait until the product before this is done."""
+            """Issue a product, load the codes to decode next, and wait for the product before this one."""
             slot = lax.rem(x_count, jnp.int32(config.x_stages))
             plgpu.barrier_wait(refs.x_full.at[slot])
             plgpu.wgmma(sums_ref, weights, refs.x_smem.at[slot].T)
             packed = load_half(*following)
+            # One product stays in flight, so that the tensor cores work while the caller decodes. The one before is
+            # done: its x may be released, and its registers of weights may be written.
             plgpu.wgmma_wait(1)
             return packed
 
         def step(index, carry):
             count, weights = carry
             packed = multiply(2 * count, weights, count, pair(segment, index), 1)
+            # In a tile's first iteration the product before was the last tile's, which released its own x.
             pl.when(index > segment.begin)(lambda: release(2 * count - 1))
             next_pair = lax.select(index + 1 < segment.end, pair(segment, index + 1), following)
             packed = multiply(2 * count + 1, decode_half(packed, 1), count + 1, next_pair, 0)
@@ -268,7 +279,7 @@ def _multiply(refs, segment: Segment, pair, following, load_half, decode_half, c
             return count + 1, decode_half(packed, 0)
 
         end, following_weights = lax.fori_loop(segment.begin, segment.end, step, (count, weights))
-        sums = sums_ref[...]
+        sums = sums_ref[...]  # waits for the product in flight
         release(2 * end - 1)
         return sums, end, following_weights
 
@@ -277,40 +288,50 @@ def _multiply(refs, segment: Segment, pair, following, load_half, decode_half, c
 
 
 def _write(
-    refs, work: Work, done, segment: Segment, sums, cluster, rank, consumer, config: RegistersConfig, interpreted: bool
+    refs,
+    schedule: StreamK,
+    flags,
+    segment: Segment,
+    sums,
+    cluster,
+    rank,
+    consumer,
+    config: MatmulRsConfig,
+    interpreted: bool,
 ):
-    """Hand the sums of a tile's first part on; or add what was handed on, and write the tile."""
+    """Store the partial sums of a tile that ends elsewhere; or fix a tile up with those of others, and write it."""
 
-    def part(cluster):
-        return refs.parts.at[(cluster * config.cluster + rank) * _CONSUMERS + consumer]
+    def partial(cluster):
+        return refs.partials.at[(cluster * config.cluster + rank) * _CONSUMERS + consumer]
 
-    def hand_on():
-        part(cluster)[...] = sums
-        if done is not None:
-            fence()
-            pl.semaphore_signal(done.at[cluster * config.cluster + rank])
+    def store_partial():
+        partial(cluster)[...] = sums
+        if flags is not None:
+            fence()  # the sums are visible on the device before the flag is
+            pl.semaphore_signal(flags.at[cluster * config.cluster + rank])
 
     column = segment.column + rank * _COLUMNS + consumer * ROWS
 
     def finish():
-        first = work.owner(segment.tile * work.steps)
-        if done is not None:
+        first = schedule.cta_of(segment.tile * schedule.iterations)
+        if flags is not None:
 
             def wait(cluster, _):
-                # Neither warpgroup takes the other's signal away.
-                pl.semaphore_wait(done.at[cluster * config.cluster + rank], _CONSUMERS, decrement=False)
+                # Both consumers' signals, though each needs its own alone: one flag counts for both, and neither
+                # takes the other's signal away.
+                pl.semaphore_wait(flags.at[cluster * config.cluster + rank], _CONSUMERS, decrement=False)
 
             lax.fori_loop(first, cluster, wait, None)
 
         def add(cluster, total):
-            found = part(cluster)
+            found = partial(cluster)
             return total + (found[...] if interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
 
-        total = lax.fori_loop(first, cluster, add, sums) if work.cut else sums
+        total = lax.fori_loop(first, cluster, add, sums) if schedule.needs_fixup else sums
         for number, row in enumerate(range(0, config.rows, 64)):
             out_smem = refs.out_smem.at[consumer, number % 2]
             values = total[:, row : row + 64].astype(out_smem.dtype)
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of two buffers the other one's store may be in flight
             if interpreted:
                 out_smem[...] = values.T
             else:
@@ -318,10 +339,10 @@ def _write(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem, refs.out.at[pl.ds(segment.row + row, 64), pl.ds(column, ROWS)])
 
-    # What a tile that was moved back shares with its neighbour, the neighbour writes: it may have been cut elsewhere,
-    # so that its sums differ by roundings.
-    own = column >= work.own_column(segment.tile)
-    if work.cut:
-        pl.when(segment.end < work.steps)(hand_on)
-        own = jnp.logical_and(own, segment.end == work.steps)
+    # Where a tile that was moved back overlaps its neighbour, the neighbour writes: it may be cut elsewhere, so that
+    # its sums differ by roundings.
+    own = column >= schedule.own_column(segment.tile)
+    if schedule.needs_fixup:
+        pl.when(segment.end < schedule.iterations)(store_partial)
+        own = jnp.logical_and(own, segment.end == schedule.iterations)
     pl.when(own)(finish)

@@ -1,12 +1,12 @@
-"""y = x Wᵀ and dx = dy W for some hundred rows: W is decoded in the kernel, once for as many rows as a tile holds.
+"""y = x Wᵀ and dx = dy W for some hundred rows: both operands of wgmma in shared memory (SS), W decoded into it.
 
 A persistent kernel of five warpgroups: one loads x (TMA), two decode W, two multiply (wgmma). A tile of the result is,
-say, 256 × 128; a step of its sum takes 64 terms. The decoding warpgroups read codes and scales straight from global
-memory, some steps ahead; a thread decodes half a block, 16 bytes, with one table, and writes it where the tensor cores
-read it: shared memory, 128-byte swizzle. The two products differ in nothing but where a step's codes lie and in which
-of the decoded tile's dimensions is summed over.
+say, 256 × 128; an iteration takes 64 terms of its sum; tiles are shared out by Stream-K (`stream_k`). The decoding
+warpgroups read codes and scales straight from global memory, some iterations ahead; a thread decodes half a block, 16
+bytes, with one table, and writes it where the tensor cores read it: shared memory, 128-byte swizzle. The two
+products differ only in the place of an iteration's codes and in the summed dimension of the decoded tile.
 
-Prediction for a step of 256 × 128 × 64 on a Hopper multiprocessor, in cycles: the tensor cores take 1,024; shared
+Prediction for an iteration of 256 × 128 × 64 on a Hopper multiprocessor, in cycles: the tensor cores take 1,024; shared
 memory moves 96 KB to them, 32 KB of x and 16 KB of decoded W into it: 1,150 at 128 bytes a cycle; decoding takes 3.75
 integer instructions a code and 240 issue slots of each of the four schedulers, 480 at half rate. So up to 256 rows a
 tile the decoding hides behind the product, at 128 rows it nearly does.
@@ -23,16 +23,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import vector
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import compat
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
-from pallas_kernels.nf4.config import FusedConfig
+from pallas_kernels.nf4.config import MatmulSsConfig
 from pallas_kernels.nf4.mosaic_sm90.lookup import joined, look_up_word, words_of
-from pallas_kernels.nf4.mosaic_sm90.work import Segment, Work
+from pallas_kernels.nf4.mosaic_sm90.stream_k import Segment, StreamK, fence
 
 DECODERS = 2
 _REGISTERS = 65536
@@ -43,7 +42,7 @@ _TRANSFORMS = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 def _unit_layout(columns: int, part: tuple[int, int]):
     """Of 64 blocks below each other, codes or decoded: a lane holds half a block.
 
-    Eight neighbouring lanes hold every other of eight rows, so that what they store at once, 16 bytes each, falls into
+    Eight neighbouring lanes hold every other of eight rows, so that their simultaneous stores, 16 bytes each, fall into
     different banks.
     """
     tiling = plgpu.Tiling(((64, columns), (16, columns), part, (2, 16), (8,)))
@@ -56,13 +55,13 @@ _DECODED = _unit_layout(BLOCK, (8, BLOCK_BYTES))
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
 @functools.partial(jax.jit, static_argnames=("gradient", "config", "cores", "through", "interpret"))
-def fused(
+def matmul_ss(
     x: Float[Array, "rows summed"],
     codes: UInt8[Array, "out half_in"],
     absmax: Float[Array, "out blocks"],
     *,
     gradient: bool,
-    config: FusedConfig,
+    config: MatmulSsConfig,
     cores: int,
     through: str | None = None,
     interpret: Any = None,
@@ -80,12 +79,12 @@ def fused(
         through: dtype that decoded values are rounded to before x's; None for none.
         interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
     """
-    given_rows, summed = x.shape
-    x = jnp.pad(x, ((0, -given_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
+    all_rows, summed = x.shape
+    x = jnp.pad(x, ((0, -all_rows % 8), (0, 0)))  # TMA takes whole rows of swizzled tiles
     rows = x.shape[0]
     columns = 2 * codes.shape[1] if gradient else codes.shape[0]
     _share_of_registers(config)
-    work = Work.of(rows, columns, summed, config, BLOCK, cores)
+    schedule = StreamK.of(rows, columns, summed, config, BLOCK, cores)
     consumers, part_rows = config.consumers, config.rows // config.consumers
     w_shape = (BLOCK, config.columns) if gradient else (config.columns, BLOCK)
     scratch = {
@@ -100,31 +99,31 @@ def fused(
     body = functools.partial(
         _kernel,
         names=tuple(scratch),
-        work=work,
+        schedule=schedule,
         gradient=gradient,
         config=config,
         through=through,
         interpreted=interpret is not None,
     )
-    parts = (work.ctas if work.cut else 1, config.rows, config.columns)
+    partials = (schedule.ctas if schedule.needs_fixup else 1, config.rows, config.columns)
     out, _ = plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((rows, columns), x.dtype),
-            jax.ShapeDtypeStruct(parts, jnp.float32),
+            jax.ShapeDtypeStruct(partials, jnp.float32),
         ),
         scratch_types=tuple(scratch.values()),
-        grid=(work.ctas,),
+        grid=(schedule.ctas,),
         grid_names=("cta",),
         num_threads=consumers + DECODERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-        kernel_name="nf4_fused_gradient" if gradient else "nf4_fused",
+        kernel_name="nf4_matmul_ss_gradient" if gradient else "nf4_matmul_ss",
         interpret=interpret,
     )(x, codes, absmax)
-    return out[:given_rows]
+    return out[:all_rows]
 
 
 def _kernel(
@@ -132,36 +131,37 @@ def _kernel(
     codes,
     absmax,
     out,
-    parts,
+    partials,
     *scratch,
     names,
-    work: Work,
+    schedule: StreamK,
     gradient: bool,
-    config: FusedConfig,
+    config: MatmulSsConfig,
     through: str | None,
     interpreted: bool,
 ):
     refs = types.SimpleNamespace(
-        x=x, codes=codes, absmax=absmax, out=out, parts=parts, **dict(zip(names, scratch, strict=True))
+        x=x, codes=codes, absmax=absmax, out=out, partials=partials, **dict(zip(names, scratch, strict=True))
     )
     cta, warpgroup, consumers = lax.axis_index("cta"), lax.axis_index("warpgroup"), config.consumers
-    place, total = functools.partial(work.place, cta), work.begin(cta + 1) - work.begin(cta)
-    # The interpreter runs thread blocks in order: nobody waits there.
-    shared = work.cut and not interpreted
-    done = pl.get_global(plgpu.SemaphoreType.REGULAR((work.ctas,))) if shared else None
+    place, total = functools.partial(schedule.place, cta), schedule.begin(cta + 1) - schedule.begin(cta)
+    # One flag a thread block, in global memory, zero at the start: how many of its consumers have stored partial sums.
+    # The interpreter runs thread blocks in order and needs none.
+    shared = schedule.needs_fixup and not interpreted
+    flags = pl.get_global(plgpu.SemaphoreType.REGULAR((schedule.ctas,))) if shared else None
 
     @pl.when(warpgroup < consumers)
     def _():
         _set_registers(config.consumer_registers, config)
 
         def multiply(turn, count):
-            segment = work.segment(cta, turn)
+            segment = schedule.segment(cta, turn)
             sums, count = _multiply(refs, segment, warpgroup, count, gradient, config)
-            _write(refs, work, done, segment, sums, cta, warpgroup, config, interpreted)
+            _write(refs, schedule, flags, segment, sums, cta, warpgroup, config, interpreted)
             return count
 
-        lax.fori_loop(0, work.segments(cta), multiply, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
+        lax.fori_loop(0, schedule.segments(cta), multiply, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)  # shared memory must outlive the last tile's stores
 
     for decoder in range(DECODERS):
 
@@ -176,11 +176,11 @@ def _kernel(
         _load(refs, place, total, config)
 
 
-def _share_of_registers(config: FusedConfig) -> int:
+def _share_of_registers(config: MatmulSsConfig) -> int:
     """The registers that every thread starts with.
 
     Raises:
-        ValueError: the warpgroups want more together, of which the last would wait forever.
+        ValueError: the warpgroups want more together; the last one would wait forever.
     """
     warpgroups = config.consumers + DECODERS + 1
     share = _REGISTERS // (128 * warpgroups) // 8 * 8
@@ -190,19 +190,20 @@ def _share_of_registers(config: FusedConfig) -> int:
     return share
 
 
-def _set_registers(count: int, config: FusedConfig):
+def _set_registers(count: int, config: MatmulSsConfig):
     """Take registers for the threads of a warpgroup, or give some back."""
     share = _share_of_registers(config)
     plgpu.set_max_registers(count, action="increase" if count > share else "decrease")
 
 
-def _load(refs, place, total, config: FusedConfig):
-    """What the loading warpgroup does."""
+def _load(refs, place, total, config: MatmulSsConfig):
+    """The loading warpgroup: x of every iteration, as far ahead as there are free stages."""
     part_rows = config.rows // config.consumers
 
     def load(count, _):
         slot = lax.rem(count, jnp.int32(config.x_stages))
         row, _, term = place(count)
+        # Every consumer is done with the stage. The first round of stages starts empty.
         pl.when(count >= config.x_stages)(lambda: plgpu.barrier_wait(refs.x_free.at[slot]))
         for part in range(config.consumers):
             source = refs.x.at[pl.ds(row + part * part_rows, part_rows), pl.ds(term, BLOCK)]
@@ -213,9 +214,9 @@ def _load(refs, place, total, config: FusedConfig):
 
 
 def _decode(
-    refs, place, total, decoder: int, gradient: bool, config: FusedConfig, through: str | None, interpreted: bool
+    refs, place, total, decoder: int, gradient: bool, config: MatmulSsConfig, through: str | None, interpreted: bool
 ):
-    """What a decoding warpgroup does: every DECODERS-th of a tile's units, which are 64 blocks below each other."""
+    """A decoding warpgroup: every DECODERS-th unit of a tile; a unit is 64 blocks below each other."""
     units = range(decoder, config.columns // BLOCK, DECODERS)
 
     def load(count):
@@ -233,15 +234,18 @@ def _decode(
         return loaded
 
     def decode(count, ahead):
+        # Codes come from global memory into registers, `config.ahead` iterations before they are decoded: no barrier
+        # says that they are there, the registers do.
         ahead = [*ahead, load(count + config.ahead)]
         slot = lax.rem(count, jnp.int32(config.w_stages))
         w_smem = refs.w_smem.at[slot]
         decoded = [_look_up(codes, absmax, w_smem.dtype, through, interpreted) for codes, absmax in ahead[0]]
+        # Every consumer's product with this stage is done. Decoding above needs no stage, so it comes first.
         pl.when(count >= config.w_stages)(lambda: plgpu.barrier_wait(refs.w_free.at[slot]))
         for unit, values in zip(units, decoded, strict=True):
             part = pl.ds(unit * BLOCK, BLOCK)
             (w_smem.at[:, part] if gradient else w_smem.at[part])[...] = values
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # plain stores become visible to wgmma, which reads by the asynchronous proxy
         plgpu.barrier_arrive(refs.w_full.at[slot])
         return ahead[1:]
 
@@ -273,8 +277,8 @@ def _look_up(codes, absmax, dtype, through: str | None, interpreted: bool):
     return look_up(codes, absmax)  # pyright: ignore[reportCallIssue]  # the decorator takes the context away
 
 
-def _multiply(refs, segment: Segment, consumer, count, gradient: bool, config: FusedConfig):
-    """What a multiplying warpgroup does with a tile: its sums, and how many steps it has taken in all."""
+def _multiply(refs, segment: Segment, consumer, count, gradient: bool, config: MatmulSsConfig):
+    """A multiplying warpgroup's sums of a tile, and the iterations it has taken in all."""
 
     def release(count):
         plgpu.barrier_arrive(refs.x_free.at[lax.rem(count, jnp.int32(config.x_stages))])
@@ -287,12 +291,14 @@ def _multiply(refs, segment: Segment, consumer, count, gradient: bool, config: F
             plgpu.barrier_wait(refs.w_full.at[w_slot])
             weights = refs.w_smem.at[w_slot]
             plgpu.wgmma(sums_ref, refs.x_smem.at[x_slot, consumer], weights if gradient else weights.T)
+            # One product stays in flight; the one before is done, and its stages are released. In a tile's first
+            # iteration that was the last tile's, which released its own.
             plgpu.wgmma_wait(1)
             pl.when(index > segment.begin)(lambda: release(count - 1))
             return count + 1
 
         end = lax.fori_loop(segment.begin, segment.end, step, count)
-        sums = sums_ref[...]
+        sums = sums_ref[...]  # waits for the product in flight
         release(end - 1)
         return sums, end
 
@@ -301,42 +307,45 @@ def _multiply(refs, segment: Segment, consumer, count, gradient: bool, config: F
     return pl.run_scoped(products, accumulator)
 
 
-def _write(refs, work: Work, done, segment: Segment, sums, cta, consumer, config: FusedConfig, interpreted: bool):
-    """Hand the sums of a tile's first part on; or add what was handed on, and write the tile."""
+def _write(
+    refs, schedule: StreamK, flags, segment: Segment, sums, cta, consumer, config: MatmulSsConfig, interpreted: bool
+):
+    """Store the partial sums of a tile that ends elsewhere; or fix a tile up with those of others, and write it."""
     part_rows = config.rows // config.consumers
     pieces = [(row, column) for row in range(0, part_rows, 64) for column in range(0, config.columns, 64)]
 
-    def part(cta, row, column):
-        return refs.parts.at[cta, pl.ds(consumer * part_rows + row, 64), pl.ds(column, 64)]
+    def partial(cta, row, column):
+        return refs.partials.at[cta, pl.ds(consumer * part_rows + row, 64), pl.ds(column, 64)]
 
-    def hand_on():
+    def store_partial():
         for row, column in pieces:
-            part(cta, row, column)[...] = sums[row : row + 64, column : column + 64]
-        if done is not None:
-            fence()
-            pl.semaphore_signal(done.at[cta])
+            partial(cta, row, column)[...] = sums[row : row + 64, column : column + 64]
+        if flags is not None:
+            fence()  # the sums are visible on the device before the flag is
+            pl.semaphore_signal(flags.at[cta])
 
     def finish():
-        first = work.owner(segment.tile * work.steps)
-        if done is not None:
+        first = schedule.cta_of(segment.tile * schedule.iterations)
+        if flags is not None:
 
             def wait(cta, _):
-                # Neither warpgroup takes the other's signal away.
-                pl.semaphore_wait(done.at[cta], config.consumers, decrement=False)
+                # Every consumer's signal, though each needs its own alone: one flag counts for all, and none takes
+                # another's signal away.
+                pl.semaphore_wait(flags.at[cta], config.consumers, decrement=False)
 
             lax.fori_loop(first, cta, wait, None)
 
         def add(column, row):
             def add_one(cta, total):
-                found = part(cta, row, column)
+                found = partial(cta, row, column)
                 return total + (found[...] if interpreted else compat.mosaic_load(found, plgpu.Layout.WGMMA))
 
             total = sums[row : row + 64, column : column + 64]
-            return lax.fori_loop(first, cta, add_one, total) if work.cut else total
+            return lax.fori_loop(first, cta, add_one, total) if schedule.needs_fixup else total
 
         for row in range(0, part_rows, 64):
             rows = pl.ds(segment.row + consumer * part_rows + row, 64)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last rows' stores have read the buffers
             for column in range(0, config.columns, 64):
                 out_smem = refs.out_smem.at[consumer, column // 64]
                 out_smem[...] = add(column, row).astype(out_smem.dtype)
@@ -344,23 +353,12 @@ def _write(refs, work: Work, done, segment: Segment, sums, cta, consumer, config
             for column in range(0, config.columns, 64):
                 target = refs.out.at[rows, pl.ds(segment.column + column, 64)]
                 store = functools.partial(plgpu.copy_smem_to_gmem, refs.out_smem.at[consumer, column // 64], target)
-                # What a tile that was moved back shares with its neighbour, the neighbour writes: it may have been cut
+                # Where a tile that was moved back overlaps its neighbour, the neighbour writes: it may be cut
                 # elsewhere, so that its sums differ by roundings.
-                pl.when(segment.column + column >= work.own_column(segment.tile))(store)
+                pl.when(segment.column + column >= schedule.own_column(segment.tile))(store)
 
-    if work.cut:
-        pl.when(segment.end < work.steps)(hand_on)
-        pl.when(segment.end == work.steps)(finish)
+    if schedule.needs_fixup:
+        pl.when(segment.end < schedule.iterations)(store_partial)
+        pl.when(segment.end == schedule.iterations)(finish)
     else:
         finish()
-
-
-def fence():
-    """What any thread of the warpgroup has written is seen before what one of them writes next."""
-
-    @plgpu.inline_mgpu()
-    def fence(_):
-        mgpu.utils.warpgroup_barrier()
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.acq_rel.gpu;", "~{memory}", has_side_effects=True)
-
-    fence()  # pyright: ignore[reportCallIssue]  # the decorator takes the context away

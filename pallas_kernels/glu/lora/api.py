@@ -1,0 +1,120 @@
+"""A gated linear unit between projections with LoRA adapters (arXiv 2106.09685), fused with the adapters' sums.
+
+Of a block down(act(gate) · up) the large products and the rank products x·Aᵀ are made elsewhere; this is the part
+between them. gate and up come as W leaves them, and their adapters' B is applied to the rank products x·Aᵀ on the way
+in, so that no pass over gate and up is made for it; the rank product of the down projection, h·Aᵀ, is made on the way
+out. The backward pass likewise adds the down adapter's part to the gradient of h, and makes the gradients of gate's and
+up's B and of down's A while their operands are in registers: h is never stored for it.
+
+Implementations, in order of preference:
+
+- ``triton``: NVIDIA GPUs of compute capability 8.0 or more, 16-bit activations;
+- ``xla``: everything else.
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.glu.lora.implementations import REGISTRY, Case
+from pallas_kernels.glu.reference import ACTIVATIONS
+
+
+class Inner(NamedTuple):
+    """The adapters of gate and up, multiplied with x up to their rank.
+
+    Attributes:
+        products: x·Aᵀ of gate, then of up, in the dtype of gate and up; [N, R] where the two share one.
+        lora_B: of gate, then of up, with the adapters' scale.
+    """
+
+    products: Float[Array, "N 2R"]
+    lora_B: Float[Array, "2 F R"]
+
+
+def glu_lora_forward(
+    gate_up: Float[Array, "N 2F"],
+    inner: Inner | None,
+    down_A: Float[Array, "R F"] | None,
+    *,
+    activation: str,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "N F"], Float[Array, "N R"] | None]:
+    """The gated product h = activation(gate) · up, and h·Aᵀ for the projection that reads it.
+
+    In float32 inside; each is rounded once.
+
+    Args:
+        gate_up: gate, then up, without their adapters.
+        inner: their adapters; None: there are none.
+        down_A: A of the adapter that reads h; None: there is none.
+        activation: one of ``ACTIVATIONS``.
+        implementation: None, "triton" or "xla".
+
+    Returns:
+        h, and h·Aᵀ or None, in the dtype of `gate_up`.
+
+    Raises:
+        ValueError: operands that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    ranks = _check("glu_lora_forward", gate_up, inner, down_A, activation)
+    chosen = REGISTRY.choose(Case(dispatch.target(), gate_up.shape, gate_up.dtype, ranks, activation), implementation)
+    return REGISTRY[chosen].forward(gate_up, inner, down_A, activation)
+
+
+def glu_lora_backward(
+    gate_up: Float[Array, "N 2F"],
+    inner: Inner | None,
+    dh: Float[Array, "N F"],
+    down: tuple[Float[Array, "R F"], Float[Array, "N R"]] | None,
+    *,
+    activation: str,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "N 2F"], Float[Array, "2 F R"] | None, Float[Array, "R F"] | None]:
+    """The gradients of gate and up as their weights and rank products need them, and those of B and of down's A.
+
+    Args:
+        gate_up: as in `glu_lora_forward`.
+        inner: as in `glu_lora_forward`.
+        dh: the gradient of h through the down projection's weight.
+        down: A of the down projection's adapter and the gradient of h·Aᵀ; None: there is none.
+        activation: one of ``ACTIVATIONS``.
+        implementation: None, "triton" or "xla".
+
+    Returns:
+        The gradient of `gate_up` in its dtype; of `inner.lora_B`, float32, or None; of `down_A`, float32, or None.
+
+    Raises:
+        ValueError: operands that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    down_A, dproducts = (None, None) if down is None else down
+    ranks = _check("glu_lora_backward", gate_up, inner, down_A, activation)
+    if dh.shape != (gate_up.shape[0], gate_up.shape[1] // 2) or dh.dtype != gate_up.dtype:
+        raise ValueError(f"glu_lora_backward: dh must be {gate_up.dtype} of half of {list(gate_up.shape)}, got {dh}")
+    chosen = REGISTRY.choose(Case(dispatch.target(), gate_up.shape, gate_up.dtype, ranks, activation), implementation)
+    return REGISTRY[chosen].backward(gate_up, inner, dh, down_A, dproducts, activation)
+
+
+def _check(op: str, gate_up, inner: Inner | None, down_A, activation: str) -> tuple[int, int]:
+    """The ranks of the adapters of gate and up, and of down."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {', '.join(sorted(ACTIVATIONS))}, got {activation!r}")
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"{op}: gate and up must be one array [N, 2F], got {list(gate_up.shape)}")
+    rows, features = gate_up.shape[0], gate_up.shape[1] // 2
+    if inner is not None:
+        rank = inner.lora_B.shape[-1]
+        if inner.lora_B.shape != (2, features, rank) or inner.products.shape not in ((rows, rank), (rows, 2 * rank)):
+            raise ValueError(
+                f"{op}: for gate and up {list(gate_up.shape)}, lora_B must be [2, {features}, R] and products "
+                f"[{rows}, 2R] or [{rows}, R], got {list(inner.lora_B.shape)} and {list(inner.products.shape)}"
+            )
+    if down_A is not None and (down_A.ndim != 2 or down_A.shape[1] != features):
+        raise ValueError(f"{op}: down_A must be [R, {features}], got {list(down_A.shape)}")
+    others = [array for array in (*(inner or ()), down_A) if array is not None]
+    if any(array.dtype != gate_up.dtype for array in others):
+        raise ValueError(f"{op}: all operands must have one dtype, got {[str(a.dtype) for a in (gate_up, *others)]}")
+    return (0 if inner is None else inner.lora_B.shape[-1], 0 if down_A is None else down_A.shape[0])

@@ -1,0 +1,90 @@
+"""The implementations of the gated unit between adapters, by name, in order of preference.
+
+Each is a pair of functions:
+
+    forward(gate_up, inner, down_A, activation) -> (h, h·Aᵀ or None)
+    backward(gate_up, inner, dh, down_A, dproducts, activation) -> (gradient of gate_up, of inner.lora_B, of down_A)
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from pallas_kernels import compat, dispatch
+from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.glu.lora import config, triton, xla
+
+
+class Case(NamedTuple):
+    """A call and its device.
+
+    Attributes:
+        target: the device.
+        shape: of gate and up together, [N, 2F].
+        dtype: theirs.
+        ranks: of the adapters of gate and up, and of down; 0: none.
+        activation: its name.
+    """
+
+    target: Target
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    ranks: tuple[int, int]
+    activation: str
+
+
+def _why_not_triton(case: Case) -> str | None:
+    (rows, columns), ranks = case.shape, case.ranks
+    capability = case.target.compute_capability if case.target.platform == "cuda" else None
+    widths = [rank for rank in ranks if rank and rank not in config.RANKS]
+    if capability is None or capability < (8, 0):
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
+    if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"it computes with bfloat16 or float16, not with {jnp.dtype(case.dtype)}"
+    if case.activation not in config.ACTIVATIONS:
+        return f"Pallas-Triton has no {case.activation}"
+    if widths or max(ranks) > config.largest_rank(capability):
+        most = config.largest_rank(capability)
+        return f"it serves ranks {list(config.RANKS)} up to {most} on {case.target}, not {max(ranks)}"
+    if rows % config.TILE or columns // 2 % config.TILE:
+        return f"it takes whole tiles of {config.TILE}, not {rows} tokens by {columns // 2} features"
+    return None
+
+
+def _triton_forward(gate_up: Array, inner: Any, down_A: Array | None, activation: str):
+    compat.silence_triton_deprecation()
+    products, lora_B = (None, None) if inner is None else inner
+    tiles = config.forward_config(_capability(), _rank(lora_B, down_A))
+    return triton.forward(gate_up, products, lora_B, down_A, activation, tiles)
+
+
+def _triton_backward(
+    gate_up: Array, inner: Any, dh: Array, down_A: Array | None, dproducts: Array | None, activation: str
+):
+    compat.silence_triton_deprecation()
+    products, lora_B = (None, None) if inner is None else inner
+    tiles = config.backward_config(_capability(), _rank(lora_B, down_A))
+    return triton.backward(gate_up, products, lora_B, dh, down_A, dproducts, activation, tiles)
+
+
+def _rank(lora_B: Array | None, down_A: Array | None) -> int:
+    """The larger rank of the adapters."""
+    return max(0 if lora_B is None else lora_B.shape[-1], 0 if down_A is None else down_A.shape[0])
+
+
+def _capability() -> tuple[int, int]:
+    capability = dispatch.target().compute_capability
+    assert capability is not None
+    return capability
+
+
+REGISTRY: Registry[Case] = Registry(
+    "glu.lora",
+    {
+        "triton": Implementation(_why_not_triton, _triton_forward, _triton_backward),
+        "xla": Implementation(lambda case: None, xla.forward, xla.backward),
+    },
+    lambda case: ("triton", "xla"),
+)

@@ -1,0 +1,50 @@
+"""The gated unit between adapters for XLA, on every device; arguments as in `api` and `implementations`."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.glu.reference import ACTIVATIONS
+
+
+def forward(gate_up: Array, inner, down_A: Array | None, activation: str) -> tuple[Array, Array | None]:
+    """H and h·Aᵀ, or None."""
+    gate, up = _halves(gate_up, inner)
+    h = (ACTIVATIONS[activation](gate) * up).astype(gate_up.dtype)
+    return h, None if down_A is None else _dot(h, down_A, ((1,), (1,)))
+
+
+def backward(gate_up: Array, inner, dh: Array, down_A: Array | None, dproducts: Array | None, activation: str):
+    """The gradients of gate and up, of B or None, of A or None."""
+    gate, up = _halves(gate_up, inner)
+    dh = dh.astype(jnp.float32)
+    if down_A is not None and dproducts is not None:
+        dh = dh + _dot(dproducts, down_A, ((1,), (0,))).astype(jnp.float32)
+    activated, pullback = jax.vjp(ACTIVATIONS[activation], gate)
+    (dgate,) = pullback(dh * up)
+    dgate_up = jnp.concatenate([dgate, dh * activated], axis=1).astype(gate_up.dtype)
+    dB = dA = None
+    if inner is not None:
+        features, rank = inner.lora_B.shape[1:]
+        sums = _dot(dgate_up, inner.products, ((0,), (0,)), jnp.float32)
+        dB = jnp.stack([sums[:features, :rank], sums[features:, -rank:]])
+    if dproducts is not None:
+        h = (activated * up).astype(gate_up.dtype)
+        dA = _dot(dproducts, h, ((0,), (0,)), jnp.float32)
+    return dgate_up, dB, dA
+
+
+def _halves(gate_up: Array, inner) -> tuple[Array, Array]:
+    """Gate and up with their adapters' sums, float32."""
+    if inner is not None:
+        rank = inner.lora_B.shape[-1]
+        products = inner.products[:, :rank], inner.products[:, -rank:]
+        parts = [_dot(product, b, ((1,), (1,))) for product, b in zip(products, inner.lora_B, strict=True)]
+        gate_up = gate_up.astype(jnp.float32) + jnp.concatenate(parts, axis=1).astype(jnp.float32)
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+    return gate, up
+
+
+def _dot(x: Array, y: Array, contract, dtype=None) -> Array:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, y, (contract, ((), ())), precision=precision, preferred_element_type=dtype)

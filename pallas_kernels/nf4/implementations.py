@@ -1,0 +1,168 @@
+"""The implementations of NF4's two operations by name, in order of preference.
+
+Dequantisation is one function, which the matrix product uses before it multiplies:
+
+    forward(codes, absmax, quant_map, *, shape, dtype, order, through) -> matrix [out, in]
+
+The product has two, itself and its gradient in x:
+
+    forward(x, codes, absmax, quant_map, *, shape, order, through) -> x Wᵀ
+    backward(dy, codes, absmax, quant_map, *, shape, order, through) -> dy W
+
+``quant_map`` is None for NF4's own. ``through`` is the dtype that values are rounded to before the result's; None for
+none.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.nf4 import config, mosaic_sm90, products, triton, xla
+from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, num_blocks
+
+
+class Decode(NamedTuple):
+    """A dequantisation and its device.
+
+    Attributes:
+        target: the device.
+        shape: (out, in) of the matrix.
+        dtype: of the result.
+        through: dtype that values are rounded to before; None for none.
+        order: of the codes.
+        own_map: whether the values are known to be NF4's own.
+    """
+
+    target: Target
+    shape: tuple[int, int]
+    dtype: DTypeLike
+    through: str | None
+    order: str
+    own_map: bool
+
+
+class Product(NamedTuple):
+    """A matrix product and its device.
+
+    Attributes:
+        weight: the matrix, decoded to x's dtype.
+        rows: of x.
+        gradient: x W instead of x Wᵀ.
+    """
+
+    weight: Decode
+    rows: int
+    gradient: bool
+
+
+def _why_not_any_kernel(case: Decode) -> str | None:
+    if case.target.platform != "cuda" or case.target.compute_capability is None:
+        return f"it runs on NVIDIA GPUs of a known compute capability, the target is {case.target}"
+    if case.order != "split":
+        return f"it reads codes in the split order, these are in {case.order!r} order"
+    out, columns = case.shape
+    if out * columns % BLOCK:
+        return f"it decodes whole blocks of {BLOCK} elements, {out}×{columns} ends in a partial one"
+    if not case.own_map:
+        return "it decodes NF4's own values, the quant_map differs from them or is not known while tracing"
+    return None
+
+
+def _why_not_mosaic(case: Decode) -> str | None:
+    if reason := _why_not_any_kernel(case):
+        return reason
+    if case.target.compute_capability != (9, 0):
+        return f"it needs compute capability 9.0, the target is {case.target}"
+    blocks, least = num_blocks(case.shape), config.mosaic_config(_kernel_dtype(case.dtype, case.through)).blocks
+    if blocks < least:
+        return f"it needs at least {least} blocks of {BLOCK} elements, {case.shape[0]}×{case.shape[1]} has {blocks}"
+    return None
+
+
+def _why_not_triton(case: Decode) -> str | None:
+    if reason := _why_not_any_kernel(case):
+        return reason
+    capability = case.target.compute_capability
+    if capability is None or capability < (8, 0):
+        return f"it needs compute capability 8.0 or more, the target is {case.target}"
+    return None
+
+
+def _why_not_fused(case: Product) -> str | None:
+    weight = case.weight
+    if weight.target.platform != "cuda" or weight.target.compute_capability != (9, 0):
+        return f"it needs an NVIDIA GPU of compute capability 9.0, the target is {weight.target}"
+    if weight.order != "split":
+        return f"it reads codes in the split order, these are in {weight.order!r} order"
+    if not weight.own_map:
+        return "it decodes NF4's own values, the quant_map differs from them or is not known while tracing"
+    if weight.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies bfloat16 and float16, x is {weight.dtype}"
+    if any(size % BLOCK or size < 2 * BLOCK for size in weight.shape):
+        out, columns = weight.shape
+        return f"it takes weights whose sides are multiples of {BLOCK} from {2 * BLOCK} on, this is {out}×{columns}"
+    return None if case.rows else "x has no rows"
+
+
+def _product_preference(case: Product) -> tuple[str, ...]:
+    """Few rows decode inside the product; with more rows it is faster to decode first, and "fused" must be forced."""
+    others = tuple(DEQUANTIZE.implementations)
+    few = case.rows <= config.most_rows(case.weight.shape, case.gradient)
+    return ("fused", *others) if few else (*others, "fused")
+
+
+def _kernel_dtype(dtype: DTypeLike, through: str | None) -> DTypeLike:
+    """The dtype of a kernel's result: float32 holds all 16-bit values, so its result is widened, which is exact."""
+    return through if through is not None and jnp.dtype(dtype) == jnp.float32 else dtype
+
+
+def _of_blocks(decode: Callable[..., Array], sizes: Callable[[DTypeLike], Any]) -> Callable[..., Array]:
+    """The dequantisation of a matrix by a kernel that decodes whole blocks."""
+
+    def dequantize(codes, absmax, quant_map, *, shape, dtype, order, through):
+        del quant_map, order
+        own, blocks = _kernel_dtype(dtype, through), num_blocks(shape)
+        through = None if own == through else through
+        codes, absmax = codes.reshape(blocks, BLOCK_BYTES), absmax.reshape(blocks)
+        return decode(codes, absmax, dtype=own, config=sizes(own), through=through).reshape(shape).astype(dtype)
+
+    return dequantize
+
+
+DEQUANTIZE: Registry[Decode] = Registry(
+    "nf4.dequantize",
+    {
+        "mosaic": Implementation(_why_not_mosaic, _of_blocks(mosaic_sm90.dequantize, config.mosaic_config)),
+        "triton": Implementation(_why_not_triton, _of_blocks(triton.dequantize, config.triton_config)),
+        "xla": Implementation(lambda case: None, xla.dequantize),
+    },
+    lambda case: ("mosaic", "triton", "xla"),
+)
+
+
+def _decode_first(decode: Implementation) -> Implementation:
+    multiply = functools.partial(products.decode_first, decode.forward)
+    return Implementation(
+        lambda case: decode.why_not(case.weight),
+        functools.partial(multiply, gradient=False),
+        functools.partial(multiply, gradient=True),
+    )
+
+
+MATMUL: Registry[Product] = Registry(
+    "nf4.matmul",
+    {
+        "fused": Implementation(
+            _why_not_fused,
+            functools.partial(products.fused, gradient=False),
+            functools.partial(products.fused, gradient=True),
+        ),
+        **{name: _decode_first(decode) for name, decode in DEQUANTIZE.implementations.items()},
+    },
+    _product_preference,
+)

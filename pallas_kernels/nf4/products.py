@@ -1,0 +1,67 @@
+"""The two ways to multiply by a packed matrix: decoding inside the product, and before it."""
+
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, UInt8
+
+from pallas_kernels import dispatch
+from pallas_kernels.nf4 import config, mosaic_sm90
+from pallas_kernels.nf4.codebook import BLOCK
+
+
+def fused(
+    x: Float[Array, "*rows summed"],
+    codes: UInt8[Array, "..."],
+    absmax: Float[Array, "..."],
+    quant_map: None,
+    *,
+    shape: tuple[int, int],
+    order: str,
+    through: str | None,
+    gradient: bool,
+) -> Float[Array, "*rows columns"]:
+    """X Wᵀ, or x W for the gradient, by the kernel of `config.product_config`; arguments as in `implementations`."""
+    del quant_map, order
+    rows, (out, columns) = math.prod(x.shape[:-1]), shape
+    matrix = x.reshape(rows, x.shape[-1]), codes.reshape(out, columns // 2), absmax.reshape(out, columns // BLOCK)
+    cores = dispatch.target().num_cores or mosaic_sm90.CORES
+    sizes = config.product_config(rows, shape, gradient, cores)
+    if isinstance(sizes, config.MatvecConfig):
+        found = mosaic_sm90.matvec(*matrix, config=sizes, through=through)
+    else:
+        kernel = mosaic_sm90.matmul_ss if isinstance(sizes, config.MatmulSsConfig) else mosaic_sm90.matmul_rs
+        found = kernel(*matrix, gradient=gradient, config=sizes, cores=cores, through=through)
+    return found.reshape(*x.shape[:-1], found.shape[-1])
+
+
+def decode_first(
+    decode: Callable[..., Array],
+    x: Float[Array, "*rows summed"],
+    codes: UInt8[Array, "..."],
+    absmax: Float[Array, "..."],
+    quant_map: Float[Array, " 16"] | None,
+    *,
+    shape: tuple[int, int],
+    order: str,
+    through: str | None,
+    gradient: bool,
+) -> Float[Array, "*rows columns"]:
+    """X Wᵀ, or x W for the gradient, with W decoded to memory, but no earlier than x is there.
+
+    If it depended on the packed weight alone, the compiler could decode all layers' matrices at the start (XLA does, in
+    one fusion), and would see that the forward and the backward pass decode the same bytes and keep the result between
+    them. So one of the decode's operands is made to depend on x: the scales, the small one. A barrier on the codes
+    would cost a copy of them where they are a slice of stacked layers, which XLA otherwise decodes where it lies.
+    """
+    absmax, x = lax.optimization_barrier((absmax, x))
+    weight = decode(codes, absmax, quant_map, shape=shape, dtype=x.dtype, order=order, through=through)
+    # XLA must not fuse a decode of its own into the product: that GEMM is several times slower than the two in turn.
+    weight = lax.optimization_barrier(weight)
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = (((x.ndim - 1,), (0 if gradient else 1,)), ((), ()))
+    # No preferred_element_type: 16-bit products are accumulated in float32 anyway, and when it is asked for a float32
+    # result XLA writes one and converts it in a second kernel.
+    return lax.dot_general(x, weight, dims, precision=precision)
