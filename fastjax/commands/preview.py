@@ -50,10 +50,10 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
     from fastjax.data.statistics import READ_AS
     from fastjax.preview.render import counts, histogram, legend, mixture, show_row
     from fastjax.preview.view import first_rows, view_row
-    from fastjax.training.datasets import load_datasets, total_steps, train_batches
-    from fastjax.training.model_check import load_run_tokenizer
+    from fastjax.runs.datasets import load_datasets, total_steps, train_batches
+    from fastjax.runs.opening import open_model
 
-    tokenizer = load_run_tokenizer(config)
+    tokenizer = open_model(config, weights=False).tokenizer
     with console.status("preparing the data") as status:
         train, held_out = load_datasets(config, tokenizer, status.update)
     batches = train_batches(config, train)

@@ -78,8 +78,8 @@ def run(config: TrainConfig, console: Console) -> tuple[Scored, Scored]:
         The answers before and after.
     """
     from fastjax.data import read_jsonl
-    from fastjax.fine_tuning import fine_tune
     from fastjax.language_model import FastLanguageModel
+    from fastjax.runs.fine_tune import fine_tune
 
     assert isinstance(config.data.eval, str)
     conversations = [record.messages for record in read_jsonl(config.data.eval)]  # pyright: ignore

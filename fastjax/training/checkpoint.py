@@ -13,15 +13,24 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fastjax.errors import ConfigError, TrainingError
+from fastjax.training.cadence import Progress
+from fastjax.training.checkpoint_files import (
+    METADATA,
+    UNCHECKED_FORMAT,
+    Unreadable,
+    checksum,
+    read_arrays,
+    read_metadata,
+    seal,
+)
 from fastjax.training.silence import silence
-from fastjax.training.stored import METADATA, UNCHECKED_FORMAT, Unreadable, checksum, read_arrays, read_metadata, seal
 
 #: Of the JSON beside the arrays; one of a later version is refused.
 FORMAT = 2
@@ -30,24 +39,6 @@ _GONE = ".deleted"
 
 class SaveFailed(TrainingError):
     """A checkpoint that could not be written; the earlier ones are whole."""
-
-
-class Progress(NamedTuple):
-    """Where a run stands, beside its state.
-
-    Attributes:
-        step: steps taken, skipped ones included; the data of as many batches have been used.
-        best_loss: the lowest held-out loss; None before the first evaluation.
-        best_step: its step.
-        evaluations_since_best: evaluations that were no better.
-        seconds: the run has taken so far.
-    """
-
-    step: int = 0
-    best_loss: float | None = None
-    best_step: int | None = None
-    evaluations_since_best: int = 0
-    seconds: float = 0.0
 
 
 class Checkpoints:

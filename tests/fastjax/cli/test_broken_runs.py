@@ -18,7 +18,7 @@ from rich.console import Console
 from convert import tensor_file
 from convert.checkpoint import open_checkpoint, write_checkpoint
 from fastjax.errors import ConfigError, Interrupted, TrainingError
-from fastjax.fine_tuning import fine_tune
+from fastjax.runs.fine_tune import fine_tune
 from fastjax.training.config import (
     DataSection,
     LoraSection,
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("no_report")
 @pytest.fixture
 def no_report(monkeypatch):
     """A third of the time of so short a run; nothing here looks at it."""
-    monkeypatch.setattr("fastjax.fine_tuning.write_report", lambda *args, **kwargs: None)
+    monkeypatch.setattr("fastjax.runs.training_run.write_report", lambda *args, **kwargs: None)
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from convert.adapters import read_adapter
 from fastjax import language_model
 from fastjax.cli import main
 from fastjax.data.new_tokens import own_tokenizer
-from fastjax.fine_tuning import fine_tune
 from fastjax.language_model import FastLanguageModel
+from fastjax.runs.fine_tune import fine_tune
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig, TrainingSection
 
 

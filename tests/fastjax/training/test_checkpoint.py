@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from fastjax.errors import ConfigError
-from fastjax.training.checkpoint import Checkpoints, Progress, SaveFailed, named_arrays
+from fastjax.training.cadence import Progress
+from fastjax.training.checkpoint import Checkpoints, SaveFailed, named_arrays
+from fastjax.training.checkpoint_files import Unreadable, seal
 from fastjax.training.loss_scale import LossScale
-from fastjax.training.stored import Unreadable, seal
 from tests.support import steps
 
 
