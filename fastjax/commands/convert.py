@@ -118,7 +118,7 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"expected a positive number, given {shorten(text)}")
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {shorten(text)}")
     return value
 
 

@@ -30,9 +30,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rows", type=int, default=1, metavar="N", help="rows to show (default: %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.rows < 0:
-        raise ConfigError(f"--rows: expected 0 or more, given {shown(arguments.rows)}")
+        raise ConfigError(f"--rows: expected 0 or more, got {shown(arguments.rows)}")
     if arguments.rows > MAX_INTEGER:
-        raise ConfigError(f"--rows: expected at most {MAX_INTEGER}, given {shown(arguments.rows)}")
+        raise ConfigError(f"--rows: expected at most {MAX_INTEGER}, got {shown(arguments.rows)}")
     if rest and not rest[0].startswith("-"):
         rest.insert(0, "--config")
     preview(parse_train_config(rest), arguments.rows, Console())

@@ -107,7 +107,7 @@ def _read(file: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config: cannot read {shorten(file)}: {error.strerror}") from error
     if len(raw) > MAX_SETTINGS_BYTES:
-        raise ConfigError(f"{file}: expected settings of at most {MAX_SETTINGS_BYTES} bytes, given more")
+        raise ConfigError(f"{file}: expected settings of at most {MAX_SETTINGS_BYTES} bytes, got more")
     try:
         content = strict_yaml.parse(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -116,13 +116,13 @@ def _read(file: str) -> dict[str, Any]:
         line = "" if error.line is None else f":{error.line}"
         raise ConfigError(f"{file}{line}: not valid YAML: {error.problem}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: expected the sections {', '.join(SECTIONS)}, given {shown(content, 80)}")
+        raise ConfigError(f"{file}: expected the sections {', '.join(SECTIONS)}, got {shown(content, 80)}")
     for name, section in content.items():
         if name not in SECTIONS:
             raise ConfigError(f"{file}: {_unknown(str(name))}")
         if not isinstance(section, dict):
             keys = ", ".join(_keys(name))
-            raise ConfigError(f"{file}: {name}: expected a section with the keys {keys}, given {shown(section, 80)}")
+            raise ConfigError(f"{file}: {name}: expected a section with the keys {keys}, got {shown(section, 80)}")
         for key in section:
             if key not in _keys(name):
                 raise ConfigError(f"{file}: {_unknown(f'{name}.{key}')}")
@@ -149,7 +149,7 @@ def _check_texts(argv: Sequence[str], file: str | None, content: dict[str, Any])
         try:
             value = strict_yaml.parse(text)
         except YamlError as error:
-            raise ConfigError(f"{place}{key}: not valid YAML: {error.problem}, given {shown(text, 80)}") from error
+            raise ConfigError(f"{place}{key}: not valid YAML: {error.problem}, got {shown(text, 80)}") from error
         left = _counted(left, value, place + key)
         kind = _kind(key)
         listed = [option for option in (kind, *typing.get_args(kind)) if typing.get_origin(option) in (list, dict)]
@@ -166,9 +166,7 @@ def _counted(left: int, value: Any, name: str) -> int:
         left -= len(inside)
         stack += inside
         if left < 0:
-            raise ConfigError(
-                f"{name}: expected at most {MAX_SETTINGS_VALUES} values in lists and mappings, given more"
-            )
+            raise ConfigError(f"{name}: expected at most {MAX_SETTINGS_VALUES} values in lists and mappings, got more")
     return left
 
 
@@ -181,7 +179,7 @@ def _with_sources(key: str, value: Any) -> Any:
 
 def _misfit(key: str, kind: Any, given: Any) -> str:
     inside = next(_wrong_sources(key, given), None) if key in _SOURCES else None
-    return inside or f"{key}: expected {describe_kind(kind)}, given {shown(given, 80)}"
+    return inside or f"{key}: expected {describe_kind(kind)}, got {shown(given, 80)}"
 
 
 def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -198,7 +196,7 @@ def _explain(message: str, argv: Sequence[str], file: str | None, content: dict[
         return f"--{_unknown(match[2])}" if match[1] else f"{shorten(match[2], 80)}: expected --section.key value"
     if match := re.search(r"arguments are required: (.+)", message):
         way_out = "" if file else "; name a YAML file with --config"
-        return f"{file or 'command line'}: {match[1]}: expected a value, given none{way_out}"
+        return f"{file or 'command line'}: {match[1]}: expected a value, got none{way_out}"
     if match := re.search(r'^Parser key "([^"]+)"', message):
         key = match[1]
         kind = _kind(key)
@@ -233,12 +231,12 @@ def _wrong_sources(key: str, given: Any) -> Iterator[str]:
             continue
         where = f"{key}[{index}]"
         if "path" not in source:
-            yield f"{where}: expected a section with path, given {shown(source, 80)}"
+            yield f"{where}: expected a section with path, got {shown(source, 80)}"
         for name, value in source.items():
             if name not in kinds:
                 yield f"{where}.{shorten(str(name), 80)}: unknown; expected one of {', '.join(kinds)}"
             elif not fits(value, kinds[name]):
-                yield f"{where}.{name}: expected {describe_kind(kinds[name])}, given {shown(value, 80)}"
+                yield f"{where}.{name}: expected {describe_kind(kinds[name])}, got {shown(value, 80)}"
 
 
 def _keys(section: str) -> list[str]:

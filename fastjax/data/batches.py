@@ -170,7 +170,8 @@ def stack(rows: Rows, shape: tuple[int, ...]) -> Batch:
     Returns:
         The batch.
     """
-    return Batch(*(array.reshape(*shape, array.shape[-1]) for array in rows))
+    tokens, targets, segment_ids, positions = (array.reshape(*shape, array.shape[-1]) for array in rows)
+    return Batch(tokens, targets, segment_ids, positions)
 
 
 @functools.lru_cache(maxsize=2)

@@ -53,7 +53,7 @@ def generate(
     if not prompts or not all(len(p) for p in prompts):
         raise ConfigError("generate: expected prompts of at least one token each")
     if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens: expected a positive integer, given {max_new_tokens!r}")
+        raise ConfigError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
     longest = max(len(p) for p in prompts)
     if longest + max_new_tokens > model.max_seq_length:
         raise ConfigError(

@@ -16,13 +16,13 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None, s
         ConfigError: names the setting.
     """
     if not 0 <= temperature <= MAX_MAGNITUDE:
-        raise ConfigError(f"temperature: expected a finite number >= 0, given {temperature!r}")
+        raise ConfigError(f"temperature: expected a finite number >= 0, got {temperature!r}")
     if top_k is not None and not 1 <= top_k <= MAX_INTEGER:
-        raise ConfigError(f"top_k: expected a positive integer up to {MAX_INTEGER}, given {shown(top_k)}")
+        raise ConfigError(f"top_k: expected a positive integer up to {MAX_INTEGER}, got {shown(top_k)}")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top_p: expected a number above 0 and up to 1, given {top_p!r}")
+        raise ConfigError(f"top_p: expected a number above 0 and up to 1, got {top_p!r}")
     if abs(seed) > MAX_INTEGER:
-        raise ConfigError(f"seed: expected an integer of 32 bits, given {shown(seed)}")
+        raise ConfigError(f"seed: expected an integer of 32 bits, got {shown(seed)}")
 
 
 def sample(

@@ -52,7 +52,7 @@ def answer(
         DataError: a prompt that the chat template refuses, or that is no Unicode.
     """
     if model.tokenizer is None:
-        raise ConfigError("answer: expected a model with a tokenizer, given one without; load it from a folder")
+        raise ConfigError("answer: expected a model with a tokenizer, got one without; load it from a folder")
     tokenizer = cast("PreTrainedTokenizerFast", model.tokenizer)
     encoder = Encoder(tokenizer, special_tokens=special_tokens)
     encoded = encode_prompts(encoder, prompts, chat=chat)
@@ -89,25 +89,25 @@ def encode_prompts(encoder: Encoder, prompts: Sequence[str | Sequence[Message]],
     """
     if isinstance(prompts, str):
         raise ConfigError(
-            f"prompts: expected a list of texts or conversations, given a text alone; write [{describe(prompts)}]"
+            f"prompts: expected a list of texts or conversations, got a text alone; write [{describe(prompts)}]"
         )
     encoded = []
     for index, prompt in enumerate(prompts):
         place = f"prompts[{index}]"
         if isinstance(prompt, dict):
             raise ConfigError(
-                f"{place}: expected a text or a list of messages, given one message; write [[message, …]] for one "
+                f"{place}: expected a text or a list of messages, got one message; write [[message, …]] for one "
                 "conversation"
             )
         if not isinstance(prompt, str | list | tuple):
-            raise ConfigError(f"{place}: expected a text or a list of messages, given {describe(prompt)}")
+            raise ConfigError(f"{place}: expected a text or a list of messages, got {describe(prompt)}")
         if isinstance(prompt, str):
             question = [{"role": "user", "content": prompt}]
             encoded.append(encoder.encode_prompt(question) if chat else encoder.encode_beginning(prompt))
         elif chat:
             encoded.append(encoder.encode_prompt(_conversation(prompt, place)))
         else:
-            raise ConfigError(f"{place}: expected a text, given a conversation; leave chat at True")
+            raise ConfigError(f"{place}: expected a text, got a conversation; leave chat at True")
     return encoded
 
 

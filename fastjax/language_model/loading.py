@@ -320,7 +320,7 @@ def _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_l
             "full_finetuning trains every weight and 4-bit weights cannot be trained: set load_in_4bit=False"
         )
     if layer_loop not in LAYER_LOOPS:
-        raise ConfigError(f"layer_loop: expected one of {list(LAYER_LOOPS)}, given {shown(layer_loop)}")
+        raise ConfigError(f"layer_loop: expected one of {list(LAYER_LOOPS)}, got {shown(layer_loop)}")
     return {
         "remat": _remat(use_gradient_checkpointing),
         "full_finetuning": full_finetuning,
@@ -334,6 +334,6 @@ def _remat(use_gradient_checkpointing: bool | str) -> str:
     if use_gradient_checkpointing not in POLICIES:
         raise ConfigError(
             f"use_gradient_checkpointing: expected True, False or one of {list(POLICIES)}, "
-            f"given {shown(use_gradient_checkpointing)}"
+            f"got {shown(use_gradient_checkpointing)}"
         )
     return use_gradient_checkpointing

@@ -152,7 +152,7 @@ class Checkpoints:
         found = read_metadata(where)
         if found["format"] not in (UNCHECKED_FORMAT, FORMAT):
             raise ConfigError(
-                f"{where}: expected a checkpoint of format {FORMAT} or before, given {found['format']}; it was written "
+                f"{where}: expected a checkpoint of format {FORMAT} or before, got {found['format']}; it was written "
                 "by another version of fastjax"
             )
         try:
@@ -285,7 +285,7 @@ def _is_key(leaf: Any) -> bool:
 
 def _check(wanted: Mapping[str, Sequence[Any]], found: Mapping[str, Sequence[Any]], where: Path) -> None:
     problems = [
-        f"{name}: expected {_show(wanted.get(name))}, given {_show(found.get(name))}"
+        f"{name}: expected {_show(wanted.get(name))}, got {_show(found.get(name))}"
         for name in [*wanted, *(name for name in found if name not in wanted)]
         if list(wanted.get(name, ())) != list(found.get(name, ()))
     ]

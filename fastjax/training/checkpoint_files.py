@@ -78,7 +78,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(folder, f"{METADATA} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
     if not (unchecked and expected is None) and expected != (given := seal(found)):
-        raise Unreadable(folder, f"{METADATA} is damaged: expected the checksum {expected}, given {given}")
+        raise Unreadable(folder, f"{METADATA} is damaged: expected the checksum {expected}, got {given}")
     return found
 
 
@@ -104,10 +104,10 @@ def read_arrays(
         array = _read(folder, name)
         if [list(array.shape), str(array.dtype)] != [list(shape), dtype]:
             given = f"{array.dtype}{list(array.shape)}"
-            raise Unreadable(folder, f"the array {name} is damaged: expected {dtype}{list(shape)}, given {given}")
+            raise Unreadable(folder, f"the array {name} is damaged: expected {dtype}{list(shape)}, got {given}")
         if checksums is not None and (given := checksum(array)) != checksums.get(name):
             expected = checksums.get(name)
-            raise Unreadable(folder, f"the array {name} is damaged: expected the checksum {expected}, given {given}")
+            raise Unreadable(folder, f"the array {name} is damaged: expected the checksum {expected}, got {given}")
         return array
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="restore") as pool:

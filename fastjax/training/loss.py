@@ -1,14 +1,13 @@
 """The loss of a batch: cross-entropy summed over target tokens, never the whole logits at once."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fastjax.data.batches import Batch
 from fastjax.models.decoder import Decoder, lm_logits
 from fastjax.parallel import batch_devices
 from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy
@@ -36,9 +35,7 @@ class Loss(Protocol):
     accumulation and data parallelism do not change it. No gradient flows through the weight.
     """
 
-    def __call__(
-        self, model: Decoder, trainable_filter: Filter, rows: Batch, /, *, key: PRNGKeyArray | None
-    ) -> LossSums:
+    def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
         """The sums over a microbatch.
 
         Args:
@@ -53,7 +50,7 @@ class Loss(Protocol):
 def loss_sums(
     model: Decoder,
     trainable_filter: Filter,
-    rows: Batch,
+    rows: Any,
     *,
     key: PRNGKeyArray | None,
     chunk_size: int | None = None,

@@ -41,7 +41,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in _NEEDS:
-            raise ConfigError(f"output.report_to: expected some of {', '.join(_NEEDS)}, given {shown(name)}")
+            raise ConfigError(f"output.report_to: expected some of {', '.join(_NEEDS)}, got {shown(name)}")
         _import(name)
 
 

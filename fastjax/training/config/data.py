@@ -50,12 +50,12 @@ class DataSection:
             given = [weight for weight in weights if weight is not None]
             if given and (len(given) < len(weights) or min(given) <= 0):
                 raise ConfigError(
-                    f"data.{which}: weight: expected a positive number in every data set or in none, given {weights}"
+                    f"data.{which}: weight: expected a positive number in every data set or in none, got {weights}"
                 )
         if not self.sources("train"):
-            raise ConfigError("data.train: expected at least one data set, given none")
+            raise ConfigError("data.train: expected at least one data set, got none")
         if any(source.streaming for source in self.sources("eval")):
-            raise ConfigError("data.eval: streaming: expected false, given true; held-out data are read whole")
+            raise ConfigError("data.eval: streaming: expected false, got true; held-out data are read whole")
 
     def sources(self, which: str) -> list[DataSource]:
         """The data sets of `train` or `eval`, each as a section, with the columns that hold for all."""

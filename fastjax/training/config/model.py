@@ -55,7 +55,7 @@ class ModelSection:
         expect("model.max_seq_length", self.max_seq_length, fits, f"of at most {MAX_ROW_TOKENS}")
         if self.full_finetuning and self.load_in_4bit:
             raise ConfigError(
-                "model.load_in_4bit: expected false with model.full_finetuning: true, given true; "
+                "model.load_in_4bit: expected false with model.full_finetuning: true, got true; "
                 "a 4-bit weight is frozen and only an adapter can be trained over it"
             )
 
@@ -119,6 +119,6 @@ class LoraSection:
             changed = [field.name for field in others if getattr(self, field.name) != field.default]
             if changed:
                 raise ConfigError(
-                    f"lora.adapter: expected no settings beside an adapter to start from, which has its own, given "
+                    f"lora.adapter: expected no settings beside an adapter to start from, which has its own, got "
                     f"{', '.join(f'lora.{name}' for name in changed)}"
                 )
