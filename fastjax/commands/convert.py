@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: what to do, and its arguments.
+        argv: the subcommand, and its arguments.
     """
     arguments = _parser().parse_args(argv)
     arguments.run(arguments)

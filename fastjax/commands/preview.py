@@ -1,4 +1,4 @@
-"""`fastjax preview`: the rows of a run as the model will see them, and what becomes of the data. No JAX, no weights."""
+"""`fastjax preview`: the rows of a run as the model will see them, and statistics of the data. No JAX, no weights."""
 
 import argparse
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
     Args:
         config: the run.
         num_rows: rows to show of the training data and of the held-out data.
-        console: where to.
+        console: the output.
     """
     from fastjax.data import Batches, Dataset, StreamedBatches
     from fastjax.data.statistics import READ_AS

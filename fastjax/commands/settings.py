@@ -1,7 +1,7 @@
 """A YAML file and overrides from the command line, as a TrainConfig.
 
 jsonargparse reads both against the dataclasses, refuses unknown keys and converts types. Its errors are put into one
-sentence that names the file (or the option), the key, what was expected and what was given.
+sentence that names the file (or the option), the key, the expected value and the one that came.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _USAGE = "fastjax train --config FILE [--section.key value ...] [--resume]"
 #: Settings that list data sets.
 _SOURCES = ("data.train", "data.eval")
 
-#: Options that are no settings, with what they do.
+#: Options beside the settings, with their help.
 _OPTIONS = {
     "--config FILE": "the YAML file",
     "--resume": "go on from the newest whole checkpoint in output.output_dir; from the start where there is none; "
@@ -74,7 +74,7 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
 
 
 class _Parser(ArgumentParser):
-    """jsonargparse's parser with a help of our own: its lists type annotations instead of saying what is expected."""
+    """jsonargparse's parser with a help in words instead of type annotations."""
 
     def format_help(self) -> str:
         width = max(50, min(shutil.get_terminal_size().columns, 120) - 2)
@@ -130,10 +130,7 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _check_texts(argv: Sequence[str], file: str | None, content: dict[str, Any]) -> None:
-    """Refuse texts that are lists or mappings and are broken, or do not fit: they would be taken for plain strings.
-
-    And too many values in all.
-    """
+    """Refuse broken or unsuitable texts of lists and mappings, which would pass for strings, and too many values."""
     texts = [("--", name.removeprefix("--"), value) for name, value in _options(argv)]
     left = MAX_SETTINGS_VALUES
     for name, section in content.items():
@@ -158,7 +155,7 @@ def _check_texts(argv: Sequence[str], file: str | None, content: dict[str, Any])
 
 
 def _counted(left: int, value: Any, name: str) -> int:
-    """How many values may still follow those of a setting."""
+    """The number of values still allowed after those of a setting."""
     stack = [value]
     while stack:
         value = stack.pop()
@@ -171,7 +168,7 @@ def _counted(left: int, value: Any, name: str) -> int:
 
 
 def _with_sources(key: str, value: Any) -> Any:
-    """A list of data sets as the section has it, if nothing is wrong with any."""
+    """A list of data sets as the section has it, unless one of them is wrong."""
     if key not in _SOURCES or not isinstance(value, list) or any(_wrong_sources(key, value)):
         return value
     return [DataSource(**item) if isinstance(item, dict) else item for item in value]
@@ -183,7 +180,7 @@ def _misfit(key: str, kind: Any, given: Any) -> str:
 
 
 def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The options that have a value, with it."""
+    """The options with their values."""
     for argument, following in itertools.pairwise([*argv, "nothing"]):
         name, equals, value = argument.partition("=")
         if name.startswith("--"):
@@ -191,7 +188,7 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _explain(message: str, argv: Sequence[str], file: str | None, content: dict[str, Any]) -> str:
-    """The message of jsonargparse in our words; as it is, on one line, where it is of an unknown kind."""
+    """The message of jsonargparse in our words; unchanged, on one line, if it is of an unknown kind."""
     if match := re.search(r"unrecognized arguments: (--)?([^\s=]+)", message):
         return f"--{_unknown(match[2])}" if match[1] else f"{shorten(match[2], 80)}: expected --section.key value"
     if match := re.search(r"arguments are required: (.+)", message):
@@ -207,7 +204,7 @@ def _explain(message: str, argv: Sequence[str], file: str | None, content: dict[
 
 
 def _place(key: str, argv: Sequence[str], file: str | None) -> str:
-    """Where a key was set: on the command line (its own name says so: "--") or in the file."""
+    """The origin of a key: the command line ("--") or the file."""
     if any(argument.partition("=")[0] == f"--{key}" for argument in argv):
         return "--"
     return f"{file}: " if file else ""
@@ -224,7 +221,7 @@ def _given(key: str, argv: Sequence[str], content: dict[str, Any]) -> Any:
 
 
 def _wrong_sources(key: str, given: Any) -> Iterator[str]:
-    """What is wrong with the sections in a list of data sets."""
+    """The errors in the sections of a list of data sets."""
     kinds = typing.get_type_hints(DataSource)
     for index, source in enumerate(given if isinstance(given, list) else []):
         if not isinstance(source, dict):

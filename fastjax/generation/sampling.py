@@ -1,4 +1,4 @@
-"""Choosing the next token from its logits."""
+"""Sampling of the next token from its logits."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from fastjax.limits import MAX_INTEGER, MAX_MAGNITUDE
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None, seed: int = 0) -> None:
-    """Refuse settings outside their ranges.
+    """Check that settings are within their ranges.
 
     Raises:
         ConfigError: names the setting.
@@ -35,7 +35,7 @@ def sample(
         key: random state of this step.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: only the k likeliest tokens.
-        top_p: only the likeliest tokens that together have this probability (Holtzman et al., arXiv 1904.09751).
+        top_p: only the likeliest tokens of this total probability (Holtzman et al., arXiv 1904.09751).
     """
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -32,14 +32,14 @@ def answer(
 
     Args:
         model: with a tokenizer.
-        prompts: what the user says, one conversation each, or a conversation so far, as a list of messages; with
-            `chat=False` the beginning of a text.
+        prompts: user messages, one conversation each, or conversations as lists of messages; with `chat=False`
+            beginnings of texts.
         chat: put the prompt through the chat template, exactly as training does.
-        special_tokens: what special tokens in prompts are read as; see `Encoder`.
+        special_tokens: the reading of special tokens in prompts; see `Encoder`.
         max_new_tokens: longest answer, in tokens.
         temperature: 0 takes the likeliest token.
         top_k: sample among so many.
-        top_p: sample among the likeliest tokens of this probability together.
+        top_p: sample among the likeliest tokens of this total probability.
         seed: of the sampling.
         batch_size: prompts that go through the model together.
 
@@ -73,7 +73,7 @@ def answer(
 
 
 def encode_prompts(encoder: Encoder, prompts: Sequence[str | Sequence[Message]], *, chat: bool) -> list[list[int]]:
-    """The tokens that a model is to continue; see `answer`.
+    """The prompts' tokens; see `answer`.
 
     Args:
         encoder: of the model's tokenizer.
@@ -84,7 +84,7 @@ def encode_prompts(encoder: Encoder, prompts: Sequence[str | Sequence[Message]],
         The token ids of each.
 
     Raises:
-        ConfigError: what is neither text nor conversation.
+        ConfigError: a prompt that is neither text nor conversation.
         DataError: a prompt that the chat template refuses, or that is no Unicode.
     """
     if isinstance(prompts, str):

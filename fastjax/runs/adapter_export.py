@@ -7,12 +7,12 @@ import jax
 from rich.console import Console
 
 from fastjax.errors import ConfigError
-from fastjax.training.checkpoint import Checkpoints
-from fastjax.training.config import TrainConfig
 from fastjax.runs.folder import claimed
 from fastjax.runs.model import load_model
 from fastjax.runs.opening import open_model
 from fastjax.runs.resume import newest, restore
+from fastjax.training.checkpoint import Checkpoints
+from fastjax.training.config import TrainConfig
 
 
 def export_checkpoint(

@@ -15,17 +15,17 @@ from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.language_model.adapters import load_adapter
 from fastjax.models.adapter_settings import adapter_sites, saved_modules
-from fastjax.training.cadence import Progress
-from fastjax.training.checkpoint import Checkpoints, named_arrays
-from fastjax.training.config import LoraSection, TrainConfig
 from fastjax.runs.datasets import load_run_data
+from fastjax.runs.folder import RunFolder
+from fastjax.runs.hub_names import pinned
 from fastjax.runs.identity import run_identity
 from fastjax.runs.messages import say
 from fastjax.runs.model import check_vocabulary, initial_state, load_base, with_adapter
 from fastjax.runs.opening import open_model
 from fastjax.runs.training_run import describe
-from fastjax.runs.hub_names import pinned
-from fastjax.runs.folder import RunFolder
+from fastjax.training.cadence import Progress
+from fastjax.training.checkpoint import Checkpoints, named_arrays
+from fastjax.training.config import LoraSection, TrainConfig
 
 
 def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | None = None) -> None:

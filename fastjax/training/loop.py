@@ -263,12 +263,13 @@ def run_evaluation(eval_step: EvalStep, trainable: Any, frozen: Any, batches: It
     with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=jax.device_put)) as ready:
         found: list[LossSums] = jax.device_get([eval_step(trainable, frozen, batch) for batch in ready])
     loss = sum(float(sums.loss_sum) for sums in found)
-    counts = {name: sum(int(sums.metrics.get(name, 0)) for sums in found) for name in COUNTS}
-    targets, correct = counts.values()
     weight = sum(float(sums.metrics["num_targets"] if sums.weight is None else sums.weight) for sums in found)
     if not weight:
         raise TrainingError("the evaluation rows hold no token to predict; expected at least one")
-    return Evaluation(loss / weight, correct / max(1, targets), targets)
+    totals = {name: sum(float(sums.metrics[name]) for sums in found) for name in found[0].metrics}
+    targets, correct = (int(totals.pop(name, 0)) for name in COUNTS)
+    own = {f"eval_{name}": total / weight for name, total in totals.items()}
+    return Evaluation(loss / weight, correct / max(1, targets), targets, own)
 
 
 def _send(batch: Batch) -> tuple[int, Batch]:
@@ -278,16 +279,16 @@ def _send(batch: Batch) -> tuple[int, Batch]:
 
 def _row(step: int, values: dict[str, Any], learning_rate: float) -> dict[str, Any]:
     """The row of a train step from its numbers."""
-    num_targets, num_correct = (int(values.get(name, 0)) for name in COUNTS)
-    row = {
+    row: dict[str, Any] = {
         "step": step,
         "loss": float(values["loss"]),
         "grad_norm": float(values["grad_norm"]),
         "learning_rate": learning_rate,
-        "token_accuracy": num_correct / max(1, num_targets),
-        "num_targets": num_targets,
-        **{name: float(value) for name, value in values.items() if name not in (*COUNTS, *STEP_METRICS)},
     }
+    if "num_targets" in values:
+        num_targets, num_correct = (int(values[name]) for name in COUNTS)
+        row |= {"token_accuracy": num_correct / max(1, num_targets), "num_targets": num_targets}
+    row |= {name: float(value) for name, value in values.items() if name not in (*COUNTS, *STEP_METRICS)}
     if "loss_scale" in values:
         row |= {"loss_scale": float(values["loss_scale"]), "skipped_steps": int(values["skipped_steps"])}
     return row

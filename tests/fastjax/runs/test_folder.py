@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from fastjax.errors import ConfigError
-from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
 from fastjax.runs.folder import RUN_FILES, claimed
+from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
 
 
 def config(folder, **output):

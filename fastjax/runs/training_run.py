@@ -1,0 +1,281 @@
+"""The training of a run whose settings, data and model are there: steps, evaluations, checkpoints, report, result."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+
+from fastjax.data import Batches
+from fastjax.data.batches import Batch
+from fastjax.errors import ConfigError, Interrupted, TrainingError
+from fastjax.language_model import LanguageModel
+from fastjax.runs.datasets import RunData
+from fastjax.runs.folder import RunFolder
+from fastjax.runs.identity import Identity
+from fastjax.runs.model import initial_state
+from fastjax.runs.result import last_evaluation, weight_digests
+from fastjax.runs.resume import Earlier, restore
+from fastjax.training.cadence import Cadence, Progress
+from fastjax.training.checkpoint import Checkpoints
+from fastjax.training.config import TrainConfig
+from fastjax.training.determinism import compiler_options
+from fastjax.training.flops import attended_length, flops_per_token, peak_flops
+from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
+from fastjax.training.loop import Fitted, fit, run_evaluation
+from fastjax.training.loss import Loss, loss_sums
+from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant
+from fastjax.training.optimizers import learning_rates, make_optimizer
+from fastjax.training.progress import make_progress
+from fastjax.training.report import default_settings, describe_environment, usage, write_report
+from fastjax.training.signals import StopSignals
+from fastjax.training.step import make_eval_step, make_probe, make_train_step
+from fastjax.training.trackers import make_trackers
+
+#: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
+Evaluate = Callable[[LanguageModel], Mapping[str, float]]
+
+
+class FineTuned(NamedTuple):
+    """A finished run.
+
+    Attributes:
+        model: the trained model.
+        folder: the adapter's folder, or the whole model's.
+        evaluation: the last held-out evaluation; None without held-out data.
+        config: the settings, with names on the hub at their commit.
+    """
+
+    model: LanguageModel
+    folder: Path
+    evaluation: Evaluation | None
+    config: TrainConfig
+
+
+class TrainingRun:
+    """A run whose settings, data and model are there."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        console: Console,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        data: RunData,
+        identity: Identity,
+        model: LanguageModel,
+        loss: Loss | None,
+        evaluate: Evaluate | None,
+    ):
+        self.config, self.console, self.folder, self.checkpoints, self.data = config, console, folder, checkpoints, data
+        training, self.identity, self.user_evaluate = config.training, identity, evaluate
+        self.loss = loss or functools.partial(loss_sums, neftune_noise_alpha=training.neftune_noise_alpha)
+        options = compiler_options(training.deterministic, folder.path)
+        optimizer = make_optimizer(config.optimizer, data.total_steps)
+        self.train_step = make_train_step(
+            model.graphdef,
+            optimizer,
+            model.trainable_filter,
+            loss=self.loss,
+            accumulation_dtype=training.accumulation_dtype,
+            loss_scale_window=training.loss_scale_window,
+            compiler_options=options,
+        )
+        self.eval_step = make_eval_step(
+            model.graphdef, model.trainable_filter, loss=self.loss, compiler_options=options
+        )
+        self.state = initial_state(config, model, data.total_steps)
+        # Rows of tokens that are not in the first batches get no gradient by right.
+        self.check = GradientCheck(
+            leaf_names(model.trainable, model.plan), lambda name: name == "embed_tokens.tokens.trainable_tokens_delta"
+        )
+        lengths = data.document_lengths
+        self.flops_per_token = None
+        if lengths is not None:
+            self.flops_per_token = flops_per_token(model.config, model.trainable, attended_length(lengths))
+        self.model = model.replace(trainable=None)  # the state has a copy; of a whole model there should be one
+
+    def train(self, earlier: Earlier | None, changed: list[str] | None) -> FineTuned:
+        """Take the steps, from the start or from a checkpoint, and save the result."""
+        config, total = self.config, self.data.total_steps
+        start, position = Progress(), None
+        if earlier is None:
+            self.folder.clear()
+        else:
+            like = self.state
+            earlier, self.state = restore(
+                self.checkpoints, earlier, lambda step: self.checkpoints.load(step, like), self.console
+            )
+            start, position = earlier.progress, earlier.position
+        evaluations = {} if self.data.held_out is None else {"evaluate": self._evaluate}
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.checkpoints.close)
+            sinks = self._sinks(None if earlier is None else start.step)
+            for sink in sinks:
+                stack.callback(sink.close)
+            if changed is not None:
+                _tell(sinks, start.step, "resumed", _whence(start.step, earlier, changed))
+            self.folder.write_settings(config)  # after the row of the resumption, or they would lie
+            stop = stack.enter_context(StopSignals())
+            status = "failed"
+            stack.callback(lambda: self._report(status))
+            stack.enter_context(_memory_advice())
+            fitted = fit(
+                self.train_step,
+                self.state,
+                self.model.frozen,
+                self.data.batches.from_step(start.step, total, position),
+                learning_rates=learning_rates(config.optimizer, total),
+                start=start,
+                cadence=Cadence(
+                    config.training.eval_steps,
+                    config.output.save_steps,
+                    config.output.load_best_model_at_end,
+                    config.training.early_stopping_patience,
+                    config.training.early_stopping_threshold,
+                ),
+                sinks=sinks,
+                throughput=self._throughput(start),
+                checkpoints=self.checkpoints,
+                stop=stop,
+                check=self.check,
+                explain=self._explain,
+                **evaluations,
+            )
+            if not fitted.complete:
+                assert stop.received is not None
+                status = f"interrupted by {stop.received.name}"
+                message = (
+                    f"{status} after step {fitted.progress.step} of {total}; its state is saved, and --resume goes on"
+                )
+                _tell(sinks, fitted.progress.step, "interrupted", message)
+                raise Interrupted(message, stop.received)
+            self.model = self.model.replace(trainable=self._chosen(fitted))
+            self.model.save_pretrained(self.folder.result)
+            status = "finished"
+            message = f"finished after step {fitted.progress.step}"
+            base = {"model": self.identity.model, "weights": self.identity.weights}
+            files = weight_digests(self.folder.result)
+            _tell(sinks, fitted.progress.step, status, message, files=files, base=base)
+        evaluation = fitted.evaluation or last_evaluation(self.folder)  # where no step was left to take
+        return FineTuned(self.model, self.folder.result, evaluation, config)
+
+    def _evaluate(self, trainable: Any) -> Evaluation:
+        training, held_out = self.config.training, self.data.held_out
+        assert held_out is not None
+        size = training.per_device_eval_batch_size or training.per_device_train_batch_size
+        batches = Batches(held_out.rows, size, shuffle=False).epoch()
+        found = run_evaluation(self.eval_step, trainable, self.model.frozen, batches)
+        if self.user_evaluate is None:
+            return found
+        extra = {
+            name: float(value) for name, value in self.user_evaluate(self.model.replace(trainable=trainable)).items()
+        }
+        wrong = [name for name in extra if not name.startswith("eval_")]
+        if wrong:
+            raise ConfigError(f"evaluate: expected numbers by names that begin with eval_, got {', '.join(wrong)}")
+        return found._replace(extra={**found.extra, **extra})
+
+    def _sinks(self, resume_step: int | None) -> list[Sink]:
+        """The file first, so that a tracker that fails cannot keep a row from it."""
+        output, total = self.config.output, self.data.total_steps
+        name = output.run_name or Path(output.output_dir).name
+        file = Tolerant(JsonLines(self.folder.metrics, resume_step), str(self.folder.metrics), self.console)
+        trackers = make_trackers(
+            output.report_to, self.folder.path, name, dataclasses.asdict(self.config), resume_step, self.console
+        )
+        progress = make_progress(total, self.config.training.logging_steps, self.console)
+        return [file, *trackers, Tolerant(progress, "the progress", Console(stderr=True))]
+
+    def _throughput(self, start: Progress) -> Throughput:
+        return Throughput(
+            self.data.total_steps,
+            steps_per_epoch=self.data.batches.steps_per_epoch,
+            flops_per_token=self.flops_per_token,
+            peak_flops=peak_flops(jax.devices()[0].device_kind, self.model.dtype),
+            seconds_before=start.seconds,
+        )
+
+    def _explain(self, state: Any, batch: Batch, step: int) -> str:
+        """The rows of the data that break a step, in words."""
+        probe = make_probe(self.model.graphdef, self.model.trainable_filter, loss=self.loss)
+        places = non_finite_rows(lambda rows: probe(state, self.model.frozen, rows), batch)
+        if not places:
+            return "No row of the step is at fault alone."
+        numbers = self.data.batches.row_numbers(step - 1)
+        return f"Not finite: {self.data.batches.describe_rows(numbers[tuple(zip(*places, strict=True))])}."
+
+    def _chosen(self, fitted: Fitted) -> Any:
+        """The result's weights: the last, or the best."""
+        best = fitted.progress.best_step
+        if not self.config.output.load_best_model_at_end or best is None or best == fitted.progress.step:
+            return fitted.state.trainable
+        try:
+            if best not in self.checkpoints.steps():
+                raise TrainingError(f"{self.checkpoints.folder / str(best)} could not be saved")
+            return self.checkpoints.load(best, fitted.state).trainable
+        except TrainingError as error:
+            raise TrainingError(
+                f"output.load_best_model_at_end: the checkpoint of step {best} is the best, but {error}; the last "
+                f"state is in {self.checkpoints.folder}"
+            ) from error
+
+    def _usage(self) -> list[str]:
+        return usage(self.config, self.folder.result, self.model.hf_config, str(self.model.dtype))
+
+    def _report(self, status: str) -> None:
+        write_report(
+            self.folder.path,
+            config=dataclasses.asdict(self.config),
+            defaults=default_settings(),
+            statistics=self.data.statistics(),
+            environment=describe_environment(),
+            result=self._usage() if status == "finished" else [],
+            status=status,
+            console=self.console,
+        )
+
+
+def describe(config: TrainConfig, data: RunData, identity: Identity) -> Callable[[int], dict[str, Any]]:
+    """The JSON that a checkpoint of a run keeps beside its state, by step.
+
+    Args:
+        config: the run.
+        data: its data.
+        identity: of the run.
+    """
+    stored = {"config": dataclasses.asdict(config), **identity._asdict()}
+    return lambda step: {**stored, "position": data.batches.position(step)}
+
+
+def _tell(sinks: list[Sink], step: int, event: str, message: str, **more: Any) -> None:
+    for sink in sinks:
+        sink.write({"step": step, "event": event, "message": message, **more})
+
+
+def _whence(step: int, earlier: Earlier | None, changed: list[str]) -> str:
+    """The start of a resumed run and its changed settings, in words."""
+    if earlier is None:
+        return "no checkpoint to go on from: started from the beginning"
+    return f"going on after step {step}, from {earlier.where}" + (
+        f"; changed since: {'; '.join(changed)}" if changed else ""
+    )
+
+
+@contextlib.contextmanager
+def _memory_advice() -> Iterator[None]:
+    """Turn a device out of memory into an error with the settings to lower."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise TrainingError(
+            f"the device has not enough memory: {str(error).splitlines()[0]}. Lower "
+            "training.per_device_train_batch_size (and raise gradient_accumulation_steps as much), lower "
+            "model.max_seq_length, or set model.use_gradient_checkpointing: true"
+        ) from error
