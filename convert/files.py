@@ -58,7 +58,7 @@ def atomic_folder(folder: str | os.PathLike[str], *, replaces: Sequence[str] = (
         replaces: Glob patterns of file names that belong to an earlier version of the same contents.
 
     Yields:
-        The temporary folder; write plain files into it, no subfolders.
+        The temporary folder; subfolders in it only for a new folder.
 
     Raises:
         OSError: The files cannot be written; for a full disk the message says so and names ``folder``.
@@ -68,8 +68,8 @@ def atomic_folder(folder: str | os.PathLike[str], *, replaces: Sequence[str] = (
     with full_disk_names(folder), scratch_folder(folder / folder.name if exists else folder) as temporary:
         yield temporary
         files = sorted(temporary.iterdir())
-        for file in files:
-            flush(file)
+        for path in sorted(temporary.rglob("*")):
+            flush(path)
         flush(temporary)
         if exists:
             names = {file.name for file in files}

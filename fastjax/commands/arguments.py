@@ -1,4 +1,4 @@
-"""What arguments of several commands are read by."""
+"""Types of command-line arguments that several commands share."""
 
 import argparse
 

@@ -53,24 +53,23 @@ class FastLanguageModel:
 
         Args:
             model_name: the folder, or a name on the hub: org/model, org/model@revision (`convert.hub`).
-            max_seq_length: longest row that will be trained on or generated; None: 2048, or what the model can do
-                where that is less.
+            max_seq_length: longest row in training and generation; None: 2048, or the model's maximum if that is less.
             dtype: compute dtype; None: bfloat16 on a GPU, float32 on a CPU.
             load_in_4bit: quantise the layers' matrices to NF4 as they are read, or keep them as a 4-bit folder has
                 them. Without it those of an FP8 folder keep their 8 bits.
             full_finetuning: train every weight (excludes `load_in_4bit`).
             use_gradient_checkpointing: True or "full": keep only the layers' inputs; False or "projections": keep the
                 projections' and the attention's results too; "none": keep everything.
-            random_state: seed of what starts at random.
+            random_state: unused; `get_peft_model` has the seed of the adapters.
             layer_loop: "scan" (short compilation) or "unroll".
-            param_dtype: dtype of what is trained; frozen weights are held in the compute dtype.
+            param_dtype: dtype of the trained arrays; frozen weights are held in the compute dtype.
             float32_modules: names of modules, or ends of names ("norm", "lm_head", "layers.0.mlp"), that are held and
                 computed in float32 whatever the dtype, and not quantised.
             new_tokens: tokens to add to the tokenizer and to the tables (`models.vocabulary`).
             rope_scaling: replaces the scaling of the rotary positions: {"rope_type": "yarn", "factor": 4.0}; types
                 default, linear, dynamic, yarn, longrope and llama3, with transformers' names and defaults.
             revision: branch, tag or commit on the hub; its commit goes into an adapter's settings.
-            allow_nonfinite: let NaN and infinity in the weights through, but not into what is quantised.
+            allow_nonfinite: let NaN and infinity in the weights through, but not into quantised matrices.
 
         Returns:
             The model, and its tokenizer.
@@ -79,7 +78,7 @@ class FastLanguageModel:
             ConfigError: arguments that contradict each other or the model.
             ConvertError: what is wrong with the folder; NaN or infinity in it.
         """
-        del random_state  # nothing starts at random here; get_peft_model has its own
+        del random_state
         _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)  # before a download
         source = fetch(model_name, revision)
         outline = read_outline(
@@ -125,11 +124,11 @@ class FastLanguageModel:
             dtype: compute dtype.
             load_in_4bit: quantise the layers' matrices.
             full_finetuning: train every weight.
-            use_gradient_checkpointing: what the backward pass finds in memory.
+            use_gradient_checkpointing: rematerialisation policy.
             random_state: seed of the weights.
             layer_loop: "scan" or "unroll".
             tokenizer: saved with the model.
-            param_dtype: dtype of what is trained.
+            param_dtype: dtype of the trained arrays.
             float32_modules: modules that stay in float32.
         """
         settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
@@ -188,7 +187,7 @@ class FastLanguageModel:
             rank_pattern: ranks of some modules by regular expression.
             alpha_pattern: the same for lora_alpha.
             ensure_weight_tying: with tied embeddings, `modules_to_save` trains one array for both uses; without it
-                PEFT unties them, and so is it done here.
+                they are untied, as in PEFT.
             trainable_token_indices: tokens whose rows of the embedding are trained, and no others (with tied embeddings
                 the head's too); or ids for "embed_tokens" and for "lm_head". The rows of the model's new tokens are
                 always among them, unless `modules_to_save` trains the whole table.

@@ -1,7 +1,7 @@
 """A run's model and adapter, opened: config.json, tokenizer, headers and settings, before data or tensors are read.
 
-A run and its preview begin with this, so that a preview refuses what the run would. A folder is opened here once; its
-fingerprints and its weights are read from what this has opened. Nothing here imports JAX.
+A run and its preview begin with this, so a preview refuses what the run would. Each folder is opened here, once: its
+fingerprints and its weights come from the open folder. Nothing here imports JAX.
 """
 
 import contextlib

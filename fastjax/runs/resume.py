@@ -17,15 +17,15 @@ State = TypeVar("State")
 
 
 class Earlier(NamedTuple):
-    """A checkpoint to go on from.
+    """A checkpoint to resume from.
 
     Attributes:
         where: its folder.
         checked: whether it has checksums.
         progress: of its run.
         config: the settings of its run.
-        identity: fingerprints of what its run began with.
-        position: how far the data were used.
+        identity: fingerprints of its run's inputs.
+        position: in the data.
     """
 
     where: Path

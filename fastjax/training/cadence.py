@@ -1,10 +1,10 @@
-"""The loop's decisions as pure functions: after a step, what to do, from where the run stands."""
+"""The loop's decisions as pure functions: the actions after a step, from the progress of the run."""
 
 from typing import Literal, NamedTuple
 
 
 class Progress(NamedTuple):
-    """Where a run stands, beside its state.
+    """Progress of a run, stored beside its state.
 
     Attributes:
         step: steps taken, skipped ones included; the batches of as many steps have been used.
@@ -57,7 +57,7 @@ class Cadence(NamedTuple):
     def after(
         self, progress: Progress, total: int, *, evaluated: bool = False, held_out: bool = True, signalled: bool = False
     ) -> Actions:
-        """Decide what follows a step.
+        """The actions after a step.
 
         Args:
             progress: of the run, this step included; after an evaluation as `judged` returns it.

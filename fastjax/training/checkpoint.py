@@ -255,7 +255,7 @@ def _copy(arrays: dict[str, jax.Array]) -> dict[str, Any]:
     if jax.default_backend() == "cpu":
         return {name: np.array(array) for name, array in arrays.items()}
     stats = jax.local_devices()[0].memory_stats() or {}
-    room = stats.get("bytes_limit", 0) - stats.get("peak_bytes_in_use", 0)  # what no step so far has needed
+    room = stats.get("bytes_limit", 0) - stats.get("peak_bytes_in_use", 0)  # unused by every step so far
     if sum(array.nbytes for array in arrays.values()) < room:
         return _copy_on_device(arrays)
     return jax.device_get(arrays)

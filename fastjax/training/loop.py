@@ -218,7 +218,7 @@ class _Loop:
         """Save the state; a periodic save that fails is told and does not end the run."""
         if self.checkpoints is None:
             return
-        self.settle()  # what became of the save before this one is no reason not to try it
+        self.settle()  # a failed save before this one is no reason not to try it
         try:
             self.checkpoints.save(state, self.progress)
             if final:

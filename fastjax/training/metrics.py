@@ -184,7 +184,7 @@ def peak_memory() -> int | None:
 class Throughput:
     """Speed of a run over its last steps, and its progress.
 
-    The first step, which compiles, and what happens between `pause` and the next step's end do not count.
+    The first step, which compiles, and the time between `pause` and the next step's end do not count.
     """
 
     def __init__(

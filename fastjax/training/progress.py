@@ -197,6 +197,6 @@ def describe(row: Row) -> str:
 
 
 def _style(row: Row) -> str:
-    """Evaluations in green, what went wrong in yellow, the rest dim."""
+    """Evaluations in green, failures in yellow, the rest dim."""
     wrong = row.get("skipped") or row.get("event", "").endswith("failed") or row.get("event") == "interrupted"
     return "yellow" if wrong else "dim" if "event" in row else "green"

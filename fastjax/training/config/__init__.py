@@ -32,11 +32,11 @@ class TrainConfig:
 
     Attributes:
         model: the base model and how it is held.
-        data: what is learnt.
-        output: where the results go, and what is kept.
+        data: training and held-out data.
+        output: the output folder and its contents.
         lora: the adapter.
         optimizer: the rule of the updates and its schedule.
-        training: how long and in which portions.
+        training: length, batches, evaluation.
     """
 
     model: ModelSection

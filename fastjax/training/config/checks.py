@@ -14,7 +14,7 @@ from fastjax.training.config.kinds import describe_kind, fits
 
 
 def check_section(name: str, section: Any) -> None:
-    """Refuse values that are not what a section's annotations say, and those that no run can use.
+    """Refuse values of another type than the section's annotations, and those that no run can use.
 
     jsonargparse lets null through, and sections can be made in Python too.
 
@@ -42,7 +42,7 @@ def check_section(name: str, section: Any) -> None:
 
 
 def expect(name: str, value: Any, holds: bool, expected: str) -> None:
-    """Refuse a value, by its full name, unless it holds."""
+    """Raise ConfigError naming the key unless `holds`."""
     if not holds:
         raise ConfigError(f"{name}: expected a value {expected}, got {shown(value, 80)}")
 

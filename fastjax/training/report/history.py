@@ -114,7 +114,7 @@ def _number(value: Any) -> float:
 
 
 def median(values: Sequence[float] | Float64[np.ndarray, " N"]) -> float | None:
-    """The median of what is finite; None without any."""
+    """The median of the finite values; None: there are none."""
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]
     return float(np.median(finite)) if finite.size else None

@@ -75,7 +75,7 @@ def _base(model: ModelSection, config: Mapping[str, Any], dtype: str) -> tuple[l
 
 
 def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says of the rotary positions, as attributes of transformers' config."""
+    """The rotary positions of a config.json, as attributes of transformers' config."""
     family = family_for(config)
     text = family.text_config(config)
     rope = text.get("rope_parameters") or {"rope_theta": text["rope_theta"], **text["rope_scaling"]}

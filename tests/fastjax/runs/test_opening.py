@@ -43,7 +43,7 @@ def opened(monkeypatch):
 def test_a_run_opens_its_folders_once(tmp_path, monkeypatch, opened):
     model, data = chat.write_model(tmp_path / "model"), chat.write_chats(tmp_path / "chats.jsonl")
     sections = {
-        "model": {"model_name": str(model), "max_seq_length": 48, "dtype": "float32"},
+        "model": {"model_name": str(model), "max_seq_length": 48, "dtype": "float32", "load_in_4bit": False},
         "data": {"train": str(data), "cache_dir": None},
         "training": {"max_steps": 1},
     }
