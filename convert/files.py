@@ -23,6 +23,29 @@ _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.partial", re.DOTALL)
 
 
 @contextlib.contextmanager
+def scratch_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a temporary folder on the disk of a final place; it is removed when the block ends.
+
+    Args:
+        target: The final place; missing parents are created.
+
+    Yields:
+        The temporary folder, which `remove_unfinished` removes if the process is killed.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / _temporary_name(target)
+    try:
+        temporary.mkdir()
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def atomic_folder(folder: str | os.PathLike[str], *, replaces: Sequence[str] = ()) -> Iterator[Path]:
     """Give a temporary folder whose files get their final names together when the block ends without an error.
 
@@ -35,38 +58,31 @@ def atomic_folder(folder: str | os.PathLike[str], *, replaces: Sequence[str] = (
         replaces: Glob patterns of file names that belong to an earlier version of the same contents.
 
     Yields:
-        The temporary folder; write plain files into it, no subfolders.
+        The temporary folder; subfolders in it only for a new folder.
 
     Raises:
         OSError: The files cannot be written; for a full disk the message says so and names ``folder``.
     """
     folder = Path(folder)
     exists = folder.is_dir()
-    parent = folder if exists else folder.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    temporary = parent / _temporary_name(folder)
-    try:
-        with full_disk_names(folder):
-            temporary.mkdir()
-            yield temporary
-            files = sorted(temporary.iterdir())
+    with full_disk_names(folder), scratch_folder(folder / folder.name if exists else folder) as temporary:
+        yield temporary
+        files = sorted(temporary.iterdir())
+        for path in sorted(temporary.rglob("*")):
+            flush(path)
+        flush(temporary)
+        if exists:
+            names = {file.name for file in files}
             for file in files:
-                flush(file)
-            flush(temporary)
-            if exists:
-                names = {file.name for file in files}
-                for file in files:
-                    os.replace(file, folder / file.name)
-                for pattern in replaces:
-                    for stale in folder.glob(pattern):
-                        if stale.name not in names:
-                            stale.unlink()
-                flush(folder)
-            else:
-                os.rename(temporary, folder)
-                flush(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+                os.replace(file, folder / file.name)
+            for pattern in replaces:
+                for stale in folder.glob(pattern):
+                    if stale.name not in names:
+                        stale.unlink()
+            flush(folder)
+        else:
+            os.rename(temporary, folder)
+            flush(folder.parent)
 
 
 @contextlib.contextmanager

@@ -143,11 +143,11 @@ class Weights:
         return np.dtype(kind)
 
 
-def open_weights(folder: str | os.PathLike[str]) -> Weights:
+def open_weights(folder: str | os.PathLike[str] | Checkpoint) -> Weights:
     """Open a folder and match every name in it against the family's table; no tensor is read.
 
     Args:
-        folder: A Hugging Face model folder: 16 or 32 bits, bitsandbytes NF4, or FP8.
+        folder: A Hugging Face model folder: 16 or 32 bits, bitsandbytes NF4, or FP8; or one that is open already.
 
     Returns:
         The matched folder.
@@ -156,7 +156,7 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
         ConvertError: The folder is damaged, its family or quantisation is not supported, or names are left over,
             missing or of another shape or dtype: then one message lists all of them.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = folder if isinstance(folder, Checkpoint) else open_checkpoint(folder)
     file = checkpoint.folder / CONFIG
     _check_quantization(checkpoint.config, file)
     family = family_for(checkpoint.config, file).named_as(checkpoint.names)
@@ -166,12 +166,12 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
 
 
 def stream(
-    folder: str | os.PathLike[str], packed_fp8: Callable[[str], bool] = lambda path: False
+    folder: str | os.PathLike[str] | Weights, packed_fp8: Callable[[str], bool] = lambda path: False
 ) -> Iterator[tuple[WeightPath, Tensor | FP8Tensor]]:
     """A model's tensors in the order embeddings, layer 0 … layer L-1, norm, head, each read when its turn comes.
 
     Args:
-        folder: A Hugging Face model folder.
+        folder: A Hugging Face model folder, or its open weights.
         packed_fp8: By tree path, whether an FP8 tensor stays packed, if its layout in the tree is the file's.
 
     Yields:
@@ -180,7 +180,7 @@ def stream(
     Raises:
         ConvertError: What `open_weights` or a read finds; names are checked before the first tensor.
     """
-    weights = open_weights(folder)
+    weights = folder if isinstance(folder, Weights) else open_weights(folder)
     _check_copies(weights)
     for path, row in weights.specs.items():
         packed = weights.format(path) == "fp8" and packed_fp8(path)

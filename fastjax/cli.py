@@ -2,7 +2,7 @@
 
 0: done. 2: the command line or the configuration is wrong. 1: anything else that can be expected, such as a broken
 checkpoint or a full disk. 129, 130 and 143: interrupted, by SIGHUP, Ctrl-C or SIGTERM. A subcommand's module is
-imported when it is called, so that what needs no JAX imports none.
+imported on demand, so that a command without JAX imports none.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from importlib import metadata
 from convert.errors import ConvertError, shorten
 from fastjax.errors import ConfigError, DataError, Interrupted, TrainingError
 
-#: Subcommand → what it does; its module is fastjax.commands.<name>.
+#: Subcommand → summary; its module is fastjax.commands.<name>.
 COMMANDS = {
     "train": "fine-tune a model as a YAML file says",
     "preview": "show the data of a run as the model will see them",

@@ -77,7 +77,7 @@ def run(name: str, settings: dict) -> dict:
     """One training run, and what it used."""
     import jax
 
-    from fastjax.fine_tuning import fine_tune
+    from fastjax.runs.fine_tune import fine_tune
     from fastjax.training import config as sections
 
     config = sections.TrainConfig(

@@ -59,13 +59,13 @@ def settings(arguments: argparse.Namespace, name: str, **changes) -> sections.Tr
 
 def step_alone(config: sections.TrainConfig, steps: int = 60) -> dict:
     """Median seconds of a step whose batches lie on the device already, each group of ten ends idle; and how busy."""
-    from fastjax.fine_tuning import FastLanguageModel
-    from fastjax.training.datasets import load_run_data
-    from fastjax.training.model_check import load_run_tokenizer
+    from fastjax.language_model import FastLanguageModel
+    from fastjax.runs.datasets import load_run_data
+    from fastjax.runs.opening import open_model
     from fastjax.training.optimizers import make_optimizer
     from fastjax.training.step import init_state, make_train_step
 
-    data = load_run_data(config, load_run_tokenizer(config))
+    data = load_run_data(config, open_model(config).tokenizer)
     model, _ = FastLanguageModel.from_pretrained(config.model.model_name, 2048, config.model.dtype, False, True, False)
     optimizer = make_optimizer(config.optimizer, data.total_steps)
     step = make_train_step(model.graphdef, optimizer, model.trainable_filter)
@@ -91,7 +91,7 @@ def step_alone(config: sections.TrainConfig, steps: int = 60) -> dict:
 
 def timed_run(config: sections.TrainConfig) -> dict:
     """Run; what lies between the rows of its metrics, and what nvidia-smi says of the device meanwhile."""
-    from fastjax.fine_tuning import fine_tune
+    from fastjax.runs.fine_tune import fine_tune
 
     metrics, samples = Path(config.output.output_dir) / "metrics.jsonl", []
     metrics.unlink(missing_ok=True)

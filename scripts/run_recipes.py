@@ -36,7 +36,7 @@ def run(name: str, folder: str, dtype: str | None, started: float, queue: multip
     import jax
 
     from fastjax.commands.settings import parse_train_config
-    from fastjax.fine_tuning import fine_tune
+    from fastjax.runs.fine_tune import fine_tune
     from fastjax.training.metrics import read_rows
 
     arguments = ["--config", f"examples/{name}.yaml", "--output.output_dir", f"{folder}/{name}"]

@@ -1,4 +1,4 @@
-"""What arguments of several commands are read by."""
+"""Types of command-line arguments that several commands share."""
 
 import argparse
 
@@ -12,5 +12,5 @@ def positive(text: str) -> int:
         argparse.ArgumentTypeError: it is none.
     """
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, given {shorten(text)}")
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {shorten(text)}")
     return int(text)

@@ -134,7 +134,7 @@ def _lora(arguments: argparse.Namespace) -> None:
 
 
 def _changed(case: Any, arguments: argparse.Namespace) -> Any:
-    """The case with what was given on the command line."""
+    """The case with the command line's values."""
     names = (field.name for field in dataclasses.fields(case))
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}

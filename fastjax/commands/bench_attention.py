@@ -75,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> None:
     for name in given:
         if name not in (*_TAKES[mode], "implementations", "dtype"):
             modes = " or ".join(other or "tables of speed" for other, taken in _TAKES.items() if name in taken)
-            raise ConfigError(f"bench attention: --{name} is for {modes}, given with {mode or 'none of the modes'}")
+            raise ConfigError(f"bench attention: --{name} is for {modes}, got it with {mode or 'none of the modes'}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if mode == "--accuracy":
         _accuracy(given)

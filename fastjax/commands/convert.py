@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: what to do, and its arguments.
+        argv: the subcommand, and its arguments.
     """
     arguments = _parser().parse_args(argv)
     arguments.run(arguments)
@@ -118,7 +118,7 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"expected a positive number, given {shorten(text)}")
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {shorten(text)}")
     return value
 
 
@@ -237,7 +237,7 @@ def _adapter(arguments: argparse.Namespace) -> None:
         if arguments.config is not None:
             raise ConvertError(f"--config: expected none, since {source} is a run with its own, got {arguments.config}")
         config = parse_train_config(["--config", str(settings), "--output.output_dir", source])
-        from fastjax.run_export import export_checkpoint  # JAX is imported once the settings are right
+        from fastjax.runs.adapter_export import export_checkpoint  # JAX is imported once the settings are right
 
         step = export_checkpoint(config, out, step=arguments.step, force=arguments.force)
         print(f"{out}: what {source} had learnt after step {step}")
@@ -251,7 +251,7 @@ def _adapter(arguments: argparse.Namespace) -> None:
     if arguments.step is not None or arguments.force:
         raise ConvertError(f"--step, --force: expected none, since {source} is an adapter")
     config = parse_train_config(["--config", arguments.config, "--output.output_dir", str(out)])
-    from fastjax.run_import import import_adapter
+    from fastjax.runs.adapter_import import import_adapter
 
     import_adapter(config, adapter, Console())
     print(f"{out}: a run that begins with {source}: fastjax train --config {out / 'config.yaml'} --resume")
@@ -291,7 +291,7 @@ def _verify(arguments: argparse.Namespace) -> None:
     same = len(found.tensors) - len(different)
     console.print(f"{same} of {len(found.tensors)} tensors are equal; largest difference {found.largest:.6g}")
     if arguments.text:
-        from fastjax.comparison import compare_logits  # JAX is imported for this alone
+        from fastjax.runs.comparison import compare_logits  # JAX is imported for this alone
 
         adapter = arguments.adapter and _folder(arguments.adapter)
         logits = compare_logits(first, second, arguments.text, adapter=adapter, base_in_nf4=arguments.base_in_nf4)

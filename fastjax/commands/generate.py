@@ -91,9 +91,9 @@ def _mapping(text: str) -> dict[str, Any]:
     try:
         value = strict_yaml.parse(text)
     except YamlError as error:
-        raise argparse.ArgumentTypeError(f"{expected}, given {shorten(text)}: {error.problem}") from error
+        raise argparse.ArgumentTypeError(f"{expected}, got {shorten(text)}: {error.problem}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{expected}, given {shorten(text)}")
+        raise argparse.ArgumentTypeError(f"{expected}, got {shorten(text)}")
     return value
 
 
@@ -114,5 +114,5 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
         check_characters(text, "standard input" if arguments.file == "-" else arguments.file)
         prompts += [line for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise ConfigError("--prompt: expected at least one prompt, given none; use --prompt TEXT or --file FILE")
+        raise ConfigError("--prompt: expected at least one prompt, got none; use --prompt TEXT or --file FILE")
     return prompts

@@ -1,4 +1,4 @@
-"""`fastjax preview`: the rows of a run as the model will see them, and what becomes of the data. No JAX, no weights."""
+"""`fastjax preview`: the rows of a run as the model will see them, and statistics of the data. No JAX, no weights."""
 
 import argparse
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rows", type=int, default=1, metavar="N", help="rows to show (default: %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.rows < 0:
-        raise ConfigError(f"--rows: expected 0 or more, given {shown(arguments.rows)}")
+        raise ConfigError(f"--rows: expected 0 or more, got {shown(arguments.rows)}")
     if arguments.rows > MAX_INTEGER:
-        raise ConfigError(f"--rows: expected at most {MAX_INTEGER}, given {shown(arguments.rows)}")
+        raise ConfigError(f"--rows: expected at most {MAX_INTEGER}, got {shown(arguments.rows)}")
     if rest and not rest[0].startswith("-"):
         rest.insert(0, "--config")
     preview(parse_train_config(rest), arguments.rows, Console())
@@ -44,16 +44,16 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
     Args:
         config: the run.
         num_rows: rows to show of the training data and of the held-out data.
-        console: where to.
+        console: the output.
     """
     from fastjax.data import Batches, Dataset, StreamedBatches
     from fastjax.data.statistics import READ_AS
     from fastjax.preview.render import counts, histogram, legend, mixture, show_row
     from fastjax.preview.view import first_rows, view_row
-    from fastjax.training.datasets import load_datasets, total_steps, train_batches
-    from fastjax.training.model_check import load_run_tokenizer
+    from fastjax.runs.datasets import load_datasets, total_steps, train_batches
+    from fastjax.runs.opening import open_model
 
-    tokenizer = load_run_tokenizer(config)
+    tokenizer = open_model(config, weights=False).tokenizer
     with console.status("preparing the data") as status:
         train, held_out = load_datasets(config, tokenizer, status.update)
     batches = train_batches(config, train)

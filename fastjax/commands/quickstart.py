@@ -37,7 +37,7 @@ class Scored(NamedTuple):
 
 
 def quickstart_config(output_dir: str) -> TrainConfig:
-    """The settings of the run, as examples/quickstart.yaml has them.
+    """The settings of the run, those of examples/quickstart.yaml.
 
     Args:
         output_dir: folder of the run; an earlier run there is replaced.
@@ -72,14 +72,14 @@ def run(config: TrainConfig, console: Console) -> tuple[Scored, Scored]:
 
     Args:
         config: the run; its held-out file has the prompts and the expected answers.
-        console: for what is shown.
+        console: the output.
 
     Returns:
         The answers before and after.
     """
     from fastjax.data import read_jsonl
-    from fastjax.fine_tuning import fine_tune
     from fastjax.language_model import FastLanguageModel
+    from fastjax.runs.fine_tune import fine_tune
 
     assert isinstance(config.data.eval, str)
     conversations = [record.messages for record in read_jsonl(config.data.eval)]  # pyright: ignore

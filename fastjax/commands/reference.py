@@ -1,7 +1,7 @@
-"""Every setting of a run in words: its name, what it takes, its default, and what it means.
+"""Every setting of a run in words: its name, type, default and meaning.
 
-All of it comes from the sections' annotations and docstrings, which therefore are the one place where a setting is
-documented: `fastjax train --help` and docs/settings.md are two renderings of this.
+The source is the sections' annotations and docstrings, the one place where a setting is documented:
+`fastjax train --help` and docs/settings.md are two renderings of it.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Setting(NamedTuple):
     Attributes:
         name: its key in the section.
         takes: its type in words.
-        default: as YAML writes it; None: it has none and must be given.
+        default: in YAML; None: the setting is required.
         meaning: a sentence or more.
     """
 

@@ -1,7 +1,7 @@
 """A YAML file and overrides from the command line, as a TrainConfig.
 
 jsonargparse reads both against the dataclasses, refuses unknown keys and converts types. Its errors are put into one
-sentence that names the file (or the option), the key, what was expected and what was given.
+sentence that names the file (or the option), the key, the expected value and the one that came.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _USAGE = "fastjax train --config FILE [--section.key value ...] [--resume]"
 #: Settings that list data sets.
 _SOURCES = ("data.train", "data.eval")
 
-#: Options that are no settings, with what they do.
+#: Options beside the settings, with their help.
 _OPTIONS = {
     "--config FILE": "the YAML file",
     "--resume": "go on from the newest whole checkpoint in output.output_dir; from the start where there is none; "
@@ -74,7 +74,7 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
 
 
 class _Parser(ArgumentParser):
-    """jsonargparse's parser with a help of our own: its lists type annotations instead of saying what is expected."""
+    """jsonargparse's parser with a help in words instead of type annotations."""
 
     def format_help(self) -> str:
         width = max(50, min(shutil.get_terminal_size().columns, 120) - 2)
@@ -107,7 +107,7 @@ def _read(file: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config: cannot read {shorten(file)}: {error.strerror}") from error
     if len(raw) > MAX_SETTINGS_BYTES:
-        raise ConfigError(f"{file}: expected settings of at most {MAX_SETTINGS_BYTES} bytes, given more")
+        raise ConfigError(f"{file}: expected settings of at most {MAX_SETTINGS_BYTES} bytes, got more")
     try:
         content = strict_yaml.parse(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -116,13 +116,13 @@ def _read(file: str) -> dict[str, Any]:
         line = "" if error.line is None else f":{error.line}"
         raise ConfigError(f"{file}{line}: not valid YAML: {error.problem}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: expected the sections {', '.join(SECTIONS)}, given {shown(content, 80)}")
+        raise ConfigError(f"{file}: expected the sections {', '.join(SECTIONS)}, got {shown(content, 80)}")
     for name, section in content.items():
         if name not in SECTIONS:
             raise ConfigError(f"{file}: {_unknown(str(name))}")
         if not isinstance(section, dict):
             keys = ", ".join(_keys(name))
-            raise ConfigError(f"{file}: {name}: expected a section with the keys {keys}, given {shown(section, 80)}")
+            raise ConfigError(f"{file}: {name}: expected a section with the keys {keys}, got {shown(section, 80)}")
         for key in section:
             if key not in _keys(name):
                 raise ConfigError(f"{file}: {_unknown(f'{name}.{key}')}")
@@ -130,10 +130,7 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _check_texts(argv: Sequence[str], file: str | None, content: dict[str, Any]) -> None:
-    """Refuse texts that are lists or mappings and are broken, or do not fit: they would be taken for plain strings.
-
-    And too many values in all.
-    """
+    """Refuse broken or unsuitable texts of lists and mappings, which would pass for strings, and too many values."""
     texts = [("--", name.removeprefix("--"), value) for name, value in _options(argv)]
     left = MAX_SETTINGS_VALUES
     for name, section in content.items():
@@ -149,7 +146,7 @@ def _check_texts(argv: Sequence[str], file: str | None, content: dict[str, Any])
         try:
             value = strict_yaml.parse(text)
         except YamlError as error:
-            raise ConfigError(f"{place}{key}: not valid YAML: {error.problem}, given {shown(text, 80)}") from error
+            raise ConfigError(f"{place}{key}: not valid YAML: {error.problem}, got {shown(text, 80)}") from error
         left = _counted(left, value, place + key)
         kind = _kind(key)
         listed = [option for option in (kind, *typing.get_args(kind)) if typing.get_origin(option) in (list, dict)]
@@ -158,7 +155,7 @@ def _check_texts(argv: Sequence[str], file: str | None, content: dict[str, Any])
 
 
 def _counted(left: int, value: Any, name: str) -> int:
-    """How many values may still follow those of a setting."""
+    """The number of values still allowed after those of a setting."""
     stack = [value]
     while stack:
         value = stack.pop()
@@ -166,14 +163,12 @@ def _counted(left: int, value: Any, name: str) -> int:
         left -= len(inside)
         stack += inside
         if left < 0:
-            raise ConfigError(
-                f"{name}: expected at most {MAX_SETTINGS_VALUES} values in lists and mappings, given more"
-            )
+            raise ConfigError(f"{name}: expected at most {MAX_SETTINGS_VALUES} values in lists and mappings, got more")
     return left
 
 
 def _with_sources(key: str, value: Any) -> Any:
-    """A list of data sets as the section has it, if nothing is wrong with any."""
+    """A list of data sets as the section has it, unless one of them is wrong."""
     if key not in _SOURCES or not isinstance(value, list) or any(_wrong_sources(key, value)):
         return value
     return [DataSource(**item) if isinstance(item, dict) else item for item in value]
@@ -181,11 +176,11 @@ def _with_sources(key: str, value: Any) -> Any:
 
 def _misfit(key: str, kind: Any, given: Any) -> str:
     inside = next(_wrong_sources(key, given), None) if key in _SOURCES else None
-    return inside or f"{key}: expected {describe_kind(kind)}, given {shown(given, 80)}"
+    return inside or f"{key}: expected {describe_kind(kind)}, got {shown(given, 80)}"
 
 
 def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The options that have a value, with it."""
+    """The options with their values."""
     for argument, following in itertools.pairwise([*argv, "nothing"]):
         name, equals, value = argument.partition("=")
         if name.startswith("--"):
@@ -193,12 +188,12 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _explain(message: str, argv: Sequence[str], file: str | None, content: dict[str, Any]) -> str:
-    """The message of jsonargparse in our words; as it is, on one line, where it is of an unknown kind."""
+    """The message of jsonargparse in our words; unchanged, on one line, if it is of an unknown kind."""
     if match := re.search(r"unrecognized arguments: (--)?([^\s=]+)", message):
         return f"--{_unknown(match[2])}" if match[1] else f"{shorten(match[2], 80)}: expected --section.key value"
     if match := re.search(r"arguments are required: (.+)", message):
         way_out = "" if file else "; name a YAML file with --config"
-        return f"{file or 'command line'}: {match[1]}: expected a value, given none{way_out}"
+        return f"{file or 'command line'}: {match[1]}: expected a value, got none{way_out}"
     if match := re.search(r'^Parser key "([^"]+)"', message):
         key = match[1]
         kind = _kind(key)
@@ -209,7 +204,7 @@ def _explain(message: str, argv: Sequence[str], file: str | None, content: dict[
 
 
 def _place(key: str, argv: Sequence[str], file: str | None) -> str:
-    """Where a key was set: on the command line (its own name says so: "--") or in the file."""
+    """The origin of a key: the command line ("--") or the file."""
     if any(argument.partition("=")[0] == f"--{key}" for argument in argv):
         return "--"
     return f"{file}: " if file else ""
@@ -226,19 +221,19 @@ def _given(key: str, argv: Sequence[str], content: dict[str, Any]) -> Any:
 
 
 def _wrong_sources(key: str, given: Any) -> Iterator[str]:
-    """What is wrong with the sections in a list of data sets."""
+    """The errors in the sections of a list of data sets."""
     kinds = typing.get_type_hints(DataSource)
     for index, source in enumerate(given if isinstance(given, list) else []):
         if not isinstance(source, dict):
             continue
         where = f"{key}[{index}]"
         if "path" not in source:
-            yield f"{where}: expected a section with path, given {shown(source, 80)}"
+            yield f"{where}: expected a section with path, got {shown(source, 80)}"
         for name, value in source.items():
             if name not in kinds:
                 yield f"{where}.{shorten(str(name), 80)}: unknown; expected one of {', '.join(kinds)}"
             elif not fits(value, kinds[name]):
-                yield f"{where}.{name}: expected {describe_kind(kinds[name])}, given {shown(value, 80)}"
+                yield f"{where}.{name}: expected {describe_kind(kinds[name])}, got {shown(value, 80)}"
 
 
 def _keys(section: str) -> list[str]:

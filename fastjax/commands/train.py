@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> None:
         argv: `--config FILE`, `--resume` and overrides.
     """
     config = parse_train_config(argv)
-    from fastjax.fine_tuning import fine_tune  # JAX is imported once the settings are right
+    from fastjax.runs.fine_tune import fine_tune  # JAX is imported once the settings are right
     from fastjax.training.report import usage
 
     console = Console()

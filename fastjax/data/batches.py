@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Int, Int32, Int64
+from jaxtyping import Int, Int32, Int64, Shaped
 
 from fastjax.data.packing import PackedRows, Rows
 
@@ -24,12 +24,14 @@ class Batch(NamedTuple):
         targets: For each token the one to predict, that is the one that follows it; -100 where nothing is learnt.
         segment_ids: The document of each token within its row, from 1; 0 is padding. Attention stays within a segment.
         positions: The place of each token within its document.
+        extra: Further fields of the rows, by name; a loss finds them in its rows.
     """
 
     tokens: Int32[np.ndarray, "A B S"]
     targets: Int32[np.ndarray, "A B S"]
     segment_ids: Int32[np.ndarray, "A B S"]
     positions: Int32[np.ndarray, "A B S"]
+    extra: Mapping[str, Shaped[np.ndarray, "A B ..."]] = {}
 
 
 class BatchSource(Protocol):
@@ -168,7 +170,8 @@ def stack(rows: Rows, shape: tuple[int, ...]) -> Batch:
     Returns:
         The batch.
     """
-    return Batch(*(array.reshape(*shape, array.shape[-1]) for array in rows))
+    tokens, targets, segment_ids, positions = (array.reshape(*shape, array.shape[-1]) for array in rows)
+    return Batch(tokens, targets, segment_ids, positions)
 
 
 @functools.lru_cache(maxsize=2)

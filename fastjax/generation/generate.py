@@ -39,9 +39,9 @@ def generate(
         max_new_tokens: most tokens to add to each.
         temperature: 0 takes the likeliest token; above, sampling.
         top_k: sample among the k likeliest tokens.
-        top_p: sample among the likeliest tokens that together have this probability.
+        top_p: sample among the likeliest tokens of this total probability.
         seed: of the sampling.
-        stop_tokens: a row ends with the first of these, which is not returned.
+        stop_tokens: the first of these ends a row, and is not returned.
 
     Returns:
         The new tokens of each prompt.
@@ -53,7 +53,7 @@ def generate(
     if not prompts or not all(len(p) for p in prompts):
         raise ConfigError("generate: expected prompts of at least one token each")
     if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens: expected a positive integer, given {max_new_tokens!r}")
+        raise ConfigError(f"max_new_tokens: expected a positive integer, got {max_new_tokens!r}")
     longest = max(len(p) for p in prompts)
     if longest + max_new_tokens > model.max_seq_length:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Choosing the next token from its logits."""
+"""Sampling of the next token from its logits."""
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +10,19 @@ from fastjax.limits import MAX_INTEGER, MAX_MAGNITUDE
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None, seed: int = 0) -> None:
-    """Refuse settings outside their ranges.
+    """Check that settings are within their ranges.
 
     Raises:
         ConfigError: names the setting.
     """
     if not 0 <= temperature <= MAX_MAGNITUDE:
-        raise ConfigError(f"temperature: expected a finite number >= 0, given {temperature!r}")
+        raise ConfigError(f"temperature: expected a finite number >= 0, got {temperature!r}")
     if top_k is not None and not 1 <= top_k <= MAX_INTEGER:
-        raise ConfigError(f"top_k: expected a positive integer up to {MAX_INTEGER}, given {shown(top_k)}")
+        raise ConfigError(f"top_k: expected a positive integer up to {MAX_INTEGER}, got {shown(top_k)}")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top_p: expected a number above 0 and up to 1, given {top_p!r}")
+        raise ConfigError(f"top_p: expected a number above 0 and up to 1, got {top_p!r}")
     if abs(seed) > MAX_INTEGER:
-        raise ConfigError(f"seed: expected an integer of 32 bits, given {shown(seed)}")
+        raise ConfigError(f"seed: expected an integer of 32 bits, got {shown(seed)}")
 
 
 def sample(
@@ -35,7 +35,7 @@ def sample(
         key: random state of this step.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: only the k likeliest tokens.
-        top_p: only the likeliest tokens that together have this probability (Holtzman et al., arXiv 1904.09751).
+        top_p: only the likeliest tokens of this total probability (Holtzman et al., arXiv 1904.09751).
     """
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -32,14 +32,14 @@ def answer(
 
     Args:
         model: with a tokenizer.
-        prompts: what the user says, one conversation each, or a conversation so far, as a list of messages; with
-            `chat=False` the beginning of a text.
+        prompts: user messages, one conversation each, or conversations as lists of messages; with `chat=False`
+            beginnings of texts.
         chat: put the prompt through the chat template, exactly as training does.
-        special_tokens: what special tokens in prompts are read as; see `Encoder`.
+        special_tokens: the reading of special tokens in prompts; see `Encoder`.
         max_new_tokens: longest answer, in tokens.
         temperature: 0 takes the likeliest token.
         top_k: sample among so many.
-        top_p: sample among the likeliest tokens of this probability together.
+        top_p: sample among the likeliest tokens of this total probability.
         seed: of the sampling.
         batch_size: prompts that go through the model together.
 
@@ -52,7 +52,7 @@ def answer(
         DataError: a prompt that the chat template refuses, or that is no Unicode.
     """
     if model.tokenizer is None:
-        raise ConfigError("answer: expected a model with a tokenizer, given one without; load it from a folder")
+        raise ConfigError("answer: expected a model with a tokenizer, got one without; load it from a folder")
     tokenizer = cast("PreTrainedTokenizerFast", model.tokenizer)
     encoder = Encoder(tokenizer, special_tokens=special_tokens)
     encoded = encode_prompts(encoder, prompts, chat=chat)
@@ -73,7 +73,7 @@ def answer(
 
 
 def encode_prompts(encoder: Encoder, prompts: Sequence[str | Sequence[Message]], *, chat: bool) -> list[list[int]]:
-    """The tokens that a model is to continue; see `answer`.
+    """The prompts' tokens; see `answer`.
 
     Args:
         encoder: of the model's tokenizer.
@@ -84,30 +84,30 @@ def encode_prompts(encoder: Encoder, prompts: Sequence[str | Sequence[Message]],
         The token ids of each.
 
     Raises:
-        ConfigError: what is neither text nor conversation.
+        ConfigError: a prompt that is neither text nor conversation.
         DataError: a prompt that the chat template refuses, or that is no Unicode.
     """
     if isinstance(prompts, str):
         raise ConfigError(
-            f"prompts: expected a list of texts or conversations, given a text alone; write [{describe(prompts)}]"
+            f"prompts: expected a list of texts or conversations, got a text alone; write [{describe(prompts)}]"
         )
     encoded = []
     for index, prompt in enumerate(prompts):
         place = f"prompts[{index}]"
         if isinstance(prompt, dict):
             raise ConfigError(
-                f"{place}: expected a text or a list of messages, given one message; write [[message, …]] for one "
+                f"{place}: expected a text or a list of messages, got one message; write [[message, …]] for one "
                 "conversation"
             )
         if not isinstance(prompt, str | list | tuple):
-            raise ConfigError(f"{place}: expected a text or a list of messages, given {describe(prompt)}")
+            raise ConfigError(f"{place}: expected a text or a list of messages, got {describe(prompt)}")
         if isinstance(prompt, str):
             question = [{"role": "user", "content": prompt}]
             encoded.append(encoder.encode_prompt(question) if chat else encoder.encode_beginning(prompt))
         elif chat:
             encoded.append(encoder.encode_prompt(_conversation(prompt, place)))
         else:
-            raise ConfigError(f"{place}: expected a text, given a conversation; leave chat at True")
+            raise ConfigError(f"{place}: expected a text, got a conversation; leave chat at True")
     return encoded
 
 

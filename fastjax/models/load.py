@@ -5,7 +5,6 @@ Host memory stays at what the stream holds, device memory at the finished tree p
 
 import functools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from convert.formats.nf4 import NF4Tensor
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
 from convert.model.spec import WeightSpec
-from convert.weights import Weights, open_weights, stream
+from convert.weights import Weights, stream
 from fastjax.models.layout import Run, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
 from fastjax.quantization import FP8Weight, NF4Weight
@@ -28,7 +27,7 @@ from fastjax.quantization.weights import Weight
 
 
 def load_weights(
-    folder: str | Path,
+    opened: Weights,
     config: ModelConfig,
     *,
     precision: Precision,
@@ -37,10 +36,10 @@ def load_weights(
     layer_loop: str,
     allow_nonfinite: bool = False,
 ) -> tuple[tuple[Run, ...], dict[str, Any]]:
-    """Read a Hugging Face folder into the tree that `Decoder` takes.
+    """Read an open Hugging Face folder into the tree that `Decoder` takes.
 
     Args:
-        folder: safetensors files and config.json.
+        opened: the folder's weights.
         config: the model's.
         precision: in which dtype each weight is held that is not quantised.
         trained: whether the weights are trained themselves.
@@ -58,7 +57,6 @@ def load_weights(
         ConvertError: what is wrong with the folder; NaN or infinity in it.
     """
     finite: dict[str, Array] = {}
-    opened = open_weights(folder)
     formats = {path: opened.format(path) for path in opened.specs}
     quantized = any(kind.startswith("nf4") for kind in formats.values())
     quantize = load_in_4bit and not quantized
@@ -87,7 +85,7 @@ def load_weights(
             try:
                 weight = NF4Weight.from_tensor(value)
             except ConvertError as error:
-                raise ConvertError(f"{folder}: {path}: {error}") from None
+                raise ConvertError(f"{opened.checkpoint.folder}: {path}: {error}") from None
             return checked(path, weight if keeps_nf4(path) else weight.dequantize(dtype))
         if quantizes(path):
             return _quantize(checked(path, jnp.asarray(value)))
@@ -103,7 +101,7 @@ def load_weights(
             own = opened.decoded_dtype(path).name if packed or quantizes(path) else None
             kinds[place.layer].add((place.inside, kind if packed else "plain", own))
     plan = plan_layers([frozenset(kind) for kind in kinds], layer_loop)
-    tree = _fill(config, plan, ((path, prepare(path, value)) for path, value in stream(folder, keeps_fp8)))
+    tree = _fill(config, plan, ((path, prepare(path, value)) for path, value in stream(opened, keeps_fp8)))
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
             raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))

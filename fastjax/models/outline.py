@@ -1,6 +1,7 @@
-"""What a model will be, as far as its config.json, its tokenizer and the settings say; no weights, no JAX.
+"""A model's outline: config.json, tokenizer, headers of the weights and the settings; no tensor is read, no JAX.
 
-Loading a model begins with this, and so do a run and its preview, so that none takes what another refuses.
+Loading a model begins with this, and so do a run and its preview, so that none takes what another refuses. The folder
+is opened here and nowhere else: the open weights go along to their reader.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from convert.checkpoint import CONFIG, open_checkpoint
 from convert.files import read_json
 from convert.model.config import ModelConfig
+from convert.weights import Weights, open_weights
 from fastjax.data.new_tokens import add_tokens, vocabulary_size
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """A model without its weights.
+    """A model before its tensors are read.
 
     Attributes:
         hf_config: the folder's config.json, with the settings' scaling of the positions and the rows of new tokens.
@@ -35,6 +37,7 @@ class Outline:
         new_token_ids: ids of the new tokens.
         known_tokens: rows of the folder's tables that belong to a token.
         max_seq_length: longest row.
+        weights: the open weights; None: they are not on this machine.
     """
 
     hf_config: Mapping[str, Any]
@@ -43,6 +46,7 @@ class Outline:
     new_token_ids: tuple[int, ...]
     known_tokens: int
     max_seq_length: int
+    weights: Weights | None
 
 
 def read_outline(
@@ -54,7 +58,7 @@ def read_outline(
     rope_scaling: Mapping[str, Any] | None = None,
     weights: bool = True,
 ) -> Outline:
-    """Read a Hugging Face folder without its weights; the arguments are those of `FastLanguageModel.from_pretrained`.
+    """Open a Hugging Face folder; the arguments are those of `FastLanguageModel.from_pretrained`.
 
     Args:
         folder: the folder.
@@ -62,13 +66,14 @@ def read_outline(
         float32_modules: names of modules, which there must be.
         new_tokens: tokens to add.
         rope_scaling: replaces the scaling of the rotary positions.
-        weights: whether there must be files of weights with whole headers.
+        weights: open the files of the weights too, which must be there.
 
     Raises:
         ConfigError: arguments that contradict the model, or no tokenizer that fits it.
         ConvertError: what is wrong with the folder.
     """
-    hf_config: Mapping[str, Any] = open_checkpoint(folder).config if weights else read_json(folder / CONFIG)
+    checkpoint = open_checkpoint(folder) if weights else None
+    hf_config: Mapping[str, Any] = read_json(folder / CONFIG) if checkpoint is None else checkpoint.config
     config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
     if rope_scaling is not None:
         hf_config = with_rope_scaling(hf_config, rope_scaling)
@@ -83,7 +88,8 @@ def read_outline(
         config, hf_config = dataclasses.replace(config, vocab_size=rows), with_vocab_size(hf_config, rows)
     else:
         check_vocabulary(tokenizer, config, folder)
-    return Outline(hf_config, config, tokenizer, tuple(new_ids), known, length)
+    opened = None if checkpoint is None else open_weights(checkpoint)
+    return Outline(hf_config, config, tokenizer, tuple(new_ids), known, length, opened)
 
 
 def row_length(max_seq_length: int | None, config: ModelConfig) -> int:

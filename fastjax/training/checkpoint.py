@@ -1,10 +1,10 @@
-"""Checkpoints of a run: everything that a step changes, and where the run stands, through Orbax.
+"""Checkpoints of a run through Orbax: the train state, progress, data position and settings.
 
-One folder a step under `checkpoints/`, which Orbax writes under a temporary name and renames when it is whole; so a run
-that is killed leaves whole checkpoints only. A thread of its own writes, from a copy of the state: on the device where
-it has room for one, which costs the run a millisecond, otherwise on the host. The arrays are stored under their names
-in the state; beside them, as JSON, a checksum of each and what the host knows: progress, data position, settings. One
-that is to go is renamed before it is deleted.
+One folder a step under `checkpoints/`, which Orbax writes under a temporary name and renames when it is whole, so a
+killed run leaves whole checkpoints only. A background thread writes from a copy of the state: on the device if there is
+room, which costs the run a millisecond, otherwise on the host. The arrays are stored under their names in the state;
+beside them, as JSON, a checksum of each, progress, data position and settings. A checkpoint is renamed before it is
+deleted.
 """
 
 import concurrent.futures
@@ -13,17 +13,26 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fastjax.errors import ConfigError, TrainingError
+from fastjax.training.cadence import Progress
+from fastjax.training.checkpoint_files import (
+    METADATA,
+    UNCHECKED_FORMAT,
+    Unreadable,
+    checksum,
+    read_arrays,
+    read_metadata,
+    seal,
+)
 from fastjax.training.silence import silence
-from fastjax.training.stored import METADATA, UNCHECKED_FORMAT, Unreadable, checksum, read_arrays, read_metadata, seal
 
-#: Of the JSON beside the arrays; one of a later version is refused.
+#: Version of the JSON beside the arrays; later ones are refused.
 FORMAT = 2
 _GONE = ".deleted"
 
@@ -32,47 +41,29 @@ class SaveFailed(TrainingError):
     """A checkpoint that could not be written; the earlier ones are whole."""
 
 
-class Progress(NamedTuple):
-    """Where a run stands, beside its state.
-
-    Attributes:
-        step: steps taken, skipped ones included; the data of as many batches have been used.
-        best_loss: the lowest held-out loss; None before the first evaluation.
-        best_step: its step.
-        evaluations_since_best: evaluations that were no better.
-        seconds: the run has taken so far.
-    """
-
-    step: int = 0
-    best_loss: float | None = None
-    best_step: int | None = None
-    evaluations_since_best: int = 0
-    seconds: float = 0.0
-
-
 class Checkpoints:
     """The checkpoints in a folder.
 
     Attributes:
         folder: of the checkpoints.
-        extra: what else to keep of a step, as JSON can hold it.
+        extra: further JSON of a step.
     """
 
     def __init__(
         self, folder: str | Path, *, keep: int = 1, extra: Callable[[int], Mapping[str, Any]] = lambda step: {}
     ):
-        """Look at a folder, which need not exist yet, and clear what a killed run left unfinished in it.
+        """Look at a folder, which need not exist yet, and remove unfinished checkpoints of a killed run.
 
         Args:
             folder: of the checkpoints.
             keep: how many of the newest stay, beside the best.
-            extra: what else to keep of a step, as JSON can hold it.
+            extra: further JSON of a step.
         """
         self.folder, self._keep, self.extra = Path(folder).absolute(), keep, extra
         self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copied: tuple[int, Callable[[], None]] | None = None
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
-        self._writer.submit(_orbax)  # its import takes a second, in which later a step could not be dispatched
+        self._writer.submit(_orbax)  # its import takes a second; later it would delay a step
         for left in [*self.folder.glob(f"*{_GONE}"), *self.folder.glob("*.orbax-checkpoint-tmp*")]:
             shutil.rmtree(left, ignore_errors=True)
 
@@ -86,7 +77,7 @@ class Checkpoints:
 
         Args:
             state: the TrainState after `progress.step` steps.
-            progress: where the run stands.
+            progress: of the run.
 
         Raises:
             SaveFailed: the write before this one failed, or this one at its start.
@@ -115,13 +106,13 @@ class Checkpoints:
         self._copied = progress.step, functools.partial(write, stored)
 
     def begin(self) -> None:
-        """Start to write what was copied. Python is busy with it at first: do it when the device has its next step."""
+        """Start to write the copy. It keeps Python busy at first: call it when the device has its next step."""
         if self._copied is not None:
             (step, write), self._copied = self._copied, None
             self._pending = step, self._writer.submit(write)
 
     def poll(self) -> int | None:
-        """The step of the save that has ended since the last look; None: none has.
+        """The step of a save that has ended since the last call; None: none has.
 
         Raises:
             SaveFailed: it failed.
@@ -131,7 +122,7 @@ class Checkpoints:
         return self.wait()
 
     def wait(self) -> int | None:
-        """Wait for the save that is being written, and return its step; None: there is none.
+        """Wait for the current save, and return its step; None: there is none.
 
         Raises:
             SaveFailed: it failed.
@@ -147,7 +138,7 @@ class Checkpoints:
         return step
 
     def close(self) -> None:
-        """End the background thread, after the write that it is in."""
+        """End the background thread after its current write."""
         self._writer.shutdown()
 
     def metadata(self, step: int) -> dict[str, Any]:
@@ -161,7 +152,7 @@ class Checkpoints:
         found = read_metadata(where)
         if found["format"] not in (UNCHECKED_FORMAT, FORMAT):
             raise ConfigError(
-                f"{where}: expected a checkpoint of format {FORMAT} or before, given {found['format']}; it was written "
+                f"{where}: expected a checkpoint of format {FORMAT} or before, got {found['format']}; it was written "
                 "by another version of fastjax"
             )
         try:
@@ -200,7 +191,7 @@ class Checkpoints:
         )
 
     def load_part(self, step: int, field: str, like: Any) -> Any:
-        """Read one field of a checkpoint's state, and nothing else of it.
+        """Read one field of a checkpoint's state alone.
 
         Args:
             step: of the checkpoint.
@@ -223,15 +214,15 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), found)
 
     def _read(self, step: int, metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The stored ones of some arrays, where these are."""
+        """The stored values of arrays, on the devices of these."""
         described = _described({name: array for name, array in arrays.items() if array.size})
         read = read_arrays(self.folder / str(step), described, metadata.get("checksums"))
         return {name: jax.device_put(array, arrays[name].sharding) for name, array in read.items()}
 
     def _retire(self, progress: Progress) -> None:
-        """Delete what is neither among the newest nor the best.
+        """Delete checkpoints that are neither among the newest nor the best.
 
-        Later steps are of a run that went on from here because they could not be read: they keep no room from others.
+        Unreadable ones of later steps, from before the run resumed here, do not count.
         """
         for step in [step for step in self.steps() if step <= progress.step][self._keep :]:
             if step != progress.best_step:
@@ -247,7 +238,7 @@ class Checkpoints:
 
 
 def _orbax() -> Any:
-    """Orbax, imported when it is needed; what it tells of a failure at length is raised here."""
+    """Orbax, imported on first use, its long logs of a failure silenced: the error is raised here."""
     from orbax.checkpoint import v1
 
     silence()
@@ -260,11 +251,11 @@ def _copy_on_device(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _copy(arrays: dict[str, jax.Array]) -> dict[str, Any]:
-    """Arrays that a step which is donated the original ones leaves alone."""
+    """Copies that survive the donation of the original arrays to a step."""
     if jax.default_backend() == "cpu":
         return {name: np.array(array) for name, array in arrays.items()}
     stats = jax.local_devices()[0].memory_stats() or {}
-    room = stats.get("bytes_limit", 0) - stats.get("peak_bytes_in_use", 0)  # what no step so far has needed
+    room = stats.get("bytes_limit", 0) - stats.get("peak_bytes_in_use", 0)  # unused by every step so far
     if sum(array.nbytes for array in arrays.values()) < room:
         return _copy_on_device(arrays)
     return jax.device_get(arrays)
@@ -294,7 +285,7 @@ def _is_key(leaf: Any) -> bool:
 
 def _check(wanted: Mapping[str, Sequence[Any]], found: Mapping[str, Sequence[Any]], where: Path) -> None:
     problems = [
-        f"{name}: expected {_show(wanted.get(name))}, given {_show(found.get(name))}"
+        f"{name}: expected {_show(wanted.get(name))}, got {_show(found.get(name))}"
         for name in [*wanted, *(name for name in found if name not in wanted)]
         if list(wanted.get(name, ())) != list(found.get(name, ()))
     ]
@@ -308,7 +299,7 @@ def _show(described: Sequence[Any] | None) -> str:
 
 
 def _reason(text: str) -> str:
-    """What an error of the storage layers comes down to."""
+    """The cause of an error of the storage layers, in short."""
     if "No space left" in text or "ENOSPC" in text:
         return "the disk is full"
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -1,9 +1,8 @@
 """Equal runs, bit for bit, on a GPU.
 
 Some of XLA's GPU operations add in the order in which threads arrive (scatters, some convolutions), and autotuning may
-choose another kernel in another process. Deterministic operations exclude the first; results of the autotuning that are
-kept in the run's folder exclude the second, for the run that is resumed and for one that is repeated in the same place.
-On a CPU neither exists.
+choose another kernel in another process. Deterministic operations exclude the first, autotuning results kept in the
+run's folder the second, for a resumed run and for one repeated in the same place. On a CPU neither exists.
 """
 
 from pathlib import Path

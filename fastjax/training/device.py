@@ -1,4 +1,4 @@
-"""Which of the machine's devices a run uses, and why the others are idle."""
+"""The devices that a run uses, and the reason why the others are idle."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,8 +10,8 @@ class DeviceUse(NamedTuple):
     """A run's device, for people.
 
     Attributes:
-        used: its kind, and which one of how many it is.
-        idle: the others, why they are idle, and how to choose another; None where there are none.
+        used: its kind, number, and the number of devices.
+        idle: the others, the reason, and how to choose another; None: there are no others.
     """
 
     used: str
@@ -22,7 +22,7 @@ def device_use(devices: Sequence[Any] | None = None) -> DeviceUse:
     """Describe the device that a run takes: JAX's first.
 
     Args:
-        devices: those there are; None: `jax.devices()`.
+        devices: None: `jax.devices()`.
     """
     first, *others = jax.devices() if devices is None else devices
     if not others:

@@ -1,9 +1,9 @@
 """The loop around the pure train step: batches in, rows of numbers out, checkpoints on the way.
 
-The loop is impure and thin. It dispatches step n + 1 before it reads the numbers of step n, so the device never waits
-for the host: JAX returns from a call before the device is done, and only reading a number blocks. A step that is not
-finite halts the state on the device, so that one dispatched after it changes nothing. Batches are made and sent to the
-device by a thread of their own.
+The loop is impure and thin: `cadence` decides, the loop executes. It dispatches step n + 1 before it reads the numbers
+of step n, so the device never waits for the host: JAX returns from a call before the device is done, and only reading
+a number blocks. A step that is not finite halts the state on the device, so that one dispatched after it changes
+nothing. Batches are made and sent to the device by a thread of their own.
 """
 
 import contextlib
@@ -17,43 +17,26 @@ import numpy as np
 from fastjax.data.batches import Batch
 from fastjax.data.prefetch import prefetched
 from fastjax.errors import TrainingError
-from fastjax.training.checkpoint import Checkpoints, Progress, SaveFailed
+from fastjax.training.cadence import Cadence, Progress
+from fastjax.training.checkpoint import Checkpoints, SaveFailed
 from fastjax.training.health import GradientCheck
+from fastjax.training.loss import LossSums
 from fastjax.training.metrics import Evaluation, Row, Sink, Throughput
 from fastjax.training.signals import StopSignals
+from fastjax.training.step import COUNTS, STEP_METRICS
 
 TrainStep = Callable[[Any, Any, Batch], tuple[Any, dict[str, jax.Array]]]
-EvalStep = Callable[[Any, Any, Batch], tuple[jax.Array, jax.Array, jax.Array]]
+EvalStep = Callable[[Any, Any, Batch], LossSums]
 
 #: Batches that wait on the device.
 PREFETCH = 2
 
 _START = Progress()
-
-
-class Cadence(NamedTuple):
-    """When what is done, in steps; None: never.
-
-    Attributes:
-        evaluate: every so many steps; the last always.
-        save: every so many steps; then the last too, which early stopping may make of any.
-        save_best: save whenever the held-out loss is the lowest so far.
-        patience: end after so many evaluations in a row that are no better than the best.
-        threshold: how much lower a held-out loss must be to be better, in nats.
-    """
-
-    evaluate: int | None = None
-    save: int | None = None
-    save_best: bool = False
-    patience: int | None = None
-    threshold: float = 0.0
-
-
 _NEVER = Cadence()
 
 
 class Fitted(NamedTuple):
-    """Where a run has come to.
+    """The end of the loop.
 
     Attributes:
         state: after the last step.
@@ -69,7 +52,7 @@ class Fitted(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A step that was dispatched and whose numbers have not been read."""
+    """A dispatched step whose numbers have not been read."""
 
     step: int
     num_tokens: int
@@ -99,7 +82,7 @@ def fit(
     Args:
         train_step: `make_train_step`'s function: (state, frozen, batch) → (state, metrics).
         state: the TrainState to start from; it is donated.
-        frozen: the weights that are not trained.
+        frozen: the frozen weights.
         batches: of the steps after `start.step`, at least as many as there are steps to take.
         learning_rates: float32 [steps of the whole run], by the number of updates made before.
         start: where the run stands.
@@ -108,12 +91,12 @@ def fit(
         throughput: measures the run; None: one that knows the number of steps only.
         evaluate: the held-out evaluation of a trainable tree; None: there is none.
         checkpoints: take the state; None: nothing is saved.
-        stop: says that a signal wants the run to end; the step is finished and, with checkpoints, the state saved.
+        stop: the signal that ends the run; the step is finished and, with checkpoints, the state saved.
         check: judges the first gradients.
         explain: (state, batch, step) → which rows broke the step.
 
     Returns:
-        Where the run has come to.
+        The end of the loop.
 
     Raises:
         TrainingError: a step whose loss or gradient is not finite, weights without gradient, too few batches, or a
@@ -125,7 +108,7 @@ def fit(
 
 
 class _Loop:
-    """The impure part of `fit`: what has been seen so far."""
+    """The impure part of `fit`: the progress so far, and the execution of the cadence's actions."""
 
     def __init__(self, learning_rates, start, cadence, sinks, throughput, checkpoints, check, explain):
         self.rates, self.total = learning_rates, len(learning_rates)
@@ -138,7 +121,7 @@ class _Loop:
     def run(self, train_step, state, frozen, batches, evaluate, stop) -> Fitted:
         cadence, evaluation = self.cadence, None
         with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=_send)) as ready:
-            while self.progress.step < self.total and not self.exhausted():
+            while self.progress.step < self.total and not cadence.exhausted(self.progress):
                 if (item := next(ready, None)) is None:
                     raise TrainingError(
                         f"the data ended after {self.progress.step} steps; expected batches for {self.total}"
@@ -153,26 +136,22 @@ class _Loop:
                     _Pending(step, num_tokens, batch, metrics),
                     self.progress._replace(step=step),
                 )
-                last = step == self.total
-                stopped = stop.received is not None
-                look = evaluate is not None and (last or _due(cadence.evaluate, step))
-                save = _due(cadence.save, step)
-                if look and evaluate is not None:
+                asked = {"held_out": evaluate is not None, "signalled": stop.received is not None}
+                actions = cadence.after(self.progress, self.total, **asked)
+                if actions.evaluate and evaluate is not None:
                     evaluation = evaluate(state.trainable)  # behind the step, for which nothing waits yet
                     self.throughput.pause()
                     self.report(state)
-                    save = self.judge(evaluation) or save
-                if not last and self.exhausted():
-                    last = True
+                    self.judge(evaluation)
+                    actions = cadence.after(self.progress, self.total, evaluated=True, **asked)
+                if actions.stop == "patience":
                     self.tell_early_stop()
-                stopped = stopped and not last
-                save = save or stopped or (last and cadence.save is not None)
-                if save or last:
+                if actions.log:
                     self.report(state)
-                if save:
-                    self.save(state, final=stopped)
+                if actions.save:
+                    self.save(state, final=actions.stop == "signal")
                 self.poll()
-                if stopped:
+                if actions.stop == "signal":
                     return Fitted(state, self.progress, evaluation, complete=False)
         self.settle()
         return Fitted(state, self.progress, evaluation, complete=True)
@@ -224,23 +203,11 @@ class _Loop:
         self.event("not_finite", message, pending.step)
         raise TrainingError(message)
 
-    def judge(self, evaluation: Evaluation) -> bool:
-        """Take note of an evaluation; whether it is to be saved as the best."""
+    def judge(self, evaluation: Evaluation) -> None:
+        """Report an evaluation and take note of its loss."""
         self.write(evaluation.row(self.progress.step))
         self.throughput.pause()
-        best = self.progress.best_loss
-        if best is None or evaluation.loss < best - self.cadence.threshold:
-            self.progress = self.progress._replace(
-                best_loss=evaluation.loss, best_step=self.progress.step, evaluations_since_best=0
-            )
-            return self.cadence.save_best
-        waited = self.progress.evaluations_since_best + 1
-        self.progress = self.progress._replace(evaluations_since_best=waited)
-        return False
-
-    def exhausted(self) -> bool:
-        """Whether patience is at its end; it can be so before the first step of a run that goes on."""
-        return self.cadence.patience is not None and self.progress.evaluations_since_best >= self.cadence.patience
+        self.progress = self.cadence.judged(self.progress, evaluation.loss)
 
     def tell_early_stop(self) -> None:
         waited = self.progress.evaluations_since_best
@@ -251,7 +218,7 @@ class _Loop:
         """Save the state; a periodic save that fails is told and does not end the run."""
         if self.checkpoints is None:
             return
-        self.settle()  # what became of the save before this one is no reason not to try it
+        self.settle()  # a failed save before this one is no reason not to try it
         try:
             self.checkpoints.save(state, self.progress)
             if final:
@@ -285,20 +252,24 @@ def run_evaluation(eval_step: EvalStep, trainable: Any, frozen: Any, batches: It
     """Evaluate on every batch; the sums stay on the device until the last.
 
     Args:
-        eval_step: `make_eval_step`'s function: (trainable, frozen, batch) → (loss sum, targets, correct ones).
-        trainable: the weights that are trained.
+        eval_step: `make_eval_step`'s function: (trainable, frozen, batch) → sums.
+        trainable: the trained weights.
         frozen: the others.
         batches: held-out rows.
 
     Raises:
-        TrainingError: there is not one target token in the rows.
+        TrainingError: the rows weigh nothing: there is no target token in them.
     """
     with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=jax.device_put)) as ready:
-        sums = jax.device_get([tuple(eval_step(trainable, frozen, batch)) for batch in ready])
-    loss, targets, correct = np.sum(np.asarray(sums, np.float64).reshape(-1, 3), axis=0).tolist()
-    if not targets:
+        found: list[LossSums] = jax.device_get([eval_step(trainable, frozen, batch) for batch in ready])
+    loss = sum(float(sums.loss_sum) for sums in found)
+    weight = sum(float(sums.metrics["num_targets"] if sums.weight is None else sums.weight) for sums in found)
+    if not weight:
         raise TrainingError("the evaluation rows hold no token to predict; expected at least one")
-    return Evaluation(loss / targets, correct / targets, int(targets))
+    totals = {name: sum(float(sums.metrics[name]) for sums in found) for name in found[0].metrics}
+    targets, correct = (int(totals.pop(name, 0)) for name in COUNTS)
+    own = {f"eval_{name}": total / weight for name, total in totals.items()}
+    return Evaluation(loss / weight, correct / max(1, targets), targets, own)
 
 
 def _send(batch: Batch) -> tuple[int, Batch]:
@@ -306,21 +277,18 @@ def _send(batch: Batch) -> tuple[int, Batch]:
     return int(np.count_nonzero(batch.segment_ids)), jax.device_put(batch)
 
 
-def _due(every: int | None, step: int) -> bool:
-    return every is not None and step % every == 0
-
-
 def _row(step: int, values: dict[str, Any], learning_rate: float) -> dict[str, Any]:
     """The row of a train step from its numbers."""
-    num_targets = int(values["num_targets"])
-    row = {
+    row: dict[str, Any] = {
         "step": step,
         "loss": float(values["loss"]),
         "grad_norm": float(values["grad_norm"]),
         "learning_rate": learning_rate,
-        "token_accuracy": int(values["num_correct"]) / max(1, num_targets),
-        "num_targets": num_targets,
     }
+    if "num_targets" in values:
+        num_targets, num_correct = (int(values[name]) for name in COUNTS)
+        row |= {"token_accuracy": num_correct / max(1, num_targets), "num_targets": num_targets}
+    row |= {name: float(value) for name, value in values.items() if name not in (*COUNTS, *STEP_METRICS)}
     if "loss_scale" in values:
         row |= {"loss_scale": float(values["loss_scale"]), "skipped_steps": int(values["skipped_steps"])}
     return row

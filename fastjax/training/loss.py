@@ -1,9 +1,11 @@
 """The loss of a batch: cross-entropy summed over target tokens, never the whole logits at once."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.models.decoder import Decoder, lm_logits
@@ -12,24 +14,42 @@ from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy
 
 
 class LossSums(NamedTuple):
-    """Sums over the target tokens of a batch; the mean loss is loss_sum / num_targets."""
+    """Sums over the rows of a microbatch; they are added up over microbatches and devices.
+
+    Attributes:
+        loss_sum: the numerator of the loss.
+        weight: the denominator, at least 0; None: the metric num_targets, the number of the rows' target tokens.
+        metrics: by name. `num_targets` and `num_correct` are counts of tokens and make the token accuracy; the mean of
+            any other, over the weight, is reported under its name.
+    """
 
     loss_sum: Float[Array, ""]
-    num_targets: Int[Array, ""]
-    num_correct: Int[Array, ""]
+    weight: Float[Array, ""] | Int[Array, ""] | None
+    metrics: Mapping[str, Array]
 
 
 class Loss(Protocol):
-    """The loss of one microbatch: `loss_sums`, or a function of your own."""
+    """The loss of one microbatch: `loss_sums`, or a function of your own.
 
-    def __call__(self, model: Decoder, trainable: Any, rows: Any, *, key: PRNGKeyArray | None) -> LossSums:
-        """The sums over the rows' target tokens; `loss_sum` is divided by the step's number of targets."""
+    A step's loss is the sum of `loss_sum` over the sum of `weight`, both over all microbatches and devices, so
+    accumulation and data parallelism do not change it. No gradient flows through the weight.
+    """
+
+    def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
+        """The sums over a microbatch.
+
+        Args:
+            model: the decoder, merged.
+            trainable_filter: the nnx filter of the trained variables.
+            rows: a Batch without its accumulation axis, int32 [B, S]; its `extra` fields [B, …].
+            key: dropout key; None in an evaluation.
+        """
         ...
 
 
 def loss_sums(
     model: Decoder,
-    trainable: Any,
+    trainable_filter: Filter,
     rows: Any,
     *,
     key: PRNGKeyArray | None,
@@ -40,19 +60,22 @@ def loss_sums(
 
     Args:
         model: the decoder, merged.
-        trainable: the nnx filter that says which variables are trained.
+        trainable_filter: the nnx filter of the trained variables.
         rows: a Batch without its accumulation axis, int32 [B, S]: tokens, targets (-100 where nothing is learnt),
             segment_ids (or None: every row is one document) and positions.
         key: dropout key; None in an evaluation.
         chunk_size: sequence places whose logits exist at once; None: by the size of the vocabulary.
         neftune_noise_alpha: magnitude of the noise on the embeddings where there is a key; None: none.
+
+    Returns:
+        The sums, whose weight is the number of target tokens, with the metrics num_targets and num_correct.
     """
     hidden = model.head_input(
         model(rows.tokens, rows.positions, rows.segment_ids, key=key, neftune_noise_alpha=neftune_noise_alpha), key
     )
-    graphdef, trained, frozen = nnx.split(model.lm_head, trainable, ...)
+    graphdef, trained, frozen = nnx.split(model.lm_head, trainable_filter, ...)
 
-    def project(trained: Any, frozen: Any, hidden: Array) -> Array:
+    def project(trained: nnx.State, frozen: nnx.State, hidden: Array) -> Array:
         return lm_logits(nnx.merge(graphdef, trained, frozen), hidden)
 
     local_rows = -(-rows.tokens.shape[0] // batch_devices())
@@ -60,4 +83,5 @@ def loss_sums(
     sums = chunked_cross_entropy(
         project, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen), hidden, rows.targets, chunk_size=size
     )
-    return LossSums(*(jax.numpy.asarray(value) for value in sums))
+    loss_sum, num_targets, num_correct = (jax.numpy.asarray(value) for value in sums)
+    return LossSums(loss_sum, None, {"num_targets": num_targets, "num_correct": num_correct})

@@ -1,7 +1,7 @@
 """Dynamic loss scaling, which keeps float16 gradients out of the subnormal numbers.
 
 The loss is multiplied by a power of two before the backward pass and the gradients are divided by it after
-(Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2). Where one of them overflows, the step
+(Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.2). If a gradient overflows, the step
 changes nothing but the scale, which halves; after a window of steps without an overflow it doubles.
 """
 
@@ -10,18 +10,18 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-#: A step that overflows even with the loss as it is has gone wrong for another reason.
+#: An overflow at this scale has another cause.
 SMALLEST = 1.0
 LARGEST = 2.0**24
 
 
 class LossScale(NamedTuple):
-    """The scale and what it will be next.
+    """The scale and its history.
 
     Attributes:
-        scale: what the loss is multiplied by, a power of two; float32 [].
+        scale: the factor of the loss, a power of two; float32 [].
         good_steps: steps without an overflow since the scale changed; int32 [].
-        skipped_steps: steps that changed nothing, in the whole run; int32 [].
+        skipped_steps: steps without an update, in the whole run; int32 [].
     """
 
     scale: Float[Array, ""]
@@ -37,7 +37,7 @@ class LossScale(NamedTuple):
         """The scale after a step.
 
         Args:
-            finite: whether the step's loss and gradients were.
+            finite: whether the step's loss and gradients were finite.
             window: steps without an overflow after which the scale doubles.
         """
         good = self.good_steps + 1
@@ -51,5 +51,5 @@ class LossScale(NamedTuple):
 
     @property
     def exhausted(self) -> Bool[Array, ""]:
-        """Whether the scale cannot be lowered any more."""
+        """Whether the scale is at its minimum."""
         return self.scale <= SMALLEST

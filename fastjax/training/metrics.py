@@ -1,4 +1,4 @@
-"""What a run reports: rows of numbers, and the sinks that take them.
+"""The metrics of a run: rows of numbers, and their sinks.
 
 A row is a flat mapping, of one of three kinds. All have `step`, the number of updates so far.
 
@@ -6,12 +6,12 @@ A row is a flat mapping, of one of three kinds. All have `step`, the number of u
   `epoch` (passes over the data), `tokens_per_second`, `model_flops_utilization`, `memory_bytes`, `seconds` (since the
   start) and `seconds_left`, None where unknown; with float16 `loss_scale`, `skipped_steps` (so far), and `skipped`
   (True) on a step that changed nothing.
-- Evaluation: `eval_loss`, `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`, and what a user's evaluation
-  adds under names that begin with `eval_`.
+- Evaluation: `eval_loss`, `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`, and further
+  names that begin with `eval_`, of a loss of your own or a user's evaluation.
 - Event: `event` ("saved", "save_failed", "resumed", "early_stop", "interrupted", "finished" …) and a `message` for
   people. "finished" has `files`, the SHA-256 of the result's weights, and `base`, fingerprints of the base model.
 
-A sink is anything with `write` and `close`; the loop knows no more of it, so a tracker is one small class.
+A sink is anything with `write` and `close`, so a tracker is one small class.
 """
 
 import collections
@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """Takes the rows of a run."""
+    """A receiver of a run's rows."""
 
     def write(self, row: Row) -> None:
         """Take one row."""
@@ -46,14 +46,14 @@ class Sink(Protocol):
 
 
 class Tolerant:
-    """A sink whose failure, such as a lost network or a full disk, does not end the run: it is told once."""
+    """A sink whose failure, such as a lost network or a full disk, is one warning and does not end the run."""
 
     def __init__(self, sink: Sink, name: str, console: Console):
         """Wrap a sink.
 
         Args:
-            sink: what may fail.
-            name: what to call it.
+            sink: the one that may fail.
+            name: its name in the warning.
             console: for the warning.
         """
         self._sink, self._name, self._console = sink, name, console
@@ -85,7 +85,7 @@ class Evaluation(NamedTuple):
         loss: nats a token.
         token_accuracy: part of the tokens that are the most probable one.
         num_targets: tokens counted.
-        extra: what a user's evaluation has measured, by names that begin with `eval_`.
+        extra: other measurements, by names that begin with `eval_`.
     """
 
     loss: float
@@ -106,10 +106,10 @@ class Evaluation(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Row) -> "Evaluation":
-        """The evaluation that was reported in a row.
+        """The evaluation of a row.
 
         Args:
-            row: as `row` makes it, or as it is read back, with None for a number that was not finite.
+            row: `row`'s, or one read back, with None for a number that was not finite.
         """
         known = ("eval_loss", "eval_perplexity", "eval_token_accuracy", "eval_num_targets")
         found = {
@@ -182,9 +182,9 @@ def peak_memory() -> int | None:
 
 
 class Throughput:
-    """How fast a run is, from the steps that ended last, and how far.
+    """Speed of a run over its last steps, and its progress.
 
-    The first step, which compiles, and what happens between `pause` and the next step's end do not count.
+    The first step, which compiles, and the time between `pause` and the next step's end do not count.
     """
 
     def __init__(

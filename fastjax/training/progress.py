@@ -1,7 +1,7 @@
 """The progress of a run on the console: a live line on a terminal, plain lines elsewhere.
 
-The live line is drawn when a row comes, four times a second at most, and by no thread of its own, so it takes nothing
-from the run. On a narrow terminal it leaves out what matters least instead of wrapping.
+The live line is drawn when a row comes, four times a second at most, without a thread of its own, so it takes nothing
+from the run. On a narrow terminal it leaves out the least important figures instead of wrapping.
 """
 
 import time
@@ -24,13 +24,13 @@ def make_progress(total_steps: int, logging_steps: int, console: Console) -> Sin
     Args:
         total_steps: the number of steps of the run.
         logging_steps: a plain line every so many steps; a live line shows every step.
-        console: where to.
+        console: the output.
     """
     return LiveLine(total_steps, console) if console.is_terminal else PlainLines(total_steps, logging_steps, console)
 
 
 class LiveLine:
-    """One line that is drawn over; evaluations, events and skipped steps stay above it."""
+    """One line, redrawn in place; evaluations, events and skipped steps stay above it."""
 
     def __init__(self, total_steps: int, console: Console, clock: Callable[[], float] = time.monotonic):
         """Draw the line.
@@ -56,12 +56,12 @@ class LiveLine:
             self._drawn = now if due else self._drawn
 
     def close(self) -> None:
-        """Leave the last line as it stands."""
+        """Leave the last line."""
         self._live.stop()
 
 
 class PlainLines:
-    """A line every so many steps, for logs: the first and the last step always have one, and what is no step."""
+    """A line every so many steps, for logs; the first and the last step, evaluations and events always have one."""
 
     def __init__(self, total_steps: int, logging_steps: int, console: Console):
         """Print nothing yet.
@@ -74,7 +74,7 @@ class PlainLines:
         self._total, self._every, self._console = total_steps, logging_steps, console
 
     def write(self, row: Row) -> None:
-        """Print a row when it is its turn."""
+        """Print a row if it is due."""
         step = row["step"]
         if "loss" not in row or row.get("skipped") or step % self._every == 0 or step in (1, self._total):
             line = f"step {step}/{self._total}: {describe(row)}"
@@ -85,7 +85,7 @@ class PlainLines:
 
 
 class StatusLine(NamedTuple):
-    """A row of a train step as one line of exactly the console's width, or less.
+    """A row of a train step as one line, at most as wide as the console.
 
     Attributes:
         row: the row.
@@ -112,7 +112,7 @@ class StatusLine(NamedTuple):
         for part in sorted(parts, key=lambda part: part.rank):
             needed = 2 + len(part.label) + len(part.value)
             if needed > left:
-                break  # what matters less is not shown in its place, or the line would change with every digit
+                break  # a less important one in its place would come and go with every digit
             left -= needed
             shown.add(part)
         line = Text(no_wrap=True, overflow="crop", end="")
@@ -126,7 +126,7 @@ class StatusLine(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A figure of the line; the lower its rank, the narrower the line may be in which it still stands."""
+    """A figure of the line; narrow lines keep those of low rank."""
 
     rank: int
     label: str
@@ -135,7 +135,7 @@ class _Part(NamedTuple):
 
 
 def _parts(row: Row) -> Iterator[_Part]:
-    """What a row has to show, in the order of the line."""
+    """The figures of a row, in the order of the line."""
     yield _Part(0, "loss ", f"{row['loss']:.4f}", "bold cyan")
     yield _Part(4, "grad ", f"{row['grad_norm']:.3g}")
     yield _Part(3, "lr ", f"{row['learning_rate']:.1e}")
@@ -197,6 +197,6 @@ def describe(row: Row) -> str:
 
 
 def _style(row: Row) -> str:
-    """Evaluations in green, what went wrong in yellow, the rest dim."""
+    """Evaluations in green, failures in yellow, the rest dim."""
     wrong = row.get("skipped") or row.get("event", "").endswith("failed") or row.get("event") == "interrupted"
     return "yellow" if wrong else "dim" if "event" in row else "green"

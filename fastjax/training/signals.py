@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C as a wish that the loop grants after the step it is in."""
+"""SIGTERM, SIGHUP and Ctrl-C end the loop after its current step."""
 
 import contextlib
 import errno
@@ -11,13 +11,13 @@ from types import FrameType, TracebackType
 
 
 class StopSignals:
-    """While it is entered, a first SIGTERM, SIGHUP or SIGINT is noted, and a second SIGINT ends the process at once.
+    """A context that notes a first SIGTERM, SIGHUP or SIGINT; a second SIGINT ends the process at once.
 
-    A SIGHUP that is ignored, as under nohup, stays ignored. Where the terminal has gone away with it, what is still
-    written there is dropped. Signals reach only the main thread; entered elsewhere, nothing is caught.
+    A SIGHUP that is ignored, as under nohup, stays ignored. If the terminal is lost with it, later output to it is
+    dropped. Signals reach only the main thread; entered in another, the context catches nothing.
 
     Attributes:
-        received: the signal that was noted; None: none.
+        received: the first signal; None: none.
     """
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class StopSignals:
         if self.received is None:
             self.received = signal.Signals(number)
             again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
-            with contextlib.suppress(OSError):  # what reads it may be gone as well
+            with contextlib.suppress(OSError):  # its reader may be gone too
                 os.write(2, f"\nfastjax: {self.received.name}: finishing the step and saving{again}\n".encode())
 
 
 def _drop_lost_terminal() -> None:
-    """Let standard output and error lead nowhere where their terminal has gone: every write would be an error."""
+    """Redirect standard output and error of a lost terminal to nowhere: every write to it would be an error."""
     for stream in (1, 2):
         try:
             termios.tcgetattr(stream)

@@ -1,8 +1,8 @@
-"""No logs and tracebacks of Orbax where it fails to write: the error is raised, and told in one sentence.
+"""Silence for Orbax's logs and tracebacks of a failed write: the error itself is raised, in one sentence.
 
-Orbax writes all arrays at once. Where one cannot be written, it raises the first error and closes its event loop; the
-tasks of the others are never asked for their errors, which asyncio logs, and the threads of TensorStore that call back
-into the closed loop end in exceptions that no one can catch. Only these are dropped.
+Orbax writes all arrays at once. If one cannot be written, it raises the first error and closes its event loop; asyncio
+then logs the unretrieved errors of the other tasks, and TensorStore's threads call back into the closed loop, which
+raises exceptions that nothing can catch. Only these are dropped.
 """
 
 import functools
@@ -12,7 +12,7 @@ import sys
 
 @functools.cache
 def silence() -> None:
-    """Drop what Orbax, and what is left behind by a write of its that failed, would print."""
+    """Drop the output of Orbax and of the threads that its failed write leaves behind."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").addFilter(_is_of_others)
     previous = sys.unraisablehook
@@ -25,7 +25,7 @@ def silence() -> None:
 
 
 def _is_of_others(record: logging.LogRecord) -> bool:
-    """Whether a record of asyncio is of another's task."""
+    """Whether an asyncio record comes from a task outside Orbax."""
     error = record.exc_info[1] if record.exc_info else None
     if error is None or "never retrieved" not in record.getMessage():
         return True
@@ -37,7 +37,7 @@ def _is_of_others(record: logging.LogRecord) -> bool:
 
 
 def _is_late_callback(unraisable: "sys.UnraisableHookArgs") -> bool:
-    """Whether a thread has called back into a closed event loop, from outside of Python."""
+    """Whether a thread outside Python has called back into a closed event loop."""
     trace = unraisable.exc_traceback
     if unraisable.exc_type is not RuntimeError or str(unraisable.exc_value) != "Event loop is closed" or trace is None:
         return False

@@ -1,9 +1,10 @@
 """The train step: one pure function of (state, frozen weights, batch), jitted in one place.
 
-The loss is the sum over target tokens divided by their number in the whole batch, over all microbatches and devices:
-accumulation, packing and data parallelism do not change it. A step whose loss or gradient is not finite leaves the
-weights as they were, decided inside jit. Under float16 that is an overflow: the loss scale falls and training goes on.
-Otherwise the state is halted: later steps, which the host may have dispatched already, change nothing either.
+The loss is a sum over the batch divided by its weight, such as the number of target tokens, both over all microbatches
+and devices: accumulation, packing and data parallelism do not change it. A step whose loss or gradient is not finite
+leaves the weights as they were, decided inside jit. Under float16 that is an overflow: the loss scale falls and
+training goes on. Otherwise the state is halted: later steps, which the host may have dispatched already, change nothing
+either.
 """
 
 import functools
@@ -27,10 +28,14 @@ from fastjax.training.loss_scale import LossScale
 
 #: Places that carry no target, as in PyTorch's and Hugging Face's losses.
 IGNORED = -100
+#: Metrics of a loss that are counts of tokens, not means.
+COUNTS = ("num_targets", "num_correct")
+#: Metrics of a step beside those of its loss.
+STEP_METRICS = ("loss", "grad_norm", "squared_norms", "finite", "updates", "loss_scale", "skipped_steps")
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes.
+    """The state that a step changes.
 
     Attributes:
         step: updates made; int32 [].
@@ -60,8 +65,8 @@ def init_state(
     The arrays are copied: the step donates its state, and the caller keeps what it passed in.
 
     Args:
-        trainable: the arrays to train.
-        optimizer: makes the optimizer's state for them.
+        trainable: the trained arrays.
+        optimizer: its state is made for them.
         key: random state of dropout.
         initial_loss_scale: for float16; None: the loss is not scaled.
     """
@@ -90,8 +95,8 @@ def make_train_step(
         graphdef: of the decoder, from `nnx.split(model, trainable_filter, ...)`.
         optimizer: any optax transformation; its updates are added to the trainable arrays.
         trainable_filter: the nnx filter that split the decoder.
-        loss: of a microbatch.
-        accumulation_dtype: in which the gradients of the microbatches are added up.
+        loss: of a microbatch; see `training.loss.Loss`.
+        accumulation_dtype: of the sum of the microbatches' gradients.
         loss_scale_window: with a state that has a loss scale, steps without overflow after which it doubles.
         donate: reuse the state's memory; the state passed in is gone afterwards.
         mesh: spread the batch over these devices (`parallel.make_mesh`). Frozen weights that lie elsewhere are sent
@@ -100,9 +105,10 @@ def make_train_step(
 
     Returns:
         The step. Its batch holds int32 [A, B, S] arrays, A the accumulation axis; `segment_ids` may be None where
-        every row is one document. Metrics, on the device: loss (mean over target tokens), num_targets, num_correct,
-        grad_norm (before clipping), squared_norms (float32 [n], in the order of `health.leaf_names`), finite, updates
-        (made before this step), and with a loss scale loss_scale (that of this step) and skipped_steps (so far).
+        every row is one document, and `extra` fields are [A, B, …]. Metrics, on the device: loss (mean over the
+        weight), the loss's own (num_targets and num_correct as sums, others as means over the weight), grad_norm
+        (before clipping), squared_norms (float32 [n], in the order of `health.leaf_names`), finite, updates (made
+        before this step), and with a loss scale loss_scale (that of this step) and skipped_steps (so far).
     """
 
     def step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -112,6 +118,10 @@ def make_train_step(
         grads, sums = _accumulate(gradient, batch, jnp.dtype(accumulation_dtype))
         if factor is not None:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / factor, grads)
+        weight = targets
+        if sums.weight is not None:
+            weight = jnp.where(sums.weight > 0, sums.weight, 1).astype(jnp.float32)
+            grads = jax.tree.map(lambda g: (g.astype(jnp.float32) * (targets / weight)).astype(g.dtype), grads)
         norms = squared_norms(grads, nnx.merge(graphdef, state.trainable, frozen).plan)
         grad_norm = jnp.sqrt(jnp.sum(norms))
         finite = jnp.isfinite(sums.loss_sum) & jnp.isfinite(grad_norm) & ~state.halted
@@ -121,9 +131,8 @@ def make_train_step(
         updated = state._replace(step=state.step + 1, trainable=trainable, opt_state=opt_state)
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
         metrics = {
-            "loss": sums.loss_sum / targets,
-            "num_targets": sums.num_targets,
-            "num_correct": sums.num_correct,
+            **{name: value if name in COUNTS else value / weight for name, value in sums.metrics.items()},
+            "loss": sums.loss_sum / weight,
             "grad_norm": grad_norm,
             "squared_norms": norms,
             "finite": finite,
@@ -147,7 +156,7 @@ def make_eval_step(
     mesh: Mesh | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Callable[[Any, Any, Batch], LossSums]:
-    """Build the jitted evaluation (trainable, frozen, batch) -> sums over the batch's target tokens, without dropout.
+    """Build the jitted evaluation (trainable, frozen, batch) -> sums over the batch, without dropout.
 
     Args:
         graphdef: of the decoder.
@@ -169,7 +178,7 @@ def make_eval_step(
 def make_probe(
     graphdef: nnx.GraphDef, trainable_filter: Any, *, loss: Loss = loss_sums
 ) -> Callable[[TrainState, Any, Batch], tuple[Array, Array]]:
-    """Build the jitted (state, frozen, batch) -> (loss, gradient norm), which looks for what broke a step.
+    """Build the jitted (state, frozen, batch) -> (loss sum, gradient norm), which finds the rows that break a step.
 
     Args:
         graphdef: of the decoder.
@@ -195,7 +204,7 @@ def _gradient(
     targets: Array,
     factor: Array | None,
 ) -> Callable[[Array, Batch], tuple[Any, LossSums]]:
-    """(number, rows) of a microbatch -> its gradient, of the mean over `targets` times `factor`, and its sums."""
+    """(number, rows) of a microbatch -> the gradient of `loss_sum / targets * factor`, and the sums."""
     key = jax.random.fold_in(state.key, state.step)
 
     def microbatch_loss(trainable: Any, number: Array, rows: Batch) -> tuple[Array, LossSums]:
@@ -237,11 +246,13 @@ def _on_mesh(
     if mesh is None:
         return jax.jit(function, donate_argnums=donate, compiler_options=options)
     whole = NamedSharding(mesh, P())
-    rows = batch_sharding(mesh)
+
+    def rows(array: Any) -> NamedSharding:
+        return NamedSharding(mesh, P(*batch_sharding(mesh).spec[: array.ndim]))  # extra fields have two axes or more
 
     def placed(state: Any, frozen: Any, batch: Batch) -> Any:
         frozen = jax.tree.map(jax.lax.with_sharding_constraint, frozen, shard_frozen(frozen, mesh))
-        batch = jax.tree.map(lambda array: jax.lax.with_sharding_constraint(array, rows), batch)
+        batch = jax.tree.map(lambda array: jax.lax.with_sharding_constraint(array, rows(array)), batch)
         return function(state, frozen, batch)
 
     jitted = jax.jit(placed, donate_argnums=donate, out_shardings=whole, compiler_options=options)
@@ -251,14 +262,14 @@ def _on_mesh(
         count = batch.tokens.shape[1]
         if count % mesh.size:
             raise ConfigError(
-                f"batch: expected a multiple of the mesh's {mesh.size} devices in rows a microbatch, given {count}"
+                f"batch: expected a multiple of the mesh's {mesh.size} devices in rows a microbatch, got {count}"
             )
         # Placed before the call, not by it: a step compiled for a state that lies on one device would be compiled
         # again for the state that it returns.
         state = jax.device_put(state, whole)
         frozen = jax.device_put(frozen, shard_frozen(frozen, mesh))
         with jax.set_mesh(mesh):
-            return jitted(state, frozen, jax.device_put(batch, rows))
+            return jitted(state, frozen, jax.device_put(batch, jax.tree.map(rows, batch)))
 
     call.jitted = jitted  # pyright: ignore[reportAttributeAccessIssue]
     return call

@@ -1,7 +1,7 @@
 """TensorBoard and Weights & Biases as sinks of a run's rows.
 
 Both draw `train/…` and `eval/…` over the step, have the settings and the events as text, and go on in the same run
-after a resumption. They are imported when they are asked for. Once a run has begun nothing that they do ends it.
+after a resumption. They are imported on demand. Once a run has begun their failures do not end it.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from fastjax.errors import ConfigError
 from fastjax.training.metrics import Row, Sink, Tolerant
 
 RUN_ID_FILE = "wandb_run.json"
-"""Remembers in the output folder under which id Weights & Biases knows the run."""
+"""Keeps Weights & Biases' id of the run in the output folder."""
 
 
-#: Tracker -> the module that it needs, which is the name of its package too.
+#: Tracker -> its module, which has the name of its package.
 _NEEDS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
@@ -41,7 +41,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in _NEEDS:
-            raise ConfigError(f"output.report_to: expected some of {', '.join(_NEEDS)}, given {shown(name)}")
+            raise ConfigError(f"output.report_to: expected some of {', '.join(_NEEDS)}, got {shown(name)}")
         _import(name)
 
 
@@ -53,15 +53,15 @@ def make_trackers(
     resume_step: int | None = None,
     console: Console | None = None,
 ) -> list[Sink]:
-    """Start trackers, or go on with them.
+    """Start trackers, or resume them.
 
     Args:
         names: "tensorboard" and "wandb", in any order.
         folder: the run's output folder, which exists; TensorBoard's files go into `tensorboard/` in it, and Weights &
             Biases' into `wandb/`.
-        run_name: what to call the run.
+        run_name: the run's name.
         config: the settings, by section.
-        resume_step: the step from which the run goes on; None: it is a new one.
+        resume_step: the step to resume from; None: a new run.
         console: for the warning when a tracker fails later; None: standard error.
 
     Returns:
@@ -79,7 +79,7 @@ class TensorBoard:
     """Event files for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None = None):
-        """Open a new event file; with a resume step TensorBoard hides what older files say of later steps.
+        """Open a new event file; with a resume step TensorBoard hides later steps of older files.
 
         Args:
             folder: the run's output folder.
@@ -95,7 +95,7 @@ class TensorBoard:
         self._text("config", f"run: {run_name}\n{text}", resume_step or 0)
 
     def write(self, row: Row) -> None:
-        """Add the row's figures at its step, all in one record: each costs as much as a line of JSON."""
+        """Add the row's figures at its step, in one record: each record costs as much as a line of JSON."""
         figures = [self._summary.Value(tag=name, simple_value=value) for name, value in _figures(row).items()]
         if figures:
             self._writer.file_writer.add_summary(self._summary(value=figures), row["step"])
@@ -103,7 +103,7 @@ class TensorBoard:
             self._text("events", f"{row['event']}: {row['message']}", row["step"])
 
     def close(self) -> None:
-        """Write what is waiting."""
+        """Flush the events."""
         self._writer.close()
 
     def _text(self, name: str, text: str, step: int) -> None:
@@ -115,7 +115,7 @@ class WeightsAndBiases:
     """A run on wandb.ai, or on the disk with WANDB_MODE=offline; the library's own variables name the project."""
 
     def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None = None):
-        """Start a run, or go on with the one of this folder.
+        """Start a run, or resume the one of this folder.
 
         Args:
             folder: the run's output folder.
@@ -159,12 +159,12 @@ class WeightsAndBiases:
         self._run.log(figures | {"step": row["step"]})
 
     def close(self) -> None:
-        """Send what is waiting."""
+        """Send the last rows."""
         self._run.finish()
 
 
 def _figures(row: Row) -> dict[str, float]:
-    """The row's numbers that can be drawn, by their names in the trackers."""
+    """The row's finite numbers, by their names in the trackers."""
     figures = {}
     for name, value in row.items():
         if name != "step" and isinstance(value, int | float) and math.isfinite(value):

@@ -63,9 +63,9 @@ def test_gradient_checkpointing_has_an_effect(base):
     ("options", "message"),
     [
         ({"full_finetuning": True, "load_in_4bit": True}, "4-bit weights cannot be trained"),
-        ({"layer_loop": "loop"}, "layer_loop: expected one of .* given 'loop'"),
+        ({"layer_loop": "loop"}, "layer_loop: expected one of .* got 'loop'"),
         ({"dtype": "int8"}, "dtype: expected one of .* given 'int8'"),
-        ({"use_gradient_checkpointing": "some"}, "use_gradient_checkpointing: .* given 'some'"),
+        ({"use_gradient_checkpointing": "some"}, "use_gradient_checkpointing: .* got 'some'"),
     ],
 )
 def test_settings_that_are_refused(options, message):

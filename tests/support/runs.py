@@ -14,11 +14,35 @@ from typing import NamedTuple
 
 import yaml
 
+from fastjax.training.config import (
+    DataSection,
+    LoraSection,
+    ModelSection,
+    OptimizerConfig,
+    OutputSection,
+    TrainConfig,
+    TrainingSection,
+)
 from tests.support import chat
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A step's line, not an event's.
 STEP = re.compile(r"step (\d+)/\d+: (loss|skipped)")
+
+
+def config(**sections) -> TrainConfig:
+    """The settings of a run that is not started, by section."""
+    base = {"model": {"model_name": "m"}, "data": {"train": "d"}, "output": {"output_dir": "o"}}
+    kinds = {
+        "model": ModelSection,
+        "data": DataSection,
+        "output": OutputSection,
+        "lora": LoraSection,
+        "optimizer": OptimizerConfig,
+        "training": TrainingSection,
+    }
+    made = {name: kinds[name](**(base.get(name, {}) | sections.get(name, {}))) for name in kinds}
+    return TrainConfig(**made)
 
 
 def rows(folder: Path) -> list[dict]:

@@ -19,10 +19,10 @@ from convert.checkpoint import write_checkpoint
 from convert.families import family_for
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.adapters import attach_adapter
 from fastjax.models.adapters import export_adapters
 from fastjax.models.decoder import lm_logits
 from fastjax.models.layout import layer_of
-from fastjax.peft import attach_adapter
 
 #: Wavelengths of D = 16 and this base lie on all three sides of the two bounds (8 and 32 positions).
 ROPE = {

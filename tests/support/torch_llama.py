@@ -61,7 +61,7 @@ def backward(model, batch, each=lambda number: None):
         each: Called with a microbatch's number before its forward pass.
     """
     total, targets = 0.0, int((np.asarray(batch.targets) != -100).sum())
-    for number, (tokens, labels, segments, positions) in enumerate(zip(*batch, strict=True)):
+    for number, (tokens, labels, segments, positions) in enumerate(zip(*batch[:4], strict=True)):
         each(number)
         out = forward(model, tokens, positions, segments)
         labels = torch.from_numpy(np.array(labels)).long()

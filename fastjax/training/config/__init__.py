@@ -32,11 +32,11 @@ class TrainConfig:
 
     Attributes:
         model: the base model and how it is held.
-        data: what is learnt.
-        output: where the results go, and what is kept.
+        data: training and held-out data.
+        output: the output folder and its contents.
         lora: the adapter.
         optimizer: the rule of the updates and its schedule.
-        training: how long and in which portions.
+        training: length, batches, evaluation.
     """
 
     model: ModelSection
@@ -56,15 +56,15 @@ class TrainConfig:
         }
         for name, given in needs_eval.items():
             if given and self.data.eval is None:
-                raise ConfigError(f"{name}: expected data.eval with it, given none; name held-out data or leave it out")
+                raise ConfigError(f"{name}: expected data.eval with it, got none; name held-out data or leave it out")
         training = self.training
         size = max(training.per_device_train_batch_size, training.per_device_eval_batch_size or 1)
         tokens = size * training.gradient_accumulation_steps * self.model.max_seq_length
         if tokens > MAX_STEP_TOKENS:
             raise ConfigError(
                 f"training.per_device_train_batch_size: expected at most {MAX_STEP_TOKENS} tokens a step (rows × "
-                f"gradient_accumulation_steps × model.max_seq_length), given {tokens}"
+                f"gradient_accumulation_steps × model.max_seq_length), got {tokens}"
             )
         streaming = any(source.streaming for source in self.data.sources("train"))
         if streaming and self.training.max_steps is None:
-            raise ConfigError("training.max_steps: expected a number of steps for streamed data, given none")
+            raise ConfigError("training.max_steps: expected a number of steps for streamed data, got none")

@@ -14,7 +14,7 @@ from fastjax.training.config.kinds import describe_kind, fits
 
 
 def check_section(name: str, section: Any) -> None:
-    """Refuse values that are not what a section's annotations say, and those that no run can use.
+    """Refuse values of another type than the section's annotations, and those that no run can use.
 
     jsonargparse lets null through, and sections can be made in Python too.
 
@@ -30,7 +30,7 @@ def check_section(name: str, section: Any) -> None:
     for field in dataclasses.fields(section):
         key, value, kind = f"{name}.{field.name}", getattr(section, field.name), hints[field.name]
         if not fits(value, kind):
-            raise ConfigError(f"{key}: expected {describe_kind(kind)}, given {shown(value, 80)}")
+            raise ConfigError(f"{key}: expected {describe_kind(kind)}, got {shown(value, 80)}")
         for part in _scalars(value):
             if isinstance(part, str):
                 expect(key, part, "\0" not in part and not has_surrogate(part), "without NUL or half a character")
@@ -42,9 +42,9 @@ def check_section(name: str, section: Any) -> None:
 
 
 def expect(name: str, value: Any, holds: bool, expected: str) -> None:
-    """Refuse a value, by its full name, unless it holds."""
+    """Raise ConfigError naming the key unless `holds`."""
     if not holds:
-        raise ConfigError(f"{name}: expected a value {expected}, given {shown(value, 80)}")
+        raise ConfigError(f"{name}: expected a value {expected}, got {shown(value, 80)}")
 
 
 def _scalars(value: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""The section `data`: what is learnt."""
+"""The section `data`: training and held-out data."""
 
 import dataclasses
 
@@ -9,27 +9,27 @@ from fastjax.training.config.checks import check_section
 
 @dataclasses.dataclass(frozen=True)
 class DataSection:
-    """What is learnt.
+    """Training and held-out data.
 
     Attributes:
         train: a file, a folder, or a name that `datasets.load_dataset` takes; or a list of these, or of sections with
             path, name, split, weight, streaming and columns. Rows hold messages (with tools), conversations (ShareGPT),
             prompt and completion, instruction, input and output, or text. If one is streamed, all are.
-        eval: held-out data, given in the same way; null: no evaluation.
-        columns: what the columns are called where a data set does not say: {prompt: question, completion: answer}.
+        eval: held-out data, named in the same way; null: no evaluation.
+        columns: names of the columns of data sets without their own: {prompt: question, completion: answer}.
         mixture_ends: with weights: first_exhausted (an epoch ends before any example would be repeated; of the other
             data sets it has a random part) or all_exhausted (no example is left out; the others repeat).
         chat_template: chatml, llama3, mistral, gemma, alpaca, plain, or a file with a Jinja template, which is saved
             with the tokenizer; prompt and completion then are a user's and an assistant's message. null: the
             tokenizer's own, for conversations only.
         loss_on: the tokens to learn: the assistant's responses, its last_response, or all.
-        special_tokens: what the tokenizer's special tokens are where rows say them, such as <|im_end|> in a user's
-            message: control (that token, as in transformers) or text (the letters that it is made of; only the template
-            writes control tokens). Rows that hold any are counted.
-        too_long: what becomes of an example longer than max_seq_length: truncate (its beginning is kept), split (into
+        special_tokens: the reading of the tokenizer's special tokens in rows, such as <|im_end|> in a user's message:
+            control (that token, as in transformers) or text (its letters; only the template writes control tokens).
+            Rows that hold any are counted.
+        too_long: the treatment of an example longer than max_seq_length: truncate (its beginning is kept), split (into
             pieces that do not see each other) or drop.
         packing: put several documents into one row; false: one document a row, padded.
-        cache_dir: folder in which prepared data are kept for the next run; null: nowhere.
+        cache_dir: folder of the prepared data, kept for the next run; null: none.
     """
 
     train: str | list[str | DataSource]
@@ -50,12 +50,12 @@ class DataSection:
             given = [weight for weight in weights if weight is not None]
             if given and (len(given) < len(weights) or min(given) <= 0):
                 raise ConfigError(
-                    f"data.{which}: weight: expected a positive number in every data set or in none, given {weights}"
+                    f"data.{which}: weight: expected a positive number in every data set or in none, got {weights}"
                 )
         if not self.sources("train"):
-            raise ConfigError("data.train: expected at least one data set, given none")
+            raise ConfigError("data.train: expected at least one data set, got none")
         if any(source.streaming for source in self.sources("eval")):
-            raise ConfigError("data.eval: streaming: expected false, given true; held-out data are read whole")
+            raise ConfigError("data.eval: streaming: expected false, got true; held-out data are read whole")
 
     def sources(self, which: str) -> list[DataSource]:
         """The data sets of `train` or `eval`, each as a section, with the columns that hold for all."""

@@ -1,4 +1,4 @@
-"""What a setting takes, by its annotation: in words, and whether a value is of that kind."""
+"""The type of a setting, from its annotation: in words, and a check of values."""
 
 import types
 import typing

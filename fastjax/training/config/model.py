@@ -18,7 +18,7 @@ class ModelSection:
         max_seq_length: length of a row, in tokens.
         dtype: dtype of the computation; null: bfloat16 on a GPU, float32 on a CPU. float16 brings dynamic loss scaling,
             float32 means float32 in every product; a quantised base keeps the values that its format decodes to.
-        param_dtype: dtype of what is trained.
+        param_dtype: dtype of the trained arrays.
         float32_modules: modules whose weights and computation stay in float32 whatever dtype says, by name or by the
             end of it: norm, lm_head, layers.0.mlp.
         load_in_4bit: hold the frozen weights of the layers in NF4 (QLoRA).
@@ -28,8 +28,8 @@ class ModelSection:
         rope_scaling: replaces the scaling of the rotary positions, for longer contexts, as config.json has it:
             {rope_type: yarn, factor: 4.0}; default, linear, dynamic, yarn, longrope or llama3, the factor counted from
             the length that the model was pretrained on.
-        use_gradient_checkpointing: what the backward pass recomputes: true or "full": all but the layers' inputs;
-            false or "projections": what lies between the projections and the attention; "none": nothing.
+        use_gradient_checkpointing: the backward pass recomputes: true or "full": all but the layers' inputs; false or
+            "projections": the operations between the projections and the attention; "none": nothing.
         allow_nonfinite: let NaN and infinity in the base's or the adapter's weights through instead of refusing them by
             the tensor's name; a matrix that is quantised is refused with any.
         layer_loop: scan over the layers (compile time independent of depth) or unroll them (a few percent faster).
@@ -55,7 +55,7 @@ class ModelSection:
         expect("model.max_seq_length", self.max_seq_length, fits, f"of at most {MAX_ROW_TOKENS}")
         if self.full_finetuning and self.load_in_4bit:
             raise ConfigError(
-                "model.load_in_4bit: expected false with model.full_finetuning: true, given true; "
+                "model.load_in_4bit: expected false with model.full_finetuning: true, got true; "
                 "a 4-bit weight is frozen and only an adapter can be trained over it"
             )
 
@@ -119,6 +119,6 @@ class LoraSection:
             changed = [field.name for field in others if getattr(self, field.name) != field.default]
             if changed:
                 raise ConfigError(
-                    f"lora.adapter: expected no settings beside an adapter to start from, which has its own, given "
+                    f"lora.adapter: expected no settings beside an adapter to start from, which has its own, got "
                     f"{', '.join(f'lora.{name}' for name in changed)}"
                 )

@@ -1,4 +1,4 @@
-"""The section `output`: where the results go, and what is kept."""
+"""The section `output`: the output folder and its contents."""
 
 import dataclasses
 from typing import Literal
@@ -8,7 +8,7 @@ from fastjax.training.config.checks import check_section, expect
 
 @dataclasses.dataclass(frozen=True)
 class OutputSection:
-    """Where the results go, and what is kept.
+    """The output folder and its contents.
 
     Attributes:
         output_dir: folder of the run: `config.yaml`, `metrics.jsonl`, `checkpoints/`, `report.html`, `report.png`, and
@@ -18,7 +18,7 @@ class OutputSection:
         save_total_limit: how many of the newest checkpoints are kept.
         load_best_model_at_end: keep the checkpoint with the lowest held-out loss too, and save that one as the result.
         report_to: trackers that get the metrics beside metrics.jsonl: tensorboard, wandb.
-        run_name: what trackers and the report call the run; null: the folder's name.
+        run_name: name of the run in trackers and the report; null: the folder's name.
     """
 
     output_dir: str

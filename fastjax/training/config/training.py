@@ -1,4 +1,4 @@
-"""The section `training`: how long, in which portions, and what is looked at meanwhile."""
+"""The section `training`: length, batches, evaluation and numerics."""
 
 import dataclasses
 from typing import Literal
@@ -9,7 +9,7 @@ from fastjax.training.config.checks import check_section, expect
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSection:
-    """How long, in which portions, and what is looked at meanwhile.
+    """Length, batches, evaluation and numerics of the training.
 
     Attributes:
         per_device_train_batch_size: rows a device takes at once.
@@ -22,7 +22,7 @@ class TrainingSection:
         early_stopping_threshold: how much lower than the best an evaluation's loss must be to be better, in nats.
         logging_steps: print a line every so many steps where the output is not a terminal.
         accumulation_dtype: dtype in which the gradients of a step's portions are added up.
-        initial_loss_scale: with model.dtype float16: what the loss is multiplied by at first.
+        initial_loss_scale: with model.dtype float16: the first factor of the loss.
         loss_scale_window: with float16: after so many steps without an overflow the scale doubles; an overflow halves
             it, and that step changes nothing.
         neftune_noise_alpha: magnitude of the noise on the embeddings in training (NEFTune); null: none.

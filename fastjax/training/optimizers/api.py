@@ -72,7 +72,7 @@ def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
-            raise ValueError("update: expected the parameters as third argument, given none; weight decay needs them")
+            raise ValueError("update: expected the parameters as third argument, got none; weight decay needs them")
         with jax.numpy_dtype_promotion("standard"):  # optax mixes Python floats with its integer counters
             wide, state = inner.update(widen(updates), state, widen(params))
         return jax.tree.map(lambda u, p: u.astype(p.dtype), wide, params), state

@@ -1,6 +1,6 @@
 """The report at the end of a run: `report.html`, one page that needs nothing but itself, and `report.png`.
 
-It is made from metrics.jsonl, so a run that was resumed, interrupted or ended by an error has one too.
+Its source is metrics.jsonl, so a resumed, interrupted or failed run has one too.
 """
 
 import base64
@@ -36,20 +36,20 @@ def write_report(
     status: str,
     console: Console | None = None,
 ) -> Path | None:
-    """Write `report.html` and `report.png` of a run. What goes wrong here is a warning: the run's result stands.
+    """Write `report.html` and `report.png` of a run. An error here is a warning: the run's result stands.
 
     Args:
         folder: the run's output folder, with metrics.jsonl.
         config: the settings: section → key → value.
         defaults: `default_settings()`.
-        statistics: data set → what became of it.
+        statistics: data set → its statistics in words.
         environment: `describe_environment()`.
-        result: commands that use the result, such as `usage`'s; none where there is no result.
-        status: how the run ended: "finished", or what stopped it.
+        result: commands that use the result, such as `usage`'s; none without a result.
+        status: the end of the run: "finished", or its cause.
         console: for the warning; None: standard error.
 
     Returns:
-        The page; None where it could not be written.
+        The page; None: it could not be written.
     """
     try:
         return _write(folder, config, defaults, statistics, environment, result, status)

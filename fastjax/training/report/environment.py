@@ -1,4 +1,4 @@
-"""Where a run took place: versions, devices, the machine, the state of the code."""
+"""The environment of a run: versions, devices, the machine, the state of the code."""
 
 import datetime
 import os
@@ -16,10 +16,10 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def describe_environment() -> dict[str, str]:
-    """What a report says of the surroundings; nothing that is not known stands in it.
+    """The known facts of a run's environment.
 
     Returns:
-        What → value, in the order in which it is shown.
+        Label → value, in the order of the report.
     """
     device = device_use()
     found = {

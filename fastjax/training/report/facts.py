@@ -1,4 +1,4 @@
-"""The figures of a run that a reader wants first, and its lists, in words."""
+"""The headline figures of a run, and its lists, in words."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,16 +10,16 @@ from fastjax.training.report.history import History, median, smoothing_window
 from fastjax.training.report.spikes import Spike
 
 MOST_ROWS = 20
-"""Of a list in the report; metrics.jsonl has them all."""
+"""Rows of a list in the report; metrics.jsonl has them all."""
 
 
 class Fact(NamedTuple):
     """A figure with its name.
 
     Attributes:
-        label: what it is.
+        label: its name.
         value: the figure, with its unit.
-        note: what else there is to say.
+        note: a remark.
     """
 
     label: str
@@ -28,7 +28,7 @@ class Fact(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """The part of a list that is shown.
+    """The shown part of a list.
 
     Attributes:
         rows: the rows.
@@ -40,7 +40,7 @@ class Shown(NamedTuple):
 
 
 def headline(history: History) -> list[Fact]:
-    """The figures of the run that stand at the top.
+    """The figures at the top of the report.
 
     Args:
         history: the run.
@@ -79,7 +79,7 @@ def headline(history: History) -> list[Fact]:
 
 
 def list_events(history: History) -> Shown:
-    """What happened, in order; of checkpoints the last, of skipped steps one line.
+    """The events in order; of checkpoints the last, of skipped steps one line.
 
     Args:
         history: the run.
@@ -144,7 +144,7 @@ def list_evaluations(history: History, most: int = 12) -> dict[str, Any] | None:
 
 
 def show_loss(loss: float) -> str:
-    """A loss to four places, or three digits where it is small."""
+    """A loss to four places, or three digits if it is small."""
     return f"{loss:.4f}" if abs(loss) >= 0.1 else f"{loss:.3g}"
 
 

@@ -21,14 +21,14 @@ COLUMNS = (
     "loss_scale",
     "skipped",
 )
-"""The figures of a train step that the report shows."""
+"""The figures of a train step in the report."""
 
 
 class History(NamedTuple):
-    """What a run reported.
+    """The reported rows of a run.
 
     Attributes:
-        steps: column → float64 [number of steps], NaN where a row has no such figure or it was not finite; by step.
+        steps: column → float64 [number of steps], by step; NaN: missing or not finite.
         evaluations: rows of evaluations, by step.
         events: rows of events, in order.
     """
@@ -68,7 +68,7 @@ class History(NamedTuple):
 
     @property
     def own_metrics(self) -> list[str]:
-        """Names of the numbers that a user's own evaluation added."""
+        """Names of the evaluation's own metrics."""
         known = ("eval_loss", "eval_perplexity", "eval_token_accuracy", "eval_num_targets")
         names = dict.fromkeys(name for row in self.evaluations for name in row if name.startswith("eval_"))
         return [name for name in names if name not in known and self.evaluated(name)[0]]
@@ -114,7 +114,7 @@ def _number(value: Any) -> float:
 
 
 def median(values: Sequence[float] | Float64[np.ndarray, " N"]) -> float | None:
-    """The median of what is finite; None without any."""
+    """The median of the finite values; None: there are none."""
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]
     return float(np.median(finite)) if finite.size else None

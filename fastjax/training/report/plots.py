@@ -50,7 +50,7 @@ class Panel(NamedTuple):
     """One plot.
 
     Attributes:
-        title: what it shows, with the unit.
+        title: its quantity, with the unit.
         draw: draws it.
         wide: whether it takes the whole width; its legend then stands beside the title.
         legend: the corner of the legend otherwise.
@@ -92,11 +92,11 @@ def panels(history: History, spikes: Sequence[Spike], max_grad_norm: float | Non
 
 
 def draw_panel(panel: Panel, axis: Axes, history: History) -> None:
-    """Draw a panel with what all of them share: title, steps, marks of interruptions.
+    """Draw a panel with the shared parts: title, steps, marks of interruptions.
 
     Args:
-        panel: what to draw.
-        axis: where.
+        panel: the panel.
+        axis: its axes.
         history: the run.
     """
     panel.draw(axis)
@@ -120,7 +120,7 @@ def svg(panel: Panel, history: History) -> str:
     """A panel as an SVG image.
 
     Args:
-        panel: what to draw.
+        panel: the panel.
         history: the run.
     """
     with rc_context(STYLE):

@@ -1,9 +1,9 @@
-"""Where the loss jumped.
+"""Jumps of the loss.
 
-A step is a spike when its loss is above what the steps before it led to expect: above their median by more than six
-times their spread. The spread is the median absolute deviation, times 1.4826, which makes it the standard deviation of
-a normal distribution; a spike itself, or ten, hardly move either. It is taken as at least 2% of the median, so that a
-very even loss does not make a spike of every ripple. Steps that follow each other are one spike, at its highest step.
+A step is a spike when its loss is above the median of the steps before it by more than six times their spread. The
+spread is the median absolute deviation, times 1.4826, which makes it the standard deviation of a normal distribution; a
+spike itself, or ten, hardly move either. It is taken as at least 2% of the median, so that a very even loss does not
+make a spike of every ripple. Steps that follow each other are one spike, at its highest step.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Float64
 
 WINDOW = 50
-"""Steps before a step that say what is expected of it."""
+"""Steps before a step that its expected loss comes from."""
 LEAST = 10
-"""Steps before a step without which nothing is."""
+"""The least of them; earlier steps are never spikes."""
 DEVIATIONS = 6.0
-"""Spreads above the median from which on a loss is a spike."""
+"""Spreads above the median at which a spike begins."""
 LEAST_SPREAD = 0.02
 """The least spread, as a part of the median."""
 

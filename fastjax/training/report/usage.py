@@ -1,4 +1,4 @@
-"""How to use a run's result: on the command line, and from Python with Hugging Face's libraries."""
+"""Commands that use a run's result: on the command line, and from Python with Hugging Face's libraries."""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ _CONVERT = "# transformers does not bring this base into 4 bits: fastjax convert
 
 
 def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str) -> list[str]:
-    """A command and lines of Python that load what was trained, over the base that it was trained on.
+    """A command and lines of Python that load the trained weights, over their base.
 
     Args:
         config: the settings of the run.
@@ -75,7 +75,7 @@ def _base(model: ModelSection, config: Mapping[str, Any], dtype: str) -> tuple[l
 
 
 def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says of the rotary positions, as attributes of transformers' config."""
+    """The rotary positions of a config.json, as attributes of transformers' config."""
     family = family_for(config)
     text = family.text_config(config)
     rope = text.get("rope_parameters") or {"rope_theta": text["rope_theta"], **text["rope_scaling"]}
@@ -86,7 +86,7 @@ def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _in_4bit(model: ModelSection, dtype: str) -> list[str]:
     """How a 16-bit base becomes the 4-bit one of the run."""
-    # Names that are given take the place of the default, which leaves the head as it is.
+    # These replace the default list, which has the head.
     kept = ["lm_head", *(rf".*\.{name.removeprefix('model.')}" for name in model.float32_modules or ())]
     return [
         "settings = BitsAndBytesConfig(",

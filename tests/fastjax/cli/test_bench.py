@@ -138,8 +138,8 @@ def test_attention_accuracy(tmp_path, capsys):
         (["--implementations", "flash"], "--implementations: expected some of mosaic, cudnn, .* got flash"),
         (["--accuracy", "--shapes", "D=8"], "--shapes: expected some of D=64, .* got D=8"),
         (["--autotune", "--kinds", "dropout"], "--kinds: expected some of dense, .* got dropout"),
-        (["--accuracy", "--rounds", "3"], "--rounds is for tables of speed or --autotune, given with --accuracy"),
-        (["--shipped", "x.json"], "--shipped is for --autotune, given with none of the modes"),
+        (["--accuracy", "--rounds", "3"], "--rounds is for tables of speed or --autotune, got it with --accuracy"),
+        (["--shipped", "x.json"], "--shipped is for --autotune, got it with none of the modes"),
         (["--autotune"], "has none of"),
     ],
 )

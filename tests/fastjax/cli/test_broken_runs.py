@@ -18,7 +18,7 @@ from rich.console import Console
 from convert import tensor_file
 from convert.checkpoint import open_checkpoint, write_checkpoint
 from fastjax.errors import ConfigError, Interrupted, TrainingError
-from fastjax.fine_tuning import fine_tune
+from fastjax.runs.fine_tune import fine_tune
 from fastjax.training.config import (
     DataSection,
     LoraSection,
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("no_report")
 @pytest.fixture
 def no_report(monkeypatch):
     """A third of the time of so short a run; nothing here looks at it."""
-    monkeypatch.setattr("fastjax.fine_tuning.write_report", lambda *args, **kwargs: None)
+    monkeypatch.setattr("fastjax.runs.training_run.write_report", lambda *args, **kwargs: None)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_resuming_a_finished_run_reads_its_result_back(config, tmp_path, full):
     assert again.model.hf_config == first.model.hf_config
     steps.assert_same(again.model.trainable, first.model.trainable)
     other = dataclasses.replace(settings, training=dataclasses.replace(settings.training, seed=1))
-    with pytest.raises(ConfigError, match="finished and has no .* with others: training.seed: expected 3407, given 1"):
+    with pytest.raises(ConfigError, match="finished and has no .* with others: training.seed: expected 3407, got 1"):
         fine_tune(other, resume=True)
     with pytest.raises(ConfigError, match="expected a folder without an earlier run"):
         fine_tune(settings)
@@ -132,7 +132,7 @@ def test_resuming_a_finished_run_reads_its_result_back(config, tmp_path, full):
         base = open_checkpoint(tmp_path / "base")
         write_checkpoint(tmp_path / "base", [(name, -base.read(name)) for name in base.names], base.config)
         changes["model"] |= {"model_name": str(tmp_path / "base")}
-        with pytest.raises(ConfigError, match="expected the base model of .*/adapter, given one whose weights have"):
+        with pytest.raises(ConfigError, match="expected the base model of .*/adapter, got one whose weights have"):
             fine_tune(config(**changes), resume=True)
     assert contents(tmp_path / "run") == before
     next(first.folder.glob("*.safetensors")).write_bytes(b"")
@@ -172,7 +172,7 @@ def test_what_may_not_change_is_refused_and_nothing_is_touched(config, chat_fold
     short = {"max_steps": 2, "eval_steps": None}
     fine_tune(config(training=short))
     before = contents(tmp_path / "run")
-    with pytest.raises(ConfigError, match="another configuration: lora.r: expected 4, given 8"):
+    with pytest.raises(ConfigError, match="another configuration: lora.r: expected 4, got 8"):
         fine_tune(config(training=short, lora={"r": 8}), resume=True)
     other = tmp_path / "other.jsonl"
     other.write_text((json.dumps({"text": "abc"}) + "\n") * 9)
@@ -253,7 +253,7 @@ def test_a_users_evaluation_decides_nothing_but_is_reported(config, tmp_path):
     assert done.evaluation is not None and done.evaluation.extra == {"eval_exact": 0.5}
     assert [row["eval_exact"] for row in rows(tmp_path / "run") if "eval_loss" in row] == [0.5]
     assert len(seen) == 1
-    with pytest.raises(ConfigError, match="evaluate: expected numbers by names that begin with eval_, given exact"):
+    with pytest.raises(ConfigError, match="evaluate: expected numbers by names that begin with eval_, got exact"):
         fine_tune(config(output={"overwrite_output_dir": True}), evaluate=lambda model: {"exact": 1.0})
 
 

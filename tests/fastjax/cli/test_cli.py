@@ -114,8 +114,8 @@ def test_bad_configuration_as_a_process(tmp_path):
     ("arguments", "message"),
     [
         (["--prompt", "a\udcff"], "--prompt: expected Unicode text, found \\udcff, half of a surrogate pair"),
-        (["--prompt", "a", "--temperature", "nan"], "temperature: expected a finite number >= 0, given nan"),
-        (["--prompt", "a", "--seed", str(2**70)], "seed: expected an integer of 32 bits, given 1180591620717411303424"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature: expected a finite number >= 0, got nan"),
+        (["--prompt", "a", "--seed", str(2**70)], "seed: expected an integer of 32 bits, got 1180591620717411303424"),
     ],
 )
 def test_what_is_wrong_with_generate_is_said_before_a_model_is_looked_for(arguments, message, capsys):

@@ -93,7 +93,7 @@ def test_the_adapter_of_a_checkpoint(tmp_path, capsys):
     assert run("adapter", tmp_path / "run", tmp_path / "out") == 2
     assert run("adapter", tmp_path / "run", tmp_path / "new", "--step", "3") == 2
     told = capsys.readouterr().err
-    assert "--force replaces what is there" in told and "expected a checkpoint of step 3, given [8]" in told
+    assert "--force replaces what is there" in told and "expected a checkpoint of step 3, got [8]" in told
     assert run("adapter", tmp_path, tmp_path / "new") == 1
 
 

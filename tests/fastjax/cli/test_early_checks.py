@@ -7,7 +7,7 @@ import pytest
 
 from convert.errors import ConvertError
 from fastjax.errors import ConfigError
-from fastjax.fine_tuning import fine_tune
+from fastjax.runs.fine_tune import fine_tune
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig
 
 
@@ -18,8 +18,8 @@ def run(chat_folder, chats, tmp_path, monkeypatch):
     def too_late(*_, **__):
         raise AssertionError("too late")
 
-    monkeypatch.setattr("fastjax.training.datasets.prepare", too_late)
-    monkeypatch.setattr("fastjax.language_model.load_weights", too_late)
+    monkeypatch.setattr("fastjax.runs.datasets.prepare", too_late)
+    monkeypatch.setattr("fastjax.language_model.loading.load_weights", too_late)
 
     def run(**changes):
         sections = {

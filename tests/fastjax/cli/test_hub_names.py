@@ -61,7 +61,7 @@ def test_the_commit_is_kept(cache, train, tmp_path, capsys):
     capsys.readouterr()
     assert train("--resume", "--training.max_steps", "3", "--model.model_name", f"org/model@{SECOND}") == 2
     err = capsys.readouterr().err
-    assert f"model.model_name: expected org/model@{FIRST}, with which the earlier run began, given" in err
+    assert f"model.model_name: expected org/model@{FIRST}, with which the earlier run began, got" in err
     assert train("--output.output_dir", str(tmp_path / "new")) == 0
     assert kept(tmp_path / "new")["model"]["model_name"] == f"org/model@{SECOND}"
 

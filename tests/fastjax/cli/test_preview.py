@@ -158,7 +158,7 @@ def test_no_color_is_respected(settings):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--rows", "-1"], "--rows: expected 0 or more, given -1"),
+        (["--rows", "-1"], "--rows: expected 0 or more, got -1"),
         (["--lora.rr", "4"], "--lora.rr: unknown"),
         (["--model.model_name", "nowhere"], "model.model_name: expected a folder in Hugging Face format"),
     ],

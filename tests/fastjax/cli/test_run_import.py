@@ -112,17 +112,17 @@ def test_training_goes_on_from_it_as_from_the_folder(settings, adapter, tmp_path
 @pytest.mark.parametrize(
     ("lora", "options", "message"),
     [
-        ({"r": 8, "target_modules": ["q_proj", "up_proj"]}, {}, "q_proj: expected LoRA of rank 8 and scale 2, given"),
-        ({"r": 4, "target_modules": ["q_proj"]}, {}, "up_proj: expected nothing, given LoRA of rank 4 and scale 4"),
+        ({"r": 8, "target_modules": ["q_proj", "up_proj"]}, {}, "q_proj: expected LoRA of rank 8 and scale 2, got"),
+        ({"r": 4, "target_modules": ["q_proj"]}, {}, "up_proj: expected nothing, got LoRA of rank 4 and scale 4"),
         (
             {"r": 4, "target_modules": ["q_proj", "up_proj"], "use_dora": True},
             {},
-            "q_proj: expected DoRA of rank 4 and scale 4, given LoRA of rank 4 and scale 4",
+            "q_proj: expected DoRA of rank 4 and scale 4, got LoRA of rank 4 and scale 4",
         ),
         (
             {"r": 4, "target_modules": ["q_proj", "up_proj"]},
             {"modules_to_save": ["lm_head"]},
-            "lm_head: expected nothing, given the whole table",
+            "lm_head: expected nothing, got the whole table",
         ),
     ],
 )

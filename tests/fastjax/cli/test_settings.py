@@ -68,33 +68,33 @@ NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "{file}: expected the sections model, data, output, lora, optimizer, training, given None"),
-        ("- a\n", "{file}: expected the sections model, data, output, lora, optimizer, training, given ['a']"),
+        ("", "{file}: expected the sections model, data, output, lora, optimizer, training, got None"),
+        ("- a\n", "{file}: expected the sections model, data, output, lora, optimizer, training, got ['a']"),
         ("model: [\n", "{file}:2: not valid YAML: expected the node content, but found '<stream end>'"),
         ("train: {}\n", "{file}: train: unknown; did you mean training? `fastjax train --help` lists the sections"),
         ("model: llama\n", "{file}: model: expected a section with the keys model_name, max_seq_length, dtype, "
          "param_dtype, float32_modules, load_in_4bit, full_finetuning, new_tokens, rope_scaling, "
-         "use_gradient_checkpointing, allow_nonfinite, layer_loop, given 'llama'"),
+         "use_gradient_checkpointing, allow_nonfinite, layer_loop, got 'llama'"),
         (NEEDED + "training: {num_epochs: 1}\n", "{file}: training.num_epochs: unknown; did you mean "
          "num_train_epochs? `fastjax train --help` lists the keys of training"),
         (NEEDED.replace("train: d", "train: 3"),
-         "{file}: data.train: expected a string or a list of strings or sections with path, given 3"),
+         "{file}: data.train: expected a string or a list of strings or sections with path, got 3"),
         (NEEDED.replace("{output_dir: o}", "{output_dir: o, report_to: [paper]}"), "{file}: output.report_to: expected "
-         "a list of some of tensorboard, wandb, given ['paper']"),
+         "a list of some of tensorboard, wandb, got ['paper']"),
         (NEEDED + "training: {max_steps: many}\n",
-         "{file}: training.max_steps: expected an integer or null, given 'many'"),
-        (NEEDED + "lora: {r: 8.5}\n", "{file}: lora.r: expected an integer, given 8.5"),
-        (NEEDED + "lora: {use_dora: perhaps}\n", "{file}: lora.use_dora: expected true or false, given 'perhaps'"),
+         "{file}: training.max_steps: expected an integer or null, got 'many'"),
+        (NEEDED + "lora: {r: 8.5}\n", "{file}: lora.r: expected an integer, got 8.5"),
+        (NEEDED + "lora: {use_dora: perhaps}\n", "{file}: lora.use_dora: expected true or false, got 'perhaps'"),
         (NEEDED + "lora: {layers_to_transform: [1, x]}\n",
-         "{file}: lora.layers_to_transform: expected a list of integers or an integer or null, given [1, 'x']"),
+         "{file}: lora.layers_to_transform: expected a list of integers or an integer or null, got [1, 'x']"),
         (NEEDED + "lora: {alpha_pattern: {q_proj: big}}\n", "{file}: lora.alpha_pattern: expected a mapping from "
-         "strings to numbers or null, given {{'q_proj': 'big'}}"),
-        (NEEDED + "lora: {bias: all}\n", "{file}: lora.bias: expected none, given 'all'"),
+         "strings to numbers or null, got {{'q_proj': 'big'}}"),
+        (NEEDED + "lora: {bias: all}\n", "{file}: lora.bias: expected none, got 'all'"),
         (NEEDED + "optimizer: {lr_scheduler_type: step}\n",
-         "{file}: optimizer.lr_scheduler_type: expected one of cosine, linear, constant, wsd, given 'step'"),
+         "{file}: optimizer.lr_scheduler_type: expected one of cosine, linear, constant, wsd, got 'step'"),
         (NEEDED + "optimizer: {learning_rate: -1}\n",
-         "{file}: optimizer.learning_rate: expected a value greater than 0, given -1.0"),
-        ("model: {model_name: m}\n", "{file}: data.train, output.output_dir: expected a value, given none"),
+         "{file}: optimizer.learning_rate: expected a value greater than 0, got -1.0"),
+        ("model: {model_name: m}\n", "{file}: data.train, output.output_dir: expected a value, got none"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_file(write, text, message):
@@ -107,9 +107,9 @@ def test_mistakes_in_the_file(write, text, message):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--lora.r", "big"], "--lora.r: expected an integer, given 'big'"),
-        (["--lora.r=big"], "--lora.r: expected an integer, given 'big'"),
-        (["--lora.r", "0"], "--lora.r: expected a value at least 1, given 0"),
+        (["--lora.r", "big"], "--lora.r: expected an integer, got 'big'"),
+        (["--lora.r=big"], "--lora.r: expected an integer, got 'big'"),
+        (["--lora.r", "0"], "--lora.r: expected a value at least 1, got 0"),
         (["--lora.alpha", "4"], "--lora.alpha: unknown; did you mean lora_alpha? `fastjax train --help` lists the keys "
          "of lora"),
         (["--lora.quick", "4"], "--lora.quick: unknown; expected one of the keys of lora: adapter, r, lora_alpha, "
@@ -129,7 +129,7 @@ def test_mistakes_on_the_command_line(write, argv, message):
 def test_no_file():
     with pytest.raises(ConfigError, match=r"^--config: cannot read nowhere.yaml: No such file or directory$"):
         parse_train_config(["--config", "nowhere.yaml"])
-    with pytest.raises(ConfigError, match="model.model_name, .*: expected a value, given none; name a YAML file with"):
+    with pytest.raises(ConfigError, match="model.model_name, .*: expected a value, got none; name a YAML file with"):
         parse_train_config([])
 
 
@@ -143,12 +143,12 @@ def test_not_text(tmp_path):
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ("[{pth: a}]", "data.train[0]: expected a section with path, given {'pth': 'a'}"),
+        ("[{pth: a}]", "data.train[0]: expected a section with path, got {'pth': 'a'}"),
         ("[a, {path: b, wight: 2}]", "data.train[1].wight: unknown; expected one of path, name, split, weight"),
-        ("[{path: a, weight: much}]", "data.train[0].weight: expected a number or null, given 'much'"),
-        ("[{path: a, streaming: 1}]", "data.train[0].streaming: expected true or false, given 1"),
+        ("[{path: a, weight: much}]", "data.train[0].weight: expected a number or null, got 'much'"),
+        ("[{path: a, streaming: 1}]", "data.train[0].streaming: expected true or false, got 1"),
         ("[{path: a, columns: [text]}]", "data.train[0].columns: expected a mapping from strings to strings or null"),
-        ("7", "data.train: expected a string or a list of strings or sections with path, given 7"),
+        ("7", "data.train: expected a string or a list of strings or sections with path, got 7"),
     ],
 )
 def test_mistakes_in_a_list_of_data_sets(write, train, message):
@@ -168,9 +168,9 @@ def test_mistakes_in_a_list_of_data_sets(write, train, message):
         (NEEDED + "training: {seed: " + "9" * 4301 + "}\n", ":4: not valid YAML: a number of more than 300 digits"),
         (
             NEEDED + f"optimizer: {{no_decay: [{'x, ' * 20_000}]}}",
-            ": optimizer.no_decay: expected at most 2000 values in lists and mappings, given more",
+            ": optimizer.no_decay: expected at most 2000 values in lists and mappings, got more",
         ),
-        (NEEDED + "# " + "x" * 2**17, ": expected settings of at most 131072 bytes, given more"),
+        (NEEDED + "# " + "x" * 2**17, ": expected settings of at most 131072 bytes, got more"),
     ],
 )
 def test_hostile_files(write, text, message):
@@ -185,11 +185,11 @@ def test_hostile_files(write, text, message):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--lora.rank_pattern", "{a: 1, a: 2}", "the same key twice: a, given '{a: 1, a: 2}'"),
-        ("--data.train", "[{path: a, path: b}]", "the same key twice: path, given '[{path: a, path: b}]'"),
-        ("--model.rope_scaling", f"{{a: {'9' * 4301}}}", "a number of more than 300 digits, given '{a: 999"),
-        ("--output.run_name", "!!int ''", "what cannot be read as int: , given \"!!int ''\""),
-        ("--lora.rank_pattern", "[" * 3000 + "]" * 3000, "nested more than 100 deep, given '[[["),
+        ("--lora.rank_pattern", "{a: 1, a: 2}", "the same key twice: a, got '{a: 1, a: 2}'"),
+        ("--data.train", "[{path: a, path: b}]", "the same key twice: path, got '[{path: a, path: b}]'"),
+        ("--model.rope_scaling", f"{{a: {'9' * 4301}}}", "a number of more than 300 digits, got '{a: 999"),
+        ("--output.run_name", "!!int ''", "what cannot be read as int: , got \"!!int ''\""),
+        ("--lora.rank_pattern", "[" * 3000 + "]" * 3000, "nested more than 100 deep, got '[[["),
     ],
 )
 @pytest.mark.parametrize("apart", [False, True])
@@ -204,17 +204,17 @@ def test_broken_lists_on_the_command_line(write, option, value, message, apart):
     ("key", "text", "message"),
     [
         ("data.train", "[{path: a, nme: b}]", "[0].nme: unknown; expected one of path, name, split, weight, streaming"),
-        ("data.train", "[a, {path: b, weight: much}]", "[1].weight: expected a number or null, given 'much'"),
-        ("data.eval", "[1]", ": expected a string or a list of strings or sections with path or null, given [1]"),
+        ("data.train", "[a, {path: b, weight: much}]", "[1].weight: expected a number or null, got 'much'"),
+        ("data.eval", "[1]", ": expected a string or a list of strings or sections with path or null, got [1]"),
         (
             "data.train",
             "{path: a}",
-            ": expected a string or a list of strings or sections with path, given {'path': 'a'}",
+            ": expected a string or a list of strings or sections with path, got {'path': 'a'}",
         ),
         (
             "lora.target_modules",
             "[q_proj, {a: b}]",
-            ": expected a list of strings or a string or null, given ['q_proj',",
+            ": expected a list of strings or a string or null, got ['q_proj',",
         ),
     ],
 )
@@ -243,15 +243,15 @@ def test_what_only_looks_like_a_list():
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
-        ("optimizer.no_decay", "null", "expected a list of strings, given None"),
-        ("data.packing", "null", "expected true or false, given None"),
-        ("training.logging_steps", "null", "expected an integer, given None"),
-        ("training.num_train_epochs", ".inf", "expected a value that is finite, given inf"),
-        ("lora.lora_alpha", ".nan", "expected a value that is finite, given nan"),
-        ("optimizer.learning_rate", "1e308", "expected a value of at most 3e+38, given 1e+308"),
-        ("training.max_steps", str(2**70), "expected a value of at most 4294967295, given 1180591620717411303424"),
-        ("model.max_seq_length", str(10**18), "expected a value of at most 4294967295, given 1000000000000000000"),
-        ("data.train", '["a\\0b"]', "expected a value without NUL or half a character, given 'a\\x00b'"),
+        ("optimizer.no_decay", "null", "expected a list of strings, got None"),
+        ("data.packing", "null", "expected true or false, got None"),
+        ("training.logging_steps", "null", "expected an integer, got None"),
+        ("training.num_train_epochs", ".inf", "expected a value that is finite, got inf"),
+        ("lora.lora_alpha", ".nan", "expected a value that is finite, got nan"),
+        ("optimizer.learning_rate", "1e308", "expected a value of at most 3e+38, got 1e+308"),
+        ("training.max_steps", str(2**70), "expected a value of at most 4294967295, got 1180591620717411303424"),
+        ("model.max_seq_length", str(10**18), "expected a value of at most 4294967295, got 1000000000000000000"),
+        ("data.train", '["a\\0b"]', "expected a value without NUL or half a character, got 'a\\x00b'"),
     ],
 )
 def test_values_that_no_run_can_use(write, key, text, message):

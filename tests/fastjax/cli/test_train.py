@@ -10,11 +10,10 @@ import yaml
 
 from convert import tensor_file
 from convert.adapters import read_adapter
-from fastjax import language_model
 from fastjax.cli import main
 from fastjax.data.new_tokens import own_tokenizer
-from fastjax.fine_tuning import fine_tune
-from fastjax.language_model import FastLanguageModel
+from fastjax.language_model import FastLanguageModel, saving
+from fastjax.runs.fine_tune import fine_tune
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig, TrainingSection
 
 
@@ -113,7 +112,7 @@ def test_an_earlier_result_is_kept(settings, tmp_path, capsys):
         ({"data": {"train": "nowhere.jsonl"}}, 1, "nowhere.jsonl: no such file or folder"),
         ({"lora": {"target_modules": ["nothing"]}}, 2, "nothing"),
         ({"model": {"use_gradient_checkpointing": "some"}}, 2, "use_gradient_checkpointing: expected true or false or"),
-        ({"training": {"max_steps": 0}}, 2, "run.yaml: training.max_steps: expected a value at least 1, given 0"),
+        ({"training": {"max_steps": 0}}, 2, "run.yaml: training.max_steps: expected a value at least 1, got 0"),
     ],
 )  # fmt: skip
 def test_wrong_input(settings, tmp_path, capsys, changes, status, message):
@@ -141,7 +140,7 @@ def test_a_full_disk_at_the_end(settings, tmp_path, capsys, monkeypatch, place):
     if place == "weights":
         monkeypatch.setattr("convert.adapters.write_tensor_file", full)
     else:
-        monkeypatch.setattr(language_model, "_save_tokenizer", full)
+        monkeypatch.setattr(saving, "_save_tokenizer", full)
     assert main(settings()) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"fastjax train: error: {tmp_path}/run/adapter: No space left on device")
@@ -212,4 +211,4 @@ def test_generate_with_scaled_positions(chat_folder, capsys):
     assert main([*generate, "--rope_scaling", advice]) == 0
     with pytest.raises(SystemExit, match="2"):
         main([*generate, "--rope_scaling", "yarn"])
-    assert "expected a mapping such as '{rope_type: yarn, factor: 4.0}', given yarn" in capsys.readouterr().err
+    assert "expected a mapping such as '{rope_type: yarn, factor: 4.0}', got yarn" in capsys.readouterr().err

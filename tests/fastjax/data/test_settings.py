@@ -21,7 +21,7 @@ def test_weights_are_positive_and_everywhere(which, weights):
 
 
 def test_held_out_data_are_not_streamed():
-    with pytest.raises(ConfigError, match="data.eval: streaming: expected false, given true"):
+    with pytest.raises(ConfigError, match="data.eval: streaming: expected false, got true"):
         DataSection("a", [DataSource("b", streaming=True)])
     with pytest.raises(ConfigError, match="data.train: expected at least one data set"):
         DataSection([])

@@ -61,13 +61,13 @@ def test_special_tokens_in_prompts_as_text(answer, monkeypatch):
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ("q", {}, r"prompts: expected a list of texts or conversations, given a text alone; write \[\"q\"\]"),
-        (CHAT, {}, r"prompts\[0\]: expected a text or a list of messages, given one message; write \[\[.*\]\] for one"),
+        ("q", {}, r"prompts: expected a list of texts or conversations, got a text alone; write \[\"q\"\]"),
+        (CHAT, {}, r"prompts\[0\]: expected a text or a list of messages, got one message; write \[\[.*\]\] for one"),
         ([["q"]], {}, r"prompts\[0\]\[0\]: expected an object with 'role' and 'content', found \"q\""),
         ([[]], {}, r"prompts\[0\] must be a list that is not empty"),
         ([[{"role": "alien", "content": "q"}]], {}, r"prompts\[0\]\[0\]: unknown role 'alien'"),
-        (["q", 3], {}, r"prompts\[1\]: expected a text or a list of messages, given 3"),
-        ([CHAT], {"chat": False}, r"prompts\[0\]: expected a text, given a conversation; leave chat at True"),
+        (["q", 3], {}, r"prompts\[1\]: expected a text or a list of messages, got 3"),
+        ([CHAT], {"chat": False}, r"prompts\[0\]: expected a text, got a conversation; leave chat at True"),
     ],
 )
 def test_what_is_no_prompt_is_refused(answer, prompts, options, message):

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from fastjax.errors import ConfigError
-from fastjax.training.checkpoint import Checkpoints, Progress, SaveFailed, named_arrays
+from fastjax.training.cadence import Progress
+from fastjax.training.checkpoint import Checkpoints, SaveFailed, named_arrays
+from fastjax.training.checkpoint_files import Unreadable, seal
 from fastjax.training.loss_scale import LossScale
-from fastjax.training.stored import Unreadable, seal
 from tests.support import steps
 
 
@@ -121,8 +122,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, made):
         checkpoints.load(1, other)
     message = str(error.value)
     assert message.startswith(f"{tmp_path}/1 is a checkpoint of another model or adapter: ")
-    assert "trainable.layers.0: expected bfloat16[3, 5], given bfloat16[3, 4]" in message
-    assert "scale.scale: expected nothing, given float32[]" in message
+    assert "trainable.layers.0: expected bfloat16[3, 5], got bfloat16[3, 4]" in message
+    assert "scale.scale: expected nothing, got float32[]" in message
 
 
 def test_a_write_that_fails_says_so_and_leaves_the_others(tmp_path, made):
@@ -236,5 +237,5 @@ def test_whole_metadata_of_a_later_format_are_refused(tmp_path, metadata_of):
         found |= {"format": 3, "another": "field"}
         found["checksum"] = seal(found)
 
-    with pytest.raises(ConfigError, match=f"^{tmp_path}/1: expected a checkpoint of format 2 or before, given 3"):
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/1: expected a checkpoint of format 2 or before, got 3"):
         metadata_of(later).metadata(1)

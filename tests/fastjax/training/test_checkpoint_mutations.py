@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from fastjax.training.checkpoint import Checkpoints, Progress, named_arrays
-from fastjax.training.resume import newest, restore
+from fastjax.runs.resume import newest, restore
+from fastjax.training.cadence import Progress
+from fastjax.training.checkpoint import Checkpoints, named_arrays
 from tests.support import hostile, steps
 
 

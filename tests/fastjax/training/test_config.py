@@ -52,7 +52,7 @@ SECTIONS = {
 )
 def test_out_of_range(section, field, value):
     needed = {"model": {"model_name": "m"}}.get(section, {})
-    with pytest.raises(ConfigError, match=rf"^{section}\.{field}: expected a value .*, given {value!r}$"):
+    with pytest.raises(ConfigError, match=rf"^{section}\.{field}: expected a value .*, got {value!r}$"):
         SECTIONS[section](**needed, **{field: value})
 
 
@@ -85,7 +85,7 @@ def test_hostile_values(section):
 
 
 def test_sizes_of_a_run_are_bounded():
-    with pytest.raises(ConfigError, match=r"at most 67108864 tokens a step \(.*\), given 137438953472"):
+    with pytest.raises(ConfigError, match=r"at most 67108864 tokens a step \(.*\), got 137438953472"):
         TrainConfig(
             ModelSection("m", max_seq_length=2**20),
             DataSection("d"),
@@ -110,7 +110,7 @@ def test_contradictions():
 
 def test_an_adapter_to_start_from_has_its_own_settings():
     assert LoraSection(adapter="folder", lora_dropout=0.1).adapter == "folder"
-    with pytest.raises(ConfigError, match=r"lora\.adapter: expected no settings .* given lora\.r, lora\.use_dora$"):
+    with pytest.raises(ConfigError, match=r"lora\.adapter: expected no settings .* got lora\.r, lora\.use_dora$"):
         LoraSection(adapter="folder", r=8, use_dora=True)
 
 

@@ -9,9 +9,11 @@ import pytest
 
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
-from fastjax.training.checkpoint import Progress, SaveFailed
+from fastjax.training.cadence import Cadence, Progress
+from fastjax.training.checkpoint import SaveFailed
 from fastjax.training.health import GradientCheck
-from fastjax.training.loop import Cadence, fit, run_evaluation
+from fastjax.training.loop import fit, run_evaluation
+from fastjax.training.loss import LossSums
 from fastjax.training.metrics import Evaluation
 from fastjax.training.signals import StopSignals
 
@@ -291,8 +293,15 @@ def test_too_few_batches():
 
 
 def test_evaluation_is_a_mean_over_tokens():
-    sums = iter([(jnp.float32(6), jnp.int32(3), jnp.int32(1)), (jnp.float32(4), jnp.int32(1), jnp.int32(1))])
+    def counted(loss_sum, num_targets):
+        return LossSums(loss_sum, None, {"num_targets": jnp.int32(num_targets), "num_correct": jnp.int32(1)})
+
+    sums = iter([counted(jnp.float32(6), 3), counted(jnp.float32(4), 1)])
     evaluation = run_evaluation(lambda *_: next(sums), None, None, [batch(), batch()])
     assert evaluation == Evaluation(2.5, 0.5, 4)
+    own = [LossSums(jnp.float32(n), jnp.float32(n / 4), {"margin": jnp.float32(2 * n)}) for n in (2, 6)]
+    sums = iter(own)
+    evaluation = run_evaluation(lambda *_: next(sums), None, None, [batch(), batch()])
+    assert evaluation == Evaluation(4.0, 0.0, 0, {"eval_margin": 8.0})
     with pytest.raises(TrainingError, match="no token to predict"):
         run_evaluation(lambda *_: next(sums), None, None, [])

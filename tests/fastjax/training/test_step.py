@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
-from fastjax.training.loss import loss_sums
+from fastjax.parallel import make_mesh
+from fastjax.training.loss import LossSums, loss_sums
 from fastjax.training.step import init_state, make_eval_step, make_train_step
 from tests.support import steps, tiny
 
@@ -128,7 +130,7 @@ def test_evaluation_draws_no_dropout():
         found.append(jax.device_get(evaluate(ours.trainable, ours.frozen, batch(rows, accumulation))))
     drops, keeps = found
     np.testing.assert_allclose(drops.loss_sum, keeps.loss_sum, rtol=1e-6)
-    assert drops.num_targets == keeps.num_targets and drops.num_correct == keeps.num_correct
+    assert drops.metrics == keeps.metrics
 
 
 def test_the_size_of_the_chunks_does_not_matter():
@@ -278,3 +280,48 @@ def test_a_batch_without_targets_changes_nothing_but_the_counters():
     state, metrics = steps.adam_step(ours)(state, ours.frozen, rows)
     assert metrics["loss"] == 0 and metrics["num_targets"] == 0 and metrics["finite"]
     steps.assert_same(state.trainable, ours.trainable)
+
+
+def weighted(model, trainable_filter, rows, *, key):
+    """A toy loss with a weight of its own: the squared hidden states, rows weighed by an extra field."""
+    hidden = model(rows.tokens, rows.positions, rows.segment_ids, key=key)
+    real = (rows.segment_ids > 0)[..., None]
+    squares = jnp.where(real, jnp.square(hidden.astype(jnp.float32)), 0).sum((1, 2))
+    metrics = {"squares": squares.sum()}
+    return LossSums((squares * rows.extra["weights"]).sum(), rows.extra["weights"].sum(), metrics)
+
+
+def test_a_loss_of_ones_own_has_its_own_weight_and_its_own_fields():
+    """The denominator is the sum of all weights, however the rows are divided into microbatches and devices."""
+    weights = np.asarray([2.0, 0.0, 0.5, 3.0, 0.0, 0.25, 0.0, 1.0], np.float32)
+    rows = batch(packed_rows())._replace(extra={"weights": weights[None]})
+    ours = model("lora")
+    metrics, grads = steps.gradients(ours, rows, loss=weighted)
+    evaluate = make_eval_step(ours.graphdef, ours.trainable_filter, loss=weighted)
+    sums = jax.device_get(evaluate(ours.trainable, ours.frozen, rows))
+    assert sums.weight == weights.sum() == 6.75
+    np.testing.assert_allclose(metrics["loss"], sums.loss_sum / 6.75, rtol=1e-6)
+    np.testing.assert_allclose(metrics["squares"], sums.metrics["squares"] / 6.75, rtol=1e-6)
+    assert "num_targets" not in metrics
+
+    def loss_of(trainable):
+        module = nnx.merge(ours.graphdef, trainable, ours.frozen)
+        one = jax.tree.map(lambda array: jnp.asarray(array[0]), rows)
+        return weighted(module, ours.trainable_filter, one, key=None).loss_sum / 6.75
+
+    steps.assert_close(grads, jax.grad(loss_of)(ours.trainable), TOLERANCE)
+    split = jax.tree.map(lambda array: array.reshape(4, 2, *array.shape[2:]), rows)
+    split_metrics, split_grads = steps.gradients(ours, split, loss=weighted)
+    np.testing.assert_allclose(split_metrics["loss"], metrics["loss"], rtol=1e-6)
+    steps.assert_close(split_grads, grads, TOLERANCE)
+    mesh_metrics, mesh_grads = steps.gradients(ours, rows, loss=weighted, mesh=make_mesh(data=8))
+    np.testing.assert_allclose(mesh_metrics["loss"], metrics["loss"], rtol=1e-6)
+    steps.assert_close(mesh_grads, grads, TOLERANCE)
+
+
+def test_rows_that_weigh_nothing_change_nothing():
+    ours = model("lora")
+    rows = batch(packed_rows())._replace(extra={"weights": np.zeros((1, 8), np.float32)})
+    metrics, grads = steps.gradients(ours, rows, loss=weighted)
+    assert metrics["loss"] == 0 and metrics["finite"]
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))

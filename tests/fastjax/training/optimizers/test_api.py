@@ -156,5 +156,5 @@ def test_stacked_layers_are_updated_like_separate_ones(name):
 def test_parameters_are_needed():
     params = {"w": jnp.ones((2, 2))}
     optimizer = make_optimizer(OptimizerConfig(), 10)
-    with pytest.raises(ValueError, match="expected the parameters as third argument, given none"):
+    with pytest.raises(ValueError, match="expected the parameters as third argument, got none"):
         optimizer.update(params, optimizer.init(params))

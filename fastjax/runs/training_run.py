@@ -1,8 +1,4 @@
-"""A whole run: from its settings to an adapter, or a model, on disk.
-
-This puts the parts together in the order in which mistakes are cheap: the output folder, the checkpoint to go on from
-and the data are looked at before the weights are loaded.
-"""
+"""The training of a run whose settings, data and model are there: steps, evaluations, checkpoints, report, result."""
 
 import contextlib
 import dataclasses
@@ -12,57 +8,44 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 
-from convert.errors import ConvertError
 from fastjax.data import Batches
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError, Interrupted, TrainingError
-from fastjax.language_model import FastLanguageModel, LanguageModel
-from fastjax.models.paths import adapter_paths
-from fastjax.training.checkpoint import Checkpoints, Progress
-from fastjax.training.config import LoraSection, TrainConfig
-from fastjax.training.datasets import RunData, load_run_data
+from fastjax.language_model import LanguageModel
+from fastjax.runs.datasets import RunData
+from fastjax.runs.folder import RunFolder
+from fastjax.runs.identity import Identity
+from fastjax.runs.model import initial_state
+from fastjax.runs.result import last_evaluation, weight_digests
+from fastjax.runs.resume import Earlier, restore
+from fastjax.training.cadence import Cadence, Progress
+from fastjax.training.checkpoint import Checkpoints
+from fastjax.training.config import TrainConfig
 from fastjax.training.determinism import compiler_options
-from fastjax.training.device import device_use
 from fastjax.training.flops import attended_length, flops_per_token, peak_flops
 from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
-from fastjax.training.identity import Identity, base_identity, check_identity, run_identity
-from fastjax.training.loop import Cadence, Fitted, fit, run_evaluation
+from fastjax.training.loop import Fitted, fit, run_evaluation
 from fastjax.training.loss import Loss, loss_sums
-from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant, read_rows
-from fastjax.training.model_check import load_run_tokenizer, lora_arguments
+from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant
 from fastjax.training.optimizers import learning_rates, make_optimizer
-from fastjax.training.origins import pinned
 from fastjax.training.progress import make_progress
 from fastjax.training.report import default_settings, describe_environment, usage, write_report
-from fastjax.training.resume import (
-    Earlier,
-    check_result,
-    check_settings,
-    damage,
-    finished,
-    newest,
-    restore,
-    warn,
-    weight_digests,
-)
-from fastjax.training.run_folder import RunFolder, claimed
 from fastjax.training.signals import StopSignals
-from fastjax.training.step import TrainState, init_state, make_eval_step, make_probe, make_train_step
-from fastjax.training.trackers import check_trackers, make_trackers
+from fastjax.training.step import make_eval_step, make_probe, make_train_step
+from fastjax.training.trackers import make_trackers
 
 #: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
 Evaluate = Callable[[LanguageModel], Mapping[str, float]]
 
 
 class FineTuned(NamedTuple):
-    """What a run leaves behind.
+    """A finished run.
 
     Attributes:
         model: the trained model.
-        folder: where it was saved: the adapter's folder, or the whole model's.
+        folder: the adapter's folder, or the whole model's.
         evaluation: the last held-out evaluation; None without held-out data.
         config: the settings, with names on the hub at their commit.
     """
@@ -73,76 +56,7 @@ class FineTuned(NamedTuple):
     config: TrainConfig
 
 
-def fine_tune(
-    config: TrainConfig,
-    console: Console | None = None,
-    *,
-    resume: bool = False,
-    loss: Loss | None = None,
-    evaluate: Evaluate | None = None,
-) -> FineTuned:
-    """Load, train, save.
-
-    Args:
-        config: the settings.
-        console: for progress; None: standard output.
-        resume: go on from the newest whole checkpoint in the output folder; from the start where there is none. Where
-            the run there is finished, with the same settings, its result is read back and nothing is trained.
-        loss: a loss of your own in place of the cross-entropy; see `training.loss.Loss`.
-        evaluate: what else to measure at each held-out evaluation.
-
-    Returns:
-        The trained model and where it is.
-
-    Raises:
-        ConfigError: settings that contradict each other, the model, the output folder or the checkpoint.
-        ConvertError: what is wrong with the model's folder.
-        DataError: what is wrong with the data.
-        TrainingError: a step that is not finite, weights without gradient, or a device without enough memory.
-        Interrupted: SIGTERM, SIGHUP or SIGINT came; the state is saved.
-        OSError: a file that cannot be read or written.
-    """
-    console = console or Console()
-    with claimed(config, resume=resume) as folder:
-        config = pinned(config, folder.read_settings() if resume else None)
-        damaged = None
-        if resume and finished(folder, config):
-            done = _read_back(config, folder, console)
-            if isinstance(done, FineTuned):
-                _say(console, f"the run in {folder.path} is finished: nothing is left to do")
-                return done
-            damaged = f"{folder.result} is damaged: {done}"
-            warn(console, f"{damaged}; looking for a checkpoint to make it again from")
-        checkpoints = Checkpoints(folder.checkpoints, keep=config.output.save_total_limit)
-        earlier = newest(checkpoints, console) if resume else None
-        if damaged is not None and earlier is None:
-            raise TrainingError(
-                f"{damaged}; there is no checkpoint to make it again from. To train again, replace it "
-                "(output.overwrite_output_dir: true, without --resume)"
-            )
-        if resume and earlier is None:
-            check_result(folder, config)
-        changed = [] if earlier is None else check_settings(earlier, dataclasses.asdict(config))
-        check_trackers(config.output.report_to)
-        tokenizer = load_run_tokenizer(config)
-        data = load_run_data(config, tokenizer, lambda text: _say(console, text))
-        for name, became in data.statistics().items():
-            _say(console, f"{name}: {became}")
-        identity = run_identity(config, data, tokenizer)
-        if earlier is not None:
-            changed += check_identity(earlier.where, earlier.identity, identity)
-        model = load_model(config, console).replace(tokenizer=tokenizer)
-        if model.lora is not None:
-            tokens = config.training.per_device_train_batch_size * config.model.max_seq_length
-            for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
-                _say(console, line)
-        check_vocabulary(model, data)
-        checkpoints.extra = describe(config, data, identity)
-        run = _Run(config, console, folder, checkpoints, data, identity, model, loss, evaluate)
-        return run.train(earlier, changed if resume else None)
-
-
-class _Run:
+class TrainingRun:
     """A run whose settings, data and model are there."""
 
     def __init__(
@@ -175,7 +89,7 @@ class _Run:
             model.graphdef, model.trainable_filter, loss=self.loss, compiler_options=options
         )
         self.state = initial_state(config, model, data.total_steps)
-        # Rows of tokens that the first batches do not have get no gradient by right.
+        # Rows of tokens that are not in the first batches get no gradient by right.
         self.check = GradientCheck(
             leaf_names(model.trainable, model.plan), lambda name: name == "embed_tokens.tokens.trainable_tokens_delta"
         )
@@ -205,7 +119,7 @@ class _Run:
                 stack.callback(sink.close)
             if changed is not None:
                 _tell(sinks, start.step, "resumed", _whence(start.step, earlier, changed))
-            self.folder.write_settings(config)  # after the row that says that the run here goes on, or they would lie
+            self.folder.write_settings(config)  # after the row of the resumption, or they would lie
             stop = stack.enter_context(StopSignals())
             status = "failed"
             stack.callback(lambda: self._report(status))
@@ -247,7 +161,7 @@ class _Run:
             base = {"model": self.identity.model, "weights": self.identity.weights}
             files = weight_digests(self.folder.result)
             _tell(sinks, fitted.progress.step, status, message, files=files, base=base)
-        evaluation = fitted.evaluation or _last_evaluation(self.folder)  # where no step was left to take
+        evaluation = fitted.evaluation or last_evaluation(self.folder)  # where no step was left to take
         return FineTuned(self.model, self.folder.result, evaluation, config)
 
     def _evaluate(self, trainable: Any) -> Evaluation:
@@ -263,11 +177,11 @@ class _Run:
         }
         wrong = [name for name in extra if not name.startswith("eval_")]
         if wrong:
-            raise ConfigError(f"evaluate: expected numbers by names that begin with eval_, given {', '.join(wrong)}")
-        return found._replace(extra=extra)
+            raise ConfigError(f"evaluate: expected numbers by names that begin with eval_, got {', '.join(wrong)}")
+        return found._replace(extra={**found.extra, **extra})
 
     def _sinks(self, resume_step: int | None) -> list[Sink]:
-        """What takes the rows: the file first, so that a tracker that fails cannot keep a row from it."""
+        """The file first, so that a tracker that fails cannot keep a row from it."""
         output, total = self.config.output, self.data.total_steps
         name = output.run_name or Path(output.output_dir).name
         file = Tolerant(JsonLines(self.folder.metrics, resume_step), str(self.folder.metrics), self.console)
@@ -287,7 +201,7 @@ class _Run:
         )
 
     def _explain(self, state: Any, batch: Batch, step: int) -> str:
-        """Which rows of the data break a step."""
+        """The rows of the data that break a step, in words."""
         probe = make_probe(self.model.graphdef, self.model.trainable_filter, loss=self.loss)
         places = non_finite_rows(lambda rows: probe(state, self.model.frozen, rows), batch)
         if not places:
@@ -296,7 +210,7 @@ class _Run:
         return f"Not finite: {self.data.batches.describe_rows(numbers[tuple(zip(*places, strict=True))])}."
 
     def _chosen(self, fitted: Fitted) -> Any:
-        """The weights that are the result: the last, or the best."""
+        """The result's weights: the last, or the best."""
         best = fitted.progress.best_step
         if not self.config.output.load_best_model_at_end or best is None or best == fitted.progress.step:
             return fitted.state.trainable
@@ -327,7 +241,7 @@ class _Run:
 
 
 def describe(config: TrainConfig, data: RunData, identity: Identity) -> Callable[[int], dict[str, Any]]:
-    """What a checkpoint of a run keeps beside its state, by step.
+    """The JSON that a checkpoint of a run keeps beside its state, by step.
 
     Args:
         config: the run.
@@ -338,107 +252,13 @@ def describe(config: TrainConfig, data: RunData, identity: Identity) -> Callable
     return lambda step: {**stored, "position": data.batches.position(step)}
 
 
-def initial_state(config: TrainConfig, model: LanguageModel, total_steps: int) -> TrainState:
-    """The state of a run before its first step.
-
-    Args:
-        config: the run.
-        model: with what is trained as it begins.
-        total_steps: of the run.
-    """
-    scale = config.training.initial_loss_scale if model.dtype == jnp.float16 else None
-    key = jax.random.key(config.training.seed)
-    return init_state(model.trainable, make_optimizer(config.optimizer, total_steps), key, scale)
-
-
-def load_model(config: TrainConfig, console: Console) -> LanguageModel:
-    """The model of a run as it begins, with its adapter.
-
-    Args:
-        config: the run.
-        console: for a line about the model.
-    """
-    model, _ = FastLanguageModel.from_pretrained(**dataclasses.asdict(config.model))
-    model = adapted(model, config)
-    trained, total = model.num_parameters()
-    device = device_use()
-    _say(
-        console,
-        f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%}), on {device.used}, {model.dtype}",
-    )
-    if device.idle is not None:
-        _say(console, f"idle: {device.idle}")
-    return model
-
-
-def adapted(model: LanguageModel, config: TrainConfig) -> LanguageModel:
-    """A run's base model with the adapter that it begins with, fresh or from a folder.
-
-    Args:
-        model: the base.
-        config: the run.
-    """
-    if config.lora.adapter is not None:
-        model = FastLanguageModel.load_adapter(
-            model, config.lora.adapter, config.lora.lora_dropout, config.model.allow_nonfinite
-        )
-    elif not config.model.full_finetuning:
-        model = FastLanguageModel.get_peft_model(model, **lora_arguments(config.lora))
-    return model
-
-
-def check_vocabulary(model: LanguageModel, data: RunData) -> None:
-    """Refuse data with tokens that the model has no rows for.
-
-    Args:
-        model: the run's.
-        data: the run's.
-
-    Raises:
-        ConfigError: there are such.
-    """
-    if data.max_token_id >= model.config.vocab_size:
-        raise ConfigError(
-            f"model.model_name: expected an embedding for every token of the data, given {model.config.vocab_size} "
-            f"rows for token {data.max_token_id}; the tokenizer has more tokens than the model: name them in "
-            "model.new_tokens"
-        )
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> FineTuned | str:
-    """What the finished run in a folder has left, or what is wrong with it."""
-    if (found := damage(folder)) is not None:
-        return found
-    if config.model.full_finetuning:  # its folder has the new tokens and the scaling
-        model = dataclasses.replace(config.model, model_name=str(folder.result), new_tokens=None, rope_scaling=None)
-        result = dataclasses.replace(config, model=model)
-    else:
-        if base := read_rows(folder.metrics)[-1].get("base"):
-            check_identity(folder.result, Identity(data="", **base), Identity(data="", **base_identity(config)))
-        adapter = LoraSection(adapter=str(folder.result), lora_dropout=config.lora.lora_dropout)
-        result = dataclasses.replace(config, lora=adapter)
-    try:
-        return FineTuned(load_model(result, console), folder.result, _last_evaluation(folder), config)
-    except (ConfigError, ConvertError, OSError) as error:  # where it is the base's, the run says so again
-        return str(error)
-
-
-def _last_evaluation(folder: RunFolder) -> Evaluation | None:
-    evaluations = [row for row in read_rows(folder.metrics) if "eval_loss" in row]
-    return Evaluation.from_row(evaluations[-1]) if evaluations else None
-
-
 def _tell(sinks: list[Sink], step: int, event: str, message: str, **more: Any) -> None:
     for sink in sinks:
         sink.write({"step": step, "event": event, "message": message, **more})
 
 
 def _whence(step: int, earlier: Earlier | None, changed: list[str]) -> str:
-    """Where a run goes on, and what is new."""
+    """The start of a resumed run and its changed settings, in words."""
     if earlier is None:
         return "no checkpoint to go on from: started from the beginning"
     return f"going on after step {step}, from {earlier.where}" + (
@@ -448,7 +268,7 @@ def _whence(step: int, earlier: Earlier | None, changed: list[str]) -> str:
 
 @contextlib.contextmanager
 def _memory_advice() -> Iterator[None]:
-    """A device out of memory as an error that says what to do."""
+    """Turn a device out of memory into an error with the settings to lower."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,11 +1,10 @@
-"""A checkpoint as it lies on the disk: written by Orbax, read by TensorStore, compared with checksums.
+"""A checkpoint on disk: written by Orbax, read by TensorStore, compared with checksums.
 
-Orbax stores each array as one of zarr's in a database of TensorStore (OCDBT), which compresses without a checksum: a
-flipped bit comes back as another value. It reads all arrays at once, and where one is damaged, the reads of the others
-end in tracebacks. Here each is read on its own by the library that Orbax stands on, compared with the CRC-32 that the
-checkpoint's metadata has of it (3 GB/s a core; no burst of up to 32 bits escapes it, anything else with a chance of
-2⁻³²), and named where it is damaged. The metadata have a checksum of themselves, without which nothing that they say
-is believed.
+Orbax stores each array in zarr's format in a database of TensorStore (OCDBT), which compresses without a checksum: a
+flipped bit comes back as another value. It reads all arrays at once, and if one is damaged, the reads of the others end
+in tracebacks. Here TensorStore reads each array on its own; the CRC-32 in the checkpoint's metadata (3 GB/s a core; no
+burst of up to 32 bits escapes it, anything else with a chance of 2⁻³²) tells the damaged one. The metadata carry a
+checksum of themselves and are not trusted without it.
 
 Nothing here imports JAX.
 """
@@ -25,7 +24,7 @@ from fastjax.errors import TrainingError
 METADATA = "_CHECKPOINT_METADATA"
 #: Format of metadata from before the checksums.
 UNCHECKED_FORMAT = 1
-#: Arrays that are read at the same time: decompression takes a core each.
+#: Arrays read at the same time: decompression takes a core each.
 _READERS = 4
 
 
@@ -47,10 +46,10 @@ def checksum(array: np.ndarray) -> str:
 
 
 def seal(metadata: Mapping[str, Any]) -> str:
-    """The checksum of metadata, of which they keep it as `checksum`: the CRC-32 of the rest as sorted JSON.
+    """The checksum that metadata keep as `checksum`: the CRC-32 of their other fields as sorted JSON.
 
     Args:
-        metadata: with or without a checksum, as JSON can hold them.
+        metadata: with or without a checksum.
     """
     plain = json.loads(json.dumps({name: value for name, value in metadata.items() if name != "checksum"}))
     return f"{zlib.crc32(json.dumps(plain, sort_keys=True).encode()):08x}"
@@ -63,7 +62,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         folder: of the checkpoint.
 
     Returns:
-        What `Checkpoints` has written; of any version.
+        The JSON that `Checkpoints` wrote, of any version.
 
     Raises:
         Unreadable: they are missing, or do not match their checksum. Those of format 1 have none.
@@ -78,7 +77,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(folder, f"{METADATA} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
     if not (unchecked and expected is None) and expected != (given := seal(found)):
-        raise Unreadable(folder, f"{METADATA} is damaged: expected the checksum {expected}, given {given}")
+        raise Unreadable(folder, f"{METADATA} is damaged: expected the checksum {expected}, got {given}")
     return found
 
 
@@ -89,7 +88,7 @@ def read_arrays(
 
     Args:
         folder: of the checkpoint.
-        described: name → shape and dtype, of those that are wanted; none of them empty.
+        described: name → shape and dtype of the wanted arrays; none of them empty.
         checksums: name → checksum; None: the checkpoint has none.
 
     Returns:
@@ -104,10 +103,10 @@ def read_arrays(
         array = _read(folder, name)
         if [list(array.shape), str(array.dtype)] != [list(shape), dtype]:
             given = f"{array.dtype}{list(array.shape)}"
-            raise Unreadable(folder, f"the array {name} is damaged: expected {dtype}{list(shape)}, given {given}")
+            raise Unreadable(folder, f"the array {name} is damaged: expected {dtype}{list(shape)}, got {given}")
         if checksums is not None and (given := checksum(array)) != checksums.get(name):
             expected = checksums.get(name)
-            raise Unreadable(folder, f"the array {name} is damaged: expected the checksum {expected}, given {given}")
+            raise Unreadable(folder, f"the array {name} is damaged: expected the checksum {expected}, got {given}")
         return array
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="restore") as pool:
@@ -122,6 +121,6 @@ def _read(folder: Path, name: str) -> np.ndarray:
     try:
         stored = tensorstore.open({"driver": "zarr3", "kvstore": database}, open=True, read=True).result()
         return np.asarray(stored.read().result())
-    except Exception as error:  # whatever TensorStore finds wrong with what someone has damaged
+    except Exception as error:  # TensorStore raises many kinds for damaged files
         text = " ".join(str(error).split("[tensorstore_spec")[0].split())
         raise Unreadable(folder, f"the array {name} is damaged: {text[:300]}") from error

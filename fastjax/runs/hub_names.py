@@ -1,4 +1,4 @@
-"""Where the model and the adapter that a run starts from are: folders, or names on the hub, each at one commit.
+"""Folders of a run's model and adapter, and their names on the hub, each pinned to one commit.
 
 Nothing here imports JAX.
 """
@@ -19,7 +19,7 @@ _WANTED = {
 
 
 def located(config: TrainConfig, key: str, *, weights: bool = True) -> Source:
-    """The folder of a model or an adapter, downloaded where it is a name on the hub.
+    """The folder of a model or an adapter, downloaded if it is a name on the hub.
 
     Args:
         config: the settings.
@@ -36,16 +36,16 @@ def located(config: TrainConfig, key: str, *, weights: bool = True) -> Source:
     except ConvertError as error:
         raise ConfigError(f"{key}: expected {_WANTED[key]}: {error}") from error
     if not source.folder.is_dir():
-        raise ConfigError(f"{key}: expected {_WANTED[key]}, given {shorten(name)}, which is none")
+        raise ConfigError(f"{key}: expected {_WANTED[key]}, got {shorten(name)}, which is none")
     return source
 
 
 def pinned(config: TrainConfig, earlier: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The settings with every name on the hub at one commit, `org/model@commit`, so that a run can be gone on with.
+    """The settings with every name on the hub at one commit, `org/model@commit`, so that a run can be resumed.
 
     Args:
         config: the settings.
-        earlier: those of the run that is gone on with, by section: a name without a revision means its commit.
+        earlier: those of the resumed run, by section: a name without a revision means its commit.
 
     Raises:
         ConfigError: a model or adapter that is not to be found, or at another commit than that of the earlier run.
@@ -64,7 +64,7 @@ def pinned(config: TrainConfig, earlier: Mapping[str, Any] | None = None) -> Tra
             continue
         if known == name and commit is not None and source.revision != commit:
             raise ConfigError(
-                f"{key}: expected {begun}, with which the earlier run began, given {source.pinned}; leave the revision "
+                f"{key}: expected {begun}, with which the earlier run began, got {source.pinned}; leave the revision "
                 "out, or start a new run in another folder"
             )
         config = _replaced(config, section, field, source.pinned)

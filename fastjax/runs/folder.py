@@ -1,4 +1,4 @@
-"""The output folder of a run: whose it is, what is in it, and that only one run is in it at a time."""
+"""The output folder of a run: its files, and its lock, which one run holds at a time."""
 
 import contextlib
 import dataclasses
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from convert.files import remove_unfinished
+from convert.files import atomic_file, remove_unfinished
 from fastjax import strict_yaml
 from fastjax.errors import ConfigError
 from fastjax.strict_yaml import YamlError
 from fastjax.training.config import TrainConfig
 
-#: What a run leaves in its folder; other files are none of ours.
+#: The files of a run; others in its folder are left alone.
 RUN_FILES = (
     "config.yaml",
     "metrics.jsonl",
@@ -34,7 +34,7 @@ class RunFolder(NamedTuple):
 
     Attributes:
         path: of the folder.
-        result: where the result goes: `adapter`, or `model` after full fine-tuning.
+        result: `adapter`, or `model` after full fine-tuning.
     """
 
     path: Path
@@ -56,15 +56,16 @@ class RunFolder(NamedTuple):
         return self.path / "config.yaml"
 
     def write_settings(self, config: TrainConfig) -> None:
-        """Keep the settings, so that `fastjax train --config` takes them.
+        """Write the settings, for `fastjax train --config`.
 
         Args:
             config: the settings.
         """
-        self.settings.write_text(settings_text(config), encoding="utf-8")
+        with atomic_file(self.settings) as file:
+            file.write(settings_text(config).encode())
 
     def read_settings(self) -> dict[str, Any] | None:
-        """The settings of the run that is in the folder, by section; None where they are not there or torn."""
+        """The settings of the run in the folder, by section; None: missing or torn."""
         try:
             found = strict_yaml.parse(self.settings.read_text(encoding="utf-8"))
         except (FileNotFoundError, UnicodeDecodeError, YamlError):
@@ -72,7 +73,7 @@ class RunFolder(NamedTuple):
         return found if isinstance(found, dict) else None
 
     def clear(self) -> None:
-        """Remove what an earlier run has left, but its result, which the new one replaces when it is whole."""
+        """Remove the files of an earlier run but its result, which the new one replaces when it is whole."""
         for name in RUN_FILES:
             path = self.path / name
             if path != self.result:
@@ -92,11 +93,11 @@ def settings_text(config: TrainConfig) -> str:
 def claimed(config: TrainConfig, *, resume: bool) -> Iterator[RunFolder]:
     """The run's folder, made if need be, and locked until the block or the process ends.
 
-    What a run that was killed was writing there is removed; of its checkpoints, `Checkpoints` sees to it.
+    Temporaries of a killed run are removed; those of its checkpoints by `Checkpoints`.
 
     Args:
         config: the settings.
-        resume: whether an earlier run there is to be gone on with.
+        resume: whether an earlier run there is resumed.
 
     Raises:
         ConfigError: another run is at work in the folder, or its results are there and neither `resume` nor
@@ -108,7 +109,7 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[RunFolder]:
     found = [name for name in RUN_FILES if (output / name).exists()]
     if found and not resume and not config.output.overwrite_output_dir:
         raise ConfigError(
-            f"output.output_dir: expected a folder without an earlier run, given {output}, which holds "
+            f"output.output_dir: expected a folder without an earlier run, got {output}, which holds "
             f"{', '.join(found)}; go on with that run (--resume), name another folder, or replace it "
             "(output.overwrite_output_dir: true)"
         )
@@ -118,7 +119,7 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[RunFolder]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"output.output_dir: expected a folder that no run is at work in, given {output}, which one is"
+                f"output.output_dir: expected a folder that no run is at work in, got {output}, which one is"
             ) from error
         for place in (output, folder.result):
             remove_unfinished(place)

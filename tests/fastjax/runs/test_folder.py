@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from fastjax.errors import ConfigError
+from fastjax.runs.folder import RUN_FILES, claimed
 from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
-from fastjax.training.run_folder import RUN_FILES, claimed
 
 
 def config(folder, **output):
@@ -25,7 +25,7 @@ def test_two_runs_are_not_in_one_folder(tmp_path):
 @pytest.mark.parametrize("name", RUN_FILES)
 def test_what_an_earlier_run_left_is_not_taken_over(tmp_path, name):
     (tmp_path / name).mkdir()
-    with pytest.raises(ConfigError, match=f"an earlier run, given .*, which holds {name}; go on with that run"):
+    with pytest.raises(ConfigError, match=f"an earlier run, got .*, which holds {name}; go on with that run"):
         with claimed(config(tmp_path), resume=False):
             pass
     with claimed(config(tmp_path, overwrite_output_dir=True), resume=False):

@@ -1,4 +1,4 @@
-"""The logits of two models on the same texts: what a conversion has changed of what a model says."""
+"""The logits of two models on the same texts: the effect of a conversion on a model's answers."""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from fastjax.models.decoder import lm_logits
 
 
 class LogitDifference(NamedTuple):
-    """Over all tokens of all texts.
+    """Difference of two models' logits, over all tokens of all texts.
 
     Attributes:
         tokens: their number.
@@ -57,13 +57,13 @@ def compare_logits(
         ConvertError: what is wrong with a folder.
     """
     if not texts:
-        raise ConfigError("texts: expected at least one, given none")
+        raise ConfigError("texts: expected at least one, got none")
     options: dict[str, Any] = {"dtype": "float32", "allow_nonfinite": True}  # differences show them
     model, _ = FastLanguageModel.from_pretrained(first, load_in_4bit=base_in_nf4, **options)
     if adapter is not None:
         model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True)
     if model.tokenizer is None:
-        raise ConfigError(f"{first}: expected a tokenizer, given none")
+        raise ConfigError(f"{first}: expected a tokenizer, got none")
     encoder = Encoder(cast(PreTrainedTokenizerFast, model.tokenizer))
     encoded = [list(encoder.encode_beginning(text))[: model.max_seq_length] for text in texts]
     left = [_logits(model, tokens) for tokens in encoded]
@@ -71,7 +71,7 @@ def compare_logits(
     other, _ = FastLanguageModel.from_pretrained(second, load_in_4bit=False, **options)
     right = [_logits(other, tokens) for tokens in encoded]
     if left[0].shape[1] != right[0].shape[1]:
-        raise ConfigError(f"{second}: expected {left[0].shape[1]} logits as {first}, given {right[0].shape[1]}")
+        raise ConfigError(f"{second}: expected {left[0].shape[1]} logits as {first}, got {right[0].shape[1]}")
     one, two = np.concatenate(left).astype(np.float64), np.concatenate(right).astype(np.float64)
     log_p, log_q = _log_softmax(one), _log_softmax(two)
     return LogitDifference(

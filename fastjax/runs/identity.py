@@ -1,7 +1,7 @@
-"""Fingerprints of what a run begins with: base, data, tokenizer, adapter. One that goes on with it is compared.
+"""Fingerprints of a run's inputs: base, data, tokenizer, adapter. A resumed run must have the same.
 
-What is large is sampled: of a tensor of more than 64 KiB sixteen blocks of 4 KiB, evenly spaced from its first byte to
-its last, of a smaller one every byte. So an 8B folder takes 4,700 reads and 19 MB, and another fine-tune of the same
+Large tensors are sampled: of more than 64 KiB sixteen blocks of 4 KiB, evenly spaced from the first byte to the last,
+of a smaller one every byte. So an 8B folder takes 4,700 reads and 19 MB, and another fine-tune of the same
 base, a merged adapter or another quantisation is told apart; a change to single rows of a table may not be.
 
 Nothing here imports JAX.
@@ -13,21 +13,15 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from convert.adapters import open_adapter
-from convert.checkpoint import WEIGHT_FILES, open_checkpoint
-from convert.families import family_for
+from convert.checkpoint import WEIGHT_FILES, Checkpoint
 from convert.tensor_file import TensorInfo
 from fastjax.errors import ConfigError
-from fastjax.training.config import TrainConfig
-from fastjax.training.datasets import RunData
-from fastjax.training.origins import located
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from fastjax.runs.datasets import RunData
+from fastjax.runs.opening import OpenModel
 
 _BLOCK, _BLOCKS = 4096, 16
 #: Fields of an adapter's settings that nothing here depends on.
@@ -35,7 +29,7 @@ _NO_SETTINGS = ("base_model_name_or_path", "revision", "task_type", "inference_m
 
 
 class Identity(NamedTuple):
-    """Fingerprints; None: there is no such thing, or it is not known of a run of an earlier version.
+    """Fingerprints; None: there is no such input, or an earlier version did not keep it.
 
     Attributes:
         model: of the base's config.json, and the names and sizes of its weight files.
@@ -56,7 +50,7 @@ class Identity(NamedTuple):
     held_out: str | None = None
 
 
-#: Those that decide what the state means: the setting, and what differs.
+#: Those that decide the meaning of the state: the setting, the expected input, the other one.
 _FIXED = {
     "model": ("model.model_name", "the base model", "one with another config.json or other weight files"),
     "weights": ("model.model_name", "the base model", "one whose weights have other values"),
@@ -68,7 +62,7 @@ _FIXED = {
         "(lora.adapter, or model.model_name)",
     ),
 }
-#: Those that may be others, and are told.
+#: Those that may differ, with the line that says so.
 _TOLD = {
     "adapter_weights": "lora.adapter: other weights than the run began with; those of the checkpoint are gone on with",
     "tokenizer": "the tokenizer or its chat template: another than the run began with; the rows are the same",
@@ -76,27 +70,23 @@ _TOLD = {
 }
 
 
-def run_identity(config: TrainConfig, data: RunData, tokenizer: "PreTrainedTokenizerFast") -> Identity:
+def run_identity(data: RunData, model: OpenModel) -> Identity:
     """The fingerprints of a run.
 
     Args:
-        config: its settings.
         data: its data.
-        tokenizer: `load_run_tokenizer`'s.
-
-    Raises:
-        ConvertError: what is wrong with the base's or the adapter's folder.
+        model: its open folders, weights included.
     """
-    adapter = settings = None
-    if config.lora.adapter is not None:
-        base = open_checkpoint(located(config, "model.model_name").folder)
-        adapter = open_adapter(located(config, "lora.adapter").folder, family=family_for(base.config))
+    base, tokenizer = model.outline.weights, model.tokenizer
+    assert base is not None, "the base's weights are on this machine"
+    adapter, settings = None if model.adapter is None else model.adapter.arrays, None
+    if adapter is not None:
         known = {name: value for name, value in dataclasses.asdict(adapter.config).items() if name not in _NO_SETTINGS}
         known |= {name: sorted(value) for name, value in known.items() if isinstance(value, list)}  # PEFT's are sets
         settings = _digest(json.dumps(known, sort_keys=True))
     shown = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
     return Identity(
-        **base_identity(config),
+        **base_identity(base.checkpoint),
         data=data.train.fingerprint,
         adapter=settings,
         adapter_weights=None if adapter is None else tensors_fingerprint(adapter.tensors),
@@ -105,38 +95,34 @@ def run_identity(config: TrainConfig, data: RunData, tokenizer: "PreTrainedToken
     )
 
 
-def base_identity(config: TrainConfig) -> dict[str, str]:
+def base_identity(base: Checkpoint) -> dict[str, str]:
     """The fingerprints of a run's base: `model` and `weights`.
 
     Args:
-        config: its settings.
-
-    Raises:
-        ConvertError: what is wrong with its folder.
+        base: its open folder.
     """
-    folder = located(config, "model.model_name").folder
-    return {"model": model_fingerprint(folder), "weights": tensors_fingerprint(open_checkpoint(folder).tensors)}
+    return {"model": model_fingerprint(base.folder), "weights": tensors_fingerprint(base.tensors)}
 
 
 def check_identity(where: Path, old: Identity, new: Identity) -> list[str]:
-    """Compare what a checkpoint's run began with, and what the run has that goes on from it.
+    """Compare the inputs of a checkpoint's run with those of the run that resumes from it.
 
     Args:
-        where: the checkpoint, or what else has the first.
-        old: the first.
-        new: the second.
+        where: the checkpoint, or the result.
+        old: its fingerprints.
+        new: the resumed run's.
 
     Returns:
-        A line for each that differs and may.
+        A line for each difference that is allowed.
 
     Raises:
         ConfigError: another base, other settings of the adapter, or other data.
     """
     pairs = zip(Identity._fields, old, new, strict=True)
     differ = {name for name, was, now in pairs if was is not None and now is not None and was != now}
-    for name, (key, what, given) in _FIXED.items():
+    for name, (key, what, other) in _FIXED.items():
         if name in differ:
-            raise ConfigError(f"{key}: expected {what} of {where}, given {given}")
+            raise ConfigError(f"{key}: expected {what} of {where}, got {other}")
     return [line for name, line in _TOLD.items() if name in differ]
 
 
@@ -178,7 +164,7 @@ def tensors_fingerprint(tensors: Mapping[str, TensorInfo]) -> str:
 
 
 def _blocks(size: int) -> list[tuple[int, int]]:
-    """(offset, length) of what is read of a tensor of so many bytes."""
+    """(offset, length) of the sampled blocks of a tensor of so many bytes."""
     if size <= _BLOCK * _BLOCKS:
         return [(0, size)]
     return [(int(start), _BLOCK) for start in np.linspace(0, size - _BLOCK, _BLOCKS).astype(np.int64)]

@@ -1,4 +1,4 @@
-"""An adapter on a model: attached fresh or from a PEFT folder, with the vocabulary that the folder has."""
+"""Adapters on a model: fresh or from a PEFT folder, with the folder's vocabulary."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from convert.adapters import AdapterConfig, read_adapter
+from convert.adapters import Adapter, AdapterConfig, open_adapter
 from convert.families import family_for
 from convert.model.paths import TABLES
 from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
@@ -23,7 +23,9 @@ from fastjax.models.new_rows import grown
 from fastjax.models.vocabulary import adapter_rows, with_vocab_size
 
 if TYPE_CHECKING:
-    from fastjax.language_model import LanguageModel
+    from transformers import PreTrainedTokenizerBase
+
+    from fastjax.language_model.model import LanguageModel
 
 
 def attach_adapter(
@@ -34,7 +36,7 @@ def attach_adapter(
     Args:
         model: without adapters, not loaded for full fine-tuning.
         adapter: PEFT's settings.
-        arrays: the adapter's arrays as `convert.adapters.read_adapter` gives them; None: fresh ones.
+        arrays: the adapter's arrays by `convert.adapters`' names; None: fresh ones.
         key: random state of fresh ones.
 
     Raises:
@@ -66,24 +68,49 @@ def load_adapter(
 ) -> "LanguageModel":
     """`FastLanguageModel.load_adapter`."""
     _check_bare(model)
-    adapter, arrays = read_adapter(folder, family=family_for(model.hf_config), allow_nonfinite=allow_nonfinite)
+    opened = open_adapter(folder, family=family_for(model.hf_config), allow_nonfinite=allow_nonfinite)
+    return attach_opened(model, opened, own_tokenizer(folder), lora_dropout)
+
+
+def attach_opened(
+    model: "LanguageModel",
+    opened: Adapter,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    lora_dropout: float | None = None,
+) -> "LanguageModel":
+    """Attach the adapter of a PEFT folder that is open.
+
+    Args:
+        model: without adapters.
+        opened: the folder.
+        tokenizer: the folder's own; None: it has none.
+        lora_dropout: in place of the adapter's own.
+
+    Raises:
+        ConvertError: an array that cannot be read or is not finite.
+        ConfigError: an adapter that does not fit the model.
+    """
+    _check_bare(model)
+    adapter, arrays = opened.config, {path: opened.read(path) for path in opened.tensors}
     if lora_dropout is not None:
         adapter = dataclasses.replace(adapter, lora_dropout=lora_dropout)
-    model = _with_vocabulary_of(model, Path(folder), adapter, arrays)
-    check_adapter(adapter, model.config, model.new_token_ids, folder)
+    model = _with_vocabulary_of(model, tokenizer, adapter, arrays)
+    check_adapter(adapter, model.config, model.new_token_ids, opened.folder)
     return attach_adapter(model, adapter, arrays, jax.random.key(0))
 
 
 def _with_vocabulary_of(
-    model: "LanguageModel", folder: Path, adapter: AdapterConfig, arrays: Mapping[str, Any]
+    model: "LanguageModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    adapter: AdapterConfig,
+    arrays: Mapping[str, Any],
 ) -> "LanguageModel":
-    """The model with the tokenizer that an adapter was trained with, and its rows where these are more than its own."""
-    tokenizer = own_tokenizer(folder)
+    """The model with the adapter's tokenizer, and the adapter's vocabulary rows where these are more than its own."""
     rows = adapter_rows(adapter, {path: array.shape for path, array in arrays.items()}, tokenizer)
     before = model.config.vocab_size
     if rows > before:
         weights = grown(model.frozen, rows, before if model.tokenizer is None else vocabulary_size(model.tokenizer), ())
-        for name in TABLES:  # PEFT keeps the tables that it has grown
+        for name in TABLES:  # PEFT keeps the grown tables
             table = arrays.get(f"{name}.base_layer.weight")
             if table is not None and name in weights and "weight" in weights[name]:
                 own = weights[name]["weight"]

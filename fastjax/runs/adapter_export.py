@@ -1,4 +1,4 @@
-"""The result of a run out of one of its checkpoints: an adapter for PEFT, or the model after full fine-tuning."""
+"""Export of a run's checkpoint: an adapter for PEFT, or the model after full fine-tuning."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,12 @@ import jax
 from rich.console import Console
 
 from fastjax.errors import ConfigError
-from fastjax.fine_tuning import load_model
+from fastjax.runs.folder import claimed
+from fastjax.runs.model import load_model
+from fastjax.runs.opening import open_model
+from fastjax.runs.resume import newest, restore
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
-from fastjax.training.model_check import load_run_tokenizer
-from fastjax.training.resume import newest, restore
-from fastjax.training.run_folder import claimed
 
 
 def export_checkpoint(
@@ -23,13 +23,13 @@ def export_checkpoint(
     force: bool = False,
     console: Console | None = None,
 ) -> int:
-    """Write what a checkpoint has learnt, as the run itself does at its end.
+    """Write the trained weights of a checkpoint, as the run itself does at its end.
 
     Args:
         config: settings of the run, whose output folder has the checkpoints.
-        folder: where to.
+        folder: the result.
         step: of the checkpoint; None: the newest that is not damaged.
-        force: replace an adapter, or a model, that is there.
+        force: replace an existing adapter or model.
         console: for warnings; None: standard error.
 
     Returns:
@@ -42,16 +42,16 @@ def export_checkpoint(
     """
     folder, console = Path(folder), console or Console(stderr=True)
     if folder.exists() and not (force and folder.is_dir()):
-        raise ConfigError(f"{folder}: expected a new folder (--force replaces what is there), given one that exists")
+        raise ConfigError(f"{folder}: expected a new folder (--force replaces what is there), got one that exists")
     with claimed(config, resume=True) as run:
         checkpoints = Checkpoints(run.checkpoints)
         try:
             steps = checkpoints.steps()
             if not steps or step not in (None, *steps):
                 wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-                raise ConfigError(f"{run.checkpoints}: expected {wanted}, given {steps or 'none'}")
+                raise ConfigError(f"{run.checkpoints}: expected {wanted}, got {steps or 'none'}")
             earlier = newest(checkpoints, console) if step is None else None
-            model = load_model(config, Console(quiet=True)).replace(tokenizer=load_run_tokenizer(config))
+            model = load_model(config, open_model(config), Console(quiet=True))
             trained: Any = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), model.trainable
             )

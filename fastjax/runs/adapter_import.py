@@ -1,7 +1,7 @@
 """A PEFT adapter as the first checkpoint of a run, from which `fastjax train --resume` goes on.
 
-What is trained is the adapter's, the optimizer's state is new, and no data have been used. A run can start from an
-adapter by `lora.adapter` too, for which the adapter has to stay where it is; the checkpoint needs it no more.
+The trained arrays are the adapter's, the optimizer's state is new, and no data have been used. A run can start from an
+adapter by `lora.adapter` too, for which the adapter must stay in its place; the checkpoint needs it no more.
 """
 
 import dataclasses
@@ -12,24 +12,28 @@ from rich.console import Console
 from convert.adapters import AdapterConfig, read_adapter
 from convert.files import atomic_folder, remove_unfinished
 from fastjax.errors import ConfigError
-from fastjax.fine_tuning import adapted, check_vocabulary, describe, initial_state
-from fastjax.language_model import FastLanguageModel, LanguageModel
+from fastjax.language_model import LanguageModel
+from fastjax.language_model.adapters import load_adapter
 from fastjax.models.adapter_settings import adapter_sites, saved_modules
-from fastjax.training.checkpoint import Checkpoints, Progress, named_arrays
+from fastjax.runs.datasets import load_run_data
+from fastjax.runs.folder import RunFolder
+from fastjax.runs.hub_names import pinned
+from fastjax.runs.identity import run_identity
+from fastjax.runs.messages import say
+from fastjax.runs.model import check_vocabulary, initial_state, load_base, with_adapter
+from fastjax.runs.opening import open_model
+from fastjax.runs.training_run import describe
+from fastjax.training.cadence import Progress
+from fastjax.training.checkpoint import Checkpoints, named_arrays
 from fastjax.training.config import LoraSection, TrainConfig
-from fastjax.training.datasets import load_run_data
-from fastjax.training.identity import run_identity
-from fastjax.training.model_check import load_run_tokenizer
-from fastjax.training.origins import pinned
-from fastjax.training.run_folder import RunFolder
 
 
 def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | None = None) -> None:
     """Write the output folder of a run that has an adapter and has taken no step.
 
     Args:
-        config: settings of the run, whose output folder is written. Where the section `lora` says nothing, it becomes
-            what the adapter's settings say.
+        config: settings of the run, whose output folder is written. A section `lora` without settings becomes the
+            adapter's.
         adapter: PEFT's folder.
         console: for progress; None: standard output.
 
@@ -43,23 +47,23 @@ def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | 
     console = console or Console()
     folder = Path(config.output.output_dir)
     if folder.exists():
-        raise ConfigError(f"{folder}: expected a new folder for the run, given one that exists")
+        raise ConfigError(f"{folder}: expected a new folder for the run, got one that exists")
     if config.model.full_finetuning:
-        raise ConfigError("model.full_finetuning: expected false for a run that begins with an adapter, given true")
+        raise ConfigError("model.full_finetuning: expected false for a run that begins with an adapter, got true")
     settings, _ = read_adapter(adapter, allow_nonfinite=config.model.allow_nonfinite)
     config = pinned(_with_lora_of(config, settings))
-    tokenizer = load_run_tokenizer(config)
-    data = load_run_data(config, tokenizer, lambda text: console.print(text, highlight=False, markup=False))
-    base, _ = FastLanguageModel.from_pretrained(**dataclasses.asdict(config.model))
-    given = FastLanguageModel.load_adapter(base, adapter, allow_nonfinite=config.model.allow_nonfinite)
-    model = adapted(base, config)
-    _check_fit(model, given, adapter)
+    opened = open_model(config)
+    data = load_run_data(config, opened.tokenizer, lambda text: say(console, text))
+    base = load_base(config, opened)
+    imported = load_adapter(base, adapter, None, config.model.allow_nonfinite)
+    model = with_adapter(base, config, opened)
+    _check_fit(model, imported, adapter)
     check_vocabulary(model, data)
-    state = initial_state(config, model.replace(trainable=given.trainable), data.total_steps)
+    state = initial_state(config, model.replace(trainable=imported.trainable), data.total_steps)
     remove_unfinished(folder)
     with atomic_folder(folder) as temporary:
         run = RunFolder(temporary, temporary / "adapter")
-        checkpoints = Checkpoints(run.checkpoints, extra=describe(config, data, run_identity(config, data, tokenizer)))
+        checkpoints = Checkpoints(run.checkpoints, extra=describe(config, data, run_identity(data, opened)))
         try:
             checkpoints.save(state, Progress())
             checkpoints.wait()
@@ -69,7 +73,7 @@ def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | 
 
 
 def _with_lora_of(config: TrainConfig, adapter: AdapterConfig) -> TrainConfig:
-    """The settings with the adapter's in the section `lora`, where that says nothing but how it is trained."""
+    """The settings with the adapter's in the section `lora`, if that has none but its dropout."""
     dropout = config.lora.lora_dropout
     if dataclasses.replace(config.lora, lora_dropout=None) != LoraSection():
         return config
@@ -82,17 +86,17 @@ def _with_lora_of(config: TrainConfig, adapter: AdapterConfig) -> TrainConfig:
     return dataclasses.replace(config, lora=LoraSection(**own))
 
 
-def _check_fit(model: LanguageModel, given: LanguageModel, adapter: str | Path) -> None:
-    """Refuse an adapter that is not what the run trains: other modules, ranks, scales or kinds, other tokens."""
-    assert model.lora is not None and given.lora is not None
-    if model.config.vocab_size != given.config.vocab_size:
+def _check_fit(model: LanguageModel, imported: LanguageModel, adapter: str | Path) -> None:
+    """Refuse an adapter unlike the one that the run trains: other modules, ranks, scales or kinds, other tokens."""
+    assert model.lora is not None and imported.lora is not None
+    if model.config.vocab_size != imported.config.vocab_size:
         raise ConfigError(
-            f"{adapter}: expected an adapter of a model with {model.config.vocab_size} tokens, given one of "
-            f"{given.config.vocab_size}; name those that it adds in model.new_tokens"
+            f"{adapter}: expected an adapter of a model with {model.config.vocab_size} tokens, got one of "
+            f"{imported.config.vocab_size}; name those that it adds in model.new_tokens"
         )
-    wanted, found = _described(model), _described(given)
+    wanted, found = _described(model), _described(imported)
     problems = [
-        f"{name}: expected {wanted.get(name, 'nothing')}, given {found.get(name, 'nothing')}"
+        f"{name}: expected {wanted.get(name, 'nothing')}, got {found.get(name, 'nothing')}"
         for name in [*wanted, *(name for name in found if name not in wanted)]
         if wanted.get(name) != found.get(name)
     ]
@@ -105,7 +109,7 @@ def _check_fit(model: LanguageModel, given: LanguageModel, adapter: str | Path) 
 
 
 def _described(model: LanguageModel) -> dict[str, str]:
-    """What is trained, by name, and at last the arrays themselves, which must be alike."""
+    """The adapter's parts by name, in words, and its arrays by shape and dtype."""
     assert model.lora is not None
     kind = "DoRA" if model.lora.use_dora else "LoRA"
     described = {

@@ -11,10 +11,10 @@ import pytest
 
 from convert.adapters import AdapterConfig, write_adapter
 from convert.checkpoint import open_checkpoint, write_checkpoint
-from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
+from fastjax.runs.identity import Identity, check_identity, model_fingerprint, run_identity, tensors_fingerprint
+from fastjax.runs.opening import open_model
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig
-from fastjax.training.identity import Identity, check_identity, model_fingerprint, run_identity, tensors_fingerprint
 from tests.support import chat
 
 
@@ -71,10 +71,10 @@ WHOLE = Identity("model", "data", "weights", "adapter", "adapter_weights", "toke
 def test_what_may_not_be_another_is_refused():
     assert check_identity(Path("c/7"), WHOLE, WHOLE) == []
     for name, message in {
-        "model": "model.model_name: expected the base model of c/7, given one with another config.json",
-        "weights": "model.model_name: expected the base model of c/7, given one whose weights have other values",
-        "adapter": "lora.adapter: expected the adapter's settings of c/7, given others",
-        "data": "data.train: expected the data of c/7, given other rows",
+        "model": "model.model_name: expected the base model of c/7, got one with another config.json",
+        "weights": "model.model_name: expected the base model of c/7, got one whose weights have other values",
+        "adapter": "lora.adapter: expected the adapter's settings of c/7, got others",
+        "data": "data.train: expected the data of c/7, got other rows",
     }.items():
         with pytest.raises(ConfigError, match=f"^{message}"):
             check_identity(Path("c/7"), WHOLE, WHOLE._replace(**{name: "other"}))
@@ -100,7 +100,7 @@ def run(tmp_path):
     """The identity of a run as its files are now, and these files."""
     base, adapter = chat.write_model(tmp_path / "base"), tmp_path / "adapter"
     config = TrainConfig(
-        model=ModelSection(str(base)),
+        model=ModelSection(str(base), max_seq_length=48),
         data=DataSection("d"),
         output=OutputSection("o"),
         lora=LoraSection(adapter=str(adapter)),
@@ -120,7 +120,7 @@ def run(tmp_path):
         write_adapter(adapter, dataclasses.replace(settings, **changes), arrays)
 
     def identity():
-        return run_identity(config, data, load_tokenizer(base))
+        return run_identity(data, open_model(config))
 
     write()
     return SimpleNamespace(base=base, write=write, identity=identity)

@@ -1,4 +1,4 @@
-"""From the settings of a run to its batches and the number of its steps; the run and its preview agree by construction.
+"""From the settings of a run to its batches and number of steps; run and preview agree by construction.
 
 Nothing here imports JAX.
 """
@@ -44,12 +44,12 @@ class RunData(NamedTuple):
 
     @property
     def max_token_id(self) -> int:
-        """The largest token id in the data that were read."""
+        """The largest token id in the data read so far."""
         found = [data.max_token_id for data in (self.train, self.held_out) if isinstance(data, Dataset)]
         return max(found, default=0)
 
     def statistics(self) -> dict[str, str]:
-        """What became of each data set, for people."""
+        """The statistics of each data set, in words."""
         named = {"train": self.train, "held out": self.held_out}
         return {
             name: str(data.statistics) if isinstance(data, Dataset) else "streamed"
@@ -61,11 +61,11 @@ class RunData(NamedTuple):
 def load_run_data(
     config: TrainConfig, tokenizer: "PreTrainedTokenizerFast", progress: Callable[[str], None] | None = None
 ) -> RunData:
-    """All that a run needs of its data; see `load_datasets`.
+    """The data, batches and number of steps of a run; see `load_datasets`.
 
     Args:
         config: the settings.
-        tokenizer: `load_run_tokenizer`'s.
+        tokenizer: the run's, of `open_model`.
         progress: takes a message for people now and then.
     """
     train, held_out = load_datasets(config, tokenizer, progress)
@@ -76,11 +76,11 @@ def load_run_data(
 def load_datasets(
     config: TrainConfig, tokenizer: "PreTrainedTokenizerFast", progress: Callable[[str], None] | None = None
 ) -> tuple[Dataset | StreamedBatches, Dataset | None]:
-    """Read, encode and pack what is learnt and what is held out.
+    """Read, encode and pack the training data and the held-out data.
 
     Args:
         config: the settings.
-        tokenizer: `load_run_tokenizer`'s; it has the chat template of the settings afterwards.
+        tokenizer: the run's, of `open_model`; it has the chat template of the settings afterwards.
         progress: takes a message for people now and then.
 
     Returns:
@@ -141,5 +141,5 @@ def total_steps(config: TrainConfig, batches: BatchSource) -> int:
     epochs = config.training.num_train_epochs
     steps = math.ceil(epochs * batches.steps_per_epoch)
     if steps > MAX_STEPS:
-        raise ConfigError(f"training.num_train_epochs: expected at most {MAX_STEPS} steps, given {steps} by {epochs:g}")
+        raise ConfigError(f"training.num_train_epochs: expected at most {MAX_STEPS} steps, got {steps} by {epochs:g}")
     return steps

@@ -1,0 +1,6 @@
+"""A language model as one value, and `FastLanguageModel`, the entry points with Unsloth's names."""
+
+from fastjax.language_model.loading import FastLanguageModel
+from fastjax.language_model.model import LanguageModel
+
+__all__ = ["FastLanguageModel", "LanguageModel"]

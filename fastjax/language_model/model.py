@@ -1,0 +1,137 @@
+"""A language model as one value: its definition, its trained and its frozen arrays, and its origin.
+
+`model.graphdef`, `model.trainable` and `model.frozen` go into `training.step.make_train_step` or any function of your
+own.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from convert.adapters import AdapterConfig
+from convert.model.config import ModelConfig
+from fastjax.language_model import saving
+from fastjax.lora import LoraParam, SavedParam
+from fastjax.models.decoder import Decoder
+from fastjax.models.layout import Run
+from fastjax.models.precision import Precision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A model and its origin; immutable, its methods return new ones.
+
+    Attributes:
+        config: the decoder's.
+        hf_config: the checkpoint's config.json.
+        folder: the checkpoint; None for random weights.
+        graphdef: static half of the decoder: `nnx.merge(graphdef, trainable, frozen)` is the module.
+        trainable: the trained arrays, a pure dict.
+        frozen: the others, a pure dict.
+        plan: arrangement of the layers.
+        lora: the adapter's settings, or None.
+        full_finetuning: whether every weight is trained.
+        precision: dtypes of computation and parameters.
+        remat: rematerialisation policy of the backward pass.
+        layer_loop: "scan" or "unroll".
+        max_seq_length: most tokens in a row.
+        tokenizer: the folder's, with the new tokens, or None.
+        new_token_ids: tokens added to the checkpoint's vocabulary.
+        source: name and commit of a checkpoint from the hub; None for a folder.
+    """
+
+    config: ModelConfig
+    hf_config: Mapping[str, Any]
+    folder: Path | None
+    graphdef: nnx.GraphDef = dataclasses.field(repr=False)
+    trainable: Any = dataclasses.field(repr=False)
+    frozen: Any = dataclasses.field(repr=False)
+    plan: tuple[Run, ...]
+    lora: AdapterConfig | None
+    full_finetuning: bool
+    precision: Precision
+    remat: str
+    layer_loop: str
+    max_seq_length: int
+    tokenizer: "PreTrainedTokenizerBase | None" = dataclasses.field(repr=False)
+    new_token_ids: tuple[int, ...] = ()
+    source: tuple[str, str] | None = None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype."""
+        return self.precision.dtype
+
+    @property
+    def trainable_filter(self) -> Any:
+        """The nnx filter that separates trainable from frozen variables."""
+        return nnx.Param if self.full_finetuning else nnx.Any(LoraParam, SavedParam)
+
+    def module(self) -> Decoder:
+        """The decoder itself, for inspection or for code that calls modules."""
+        return nnx.merge(self.graphdef, self.trainable, self.frozen)
+
+    def replace(self, **changes: Any) -> "LanguageModel":
+        """The same model with other fields, for instance `trainable` after training."""
+        return dataclasses.replace(self, **changes)
+
+    def num_parameters(self) -> tuple[int, int]:
+        """(trained, all) parameters; a 4-bit weight counts its elements, tied embeddings count once."""
+        trained = sum(leaf.size for leaf in jax.tree.leaves(self.trainable))
+        layer = sum(math.prod(spec.shape) for spec in self.config.layer_specs)
+        tables = 1 if self.config.tie_word_embeddings else 2
+        base = self.config.num_hidden_layers * layer + self.config.hidden_size * (1 + tables * self.config.vocab_size)
+        return trained, base if self.full_finetuning else base + trained
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write the trained weights: a PEFT adapter folder, or after full fine-tuning a Hugging Face folder.
+
+        An adapter with new tokens has their rows and the tokenizer that knows them. PEFT's
+        `AutoPeftModelForCausalLM.from_pretrained(folder)` then grows the base by itself; before
+        `PeftModel.from_pretrained(base, folder)` call `base.resize_token_embeddings(…)` with the rows of this model.
+
+        Args:
+            folder: created; appears under its name only when whole.
+
+        Raises:
+            ConfigError: nothing is trained, or there is no checkpoint to take config and tokenizer from.
+            OSError: the disk is full, …; nothing is left behind.
+        """
+        return saving.save_trained(self, Path(folder))
+
+    def save_pretrained_merged(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str | None = None,
+        base_in_nf4: bool = False,
+        force: bool = False,
+        allow_nonfinite: bool = False,
+    ) -> Path:
+        """Write a plain Hugging Face folder with the adapter merged into its base, as `convert.merge` does.
+
+        Args:
+            folder: created; appears under its name only when whole.
+            dtype: of the result: "bfloat16", "float16", "float32", or "nf4" for the layers' matrices; None: that of
+                the base's files.
+            base_in_nf4: add to the 4-bit weights that a 16-bit folder became with load_in_4bit, not to the folder's.
+            force: replace an existing model folder.
+            allow_nonfinite: write NaN and infinity instead of refusing.
+
+        Raises:
+            ConfigError: there is no adapter, or no base folder.
+            ConvertError: the folder is taken, or something is wrong with the base.
+            OSError: the disk is full, …; nothing is left behind.
+        """
+        return saving.save_merged(
+            self, Path(folder), dtype=dtype, base_in_nf4=base_in_nf4, force=force, allow_nonfinite=allow_nonfinite
+        )

@@ -1,0 +1,87 @@
+"""Writing a model: its adapter for PEFT, its trained weights as a Hugging Face folder, or base and adapter merged."""
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from convert.adapters import write_adapter
+from convert.checkpoint import WEIGHT_FILES
+from convert.families import family_for
+from convert.files import atomic_folder, scratch_folder
+from convert.merge import merge
+from convert.weights import save
+from fastjax.data.tokenizer import load_tokenizer
+from fastjax.errors import ConfigError
+from fastjax.models.adapter_settings import saved_modules
+from fastjax.models.adapters import export_adapters
+from fastjax.models.layout import layer_of, split_layer
+from fastjax.models.precision import DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fastjax.language_model.model import LanguageModel
+
+
+def save_trained(model: "LanguageModel", folder: Path) -> Path:
+    """`LanguageModel.save_pretrained`."""
+    if model.lora is None and not model.full_finetuning:
+        raise ConfigError("save_pretrained: nothing is trained here; call get_peft_model, or load with full_finetuning")
+    with atomic_folder(folder, replaces=("adapter_model.*",) if model.lora is not None else WEIGHT_FILES) as whole:
+        if model.lora is not None:
+            tied = model.lora.ensure_weight_tying and model.config.tie_word_embeddings and saved_modules(model.lora)
+            arrays = export_adapters(model.trainable, model.plan, bool(tied))
+            write_adapter(whole, model.lora, arrays, family=family_for(model.hf_config))
+        else:
+            save(whole, _tensors(model), dict(model.hf_config), source=model.folder)
+        if model.tokenizer is not None and (model.lora is not None or _has_own_tokenizer(model)):
+            _save_tokenizer(model.tokenizer, whole)
+    return folder
+
+
+def save_merged(model: "LanguageModel", folder: Path, **options: Any) -> Path:
+    """`LanguageModel.save_pretrained_merged`, whose options are `convert.merge`'s."""
+    if model.lora is None or model.folder is None:
+        raise ConfigError(
+            "save_pretrained_merged: expected an adapter on a model from a folder; save_pretrained writes a model "
+            "that was trained whole"
+        )
+    with scratch_folder(folder) as adapter:
+        save_trained(model, adapter)
+        merge(model.folder, adapter, folder, config=model.hf_config, **options)
+    return folder
+
+
+def _tensors(model: "LanguageModel") -> Iterator[tuple[str, np.ndarray]]:
+    """The trained weights by path, in the checkpoint's order."""
+    tree, config = model.trainable, model.config
+    dtype = jnp.dtype(DTYPES.get(str(model.hf_config.get("dtype", model.hf_config.get("torch_dtype"))), jnp.float32))
+    yield "embed_tokens.weight", np.asarray(tree["embed_tokens"]["weight"].astype(dtype))
+    runs = [[tree["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
+    for index in range(config.num_hidden_layers):
+        for path, array in split_layer(layer_of(runs, model.plan, index), config).items():
+            yield path.in_layer(index), np.asarray(array.astype(dtype))
+    yield "norm.weight", np.asarray(tree["norm"]["weight"].astype(dtype))
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", np.asarray(tree["lm_head"]["weight"].astype(dtype))
+
+
+def _has_own_tokenizer(model: "LanguageModel") -> bool:
+    """Whether the tokenizer differs from the checkpoint's, whose files are copied byte for byte."""
+    if model.folder is None or model.new_token_ids:
+        return True
+    return getattr(model.tokenizer, "chat_template", None) != load_tokenizer(model.folder).chat_template
+
+
+def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except OSError:
+        raise
+    except Exception as error:  # its Rust half raises plain exceptions, for a full disk too
+        full = "os error 28" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(folder)) from error

@@ -1,0 +1,122 @@
+"""A whole run: from its settings to an adapter, or a model, on disk.
+
+This puts the parts together in the order in which mistakes are cheap: the output folder, the checkpoint to resume from
+and the data are looked at before the weights are loaded.
+"""
+
+import dataclasses
+
+from rich.console import Console
+
+from convert.checkpoint import open_checkpoint
+from convert.errors import ConvertError
+from fastjax.errors import ConfigError, TrainingError
+from fastjax.models.paths import adapter_paths
+from fastjax.runs.datasets import load_run_data
+from fastjax.runs.folder import RunFolder, claimed
+from fastjax.runs.hub_names import located, pinned
+from fastjax.runs.identity import Identity, base_identity, check_identity, run_identity
+from fastjax.runs.messages import say, warn
+from fastjax.runs.model import check_vocabulary, load_model
+from fastjax.runs.opening import open_model
+from fastjax.runs.result import check_result, damage, finished, last_evaluation
+from fastjax.runs.resume import newest
+from fastjax.runs.settings_changes import check_settings
+from fastjax.runs.training_run import Evaluate, FineTuned, TrainingRun, describe
+from fastjax.training.checkpoint import Checkpoints
+from fastjax.training.config import LoraSection, TrainConfig
+from fastjax.training.loss import Loss
+from fastjax.training.metrics import read_rows
+from fastjax.training.trackers import check_trackers
+
+
+def fine_tune(
+    config: TrainConfig,
+    console: Console | None = None,
+    *,
+    resume: bool = False,
+    loss: Loss | None = None,
+    evaluate: Evaluate | None = None,
+) -> FineTuned:
+    """Load, train, save.
+
+    Args:
+        config: the settings.
+        console: for progress; None: standard output.
+        resume: go on from the newest whole checkpoint in the output folder; from the start where there is none. The
+            result of a finished run with the same settings is read back and nothing is trained.
+        loss: a loss of your own in place of the cross-entropy; see `training.loss.Loss`.
+        evaluate: a measurement of your own at each held-out evaluation.
+
+    Returns:
+        The trained model and its folder.
+
+    Raises:
+        ConfigError: settings that contradict each other, the model, the output folder or the checkpoint.
+        ConvertError: what is wrong with the model's folder.
+        DataError: what is wrong with the data.
+        TrainingError: a step that is not finite, weights without gradient, or a device without enough memory.
+        Interrupted: SIGTERM, SIGHUP or SIGINT came; the state is saved.
+        OSError: a file that cannot be read or written.
+    """
+    console = console or Console()
+    with claimed(config, resume=resume) as folder:
+        config = pinned(config, folder.read_settings() if resume else None)
+        damaged = None
+        if resume and finished(folder, config):
+            done = _read_back(config, folder, console)
+            if isinstance(done, FineTuned):
+                say(console, f"the run in {folder.path} is finished: nothing is left to do")
+                return done
+            damaged = f"{folder.result} is damaged: {done}"
+            warn(console, f"{damaged}; looking for a checkpoint to make it again from")
+        checkpoints = Checkpoints(folder.checkpoints, keep=config.output.save_total_limit)
+        earlier = newest(checkpoints, console) if resume else None
+        if damaged is not None and earlier is None:
+            raise TrainingError(
+                f"{damaged}; there is no checkpoint to make it again from. To train again, replace it "
+                "(output.overwrite_output_dir: true, without --resume)"
+            )
+        if resume and earlier is None:
+            check_result(folder, config)
+        changed = []
+        if earlier is not None:
+            changed += check_settings(earlier.where, earlier.config, dataclasses.asdict(config))
+        check_trackers(config.output.report_to)
+        opened = open_model(config)
+        data = load_run_data(config, opened.tokenizer, lambda text: say(console, text))
+        for name, became in data.statistics().items():
+            say(console, f"{name}: {became}")
+        identity = run_identity(data, opened)
+        if earlier is not None:
+            changed += check_identity(earlier.where, earlier.identity, identity)
+        model = load_model(config, opened, console)
+        if model.lora is not None:
+            tokens = config.training.per_device_train_batch_size * config.model.max_seq_length
+            for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
+                say(console, line)
+        check_vocabulary(model, data)
+        checkpoints.extra = describe(config, data, identity)
+        run = TrainingRun(config, console, folder, checkpoints, data, identity, model, loss, evaluate)
+        return run.train(earlier, changed if resume else None)
+
+
+def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> FineTuned | str:
+    """The result of the finished run in a folder, or the damage to it."""
+    if (found := damage(folder)) is not None:
+        return found
+    if config.model.full_finetuning:  # its folder has the new tokens and the scaling
+        model = dataclasses.replace(config.model, model_name=str(folder.result), new_tokens=None, rope_scaling=None)
+        result = dataclasses.replace(config, model=model)
+    else:
+        if base := read_rows(folder.metrics)[-1].get("base"):
+            now = base_identity(open_checkpoint(located(config, "model.model_name").folder))
+            check_identity(folder.result, Identity(data="", **base), Identity(data="", **now))
+        adapter = LoraSection(adapter=str(folder.result), lora_dropout=config.lora.lora_dropout)
+        result = dataclasses.replace(config, lora=adapter)
+    try:
+        return FineTuned(
+            load_model(result, open_model(result), console), folder.result, last_evaluation(folder), config
+        )
+    except (ConfigError, ConvertError, OSError) as error:  # where it is the base's, the run says so again
+        return str(error)

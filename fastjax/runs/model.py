@@ -1,0 +1,100 @@
+"""A run's model as it begins: base and adapter from the open folders, and the state before the first step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from fastjax.errors import ConfigError
+from fastjax.language_model import FastLanguageModel, LanguageModel
+from fastjax.language_model.adapters import attach_opened
+from fastjax.language_model.loading import load_opened
+from fastjax.runs.datasets import RunData
+from fastjax.runs.messages import say
+from fastjax.runs.opening import OpenModel, lora_arguments
+from fastjax.training.config import TrainConfig
+from fastjax.training.device import device_use
+from fastjax.training.optimizers import make_optimizer
+from fastjax.training.step import TrainState, init_state
+
+#: Keys of the section `model` that opening its folder has used up.
+_OPENED = ("model_name", "max_seq_length", "new_tokens", "rope_scaling")
+
+
+def load_model(config: TrainConfig, opened: OpenModel, console: Console) -> LanguageModel:
+    """The model of a run as it begins, with its adapter.
+
+    Args:
+        config: the run.
+        opened: its folders.
+        console: for a line about the model.
+    """
+    model = with_adapter(load_base(config, opened), config, opened)
+    trained, total = model.num_parameters()
+    device = device_use()
+    say(
+        console,
+        f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%}), on {device.used}, {model.dtype}",
+    )
+    if device.idle is not None:
+        say(console, f"idle: {device.idle}")
+    return model.replace(tokenizer=opened.tokenizer)
+
+
+def load_base(config: TrainConfig, opened: OpenModel) -> LanguageModel:
+    """The base model of a run.
+
+    Args:
+        config: the run.
+        opened: its folders.
+    """
+    settings = {name: value for name, value in dataclasses.asdict(config.model).items() if name not in _OPENED}
+    return load_opened(opened.source, opened.outline, **settings)
+
+
+def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel) -> LanguageModel:
+    """A run's base model with the adapter that it begins with, fresh or from a folder.
+
+    Args:
+        model: the base.
+        config: the run.
+        opened: its folders.
+    """
+    if opened.adapter is not None:
+        assert opened.adapter.arrays is not None, "the adapter's arrays are on this machine"
+        return attach_opened(model, opened.adapter.arrays, opened.adapter.tokenizer, config.lora.lora_dropout)
+    if config.model.full_finetuning:
+        return model
+    return FastLanguageModel.get_peft_model(model, **lora_arguments(config.lora))
+
+
+def initial_state(config: TrainConfig, model: LanguageModel, total_steps: int) -> TrainState:
+    """The state of a run before its first step.
+
+    Args:
+        config: the run.
+        model: with the trained arrays' initial values.
+        total_steps: of the run.
+    """
+    scale = config.training.initial_loss_scale if model.dtype == jnp.float16 else None
+    key = jax.random.key(config.training.seed)
+    return init_state(model.trainable, make_optimizer(config.optimizer, total_steps), key, scale)
+
+
+def check_vocabulary(model: LanguageModel, data: RunData) -> None:
+    """Refuse data with tokens that the model has no rows for.
+
+    Args:
+        model: the run's.
+        data: the run's.
+
+    Raises:
+        ConfigError: there are such.
+    """
+    if data.max_token_id >= model.config.vocab_size:
+        raise ConfigError(
+            f"model.model_name: expected an embedding for every token of the data, got {model.config.vocab_size} "
+            f"rows for token {data.max_token_id}; the tokenizer has more tokens than the model: name them in "
+            "model.new_tokens"
+        )

@@ -1,0 +1,130 @@
+"""A run's model and adapter, opened: config.json, tokenizer, headers and settings, before data or tensors are read.
+
+A run and its preview begin with this, so a preview refuses what the run would. Each folder is opened here, once: its
+fingerprints and its weights come from the open folder. Nothing here imports JAX.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from convert.adapters import CONFIG, Adapter, config_from_json, open_adapter
+from convert.families import family_for
+from convert.files import read_json
+from convert.hub import Source
+from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
+from fastjax.errors import ConfigError
+from fastjax.models.adapter_settings import check_adapter, fresh_adapter
+from fastjax.models.outline import Outline, read_outline
+from fastjax.models.vocabulary import adapter_rows
+from fastjax.runs.hub_names import located
+from fastjax.training.config import LoraSection, TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class OpenAdapter(NamedTuple):
+    """The adapter to start from.
+
+    Attributes:
+        arrays: the open PEFT folder; None: its arrays are not on this machine.
+        tokenizer: the folder's own; None: it has none.
+    """
+
+    arrays: Adapter | None
+    tokenizer: "PreTrainedTokenizerFast | None"
+
+
+class OpenModel(NamedTuple):
+    """A run's model, whose folders are open.
+
+    Attributes:
+        source: origin of the base.
+        outline: of the base, with its open weights.
+        adapter: to start from; None: there is none.
+        tokenizer: the base's with the tokens that the run adds, or the adapter's own unless it has fewer.
+    """
+
+    source: Source
+    outline: Outline
+    adapter: OpenAdapter | None
+    tokenizer: "PreTrainedTokenizerFast"
+
+
+def open_model(config: TrainConfig, *, weights: bool = True) -> OpenModel:
+    """Open the model and the adapter of a run.
+
+    Args:
+        config: the settings.
+        weights: open the files of weights of names on the hub too, which downloads them; those of folders always are.
+
+    Raises:
+        ConfigError: a model or adapter that is not to be found, without a tokenizer that can be loaded, or that does
+            not suit the settings.
+        ConvertError: what is wrong with their folders.
+    """
+    source, model = located(config, "model.model_name", weights=weights), config.model
+    with _within("model", model):
+        outline = read_outline(
+            source.folder,
+            max_seq_length=model.max_seq_length,
+            float32_modules=model.float32_modules,
+            new_tokens=model.new_tokens,
+            rope_scaling=model.rope_scaling,
+            weights=weights or source.name is None,
+        )
+    if config.lora.adapter is not None:
+        adapter = _open_adapter(config, outline, weights)
+        return OpenModel(source, outline, adapter, _larger(outline.tokenizer, adapter.tokenizer))
+    if not model.full_finetuning:
+        settings = lora_arguments(config.lora)
+        del settings["random_state"]
+        with _within("lora", config.lora):
+            fresh_adapter(outline.config, outline.new_token_ids, **settings)
+    return OpenModel(source, outline, None, outline.tokenizer)
+
+
+def lora_arguments(lora: LoraSection) -> dict[str, Any]:
+    """The section `lora` as the arguments of `FastLanguageModel.get_peft_model`.
+
+    Args:
+        lora: without an adapter to start from.
+    """
+    arguments = dataclasses.asdict(lora)
+    del arguments["adapter"]
+    if arguments["lora_dropout"] is None:
+        del arguments["lora_dropout"]
+    return arguments
+
+
+def _open_adapter(config: TrainConfig, outline: Outline, weights: bool) -> OpenAdapter:
+    """The adapter to start from, whose settings fit the model."""
+    source = located(config, "lora.adapter", weights=weights)
+    folder, tokenizer = source.folder, own_tokenizer(source.folder)
+    opened, shapes = None, {}
+    if weights or source.name is None:
+        allow = config.model.allow_nonfinite
+        opened = open_adapter(folder, family=family_for(outline.hf_config), allow_nonfinite=allow)
+        adapter, shapes = opened.config, {path: info.shape for path, info in opened.tensors.items()}
+    else:
+        adapter = config_from_json(read_json(folder / CONFIG), folder / CONFIG)
+    rows = max(outline.config.vocab_size, adapter_rows(adapter, shapes, tokenizer))
+    check_adapter(adapter, dataclasses.replace(outline.config, vocab_size=rows), outline.new_token_ids, folder)
+    return OpenAdapter(opened, tokenizer)
+
+
+def _larger(base: "PreTrainedTokenizerFast", own: "PreTrainedTokenizerFast | None") -> "PreTrainedTokenizerFast":
+    return own if own is not None and vocabulary_size(own) >= vocabulary_size(base) else base
+
+
+@contextlib.contextmanager
+def _within(name: str, section: object) -> Iterator[None]:
+    """Name the section in an error that begins with one of its keys."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(error).partition(":")[0] not in vars(section):
+            raise
+        raise ConfigError(f"{name}.{error}") from error

@@ -1,0 +1,112 @@
+"""Changes of the settings between a run and its resumption.
+
+Settings that decide the shape or meaning of the state must be equal; others may change, and the run says so.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from convert.errors import shown
+from fastjax.errors import ConfigError
+
+#: (old, new) value by the full name of a setting.
+Changes = Mapping[str, tuple[Any, Any]]
+
+#: Keys whose change makes the state another one.
+FIXED = (
+    "model.max_seq_length",
+    "model.dtype",
+    "model.param_dtype",
+    "model.float32_modules",
+    "model.load_in_4bit",
+    "model.full_finetuning",
+    "model.new_tokens",
+    "model.rope_scaling",
+    "lora",
+    "optimizer.name",
+    "training.seed",
+)
+#: Keys of a run's output and execution, not of its computation.
+FREE = (
+    "output",
+    "training.logging_steps",
+    "training.per_device_eval_batch_size",
+    "data.cache_dir",
+    "model.model_name",
+    "model.allow_nonfinite",
+)
+#: Of these the key that the result depends on.
+CHOICE = "output.load_best_model_at_end"
+#: Compared by their product, the rows of a step.
+BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Settings that differ, by their full name: (old, new).
+
+    Args:
+        old: sections and keys.
+        new: the same.
+        prefix: of the names.
+    """
+    found = {}
+    for key in [*old, *(key for key in new if key not in old)]:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping) and not prefix:
+            found |= differences(before, after, f"{key}.")
+        elif before != after:
+            found[prefix + key] = (before, after)
+    return found
+
+
+def result_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ and that the result depends on.
+
+    Args:
+        old: sections and keys.
+        new: the same.
+    """
+    return {name: pair for name, pair in differences(old, new).items() if name == CHOICE or not _among(name, FREE)}
+
+
+def check_settings(where: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Compare the settings of a checkpoint with those of the run that resumes from it.
+
+    Args:
+        where: the checkpoint.
+        old: its settings.
+        new: the settings of the run.
+
+    Returns:
+        A line for each setting that differs and may.
+
+    Raises:
+        ConfigError: settings that must be equal are not, all of them named.
+    """
+    told = {name: pair for name, pair in differences(old, new).items() if not _among(name, FREE)}
+    fixed = {name: pair for name, pair in told.items() if _among(name, FIXED)}
+    rows = [math.prod(int(_value(settings, name) or 1) for name in BATCH) for settings in (old, new)]
+    if rows[0] != rows[1]:
+        fixed["the rows of a step"] = (rows[0], rows[1])
+    if fixed:
+        raise ConfigError(
+            f"{where} is a checkpoint of another configuration: {listed(fixed)}. Go on with its own settings, "
+            "or start a new run in another folder"
+        )
+    return [f"{name}: {shown(before)} → {shown(after)}" for name, (before, after) in told.items()]
+
+
+def listed(changes: Changes) -> str:
+    """Changes in words, old settings being the expected ones."""
+    return "; ".join(f"{name}: expected {shown(old)}, got {shown(new)}" for name, (old, new) in changes.items())
+
+
+def _value(settings: Mapping[str, Any], name: str) -> Any:
+    section, _, key = name.partition(".")
+    return settings.get(section, {}).get(key)
+
+
+def _among(name: str, keys: tuple[str, ...]) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for key in keys)

@@ -1,0 +1,52 @@
+"""Settings that may change between a checkpoint and the run that resumes from it."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fastjax.errors import ConfigError
+from fastjax.runs.settings_changes import check_settings
+from tests.support.runs import config
+
+WHERE = Path("c/7")
+
+
+def settings(**sections):
+    return dataclasses.asdict(config(**sections))
+
+
+def test_equal_settings():
+    assert check_settings(WHERE, settings(), settings()) == []
+
+
+def test_what_may_change_is_told():
+    changed = settings(
+        optimizer={"learning_rate": 0.5},
+        training={"num_train_epochs": 3.0, "logging_steps": 1},
+        output={"output_dir": "elsewhere", "save_steps": 5},
+        model={"model_name": "moved"},
+    )
+    assert check_settings(WHERE, settings(), changed) == [
+        "optimizer.learning_rate: 0.0002 → 0.5",
+        "training.num_train_epochs: 1.0 → 3.0",
+    ]
+
+
+def test_another_accumulation_of_the_same_rows():
+    old = settings(training={"per_device_train_batch_size": 8})
+    new = settings(training={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})
+    assert check_settings(WHERE, old, new) == [
+        "training.per_device_train_batch_size: 8 → 2",
+        "training.gradient_accumulation_steps: 1 → 4",
+    ]
+    with pytest.raises(ConfigError, match="the rows of a step: expected 8, got 4"):
+        check_settings(WHERE, old, settings(training={"per_device_train_batch_size": 4}))
+
+
+def test_what_makes_another_state_is_refused():
+    with pytest.raises(ConfigError) as error:
+        check_settings(WHERE, settings(), settings(lora={"r": 8}, model={"dtype": "float16"}, training={"seed": 1}))
+    message = str(error.value)
+    assert message.startswith("c/7 is a checkpoint of another configuration: model.dtype: expected None, got 'float16'")
+    assert "lora.r: expected 16, got 8" in message and "training.seed: expected 3407, got 1" in message

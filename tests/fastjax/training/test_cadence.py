@@ -1,0 +1,77 @@
+"""The loop's decisions: a table of cases, and the judgement of evaluations."""
+
+import pytest
+
+from fastjax.training.cadence import Actions, Cadence, Progress
+
+GO_ON, LOOK = Actions(), Actions(evaluate=True)
+SAVE = Actions(log=True, save=True)
+
+
+def best(step, at=None, waited=0):
+    return Progress(step, 1.0, step if at is None else at, waited)
+
+
+@pytest.mark.parametrize(
+    ("cadence", "progress", "options", "expected"),
+    [
+        (Cadence(), Progress(3), {}, GO_ON),
+        (Cadence(evaluate=2), Progress(3), {}, GO_ON),
+        (Cadence(evaluate=2), Progress(4), {}, LOOK),
+        (Cadence(evaluate=2), Progress(4), {"evaluated": True}, GO_ON),
+        (Cadence(evaluate=2), Progress(4), {"held_out": False}, GO_ON),
+        (Cadence(save=3), Progress(3), {}, SAVE),
+        (Cadence(save=3), Progress(4), {}, GO_ON),
+        (Cadence(evaluate=4, save=4), Progress(4), {}, LOOK),
+        (Cadence(evaluate=4, save=4), best(4, at=2, waited=1), {"evaluated": True}, SAVE),
+        # the best
+        (Cadence(evaluate=2, save_best=True), best(4), {"evaluated": True}, SAVE),
+        (Cadence(evaluate=2, save_best=True), best(4, at=2, waited=1), {"evaluated": True}, GO_ON),
+        (Cadence(evaluate=2), best(4), {"evaluated": True}, GO_ON),
+        # the last step: 9
+        (Cadence(), Progress(9), {}, LOOK),
+        (Cadence(), Progress(9), {"held_out": False}, Actions(log=True, stop="finished")),
+        (Cadence(save=5), Progress(9), {"held_out": False}, Actions(log=True, save=True, stop="finished")),
+        (Cadence(save=5), best(9), {"evaluated": True}, Actions(log=True, save=True, stop="finished")),
+        (Cadence(save_best=True), best(9), {"evaluated": True}, Actions(log=True, save=True, stop="finished")),
+        (Cadence(), Progress(9), {"held_out": False, "signalled": True}, Actions(log=True, stop="finished")),
+        (Cadence(patience=1), best(9, at=2, waited=3), {"evaluated": True}, Actions(log=True, stop="finished")),
+        # patience
+        (Cadence(patience=2), best(4, at=2, waited=1), {"evaluated": True}, GO_ON),
+        (Cadence(patience=2), best(4, at=2, waited=2), {"evaluated": True}, Actions(log=True, stop="patience")),
+        (Cadence(patience=2), best(4, at=2, waited=2), {}, Actions(log=True, stop="patience")),
+        (
+            Cadence(save=5, patience=2),
+            best(4, at=2, waited=2),
+            {"evaluated": True, "signalled": True},
+            Actions(log=True, save=True, stop="patience"),
+        ),
+        # a signal
+        (Cadence(), Progress(4), {"signalled": True}, Actions(log=True, save=True, stop="signal")),
+        (Cadence(evaluate=2), Progress(4), {"signalled": True}, LOOK),
+        (
+            Cadence(evaluate=2),
+            best(4),
+            {"evaluated": True, "signalled": True},
+            Actions(log=True, save=True, stop="signal"),
+        ),
+    ],
+)
+def test_after_a_step_of_nine(cadence, progress, options, expected):
+    assert cadence.after(progress, 9, **options) == expected
+
+
+def test_an_evaluation_is_better_by_more_than_the_threshold():
+    cadence = Cadence(threshold=0.1)
+    first = cadence.judged(Progress(2, seconds=7.0), 3.0)
+    assert first == Progress(2, 3.0, 2, 0, 7.0)
+    worse = cadence.judged(first._replace(step=4), 2.95)
+    assert worse == Progress(4, 3.0, 2, 1, 7.0)
+    assert cadence.judged(worse._replace(step=6), 2.85) == Progress(6, 2.85, 6, 0, 7.0)
+    assert cadence.judged(worse._replace(step=6), float("nan")) == Progress(6, 3.0, 2, 2, 7.0)
+
+
+def test_patience_may_be_at_its_end_before_a_step():
+    assert Cadence(patience=2).exhausted(best(4, at=2, waited=2))
+    assert not Cadence(patience=3).exhausted(best(4, at=2, waited=2))
+    assert not Cadence().exhausted(best(4, at=2, waited=99))
