@@ -86,7 +86,7 @@ class Documents(NamedTuple):
             ConfigError: An unknown `too_long`.
         """
         if too_long not in get_args(TooLong):
-            raise ConfigError(f"too_long must be one of {', '.join(get_args(TooLong))}, given {shown(too_long)}")
+            raise ConfigError(f"too_long must be one of {', '.join(get_args(TooLong))}, got {shown(too_long)}")
         learnt = np.flatnonzero(examples.learn)
         example = np.repeat(np.arange(len(examples)), np.diff(examples.offsets))[learnt]
         # The token at place p of an example is learnt by the model's answer to the one at p - 1, which lies in this

@@ -64,9 +64,9 @@ class Encoder:
         """
         if special_tokens not in get_args(SpecialTokens):
             expected = ", ".join(get_args(SpecialTokens))
-            raise ConfigError(f"special_tokens must be one of {expected}, given {special_tokens!r}")
+            raise ConfigError(f"special_tokens must be one of {expected}, got {special_tokens!r}")
         if loss_on not in get_args(LossOn):
-            raise ConfigError(f"loss_on must be one of {', '.join(get_args(LossOn))}, given {shown(loss_on)}")
+            raise ConfigError(f"loss_on must be one of {', '.join(get_args(LossOn))}, got {shown(loss_on)}")
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token, so no end can be learnt")
         self.tokenizer = tokenizer

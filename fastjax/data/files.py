@@ -50,7 +50,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     path = Path(path)
     kind, opener = _kind(path)
     if kind not in _READERS:
-        raise ConfigError(f"{path}: expected a file that ends in {SUFFIXES}, given {path.suffix or 'no suffix'}")
+        raise ConfigError(f"{path}: expected a file that ends in {SUFFIXES}, got {path.suffix or 'no suffix'}")
     if kind == ".parquet":
         yield from _read_parquet(path)
         return

@@ -80,7 +80,7 @@ def _read(name: str) -> str:
     if not Path(name).is_file():
         raise ConfigError(
             f"data.chat_template: expected one of {', '.join(NAMED_TEMPLATES)}, or a file with a Jinja template, "
-            f"given {shorten(name)}, which is neither"
+            f"got {shorten(name)}, which is neither"
         )
     try:
         source = Path(name).read_text(encoding="utf-8")

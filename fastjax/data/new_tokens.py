@@ -51,14 +51,12 @@ def add_tokens(
     wanted = [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False) for token in tokens]
     texts = [token.content for token in wanted]
     if isinstance(tokens, str) or not all(texts) or len(set(texts)) < len(texts):
-        raise ConfigError(f"new_tokens: expected different texts that are not empty, given {shown(tokens)}")
+        raise ConfigError(f"new_tokens: expected different texts that are not empty, got {shown(tokens)}")
     known = tokenizer.get_vocab()
     there = [text for text in texts if text in known and (rows is None or known[text] < rows)]
     if there:
         listed = shorten(", ".join(f"{shown(text, 60)} (id {known[text]})" for text in there), 500)
-        raise ConfigError(
-            f"new_tokens: expected tokens that the tokenizer does not know, given {listed}; leave them out"
-        )
+        raise ConfigError(f"new_tokens: expected tokens that the tokenizer does not know, got {listed}; leave them out")
     missing: Any = [token for token in wanted if token.content not in known]
     tokenizer.add_tokens(missing)
     known = tokenizer.get_vocab()

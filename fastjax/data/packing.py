@@ -149,7 +149,7 @@ def best_fit(lengths: Sequence[int] | Int[np.ndarray, " D"], capacity: int) -> l
     """
     sizes = np.asarray(lengths, np.int64)
     if sizes.size and not 1 <= sizes.min() <= sizes.max() <= capacity:
-        raise ValueError(f"lengths must be from 1 to {capacity}, given {sizes.min()} to {sizes.max()}")
+        raise ValueError(f"lengths must be from 1 to {capacity}, got {sizes.min()} to {sizes.max()}")
     bins: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit n is set while some bin has room for exactly n

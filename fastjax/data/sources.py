@@ -100,7 +100,7 @@ def open_sources(sources: Sources, *, streaming: bool = False) -> list[OpenSourc
     single = isinstance(sources, str | Path | DataSource)
     listed = [sources] if single else list(sources)
     if not listed:
-        raise ConfigError("expected at least one data set, given none")
+        raise ConfigError("expected at least one data set, got none")
     described = [item if isinstance(item, DataSource) else DataSource(str(item)) for item in listed]
     return [_open(dataclasses.replace(source, streaming=streaming)) for source in described]
 
@@ -173,11 +173,11 @@ def _of_files(source: DataSource, files: Sequence[Path]) -> OpenSource:
     split = source.split or "train"
     if split != "train" and not ((match := _SLICED.fullmatch(split)) and match["split"] == "train"):
         raise ConfigError(
-            f"{shorten(source.path)}: split: expected train, or a part of it such as train[:10%], given "
+            f"{shorten(source.path)}: split: expected train, or a part of it such as train[:10%], got "
             f"{shorten(split, 80)}"
         )
     if source.name is not None:
-        raise ConfigError(f"{shorten(source.path)}: name: expected none for files, given {shorten(source.name)}")
+        raise ConfigError(f"{shorten(source.path)}: name: expected none for files, got {shorten(source.name)}")
     return OpenSource(source, tuple(files))
 
 

@@ -56,7 +56,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         if len(source) > SOURCE:
-            raise ConfigError(f"the chat template is too long: expected {SOURCE:,} characters, given {len(source):,}")
+            raise ConfigError(f"the chat template is too long: expected {SOURCE:,} characters, got {len(source):,}")
         try:
             self._template = compile_template(source)
         # Python compiles what Jinja makes of it, and has limits of its own.

@@ -180,7 +180,7 @@ def test_the_mask_is_transformers_own_where_the_template_marks_responses(make_to
 def test_what_cannot_be_done_is_said(make_tokenizer):
     with pytest.raises(ConfigError, match="has no eos_token"):
         Encoder(make_tokenizer("chatml", eos_token=None))
-    with pytest.raises(ConfigError, match="loss_on must be one of responses, last_response, all, given 'answers'"):
+    with pytest.raises(ConfigError, match="loss_on must be one of responses, last_response, all, got 'answers'"):
         Encoder(make_tokenizer("chatml"), "answers")
     with pytest.raises(ConfigError, match="has no chat template"):
         Encoder(make_tokenizer(None)).encode_prompt(CHAT)
