@@ -4,8 +4,8 @@ python scripts/measure_mutations.py --mutants 20 --seed 0
 python scripts/measure_mutations.py packing nf4 --tests-of HEAD~5      the same mutants under an earlier commit's tests
 
 A mutant has one comparison, arithmetic or boolean operator, condition, number or return value changed. The work is done
-in a temporary copy of the tree; the modules and their tests are the table below. Tests of an earlier commit that do not
-pass on today's modules are left out and counted.
+in a temporary copy of the tree; the modules and their tests are the table below. Tests that fail without a mutant, as
+those of an earlier commit may on today's modules, are left out and counted.
 """
 
 import argparse
@@ -264,8 +264,7 @@ def measure(name: str, count: int, seed: int, commit: str | None) -> dict:
         source = file.read_text()
         file.write_text(ast.unparse(ast.parse(source)))
         before = run(folder, target, stop=False)
-        if not before.passed and commit is None:
-            raise SystemExit(f"{name}: its tests fail without a mutant: {before.failures}")
+        print(f"  {name}: {before.seconds:.0f} s; without a mutant fail {before.failures}", file=sys.stderr, flush=True)
         everything = mutants(source, target.functions)
         chosen = random.Random(f"{seed} {name}").sample(everything, min(count, len(everything)))
         survivors, killers = [], {}

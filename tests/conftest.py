@@ -118,6 +118,12 @@ SLOW = (
 )
 
 
+def pytest_ignore_collect(collection_path, config):
+    """A module that `-m "not slow"` or `-m "not one_world"` leaves out is not imported either."""
+    left_out = {"not slow": SLOW, "not one_world": ONE_WORLD}.get(config.option.markexpr, ())
+    return True if str(collection_path.relative_to(Path(__file__).parent)) in left_out else None
+
+
 def pytest_collection_modifyitems(config, items):
     """Marks by folder; tests marked gpu run only where there is one, elsewhere they are skipped with the reason."""
     here = Path(__file__).parent
