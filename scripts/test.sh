@@ -7,8 +7,8 @@
 #     scripts/test.sh tests/fastjax/training -k loop     only these tests
 #
 # The environments .venv-test-3.11 and .venv-test-3.12 are kept and reused until what they install changes, and so are
-# the compiled programs in .venv-test-programs. The second world leaves out the tests
-# marked one_world, which no version of JAX changes.
+# the compiled programs in .venv-test-programs. The newer world leaves out the tests marked one_world, which no version of
+# JAX changes; it begins while the older one, with torch, is being installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
@@ -38,7 +38,7 @@ prepare() {
   stamp=$({ cat pyproject.toml "$0"; "$python" -VV; pwd; } | sha256sum | cut -d' ' -f1)
   if [ "$(cat "$environment/.stamp" 2>/dev/null)" = "$stamp" ]; then return 0; fi
   echo "== $environment: installing (Python $("$python" -V | cut -d' ' -f2), ${PINS[$world]})"
-  rm -rf "$environment" .venv-test-programs
+  rm -rf .venv-test-programs "$environment"
   "$python" -m venv "$environment"
   # shellcheck disable=SC2086  # the pins are several words
   "$environment/bin/python" -m pip install -qq --no-compile --editable ".[${EXTRAS[$world]}]" ${PINS[$world]}
@@ -65,16 +65,16 @@ if [ "${1:-}" = --quick ]; then
   quick=(-m "not slow")
 fi
 
-worlds=() installing=()
+worlds=()
+declare -A installing
 for world in 3.11 3.12; do
   [ ${#quick[@]} -gt 0 ] && [ ${#worlds[@]} -gt 0 ] && break
   if python=$(find_python "$world"); then
-    worlds+=("$world")
     prepare ".venv-test-$world" "$python" "$world" & # side by side: each waits for the network and the disk in turn
-    installing+=($!)
+    installing[$world]=$!
+    worlds=("$world" ${worlds[@]+"${worlds[@]}"}) # the newer first: without torch it is there earlier
   fi
 done
-for one in ${installing[@]+"${installing[@]}"}; do wait "$one"; done
 if [ ${#worlds[@]} -eq 0 ]; then # another Python: the newer world's pins
   python=$(command -v python3)
   "$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" || {
@@ -85,17 +85,22 @@ if [ ${#worlds[@]} -eq 0 ]; then # another Python: the newer world's pins
   prepare .venv-test-3.12 "$python" 3.12
 fi
 
-if [ $# -eq 0 ]; then
-  bin=.venv-test-${worlds[0]}/bin
-  check "ruff check" "$bin/ruff" check .
-  check "ruff format" "$bin/ruff" format --check .
-  check "pyright" "$bin/pyright" --pythonpath "$bin/python"
-fi
-select=(${quick[@]+"${quick[@]}"})
+whole=${worlds[-1]} # the world that leaves nothing out
 for world in "${worlds[@]}"; do
-  check "tests, Python $world" ".venv-test-$world/bin/python" -m pytest -n 2 --dist worksteal --durations 15 \
+  if [ -n "${installing[$world]:-}" ]; then wait "${installing[$world]}"; fi
+  bin=.venv-test-$world/bin
+  select=(${quick[@]+"${quick[@]}"})
+  if [ $# -eq 0 ] && [ "$world" = "${worlds[0]}" ]; then
+    check "ruff check" "$bin/ruff" check .
+    check "ruff format" "$bin/ruff" format --check .
+  fi
+  if [ $# -eq 0 ] && [ "$world" = "$whole" ]; then
+    check "pyright" "$bin/pyright" --pythonpath "$bin/python"
+  elif [ $# -eq 0 ]; then
+    select=(-m "not one_world")
+  fi
+  check "tests, Python $world" "$bin/python" -m pytest -n 2 --dist worksteal --durations 15 \
     ${select[@]+"${select[@]}"} "$@" </dev/null
-  [ $# -eq 0 ] && select=(-m "not one_world") # in the worlds after the first
 done
 
 if [ ${#failed[@]} -gt 0 ]; then

@@ -1,22 +1,22 @@
-"""From data sets of text or conversations to the integer arrays of a train step.
+"""Data sets of text or conversations to the integer arrays of a train step.
 
-A row of text flows one way through the modules of this folder::
+A row passes through the modules of this folder in one direction::
 
     files            JSON lines, JSON, CSV, parquet → rows, each with its file and line
-    sources          files, folders, globs and what `datasets` loads → rows
+    sources          files, folders, globs and data sets of the `datasets` library → rows
     columns          rows → TextRecord | ChatRecord
-    mixture          which examples of several data sets an epoch has
-    template         the chat template: messages → text, and where the responses lie in it
+    mixture          the examples of an epoch from several data sets
+    template         the chat template: messages → text and the ranges of the responses in it
                      (in template_environment, a sandbox with the limits of template_limits)
     named_templates  ChatML, Llama 3, Mistral, Gemma, Alpaca and plain, for tokenizers without
-    encoding         text → token ids and a mask of the tokens to learn; one BOS, a learnt end of turn
-    special_texts    special tokens in what rows say, and how they are read as text
-    documents        examples as documents in flat arrays, cut to the row length, what was cut counted
+    encoding         text → token ids and a mask of the target tokens; one BOS, a learnt end of turn
+    special_texts    special tokens in the rows' content, read as text
+    documents        examples as documents in flat arrays, cut to the row length, with counts of the cuts
     packing          documents → rows of a fixed length, with segment ids, positions and shifted targets
     cache            rows kept for the next run
     batches          rows → Batch [A, B, S], shuffled by seed and epoch
 
-`prepare` runs all but the last. `stream` does the same bit by bit while training goes on (streaming), and `prefetched`
+`prepare` runs all but the last. `stream` does the same incrementally during training (streaming), and `prefetched`
 runs either ahead of the train step. Nothing here imports JAX or torch.
 """
 

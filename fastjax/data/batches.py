@@ -1,9 +1,8 @@
 """Rows into batches.
 
-Which rows a step trains on is a function of the step alone, given the seed: an interrupted run goes on where it
-stopped, with nothing to store but the step. Every epoch has its own order, and every row is in every epoch once; the
-last batch of an epoch is filled up with rows of padding, which no target counts. The order does not depend on how a
-batch is divided into microbatches.
+The rows of a step are a function of the seed and the step alone: a resumed run needs nothing but its step. Every epoch
+has its own permutation of the rows; its last batch is filled up with rows of padding, without targets. The order does
+not depend on the division of a batch into microbatches.
 """
 
 import functools
@@ -17,11 +16,11 @@ from fastjax.data.packing import PackedRows, Rows
 
 
 class Batch(NamedTuple):
-    """What one optimizer step trains on; the first axis is that of gradient accumulation.
+    """The arrays of one optimizer step; the first axis is gradient accumulation.
 
     Attributes:
         tokens: Token ids.
-        targets: For each token the one to predict, that is the one that follows it; -100 where nothing is learnt.
+        targets: The token that follows each; -100 where it is not learnt.
         segment_ids: The document of each token within its row, from 1; 0 is padding. Attention stays within a segment.
         positions: The place of each token within its document.
         extra: Further fields of the rows, by name; a loss finds them in its rows.
@@ -35,29 +34,29 @@ class Batch(NamedTuple):
 
 
 class BatchSource(Protocol):
-    """Where a training loop gets its batches from: `Batches`, all in memory, or `StreamedBatches`."""
+    """The batches of a training loop: `Batches`, in memory, or `StreamedBatches`."""
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Batches in an epoch; None where it is not known."""
+        """Batches in an epoch; None: unknown."""
         ...
 
     def from_step(
         self, start: int = 0, stop: int | None = None, position: Mapping[str, Any] | None = None
     ) -> Iterator[Batch]:
-        """The batches of the steps [start, stop), given what `position(start)` was."""
+        """The batches of the steps [start, stop), from `position(start)`."""
         ...
 
     def position(self, step: int) -> dict[str, Any]:
-        """What to store, as JSON, with a checkpoint after `step` steps, so that `from_step(step)` goes on."""
+        """The state, as JSON, that a checkpoint after `step` steps stores for `from_step(step)`."""
         ...
 
     def row_numbers(self, step: int) -> Int64[np.ndarray, "A B"]:
-        """The numbers of the rows in a step's batch; -1 is a row of padding."""
+        """The row numbers of a step's batch; -1: a row of padding."""
         ...
 
     def describe_rows(self, rows: Int[np.ndarray, " _"]) -> str:
-        """Rows, by their numbers, with the examples in them, as a user can find them."""
+        """Row numbers and the places of their examples, for people."""
         ...
 
 
@@ -68,8 +67,8 @@ class Batches(NamedTuple):
         rows: The rows of the data set.
         batch_size: Rows in a microbatch (B).
         accumulation_steps: Microbatches in a batch (A).
-        shuffle: Whether each epoch has an order of its own; if not, all have that of the data set.
-        seed: What the orders are drawn from.
+        shuffle: Permute the rows of each epoch; otherwise they keep the data set's order.
+        seed: Of the permutations.
     """
 
     rows: PackedRows
@@ -80,29 +79,26 @@ class Batches(NamedTuple):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in an epoch, the last one perhaps not full."""
+        """Batches in an epoch, the last one padded."""
         return -(-len(self.rows) // (self.batch_size * self.accumulation_steps))
 
     def batch(self, step: int) -> Batch:
         """The batch of a step.
 
         Args:
-            step: The number of the step in the run, from 0; epoch after epoch.
-
-        Returns:
-            Its batch.
+            step: The step of the run, from 0.
         """
         numbers = self.row_numbers(step)
         return stack(self.rows.rows(numbers.ravel()), numbers.shape)
 
     def row_numbers(self, step: int) -> Int64[np.ndarray, "A B"]:
-        """The rows in a step's batch.
+        """The row numbers of a step's batch.
 
         Args:
-            step: The number of the step in the run, from 0.
+            step: The step of the run, from 0.
 
         Returns:
-            Their numbers in the data set; -1 is a row of padding.
+            Indices into `rows`; -1: a row of padding.
         """
         epoch, index = divmod(step, self.steps_per_epoch)
         per_batch = self.batch_size * self.accumulation_steps
@@ -112,10 +108,10 @@ class Batches(NamedTuple):
         return chosen.reshape(self.accumulation_steps, self.batch_size)
 
     def describe_rows(self, rows: Int[np.ndarray, " _"]) -> str:
-        """Rows with the examples in them, as a user can find them.
+        """Row numbers and the places of their examples, for people.
 
         Args:
-            rows: Their numbers; rows of padding are left out.
+            rows: Row numbers; padding is left out.
 
         Returns:
             For instance "row 17 (train.jsonl:12, 95); row 3 (train.jsonl:4)".
@@ -123,10 +119,10 @@ class Batches(NamedTuple):
         return "; ".join(f"row {row} ({self.rows.describe(row)})" for row in np.ravel(rows).tolist() if row >= 0)
 
     def position(self, step: int) -> dict[str, Any]:
-        """What a checkpoint stores after `step` steps: nothing, the step says it all.
+        """The state of a checkpoint after `step` steps: empty, since the step is enough.
 
         Args:
-            step: The number of steps taken.
+            step: Steps taken.
         """
         return {}
 
@@ -138,7 +134,7 @@ class Batches(NamedTuple):
         Args:
             start: The first step.
             stop: The step to stop before; None: never.
-            position: Not needed here.
+            position: Unused.
 
         Yields:
             The batch of each step.
@@ -161,14 +157,11 @@ class Batches(NamedTuple):
 
 
 def stack(rows: Rows, shape: tuple[int, ...]) -> Batch:
-    """Rows as a batch.
+    """Reshape A * B rows to a batch.
 
     Args:
-        rows: A * B rows.
+        rows: The rows.
         shape: (A, B).
-
-    Returns:
-        The batch.
     """
     tokens, targets, segment_ids, positions = (array.reshape(*shape, array.shape[-1]) for array in rows)
     return Batch(tokens, targets, segment_ids, positions)
@@ -176,5 +169,5 @@ def stack(rows: Rows, shape: tuple[int, ...]) -> Batch:
 
 @functools.lru_cache(maxsize=2)
 def _order(num_rows: int, seed: tuple[int, int] | None) -> np.ndarray:
-    """The order of an epoch; remembered, because every step of the epoch asks for it."""
+    """The rows of an epoch in order; cached, because every step of the epoch reads it."""
     return np.arange(num_rows) if seed is None else np.random.default_rng(seed).permutation(num_rows)

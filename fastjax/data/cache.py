@@ -1,12 +1,11 @@
-"""Prepared data kept for the next run.
+"""The cache of prepared data.
 
-An entry is a folder, named by a fingerprint of everything that shapes the rows: the bytes of the files, the tokenizer
-as it is serialised, the template, every option, and the version of this format. It appears whole or not at all. When
-it is read, its arrays are mapped into memory, not loaded, and compared with the checksum that was stored with them;
-an entry that is damaged is made again. Deleting entries is always safe.
+An entry is a folder, named by a fingerprint of everything that shapes the rows: the bytes of the files, the serialised
+tokenizer, the template, every option, and the version of this format. It appears whole or not at all. Reading maps its
+arrays into memory and compares them with the stored checksum; a damaged entry is made again. Deleting entries is always
+safe.
 
-What cannot be cached (a full disk, a folder that cannot be written) is not a reason to stop a run: it is said, and the
-run goes on.
+A failure to write (a full disk, a read-only folder) is reported and does not stop the run.
 """
 
 import hashlib
@@ -25,19 +24,19 @@ from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows
 
 FORMAT = 2
-"""To be raised when the same input comes to give other rows, or is stored in another way."""
+"""The version; raise it when equal input gives other rows or another layout of the entry."""
 
 _META = "meta.json"
 
 
 def arrays_of(rows: PackedRows) -> dict[str, np.ndarray]:
-    """All arrays behind rows.
+    """The arrays behind rows, by name.
 
     Args:
         rows: The rows.
 
     Returns:
-        Name → array; those that say where the examples came from begin with `origins.`.
+        Name → array; the names of the origins' arrays begin with `origins.`.
     """
     documents, origins = rows.documents, rows.origins
     arrays = {
@@ -52,13 +51,13 @@ def arrays_of(rows: PackedRows) -> dict[str, np.ndarray]:
 
 
 def fingerprint(rows: PackedRows) -> str:
-    """A checksum of rows: of what is trained on, not of where it came from.
+    """A checksum of the rows' content, not of their origins.
 
     Args:
         rows: The rows.
 
     Returns:
-        Hexadecimal digits, equal exactly when tokens, targets and their division into rows are.
+        Hexadecimal digits; equal for equal tokens, targets and division into rows.
     """
     digest = hashlib.sha256(str(rows.row_length).encode())
     for name, array in arrays_of(rows).items():
@@ -72,10 +71,10 @@ def load(folder: Path) -> tuple[PackedRows, dict[str, Any]] | None:
     """Read an entry.
 
     Args:
-        folder: Where it would be.
+        folder: The entry's.
 
     Returns:
-        The rows, mapped into memory, and what was stored with them; None when there is no entry, or a damaged one.
+        The rows, mapped into memory, and the `extra` of `store`; None: no entry, or a damaged one.
     """
     try:
         meta = strict_json.parse((folder / _META).read_text(encoding="utf-8"))
@@ -90,13 +89,13 @@ def load(folder: Path) -> tuple[PackedRows, dict[str, Any]] | None:
 
 
 def store(folder: Path, rows: PackedRows, extra: dict[str, Any], say: Callable[[str], None] | None = None) -> None:
-    """Write an entry; what prevents it is said and no error.
+    """Write an entry; a failure is a message and no error.
 
     Args:
-        folder: Where it is to be; a damaged entry there is replaced.
+        folder: The entry's; a damaged entry is replaced.
         rows: The rows, with their origins.
-        extra: What to store with them, as JSON.
-        say: Takes a message; None: it is a warning.
+        extra: JSON stored beside them.
+        say: Takes the message; None: a warning.
     """
     assert rows.origins is not None
     arrays = arrays_of(rows)

@@ -1,17 +1,17 @@
-"""Texts that are no Unicode: JSON's escapes and a terminal's bytes can write what no tokenizer can read."""
+"""The check for lone surrogates, which JSON's escapes and a terminal's bytes can write and no tokenizer reads."""
 
 from fastjax.errors import DataError
 
 
 def check_characters(text: str, where: str) -> None:
-    """Refuse a text that no tokenizer can read.
+    """Raise DataError unless a text is valid Unicode.
 
     Args:
         text: The text.
-        where: Where it comes from.
+        where: Its place, for the error.
 
     Raises:
-        DataError: Half of a surrogate pair is in it, as JSON's escapes can write it.
+        DataError: It holds half of a surrogate pair.
     """
     try:
         text.encode()

@@ -1,20 +1,20 @@
-"""A row of a data set to an example: which columns mean what.
+"""Rows of a data set to examples, by the meaning of their columns.
 
-A row is a mapping from column to value. It holds one of five kinds of example, told apart by the columns that are
-there and not null:
+A row is a mapping from column to value. It holds one of five kinds of example, told apart by its columns that are not
+null:
 
 =============================  =========================================================================
 messages                       a conversation, `{"role": …, "content": …}`; tool calls as OpenAI writes them
-conversations                  the same as ShareGPT writes it, `{"from": …, "value": …}`
-prompt, completion             two texts, or two lists of messages; only what the completion says is learnt
+conversations                  a conversation in ShareGPT's format, `{"from": …, "value": …}`
+prompt, completion             two texts, or two lists of messages; only the completion is learnt
 instruction, [input], output   a question and its answer
 text                           a text, all of it learnt
 =============================  =========================================================================
 
-With the first four, a column `tools` lists the functions that the assistant may call. Other columns are left alone.
-A message may say whether it is learnt: `"train": false`, or `"weight": 0`, as OpenAI's format has it. No template sees
-these two, so that a conversation reads the same in training and afterwards.
-A data set whose columns are called otherwise, or that holds two kinds, says what they mean (`DataSource.columns`).
+With the first four, a column `tools` lists the functions that the assistant may call. Other columns are ignored.
+A message may set whether it is learnt: `"train": false`, or `"weight": 0`, as in OpenAI's format. Templates do not see
+these two, so that a conversation is the same text in training and afterwards.
+`DataSource.columns` names the columns of a data set with other names, or with two kinds.
 """
 
 import functools
@@ -29,7 +29,7 @@ from fastjax.data.settings import COLUMNS
 from fastjax.errors import ConfigError, DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The roles that a message may have."""
+"""The roles of messages."""
 
 KINDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "instruction": ("instruction", "output"),
     "text": ("text",),
 }
-"""The columns that each kind of example needs, by the first of them."""
+"""Each kind of example → the columns that it needs, the first of which is its name."""
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -55,14 +55,14 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
-"""Who speaks, as ShareGPT data sets call it, and as messages do."""
+"""Speakers of ShareGPT data sets → roles."""
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
-    """Refuse names for meanings that no column has.
+    """Raise ConfigError for an unknown meaning of a column.
 
     Args:
-        columns: Meaning → the column's name here.
+        columns: Meaning → column name.
 
     Raises:
         ConfigError: An unknown meaning.
@@ -76,11 +76,11 @@ def parse_messages(value: Any, where: str) -> list[Message]:
     """Read the messages of a conversation.
 
     Args:
-        value: A list of messages, as the column `messages` holds.
-        where: What it is called, for errors.
+        value: A list of messages, as in the column `messages`.
+        where: Its name in errors.
 
     Returns:
-        The messages as templates take them.
+        The messages for templates.
 
     Raises:
         DataError: Anything else.
@@ -89,21 +89,17 @@ def parse_messages(value: Any, where: str) -> list[Message]:
 
 
 def parse_row(row: Any, where: str, columns: Mapping[str, str] | None = None, *, templated: bool = False) -> Record:
-    """Make an example of one row of a data set.
+    """Convert one row of a data set to an example.
 
     Args:
         row: The row: a mapping from column to value.
         where: File and line, for errors.
-        columns: Meaning → the column's name here; a meaning not named has the column of its own name. Where one of a
-            kind's columns is named, the row is of that kind.
-        templated: Whether a prompt and a completion that are texts are a user's and an assistant's message; if not,
-            they are one text.
-
-    Returns:
-        The example.
+        columns: Meaning → column name; the default is the meaning itself. A kind with a named column is the row's kind.
+        templated: Textual prompts and completions are a user's and an assistant's message; otherwise they are one
+            text.
 
     Raises:
-        DataError: No columns of a kind or those of several, or columns that hold something else than they should.
+        DataError: The columns of no kind or of several, or values of the wrong type.
     """
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: expected an object with {_KINDS_IN_WORDS}, found {describe(row)}")
@@ -145,7 +141,7 @@ _KINDS_IN_WORDS = "messages, conversations, prompt and completion, instruction a
 
 
 def _kind(row: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> str:
-    """The one kind of which all columns are there."""
+    """The one kind with all its columns in the row."""
     wanted, named = _wanted(tuple(columns.items()))
     there = {name for name, value in row.items() if value is not None}
     found = [kind for kind, needed in wanted.items() if there.issuperset(needed)]
@@ -163,7 +159,7 @@ def _kind(row: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> str
 
 @functools.lru_cache(maxsize=16)
 def _wanted(columns: tuple[tuple[str, str], ...]) -> tuple[dict[str, tuple[str, ...]], bool]:
-    """The columns by which each kind of example is known, and whether `columns` names any of them."""
+    """Each kind → the columns that identify it, and whether `columns` names any of them."""
     here = dict(columns)
     named = {kind: needed for kind, needed in KINDS.items() if any(meaning in here for meaning in needed)}
     wanted = {kind: tuple(here.get(m, m) for m in needed) for kind, needed in (named or KINDS).items()}
@@ -203,7 +199,7 @@ def _list(value: Any, where: str) -> list[Any]:
 def _messages(
     value: Any, where: str, name: str, read: Callable[[Any, str], Message] | None = None
 ) -> tuple[list[Message], tuple[bool | None, ...] | None]:
-    """The messages of a list, and which of them are to be learnt as far as they say so."""
+    """The messages of a list, and their `train` flags; None: no message has one."""
     listed = _list(value, f"{where}: {name}")
     read = read or _message
     messages = [read(item, f"{where}: {name[1:-1]}[{index}]") for index, item in enumerate(listed)]
@@ -212,7 +208,7 @@ def _messages(
 
 
 def _train(message: Mapping[str, Any], where: str) -> bool | None:
-    """Whether a message is to be learnt; None where it does not say."""
+    """Whether a message is to be learnt; None: unset."""
     train, weight = message.get("train"), message.get("weight")
     if train is not None and not isinstance(train, bool):
         raise DataError(f"{where}: 'train' must be true or false, found {describe(train)}")
@@ -251,11 +247,11 @@ def _message(message: Any, where: str) -> Message:
 
 
 _ABOUT = frozenset(("train", "weight"))
-"""What a message says about itself, and not to the model."""
+"""Keys of a message that templates do not see."""
 
 
 def _joined(content: Any, where: str, *, may_be_none: bool) -> str | None:
-    """The text of content that comes in parts; a tool call may come without any."""
+    """The text of content in parts; a tool call may have none."""
     if content is None and may_be_none:
         return None
     if isinstance(content, list) and all(
@@ -266,7 +262,7 @@ def _joined(content: Any, where: str, *, may_be_none: bool) -> str | None:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call as OpenAI writes it, with its arguments as an object, as templates expect them."""
+    """A tool call in OpenAI's format, with its arguments as an object, as templates expect."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: expected an object with 'name' and 'arguments', found {describe(call)}")
@@ -302,7 +298,7 @@ def _turn(turn: Any, where: str) -> Message:
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """The functions that may be called; data sets often hold them as a string of JSON."""
+    """The callable functions; many data sets store them as a string of JSON."""
     value = _json(value, where, "tools") if isinstance(value, str) and value.strip() else value
     if not value:
         return None

@@ -1,13 +1,12 @@
 """All examples of a data set as documents, in flat arrays.
 
-A document is an example as the model will see it: the tokens that go in, and for each the token to predict. Tokens
-behind the last one that is learnt (a user's last word, the newline after an end of turn, the end of turn itself as an
-input) change no loss and are not kept. Flat arrays are as small as the tokens, quick to build, and can be
-written to a file as they are.
+A document is an example as the model sees it: input tokens, and for each the token to predict. Tokens behind the last
+target (a user's last word, the newline after an end of turn, the end of turn itself as an input) change no loss and are
+cut off. Flat arrays are as small as the tokens, quick to build, and can be written to a file as they are.
 
-An example longer than a row is one document, of its beginning (truncate), or none (drop), or several (split): pieces
-of a row's length, one behind the other. Each piece is a document of its own: the model sees nothing of the pieces
-before it, positions begin at 0 again, and no BOS is put before it. A piece in which nothing is learnt is left out.
+An example longer than a row becomes one document, of its beginning (truncate), none (drop), or several (split): its
+successive pieces of a row's length. Each piece is a separate document: its positions begin at 0, it has no BOS and no
+attention to the pieces before it. A piece without a target is left out.
 """
 
 from collections.abc import Sequence
@@ -22,19 +21,19 @@ from fastjax.data.settings import TooLong
 from fastjax.errors import ConfigError
 
 IGNORE = -100
-"""The target of a token after which nothing is learnt."""
+"""The target of a token whose successor is not learnt."""
 
 
 class Counts(NamedTuple):
-    """What became of examples.
+    """Examples by their fate.
 
     Attributes:
-        examples: All of them.
-        truncated: Those that lost tokens to learn because they are longer than a row.
-        split: Those that became several documents for that reason.
-        dropped: Those left out for that reason.
-        no_targets: Those left out because nothing in them is learnt.
-        special: Those whose content holds special tokens.
+        examples: All.
+        truncated: Longer than a row: lost targets.
+        split: Longer than a row: became several documents.
+        dropped: Longer than a row: left out.
+        no_targets: Left out for lack of a target.
+        special: With special tokens in their content.
     """
 
     examples: int = 0
@@ -49,11 +48,11 @@ class Documents(NamedTuple):
     """Documents one behind the other; document d is [offsets[d], offsets[d + 1]) of `tokens` and `targets`.
 
     Attributes:
-        tokens: Token ids that go into the model.
-        targets: For each the token to predict, the one that follows it in the text, or -100.
-        offsets: Where each document starts, and the total at the end.
-        examples: The index of the example that each document comes from, ascending.
-        counts: What became of all examples.
+        tokens: Input token ids.
+        targets: The token that follows each, or -100.
+        offsets: The start of each document, and the total at the end.
+        examples: Each document's example, by index, ascending.
+        counts: Of all examples.
     """
 
     tokens: Int32[np.ndarray, " N"]
@@ -67,17 +66,17 @@ class Documents(NamedTuple):
 
     @property
     def lengths(self) -> Int64[np.ndarray, " D"]:
-        """The number of tokens of each document."""
+        """Tokens of each document."""
         return np.diff(self.offsets)
 
     @classmethod
     def of(cls, examples: Examples, max_length: int, too_long: TooLong = "truncate") -> "Documents":
-        """Lay examples down as documents of at most `max_length` tokens.
+        """Convert examples to documents of at most `max_length` tokens.
 
         Args:
             examples: The examples.
-            max_length: The most tokens of a document.
-            too_long: What becomes of a longer example.
+            max_length: Tokens in a document, at most.
+            too_long: The treatment of longer examples.
 
         Returns:
             The documents, in order.
@@ -86,7 +85,7 @@ class Documents(NamedTuple):
             ConfigError: An unknown `too_long`.
         """
         if too_long not in get_args(TooLong):
-            raise ConfigError(f"too_long must be one of {', '.join(get_args(TooLong))}, given {shown(too_long)}")
+            raise ConfigError(f"too_long must be one of {', '.join(get_args(TooLong))}, got {shown(too_long)}")
         learnt = np.flatnonzero(examples.learn)
         example = np.repeat(np.arange(len(examples)), np.diff(examples.offsets))[learnt]
         # The token at place p of an example is learnt by the model's answer to the one at p - 1, which lies in this
@@ -120,13 +119,10 @@ class Documents(NamedTuple):
 
     @classmethod
     def concatenate(cls, parts: Sequence["Documents"]) -> "Documents":
-        """Put documents one behind the other.
+        """Concatenate documents.
 
         Args:
             parts: Documents of successive examples.
-
-        Returns:
-            All of them.
         """
         before = np.cumsum([0, *(part.counts.examples for part in parts)])
         lengths = [part.lengths for part in parts]

@@ -1,19 +1,17 @@
 """Texts and conversations to token ids, with a mask of the tokens that the model learns.
 
-Conversations go through the chat template, texts as they are. Both begin with a BOS exactly when the tokenizer begins
-texts with one, and with one only, whether the template writes it or not. Both end in a token that ends a turn and is
-learnt: the one that the template writes after a response (Llama 3's `<|eot_id|>`), else the tokenizer's EOS. What a
-template writes behind that token (ChatML's newline) is not learnt: no one will ask the model for it.
+The chat template renders conversations; texts stay as they are. Both begin with exactly one BOS if the tokenizer begins
+texts with one, whether the template writes it or not. Both end in a learnt token that ends a turn: the template's,
+after a response (Llama 3's `<|eot_id|>`), else the tokenizer's EOS. The template's text behind that token (ChatML's
+newline) is not learnt: generation stops before it.
 
-A token belongs to a response when any of its characters does, be it in part: a character may be several tokens, and a
-token a space and half of an emoji. The tokenizer's own record of where its tokens lie says so (`char_to_token`), and no
-string is searched for.
+A token belongs to a response if any part of its characters does: a character may be several tokens, and a token a space
+and half of an emoji. The tokenizer's own offsets decide (`char_to_token`), never a search for a string.
 
-Special tokens in what a row says are read as the tokenizer reads them anywhere, as control tokens, or on request as
-text; rows that hold any are counted.
+Special tokens in a row's content are control tokens, as anywhere in the tokenizer's input, or on request text; rows
+with any are counted.
 
-Examples go through in chunks and come out in flat arrays: what Python does for each is a few calls, not one for each
-token.
+Examples are encoded in chunks to flat arrays, with a few Python calls an example and none a token.
 """
 
 import itertools
@@ -36,12 +34,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CHUNK = 8_000_000
-"""Characters that go through the tokenizer together. Its results take some 400 bytes a token until they are freed, and
-freeing often is slow: chunks of a thousand examples cost a fifth more time."""
+"""Characters in a batch of the tokenizer. Its results take some 400 bytes a token until they are freed, and freeing
+often is slow: chunks of a thousand examples cost a fifth more time."""
 
 
 class Encoder:
-    """A tokenizer with its chat template, and what is learnt of an example."""
+    """A tokenizer with its chat template, and the choice of target tokens."""
 
     def __init__(
         self,
@@ -49,13 +47,13 @@ class Encoder:
         loss_on: LossOn = "responses",
         special_tokens: SpecialTokens = "control",
     ):
-        """Look at what the tokenizer adds to a text, and at its chat template.
+        """Read the tokenizer's special tokens.
 
         Args:
             tokenizer: A tokenizer with a Rust backend. It needs an EOS token.
             loss_on: "responses": the assistant's words and the end of its turns, a completion, and all of a plain
                 text; "last_response": of a conversation only the last of these; "all": every token.
-            special_tokens: "control": a special token's text in what a row says is that token; "text": it is text, and
+            special_tokens: "control": a special token's text in a row's content is that token; "text": it is text, and
                 only the template writes control tokens.
 
         Raises:
@@ -64,9 +62,9 @@ class Encoder:
         """
         if special_tokens not in get_args(SpecialTokens):
             expected = ", ".join(get_args(SpecialTokens))
-            raise ConfigError(f"special_tokens must be one of {expected}, given {special_tokens!r}")
+            raise ConfigError(f"special_tokens must be one of {expected}, got {special_tokens!r}")
         if loss_on not in get_args(LossOn):
-            raise ConfigError(f"loss_on must be one of {', '.join(get_args(LossOn))}, given {shown(loss_on)}")
+            raise ConfigError(f"loss_on must be one of {', '.join(get_args(LossOn))}, got {shown(loss_on)}")
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token, so no end can be learnt")
         self.tokenizer = tokenizer
@@ -84,7 +82,7 @@ class Encoder:
 
     @property
     def template(self) -> ChatTemplate:
-        """The tokenizer's chat template; a ConfigError when it has none."""
+        """The tokenizer's chat template; without one a ConfigError."""
         if self._template is None:
             self._template = ChatTemplate.from_tokenizer(self.tokenizer)
         return self._template
@@ -93,10 +91,10 @@ class Encoder:
         """Encode examples, `CHUNK` characters at a time.
 
         Args:
-            records: The examples as they were read.
+            records: The examples.
 
         Yields:
-            The examples, in order, chunk after chunk. One without any response has nothing to learn, but is no error.
+            The examples, in order, chunk after chunk. One without a response has no targets and is no error.
 
         Raises:
             ConfigError: A conversation, and a tokenizer without chat template.
@@ -119,18 +117,18 @@ class Encoder:
             yield self._encode_chunk(chats, templated, special)
 
     def texts(self, records: Iterable[Record]) -> list[str]:
-        """What goes through the tokenizer for examples.
+        """The tokenizer's input for examples.
 
         Args:
             records: The examples.
 
         Returns:
-            Their texts, conversations as the chat template renders them.
+            Their texts, conversations rendered by the chat template.
         """
         return [self._render(record).text for record in records]
 
     def encode_prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Encode a conversation that the assistant is to continue, exactly as training sees its beginning.
+        """Encode a conversation for the assistant to continue, with the tokens of its beginning in training.
 
         Args:
             messages: The messages so far.
@@ -150,16 +148,16 @@ class Encoder:
         return self._beginning(self._as_text.shown(text) if self._as_text else text)
 
     def encode_beginning(self, text: str) -> list[int]:
-        """Encode a text that the model is to continue, exactly as training sees its beginning.
+        """Encode a text for the model to continue, with the tokens of its beginning in training.
 
         Args:
             text: The text so far.
 
         Returns:
-            The token ids, without the EOS that a whole text ends in.
+            The token ids, without the EOS of a whole text.
 
         Raises:
-            DataError: A text that cannot be read.
+            DataError: The text is not valid Unicode, or holds a reserved character.
         """
         check_characters(text, "the prompt")
         if self._as_text:
@@ -167,7 +165,7 @@ class Encoder:
         return self._beginning(text)
 
     def stop_tokens(self) -> tuple[int, ...]:
-        """The tokens that end a response: EOS, and what the chat template ends the assistant's turn with.
+        """The tokens that end a response: EOS and the chat template's end of the assistant's turn.
 
         Returns:
             Token ids, at least one.
@@ -181,7 +179,7 @@ class Encoder:
         return tuple(stops)
 
     def _find_bos(self) -> int | None:
-        """The BOS, if the tokenizer puts it before a text."""
+        """The BOS, if the tokenizer adds it to a text."""
         backend = cast("Tokenizer", self.tokenizer.backend_tokenizer)
         plain, framed = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
         bos = cast(int | None, self.tokenizer.bos_token_id)
@@ -191,7 +189,7 @@ class Encoder:
         return self._with_bos(self._backend.encode(text, add_special_tokens=False).ids)
 
     def _holds_special(self, record: Record) -> bool:
-        """Whether special tokens stand in what a row says."""
+        """Whether a row's content holds special tokens."""
         within = self._special_texts.within
         if isinstance(record, ChatRecord):
             return within(record.messages) or within(record.tools)
@@ -260,7 +258,7 @@ class Encoder:
         return RenderedChat(record.text, [(start, len(record.text))] if record.text else [])
 
     def _check_train(self, record: ChatRecord, train: Sequence[bool | None]) -> None:
-        """Refuse a row that asks for something else than `loss_on` does, rather than ignore it."""
+        """Raise DataError for a row whose `train` contradicts `loss_on`."""
         for index, (message, asked) in enumerate(zip(record.messages, train, strict=True)):
             place = f"{record.where}: messages[{index}]"
             if self.loss_on == "all":
@@ -279,7 +277,7 @@ class Encoder:
     def _spans(
         self, encoding: "Encoding", chat: RenderedChat, templated: bool
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """The tokens of an example and the ranges of those that are learnt."""
+        """The tokens of an example and the ranges of its targets."""
         ids = encoding.ids
         length = len(ids)
         spans = [_token_span(encoding, start, end) for start, end in chat.responses]
@@ -311,7 +309,7 @@ class Encoder:
         return last == self._eos or (templated and last in self._special)
 
     def _marked_end(self, ids: list[int], start: int, end: int) -> tuple[int, int]:
-        """What a template marks as a response, with the special token that ends the turn right behind it."""
+        """A marked response, extended by the special token right behind it that ends the turn."""
         if end < len(ids) and not self._ends(ids, (start, end), templated=True) and ids[end] in self._special:
             end += 1
         return start, end
@@ -345,7 +343,7 @@ def _token_span(encoding: "Encoding", start: int, end: int) -> tuple[int, int]:
 
 
 def _plain(backend: "Tokenizer") -> "Tokenizer":
-    """A tokenizer that reads texts whole, and whose offsets leave no character out; nothing else about it differs."""
+    """The same tokenizer without truncation and padding, with offsets that cover every character."""
     processor = backend.post_processor
     trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
     if backend.truncation is None and backend.padding is None and not trims:

@@ -1,4 +1,4 @@
-"""Examples as tokens, many in flat arrays: as small as the tokens, and quick to cut and to join."""
+"""Examples as tokens in flat arrays, which are small and quick to cut and join."""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,7 +12,7 @@ class Example(NamedTuple):
 
     Attributes:
         tokens: The token ids.
-        learn: True for the tokens that the model learns to predict; False for the first, which nothing predicts.
+        learn: Whether each token is a target; False for the first, which has no predecessor.
     """
 
     tokens: Int32[np.ndarray, " N"]
@@ -25,9 +25,9 @@ class Examples:
 
     Attributes:
         tokens: Token ids.
-        learn: Which of them the model learns to predict.
-        offsets: Where each example starts, and the total at the end.
-        special: The examples whose content holds special tokens, by index, ascending.
+        learn: Whether each is a target.
+        offsets: The start of each example, and the total at the end.
+        special: Indices of the examples with special tokens in their content, ascending.
     """
 
     tokens: Int32[np.ndarray, " N"]

@@ -1,8 +1,7 @@
-"""Rows of files: JSON lines, JSON, CSV and parquet, compressed or not, each row with where it stands.
+"""Rows of files: JSON lines, JSON, CSV and parquet, compressed or not, each row with its file and line.
 
-JSON is read here rather than by a data-frame library because whatever is wrong with a row should be reported with its
-file and line: the file is the user's and the line is where to look. A file is read as it is asked for, never whole,
-except a JSON array.
+JSON is parsed here and not by a data-frame library so that every error names the file and line. Files are read
+incrementally, except a JSON array.
 """
 
 import bz2
@@ -24,7 +23,7 @@ from fastjax.errors import ConfigError, DataError
 from fastjax.limits import MAX_LINE_BYTES
 
 Row = tuple[Any, str]
-"""A row, a mapping from column to value if all is well, and where it stands."""
+"""A row, a mapping from column to value if it is valid, and its place."""
 
 _COMPRESSED: dict[str, Callable[[Path], Any]] = {
     ".gz": lambda path: gzip.open(path, "rb"),
@@ -34,7 +33,7 @@ _COMPRESSED: dict[str, Callable[[Path], Any]] = {
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
-    """Read the rows of a file, by its suffix.
+    """Read the rows of a file in the format of its suffix.
 
     Args:
         path: A file that `is_readable`.
@@ -45,12 +44,12 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     Raises:
         OSError: The file cannot be read.
         DataError: Broken UTF-8, JSON, CSV, parquet or compression; file and line are named.
-        ConfigError: A suffix that is none of the known.
+        ConfigError: An unknown suffix.
     """
     path = Path(path)
     kind, opener = _kind(path)
     if kind not in _READERS:
-        raise ConfigError(f"{path}: expected a file that ends in {SUFFIXES}, given {path.suffix or 'no suffix'}")
+        raise ConfigError(f"{path}: expected a file that ends in {SUFFIXES}, got {path.suffix or 'no suffix'}")
     if kind == ".parquet":
         yield from _read_parquet(path)
         return
@@ -73,7 +72,7 @@ def is_readable(path: str | Path) -> bool:
 
 
 def _kind(path: Path) -> tuple[str, Callable[[Path], Any]]:
-    """The suffix that says what the file holds, and how to open it."""
+    """The suffix of the format, and the function that opens the file."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED and suffixes[-2:-1] != [".parquet"]:
         return (suffixes[-2] if len(suffixes) > 1 else ""), _COMPRESSED[suffixes[-1]]
@@ -91,7 +90,7 @@ def _read_json_lines(lines: IO[bytes], path: Path) -> Iterator[Row]:
 
 
 def _numbered(stream: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines with their numbers; one that never ends, as a compressed file may hold, is refused."""
+    """The lines with their numbers; one over `MAX_LINE_BYTES`, as in a hostile compressed file, is an error."""
     for number in itertools.count(1):
         line = stream.readline(MAX_LINE_BYTES + 1)
         if not line:
@@ -148,7 +147,7 @@ def _broken_array(path: Path, text: str, place: int, problem: str) -> DataError:
 
 
 def _read_csv(stream: IO[bytes], path: Path) -> Iterator[Row]:
-    """Rows of strings; the first line names the columns. A field may go over several lines; the first one counts."""
+    """Rows of strings; the first line names the columns. A row's place is its first line."""
     lines = _decoded(stream, path)
     reader = csv.reader(lines, strict=True)
     csv.field_size_limit(MAX_LINE_BYTES)  # the module's own limit is shorter than many a document
@@ -202,7 +201,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A row of an Arrow table without the nulls that its schema brought in.
+    """A row of an Arrow table without the nulls of its schema.
 
     Structures in a column have the same fields in all rows, so a message without `tool_calls` has it as null, and one
     function's parameters have every other function's as null.
@@ -211,7 +210,7 @@ def without_nulls(value: Any) -> Any:
         value: The row, or a part of it.
 
     Returns:
-        The same without fields that are null.
+        The same without null fields.
     """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -228,4 +227,4 @@ _READERS: dict[str, Callable[[IO[bytes], Path], Iterator[Row]]] = {
     ".parquet": lambda stream, path: _read_parquet(path),
 }
 SUFFIXES = ".jsonl, .ndjson, .json, .csv (each alone or with .gz, .bz2, .xz) or .parquet"
-"""What `read_rows` reads, in words."""
+"""The suffixes of `read_rows`, in words."""

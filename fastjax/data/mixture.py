@@ -1,9 +1,9 @@
-"""Several data sets in one.
+"""Mixtures of data sets.
 
-Without weights they are put one behind the other. With weights, each data set's share of the examples is its weight
-over the sum of the weights, exact up to rounding. An epoch then either ends before any data set would have to repeat
-an example (the others are not used up: a random part of each, the same in every epoch), or after every data set has
-been used up (the others repeat: all of each as often as that goes, and a random part of it).
+Without weights data sets are concatenated. With weights, each data set's share of the examples is its weight over the
+sum of the weights, exact up to rounding. An epoch ends either before any data set repeats an example (of the others it
+has a random part, the same in every epoch), or once every data set is used up (the others repeat: whole as often as
+that goes, and a random part).
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from fastjax.data.settings import Exhaustion
 def choose(
     sizes: Sequence[int], weights: Sequence[float | None], ends: Exhaustion, seed: int
 ) -> list[Int64[np.ndarray, " _"]]:
-    """Decide which examples an epoch has.
+    """Choose the examples of an epoch.
 
     Args:
         sizes: Examples in each data set.
-        weights: The weight of each; None in all: everything once.
-        ends: When the epoch ends.
-        seed: What random parts are drawn from.
+        weights: The weight of each; None in all: every example once.
+        ends: The end of the epoch.
+        seed: Of the random parts.
 
     Returns:
-        For each data set the indices of its examples, ascending, repeated ones as often as they come.
+        For each data set the indices of its examples, ascending, with repetitions.
     """
     if not any(weights):
         return [np.arange(size) for size in sizes]
@@ -42,7 +42,7 @@ def choose(
 
 
 def next_source(weights: Sequence[float], drawn: Sequence[int]) -> int:
-    """The data set that a stream takes its next example from: the one that is furthest behind its share.
+    """The data set of a stream's next example: the one furthest behind its share.
 
     Args:
         weights: The weight of each, all positive.

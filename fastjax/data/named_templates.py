@@ -1,12 +1,12 @@
-"""Chat templates by name, for tokenizers that have none, or another than is wanted.
+"""Chat templates by name, for tokenizers without a suitable one.
 
 The templates are files in `assets/chat_templates`. They mark responses, the end of the turn included, and take
-system messages, tools, tool calls and results. Llama 3, Mistral and Gemma are written as these models were trained,
-as far as their makers say; system messages and tools stand at the beginning (not in the last turn), so that a
-conversation's beginning stays as it is when messages follow.
+system messages, tools, tool calls and results. Llama 3, Mistral and Gemma follow the published formats of these models;
+system messages and tools stand at the beginning (not in the last turn), so that later messages leave a conversation's
+beginning unchanged.
 
-A template is of use only to a tokenizer that knows its special tokens: as plain text they would be learnt as the
-letters they are made of, and nothing would end a turn.
+A template needs a tokenizer with its special tokens: otherwise they would be learnt letter by letter, and nothing would
+end a turn.
 """
 
 from pathlib import Path
@@ -23,11 +23,11 @@ _FOLDER = Path(__file__).parent.parent / "assets" / "chat_templates"
 
 
 class _Needs(NamedTuple):
-    """What a template writes that a tokenizer must know.
+    """The special tokens of a template.
 
     Attributes:
-        tokens: Tokens written as they stand.
-        names: Tokens written by the tokenizer's name for them.
+        tokens: Written literally.
+        names: Written by the tokenizer's attribute.
     """
 
     tokens: tuple[str, ...] = ()
@@ -48,11 +48,11 @@ NAMED_TEMPLATES: dict[str, _Needs] = {
     "alpaca": _Needs(names=("eos_token",)),
     "plain": _Needs(names=("eos_token",)),
 }
-"""The templates that can be named."""
+"""Name → the special tokens of its template."""
 
 
 def set_chat_template(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
-    """Give a tokenizer a chat template, which is then saved with it.
+    """Set a tokenizer's chat template, which is saved with it.
 
     Args:
         tokenizer: The tokenizer; changed in place.
@@ -80,7 +80,7 @@ def _read(name: str) -> str:
     if not Path(name).is_file():
         raise ConfigError(
             f"data.chat_template: expected one of {', '.join(NAMED_TEMPLATES)}, or a file with a Jinja template, "
-            f"given {shorten(name)}, which is neither"
+            f"got {shorten(name)}, which is neither"
         )
     try:
         source = Path(name).read_text(encoding="utf-8")

@@ -30,35 +30,33 @@ def own_tokenizer(adapter: str | Path) -> "PreTrainedTokenizerFast | None":
 def add_tokens(
     tokenizer: "PreTrainedTokenizerBase", tokens: "Sequence[str | AddedToken]", rows: int | None = None
 ) -> list[int]:
-    """Teach a tokenizer new tokens.
+    """Add tokens to a tokenizer.
 
-    A text is found in the input as it stands and is an ordinary token, which decoding shows even where special tokens
-    are skipped; for another behaviour give a `tokenizers.AddedToken`, for instance with `special=True`.
+    A text is matched literally and becomes an ordinary token, which decoding shows even where special tokens are
+    skipped; for another behaviour pass a `tokenizers.AddedToken`, for instance with `special=True`.
 
     Args:
         tokenizer: changed in place.
         tokens: the new tokens.
-        rows: of the embedding; a token that the tokenizer knows counts as new if the embedding has no row for it.
+        rows: of the embedding; a known token without a row in it counts as new.
 
     Returns:
         Their ids.
 
     Raises:
-        ConfigError: empty tokens, the same twice, or tokens that the tokenizer knows.
+        ConfigError: empty, repeated or known tokens.
     """
     from tokenizers import AddedToken
 
     wanted = [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False) for token in tokens]
     texts = [token.content for token in wanted]
     if isinstance(tokens, str) or not all(texts) or len(set(texts)) < len(texts):
-        raise ConfigError(f"new_tokens: expected different texts that are not empty, given {shown(tokens)}")
+        raise ConfigError(f"new_tokens: expected different texts that are not empty, got {shown(tokens)}")
     known = tokenizer.get_vocab()
     there = [text for text in texts if text in known and (rows is None or known[text] < rows)]
     if there:
         listed = shorten(", ".join(f"{shown(text, 60)} (id {known[text]})" for text in there), 500)
-        raise ConfigError(
-            f"new_tokens: expected tokens that the tokenizer does not know, given {listed}; leave them out"
-        )
+        raise ConfigError(f"new_tokens: expected tokens that the tokenizer does not know, got {listed}; leave them out")
     missing: Any = [token for token in wanted if token.content not in known]
     tokenizer.add_tokens(missing)
     known = tokenizer.get_vocab()
@@ -66,5 +64,5 @@ def add_tokens(
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """One more than the largest id: the rows that an embedding needs."""
+    """The largest id plus one: the embedding rows that the tokenizer needs."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1

@@ -1,7 +1,6 @@
-"""Where examples came from, small enough to keep for every one of them.
+"""The places of examples in files and data sets, stored compactly.
 
-An example's name ends in a number nearly always: `train.jsonl:12`, `org/name[train] row 7`. What comes before it is
-kept once.
+An example's name nearly always ends in a number: `train.jsonl:12`, `org/name[train] row 7`. The prefix is stored once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,9 +14,9 @@ class Origins(NamedTuple):
     """The names of E examples.
 
     Attributes:
-        places: What names begin with.
-        place: For each example, which of these.
-        number: The number that its name ends in; -1: none.
+        places: Prefixes of names.
+        place: Each example's prefix, by index.
+        number: The number that ends its name; -1: none.
     """
 
     places: tuple[str, ...]
@@ -26,13 +25,10 @@ class Origins(NamedTuple):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "Origins":
-        """Take names apart.
+        """Split names into prefixes and numbers.
 
         Args:
-            names: A name an example.
-
-        Returns:
-            The same, small.
+            names: One an example.
         """
         places: dict[str, int] = {}
         place, number = [], []
@@ -47,13 +43,10 @@ class Origins(NamedTuple):
 
     @classmethod
     def concatenate(cls, parts: Sequence["Origins"]) -> "Origins":
-        """Put parts one behind the other.
+        """Concatenate origins.
 
         Args:
-            parts: The parts, in order.
-
-        Returns:
-            All names.
+            parts: In order.
         """
         places: dict[str, int] = {}
         renamed = []
@@ -71,15 +64,12 @@ class Origins(NamedTuple):
 
         Args:
             example: Its index.
-
-        Returns:
-            The name as it was given.
         """
         number = int(self.number[example])
         return self.places[self.place[example]] + (str(number) if number >= 0 else "")
 
     def listed(self, examples: Iterable[int]) -> str:
-        """The names of examples, of those with the same beginning only the number after the first.
+        """The names of examples, with each prefix written once in a sequence.
 
         Args:
             examples: Their indices.

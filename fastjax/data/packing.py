@@ -1,11 +1,11 @@
 """Documents into rows of a fixed length.
 
-Rows are filled by best-fit decreasing: the documents from the longest to the shortest, each into the fullest row that
-still has room for it. Room is counted in whole tokens, so the rows wait in one stack for each amount of room, and the
-smallest sufficient amount is the lowest set bit of an integer: a million documents take seconds. (Ding et al., "Fewer
-Truncations Improve Language Modeling", arXiv:2404.10830, find by a segment tree what is a bit here.)
+Rows are filled by best-fit decreasing: the documents from the longest to the shortest, each into the fullest row with
+room for it. Room is counted in whole tokens, so there is one stack of rows for each amount of room, and the smallest
+sufficient amount is the lowest set bit of an integer: a million documents take seconds. (Ding et al., "Fewer
+Truncations Improve Language Modeling", arXiv:2404.10830, use a segment tree for this bit.)
 
-Which documents share a row is settled once; a row's arrays are written when it is asked for.
+The assignment of documents to rows is computed once; a row's arrays are built on access.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from fastjax.data.origins import Origins
 
 
 class Rows(NamedTuple):
-    """Rows of tokens as the model takes them.
+    """Input rows of the model.
 
     Attributes:
         tokens: Token ids; 0 in padding.
-        targets: The token that follows each, where it is learnt, else -100.
+        targets: The token that follows each where it is learnt, else -100.
         segment_ids: The document of each token within its row, from 1; 0 is padding.
         positions: The place of each token within its document; 0 in padding.
     """
@@ -35,14 +35,14 @@ class Rows(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """Documents and the rows they share; row r has the documents `order[offsets[r] : offsets[r + 1]]`.
+    """Documents and their rows; row r has the documents `order[offsets[r] : offsets[r + 1]]`.
 
     Attributes:
         documents: The documents.
-        order: Documents, row after row; one that an epoch repeats stands there as often.
-        offsets: Where each row starts in `order`, and the total at the end.
+        order: Document indices, row after row, with the repetitions of an epoch.
+        offsets: The start of each row in `order`, and the total at the end.
         row_length: Tokens in a row.
-        origins: The names of the examples; None: not known.
+        origins: The names of the examples; None: unknown.
     """
 
     documents: Documents
@@ -55,23 +55,23 @@ class PackedRows(NamedTuple):
         return len(self.offsets) - 1
 
     def members(self, row: int) -> list[int]:
-        """The documents of a row.
+        """The documents of a row, by index.
 
         Args:
-            row: Its number; outside [0, len(self)) it has none.
+            row: Its number; none are in one outside [0, len(self)).
         """
         if not 0 <= row < len(self):
             return []
         return self.order[self.offsets[row] : self.offsets[row + 1]].tolist()
 
     def rows(self, indices: Sequence[int] | Int[np.ndarray, " B"]) -> Rows:
-        """Write rows.
+        """Build the arrays of rows.
 
         Args:
-            indices: Which rows; one outside [0, len(self)) is a row of padding.
+            indices: Row numbers; one outside [0, len(self)) is a row of padding.
 
         Returns:
-            Arrays of the shape [len(indices), row_length].
+            Arrays [len(indices), row_length].
         """
         shape = (len(indices), self.row_length)
         tokens, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(3))
@@ -89,11 +89,11 @@ class PackedRows(NamedTuple):
         return Rows(tokens, targets, segment_ids, positions)
 
     def describe(self, row: int, most: int = 8) -> str:
-        """Name the examples of a row as a user can find them.
+        """Name the places of a row's examples, for people.
 
         Args:
             row: Its number.
-            most: How many to name at most.
+            most: Names at most.
 
         Returns:
             Their places, such as "train.jsonl:12, 95 and 3 more".
@@ -112,13 +112,13 @@ def pack_documents(
     chosen: Int64[np.ndarray, " _"] | None = None,
     origins: Origins | None = None,
 ) -> PackedRows:
-    """Decide which documents share a row.
+    """Assign documents to rows.
 
     Args:
         documents: The documents, none longer than `row_length`.
         row_length: Tokens in a row.
-        packing: Whether documents share rows; if not, each has its own, padded.
-        chosen: The documents that an epoch has, some perhaps several times; None: each once.
+        packing: Documents share rows; otherwise each has a padded row of its own.
+        chosen: The documents of an epoch, with repetitions; None: each once.
         origins: The names of the examples.
 
     Returns:
@@ -149,7 +149,7 @@ def best_fit(lengths: Sequence[int] | Int[np.ndarray, " D"], capacity: int) -> l
     """
     sizes = np.asarray(lengths, np.int64)
     if sizes.size and not 1 <= sizes.min() <= sizes.max() <= capacity:
-        raise ValueError(f"lengths must be from 1 to {capacity}, given {sizes.min()} to {sizes.max()}")
+        raise ValueError(f"lengths must be from 1 to {capacity}, got {sizes.min()} to {sizes.max()}")
     bins: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit n is set while some bin has room for exactly n

@@ -1,8 +1,7 @@
-"""An iterator run ahead of its consumer, in a thread of its own.
+"""A thread that runs an iterator ahead of its consumer.
 
-The thread waits when `depth` values are ready, hands its exceptions over in their turn, and ends when the consumer
-closes the iterator, wherever it stands. NumPy, the tokenizer and the copy to a device release Python's lock, so the
-two sides do run at the same time.
+The thread waits when `depth` values are ready, passes exceptions on in order, and ends as soon as the consumer closes
+the iterator. NumPy, the tokenizer and the copy to a device release Python's lock, so both sides run at the same time.
 """
 
 import queue
@@ -24,7 +23,7 @@ _END = object()
 
 
 class Prefetched(Generic[T]):
-    """An iterator whose next values are made while the last one is used; a context manager, closed at its end."""
+    """An iterator with its next values computed in a thread; a context manager that closes it."""
 
     def __init__(self, iterator: Iterator[Any], depth: int, transform: Callable[[Any], T] | None = None):
         """Start the thread; see `prefetched`."""
@@ -51,7 +50,7 @@ class Prefetched(Generic[T]):
         return value
 
     def close(self) -> None:
-        """End the thread and wait for it; what was made ahead is lost. The iterator is over then."""
+        """End the thread and the iterator; values computed ahead are lost."""
         self._stop.set()
         while self._thread.is_alive():
             try:  # the thread may wait for room
@@ -70,12 +69,12 @@ def prefetched(iterator: Iterator[Any], depth: int = 2, transform: Callable[[Any
     """Run an iterator ahead in a thread.
 
     Args:
-        iterator: What to run; if it can be closed, it is, in the thread.
-        depth: Values that may be ready and wait; one more may be in the making.
-        transform: Applied to each value in the thread, for instance to put it on a device; None: nothing.
+        iterator: The iterator; if it has `close`, the thread calls it.
+        depth: Values ready at most; one more may be in progress.
+        transform: Applied to each value in the thread, for instance a copy to a device; None: nothing.
 
     Returns:
-        The same values in the same order. An exception of either is raised where its value would have come.
+        The same values in the same order. An exception of either is raised in place of its value.
         Close it (`with prefetched(…) as values`) to end it early.
     """
     return Prefetched(iterator, depth, transform)

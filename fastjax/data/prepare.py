@@ -1,4 +1,4 @@
-"""Data sets to rows, in one call."""
+"""Data sets to packed rows."""
 
 import hashlib
 import json
@@ -31,10 +31,10 @@ class Dataset(NamedTuple):
 
     Attributes:
         rows: Its rows.
-        statistics: What became of its examples.
-        fingerprint: A checksum of the rows, the same for equal data wherever they came from.
-        max_token_id: The largest token id in it, which the model's embedding must have.
-        from_cache: Whether it was prepared by an earlier run.
+        statistics: Counts of its examples and tokens.
+        fingerprint: A checksum of the rows, independent of their origin.
+        max_token_id: The largest token id, for which the model's embedding must have a row.
+        from_cache: Whether an earlier run prepared it.
     """
 
     rows: PackedRows
@@ -65,18 +65,15 @@ def prepare(
         sources: A path, several, or descriptions of data sets.
         tokenizer: The model's tokenizer.
         max_seq_length: Tokens in a row.
-        chat_template: A named template or a file, which the tokenizer has from then on; None: the tokenizer's own.
-        loss_on: What is learnt; see `Encoder`.
-        special_tokens: What special tokens in content are read as; see `Encoder`.
-        too_long: What becomes of an example longer than a row; see `Documents`.
+        chat_template: A named template or a file, set on the tokenizer; None: the tokenizer's own.
+        loss_on: The target tokens; see `Encoder`.
+        special_tokens: The reading of special tokens in content; see `Encoder`.
+        too_long: The treatment of examples longer than a row; see `Documents`.
         packing: Whether examples share rows.
-        mixture_ends: With weights, when an epoch ends; see `choose`.
-        seed: Of the parts of data sets that a mixture takes.
-        cache_dir: Where prepared data are kept; None: nowhere.
-        progress: Takes a message for people now and then; None: nothing is said.
-
-    Returns:
-        The rows and what is known of them.
+        mixture_ends: The end of an epoch with weights; see `choose`.
+        seed: Of the random parts of a mixture.
+        cache_dir: Folder of the cache; None: no cache.
+        progress: Takes messages for people; None: no messages.
 
     Raises:
         OSError: A file or data set that cannot be read.
@@ -140,22 +137,19 @@ def prepare_records(
     order: np.ndarray | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Dataset:
-    """Encode and pack examples that were read already.
+    """Encode and pack examples.
 
     Args:
         records: The examples.
         tokenizer: The model's tokenizer.
         max_seq_length: Tokens in a row.
-        loss_on: What is learnt; see `Encoder`.
-        special_tokens: What special tokens in content are read as; see `Encoder`.
-        too_long: What becomes of an example longer than a row; see `Documents`.
+        loss_on: The target tokens; see `Encoder`.
+        special_tokens: The reading of special tokens in content; see `Encoder`.
+        too_long: The treatment of examples longer than a row; see `Documents`.
         packing: Whether examples share rows.
-        where: What to call the data set in errors.
-        order: The examples of an epoch, int64, some perhaps several times; None: each once.
-        progress: Takes a message for people now and then.
-
-    Returns:
-        The rows and what is known of them.
+        where: The data set's name in errors.
+        order: The examples of an epoch, int64, with repetitions; None: each once.
+        progress: Takes messages for people.
 
     Raises:
         ConfigError: A tokenizer without EOS, or without a chat template that is needed; a wrong option.
@@ -207,13 +201,13 @@ def prepare_records(
 
 
 _REPORT = 100_000
-"""Examples between two messages."""
+"""Examples between two progress messages."""
 
 
 def identity(opened: Iterable[OpenSource], tokenizer: "PreTrainedTokenizerFast", options: Any) -> str:
     """A fingerprint of everything that shapes prepared data, without preparing them.
 
-    A template that writes the current date is not expected to: the date of the first run stays.
+    The date of a template that writes one is not part of it: the first run's stays.
 
     Args:
         opened: The data sets.
@@ -239,11 +233,11 @@ def identity(opened: Iterable[OpenSource], tokenizer: "PreTrainedTokenizerFast",
 
 
 def nothing_to_learn(where: str, documents: Documents, max_seq_length: int) -> str:
-    """What to say of data without any token to learn.
+    """The message for data without a target token.
 
     Args:
         where: The data set.
-        documents: None, with the counts of what became of the examples.
+        documents: Its documents, none, with their counts.
         max_seq_length: Tokens in a row.
     """
     counts = documents.counts

@@ -1,9 +1,9 @@
-"""An example as it was read: a text or a conversation, and where it came from."""
+"""Examples before encoding: a text or a conversation, and its place."""
 
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
-"""One message of a conversation: `role`, `content`, and whatever else the chat template reads."""
+"""One message of a conversation: `role`, `content`, and other keys for the chat template."""
 
 
 class TextRecord(NamedTuple):
@@ -11,8 +11,8 @@ class TextRecord(NamedTuple):
 
     Attributes:
         text: The text.
-        where: Where it came from, such as file and line, for messages to the user.
-        prompt: How many characters at its beginning are given and not learnt.
+        where: Its place, such as file and line, for messages to the user.
+        prompt: Characters at its beginning that are not learnt.
     """
 
     text: str
@@ -25,10 +25,10 @@ class ChatRecord(NamedTuple):
 
     Attributes:
         messages: The messages in order, none of their values None.
-        where: Where it came from, such as file and line, for messages to the user.
+        where: Its place, such as file and line, for messages to the user.
         tools: The functions that the assistant may call, as JSON schemas; None: none.
-        prompt: How many messages at its beginning are given; responses among them are not learnt.
-        train: Whether each message is to be learnt, None where the row does not say; None: it says nothing.
+        prompt: Messages at its beginning that are not learnt.
+        train: Each message's flag, None where it has none; None: no message has one.
     """
 
     messages: list[Message]
@@ -39,4 +39,4 @@ class ChatRecord(NamedTuple):
 
 
 Record = TextRecord | ChatRecord
-"""An example as it was read."""
+"""An example before encoding."""

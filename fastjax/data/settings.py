@@ -1,22 +1,22 @@
-"""How a data set is described: where it is, which of its columns mean what, and what is done with its rows."""
+"""Settings of a data set: its place, the meaning of its columns, the treatment of its rows."""
 
 import dataclasses
 from typing import Literal
 
 LossOn = Literal["responses", "last_response", "all"]
-"""Which tokens are learnt: what the assistant says, only its last answer, or every token."""
+"""Target tokens: the assistant's answers, only its last one, or every token."""
 
 TooLong = Literal["truncate", "split", "drop"]
-"""What becomes of an example longer than a row."""
+"""Treatment of an example longer than a row."""
 
 SpecialTokens = Literal["control", "text"]
-"""What a special token in a row's content is read as: the token, or the text that it looks like."""
+"""Reading of a special token in a row's content: as the token, or as its text."""
 
 Exhaustion = Literal["first_exhausted", "all_exhausted"]
-"""When a mixture ends: before any data set would repeat itself, or after each has been used up."""
+"""End of a mixture: before any data set repeats, or once each is used up."""
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "tools")
-"""What a column can mean; a column of that name means it without being told."""
+"""Meanings of columns, each the default name of its column."""
 
 
 @dataclasses.dataclass(frozen=True)

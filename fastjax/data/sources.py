@@ -1,8 +1,8 @@
-"""Data sets, wherever they are, to examples.
+"""Data sets in files, folders and the `datasets` library to examples.
 
-Files that can be read here are (`files`), so that every error names its line; a folder's files are told apart by
-split as `datasets` does it. Everything else is what `datasets.load_dataset` makes of the path. Examples come one after
-the other, from any place on, whether they are all read before training or while it goes on.
+Readable files are read by `files`, so that every error names its line; a folder's files are assigned to splits as by
+`datasets`. Every other path goes to `datasets.load_dataset`. Examples are read one by one, from any place, before or
+during training.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ from fastjax.data.settings import DataSource
 from fastjax.errors import ConfigError, DataError
 
 Sources = str | Path | DataSource | Sequence[str | Path | DataSource]
-"""Data sets as they are given: one or several, each a path or described in full."""
+"""One or several data sets, each a path or a description."""
 
 _SLICED = re.compile(r"(?P<split>\w+)\[(?P<start>-?\d{1,12}%?)?:(?P<stop>-?\d{1,12}%?)?\]")
 
 
 class OpenSource(NamedTuple):
-    """A data set that was found.
+    """A data set that exists.
 
     Attributes:
-        source: How it was described.
-        files: Its files, in order; None where `datasets` reads it.
-        dataset: The `datasets.Dataset`, or its `IterableDataset`; None where files are read here.
+        source: Its description.
+        files: Its files, in order; None: `datasets` reads it.
+        dataset: The `datasets.Dataset`, or its `IterableDataset`; None: it has files.
     """
 
     source: DataSource
@@ -46,7 +46,7 @@ class OpenSource(NamedTuple):
 
         Args:
             templated: See `parse_row`.
-            skip: How many to leave out at the beginning.
+            skip: Examples to skip at the beginning.
 
         Yields:
             The examples, in order.
@@ -87,20 +87,20 @@ def open_sources(sources: Sources, *, streaming: bool = False) -> list[OpenSourc
 
     Args:
         sources: The data sets.
-        streaming: Whether `datasets` is to read them bit by bit instead of fetching them first.
+        streaming: Let `datasets` stream them instead of fetching them first.
 
     Returns:
         One for each, in order.
 
     Raises:
-        ConfigError: None at all, or a description that no data set fits.
-        OSError: A file or data set that is not there.
-        DataError: What `datasets` cannot read.
+        ConfigError: No data set, or a contradictory description.
+        OSError: A missing file or data set.
+        DataError: `datasets` cannot read it.
     """
     single = isinstance(sources, str | Path | DataSource)
     listed = [sources] if single else list(sources)
     if not listed:
-        raise ConfigError("expected at least one data set, given none")
+        raise ConfigError("expected at least one data set, got none")
     described = [item if isinstance(item, DataSource) else DataSource(str(item)) for item in listed]
     return [_open(dataclasses.replace(source, streaming=streaming)) for source in described]
 
@@ -109,7 +109,7 @@ def read_jsonl(paths: str | Path | Iterable[str | Path]) -> Iterator[Record]:
     """Read examples from files, one row at a time.
 
     Args:
-        paths: One file or several, read in the order given.
+        paths: One file or several, in order.
 
     Yields:
         The examples; see `parse_row`.
@@ -124,14 +124,14 @@ def read_jsonl(paths: str | Path | Iterable[str | Path]) -> Iterator[Record]:
 
 
 def check_sources(sources: Iterable[DataSource]) -> None:
-    """Refuse files that are not there, and descriptions that do not suit them; what `datasets` reads is passed over.
+    """Check that files exist and fit their descriptions; data sets of `datasets` are skipped.
 
     Args:
         sources: The data sets.
 
     Raises:
-        ConfigError: A description that no data set fits.
-        OSError: A file that is not there.
+        ConfigError: A contradictory description.
+        OSError: A missing file.
     """
     for source in sources:
         _find(source)
@@ -150,7 +150,7 @@ def _expanded(source: DataSource) -> str:
 
 
 def _find(source: DataSource) -> OpenSource | None:
-    """A data set of files that are read here and known without `datasets`; None: any other."""
+    """A data set of files named by path or pattern; None: any other."""
     check_columns(source.columns or {})
     path = _expanded(source)
     if Path(path).is_file():
@@ -173,16 +173,16 @@ def _of_files(source: DataSource, files: Sequence[Path]) -> OpenSource:
     split = source.split or "train"
     if split != "train" and not ((match := _SLICED.fullmatch(split)) and match["split"] == "train"):
         raise ConfigError(
-            f"{shorten(source.path)}: split: expected train, or a part of it such as train[:10%], given "
+            f"{shorten(source.path)}: split: expected train, or a part of it such as train[:10%], got "
             f"{shorten(split, 80)}"
         )
     if source.name is not None:
-        raise ConfigError(f"{shorten(source.path)}: name: expected none for files, given {shorten(source.name)}")
+        raise ConfigError(f"{shorten(source.path)}: name: expected none for files, got {shorten(source.name)}")
     return OpenSource(source, tuple(files))
 
 
 def _of_folder(source: DataSource, folder: str) -> OpenSource:
-    """A folder's files of the split, if they are all of the kinds that are read here."""
+    """A folder's files of the split, if `files` reads them all; else the data set of `datasets`."""
     import datasets
 
     split = source.split or "train"

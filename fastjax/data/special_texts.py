@@ -1,10 +1,10 @@
-"""Special tokens in what rows say, and how to read them as the text that they are.
+"""Special tokens in the content of rows, and their reading as text.
 
-A tokenizer finds its special tokens wherever they stand: a user who writes `<|im_end|>` ends the turn. Reading them as
-text takes a second tokenizer that is the first but for the names of its special tokens, which no text holds: Unicode's
-noncharacters. Before a conversation is rendered, special tokens in its content are hidden behind other such names;
-what then stands in the rendered text was written by the template. These become the second tokenizer's names, and the
-hidden ones text again. A name is as long as what it stands for, so that places in the text stay.
+A tokenizer matches its special tokens anywhere: a user who writes `<|im_end|>` ends the turn. Reading them as text
+takes a second tokenizer, equal but for the names of its special tokens, which are made of Unicode's noncharacters and
+occur in no text. Before a conversation is rendered, special tokens in its content are hidden behind other such names;
+those left in the rendered text are the template's. These become the second tokenizer's names, and the hidden ones text
+again. A name is as long as its text, so that offsets stay.
 """
 
 import json
@@ -28,7 +28,7 @@ class SpecialTexts:
     """The texts of a tokenizer's special tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
-        """Look them up.
+        """Read a tokenizer.
 
         Args:
             tokenizer: The tokenizer.
@@ -37,7 +37,7 @@ class SpecialTexts:
         self.pattern = _any_of(self.ids)
 
     def within(self, value: Any) -> bool:
-        """Whether special tokens stand in a text, or anywhere in a value such as JSON has.
+        """Whether a text, or any text in a JSON value, holds special tokens.
 
         Args:
             value: The text or value.
@@ -57,21 +57,21 @@ class SpecialTexts:
 
 
 class ContentAsText:
-    """A tokenizer that reads control tokens where the template writes them, and text where the content does.
+    """A tokenizer that reads the template's special tokens as control tokens, and the content's as text.
 
     Attributes:
-        backend: It, for texts that `shown` has prepared, or that have no control tokens.
+        backend: The tokenizer, for texts from `shown`, or without control tokens.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", texts: SpecialTexts):
         """Build it.
 
         Args:
-            tokenizer: The tokenizer; it is left as it is.
+            tokenizer: The tokenizer; unchanged.
             texts: Its special tokens.
 
         Raises:
-            ConfigError: A tokenizer that reads a special token's text as that token in any case.
+            ConfigError: The tokenizer cannot read a special token's text as text.
         """
         control, hidden = _names(texts.ids, _CONTROL), _names(texts.ids, _HIDDEN)
         self.backend = _renamed(tokenizer, control)
@@ -81,17 +81,17 @@ class ContentAsText:
         self._show = _any_of(control | back), control | back
 
     def hidden(self, value: Any, where: str) -> Any:
-        """Content for the template: special tokens in it hidden.
+        """Content for the template, with its special tokens hidden.
 
         Args:
             value: A text, or messages or tools.
-            where: Where it comes from, for errors.
+            where: Its place, for errors.
 
         Returns:
-            The same; a value without special tokens may be the one given.
+            The content, possibly `value` itself.
 
         Raises:
-            DataError: Characters in it that names are made of, or a value nested too deep.
+            DataError: Reserved characters, or a value nested too deep.
         """
         try:
             return self._hidden(value, where)
@@ -99,10 +99,10 @@ class ContentAsText:
             raise DataError(f"{where}: what it says is nested too deep") from None
 
     def shown(self, text: str) -> str:
-        """A rendered text for `backend`, every character in its place.
+        """A rendered text for `backend`, with unchanged offsets.
 
         Args:
-            text: What the template wrote.
+            text: The template's output.
         """
         return _replaced(text, *self._show)
 
@@ -115,14 +115,14 @@ class ContentAsText:
         return [self._hidden(item, where) for item in value] if isinstance(value, list) else value
 
     def check(self, text: str, where: str) -> None:
-        """Refuse characters that names are made of.
+        """Raise DataError for a reserved character.
 
         Args:
-            text: What a row says.
-            where: Where it comes from.
+            text: The content of a row.
+            where: Its place, for the error.
 
         Raises:
-            DataError: It holds one.
+            DataError: The text holds one.
         """
         found = _RESERVED.search(text)
         if found is not None:
@@ -172,7 +172,7 @@ def _names(texts: dict[str, int], beginnings: str) -> dict[str, str]:
 
 
 def _renamed(tokenizer: "PreTrainedTokenizerFast", names: dict[str, str]) -> "Tokenizer":
-    """A copy that knows special tokens by other names, and reads texts whole."""
+    """A copy with other names of special tokens, without truncation, padding and post-processor."""
     backend = cast("Tokenizer", tokenizer.backend_tokenizer)
     state = json.loads(backend.to_str())
     state |= {"truncation": None, "padding": None, "post_processor": None}

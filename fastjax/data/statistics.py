@@ -1,4 +1,4 @@
-"""What became of the examples on their way into rows: what was cut, what was left out, how full the rows are."""
+"""Counts of a data set: examples cut and left out, tokens, the filling of the rows."""
 
 from typing import NamedTuple
 
@@ -8,26 +8,26 @@ READ_AS: dict[SpecialTokens, str] = {
     "control": "control tokens; special_tokens: text reads them as text",
     "text": "text",
 }
-"""What becomes of special tokens in content, for people."""
+"""Reading of special tokens in content, for people."""
 
 
 class DataStatistics(NamedTuple):
     """Counts over a whole data set.
 
     Attributes:
-        examples: Examples read that an epoch has.
-        documents: Documents that are trained on in an epoch.
-        truncated: Examples of which tokens to learn were cut off because they are longer than a row.
-        split: Examples that became several documents because they are longer than a row.
-        dropped: Examples left out because they are longer than a row.
-        no_targets: Examples left out because they have no token to learn (no response, or cut off before it).
-        tokens: Tokens that go through the model in an epoch, padding not counted.
-        target_tokens: Tokens learnt in an epoch.
-        rows: Rows in an epoch.
-        slots: Places for a token in these rows.
-        special: Examples read whose content holds special tokens.
-        first_special: Where the first of these is; empty: there is none.
-        special_tokens: What these are read as.
+        examples: Examples of an epoch.
+        documents: Documents of an epoch.
+        truncated: Examples longer than a row that lost targets.
+        split: Examples longer than a row that became several documents.
+        dropped: Examples longer than a row that were left out.
+        no_targets: Examples left out without a target (no response, or cut off before it).
+        tokens: Input tokens of an epoch, without padding.
+        target_tokens: Targets of an epoch.
+        rows: Rows of an epoch.
+        slots: Room for tokens in these rows.
+        special: Examples with special tokens in their content.
+        first_special: The place of the first of these; empty: there is none.
+        special_tokens: The reading of these.
     """
 
     examples: int
@@ -46,7 +46,7 @@ class DataStatistics(NamedTuple):
 
     @property
     def slots_filled(self) -> float:
-        """The fraction of the slots that hold a token."""
+        """The fraction of slots with a token."""
         return self.tokens / self.slots if self.slots else 0.0
 
     def __str__(self) -> str:

@@ -1,11 +1,11 @@
-"""Batches from data sets that are read while training goes on.
+"""Batches from data sets that are read during training.
 
-Examples are read, encoded and packed a window at a time: as many as fill a few hundred rows. A window's rows are
-shuffled and dealt out to batches; what is left goes into the next window's first batch. A thread makes the next window
-while this one is trained on. When the data end they begin again, with other windows.
+Examples are read, encoded and packed in windows of a few hundred rows. A window's rows are shuffled and dealt out to
+batches; the remainder begins the next window's first batch. A thread makes the next window during the training on this
+one. At their end the data begin again, in other windows.
 
-Everything follows from where a window begins: how many examples of each data set were taken before it. That, and how
-many of its rows were dealt out, is all that a checkpoint stores; the window is made again from it.
+The beginning of a window determines it: the number of examples taken from each data set. A checkpoint stores this and
+the number of rows dealt out; the window is made again from them.
 """
 
 import collections
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 WINDOW = 256
-"""Rows that a window fills at least: enough for best-fit packing to waste nothing, and for a few steps."""
+"""Rows of a window, at least: enough for best-fit packing without waste, and for a few steps."""
 
 _READ = 250
-"""Examples between two looks at whether a window is full."""
+"""Examples read between two checks for a full window."""
 
 _REMEMBERED = 4096
-"""Steps whose rows can be asked for."""
+"""Latest steps whose rows are known."""
 
 
 class Place(NamedTuple):
-    """How far the data sets were read.
+    """A place in the data sets.
 
     Attributes:
-        taken: Examples taken from each since it last began.
-        drawn: Examples taken from each in all.
+        taken: Examples taken from each since its last beginning.
+        drawn: Examples taken from each since the mixture's last beginning.
         window: Windows made.
         rows: Rows made.
     """
@@ -65,9 +65,9 @@ class _Window(NamedTuple):
     """Rows of successive examples.
 
     Attributes:
-        place: Where the examples begin.
+        place: The place of the first example.
         rows: Their rows.
-        order: The order in which the rows are dealt out.
+        order: The order of dealing out.
     """
 
     place: Place
@@ -76,11 +76,11 @@ class _Window(NamedTuple):
 
 
 class StreamedBatches:
-    """Batches of data sets that are read bit by bit; a `BatchSource`.
+    """Batches of data sets that are read incrementally; a `BatchSource`.
 
     Attributes:
         fingerprint: Of everything that shapes the rows: the data sets, the tokenizer, the options.
-        counts: What became of the examples read so far, which is more than was trained on.
+        counts: Of the examples read so far, ahead of training.
     """
 
     steps_per_epoch = None
@@ -101,7 +101,7 @@ class StreamedBatches:
         fingerprint: str = "",
         progress: Callable[[str], None] | None = None,
     ):
-        """Take what `stream` has put together; see there."""
+        """See `stream`."""
         self.fingerprint = fingerprint
         self.counts = Counts()
         self._sources = list(sources)
@@ -126,14 +126,14 @@ class StreamedBatches:
         Args:
             start: The first step.
             stop: The step to stop before; None: never.
-            position: What `position(start)` was; None: the data are read again up to there.
+            position: `position(start)`; None: the data are read again up to `start`.
 
         Yields:
             The batch of each step.
 
         Raises:
-            OSError: Data that cannot be read.
-            DataError: A row that cannot be used, data without a row, or without one token to learn.
+            OSError: Unreadable data.
+            DataError: An invalid row, no row, or no target token.
         """
         if position:
             step = start
@@ -159,37 +159,34 @@ class StreamedBatches:
                 step += 1
 
     def position(self, step: int) -> dict[str, Any]:
-        """What a checkpoint stores after `step` steps.
+        """The state, as JSON, that a checkpoint after `step` steps stores.
 
         Args:
-            step: The number of steps taken, of which the batch was the last, or nearly.
-
-        Returns:
-            A few numbers, as JSON.
+            step: Steps taken, one of the latest.
 
         Raises:
-            ValueError: A step that was not reached, or long ago.
+            ValueError: A step not reached, or long past.
         """
         if step not in self._positions:
             raise ValueError(f"the position after step {step} is not known; known are those after the latest steps")
         return self._positions[step]
 
     def row_numbers(self, step: int) -> Int64[np.ndarray, "A B"]:
-        """The rows in a step's batch.
+        """The row numbers of a step's batch.
 
         Args:
-            step: The number of the step, from 0, one of the latest.
+            step: The step, from 0, one of the latest.
 
         Returns:
-            Their numbers, counted from the beginning of the run.
+            Numbers counted from the beginning of the run.
         """
         return self._numbers[step]
 
     def describe_rows(self, rows: Int[np.ndarray, " _"]) -> str:
-        """Rows with the examples in them, as a user can find them.
+        """Row numbers and the places of their examples, for people.
 
         Args:
-            rows: Their numbers.
+            rows: Row numbers.
 
         Returns:
             For instance "row 17 (train.jsonl:12, 95)".
@@ -204,7 +201,7 @@ class StreamedBatches:
         return "no longer known"
 
     def _remember(self, step: int, batch: list[tuple[_Window, int]], waiting: list[tuple[_Window, int]]) -> None:
-        """Note what a step trains on, and where the next one begins."""
+        """Record a step's rows and the position of the next."""
         numbers = [window.place.rows + int(window.order[n]) for window, n in batch]
         self._numbers[step] = np.array(numbers, np.int64).reshape(self._shape)
         if waiting:
@@ -248,7 +245,7 @@ class StreamedBatches:
             place = reader.place(place.window + 1, place.rows + len(rows))
 
     def _report_special(self, examples: Examples, records: Sequence[Record], before: int) -> None:
-        """Say once that content holds special tokens, and where."""
+        """Report the first row with special tokens in its content."""
         if self._progress is not None and len(examples.special):
             where = records[before + int(examples.special[0])].where
             read_as = READ_AS[self._encoder.special_tokens]
@@ -259,7 +256,7 @@ class StreamedBatches:
 
 
 class _Reader:
-    """The examples of the mixture, one behind the other, for ever."""
+    """The endless sequence of the mixture's examples."""
 
     def __init__(self, sources: Sequence[OpenSource], ends: Exhaustion, place: Place, templated: bool):
         self._sources = sources
@@ -274,7 +271,7 @@ class _Reader:
         self.restarts = [0] * len(sources)
 
     def place(self, window: int, rows: int) -> Place:
-        """Where the next example is."""
+        """The place of the next example."""
         return Place(tuple(self._taken), tuple(self._drawn), window, rows)
 
     def read(self, count: int) -> list[Record]:
@@ -292,7 +289,7 @@ class _Reader:
         return records
 
     def _end(self, ended: int) -> None:
-        """Go on after the end of a data set."""
+        """Continue after the end of a data set."""
         if not self._taken[ended]:
             raise DataError(f"{self._sources[ended].source.path}: no examples")
         if any(self._weights) and self._ends == "all_exhausted":
@@ -334,10 +331,10 @@ def stream(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> StreamedBatches:
-    """Batches from data sets that are read while training goes on.
+    """Batches from data sets that are read during training.
 
-    With weights, every data set has its share of the examples at any time; see `next_source`. With `first_exhausted`
-    all data sets begin again when one has ended, with `all_exhausted` only that one.
+    With weights, every data set has its share of the examples at any time; see `next_source`. At the end of one,
+    `first_exhausted` begins all data sets again, `all_exhausted` only that one.
 
     Args:
         sources: A path, several, or descriptions of data sets.
@@ -345,22 +342,22 @@ def stream(
         max_seq_length: Tokens in a row.
         batch_size: Rows in a microbatch (B).
         accumulation_steps: Microbatches in a batch (A).
-        chat_template: A named template or a file, which the tokenizer has from then on; None: the tokenizer's own.
-        loss_on: What is learnt; see `Encoder`.
-        special_tokens: What special tokens in content are read as; see `Encoder`.
-        too_long: What becomes of an example longer than a row; see `Documents`.
+        chat_template: A named template or a file, set on the tokenizer; None: the tokenizer's own.
+        loss_on: The target tokens; see `Encoder`.
+        special_tokens: The reading of special tokens in content; see `Encoder`.
+        too_long: The treatment of examples longer than a row; see `Documents`.
         packing: Whether examples share rows.
-        mixture_ends: With weights, what happens when a data set has ended.
+        mixture_ends: With weights, the reaction to the end of a data set.
         seed: Of the order of the rows.
-        progress: Takes a message for people when the first row with special tokens in its content is read.
+        progress: Takes a message at the first row with special tokens in its content.
 
     Returns:
         The batches; nothing is read yet.
 
     Raises:
-        OSError: A file or data set that is not there.
-        ConfigError: A tokenizer without EOS, a template that it lacks; a wrong option.
-        DataError: What `datasets` cannot read.
+        OSError: A missing file or data set.
+        ConfigError: A tokenizer without EOS or the template's tokens; a wrong option.
+        DataError: `datasets` cannot read a data set.
     """
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)

@@ -1,13 +1,12 @@
-"""Chat templates: messages to text, and where in the text the responses lie.
+"""Chat templates: messages to text and the ranges of the responses in it.
 
-The template is rendered in the environment that transformers gives to templates (`template_environment`), within
-limits of time and size (`template_limits`).
+Templates are rendered in transformers' environment (`template_environment`), within limits of time and size
+(`template_limits`).
 
-Where a template marks responses (`{% generation %} … {% endgeneration %}`), the marks say where they lie, and one
-rendering is enough. Elsewhere a response is what the template adds to the text when the assistant's message follows:
-it lies between the rendering of all messages before it, with the generation prompt, and the rendering of all messages
-up to it. Both must be beginnings of the whole conversation's text, and a template for which they are not is refused: a
-response is never searched for.
+If a template marks responses (`{% generation %} … {% endgeneration %}`), the marks are their ranges, and one rendering
+is enough. Otherwise a response is the text added by the assistant's message: it lies between the rendering of all
+messages before it, with the generation prompt, and the rendering of all messages up to it. Both must be prefixes of the
+whole conversation's text, or the template is refused: a response is never searched for.
 """
 
 import itertools
@@ -29,9 +28,9 @@ class RenderedChat(NamedTuple):
     """A conversation as text.
 
     Attributes:
-        text: What the template makes of the messages.
-        responses: The range [start, end) of characters of each response to learn: what the template marks, or what an
-            assistant's message adds after the generation prompt, the end of its turn included.
+        text: The rendered messages.
+        responses: The range [start, end) of characters of each response to learn: as marked, or the text added by an
+            assistant's message after the generation prompt, the end of its turn included.
         marked: Whether the template marked them.
     """
 
@@ -41,14 +40,14 @@ class RenderedChat(NamedTuple):
 
 
 class ChatTemplate:
-    """A chat template and the special tokens that it may write."""
+    """A chat template and its special tokens."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         """Compile a template.
 
         Args:
             source: The Jinja source.
-            special_tokens: `bos_token`, `eos_token` and the like, as the template may name them.
+            special_tokens: The template's variables `bos_token`, `eos_token` and the like.
 
         Raises:
             ConfigError: The source is not valid Jinja, or too long.
@@ -56,7 +55,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         if len(source) > SOURCE:
-            raise ConfigError(f"the chat template is too long: expected {SOURCE:,} characters, given {len(source):,}")
+            raise ConfigError(f"the chat template is too long: expected {SOURCE:,} characters, got {len(source):,}")
         try:
             self._template = compile_template(source)
         # Python compiles what Jinja makes of it, and has limits of its own.
@@ -65,13 +64,13 @@ class ChatTemplate:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: "PreTrainedTokenizerFast") -> "ChatTemplate":
-        """Take the template that comes with a tokenizer.
+        """A tokenizer's template.
 
         Args:
             tokenizer: The tokenizer.
 
         Returns:
-            Its template (the one named "default" where there are several).
+            Its template (of several the one named "default").
 
         Raises:
             ConfigError: The tokenizer has no chat template.
@@ -96,9 +95,9 @@ class ChatTemplate:
 
         Args:
             messages: The messages in order.
-            where: Where they come from, for errors.
+            where: Their place, for errors.
             tools: The functions that the assistant may call.
-            add_generation_prompt: Whether to add what asks the assistant to answer.
+            add_generation_prompt: Add the beginning of the assistant's turn.
 
         Returns:
             The text, special tokens included.
@@ -122,11 +121,11 @@ class ChatTemplate:
 
         Args:
             messages: The messages in order.
-            where: Where they come from, for errors.
+            where: Their place, for errors.
             tools: The functions that the assistant may call.
-            given: How many messages at the beginning are no responses, whoever says them.
-            last: Whether only the last response counts.
-            train: For each message whether it is to be learnt; False: it is no response, whoever says it.
+            given: Messages at the beginning that are no responses.
+            last: Only the last response counts.
+            train: Each message's flag; False: it is no response.
 
         Returns:
             The text and the range of each response in it.
@@ -163,7 +162,7 @@ class ChatTemplate:
         where: str,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> list[tuple[int, int]]:
-        """The marked responses of the turns that are learnt; a turn's marks begin behind those of what precedes it."""
+        """The marked responses of the learnt turns; a turn's marks follow those of the messages before it."""
         if not learnt or len(learnt) == len(turns):
             return chat.responses if learnt else []
         runs = [(is_learnt, next(run)) for is_learnt, run in itertools.groupby(turns, learnt.__contains__)]
@@ -179,7 +178,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool = False,
     ) -> RenderedChat:
-        """The text, with the responses that the template marks if it does."""
+        """The text, with the template's marked responses if any."""
         try:
             pieces = list(
                 self._template.generate(
@@ -210,11 +209,11 @@ _FAILURES = (
 )
 
 _SHOWN = 200
-"""Characters of a reason that are shown."""
+"""Characters of a reason in an error, at most."""
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in one line that is not long."""
+    """An error's reason as one short line."""
     if isinstance(error, RecursionError):
         return "something in it calls itself, or is nested too deep"
     text = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split()) or type(error).__name__

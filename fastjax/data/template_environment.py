@@ -1,8 +1,8 @@
-"""The environment that chat templates are rendered in.
+"""The Jinja environment of chat templates.
 
-It is the one that transformers gives to templates: sandboxed Jinja with trimmed blocks, `raise_exception`,
-`strftime_now`, a `tojson` that leaves HTML alone, the `generation` tag. It is built here because importing
-transformers' own brings torch in wherever torch is installed, and with limits (`template_limits`).
+It equals transformers': sandboxed Jinja with trimmed blocks, `raise_exception`, `strftime_now`, a `tojson` without HTML
+escapes, the `generation` tag. It is built here because transformers' own imports torch if it is installed, and has no
+limits (`template_limits`).
 """
 
 import functools
@@ -21,8 +21,8 @@ from fastjax.data import template_limits
 
 
 class _Mark(str):
-    """An empty piece of a rendering, known by its identity. A macro melts its pieces into one, and the mark is gone:
-    the places of responses made in there are not known, and are found as if they had not been marked.
+    """An empty piece of a rendering, recognised by identity. A macro joins its pieces, which loses the mark: responses
+    in macros are found like unmarked ones.
     """
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class _Mark(str):
 
 
 START, END = _Mark(), _Mark()
-"""What stands before and behind a response among the pieces of a rendering."""
+"""The pieces before and behind a response in a rendering."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -51,7 +51,7 @@ _DICT = frozenset(dir(dict))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with limits, and a short way to what templates do most: looking into messages."""
+    """The sandbox with limits, and a fast path for lookups in messages."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
@@ -96,7 +96,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Dict:
-    """`dict` for templates: it can be called, and nothing of the class is in reach."""
+    """`dict` for templates: callable, without access to the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict:
         return dict(*args, **kwargs)
@@ -137,7 +137,7 @@ def compile_template(source: str) -> jinja2.Template:
         source: The Jinja source.
 
     Returns:
-        The template, the same for the same source.
+        The template, cached by source.
 
     Raises:
         Exception: Whatever Jinja and Python raise for a source that is not valid, or too deep.

@@ -1,12 +1,12 @@
-"""Limits of rendering a chat template: a template is a program that comes with a model, and may never end.
+"""Limits of rendering a chat template, a program that comes with a model and may never end.
 
-`limited` changes the parsed template: what it writes, adds, cuts out or puts into lists passes through filters that
-charge a budget, and so does every turn of a loop and every call of a macro or block. The sandbox's hooks for operators
-and calls do the same (`charge_operator`, `charge_call`), and `limited_filters` for filters. Whatever can be much larger
-than what it is made of is charged before it is made. A budget belongs to one rendering.
+`limited` changes the parsed template: its output, sums, slices and lists pass through filters that charge a budget, and
+so does every turn of a loop and every call of a macro or block. The sandbox's hooks for operators and calls do the same
+(`charge_operator`, `charge_call`), and `limited_filters` for filters. A value that can be much larger than its operands
+is charged before it is made. A budget belongs to one rendering.
 
-Processor time is counted, not time that passes, so that a machine that is busy or asleep refuses nothing. It is looked
-at now and then, between operations; how long one operation takes is limited by the size of what it works on.
+The clock is processor time, so that a busy or sleeping machine refuses nothing. It is read now and then between
+operations; the size of its operands limits the time of one operation.
 """
 
 import functools
@@ -23,28 +23,28 @@ SECONDS = 2.0
 """Processor time of one rendering."""
 
 CHARACTERS = 100_000_000
-"""Characters that one rendering may make, those that it only works with included; see `_ITEM`."""
+"""Characters of one rendering, intermediate values included; see `_ITEM`."""
 
 SOURCE = 1_000_000
 """Characters of a template."""
 
 _ITEM = 100
-"""What an item of a list or mapping counts, in characters: about what its memory and the time for it come to."""
+"""Charge for an item of a list or mapping, in characters: about its memory and time."""
 
 _SLOW = 100
-"""What a character counts for filters that are not made for speed."""
+"""Charge for a character in slow filters."""
 
 _WORD = 20
-"""What a character counts that may come to be a word of its own in a list."""
+"""Charge for a character that may become a word of its own in a list."""
 
 _BITS = 100_000
-"""Binary digits of an integer."""
+"""Binary digits of an integer, at most."""
 
 _LOOK = 64
-"""Charges between two looks at the time."""
+"""Charges between two readings of the clock."""
 
 BUDGET = "budget "
-"""The budget's name among a template's variables; with its space no template can say it."""
+"""The budget's name among a template's variables; its space keeps it out of a template's reach."""
 
 _STEP, _MADE, _CUT, _ADD, _CONCAT = "step ", "made ", "cut ", "add ", "concat "
 
@@ -56,7 +56,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Budget:
-    """What is left of one rendering's time and size."""
+    """The remaining time and size of one rendering."""
 
     __slots__ = ("_charges", "_end", "_left", "_start")
 
@@ -67,13 +67,13 @@ class Budget:
         self._end: float | None = None
 
     def charge(self, characters: int) -> None:
-        """Take something off.
+        """Charge characters.
 
         Args:
-            characters: How much.
+            characters: Their number.
 
         Raises:
-            jinja2.TemplateRuntimeError: Nothing is left.
+            jinja2.TemplateRuntimeError: The budget is spent.
         """
         self._left -= characters
         self._charges += 1
@@ -87,39 +87,33 @@ class Budget:
                 raise jinja2.TemplateRuntimeError(f"it takes more than {SECONDS:g} seconds")
 
     def charge_value(self, value: Any) -> None:
-        """Take off what a value counts that was made, with all that is in it.
+        """Charge a new value with all its contents.
 
-        By this nothing is ever made that holds more than the budget, shared parts counted wherever they occur.
+        So no value ever exceeds the budget, shared parts counted at each occurrence.
 
         Args:
             value: The value.
 
         Raises:
-            jinja2.TemplateRuntimeError: Nothing is left.
+            jinja2.TemplateRuntimeError: The budget is spent.
         """
         self.charge(len(value) if type(value) is str else _deep(value))
 
 
 def limited(template: nodes.Template) -> nodes.Template:
-    """Make a template charge the budget that it is rendered with.
+    """Insert charges into a parsed template.
 
     Args:
-        template: As it was parsed; changed.
-
-    Returns:
-        The template.
+        template: The template; changed in place.
     """
     return _Limiter().visit(template)
 
 
 def limited_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The filters of an environment, made to charge budgets, and those that `limited` puts into templates.
+    """The filters of an environment with charges, and those inserted by `limited`.
 
     Args:
         filters: Name → filter.
-
-    Returns:
-        Name → filter.
     """
     return {name: _limited_filter(name, filter_) for name, filter_ in filters.items()} | {
         _STEP: _step,
@@ -131,16 +125,16 @@ def limited_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Call
 
 
 def charge_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:
-    """Charge an operator before it does anything.
+    """Charge an operator before its execution.
 
     Args:
         budget: The rendering's.
-        operator: One of * ** %, which can make much of little.
+        operator: One of * ** %, whose results can be much larger than their operands.
         left: Its left operand.
         right: Its right operand.
 
     Raises:
-        jinja2.TemplateRuntimeError: It would make too much.
+        jinja2.TemplateRuntimeError: The result would be too large.
     """
     if operator == "*":
         if isinstance(left, int) and isinstance(right, int):
@@ -156,16 +150,16 @@ def charge_operator(budget: Budget, operator: str, left: Any, right: Any) -> Non
 
 
 def charge_call(budget: Budget, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Charge a call before anything is called.
+    """Charge a call before its execution.
 
     Args:
         budget: The rendering's.
-        function: What is called.
-        args: Its arguments.
-        kwargs: And those with a name.
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
 
     Raises:
-        jinja2.TemplateRuntimeError: It would make too much.
+        jinja2.TemplateRuntimeError: The result would be too large.
     """
     name = getattr(function, "__name__", None)
     # Jinja wraps the methods that format.
@@ -177,14 +171,14 @@ def charge_call(budget: Budget, function: Any, args: tuple[Any, ...], kwargs: Ma
 
 
 def _size(value: Any) -> int:
-    """What a value counts, without what is in it."""
+    """The charge for a value without its contents."""
     if isinstance(value, _TEXT):
         return len(value)
     return _ITEM * len(value) if isinstance(value, _SIZED) else 1
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """A value and all that is in it, again wherever it occurs again."""
+    """A value and all its contents, shared parts at each occurrence."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -197,7 +191,7 @@ def _within(value: Any) -> Iterator[Any]:
 
 
 def _deep(value: Any) -> int:
-    """What a value counts with all that is in it, or enough to know that it is too much."""
+    """The charge for a value with its contents, or any number above the budget."""
     if isinstance(value, str):
         return len(value)
     total = 0
@@ -218,7 +212,7 @@ def _largest(values: Iterable[Any]) -> int:
 
 
 def _of_text(name: str | None, text: str | bytes, args: tuple[Any, ...]) -> int:
-    """What a method of a text, or a filter that does the same, makes at most."""
+    """The size of the result of a text's method, or of the same filter, at most."""
     if name == "join":
         joined = args[0] if args and isinstance(args[0], list | tuple) else ()
         return _deep(joined) + len(joined) * len(text)
@@ -239,7 +233,7 @@ def _of_text(name: str | None, text: str | bytes, args: tuple[Any, ...]) -> int:
 
 
 def _formatted(pattern: str, mark: str, args: tuple[Any, ...]) -> int:
-    """What a format makes at most: widths are numbers in it or, by * and nested braces, among its arguments."""
+    """The size of a formatted text at most: widths are numbers in the pattern or, by * and nested braces, arguments."""
     widths = sum(int(number[:20]) for number in _NUMBER.findall(pattern))
     total = len(pattern) + pattern.count(mark) * _deep(args) + widths
     if total <= CHARACTERS and ("*" in pattern or mark == "{"):
@@ -253,7 +247,7 @@ def _check_bits(bits: int) -> None:
 
 
 def _of_filter(name: str, value: Any, args: tuple[Any, ...]) -> int:
-    """What a filter makes and works with at most."""
+    """The size of a filter's result and intermediate values at most."""
     if name == "join":
         joined = value if isinstance(value, list | tuple) else ()
         return _deep(value) + (_size(value) + len(joined)) * _largest(args[:1])
@@ -277,11 +271,11 @@ def _of_filter(name: str, value: Any, args: tuple[Any, ...]) -> int:
 
 
 _ONE = {"d", "default", "length", "count", "first", "last", "attr", "items", "float", "int", "abs", "round", "safe"}
-"""Filters whose time does not depend on what they are given."""
+"""Filters of constant time."""
 
 _QUICK = {"trim", "upper", "lower", "capitalize", "e", "escape", "reverse", "map", "select", "selectattr", "reject"}
 _QUICK |= {"rejectattr", "random"}
-"""Filters that make no more than they are given, in little time."""
+"""Fast filters with results no larger than their input."""
 
 
 def _limited_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
@@ -348,7 +342,7 @@ def _concat(context: Any, *values: Any) -> str:
 
 
 class _Limiter(NodeTransformer):
-    """Puts filters into a template that charge for what it does."""
+    """Inserts charging filters into a template."""
 
     def visit_Output(self, node: nodes.Output) -> nodes.Output:
         self.generic_visit(node)

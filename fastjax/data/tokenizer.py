@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-"""A folder without any of these holds no tokenizer; the second needs the package sentencepiece or tiktoken."""
+"""The files of a tokenizer, of which a folder has one; the second needs the package sentencepiece or tiktoken."""
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
@@ -27,7 +27,7 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
         The tokenizer, with the chat template of the folder if it has one. `backend_tokenizer` is the Rust object.
 
     Raises:
-        ConfigError: There is no such folder, no tokenizer in it, or one that cannot be loaded.
+        ConfigError: A missing folder, or a missing or broken tokenizer.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -43,7 +43,7 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
 
 
 def _import_tokenizer_class() -> "type[PreTrainedTokenizerFast]":
-    """Import transformers without its advice to install torch, which fastjax does not need."""
+    """Import transformers without its advice to install torch."""
 
     def keep(record: logging.LogRecord) -> bool:
         return "PyTorch was not found" not in record.getMessage()

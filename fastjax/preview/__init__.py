@@ -1,1 +1,1 @@
-"""What the model will see of the data, shown before anything is trained. Nothing here imports JAX."""
+"""A preview of the training data as the model sees them. Nothing here imports JAX."""

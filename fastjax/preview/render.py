@@ -1,4 +1,4 @@
-"""The preview on a console: rows in colour, counts and lengths. Without colour learnt text stands in brackets."""
+"""The preview on a console: rows in colour, counts and lengths. Without colour targets stand in brackets."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -15,10 +15,10 @@ from fastjax.data import Dataset
 from fastjax.preview.view import DocumentView, Piece
 
 _BINS = 16
-"""Most bars of a histogram."""
+"""Bars of a histogram, at most."""
 
 _PLACES = 12
-"""Most files and data sets of a mixture by name."""
+"""Files and data sets of a mixture shown by name, at most."""
 
 _STYLES = {
     (True, False): "bold green",
@@ -30,7 +30,7 @@ _STYLES = {
 
 
 def legend(console: Console) -> Text:
-    """What the colours, or the brackets, mean."""
+    """The legend of the colours or brackets."""
     text = Text("what is learnt: ").append_text(_text([Piece("like this", True, False)], console))
     text.append("  the rest is only read  special tokens: ").append_text(_text([Piece("<read>", False, True)], console))
     return text.append(" ").append_text(_text([Piece("<learnt>", True, True)], console))
@@ -40,11 +40,11 @@ def show_row(documents: Sequence[DocumentView], slots: int, title: str, origin: 
     """A row, document by document.
 
     Args:
-        documents: `view_row`'s.
-        slots: places for a token in the row.
-        title: what row it is.
-        origin: where its examples come from.
-        console: where it will be shown, for its colours.
+        documents: from `view_row`.
+        slots: room for tokens in the row.
+        title: the row's name.
+        origin: the places of its examples.
+        console: the output, for its colours.
     """
     tokens, targets = sum(d.tokens for d in documents), sum(d.targets for d in documents)
     title = f"{title}: {_count(len(documents), 'document')}, {tokens:,} of {slots:,} slots, {targets:,} tokens learnt"
@@ -63,7 +63,7 @@ def show_row(documents: Sequence[DocumentView], slots: int, title: str, origin: 
 
 
 def counts(datasets: dict[str, Dataset]) -> Table:
-    """What became of the examples, a column a data set; what none of them has is left out.
+    """The counts of the examples, a column a data set; lines of zeros are left out.
 
     Args:
         datasets: name → data set.
@@ -99,14 +99,14 @@ def _lines(dataset: Dataset) -> Iterator[tuple[str, str]]:
 
 
 def mixture(dataset: Dataset, title: str) -> Group | None:
-    """Where the documents of an epoch come from: the shares of the files and data sets in it.
+    """The shares of files and data sets in the documents of an epoch.
 
     Args:
         dataset: the data.
-        title: what it shows.
+        title: of the table.
 
     Returns:
-        A table; None where all come from one place.
+        A table; None: there is only one place.
     """
     rows = dataset.rows
     if rows.origins is None or len(rows.origins.places) < 2:
@@ -130,12 +130,12 @@ def mixture(dataset: Dataset, title: str) -> Group | None:
 
 
 def histogram(lengths: Int[np.ndarray, " D"], title: str, console: Console) -> Group:
-    """How long the documents are, as bars.
+    """The distribution of the documents' lengths, as bars.
 
     Args:
         lengths: tokens of each document.
-        title: what it shows.
-        console: where it will be shown, for its width.
+        title: of the histogram.
+        console: the output, for its width.
     """
     shortest, longest = int(lengths.min()), int(lengths.max())
     width = 1
@@ -156,7 +156,7 @@ def histogram(lengths: Int[np.ndarray, " D"], title: str, console: Console) -> G
 
 
 def _bar(length: float, ascii_only: bool) -> str:
-    """A bar of eighths of a column; something always shows of what is not zero."""
+    """A bar in eighths of a column, visible unless the length is zero."""
     if ascii_only:
         return "#" * (round(length) or int(length > 0))
     whole, eighths = divmod(round(length * 8) or int(length > 0), 8)
@@ -178,7 +178,7 @@ def _text(pieces: Sequence[Piece], console: Console) -> Text:
 
 
 def _visible(text: str, ascii_only: bool) -> str:
-    """Line ends with a sign, and control characters, which a terminal would obey, as pictures of them."""
+    """Line ends with a sign, and control characters, which a terminal would obey, as symbols."""
     shown = []
     for character in text:
         code = ord(character)

@@ -1,7 +1,7 @@
-"""A row of a batch as text: its documents, and in them what is learnt and which tokens are special.
+"""A row of a batch as text: its documents with their targets and special tokens.
 
-It is read back from the arrays that go into the train step, not from the examples, so that what is shown is what is
-trained on. A document's last target is no input of its own (nothing follows it), but is shown, because it is learnt.
+The text is decoded from the arrays of the train step, not from the examples: the preview shows the actual training
+data. A document's last target is no input (nothing follows it), but is shown, because it is learnt.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Tokens in a row that are treated alike.
+    """Successive tokens of one kind.
 
     Attributes:
-        text: what they say.
-        learnt: whether the model learns to predict them.
+        text: their text.
+        learnt: whether they are targets.
         special: whether it is a special token.
     """
 
@@ -36,9 +36,9 @@ class DocumentView(NamedTuple):
     """A document within a row.
 
     Attributes:
-        pieces: what it says.
-        tokens: slots that it fills.
-        targets: tokens that are learnt.
+        pieces: its text.
+        tokens: its input tokens.
+        targets: its targets.
     """
 
     pieces: list[Piece]
@@ -52,7 +52,7 @@ class FirstRow(NamedTuple):
     Attributes:
         step: the step that trains on it, from 1.
         place: its place among the step's rows, as "2 of 8".
-        origin: where its examples come from, for people.
+        origin: the places of its examples, for people.
         tokens: its token ids.
         targets: its targets.
         segment_ids: its segment ids.
@@ -67,11 +67,11 @@ class FirstRow(NamedTuple):
 
 
 def first_rows(batches: BatchSource, count: int) -> Iterator[FirstRow]:
-    """The first rows of a run, without those that are padding alone.
+    """The first rows of a run, without rows of padding.
 
     Args:
         batches: its batches.
-        count: how many at most; there are no more than an epoch has.
+        count: rows at most; no more than an epoch has.
 
     Yields:
         The rows, in the order of the steps.
@@ -94,7 +94,7 @@ def view_row(
     segment_ids: Int32[np.ndarray, " S"],
     tokenizer: "PreTrainedTokenizerFast",
 ) -> list[DocumentView]:
-    """Read the documents of a row.
+    """Decode the documents of a row.
 
     Args:
         tokens: a row of `Batch.tokens`.
@@ -124,10 +124,10 @@ def _pieces(
     special: Bool[np.ndarray, " N"],
     tokenizer: "PreTrainedTokenizerFast",
 ) -> Iterator[Piece]:
-    """Tokens in groups, each with the text that it adds to that of those before it.
+    """Tokens in groups, each with the text that it adds to the groups before it.
 
-    A group is not decoded alone: decoders treat the beginning of a text in their own way, and a character's bytes may
-    lie in two groups; then it goes to the second.
+    A group is not decoded alone: decoders treat the beginning of a text specially, and a character's bytes may lie in
+    two groups; then it belongs to the second.
     """
     end, before = 0, ""
     for (is_learnt, is_special, _), group in groupby(

@@ -177,10 +177,49 @@ def test_the_mask_is_transformers_own_where_the_template_marks_responses(make_to
     assert example.learn.astype(int).tolist() == expected["assistant_masks"]
 
 
+def test_a_special_token_amid_an_answer_ends_nothing(make_tokenizer):
+    """The template writes none at its end: all that stands behind the one in the content is learnt too."""
+    chat = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "answer <|im_end|> is what"}]
+    pieces, _ = encode(make_tokenizer("plain"), chat)
+    assert pieces == ["### user:\nthe\n\n### assistant:\n", "answer <|im_end|> is what\n\n</s>"]
+
+
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}{% endgeneration %}"
+    "<|im_end|>\n{% else %}U:{{ m.content }}\n{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "learnt"),
+    [("~the user", "the user"), ("the user~", "the user"), ("~the~ user~", "the user"), ("~", "")],
+)
+def test_characters_that_the_tokenizer_drops(make_tokenizer, content, learnt):
+    """Where a response begins or ends in one, or is nothing else, its tokens are found by those beside it."""
+    from tokenizers import normalizers
+
+    tokenizer = make_tokenizer(MARKED)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
+    chat = [{"role": "user", "content": "~and?"}, {"role": "assistant", "content": content}]
+    assert encode(tokenizer, chat)[0] == ["U:and?\nA:", f"{learnt}<|im_end|>", "\n"]
+
+
+def test_a_beginning_has_no_end_that_the_tokenizer_adds(make_tokenizer):
+    from tokenizers import processors
+
+    tokenizer = make_tokenizer(None)
+    ends = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = ends
+    encoder = Encoder(tokenizer)
+    assert tokenizer.decode(encoder.encode_beginning("the user")) == "<s>the user"
+    ((example,),) = encoder.encode([TextRecord("the user", "x")])
+    assert tokenizer.decode(example.tokens) == "<s>the user</s>"
+
+
 def test_what_cannot_be_done_is_said(make_tokenizer):
     with pytest.raises(ConfigError, match="has no eos_token"):
         Encoder(make_tokenizer("chatml", eos_token=None))
-    with pytest.raises(ConfigError, match="loss_on must be one of responses, last_response, all, given 'answers'"):
+    with pytest.raises(ConfigError, match="loss_on must be one of responses, last_response, all, got 'answers'"):
         Encoder(make_tokenizer("chatml"), "answers")
     with pytest.raises(ConfigError, match="has no chat template"):
         Encoder(make_tokenizer(None)).encode_prompt(CHAT)

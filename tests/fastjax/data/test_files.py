@@ -127,5 +127,5 @@ def test_a_line_without_an_end(tmp_path, monkeypatch):
 
 
 def test_an_unknown_suffix(tmp_path):
-    with pytest.raises(ConfigError, match="expected a file that ends in .jsonl, .* given .txt"):
+    with pytest.raises(ConfigError, match="expected a file that ends in .jsonl, .* got .txt"):
         list(read_rows(tmp_path / "a.txt"))

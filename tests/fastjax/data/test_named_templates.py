@@ -200,7 +200,7 @@ def test_what_a_tokenizer_lacks_is_named(make_tokenizer, tmp_path):
         set_chat_template(bare, "chatml")
     with pytest.raises(ConfigError, match=r"lacks: eos_token \(none is set\)"):
         set_chat_template(bare, "plain")
-    with pytest.raises(ConfigError, match="expected one of chatml, .* given vicuna, which is neither"):
+    with pytest.raises(ConfigError, match="expected one of chatml, .* got vicuna, which is neither"):
         set_chat_template(bare, "vicuna")
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% if %}")

@@ -45,7 +45,7 @@ def test_too_long_examples_are_dropped(make_examples):
     documents = Documents.of(make_examples(EXAMPLES), 5, "drop")
     assert documents.examples.tolist() == [0, 3]
     assert documents.counts == Counts(examples=5, dropped=2, no_targets=1)
-    with pytest.raises(ConfigError, match="too_long must be one of truncate, split, drop, given 'cut'"):
+    with pytest.raises(ConfigError, match="too_long must be one of truncate, split, drop, got 'cut'"):
         Documents.of(make_examples(EXAMPLES), 5, "cut")
 
 
@@ -114,7 +114,7 @@ def test_best_fit_fills_rows_of_natural_lengths():
 
 
 def test_best_fit_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match="from 1 to 8, given 3 to 9"):
+    with pytest.raises(ValueError, match="from 1 to 8, got 3 to 9"):
         best_fit([3, 9], 8)
 
 

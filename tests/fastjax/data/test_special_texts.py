@@ -98,7 +98,7 @@ def test_what_cannot_be_read_as_text_is_refused():
         with pytest.raises(DataError, match=r"^rows:3: the character U\+FD[DE][0F], which Unicode keeps"):
             encoded(tokenizer, record, special_tokens="text")
         encoded(tokenizer, record)
-    with pytest.raises(ConfigError, match="special_tokens must be one of control, text, given 'none'"):
+    with pytest.raises(ConfigError, match="special_tokens must be one of control, text, got 'none'"):
         Encoder(tokenizer, special_tokens="none")
     merged = made.byte_level(emoji=False)
     merged.add_special_tokens({"additional_special_tokens": ["the"]})  # a piece that texts are made of

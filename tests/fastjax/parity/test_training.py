@@ -1,4 +1,4 @@
-"""Ten AdamW steps equal torch's and PEFT's, option by option: same weights, adapters, batches and dropout masks."""
+"""AdamW steps equal torch's and PEFT's, option by option: same weights, adapters, batches and dropout masks."""
 
 import dataclasses
 import functools
@@ -93,9 +93,23 @@ CASES = {
 }
 
 
+#: Where steps differ in more than the batch and the arrays: the optimizer's memory and schedule, dropout's keys, tied
+#: arrays, DoRA's norms of what has moved. Elsewhere three steps reach every array: A has no gradient until B has moved.
+TEN = (
+    "plain",
+    "plain, scheduled and clipped",
+    "use_dora",
+    "modules_to_save both",
+    "modules_to_save both, kept tied",
+    "adapters on both, tied",
+    "lora_dropout",
+    "everything",
+)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_ten_steps(name, tmp_path):
-    case = CASES[name]
+def test_steps(name, tmp_path):
+    case, steps = CASES[name], STEPS if name in TEN else 3
     config = tiny.config(tie_word_embeddings=case["tied"])
     arrays = tiny.arrays(config)
     torch.manual_seed(7)
@@ -106,7 +120,7 @@ def test_ten_steps(name, tmp_path):
     model = tiny.model(tmp_path, config, layer_loop=case["layer_loop"])
     model = FastLanguageModel.load_adapter(model, tmp_path / "start")
 
-    trained = compare_steps(case, config, model, reference)
+    trained = compare_steps(case, config, model, reference, steps=steps)
 
     reference.save_pretrained(tmp_path / "theirs")
     trained.save_pretrained(tmp_path / "ours")
@@ -147,9 +161,9 @@ def test_fifty_steps_in_float32(full, tmp_path):
     compare_steps(fifty, config, model, reference, count=50, tolerance=1e-5)
 
 
-def compare_steps(case, config, model, reference, *, count=STEPS, tolerance=LOSS_TOLERANCE):
-    """Train both; the losses and the gradients' norms agree at each step. Our model after the last."""
-    batches = tiny.batches(config, count, accumulation=case["accumulation"])
+def compare_steps(case, config, model, reference, *, count=STEPS, steps=None, tolerance=LOSS_TOLERANCE):
+    """Train both for `steps` of `count`, losses and gradients' norms equal at each; our model after the last."""
+    batches = tiny.batches(config, steps or count, accumulation=case["accumulation"])
     settings: OptimizerConfig = case["optimizer"]
     optimizer = optimizer_of(settings, count)
     state = init_state(model.trainable, optimizer, jax.random.key(11))
@@ -169,7 +183,9 @@ def compare_steps(case, config, model, reference, *, count=STEPS, tolerance=LOSS
         assert abs(float(metrics["grad_norm"]) - norm) < 1e-3 * norm, f"step {number}"
         assert int(metrics["num_targets"]) == int((batch.targets != -100).sum())
         losses.append(expected)
-    assert min(losses[-5:]) < losses[0] - 0.05, "nothing was learnt: the comparison would prove little"
+    assert len(losses) < STEPS or min(losses[-5:]) < losses[0] - 0.05, (
+        "nothing was learnt: the comparison would prove little"
+    )
     return model.replace(trainable=state.trainable)
 
 

@@ -1,0 +1,317 @@
+"""Mutation testing: how many small faults, planted one at a time, a module's own tests find.
+
+python scripts/measure_mutations.py --mutants 20 --seed 0
+python scripts/measure_mutations.py packing nf4 --tests-of HEAD~5      the same mutants under an earlier commit's tests
+
+A mutant has one comparison, arithmetic or boolean operator, condition, number or return value changed. The work is done
+in a temporary copy of the tree; the modules and their tests are the table below. Tests that fail without a mutant, as
+those of an earlier commit may on today's modules, are left out and counted.
+"""
+
+import argparse
+import ast
+import copy
+import importlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Target(NamedTuple):
+    """A module under test.
+
+    Attributes:
+        module: Its path.
+        tests: Paths of its own tests.
+        functions: Only these are mutated; empty: all.
+    """
+
+    module: str
+    tests: tuple[str, ...]
+    functions: tuple[str, ...] = ()
+
+
+TARGETS = {
+    "encoding": Target(
+        "fastjax/data/encoding.py",
+        (
+            "tests/fastjax/data/test_encoding.py",
+            "tests/fastjax/data/test_ends.py",
+            "tests/fastjax/data/test_template.py",
+        ),
+    ),
+    "packing": Target(
+        "fastjax/data/packing.py",
+        ("tests/fastjax/data/test_packing.py", "tests/fastjax/data/test_batches.py"),
+    ),
+    "nf4": Target("convert/formats/nf4.py", ("tests/convert/formats/test_nf4.py",)),
+    "export": Target(
+        "convert/adapters.py",
+        ("tests/convert/test_adapters.py", "tests/convert/test_merge.py"),
+        ("write_adapter", "_file_name", "_check", "_twins", "_whole"),
+    ),
+    "resume": Target(
+        "fastjax/training/resume.py",
+        ("tests/fastjax/training/test_resume.py", "tests/fastjax/training/test_run_folder.py"),
+    ),
+}
+
+#: Imported once, before the first test: each run is a fork.
+SHARED = (
+    "jax",
+    "flax.nnx",
+    "optax",
+    "orbax.checkpoint",
+    "transformers",
+    "tokenizers",
+    "hypothesis",
+    "safetensors.numpy",
+)
+
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, Callable[[ast.AST], None]]]:
+    """Description and change, in place, of each mutation of one node."""
+
+    def swap(field: str, operator: ast.AST, index: int | None = None):
+        other = SWAPS[type(operator)]
+
+        def change(copied: ast.AST) -> None:
+            if index is None:
+                setattr(copied, field, other())
+            else:
+                getattr(copied, field)[index] = other()
+
+        return f"{type(operator).__name__} → {other.__name__}", change
+
+    def negated(field: str, index: int | None = None):
+        def change(copied: ast.AST) -> None:
+            value = getattr(copied, field) if index is None else getattr(copied, field)[index]
+            wrong = ast.UnaryOp(ast.Not(), value)
+            if index is None:
+                setattr(copied, field, wrong)
+            else:
+                getattr(copied, field)[index] = wrong
+
+        return "condition negated", change
+
+    if isinstance(node, ast.Compare):
+        for index, operator in enumerate(node.ops):
+            yield swap("ops", operator, index)
+    elif isinstance(node, (ast.BinOp, ast.AugAssign, ast.BoolOp)) and type(node.op) in SWAPS:
+        yield swap("op", node.op)
+    elif isinstance(node, (ast.If, ast.IfExp, ast.While)) and not _is_true(node.test):
+        yield negated("test")
+    elif isinstance(node, ast.comprehension):
+        for index in range(len(node.ifs)):
+            yield negated("ifs", index)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield f"{node.value} → {not node.value}", lambda copied: setattr(copied, "value", not copied.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        yield f"{node.value} → {node.value + 1}", lambda copied: setattr(copied, "value", copied.value + 1)
+    elif isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
+        yield "return → None", lambda copied: setattr(copied, "value", ast.Constant(None))
+
+
+def _is_true(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def mutable(tree: ast.AST, functions: tuple[str, ...]) -> list[int]:
+    """Places in the order of `ast.walk` of the nodes that may be changed: none in annotations."""
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        for field in ("annotation", "returns"):
+            if getattr(node, field, None) is not None:
+                skipped |= set(ast.walk(getattr(node, field)))
+    inside = set(ast.walk(tree))
+    if functions:
+        named = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in functions]
+        assert {node.name for node in named} == set(functions), "a function of the table is gone"
+        inside = {node for function in named for part in function.body for node in ast.walk(part)}
+    return [place for place, node in enumerate(ast.walk(tree)) if node in inside and node not in skipped]
+
+
+def mutants(source: str, functions: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(description, source) of every mutant of a module."""
+    tree, found = ast.parse(source), []
+    nodes = list(ast.walk(tree))
+    for place in mutable(tree, functions):
+        for name, change in changes(nodes[place]):
+            copied = copy.deepcopy(tree)
+            node = list(ast.walk(copied))[place]
+            change(node)
+            line = getattr(nodes[place], "lineno", None) or getattr(nodes[place], "target", nodes[place]).lineno
+            found.append((f"line {line}: {name}", ast.unparse(ast.fix_missing_locations(copied))))
+    return found
+
+
+class Outcome(NamedTuple):
+    """How a run of tests ended: whether all passed, the failures' node ids, its seconds."""
+
+    passed: bool
+    failures: list[str]
+    seconds: float
+
+
+def run(
+    folder: Path, target: Target, *, deselected: Sequence[str] = (), stop: bool = True, limit: float = 900
+) -> Outcome:
+    """Run a target's tests in a copy of the tree; a run longer than `limit` seconds has failed.
+
+    In a child process of this one, which has imported what takes long, and of the tree nothing.
+    """
+    arguments = [*(path for path in target.tests if (folder / path).exists()), "-q", "-p", "no:cacheprovider", "-rfE"]
+    arguments += (
+        ["-W", "ignore::pytest.PytestAssertRewriteWarning", "--hypothesis-seed=0"]
+        + ["-x"] * stop
+        + [f"--deselect={test}" for test in deselected]
+    )
+    output, start = folder / "output.txt", time.monotonic()
+    child = os.fork()
+    if not child:
+        try:
+            os.setsid()
+            with open(output, "w") as stream:
+                os.dup2(stream.fileno(), 1)
+                os.dup2(stream.fileno(), 2)
+            os.chdir(folder)
+            os.environ["PYTHONPATH"] = sys.path[0] = str(folder)
+            os._exit(pytest.main(arguments))
+        except BaseException:
+            traceback.print_exc()
+        os._exit(70)
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() - start > limit:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return Outcome(False, ["timeout"], limit)
+        time.sleep(0.05)
+    failures = re.findall(r"^(?:FAILED|ERROR) (\S+?::.+?|\S+)(?: - .*)?$", output.read_text(), re.MULTILINE)
+    status = os.waitstatus_to_exitcode(ended[1])
+    if status > 2:
+        raise RuntimeError(f"pytest ended with {status}:\n{output.read_text()[-2000:]}")
+    return Outcome(status == 0, failures, time.monotonic() - start)
+
+
+def copy_tree(folder: Path, commit: str | None) -> None:
+    """The packages of today, with the tests of today or of a commit."""
+    for name in ("convert", "fastjax", "pallas_kernels", "scripts", "examples", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    if (ROOT / ".venv-test-programs").exists():
+        (folder / ".venv-test-programs").symlink_to((ROOT / ".venv-test-programs").resolve())
+    if commit is None:
+        shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        archive = subprocess.run(["git", "archive", commit, "tests"], cwd=ROOT, capture_output=True, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            tar.extractall(folder, filter="data")
+
+
+def measure(name: str, count: int, seed: int, commit: str | None) -> dict:
+    """Plant the mutants of one module; what survived."""
+    target = TARGETS[name]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
+        folder = Path(temporary)
+        copy_tree(folder, commit)
+        file = folder / target.module
+        source = file.read_text()
+        file.write_text(ast.unparse(ast.parse(source)))
+        before = run(folder, target, stop=False)
+        print(f"  {name}: {before.seconds:.0f} s; without a mutant fail {before.failures}", file=sys.stderr, flush=True)
+        everything = mutants(source, target.functions)
+        chosen = random.Random(f"{seed} {name}").sample(everything, min(count, len(everything)))
+        survivors, killers = [], {}
+        for described, mutant in chosen:
+            file.write_text(mutant)
+            done = run(folder, target, deselected=before.failures, limit=60 + 4 * before.seconds)
+            if done.passed:
+                survivors.append(described)
+            else:
+                killers[described] = done.failures[:1]
+            print(f"  {name}: {described}: {'SURVIVED' if done.passed else 'killed'}", file=sys.stderr, flush=True)
+    return {
+        "module": target.module,
+        "possible": len(everything),
+        "mutants": len(chosen),
+        "killed": len(chosen) - len(survivors),
+        "survivors": survivors,
+        "killers": killers,
+        "tests_left_out": before.failures,
+    }
+
+
+def main() -> None:
+    """Print a line a module, and all as JSON with --json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", choices=[*TARGETS, []], metavar="module", help=", ".join(TARGETS))
+    parser.add_argument("--mutants", type=int, default=20, help="sampled of each module")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tests-of", metavar="COMMIT", help="the tests of this commit instead of today's")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.dont_write_bytecode = True
+    for module in SHARED:
+        importlib.import_module(module)
+    found = {}
+    for name in options.modules or TARGETS:
+        row = found[name] = measure(name, options.mutants, options.seed, options.tests_of)
+        print(
+            f"{name:10} {row['killed']:3} of {row['mutants']:3} killed; {len(row['tests_left_out'])} tests left out",
+            flush=True,
+        )
+        for survivor in row["survivors"]:
+            print(f"           survived: {row['module']} {survivor}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
