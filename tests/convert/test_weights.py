@@ -14,6 +14,7 @@ from convert.checkpoint import INDEX, open_checkpoint, write_checkpoint
 from convert.errors import ConvertError
 from convert.families import Family, Ignored, family_for
 from convert.formats import nf4
+from convert.model.spec import QKV
 from convert.weights import open_weights, save, stream
 
 
