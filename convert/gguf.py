@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from convert.blocks import Blocks, stored_blocks, whole_groups
+from convert.blocks import Blocks, whole_groups
 from convert.checkpoint import CONFIG
 from convert.errors import ConvertError, unexpected
 from convert.files import full_disk_names
@@ -226,7 +226,7 @@ class _Plan:
         if spec is None:
             yield self.found.tensors[name]
             return
-        blocks: Blocks = stored_blocks(self.weights, spec.path)
+        blocks: Blocks = self.weights.blocks(spec.path)
         part, shift = spec.path.part, self.found.architecture.norm_shift
         if self.found.architecture.paired and part in self.found.heads:
             whole = np.concatenate(list(blocks()))

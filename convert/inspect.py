@@ -12,7 +12,7 @@ from convert.adapters import open_adapter
 from convert.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES
-from convert.formats import fp8, nf4
+from convert.formats import nf4
 from convert.source import count_tokens
 from convert.weights import Weights, open_weights
 
@@ -157,8 +157,6 @@ def _ignored(weights: Weights) -> dict[str, str]:
         rule = None if name in claimed else weights.family.ignores(name, weights.checkpoint.config, file)
         if rule is not None:
             reasons[name] = rule.reason
-        elif name not in claimed and name.endswith(fp8.UNUSED):
-            reasons[name] = "a scale of activations"
     return reasons
 
 

@@ -16,18 +16,20 @@ from typing import Any
 import numpy as np
 
 from convert.adapters import Adapter, open_adapter
-from convert.blocks import copied, plain, quantized, stored_blocks
+from convert.blocks import copied
 from convert.card import write_card
 from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
 from convert.errors import unexpected
-from convert.formats import nf4
+from convert.formats import FLOATS, FORMATS, Format
 from convert.model.paths import TABLES
 from convert.output import Job, Monitor, Written, write_folder
 from convert.plan_merge import Change, Changes, changes
 from convert.source import TOKENIZER_FILES, check_apart, count_tokens, fingerprint
-from convert.weights import FLOATS, Weights, copy_side_files, open_weights
+from convert.weights import Weights, copy_side_files, open_weights
 
-FORMATS = (*FLOATS, "nf4")
+PACKED = FORMATS["nf4-nested"]
+"""What matrices are packed in that the base has plain."""
+DTYPES = (*FLOATS, PACKED.target)
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ def merge(
             taken; the message names file and tensor.
         OSError: The disk has no room, …; the place is as it was.
     """
-    if dtype is not None and dtype not in FORMATS:
-        raise unexpected(folder, "dtype", f"one of {', '.join(FORMATS)}", dtype)
+    if dtype is not None and dtype not in DTYPES:
+        raise unexpected(folder, "dtype", f"one of {', '.join(DTYPES)}", dtype)
     check_apart(folder, base, adapter)
     weights = open_weights(base)
     opened = open_adapter(adapter, family=weights.family, allow_nonfinite=allow_nonfinite)
@@ -139,9 +141,11 @@ class _Plan:
     def __init__(self, weights: Weights, found: Changes, dtype: str | None):
         self.weights, self.found, self.dtype = weights, found, dtype
         self.changed = self.copied = 0
-        self.packed = any(weights.format(path).startswith("nf4") for path in weights.specs)
-        self.sample: nf4.NF4Tensor | None = None  # of the tensors that are in NF4, without its arrays
-        self.unpacked: list[str] = []  # paths of layers' matrices that are not
+        self.packed = any(form.target == PACKED.target for form in weights.formats())  # the base
+        self.written: tuple[Format, np.dtype] | None = (
+            None  # of the first packed tensor: its format, what it decodes to
+        )
+        self.unpacked: list[str] = []  # paths of the layers' other matrices
 
     def jobs(self) -> Iterator[Job]:
         """In the order of the base's files."""
@@ -163,42 +167,38 @@ class _Plan:
         for path, change in self.found.tensors.items():
             if path not in weights.specs:  # the head that is no longer tied
                 self.changed += 1
-                yield self._written(path, change, False)
+                yield self._written(change, None)
 
     def _job(self, path: str) -> Job:
         weights, row = self.weights, self.weights.specs[path]
-        kind = weights.format(path)
-        matrix = row.kind == "matrix"
-        pack = self.dtype == "nf4" and (kind.startswith("nf4") or (matrix and not self.packed))
+        form = FORMATS[weights.format(path)]
+        own, matrix, packs = form.target == PACKED.target, row.kind == "matrix", self.dtype == PACKED.target
+        into = None if not packs else form if own else PACKED if matrix and not self.packed else None
         change = self.found.tensors.get(path)
-        if matrix and not pack:
+        if matrix and into is None:
             self.unpacked.append(path)
         if change is not None:
             self.changed += 1
-            return self._written(path, change, pack)
+            return self._written(change, into)
         self.copied += 1
-        if pack and kind.startswith("nf4"):
-            self.sample = self.sample or weights.read_packed(path, codes=False)
-            return copied(weights.checkpoint, weights.stored_names(path))
         decoded = weights.decoded_dtype(path)
-        if pack or kind not in FLOATS or self._target(decoded) != decoded:
-            return self._written(path, Change(row.name, row.shape, decoded, stored_blocks(weights, path)), pack)
+        if into is form:
+            self.written = self.written or (into, decoded)
+            return copied(weights.checkpoint, weights.stored_names(path))
+        if into is not None or form.name != self._target(decoded).name:
+            return self._written(Change(row.name, row.shape, decoded, weights.blocks(path)), into)
         return copied(weights.checkpoint, [row.name])
 
-    def _written(self, path: str, change: Change, pack: bool) -> Job:
+    def _written(self, change: Change, into: Format | None) -> Job:
+        """A tensor from its values, packed `into` a format or plain."""
         target = self._target(change.dtype)
-        if not pack:
-            return plain(self.weights.checkpoint.folder, change.name, change.blocks, change.shape, target)
-        kind = self.weights.format(path)
-        nested = kind != "nf4"
-        if self.sample is None:
-            empty = np.empty(0, np.uint8)
-            self.sample = nf4.NF4Tensor(empty, empty, nf4.NF4_MAP, change.shape, target.name,
-                                        nested_absmax=empty if nested else None)  # fmt: skip
-        return quantized(self.weights.checkpoint.folder, change.name, change.blocks, change.shape, target, nested)
+        if into is not None:
+            self.written = self.written or (into, target)
+        form = into or FORMATS[target.name]
+        return form.job(self.weights.checkpoint.folder, change.name, change.blocks, change.shape, target)
 
     def _target(self, own: np.dtype) -> np.dtype:
-        return own if self.dtype in (None, "nf4") else np.dtype(self.dtype)
+        return own if self.dtype in (None, PACKED.target) else np.dtype(self.dtype)
 
 
 def _new_config(
@@ -207,11 +207,11 @@ def _new_config(
     """config.json of the merged model; None where the base's can be copied."""
     original = weights.checkpoint.config
     config = json.loads(json.dumps(original if given is None else given))
-    if plan.sample is not None:
-        if not plan.packed:
-            skipped = weights.family.unquantized(plan.unpacked)
-            config["quantization_config"] = nf4.quantization_config(plan.sample, skipped)
-    else:
+    if plan.written is not None and not plan.packed:
+        form, dtype = plan.written
+        skipped = weights.family.unquantized(plan.unpacked)
+        config["quantization_config"] = form.quantization_config(dtype.name, skipped)
+    elif plan.written is None:
         config.pop("quantization_config", None)
     inner = config.get("text_config")
     levels = [config, *([inner] if isinstance(inner, dict) else [])]

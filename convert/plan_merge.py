@@ -12,8 +12,10 @@ import numpy as np
 
 from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, scaling, targets
 from convert.adapters import WEIGHTS, Adapter
-from convert.blocks import Block, Blocks, array_blocks, stored_blocks, through_nf4
+from convert.blocks import Block, Blocks, array_blocks
 from convert.errors import ConvertError
+from convert.formats import FORMATS
+from convert.formats.nf4_format import through_nf4
 from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
 from convert.weights import Weights
 
@@ -76,9 +78,9 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
         path, module = row.path, row.path.module
         if row.kind == "table":
             continue
-        blocks = stored_blocks(weights, path)
+        blocks = weights.blocks(path)
         dtype = weights.decoded_dtype(path)
-        in_nf4 = base_in_nf4 and row.kind == "matrix" and not weights.format(path).startswith("nf4")
+        in_nf4 = base_in_nf4 and row.kind == "matrix" and FORMATS[weights.format(path)].target != "nf4"
         if in_nf4:
             blocks = through_nf4(weights.checkpoint.folder, row.name, blocks, row.shape, dtype)
         whole = path.with_leaf(f"modules_to_save.{path.leaf}")
@@ -121,7 +123,7 @@ class _Tables:
         weights, adapter = self.weights, self.adapter
         home = EMBEDDING if self.tied else place
         source = f"{home}.weight"
-        blocks = self._grown(module, stored_blocks(weights, source))
+        blocks = self._grown(module, weights.blocks(source))
         kinds = self._changes(module)
         if "modules_to_save.weight" in kinds:
             blocks = _of_adapter(adapter, f"{module}.modules_to_save.weight")

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from convert.blocks import copied, plain, quantized, stored_blocks
+from convert.blocks import copied
 from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
 from convert.errors import ConvertError, unexpected
-from convert.formats import nf4
+from convert.formats import FLOATS, FORMATS, Format
 from convert.output import Job, Monitor, Written, write_folder
 from convert.source import check_apart, fingerprint
-from convert.weights import FLOATS, Weights, copy_side_files, open_weights
+from convert.weights import Weights, copy_side_files, open_weights
 
 
 def quantize(
@@ -55,13 +55,17 @@ def quantize(
         raise unexpected(folder, "dtype", f"one of {', '.join(FLOATS)}", dtype)
     check_apart(folder, source)
     weights = open_weights(source)
-    if any(weights.format(path).startswith("nf4") for path in weights.specs):
-        raise ConvertError(f"{source}: expected weights of 16 bits or more, got NF4: it is quantised already")
+    form = FORMATS["nf4-nested" if nested else "nf4"]
+    small = [found for found in weights.formats() if found.bits <= form.bits]
+    if small:
+        raise ConvertError(
+            f"{source}: expected weights of 16 bits or more, got {small[0].label}: it is quantised already"
+        )
     kept = _kept(weights, skip)
     packed = [path for path, row in weights.specs.items() if row.kind == "matrix" and path not in kept]
     if not packed:
         raise ConvertError(f"{source}: expected a matrix to quantise, got none that is not skipped")
-    config = _config(weights, packed, nested, dtype)
+    config = _config(weights, packed, form, dtype)
 
     def finish(place: Path) -> None:
         copy_side_files(weights.checkpoint.folder, place)
@@ -72,7 +76,7 @@ def quantize(
 
     return write_folder(
         folder,
-        _jobs(weights, set(packed), nested, dtype),
+        _jobs(weights, set(packed), form, dtype),
         made_from={"source": fingerprint(source), "settings": [nested, list(skip), dtype, max_shard_bytes]},
         finish=finish,
         max_shard_bytes=max_shard_bytes,
@@ -82,7 +86,7 @@ def quantize(
     )
 
 
-def _jobs(weights: Weights, packed: set[str], nested: bool, dtype: str | None) -> Iterator[Job]:
+def _jobs(weights: Weights, packed: set[str], form: Format, dtype: str | None) -> Iterator[Job]:
     paths = {row.name: path for path, row in weights.specs.items()}
     beside = {name for path in weights.specs for name in weights.stored_names(path)} - set(paths)
     for name in weights.checkpoint.tensors:
@@ -93,12 +97,11 @@ def _jobs(weights: Weights, packed: set[str], nested: bool, dtype: str | None) -
             continue
         row, own = weights.specs[path], weights.decoded_dtype(path)
         target = own if dtype is None else np.dtype(dtype)
-        if path in packed:
-            yield quantized(weights.checkpoint.folder, name, stored_blocks(weights, path), row.shape, target, nested)
-        elif target == own and weights.format(path) in FLOATS:
+        if path not in packed and weights.format(path) == target.name:
             yield copied(weights.checkpoint, [name])
-        else:
-            yield plain(weights.checkpoint.folder, name, stored_blocks(weights, path), row.shape, target)
+            continue
+        written = form if path in packed else FORMATS[target.name]
+        yield written.job(weights.checkpoint.folder, name, weights.blocks(path), row.shape, target)
 
 
 def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:
@@ -116,13 +119,11 @@ def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:
     return kept
 
 
-def _config(weights: Weights, packed: Sequence[str], nested: bool, dtype: str | None) -> dict[str, Any]:
-    empty = np.empty(0, np.uint8)
+def _config(weights: Weights, packed: Sequence[str], form: Format, dtype: str | None) -> dict[str, Any]:
     target = weights.decoded_dtype(packed[0]).name if dtype is None else dtype
-    sample = nf4.NF4Tensor(empty, empty, nf4.NF4_MAP, (0,), target, nested_absmax=empty if nested else None)
     left = [path for path, row in weights.specs.items() if row.kind == "matrix" and path not in set(packed)]
     config = dict(weights.checkpoint.config)
-    config["quantization_config"] = nf4.quantization_config(sample, weights.family.unquantized(left))
+    config["quantization_config"] = form.quantization_config(target, weights.family.unquantized(left))
     if dtype is not None:
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     return config

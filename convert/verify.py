@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.blocks import array_blocks, stored_blocks, whole_groups
+from convert.blocks import array_blocks, whole_groups
 from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.errors import ConvertError
-from convert.weights import FLOATS, Weights, open_weights
+from convert.formats import FLOATS
+from convert.weights import Weights, open_weights
 
 _LENGTH = 2**20
 
@@ -133,7 +134,7 @@ class _Side:
         """Flat float32 arrays of a fixed length, one after the other."""
         info = self.checkpoint.info(name)
         if self.weights is not None and name in self.paths:
-            blocks = stored_blocks(self.weights, self.paths[name])()
+            blocks = self.weights.blocks(self.paths[name])()
         elif info.shape == () or info.dtype not in FLOATS:
             return iter([(0, self.checkpoint.read(name).astype(np.float64).reshape(-1))])
         else:

@@ -1,18 +1,18 @@
-"""The stream: a model folder as (tree path, array or NF4 tensor), one after the other, and the way back to a folder.
+"""The stream: a model folder as (tree path, array or packed tensor), one after the other, and the way back to a folder.
 
-Which tensors there must be, and under what names, is the family's table; what is packed in 4 bits is decided per
-tensor by the presence of its quant_state, so folders that leave some modules in 16 bits ("dynamic" ones) just work.
+The family's table says which tensors there are and under what names, `convert.formats` what each is stored in.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from convert.blocks import Blocks
 from convert.checkpoint import (
     CONFIG,
     MAX_SHARD_BYTES,
@@ -25,15 +25,10 @@ from convert.checkpoint import (
 from convert.errors import ConvertError, listed, unexpected
 from convert.families import Family, family_for
 from convert.files import atomic_folder, read_json
-from convert.formats import fp8, nf4
-from convert.formats.fp8 import FP8Tensor
-from convert.formats.nf4 import NF4Tensor
+from convert.formats import FLOATS, FORMATS, Format, Stored, format_of, format_of_tensor
 from convert.model.paths import WeightPath
 from convert.model.spec import WeightSpec
-from convert.tensor_file import DTYPES
 
-Tensor = np.ndarray | NF4Tensor
-FLOATS = ("float32", "bfloat16", "float16")
 SIDE_FILES = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*"),
@@ -55,92 +50,55 @@ class Weights:
     specs: Mapping[str, WeightSpec]
 
     def format(self, path: str) -> str:
-        """How a tensor is stored: "float32", "bfloat16", "float16", "nf4", "nf4-nested" or "fp8"; nothing is read."""
-        name = self.specs[path].name
-        if self.checkpoint.info(name).dtype in fp8.DTYPES:
-            return "fp8"
-        if name + nf4.QUANT_STATE not in self.checkpoint.tensors:
-            return self.checkpoint.info(name).dtype
-        return "nf4-nested" if name + ".nested_absmax" in self.checkpoint.tensors else "nf4"
+        """The name of a tensor's format in `convert.formats.FORMATS`; nothing is read."""
+        return self._format(path).name
+
+    def formats(self) -> list[Format]:
+        """The formats of all tensors, in the order of `FORMATS`."""
+        found = {self.format(path) for path in self.specs}
+        return [form for name, form in FORMATS.items() if name in found]
+
+    def decoded_dtype(self, path: str) -> np.dtype:
+        """The dtype of a tensor's values: float32, bfloat16 or float16."""
+        return self._format(path).decoded_dtype(self.stored(path))
+
+    def stored(self, path: str) -> Stored:
+        """A tensor by its tree path, as its format reads it."""
+        spec = self.specs[path]
+        return Stored(self.checkpoint, spec.name, spec.shape)
 
     def stored_names(self, path: str) -> list[str]:
-        """The names of everything that the checkpoint holds of a tensor: scales and such beside it."""
-        name = self.specs[path].name
-        suffixes = (*nf4.SUFFIXES, *fp8.SCALES) if self.format(path) in ("nf4", "nf4-nested", "fp8") else ("",)
-        beside = [name.removesuffix(".weight") + suffix for suffix in fp8.UNUSED] if self.format(path) == "fp8" else []
-        return [full for full in (*(name + suffix for suffix in suffixes), *beside) if full in self.checkpoint.tensors]
+        """The names of a tensor and of its scales in the checkpoint."""
+        names = self._format(path).claims(self.specs[path].name)
+        return [name for name in names if name in self.checkpoint.tensors]
 
-    def read(self, path: str) -> Tensor:
+    def read(self, path: str, *, packed: bool | None = None) -> Any:
         """Read one tensor by its tree path, in the tree's layout.
-
-        Raises:
-            ConvertError: Its file was cut short, or the parts of an NF4 tensor do not fit together.
-        """
-        row = self.specs[path]
-        if self.format(path).startswith("nf4"):
-            return self.read_packed(path)
-        array = self.checkpoint.read(row.name)
-        if self.format(path) == "fp8":
-            return fp8.decode(array, self.fp8_scale(row)).astype(self.decoded_dtype(path))
-        return array
-
-    def read_fp8(self, path: str) -> FP8Tensor:
-        """Read an FP8 tensor by its tree path, without decoding it.
-
-        Raises:
-            ConvertError: Its file was cut short, or its scales do not fit.
-        """
-        row = self.specs[path]
-        return FP8Tensor(self.checkpoint.read(row.name), self.fp8_scale(row), self.decoded_dtype(path).name)
-
-    def read_packed(self, path: str, *, codes: bool = True) -> NF4Tensor:
-        """Read an NF4 tensor by its tree path.
 
         Args:
             path: Its path.
-            codes: Read its codes too; otherwise the result has none.
+            packed: Whether a packed one is returned as it is stored and not decoded; None: where its format is
+                writable.
+
+        Returns:
+            An array, or for a packed tensor an instance of its format's class.
 
         Raises:
-            ConvertError: Its file was cut short, or its parts do not fit together.
+            ConvertError: A file was cut short, or the parts of a packed tensor do not fit together.
         """
-        row = self.specs[path]
-        names = [row.name + suffix for suffix in nf4.SUFFIXES if row.name + suffix in self.checkpoint.tensors]
-        file = self.checkpoint.info(row.name + nf4.QUANT_STATE).file
-        parts = {name: self.checkpoint.read(name) for name in names if codes or name != row.name}
-        if not codes:
-            info = self.checkpoint.info(row.name)
-            parts[row.name] = np.zeros(info.shape, np.dtype(info.dtype))  # never touched, so it takes no memory
-        tensor = nf4.from_tensors(row.name, parts, file)
-        if tensor.shape != row.shape:
-            raise unexpected(file, f"{row.name}: shape", str(list(row.shape)), list(tensor.shape))
-        return tensor if codes else replace(tensor, codes=np.empty(0, np.uint8))
+        form = self._format(path)
+        tensor = form.read(self.stored(path))
+        return tensor if (form.writable if packed is None else packed) else form.decode(tensor)
 
-    def fp8_scale(self, row: WeightSpec) -> fp8.Scale:
-        """Read the scales of an FP8 weight.
+    def blocks(self, path: str) -> Blocks:
+        """A tensor's values as blocks, rounded to the dtype that they decode to."""
+        form = self._format(path)
+        return lambda: form.blocks(self.stored(path))
 
-        Raises:
-            ConvertError: There are none, or they do not fit the weight.
-        """
-        names = [row.name + suffix for suffix in fp8.SCALES if row.name + suffix in self.checkpoint.tensors]
-        file = self.checkpoint.info(row.name).file
-        if not names:
-            raise ConvertError(f"{file}: {row.name} is FP8 and needs {row.name}{fp8.SCALES[0]}, which is missing")
-        block = fp8.block_shape(self.checkpoint.config, self.checkpoint.folder / CONFIG)
-        scales = self.checkpoint.read(names[0])
-        return fp8.make_scale(names[0], scales, row.shape, block, self.checkpoint.info(names[0]).file)
-
-    def decoded_dtype(self, path: str) -> np.dtype:
-        """The dtype of a tensor's values once they are unpacked: its own, or for FP8 the one that config.json names."""
-        kind = self.format(path)
-        if kind == "fp8":
-            config = self.checkpoint.config
-            named = config.get("dtype", config.get("torch_dtype"))
-            return DTYPES["BF16"] if named not in FLOATS else np.dtype(named)
-        if kind.startswith("nf4"):
-            field = self.specs[path].name + nf4.QUANT_STATE
-            state = nf4.read_state(self.checkpoint.read(field).tobytes(), self.checkpoint.info(field).file, field)
-            return np.dtype(state["dtype"])
-        return np.dtype(kind)
+    def _format(self, path: str) -> Format:
+        form = format_of(self.stored(path))
+        assert form is not None, "formats are checked when a folder is opened"
+        return form
 
 
 def open_weights(folder: str | os.PathLike[str] | Checkpoint) -> Weights:
@@ -165,31 +123,28 @@ def open_weights(folder: str | os.PathLike[str] | Checkpoint) -> Weights:
     return Weights(checkpoint, family, rows)
 
 
-def stream(
-    folder: str | os.PathLike[str] | Weights, packed_fp8: Callable[[str], bool] = lambda path: False
-) -> Iterator[tuple[WeightPath, Tensor | FP8Tensor]]:
+def stream(folder: str | os.PathLike[str] | Weights, *, packed: bool | None = None) -> Iterator[tuple[WeightPath, Any]]:
     """A model's tensors in the order embeddings, layer 0 … layer L-1, norm, head, each read when its turn comes.
 
     Args:
         folder: A Hugging Face model folder, or its open weights.
-        packed_fp8: By tree path, whether an FP8 tensor stays packed, if its layout in the tree is the file's.
+        packed: As in `Weights.read`.
 
     Yields:
-        (tree path, array, NF4 tensor or FP8 tensor); paths as in `convert.families`, without a head if it is tied.
+        (tree path, array or packed tensor); without a head if it is tied.
 
     Raises:
         ConvertError: What `open_weights` or a read finds; names are checked before the first tensor.
     """
     weights = folder if isinstance(folder, Weights) else open_weights(folder)
     _check_copies(weights)
-    for path, row in weights.specs.items():
-        packed = weights.format(path) == "fp8" and packed_fp8(path)
-        yield row.path, weights.read_fp8(path) if packed else weights.read(path)
+    for path, spec in weights.specs.items():
+        yield spec.path, weights.read(path, packed=packed)
 
 
 def save(
     folder: str | os.PathLike[str],
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Any]],
     config: Mapping[str, Any] | None = None,
     *,
     source: str | os.PathLike[str] | None = None,
@@ -223,7 +178,8 @@ def save(
     if family.others and origin is not None:
         family = family.named_as(open_checkpoint(origin).names)
     rows: dict[str, WeightSpec] = {spec.path: spec for spec in family.specs(config)}
-    seen: dict[str, Tensor] = {}  # NF4 tensors without their arrays; an empty array for the others
+    seen: dict[str, Format | None] = {}  # None: a plain array
+    storage: list[tuple[str, str]] = []  # of packed tensors, the dtype that they decode to and that of their codes
 
     def groups() -> Iterator[dict[str, np.ndarray]]:
         for path, tensor in tensors:
@@ -233,13 +189,12 @@ def save(
                 raise ConvertError(f"{folder}: {path}: {reason}")
             if tuple(tensor.shape) != row.shape:
                 raise unexpected(folder, f"{path}: shape", str(list(row.shape)), list(tensor.shape))
-            if isinstance(tensor, NF4Tensor):
-                empty = np.empty(0, np.uint8)
-                seen[path] = replace(tensor, codes=empty, absmax=empty)
-                yield nf4.to_tensors(row.name, tensor)
-            else:
-                seen[path] = np.empty(0, np.uint8)
+            form = seen[path] = format_of_tensor(tensor)
+            if form is None:
                 yield {row.name: np.asarray(tensor)}
+            else:
+                storage.append((tensor.dtype, tensor.storage_dtype))
+                yield form.to_tensors(row.name, tensor)
         if origin is not None and any(rule.copied for rule in family.ignored):
             checkpoint = open_checkpoint(origin)
             for name in checkpoint.names:
@@ -252,7 +207,15 @@ def save(
         missing = [path for path in rows if path not in seen]
         if missing:
             raise ConvertError(f"{folder}: expected all of the model's tensors, missing {', '.join(missing)}")
-        config = _follow_stream(dict(config), seen, rows, family)
+        config = dict(config)
+        packed = [form for form in seen.values() if form is not None]
+        quantization = config.get("quantization_config")
+        if packed and quantization is None:
+            left = [path for path, row in rows.items() if row.kind == "matrix" and seen[path] is None]
+            dtype, codes = storage[0]
+            config["quantization_config"] = packed[0].quantization_config(dtype, family.unquantized(left), codes)
+        elif not packed and isinstance(quantization, dict) and quantization.get("quant_method") in _methods():
+            del config["quantization_config"]
         if origin is not None:
             copy_side_files(origin, temporary)
         if origin is not None and config == original:
@@ -272,24 +235,27 @@ def copy_side_files(source: Path, target: Path) -> None:
         shutil.copyfile(file, target / file.name)
 
 
+def _methods() -> dict[Any, Format]:
+    """``quant_method`` in config.json -> the first format of its folders."""
+    found: dict[Any, Format] = {}
+    for form in FORMATS.values():
+        for method in form.methods:
+            found.setdefault(method, form)
+    return found
+
+
 def _check_quantization(config: Mapping[str, Any], file: Path) -> None:
-    """Refuse by name what is packed in a way that is not NF4."""
+    """Refuse other formats by name."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return
     if not isinstance(quantization, dict):
         raise unexpected(file, "quantization_config", "an object or null", quantization)
-    method = quantization.get("quant_method")
-    if method in fp8.METHODS:  # what is not FP8 there is found by its names and dtypes
-        return
-    if method != "bitsandbytes":
-        expected = f"'bitsandbytes', {', '.join(map(repr, fp8.METHODS))} or no quantization"
+    method, known = quantization.get("quant_method"), _methods()
+    if method not in known:
+        expected = f"{', '.join(map(repr, known))} or no quantization"
         raise unexpected(file, "quantization_config.quant_method", expected, method)
-    if quantization.get("load_in_8bit"):
-        raise unexpected(file, "quantization_config.load_in_8bit", "false (NF4 is the format that is read)", True)
-    kind = quantization.get("bnb_4bit_quant_type")
-    if quantization.get("load_in_4bit") and kind != "nf4":
-        raise unexpected(file, "quantization_config.bnb_4bit_quant_type", "'nf4'", kind)
+    known[method].check_config(quantization, file)
 
 
 def _check_names(checkpoint: Checkpoint, family: Family, rows: Mapping[str, WeightSpec]) -> None:
@@ -302,18 +268,14 @@ def _check_names(checkpoint: Checkpoint, family: Family, rows: Mapping[str, Weig
         if row.name not in checkpoint.tensors:
             missing.append(row.name)
             continue
-        claimed.add(row.name)
-        info = checkpoint.info(row.name)
-        if row.name + nf4.QUANT_STATE in checkpoint.tensors:
-            claimed.update(row.name + suffix for suffix in nf4.SUFFIXES)
-        elif info.dtype in fp8.DTYPES and info.shape == row.shape and len(row.shape) == 2:
-            claimed.update(row.name + suffix for suffix in fp8.SCALES)
-            claimed.update(row.name.removesuffix(".weight") + suffix for suffix in fp8.UNUSED)
-        elif info.dtype not in FLOATS:
-            wrong.append(f"{row.name} (expected a dtype of {', '.join(FLOATS)}, got {info.dtype} in {info.file.name})")
-        elif info.shape != row.shape:
-            given = f"got {list(info.shape)} in {info.file.name}"
-            wrong.append(f"{row.name} (expected {list(row.shape)} from {CONFIG}, {given})")
+        stored = Stored(checkpoint, row.name, row.shape)
+        form = format_of(stored)
+        claimed.update([row.name] if form is None else form.claims(row.name))
+        info = stored.info
+        wanted = f"expected a dtype of {', '.join(FLOATS)}, got {info.dtype} in {info.file.name}"
+        misfit = wanted if form is None else form.misfit(stored)
+        if misfit is not None:
+            wrong.append(f"{row.name} ({misfit})")
     unknown = [
         name
         for name in checkpoint.names
@@ -344,18 +306,3 @@ def _check_copies(weights: Weights) -> None:
             raise ConvertError(
                 f"{checkpoint.folder}: {name}: expected {rule.reason} ({original}, as {CONFIG} says), got {given}"
             )
-
-
-def _follow_stream(
-    config: dict[str, Any], seen: Mapping[str, Tensor], rows: Mapping[str, WeightSpec], family: Family
-) -> dict[str, Any]:
-    """The config with the quantization_config that the tensors need."""
-    packed = [tensor for tensor in seen.values() if isinstance(tensor, NF4Tensor)]
-    if not packed:
-        quantization = config.get("quantization_config")
-        if isinstance(quantization, dict) and quantization.get("quant_method") in ("bitsandbytes", *fp8.METHODS):
-            del config["quantization_config"]
-    elif config.get("quantization_config") is None:
-        left = [path for path, row in rows.items() if row.kind == "matrix" and not isinstance(seen[path], NF4Tensor)]
-        config["quantization_config"] = nf4.quantization_config(packed[0], family.unquantized(left))
-    return config

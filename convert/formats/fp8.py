@@ -10,14 +10,19 @@ hold beside, play no part in a weight.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from convert.errors import unexpected
+from convert.blocks import Block, row_ranges
+from convert.checkpoint import CONFIG
+from convert.errors import ConvertError, unexpected
+from convert.formats.format import Format, Stored
+from convert.formats.plain import FLOATS
+from convert.tensor_file import read_range
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
 SCALES = ("_scale_inv", "_scale")  # after the weight's name
@@ -129,3 +134,45 @@ def decode(
     table *= by_row[:, :whole, None]
     values[:, whole * width :] *= by_row[:, whole:]
     return values
+
+
+class _FP8(Format):
+    name, label, target = "fp8", "FP8", "fp8"
+    bits, packed, methods = 8, FP8Tensor, METHODS
+
+    def holds(self, stored: Stored) -> bool:
+        info = stored.info
+        return info.dtype in DTYPES and info.shape == stored.shape and len(info.shape) == 2
+
+    def claims(self, name: str) -> tuple[str, ...]:
+        module = name.removesuffix(".weight")
+        return (name, *(name + suffix for suffix in SCALES), *(module + suffix for suffix in UNUSED))
+
+    def decoded_dtype(self, stored: Stored) -> np.dtype:
+        config = stored.checkpoint.config
+        named = config.get("dtype", config.get("torch_dtype"))
+        return np.dtype(ml_dtypes.bfloat16) if named not in FLOATS else np.dtype(named)
+
+    def read(self, stored: Stored) -> FP8Tensor:
+        return FP8Tensor(stored.checkpoint.read(stored.name), _scale(stored), self.decoded_dtype(stored).name)
+
+    def decode(self, tensor: FP8Tensor) -> np.ndarray:
+        return decode(tensor.codes, tensor.scale).astype(tensor.dtype)
+
+    def blocks(self, stored: Stored) -> Iterator[Block]:
+        scale, dtype, columns = _scale(stored), self.decoded_dtype(stored), stored.shape[1]
+        for begin, end in row_ranges(stored.shape):
+            codes = read_range(stored.name, stored.info, begin * columns, end * columns).reshape(-1, columns)
+            yield decode(codes, scale, begin).astype(dtype).astype(np.float32)
+
+
+def _scale(stored: Stored) -> Scale:
+    checkpoint, name = stored.checkpoint, stored.name
+    names = [name + suffix for suffix in SCALES if name + suffix in checkpoint.tensors]
+    if not names:
+        raise ConvertError(f"{stored.info.file}: {name} is FP8 and needs {name}{SCALES[0]}, which is missing")
+    block = block_shape(checkpoint.config, checkpoint.folder / CONFIG)
+    return make_scale(names[0], checkpoint.read(names[0]), stored.shape, block, checkpoint.info(names[0]).file)
+
+
+FP8 = _FP8()

@@ -311,21 +311,25 @@ def to_tensors(name: str, tensor: NF4Tensor) -> dict[str, np.ndarray]:
     return tensors
 
 
-def quantization_config(tensor: NF4Tensor, skipped: list[str]) -> dict[str, Any]:
+def quantization_config(
+    dtype: str, skipped: list[str], *, nested: bool, storage_dtype: str = "uint8"
+) -> dict[str, Any]:
     """The ``quantization_config`` that transformers looks for in config.json.
 
     Args:
-        tensor: One of the model's quantised tensors.
-        skipped: Modules that are linear and not quantised.
+        dtype: What the weights decode to.
+        skipped: Linear modules that are not quantised.
+        nested: Whether the scales are quantised too.
+        storage_dtype: Of the codes' bytes in the files.
     """
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "load_in_8bit": False,
         "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": tensor.nested,
-        "bnb_4bit_compute_dtype": tensor.dtype,
-        "bnb_4bit_quant_storage": tensor.storage_dtype,
+        "bnb_4bit_use_double_quant": nested,
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_quant_storage": storage_dtype,
         "llm_int8_skip_modules": skipped,
     }
 

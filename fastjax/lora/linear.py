@@ -27,14 +27,13 @@ from fastjax.lora.thin import (
     thin_gradients,
     thin_products,
 )
-from fastjax.quantization.weights import Weight, linear, matmul, matmul_transposed, weight_gradient
-from fastjax.quantization.weights import part as part_of
+from fastjax.quantization.weights import WeightLike, linear, matmul, matmul_transposed, rows_of, weight_gradient
 from fastjax.residuals import keep
 
 
 def project(
     sizes: Sequence[tuple[str, int]],
-    weight: Weight,
+    weight: WeightLike,
     adapters: Mapping[str, LoraLinear],
     x: Float[Array, "B S in"],
     key: PRNGKeyArray | None,
@@ -69,8 +68,8 @@ def project(
 def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> tuple[Array, ...]:
     """DoRA scales what W and the adapter make of the dropped input d, and W alone sees the rest: W(x - d) is added."""
     outputs, start = [], 0
-    for number, (name, rows) in enumerate(sizes):
-        mine = part_of(weight, number, slice(start, start + rows)) if len(sizes) > 1 else weight
+    for name, rows in sizes:
+        mine = rows_of(weight, slice(start, start + rows)) if len(sizes) > 1 else weight
         start += rows
         if name not in adapters:
             outputs.append(matmul(x, mine))

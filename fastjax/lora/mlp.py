@@ -30,7 +30,7 @@ from fastjax.lora.thin import (
     thin_products,
 )
 from fastjax.parallel import BATCH, local
-from fastjax.quantization.weights import Weight, linear, matmul, matmul_transposed, weight_gradient
+from fastjax.quantization.weights import WeightLike, linear, matmul, matmul_transposed, weight_gradient
 from fastjax.residuals import keep
 from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward, padded_rank
 
@@ -74,9 +74,9 @@ class Arrays(NamedTuple):
         key: the layer's dropout key; None switches dropout off.
     """
 
-    gate_up: Weight
+    gate_up: WeightLike
     bias: Float[Array, " 2F"] | None
-    down: Weight
+    down: WeightLike
     matrices: Matrices
     key: PRNGKeyArray | None
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from fastjax.quantization.weights import Weight, dense, linear
+from fastjax.quantization.weights import WeightLike, dequantize, linear
 
 
 class BaseParam(nnx.Param):
@@ -36,7 +36,7 @@ class LoraLinear(nnx.Module):
         self.lora_A, self.lora_B = LoraParam(lora_A), LoraParam(lora_B)
         self.magnitude = None if magnitude is None else LoraParam(magnitude)
 
-    def column_scale(self, weight: Weight, rows: slice) -> Float[Array, " out"] | None:
+    def column_scale(self, weight: WeightLike, rows: slice) -> Float[Array, " out"] | None:
         """What DoRA multiplies the outputs with: magnitude over the norm of W + s·B·A, float32; None without DoRA.
 
         The norm counts as a constant (arXiv 2402.09353, section 4.3).
@@ -48,7 +48,7 @@ class LoraLinear(nnx.Module):
         if self.magnitude is None:
             return None
         a, b = self.lora_A[...].astype(jnp.float32), self.lora_B[...].astype(jnp.float32)
-        full = dense(weight, jnp.float32)[rows] + self.scaling * linear(b, a.T)
+        full = dequantize(weight, jnp.float32)[rows] + self.scaling * linear(b, a.T)
         return self.magnitude[...].astype(jnp.float32) / jax.lax.stop_gradient(jnp.linalg.norm(full, axis=1))
 
 

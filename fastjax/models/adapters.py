@@ -18,8 +18,7 @@ from fastjax.models.adapter_settings import AdapterSite, adapter_sites, saved_mo
 from fastjax.models.layout import Run, layer_of, stack
 from fastjax.models.precision import Precision
 from fastjax.models.vocabulary import trained_rows
-from fastjax.quantization import dense
-from fastjax.quantization.weights import Weight
+from fastjax.quantization import WeightLike, dequantize
 from fastjax.trainable_tokens import TrainableTokens
 
 
@@ -178,8 +177,8 @@ class _Source:
             return self.weights[home]["weight"].astype(jnp.float32)
         group = self.config.group_of(path)
         layer = layer_of(self.weights["layers"], self.plan, path.layer)
-        weight: Weight = layer[group.block][group.name]["weight"]
-        return dense(weight, jnp.float32)[group.place(path.part)[1]]
+        weight: WeightLike = layer[group.block][group.name]["weight"]
+        return dequantize(weight, jnp.float32)[group.place(path.part)[1]]
 
 
 def export_adapters(trainable: Mapping[str, Any], plan: Sequence[Run], tied: bool) -> dict[str, np.ndarray]:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
-from fastjax.quantization import concatenate
-from fastjax.quantization import part as part_of
-from fastjax.quantization.weights import Weight
+from fastjax.parallel import as_input
+from fastjax.quantization import Weight, WeightLike, as_weight, concatenate, rows_of
 
 
 class Run(NamedTuple):
@@ -50,7 +50,7 @@ def plan_layers(signatures: Sequence[Hashable], layer_loop: str) -> tuple[Run, .
     return tuple(runs)
 
 
-def fuse_layer(arrays: Mapping[str, Weight], config: ModelConfig) -> dict[str, Any]:
+def fuse_layer(arrays: Mapping[str, WeightLike], config: ModelConfig) -> dict[str, Any]:
     """The tree of one layer from its tensors.
 
     Args:
@@ -82,8 +82,8 @@ def split_layer(layer: Mapping[str, Any], config: ModelConfig) -> dict[WeightPat
     for group in config.groups.values():
         tree = layer[group.block][group.name]
         for part, _ in group.parts:
-            number, here = group.place(part)
-            arrays[WeightPath(None, group.block, part)] = part_of(tree["weight"], number, here)
+            here = group.place(part)[1]
+            arrays[WeightPath(None, group.block, part)] = rows_of(tree["weight"], here)
             if group.bias:
                 arrays[WeightPath(None, group.block, part, "bias")] = tree["bias"][here]
     return arrays
@@ -91,6 +91,35 @@ def split_layer(layer: Mapping[str, Any], config: ModelConfig) -> dict[WeightPat
 
 def _norms(config: ModelConfig) -> list[WeightPath]:
     return [spec.path for spec in config.layer_specs if spec.kind == "norm"]
+
+
+def logical_axes(tree: Any, config: ModelConfig) -> Any:
+    """The logical axes of a decoder's frozen arrays: a PartitionSpec of names a leaf, of None for norms and biases.
+
+    Args:
+        tree: the frozen tree, of arrays or shapes.
+        config: the model's.
+    """
+    matrices = {(spec.path.part, spec.path.leaf): spec.axes for spec in config.specs if spec.kind == "table"}
+    for name, group in config.groups.items():
+        members = (spec for spec in config.layer_specs if spec.group == name and spec.kind == "matrix")
+        matrices[group.block, group.name, "weight"] = next(members).axes
+
+    def of(path: tuple[Any, ...], weight: Any) -> Any:
+        keys = tuple(key.key for key in path)
+        found = matrices.get(keys[3:] if keys[0] == "layers" else keys)  # after run and position
+        if found is None:
+            return jax.tree.map(lambda leaf: P(*[None] * leaf.ndim), weight)
+        *leading, out, into = found
+        axes = as_weight(weight).axes(out, as_input(into))
+
+        def stacked(leaf: Any, names: P) -> P:
+            before = ("layer",) * (leaf.ndim - len(leading) - len(names))
+            return P(*before, *leading, *names)
+
+        return jax.tree.map(stacked, weight, axes)
+
+    return jax.tree_util.tree_map_with_path(of, tree, is_leaf=lambda leaf: isinstance(leaf, Weight))
 
 
 def signature(layer: Any) -> Hashable:

@@ -5,25 +5,23 @@ Host memory stays at what the stream holds, device memory at the finished tree p
 
 import functools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from convert.errors import ConvertError
 from convert.finite import NOT_IN_NF4, nonfinite
-from convert.formats.fp8 import FP8Tensor
-from convert.formats.nf4 import NF4Tensor
+from convert.formats import FORMATS, Format
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
 from convert.model.spec import WeightSpec
 from convert.weights import Weights, stream
 from fastjax.models.layout import Run, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
-from fastjax.quantization import FP8Weight, NF4Weight
-from fastjax.quantization.weights import Weight
+from fastjax.quantization import NF4Weight, WeightLike
+from fastjax.quantization.weights import from_tensor
 
 
 def load_weights(
@@ -57,55 +55,85 @@ def load_weights(
         ConvertError: what is wrong with the folder; NaN or infinity in it.
     """
     finite: dict[str, Array] = {}
-    formats = {path: opened.format(path) for path in opened.specs}
-    quantized = any(kind.startswith("nf4") for kind in formats.values())
-    quantize = load_in_4bit and not quantized
-
-    quantizable = {path for path, spec in opened.specs.items() if _quantizable(spec, precision)}
-
-    def keeps_fp8(path: str) -> bool:
-        return not trained and not load_in_4bit and path in quantizable
-
-    def keeps_nf4(path: str) -> bool:
-        return load_in_4bit and path in quantizable
+    quantized = any(form.bits == 4 for form in opened.formats())
+    held = {
+        path: hold(
+            spec,
+            FORMATS[opened.format(path)],
+            opened.decoded_dtype(path).name,
+            precision=precision,
+            trained=trained,
+            load_in_4bit=load_in_4bit,
+            quantize=load_in_4bit and not quantized,
+        )
+        for path, spec in opened.specs.items()
+    }
 
     def quantizes(path: str) -> bool:
-        return quantize and path in quantizable
+        return held[path].format not in (None, opened.format(path))
 
-    def checked(path: str, weight: Weight) -> Weight:
+    def prepare(path: str, tensor: Any) -> WeightLike:
+        try:
+            weight = from_tensor(tensor)
+        except ConvertError as error:
+            raise ConvertError(f"{opened.checkpoint.folder}: {path}: {error}") from None
+        keeps = held[path].format == opened.format(path)
+        ready = weight.held if keeps else weight.dequantize(held[path].dtype)
         # Computed on the device and looked at in the end: nothing waits for it.
-        finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(weight) if leaf.dtype != jnp.uint8])
-        return weight
-
-    def prepare(path: str, value: np.ndarray | NF4Tensor | FP8Tensor) -> Weight:
-        dtype = precision.weight_dtype(path, trained=trained)
-        if isinstance(value, FP8Tensor):
-            return checked(path, FP8Weight.from_tensor(value))
-        if isinstance(value, NF4Tensor):
-            try:
-                weight = NF4Weight.from_tensor(value)
-            except ConvertError as error:
-                raise ConvertError(f"{opened.checkpoint.folder}: {path}: {error}") from None
-            return checked(path, weight if keeps_nf4(path) else weight.dequantize(dtype))
-        if quantizes(path):
-            return _quantize(checked(path, jnp.asarray(value)))
-        return checked(path, jnp.asarray(value).astype(dtype))
+        finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(ready) if leaf.dtype != jnp.uint8])
+        return _quantize(ready) if quantizes(path) else ready
 
     kinds: list[set[Hashable]] = [{precision.layer_kind(config, index)} for index in range(config.num_hidden_layers)]
-    for path, kind in formats.items():
-        place = opened.specs[path].path
-        if place.layer is not None:
-            packed = kind == "fp8" and keeps_fp8(path)
-            packed |= kind.startswith("nf4") and keeps_nf4(path)
-            # Packed weights of one stack decode to one dtype.
-            own = opened.decoded_dtype(path).name if packed or quantizes(path) else None
-            kinds[place.layer].add((place.inside, kind if packed else "plain", own))
+    for path, spec in opened.specs.items():
+        if spec.path.layer is not None:
+            kinds[spec.path.layer].add((spec.path.inside, held[path]))
     plan = plan_layers([frozenset(kind) for kind in kinds], layer_loop)
-    tree = _fill(config, plan, ((path, prepare(path, value)) for path, value in stream(opened, keeps_fp8)))
+    tree = _fill(config, plan, ((path, prepare(path, tensor)) for path, tensor in stream(opened, packed=True)))
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
             raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))
     return plan, tree
+
+
+class Held(NamedTuple):
+    """How the model holds a weight; layers of one stack hold theirs alike.
+
+    Attributes:
+        format: name of its packed format, as in `FORMATS`; None: an array.
+        dtype: of the array, or of the values that it decodes to.
+    """
+
+    format: str | None
+    dtype: str
+
+
+def hold(
+    spec: WeightSpec,
+    stored: Format,
+    own: str,
+    *,
+    precision: Precision,
+    trained: bool,
+    load_in_4bit: bool,
+    quantize: bool,
+) -> Held:
+    """Decide how a weight is held: as it is stored, quantised, or as an array.
+
+    Args:
+        spec: the weight.
+        stored: its format in the folder.
+        own: the dtype that this decodes to.
+        precision: the dtype of arrays, and the modules that stay in float32.
+        trained: whether it is trained.
+        load_in_4bit: whether packed weights of 4 bits are kept, or those of more.
+        quantize: whether matrices are quantised to NF4.
+    """
+    if spec.kind == "matrix" and spec.path.module not in precision.float32_modules:
+        if quantize:
+            return Held("nf4-nested", own)
+        if not stored.plain and not trained and (stored.bits == 4) == load_in_4bit:
+            return Held(stored.name, own)
+    return Held(None, precision.weight_dtype(spec.path, trained=trained).name)
 
 
 def random_weights(
@@ -126,21 +154,23 @@ def random_weights(
     def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
         return (jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype)
 
-    def layer(index: int) -> Iterator[tuple[WeightPath, Weight]]:
+    def layer(index: int) -> Iterator[tuple[WeightPath, WeightLike]]:
         specs = config.layer_specs
         keys = jax.random.split(jax.random.fold_in(key, index + 2), len(specs))
         for spec, own in zip(specs, keys, strict=True):
             yield weight(spec._replace(path=spec.path.in_layer(index)), own)
 
-    def weight(spec: WeightSpec, own: PRNGKeyArray) -> tuple[WeightPath, Weight]:
+    def weight(spec: WeightSpec, own: PRNGKeyArray) -> tuple[WeightPath, WeightLike]:
         dtype = precision.weight_dtype(spec.path, trained=trained)
         constant = {"zeros": 0.0, "ones": 1.0 - config.norm_offset}.get(spec.init)
         if constant is not None:
             return spec.path, jnp.full(spec.shape, constant, dtype)
         drawn = normal(own, spec.shape, dtype)
-        return spec.path, _quantize(drawn) if load_in_4bit and _quantizable(spec, precision) else drawn
+        stored = FORMATS[dtype.name]
+        options = {"precision": precision, "trained": trained, "load_in_4bit": load_in_4bit, "quantize": load_in_4bit}
+        return spec.path, drawn if hold(spec, stored, dtype.name, **options).format is None else _quantize(drawn)
 
-    def everything() -> Iterator[tuple[WeightPath, Weight]]:
+    def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
         first, last = ([spec for spec in config.specs if spec.path.part == part] for part in (EMBEDDING, HEAD))
         between = [spec for spec in config.specs if spec.path.part == NORM]
         yield weight(first[0], jax.random.fold_in(key, 0))
@@ -152,10 +182,6 @@ def random_weights(
     kinds = [precision.layer_kind(config, index) for index in range(config.num_hidden_layers)]
     plan = plan_layers(kinds, layer_loop)
     return plan, _fill(config, plan, everything())
-
-
-def _quantizable(spec: WeightSpec, precision: Precision) -> bool:
-    return spec.kind == "matrix" and spec.path.module not in precision.float32_modules
 
 
 @jax.jit
@@ -177,10 +203,10 @@ def _quantize(matrix: Array) -> NF4Weight:
     return NF4Weight.quantize(matrix)
 
 
-def _fill(config: ModelConfig, plan: Sequence[Run], arrays: Iterable[tuple[WeightPath, Weight]]) -> dict[str, Any]:
+def _fill(config: ModelConfig, plan: Sequence[Run], arrays: Iterable[tuple[WeightPath, WeightLike]]) -> dict[str, Any]:
     """Arrays as they come, in the order of the layers, put in their places of the tree."""
     tree: dict[str, Any] = {"layers": [[None] * run.period for run in plan]}
-    pending: dict[str, Weight] = {}
+    pending: dict[str, WeightLike] = {}
     current: int | None = None
     for path, value in arrays:
         if current is not None and path.layer != current:

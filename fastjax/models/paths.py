@@ -10,7 +10,7 @@ from fastjax.lora import LoraLinear
 from fastjax.models.decoder import Decoder
 from fastjax.models.mlp import MLP
 from fastjax.models.projection import Projection
-from fastjax.quantization import FP8Weight, MixedWeight, NF4Weight
+from fastjax.quantization import as_weight
 from pallas_kernels import dispatch
 from pallas_kernels.glu import lora
 
@@ -108,15 +108,8 @@ def _rank(adapter: LoraLinear) -> int:
 
 def _formats(*projections: Projection) -> str:
     """What the weights are held in, as "NF4 weights"."""
-
-    def of(weight: Any) -> list[str]:
-        if isinstance(weight, MixedWeight):
-            return [name for one in weight.weights for name in of(one)]
-        if isinstance(weight, FP8Weight):
-            return [str(weight.codes.dtype)]
-        return ["NF4" if isinstance(weight, NF4Weight) else str(weight.dtype)]
-
-    found = dict.fromkeys(name for projection in projections for name in of(projection.weight.get_value()))
+    weights = (as_weight(projection.weight.get_value()) for projection in projections)
+    found = dict.fromkeys(name for weight in weights for name in weight.formats)
     return f"{' and '.join(found)} weights"
 
 

@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.lora import BaseParam, LoraEmbedding, LoraLinear
 from fastjax.lora.linear import project
-from fastjax.quantization import part
-from fastjax.quantization.weights import Weight
+from fastjax.quantization import WeightLike, rows_of
 from fastjax.trainable_tokens import TrainableTokens
 
 
@@ -29,7 +28,7 @@ class Projection(nnx.Module):
     def __init__(
         self,
         parts: Sequence[tuple[str, int]],
-        weight: Weight | nnx.Param,
+        weight: WeightLike | nnx.Param,
         bias: Array | None = None,
         adapters: Mapping[str, LoraLinear] | None = None,
         float32: Collection[str] = (),
@@ -82,8 +81,8 @@ class Projection(nnx.Module):
         if len(set(dtypes)) == 1:
             return list(unit(self.parts, weight, dtypes[0]))
         outputs, start = [], 0
-        for number, (size, dtype) in enumerate(zip(self.parts, dtypes, strict=True)):
-            outputs += unit([size], part(weight, number, slice(start, start + size[1])), dtype)
+        for size, dtype in zip(self.parts, dtypes, strict=True):
+            outputs += unit([size], rows_of(weight, slice(start, start + size[1])), dtype)
             start += size[1]
         return outputs
 

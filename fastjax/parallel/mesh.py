@@ -1,7 +1,8 @@
 """The mesh and the one table of where arrays live on it.
 
 Axes: `data` splits the batch and repeats the weights; `fsdp` splits the batch and the frozen weights (by output rows,
-so that packed codes travel packed). Trainable arrays and the optimizer's state are repeated.
+so that packed codes travel packed). Trainable arrays and the optimizer's state are repeated. A weight says which
+logical axes its arrays have (`quantization.Weight.axes`); `MESH_AXES` says where these lie.
 """
 
 from typing import Any
@@ -14,8 +15,22 @@ from jax.sharding import PartitionSpec as P
 from fastjax.errors import ConfigError
 from fastjax.parallel.islands import BATCH
 
-#: Words in the path of a leaf that is a vector a layer.
-VECTORS = ("bias", "norm", "nested_", "quant_map")
+#: Logical axis -> mesh axis; None: on every device. Inputs have axes of their own (`as_input`): a mesh axis splits
+#: one axis of an array.
+MESH_AXES: dict[str, str | None] = {
+    "layer": None,
+    "expert": None,
+    "vocabulary": "fsdp",
+    "embed": "fsdp",
+    "heads": "fsdp",
+    "key_heads": "fsdp",
+    "mlp": "fsdp",
+    "embed input": None,
+    "heads input": None,
+    "mlp input": None,
+}
+#: A part on one device has at least so many rows; smaller arrays are repeated.
+MIN_ROWS = 8
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, devices: list[Any] | None = None) -> Mesh:
@@ -45,19 +60,36 @@ def shard_replicated(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda _: NamedSharding(mesh, P()), tree)
 
 
-def shard_frozen(tree: Any, mesh: Mesh) -> Any:
+def as_input(axis: str) -> str:
+    """The name of a logical axis where it is a matrix's input."""
+    return f"{axis} input"
+
+
+def shard_frozen(tree: Any, axes: Any, mesh: Mesh) -> Any:
     """A NamedSharding for every leaf of the frozen tree.
 
-    A matrix whose output rows (the next-to-last axis, after any axis of stacked layers) are a multiple of the fsdp size
-    is split there; the others are repeated, and so are norms, biases and the few nested scales, which are recognised by
-    their path because a stacked vector has two dimensions as well.
+    Args:
+        tree: arrays, or their shapes.
+        axes: for every leaf a PartitionSpec of logical axes, keys of `MESH_AXES`; None is repeated.
+        mesh: the mesh. An axis that it does not divide, or into parts of fewer than `MIN_ROWS` rows, is repeated.
+
+    Raises:
+        ValueError: two axes of an array would lie on one mesh axis.
     """
-    size = mesh.shape["fsdp"]
 
-    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        vector = leaf.ndim < 2 or any(word in jax.tree_util.keystr(path) for word in VECTORS)
-        if size == 1 or vector or leaf.shape[-2] % size or leaf.shape[-2] < 8 * size:
-            return NamedSharding(mesh, P())
-        return NamedSharding(mesh, P(*([None] * (leaf.ndim - 2)), "fsdp", None))
+    def place(leaf: Any, names: P) -> NamedSharding:
+        wanted = [None if name is None else MESH_AXES[name] for name in names]
+        used = [axis for axis in wanted if axis is not None]
+        if len(set(used)) < len(used):
+            raise ValueError(f"axes {tuple(names)}: expected different mesh axes, got {tuple(wanted)}")
+        found = [
+            axis if axis is not None and _splits(size, mesh.shape[axis]) else None
+            for size, axis in zip(leaf.shape, wanted, strict=True)
+        ]
+        return NamedSharding(mesh, P(*found) if any(found) else P())
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return jax.tree.map(place, tree, axes)
+
+
+def _splits(size: int, devices: int) -> bool:
+    return devices > 1 and size % devices == 0 and size >= MIN_ROWS * devices

@@ -7,19 +7,20 @@ kept: the backward pass decodes it again.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from convert.formats.fp8 import FP8Tensor
+from fastjax.quantization.weight import Weight
 from pallas_kernels.rounding import round_through
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FP8Weight:
+class FP8Weight(Weight):
     """A frozen matrix [out, in] in 8 bits.
 
     Attributes:
@@ -36,6 +37,15 @@ class FP8Weight:
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The codes' dtype."""
+        return (str(self.codes.dtype),)
+
+    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
+        """x·Wᵀ in the dtype of x; a gradient flows to x alone."""
+        return _product(self.block, self.dtype, x, self.codes, self.scales)  # pyright: ignore[reportReturnType]
+
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The matrix in `dtype`: float32 code × float32 scale in its own dtype, cast."""
         return _decode(self.codes, self.scales, self.block, self.dtype, dtype)
@@ -50,6 +60,29 @@ class FP8Weight:
             shape=(rows.stop - rows.start, self.shape[1]),
         )
 
+    def concatenate(self, others: "list[FP8Weight]") -> "FP8Weight | None":
+        """One weight below the other, or None where their formats do not allow it.
+
+        Blocks stay as they are where the parts have whole ones of one size; else each row gets its own scales.
+        """
+        weights = [self, *others]
+        kinds = {(w.codes.dtype, w.shape[1], min(w.block[1], w.shape[1]), w.dtype) for w in weights}
+        if len(kinds) > 1:
+            return None
+        aligned = all(w.block == self.block and w.shape[0] % w.block[0] == 0 for w in weights)
+        pieces = weights if aligned else [_by_row(w) for w in weights]
+        return FP8Weight(
+            codes=jnp.concatenate([w.codes for w in pieces]),
+            scales=jnp.concatenate([w.scales for w in pieces]),
+            block=pieces[0].block,
+            shape=(sum(w.shape[0] for w in pieces), self.shape[1]),
+            dtype=self.dtype,
+        )
+
+    def axes(self, out: str | None, into: str | None) -> "FP8Weight":
+        """Codes and scales have the matrix's axes."""
+        return dataclasses.replace(self, codes=P(out, into), scales=P(out, into))
+
     @classmethod
     def from_tensor(cls, tensor: FP8Tensor) -> "FP8Weight":
         """From a checkpoint's tensor, without loss.
@@ -60,16 +93,6 @@ class FP8Weight:
         rows, columns = tensor.codes.shape
         codes, scales = jnp.asarray(tensor.codes), jnp.asarray(tensor.scale.values)
         return cls(codes, scales, tensor.scale.block, (rows, columns), tensor.dtype)
-
-
-def matmul_fp8(x: Float[Array, "... in"], weight: FP8Weight) -> Float[Array, "... out"]:
-    """x·Wᵀ in the dtype of x, accumulated in float32; a gradient flows to x alone.
-
-    Args:
-        x: activations.
-        weight: the matrix.
-    """
-    return _product(weight.block, weight.dtype, x, weight.codes, weight.scales)  # pyright: ignore[reportReturnType]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -107,26 +130,6 @@ def _decode(codes, scales, block, own, dtype) -> Array:
 def _dot(x, weight, contracted: int) -> Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())), precision=precision)
-
-
-def concatenate_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
-    """One weight below the other, or None where their formats do not allow it.
-
-    Blocks stay as they are where the parts have whole ones of one size; else each row gets its own scales.
-    """
-    first = weights[0]
-    kinds = {(w.codes.dtype, w.shape[1], min(w.block[1], w.shape[1]), w.dtype) for w in weights}
-    if len(kinds) > 1:
-        return None
-    aligned = all(w.block == first.block and w.shape[0] % w.block[0] == 0 for w in weights)
-    pieces = list(weights) if aligned else [_by_row(w) for w in weights]
-    return FP8Weight(
-        codes=jnp.concatenate([w.codes for w in pieces]),
-        scales=jnp.concatenate([w.scales for w in pieces]),
-        block=pieces[0].block,
-        shape=(sum(w.shape[0] for w in pieces), first.shape[1]),
-        dtype=first.dtype,
-    )
 
 
 def _by_row(weight: FP8Weight) -> FP8Weight:

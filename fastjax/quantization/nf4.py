@@ -11,10 +11,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, UInt8
 
 from convert.errors import ConvertError
 from convert.formats.nf4 import NF4Tensor
+from fastjax.parallel import BATCH, local
+from fastjax.quantization.weight import Weight
 from pallas_kernels import nf4
 
 BLOCK = 64
@@ -23,7 +26,7 @@ NESTED_BLOCK = 256
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NF4Weight:
+class NF4Weight(Weight):
     """A frozen matrix [out, in] in 4 bits.
 
     Attributes:
@@ -75,6 +78,28 @@ class NF4Weight:
             block, group = block + blocks, group + groups
         return jnp.concatenate(decoded).reshape(self.absmax.shape)
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """NF4."""
+        return ("NF4",)
+
+    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
+        """x·Wᵀ in the dtype of x, each device with its own rows of x."""
+
+        def product(x, codes, scales, quant_map):
+            return nf4.matmul(
+                x,
+                codes,
+                scales,
+                shape=self.shape,
+                order=self.order,
+                quant_map=quant_map,
+                weight_dtype=self.dtype,
+            )
+
+        island = local(product, in_specs=(P(BATCH), P(), P(), P()), out_specs=P(BATCH))
+        return island(x, self.codes, self.scales(), self.quant_map)
+
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The matrix in `dtype`, as bitsandbytes decodes it: float32 value × float32 absmax in its own dtype, cast."""
         return nf4.dequantize(
@@ -101,6 +126,47 @@ class NF4Weight:
             parts=(rows.stop - rows.start,),
         )
 
+    def concatenate(self, others: "list[NF4Weight]") -> "NF4Weight | None":
+        """One weight of several parts, or None where the formats do not allow it (blocks that cross rows, mixed).
+
+        The arrays are concrete: the nested scales' maps are compared by value.
+        """
+        weights = [self, *others]
+        kinds = {(w.absmax.dtype, w.nested_absmax is None, w.quant_map is None, w.shape[1], w.dtype) for w in weights}
+        if len(kinds) > 1 or self.order != "split" or self.quant_map is not None:
+            return None
+        tables = [w.nested_quant_map for w in weights if w.nested_quant_map is not None]
+        if not all(np.array_equal(table, tables[0]) for table in tables):
+            return None
+        return NF4Weight(
+            codes=jnp.concatenate([w.codes for w in weights]),
+            absmax=jnp.concatenate([w.absmax for w in weights]),
+            nested_absmax=_joined([w.nested_absmax for w in weights]),
+            nested_quant_map=self.nested_quant_map,
+            nested_offset=_joined([w.nested_offset for w in weights]),
+            quant_map=None,
+            shape=(sum(w.shape[0] for w in weights), self.shape[1]),
+            parts=tuple(rows for w in weights for rows in w.parts),
+            dtype=self.dtype,
+        )
+
+    def axes(self, out: str | None, into: str | None) -> "NF4Weight":
+        """Codes and scales have the matrix's axes where rows are whole blocks; the rest is repeated."""
+        whole = P(out, into) if self.order == "split" else P(None)
+
+        def repeated(array: Array | None) -> P | None:
+            return None if array is None else P(None)
+
+        return dataclasses.replace(
+            self,
+            codes=whole,
+            absmax=whole,
+            nested_absmax=repeated(self.nested_absmax),
+            nested_quant_map=repeated(self.nested_quant_map),
+            nested_offset=repeated(self.nested_offset),
+            quant_map=repeated(self.quant_map),
+        )
+
     @classmethod
     def from_tensor(cls, tensor: NF4Tensor) -> "NF4Weight":
         """From a checkpoint's tensor, without loss.
@@ -111,11 +177,11 @@ class NF4Weight:
         Raises:
             ConvertError: its blocks have other sizes than 64 elements and 256 scales.
         """
-        given = (tensor.blocksize, tensor.nested_blocksize if tensor.nested else NESTED_BLOCK)
-        if given != (BLOCK, NESTED_BLOCK):
+        found = (tensor.blocksize, tensor.nested_blocksize if tensor.nested else NESTED_BLOCK)
+        if found != (BLOCK, NESTED_BLOCK):
             raise ConvertError(
                 f"an NF4 tensor {list(tensor.shape)}: expected blocks of {BLOCK} elements and of {NESTED_BLOCK} "
-                f"scales, given {given[0]} and {given[1]}; quantise it again with bitsandbytes' defaults"
+                f"scales, got {found[0]} and {found[1]}; quantise it again with bitsandbytes' defaults"
             )
         shape = (int(tensor.shape[0]), int(tensor.shape[1]))
         blocks = -(-shape[0] * shape[1] // BLOCK)
@@ -160,32 +226,6 @@ class NF4Weight:
             codes = nf4.reorder(codes, "bitsandbytes", "split").reshape(rows, columns // 2)
             absmax = absmax.reshape(rows, columns // BLOCK)
         return cls(codes, absmax, nested_absmax, nested_quant_map, nested_offset, quant_map, shape, (rows,), dtype)
-
-
-def concatenate_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
-    """One weight of several parts, or None where their formats do not allow it (blocks that cross rows, mixed).
-
-    Args:
-        weights: with concrete arrays: the nested scales' maps are compared by value.
-    """
-    first = weights[0]
-    kinds = {(w.absmax.dtype, w.nested_absmax is None, w.quant_map is None, w.shape[1], w.dtype) for w in weights}
-    if len(kinds) > 1 or first.order != "split" or first.quant_map is not None:
-        return None
-    tables = [w.nested_quant_map for w in weights if w.nested_quant_map is not None]
-    if not all(np.array_equal(table, tables[0]) for table in tables):
-        return None
-    return NF4Weight(
-        codes=jnp.concatenate([w.codes for w in weights]),
-        absmax=jnp.concatenate([w.absmax for w in weights]),
-        nested_absmax=_joined([w.nested_absmax for w in weights]),
-        nested_quant_map=first.nested_quant_map,
-        nested_offset=_joined([w.nested_offset for w in weights]),
-        quant_map=None,
-        shape=(sum(w.shape[0] for w in weights), first.shape[1]),
-        parts=tuple(rows for w in weights for rows in w.parts),
-        dtype=first.dtype,
-    )
 
 
 def _joined(arrays: Sequence[Array | None]) -> Array | None:

@@ -1,146 +1,171 @@
-"""One `matmul` for every kind of frozen weight: the kind of the weight chooses what happens."""
+"""Matrices of every format through one door: `as_weight` wraps arrays, packed weights are themselves.
+
+A format is one `Weight` class and one row of `WEIGHTS`, which names the class for tensors as `convert` reads them.
+"""
 
 import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from fastjax.parallel import BATCH, local
-from fastjax.quantization.fp8 import FP8Weight, concatenate_fp8, matmul_fp8
-from fastjax.quantization.nf4 import NF4Weight, concatenate_nf4
-from pallas_kernels import nf4
+from convert.formats.fp8 import FP8Tensor
+from convert.formats.nf4 import NF4Tensor
+from fastjax.quantization.dense import DenseWeight, linear
+from fastjax.quantization.fp8 import FP8Weight
+from fastjax.quantization.nf4 import NF4Weight
+from fastjax.quantization.weight import Axes, Weight
+
+__all__ = [
+    "WEIGHTS",
+    "MixedWeight",
+    "WeightLike",
+    "as_weight",
+    "concatenate",
+    "dequantize",
+    "from_tensor",
+    "linear",
+    "matmul",
+    "matmul_transposed",
+    "rows_of",
+    "weight_gradient",
+]
+
+#: A packed weight, or the array of a dense one.
+WeightLike = Array | Weight
+#: Class of a tensor on disk -> class of its weight, with `from_tensor`.
+WEIGHTS: dict[type, Any] = {NF4Tensor: NF4Weight, FP8Tensor: FP8Weight}
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MixedWeight:
-    """Weights of different formats that read the same input, one below the other ("dynamic" 4-bit folders)."""
-
-    weights: tuple["Weight", ...]
+def as_weight(weight: WeightLike) -> Weight:
+    """A weight of the model's tree as a `Weight`."""
+    return weight if isinstance(weight, Weight) else DenseWeight(weight)
 
 
-Packed = NF4Weight | FP8Weight
-Weight = Array | Packed | MixedWeight
+def from_tensor(tensor: Any) -> Weight:
+    """A tensor as `convert` reads it, without loss.
+
+    Raises:
+        ConvertError: its format has a form that the weight's class does not serve.
+    """
+    packed = WEIGHTS.get(type(tensor))
+    return DenseWeight(jnp.asarray(tensor)) if packed is None else packed.from_tensor(tensor)
 
 
-def matmul(x: Float[Array, "B S in"], weight: Weight) -> Float[Array, "B S out"]:
+def matmul(x: Float[Array, "B S in"], weight: WeightLike) -> Float[Array, "B S out"]:
     """x·Wᵀ in the dtype of x, accumulated in float32; in true float32 where x is float32.
 
     A packed weight has the values that its format decodes to, in the dtype that its folder names, whatever x has.
 
     Args:
         x: activations; a gradient flows to them, and to a plain `weight`.
-        weight: [out, in]: an array (cast to the dtype of x), NF4 or FP8 codes, or several of these one below the
-            other.
+        weight: [out, in].
     """
-    if isinstance(weight, MixedWeight):
-        return jnp.concatenate([matmul(x, w) for w in weight.weights], axis=-1)
-    if isinstance(weight, NF4Weight):
-
-        def product(x, codes, scales, quant_map):
-            return nf4.matmul(
-                x,
-                codes,
-                scales,
-                shape=weight.shape,
-                order=weight.order,
-                quant_map=quant_map,
-                weight_dtype=weight.dtype,
-            )
-
-        island = local(product, in_specs=(P(BATCH), P(), P(), P()), out_specs=P(BATCH))
-        return island(x, weight.codes, weight.scales(), weight.quant_map)
-    return matmul_fp8(x, weight) if isinstance(weight, FP8Weight) else linear(x, weight)
+    return as_weight(weight).matmul(x)
 
 
-def matmul_transposed(dy: Float[Array, "B S out"], weight: Weight) -> Float[Array, "B S in"]:
-    """dy·W, what `matmul` passes back to its input, in the dtype of dy.
-
-    Args:
-        dy: the product's gradient.
-        weight: as in `matmul`.
-    """
-    if isinstance(weight, MixedWeight):
-        ends = np.cumsum([out_features(w) for w in weight.weights])
-        pieces = zip(jnp.split(dy, ends[:-1].tolist(), axis=-1), weight.weights, strict=True)
-        return functools.reduce(operator.add, [matmul_transposed(piece, w) for piece, w in pieces])
-    if isinstance(weight, Packed):
-        # The product that is linear in x; it is not computed, only its transpose is.
-        _, pullback = jax.vjp(lambda x: matmul(x, weight), jnp.zeros((*dy.shape[:-1], weight.shape[1]), dy.dtype))
-        return pullback(dy)[0]
-    return linear(dy, weight.T)
+def matmul_transposed(dy: Float[Array, "B S out"], weight: WeightLike) -> Float[Array, "B S in"]:
+    """dy·W, the gradient that `matmul` passes to its input, in the dtype of dy."""
+    return as_weight(weight).transposed(dy)
 
 
-def weight_gradient(dy: Float[Array, "B S out"], x: Float[Array, "B S in"], weight: Weight) -> Weight | None:
-    """dyᵀ·x, what `matmul` passes back to a plain weight, in its dtype; None in the place of packed ones.
+def weight_gradient(dy: Float[Array, "B S out"], x: Float[Array, "B S in"], weight: WeightLike) -> WeightLike | None:
+    """dyᵀ·x, the gradient that `matmul` passes to a plain weight, in its dtype; None in the place of packed ones.
 
     Args:
         dy: the product's gradient.
         x: its input.
-        weight: as in `matmul`.
+        weight: [out, in].
     """
-    if isinstance(weight, Packed):
-        return None
-    if isinstance(weight, MixedWeight):
-        ends = np.cumsum([out_features(w) for w in weight.weights])
-        pieces = zip(jnp.split(dy, ends[:-1].tolist(), axis=-1), weight.weights, strict=True)
-        return MixedWeight(tuple(weight_gradient(piece, x, w) for piece, w in pieces))  # pyright: ignore
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dims = (((0, 1), (0, 1)), ((), ()))
-    return jax.lax.dot_general(dy, x, dims, precision=precision).astype(weight.dtype)
+    return as_weight(weight).gradient(dy, x)
 
 
-def linear(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Float[Array, "... out"]:
-    """x·Wᵀ for a plain matrix, in the dtype of x, accumulated in float32 (highest precision for float32)."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight.astype(x.dtype), contract, precision=precision)
-
-
-def dense(weight: Weight, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
+def dequantize(weight: WeightLike, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
     """The whole matrix in `dtype`."""
-    if isinstance(weight, MixedWeight):
-        return jnp.concatenate([dense(w, dtype) for w in weight.weights])
-    return weight.dequantize(dtype) if isinstance(weight, Packed) else weight.astype(dtype)
+    return as_weight(weight).dequantize(dtype)
 
 
-def concatenate(weights: Sequence[Weight]) -> Weight:
-    """One weight below the other: one array or one set of codes where the formats agree."""
+def rows_of(weight: WeightLike, rows: slice) -> WeightLike:
+    """Some of the output rows, such as those of one projection of a group."""
+    return as_weight(weight).rows(rows).held
+
+
+def concatenate(weights: Sequence[WeightLike]) -> WeightLike:
+    """One weight below the other: one array or one set of codes where the formats agree, else a `MixedWeight`."""
     if len(weights) == 1:
         return weights[0]
-    if all(isinstance(w, NF4Weight) for w in weights):
-        joined = concatenate_nf4([w for w in weights if isinstance(w, NF4Weight)])
-        return MixedWeight(tuple(weights)) if joined is None else joined
-    if all(isinstance(w, FP8Weight) for w in weights):
-        joined = concatenate_fp8([w for w in weights if isinstance(w, FP8Weight)])
-        return MixedWeight(tuple(weights)) if joined is None else joined
-    arrays = [w for w in weights if not isinstance(w, Packed | MixedWeight)]
-    if len(arrays) == len(weights) and len({w.dtype for w in arrays}) == 1:
-        return jnp.concatenate(arrays)
-    return MixedWeight(tuple(weights))
+    first, *others = (as_weight(weight) for weight in weights)
+    joined = first.concatenate(others) if all(type(other) is type(first) for other in others) else None
+    return MixedWeight(tuple(weights)) if joined is None else joined.held
 
 
-def part(weight: Weight, index: int, rows: slice) -> Weight:
-    """One of the weights that lie one below the other.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixedWeight(Weight):
+    """Weights of different formats that read the same input, one below the other ("dynamic" 4-bit folders).
 
-    Args:
-        weight: several parts.
-        index: number of the part.
-        rows: its rows in the whole.
+    Attributes:
+        weights: packed weights and arrays, from the top row down.
     """
-    if isinstance(weight, MixedWeight):
-        return weight.weights[index]
-    return weight.rows(rows) if isinstance(weight, Packed) else weight[rows]
 
+    weights: tuple[WeightLike, ...]
 
-def out_features(weight: Weight) -> int:
-    """Output rows of a weight (of one layer)."""
-    if isinstance(weight, MixedWeight):
-        return sum(out_features(w) for w in weight.weights)
-    return weight.shape[0]
+    @property
+    def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """(out, in)."""
+        return sum(piece.shape[0] for piece in self._pieces), self._pieces[0].shape[1]
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Those of its weights."""
+        return tuple(dict.fromkeys(name for piece in self._pieces for name in piece.formats))
+
+    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
+        """x·Wᵀ in the dtype of x."""
+        return jnp.concatenate([piece.matmul(x) for piece in self._pieces], axis=-1)
+
+    def transposed(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"]:
+        """dy·W in the dtype of dy."""
+        products = [piece.transposed(part) for part, piece in zip(self._parts(dy), self._pieces, strict=True)]
+        return functools.reduce(operator.add, products)
+
+    def gradient(self, dy: Float[Array, "B S out"], x: Float[Array, "B S in"]) -> "MixedWeight":
+        """The weights' gradients, None for frozen ones."""
+        return MixedWeight(tuple(p.gradient(part, x) for part, p in zip(self._parts(dy), self._pieces, strict=True)))
+
+    def rows(self, rows: slice) -> Weight:
+        """Some of the output rows; a weight that lies whole in them stays as it is."""
+        found, start = [], 0
+        for piece in self._pieces:
+            first, last = max(rows.start - start, 0), min(rows.stop - start, piece.shape[0])
+            if first < last:
+                whole = (first, last) == (0, piece.shape[0])
+                found.append(piece.held if whole else piece.rows(slice(first, last)).held)
+            start += piece.shape[0]
+        return as_weight(concatenate(found))
+
+    def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
+        """The whole matrix in `dtype`."""
+        return jnp.concatenate([piece.dequantize(dtype) for piece in self._pieces])
+
+    def concatenate(self, others: "list[MixedWeight]") -> None:
+        """None: mixed weights are mixed again."""
+        return None
+
+    def axes(self, out: str | None, into: str | None) -> Axes:
+        """Those of its weights."""
+        return MixedWeight(tuple(piece.axes(out, into) for piece in self._pieces))
+
+    @property
+    def _pieces(self) -> list[Weight]:
+        return [as_weight(weight) for weight in self.weights]
+
+    def _parts(self, dy: Float[Array, "B S out"]) -> list[Array]:
+        """The columns of each weight."""
+        ends = np.cumsum([piece.shape[0] for piece in self._pieces])
+        return jnp.split(dy, ends[:-1].tolist(), axis=-1)

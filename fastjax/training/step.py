@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
+from fastjax.models.layout import logical_axes
 from fastjax.parallel import batch_sharding, shard_frozen
 from fastjax.training.health import squared_norms
 from fastjax.training.loss import Loss, LossSums, loss_sums
@@ -100,7 +101,7 @@ def make_train_step(
         loss_scale_window: with a state that has a loss scale, steps without overflow after which it doubles.
         donate: reuse the state's memory; the state passed in is gone afterwards.
         mesh: spread the batch over these devices (`parallel.make_mesh`). Frozen weights that lie elsewhere are sent
-            to them in every step: place them once, `jax.device_put(frozen, shard_frozen(frozen, mesh))`.
+            to them in every step: place them once, as `parallel.shard_frozen` says.
         compiler_options: XLA's, for this step alone.
 
     Returns:
@@ -145,7 +146,7 @@ def make_train_step(
             metrics |= {"loss_scale": state.loss_scale.scale, "skipped_steps": scale.skipped_steps}
         return new_state._replace(halted=state.halted | (~finite & lost)), metrics
 
-    return _on_mesh(step, mesh, compiler_options, donate=(0,) if donate else ())
+    return _on_mesh(step, graphdef, mesh, compiler_options, donate=(0,) if donate else ())
 
 
 def make_eval_step(
@@ -172,7 +173,7 @@ def make_eval_step(
 
         return jax.tree.map(lambda sums: sums.sum(0), jax.lax.map(one, batch))
 
-    return _on_mesh(evaluate, mesh, compiler_options, donate=())
+    return _on_mesh(evaluate, graphdef, mesh, compiler_options, donate=())
 
 
 def make_probe(
@@ -237,6 +238,7 @@ def _accumulate(gradient: Callable[..., tuple[Any, LossSums]], batch: Batch, dty
 
 def _on_mesh(
     function: Callable[..., Any],
+    graphdef: nnx.GraphDef,
     mesh: Mesh | None,
     compiler_options: Mapping[str, Any] | None,
     donate: tuple[int, ...],
@@ -246,12 +248,19 @@ def _on_mesh(
     if mesh is None:
         return jax.jit(function, donate_argnums=donate, compiler_options=options)
     whole = NamedSharding(mesh, P())
+    config = None
 
     def rows(array: Any) -> NamedSharding:
         return NamedSharding(mesh, P(*batch_sharding(mesh).spec[: array.ndim]))  # extra fields have two axes or more
 
+    def places(state: Any, frozen: Any) -> Any:
+        nonlocal config
+        if config is None:
+            config = nnx.merge(graphdef, getattr(state, "trainable", state), frozen).config
+        return shard_frozen(frozen, logical_axes(frozen, config), mesh)
+
     def placed(state: Any, frozen: Any, batch: Batch) -> Any:
-        frozen = jax.tree.map(jax.lax.with_sharding_constraint, frozen, shard_frozen(frozen, mesh))
+        frozen = jax.tree.map(jax.lax.with_sharding_constraint, frozen, places(state, frozen))
         batch = jax.tree.map(lambda array: jax.lax.with_sharding_constraint(array, rows(array)), batch)
         return function(state, frozen, batch)
 
@@ -267,7 +276,7 @@ def _on_mesh(
         # Placed before the call, not by it: a step compiled for a state that lies on one device would be compiled
         # again for the state that it returns.
         state = jax.device_put(state, whole)
-        frozen = jax.device_put(frozen, shard_frozen(frozen, mesh))
+        frozen = jax.device_put(frozen, places(state, frozen))
         with jax.set_mesh(mesh):
             return jitted(state, frozen, jax.device_put(batch, jax.tree.map(rows, batch)))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fastjax.lora import drop
 from fastjax.models.mlp import MLP
-from fastjax.quantization import dense, matmul
+from fastjax.quantization import dequantize, matmul
 from fastjax.quantization.weights import linear
 from pallas_kernels.glu.reference import ACTIVATIONS
 
@@ -17,7 +17,7 @@ from pallas_kernels.glu.reference import ACTIVATIONS
 def product(x, weight):
     """x·Wᵀ; in float64 with what a packed weight decodes to."""
     if x.dtype == jnp.float64:
-        decoded = dense(weight, jnp.float32) if not isinstance(weight, jax.Array) else weight
+        decoded = dequantize(weight, jnp.float32) if not isinstance(weight, jax.Array) else weight
         return jnp.einsum("...i,oi->...o", x, decoded.astype(jnp.float64), precision="highest")
     return matmul(x, weight)
 
@@ -49,7 +49,7 @@ def project(sizes, weight, adapters, x, key, given=None):
         if adapter.magnitude is None:
             outputs.append(base + delta)
             continue
-        full = dense(weight, jnp.float32)[here].astype(wide) + adapter.scaling * linear(b, a.T)
+        full = dequantize(weight, jnp.float32)[here].astype(wide) + adapter.scaling * linear(b, a.T)
         norm = jax.lax.stop_gradient(jnp.linalg.norm(full, axis=1))
         scale = (adapter.magnitude[...].astype(wide) / norm).astype(x.dtype)[None, None, :]
         inner = base if read is x else product(read, weight)[..., here]

@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.blocks import stored_blocks
 from convert.checkpoint import write_checkpoint
 from convert.errors import ConvertError
 from convert.formats import fp8
@@ -60,7 +59,7 @@ def test_values_are_codes_times_scales(fp8_folder, monkeypatch):
     for path, right in values.items():
         assert weights.format(path) == "fp8"
         assert weights.read(path).tobytes() == right.astype(ml_dtypes.bfloat16).tobytes()
-        blocks = np.concatenate(list(stored_blocks(weights, path)()))
+        blocks = np.concatenate(list(weights.blocks(path)()))
         assert blocks.tobytes() == right.astype(ml_dtypes.bfloat16).astype(np.float32).tobytes()
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
+from fastjax.models.layout import logical_axes
 from fastjax.parallel import batch_sharding, shard_frozen, shard_replicated
 from fastjax.training.step import init_state, make_train_step
 from tests.support.aot import needs_cuda_plugin, target_config
@@ -52,7 +53,7 @@ def compiled_step(data: int, fsdp: int, layer_loop: str) -> str:
     with jax.set_mesh(mesh):
         arguments = (
             spec(state, shard_replicated(state, mesh)),
-            spec(model.frozen, shard_frozen(model.frozen, mesh)),
+            spec(model.frozen, shard_frozen(model.frozen, logical_axes(model.frozen, model.config), mesh)),
             Batch(rows, rows, rows, rows),
         )
         return step.jitted.trace(*arguments).lower().compile().as_text()

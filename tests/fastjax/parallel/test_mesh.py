@@ -5,9 +5,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
+from fastjax.models.layout import logical_axes
 from fastjax.parallel import batch_sharding, make_mesh, shard_frozen, shard_replicated
-from fastjax.quantization import NF4Weight
+from fastjax.quantization import FP8Weight, NF4Weight, as_weight, concatenate
+from tests.support import tiny
+
+CONFIG = tiny.config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=96)
 
 
 def test_matrices_are_split_by_output_rows_and_vectors_repeated():
@@ -29,7 +34,8 @@ def test_matrices_are_split_by_output_rows_and_vectors_repeated():
         "layers": {0: {0: {"input_layernorm": {"weight": jnp.zeros((32, 64))}, "self_attn": attention}}},
         "norm": {"weight": jnp.zeros(64)},
     }
-    shardings = shard_frozen(frozen, make_mesh(data=2, fsdp=4))
+    axes = logical_axes(frozen, ModelConfig.from_hf(CONFIG))
+    shardings = shard_frozen(frozen, axes, make_mesh(data=2, fsdp=4))
     found = {jax.tree_util.keystr(path): s.spec for path, s in jax.tree_util.tree_flatten_with_path(shardings)[0]}
     split = {name for name, spec in found.items() if "fsdp" in spec}
     layer = "['layers'][0][0]['self_attn']"
@@ -46,8 +52,24 @@ def test_matrices_are_split_by_output_rows_and_vectors_repeated():
 def test_what_does_not_divide_is_repeated():
     mesh = make_mesh(fsdp=4)
     tree = {"odd": {"weight": jnp.zeros((66, 8))}, "small": {"weight": jnp.zeros((16, 8))}}
-    assert all(s.spec == P() for s in jax.tree.leaves(shard_frozen(tree, mesh)))
+    axes = jax.tree.map(lambda _: P("mlp", "embed input"), tree)
+    assert all(s.spec == P() for s in jax.tree.leaves(shard_frozen(tree, axes, mesh)))
     assert all(s.spec == P() for s in jax.tree.leaves(shard_replicated(tree, mesh)))
+
+
+def test_two_axes_of_an_array_do_not_share_a_mesh_axis():
+    with pytest.raises(ValueError, match="expected different mesh axes, got"):
+        shard_frozen(jnp.zeros((64, 64)), P("mlp", "embed"), make_mesh(fsdp=4))
+
+
+def test_a_weight_names_the_axes_of_each_of_its_arrays():
+    """Codes that cross rows have none; scales have those of their codes."""
+    rows, split, flat = P("heads", "embed input"), jnp.zeros((64, 128)), jnp.zeros((64, 40))
+    packed = FP8Weight(jnp.zeros((64, 128), jnp.float8_e4m3fn), jnp.zeros((2, 1)), (32, 128), (64, 128), "float32")
+    mixed = concatenate([NF4Weight.quantize(split), packed, split])
+    found = jax.tree.leaves(as_weight(mixed).axes("heads", "embed input"))
+    assert found == [rows, rows, *[P(None)] * 3, rows, rows, rows]
+    assert jax.tree.leaves(NF4Weight.quantize(flat, nested=False).axes("heads", "embed input")) == [P(None)] * 2
 
 
 def test_rows_of_a_batch_are_split_over_all_devices():

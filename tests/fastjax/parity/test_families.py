@@ -90,7 +90,7 @@ def test_a_four_bit_folder_has_the_logits_of_what_it_decodes_to(family, tmp_path
     weights = open_weights(tmp_path / "packed")
     packed = [path for path in weights.specs if weights.format(path) == "nf4-nested"]
     assert len(packed) >= 4 * config["num_hidden_layers"]
-    decoded = arrays | {weights.specs[path].name: decode(weights.read_packed(path), np.float32) for path in packed}
+    decoded = arrays | {weights.specs[path].name: decode(weights.read(path), np.float32) for path in packed}
     reference = torch_family.build(config, decoded)
     (document,) = tiny.documents(config, (40,))
     expected = torch_family.logits(reference, document)

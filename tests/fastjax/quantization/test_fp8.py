@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from convert.formats import fp8
-from fastjax.quantization import FP8Weight, MixedWeight, concatenate, dense, matmul, part
+from fastjax.quantization import FP8Weight, MixedWeight, concatenate, dequantize, matmul, rows_of
 from fastjax.quantization.weights import matmul_transposed
 from tests.support import tiny
 
@@ -35,11 +35,11 @@ def test_decoding_equals_the_file_formats_bit_for_bit(kind, code, rows, columns)
     assert isinstance(joined, FP8Weight) and joined.shape == (sum(rows), columns)
     expected = np.concatenate([fp8.decode(one.codes, one.scale) for one in packed])
     for dtype in (np.float32, ml_dtypes.bfloat16):
-        assert np.array_equal(np.asarray(dense(joined, dtype)), expected.astype(dtype))
+        assert np.array_equal(np.asarray(dequantize(joined, dtype)), expected.astype(dtype))
     start = 0
-    for number, (n, one) in enumerate(zip(rows, packed, strict=True)):
-        mine = part(joined, number, slice(start, start + n))
-        assert np.array_equal(np.asarray(dense(mine, jnp.float32)), fp8.decode(one.codes, one.scale))
+    for n, one in zip(rows, packed, strict=True):
+        mine = rows_of(joined, slice(start, start + n))
+        assert np.array_equal(np.asarray(dequantize(mine, jnp.float32)), fp8.decode(one.codes, one.scale))
         start += n
 
 
@@ -52,7 +52,7 @@ def test_values_are_rounded_to_the_folders_dtype_first(own):
     rounded = exact.astype(getattr(ml_dtypes, own, np.float16))
     assert (rounded.astype(np.float32) != exact).any()
     for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
-        found = jax.jit(lambda weight, dtype=dtype: dense(weight, dtype))(joined)
+        found = jax.jit(lambda weight, dtype=dtype: dequantize(weight, dtype))(joined)
         assert np.array_equal(np.asarray(found), rounded.astype(dtype))
     found = jax.jit(matmul)(jnp.eye(48)[None], joined)[0]
     assert np.array_equal(np.asarray(found), rounded.astype(np.float32).T)
@@ -77,7 +77,7 @@ def test_products_and_gradients_equal_those_of_the_decoded_matrix(dtype):
     rng = np.random.default_rng(0)
     x, dy = (jnp.asarray(rng.standard_normal((2, 3, size)), dtype) for size in (48, 24))
     out, pull = jax.vjp(lambda x: matmul(x, weight), x)
-    expected, pull_plain = jax.vjp(lambda x: matmul(x, dense(weight, dtype)), x)
+    expected, pull_plain = jax.vjp(lambda x: matmul(x, dequantize(weight, dtype)), x)
     # the same products; only their order in a sum may differ: float32's, or one rounding of the result
     tolerance = 1e-6 if dtype == jnp.float32 else 2**-8
     backward = (pull(dy)[0], matmul_transposed(dy, weight))

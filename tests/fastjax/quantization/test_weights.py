@@ -11,7 +11,7 @@ import pytest
 
 from convert.errors import ConvertError
 from convert.formats import nf4
-from fastjax.quantization import MixedWeight, NF4Weight, concatenate, dense, matmul, out_features
+from fastjax.quantization import MixedWeight, NF4Weight, as_weight, concatenate, dequantize, matmul
 
 #: (rows of the parts, columns): whole blocks a row; blocks that cross rows; an odd number of elements.
 SHAPES = [((64, 32, 32), 128), ((24, 40), 72), ((3, 5), 21), ((7,), 64), ((300, 300), 64)]
@@ -29,17 +29,17 @@ def test_decoding_equals_the_file_formats_bit_for_bit(rows, columns, nested):
     packed = tensors(rows, columns, nested)
     joined = concatenate([NF4Weight.from_tensor(tensor) for tensor in packed])
     assert isinstance(joined, NF4Weight) == (columns % 64 == 0 or len(rows) == 1)
-    assert out_features(joined) == sum(rows)
+    assert as_weight(joined).shape == (sum(rows), columns)
     for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
         expected = np.concatenate([nf4.decode(tensor, dtype) for tensor in packed])
-        assert np.array_equal(np.asarray(dense(joined, dtype)), expected)
+        assert np.array_equal(np.asarray(dequantize(joined, dtype)), expected)
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_products_and_gradients_equal_those_of_the_decoded_matrix(rows, columns, dtype):
     joined = concatenate([NF4Weight.from_tensor(tensor) for tensor in tensors(rows, columns, True)])
-    plain = dense(joined, dtype)
+    plain = dequantize(joined, dtype)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((2, 3, columns)), dtype)
     out, pull = jax.vjp(lambda x: matmul(x, joined), x)
@@ -71,7 +71,7 @@ def test_values_are_those_that_the_file_format_decodes_to(own):
     weight, values = NF4Weight.from_tensor(tensor), nf4.decode(tensor)
     assert weight.dtype == NF4Weight.quantize(jnp.asarray(rng.standard_normal((4, 64)), own)).dtype == values.dtype.name
     for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
-        assert np.array_equal(np.asarray(dense(weight, dtype)), values.astype(dtype))
+        assert np.array_equal(np.asarray(dequantize(weight, dtype)), values.astype(dtype))
     picked = jax.jit(matmul)(jnp.eye(128)[None], weight)[0]
     assert np.array_equal(np.asarray(picked), values.astype(np.float32).T)
     other = NF4Weight.from_tensor(nf4.encode(rng.standard_normal((8, 128)).astype(np.float32), nested=True))
@@ -84,9 +84,9 @@ def test_formats_mix():
     plain = np.random.default_rng(2).standard_normal((8, 64)).astype(ml_dtypes.bfloat16)
     parts = [NF4Weight.from_tensor(first), jnp.asarray(plain), NF4Weight.from_tensor(second)]
     mixed = concatenate(parts)
-    assert isinstance(mixed, MixedWeight) and out_features(mixed) == 72
+    assert isinstance(mixed, MixedWeight) and mixed.shape == (72, 64)
     expected = np.concatenate([nf4.decode(first, np.float32), plain.astype(np.float32), nf4.decode(second, np.float32)])
-    assert np.array_equal(np.asarray(dense(mixed, jnp.float32)), expected)
+    assert np.array_equal(np.asarray(dequantize(mixed, jnp.float32)), expected)
     x = jnp.asarray(np.random.default_rng(3).standard_normal((1, 4, 64)), jnp.float32)
     np.testing.assert_allclose(matmul(x, mixed)[0], x[0] @ expected.T, rtol=1e-5, atol=1e-5)
     assert isinstance(concatenate([jnp.zeros((2, 8)), jnp.zeros((3, 8), jnp.bfloat16)]), MixedWeight)
@@ -108,7 +108,7 @@ def test_scales_of_different_maps_stay_apart():
     stretched = dataclasses.replace(second, nested_quant_map=second.nested_quant_map * np.float32(1.5))
     joined = concatenate([NF4Weight.from_tensor(first), NF4Weight.from_tensor(stretched)])
     expected = np.concatenate([nf4.decode(first, np.float32), nf4.decode(stretched, np.float32)])
-    assert np.array_equal(np.asarray(dense(joined, jnp.float32)), expected)
+    assert np.array_equal(np.asarray(dequantize(joined, jnp.float32)), expected)
 
 
 @pytest.mark.parametrize("sizes", [{"blocksize": 128}, {"blocksize": 64, "nested_blocksize": 128}])

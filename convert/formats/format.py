@@ -1,0 +1,139 @@
+"""What a weight's format on disk must tell: how to recognise, read, decode and write it.
+
+A format is one subclass of `Format` and one row of `convert.formats.FORMATS`; loading, merging, quantising, comparing
+and inspecting folders know no more of it than this.
+"""
+
+import abc
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from convert.blocks import Block, Blocks
+from convert.checkpoint import Checkpoint
+from convert.shard import Job
+from convert.tensor_file import TensorInfo
+
+
+class Stored(NamedTuple):
+    """A weight in a checkpoint.
+
+    Attributes:
+        checkpoint: The open folder.
+        name: The weight's name there.
+        shape: Its shape in the model.
+    """
+
+    checkpoint: Checkpoint
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def info(self) -> TensorInfo:
+        """Shape, dtype and file of the tensor of this name."""
+        return self.checkpoint.info(self.name)
+
+
+class Format(abc.ABC):
+    """A format of weights on disk.
+
+    Attributes:
+        name: Its key in `FORMATS`: "nf4-nested".
+        label: What messages call it: "NF4".
+        bits: A weight's, without its scales.
+        target: The format's name without its variants, as settings name it: "nf4".
+        packed: Exact class of its tensors as they are stored; NumPy arrays for plain ones.
+        methods: ``quantization_config.quant_method`` of folders in this format.
+        writable: Whether folders are written in it; what is not, streams decode.
+    """
+
+    name: str
+    label: str
+    bits: int
+    target: str
+    packed: type
+    methods: tuple[str, ...] = ()
+    writable: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether the tensors are the values themselves."""
+        return self.packed is np.ndarray
+
+    @abc.abstractmethod
+    def holds(self, stored: Stored) -> bool:
+        """Whether a weight is in this format, by names, dtypes and shapes alone."""
+
+    def misfit(self, stored: Stored) -> str | None:
+        """Why a weight in this format is not the model's, by names, dtypes and shapes alone; None if it may be."""
+        return None
+
+    @abc.abstractmethod
+    def claims(self, name: str) -> tuple[str, ...]:
+        """The names that may stand in a checkpoint for a weight: its own and those of its scales."""
+
+    @abc.abstractmethod
+    def decoded_dtype(self, stored: Stored) -> np.dtype:
+        """Of the values: float32, bfloat16 or float16."""
+
+    @abc.abstractmethod
+    def read(self, stored: Stored) -> Any:
+        """The whole weight as it is stored, of class `packed`.
+
+        Raises:
+            ConvertError: A file was cut short, or a part is missing or does not fit the others.
+        """
+
+    @abc.abstractmethod
+    def decode(self, tensor: Any) -> Float[np.ndarray, "..."]:
+        """The values of a weight that `read` returned, in the dtype that it decodes to."""
+
+    @abc.abstractmethod
+    def blocks(self, stored: Stored) -> Iterator[Block]:
+        """The values as float32 rows, rounded to the dtype that they decode to, a few at a time.
+
+        Raises:
+            ConvertError: As `read`.
+        """
+
+    def check_config(self, quantization: Mapping[str, Any], file: str | os.PathLike[str]) -> None:  # noqa: B027
+        """Refuse a ``quantization_config`` of one of `methods` that names another format.
+
+        Raises:
+            ConvertError: It does; the message names the field.
+        """
+
+    def made(self, tensor: Any) -> bool:
+        """Whether a tensor in memory is written in this format."""
+        return type(tensor) is self.packed
+
+    def to_tensors(self, name: str, tensor: Any) -> dict[str, np.ndarray]:
+        """The tensors of a checkpoint for a weight, by name, the way back from `read`."""
+        raise NotImplementedError(self.name)
+
+    def job(
+        self, source: str | os.PathLike[str], name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype
+    ) -> Job:
+        """Write a weight from its values.
+
+        Args:
+            source: The folder that they come from, for messages.
+            name: The weight's.
+            blocks: Its values, float32.
+            shape: Its shape.
+            dtype: What it decodes to: float32, bfloat16 or float16.
+        """
+        raise NotImplementedError(self.name)
+
+    def quantization_config(self, dtype: str, skipped: list[str], storage_dtype: str = "uint8") -> dict[str, Any]:
+        """The ``quantization_config`` of a folder in this format.
+
+        Args:
+            dtype: What the weights decode to.
+            skipped: Linear modules that are not quantised.
+            storage_dtype: Of the codes' bytes in the files.
+        """
+        raise NotImplementedError(self.name)

@@ -1,0 +1,176 @@
+"""NF4 in checkpoints: one tensor of codes a weight and its scales beside it, as bitsandbytes saves them.
+
+A weight is in NF4 where its quant_state is in the folder, so folders that leave some modules in 16 bits ("dynamic"
+ones) just work. Reading and writing go over the codes a few rows at a time.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from convert.blocks import Block, Blocks, row_ranges, whole_groups
+from convert.errors import unexpected
+from convert.finite import NOT_IN_NF4, is_finite, nonfinite
+from convert.formats import nf4
+from convert.formats.format import Format, Stored
+from convert.formats.nf4 import NF4Tensor
+from convert.shard import Job, Part
+from convert.tensor_file import read_range
+
+_OFFSET_LENGTH = 24
+"""Characters of a nested offset at most, as JSON writes a float32's value in full."""
+
+
+class _NF4(Format):
+    label, bits, target, packed = "NF4", 4, "nf4", NF4Tensor
+    methods, writable = ("bitsandbytes",), True
+
+    def __init__(self, name: str, nested: bool):
+        self.name, self.nested = name, nested
+
+    def holds(self, stored: Stored) -> bool:
+        tensors = stored.checkpoint.tensors
+        return stored.name + nf4.QUANT_STATE in tensors and (stored.name + ".nested_absmax" in tensors) == self.nested
+
+    def claims(self, name: str) -> tuple[str, ...]:
+        return tuple(name + suffix for suffix in nf4.SUFFIXES)
+
+    def decoded_dtype(self, stored: Stored) -> np.dtype:
+        field = stored.name + nf4.QUANT_STATE
+        file = stored.checkpoint.info(field).file
+        return np.dtype(nf4.read_state(stored.checkpoint.read(field).tobytes(), file, field)["dtype"])
+
+    def read(self, stored: Stored) -> NF4Tensor:
+        return _read(stored)
+
+    def decode(self, tensor: NF4Tensor) -> np.ndarray:
+        return nf4.decode(tensor)
+
+    def blocks(self, stored: Stored) -> Iterator[Block]:
+        info, tensor = stored.info, _read(stored, codes=False)
+        item = np.dtype(info.dtype).itemsize
+        columns = math.prod(tensor.shape[1:])
+        scales = nf4.decode_absmax(tensor)
+        for begin, end in row_ranges(tensor.shape, math.lcm(tensor.blocksize, nf4.BLOCK, 2 * item)):
+            first, last = begin * columns, end * columns
+            codes = read_range(stored.name, info, first // (2 * item), math.ceil(math.ceil(last / 2) / item))
+            part = dataclasses.replace(
+                tensor,
+                codes=codes.view(np.uint8),
+                absmax=scales[first // tensor.blocksize : math.ceil(last / tensor.blocksize)],
+                nested_absmax=None,
+                nested_quant_map=None,
+                nested_offset=None,
+                shape=(end - begin, columns),
+            )
+            yield nf4.decode(part).astype(np.float32, copy=False)
+
+    def check_config(self, quantization: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
+        if quantization.get("load_in_8bit"):
+            raise unexpected(file, "quantization_config.load_in_8bit", "false (NF4 is the format that is read)", True)
+        kind = quantization.get("bnb_4bit_quant_type")
+        if quantization.get("load_in_4bit") and kind != "nf4":
+            raise unexpected(file, "quantization_config.bnb_4bit_quant_type", "'nf4'", kind)
+
+    def made(self, tensor: Any) -> bool:
+        return isinstance(tensor, NF4Tensor) and tensor.nested == self.nested
+
+    def to_tensors(self, name: str, tensor: NF4Tensor) -> dict[str, np.ndarray]:
+        return nf4.to_tensors(name, tensor)
+
+    def quantization_config(self, dtype: str, skipped: list[str], storage_dtype: str = "uint8") -> dict[str, Any]:
+        return nf4.quantization_config(dtype, skipped, nested=self.nested, storage_dtype=storage_dtype)
+
+    def job(
+        self, source: str | os.PathLike[str], name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype
+    ) -> Job:
+        count, state = math.prod(shape), name + nf4.QUANT_STATE
+        scales = np.zeros(math.ceil(count / nf4.BLOCK), np.float32)
+        empty = NF4Tensor(np.empty(0, np.uint8), scales, nf4.NF4_MAP, shape, dtype.name)
+        sample = self._with_scales(name, empty)
+        outputs = {key: (array.dtype, array.shape) for key, array in sample.items()}
+        outputs[name] = np.dtype(np.uint8), (math.ceil(count / 2), 1)
+        if self.nested:  # as long as the longest offset
+            outputs[state] = np.dtype(np.uint8), (len(sample[state]) + _OFFSET_LENGTH - len("0.0"),)
+
+        def run() -> Iterator[Part]:
+            scales = []
+            for first, values in whole_groups(blocks(), nf4.BLOCK):
+                with np.errstate(over="ignore"):
+                    values = values.astype(dtype, copy=False)
+                if not is_finite(values):
+                    raise nonfinite(source, name, where=f"where {dtype} cannot hold them", way_out=NOT_IN_NF4)
+                part = nf4.encode(values)
+                scales.append(part.absmax)
+                yield Part(name, first // 2, part.codes)
+            tensor = dataclasses.replace(empty, absmax=np.concatenate(scales))
+            for key, array in self._with_scales(name, tensor).items():
+                if key == state and self.nested:
+                    array = np.concatenate([array, np.full(outputs[state][1][0] - len(array), ord(" "), np.uint8)])
+                yield Part(key, 0, np.ascontiguousarray(array).reshape(-1))
+
+        return Job(outputs, run, source)
+
+    def _with_scales(self, name: str, tensor: NF4Tensor) -> dict[str, np.ndarray]:
+        """The tensors of a weight but for its codes, from scales in float32."""
+        tensors = nf4.to_tensors(name, nf4.nest(tensor) if self.nested else tensor)
+        del tensors[name]
+        return tensors
+
+
+def through_nf4(
+    source: str | os.PathLike[str], name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype
+) -> Blocks:
+    """The values of a weight after quantisation to NF4 (nested) and decoding.
+
+    Args:
+        source: The folder it comes from, for messages.
+        name: The weight's.
+        blocks: Its values.
+        shape: Its shape.
+        dtype: Of the weight.
+    """
+
+    def run() -> Iterator[Block]:
+        parts = []
+        for _, values in whole_groups(blocks(), nf4.BLOCK):
+            if not is_finite(values):
+                raise nonfinite(source, name, way_out=NOT_IN_NF4)
+            parts.append(nf4.encode(values.astype(dtype, copy=False)))
+        scales = np.concatenate([part.absmax for part in parts])
+        tensor = nf4.nest(NF4Tensor(np.empty(0, np.uint8), scales, nf4.NF4_MAP, shape, dtype.name))
+        scales, codes = nf4.decode_absmax(tensor), np.concatenate([part.codes for part in parts])
+        columns = math.prod(shape[1:])
+        for begin, end in row_ranges(shape):
+            first, last = begin * columns, end * columns
+            part = NF4Tensor(
+                codes[first // 2 : math.ceil(last / 2)],
+                scales[first // nf4.BLOCK : math.ceil(last / nf4.BLOCK)],
+                nf4.NF4_MAP,
+                (end - begin, columns),
+                dtype.name,
+            )
+            yield nf4.decode(part).astype(np.float32, copy=False)
+
+    return run
+
+
+def _read(stored: Stored, *, codes: bool = True) -> NF4Tensor:
+    """The whole weight; without `codes` it has none."""
+    checkpoint, name = stored.checkpoint, stored.name
+    file = checkpoint.info(name + nf4.QUANT_STATE).file
+    names = [name + suffix for suffix in nf4.SUFFIXES if name + suffix in checkpoint.tensors]
+    parts = {part: checkpoint.read(part) for part in names if codes or part != name}
+    if not codes:
+        parts[name] = np.zeros(stored.info.shape, np.dtype(stored.info.dtype))  # never touched, so it takes no memory
+    tensor = nf4.from_tensors(name, parts, file)
+    if tensor.shape != stored.shape:
+        raise unexpected(file, f"{name}: shape", str(list(stored.shape)), list(tensor.shape))
+    return tensor if codes else dataclasses.replace(tensor, codes=np.empty(0, np.uint8))
+
+
+NF4, NF4_NESTED = _NF4("nf4", False), _NF4("nf4-nested", True)

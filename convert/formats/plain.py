@@ -1,0 +1,62 @@
+"""Plain arrays of 16 or 32 bits."""
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from convert.blocks import Block, Blocks, array_blocks
+from convert.checkpoint import CONFIG
+from convert.formats.format import Format, Stored
+from convert.shard import Job, Part
+from convert.tensor_file import DTYPES
+
+
+class _Plain(Format):
+    packed, writable = np.ndarray, True
+
+    def __init__(self, name: str, code: str):
+        self.name = self.label = self.target = name
+        self.dtype = DTYPES[code]
+        self.bits = 8 * self.dtype.itemsize
+
+    def holds(self, stored: Stored) -> bool:
+        return stored.info.dtype == self.name
+
+    def misfit(self, stored: Stored) -> str | None:
+        info = stored.info
+        if info.shape == stored.shape:
+            return None
+        return f"expected {list(stored.shape)} from {CONFIG}, got {list(info.shape)} in {info.file.name}"
+
+    def claims(self, name: str) -> tuple[str, ...]:
+        return (name,)
+
+    def decoded_dtype(self, stored: Stored) -> np.dtype:
+        return self.dtype
+
+    def read(self, stored: Stored) -> np.ndarray:
+        return stored.checkpoint.read(stored.name)
+
+    def decode(self, tensor: np.ndarray) -> np.ndarray:
+        return tensor
+
+    def blocks(self, stored: Stored) -> Iterator[Block]:
+        return array_blocks(stored.name, stored.info)
+
+    def job(
+        self, source: str | os.PathLike[str], name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype
+    ) -> Job:
+        def run() -> Iterator[Part]:
+            first = 0
+            for block in blocks():
+                with np.errstate(over="ignore"):  # what overflows is found as infinity
+                    values = block.astype(dtype, copy=False).reshape(-1)
+                yield Part(name, first, values)
+                first += values.size
+
+        return Job({name: (dtype, shape)}, run, source)
+
+
+PLAIN = (_Plain("float32", "F32"), _Plain("bfloat16", "BF16"), _Plain("float16", "F16"))
+FLOATS = tuple(form.name for form in PLAIN)

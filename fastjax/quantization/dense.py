@@ -1,0 +1,74 @@
+"""A plain array as a weight. The model's tree holds the array alone, so checkpoints and optimizers see arrays."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from fastjax.quantization.weight import Weight
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseWeight(Weight):
+    """A matrix in 16 or 32 bits.
+
+    Attributes:
+        array: [out, in].
+    """
+
+    array: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """(out, in)."""
+        return self.array.shape
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Its dtype."""
+        return (str(self.array.dtype),)
+
+    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
+        """x·Wᵀ in the dtype of x."""
+        return linear(x, self.array)
+
+    def transposed(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"]:
+        """dy·W in the dtype of dy."""
+        return linear(dy, self.array.T)
+
+    def gradient(self, dy: Float[Array, "B S out"], x: Float[Array, "B S in"]) -> Float[Array, "out in"]:
+        """dyᵀ·x in the array's dtype."""
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        dims = (((0, 1), (0, 1)), ((), ()))
+        return jax.lax.dot_general(dy, x, dims, precision=precision).astype(self.array.dtype)
+
+    def rows(self, rows: slice) -> "DenseWeight":
+        """Some of the output rows."""
+        return DenseWeight(self.array[rows])
+
+    def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
+        """The array in `dtype`."""
+        return self.array.astype(dtype)
+
+    def concatenate(self, others: "list[DenseWeight]") -> "DenseWeight | None":
+        """One array, or None where dtypes differ."""
+        arrays = [self.array, *(other.array for other in others)]
+        return DenseWeight(jnp.concatenate(arrays)) if len({array.dtype for array in arrays}) == 1 else None
+
+    def axes(self, out: str | None, into: str | None) -> P:
+        """Rows and columns."""
+        return P(out, into)
+
+    @property
+    def held(self) -> Array:
+        """The array."""
+        return self.array
+
+
+def linear(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Float[Array, "... out"]:
+    """x·Wᵀ for a plain matrix, in the dtype of x, accumulated in float32 (highest precision for float32)."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight.astype(x.dtype), contract, precision=precision)
