@@ -28,11 +28,12 @@ from convert.model.config import ModelConfig
 from convert.weights import save
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
-from fastjax.lora import LoraParam, SavedParam
-from fastjax.models.adapter_settings import fresh_adapter, saved_modules
-from fastjax.models.adapters import export_adapters
+from fastjax.lora.export import export_adapters
+from fastjax.lora.params import LoraParam, SavedParam
+from fastjax.lora.settings import fresh_adapter
+from fastjax.lora.tables import shares_whole_table
 from fastjax.models.decoder import Decoder
-from fastjax.models.layout import Run, layer_of, split_layer
+from fastjax.models.layout import LayerStack, layer_of, split_layer
 from fastjax.models.load import load_weights, random_weights
 from fastjax.models.new_rows import grown
 from fastjax.models.outline import read_outline, row_length
@@ -77,7 +78,7 @@ class LanguageModel:
     graphdef: nnx.GraphDef = dataclasses.field(repr=False)
     trainable: Any = dataclasses.field(repr=False)
     frozen: Any = dataclasses.field(repr=False)
-    plan: tuple[Run, ...]
+    plan: tuple[LayerStack, ...]
     lora: AdapterConfig | None
     full_finetuning: bool
     precision: Precision
@@ -135,8 +136,8 @@ class LanguageModel:
             )
         with atomic_folder(folder, replaces=("adapter_model.*",) if self.lora is not None else WEIGHT_FILES) as whole:
             if self.lora is not None:
-                tied = self.lora.ensure_weight_tying and self.config.tie_word_embeddings and saved_modules(self.lora)
-                arrays = export_adapters(self.trainable, self.plan, bool(tied))
+                tied = shares_whole_table(self.lora, self.config)
+                arrays = export_adapters(self.trainable, self.plan, tied)
                 write_adapter(whole, self.lora, arrays, family=family_for(self.hf_config))
             else:
                 save(whole, self._tensors(), dict(self.hf_config), source=self.folder)
@@ -440,7 +441,7 @@ def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
 
 
 def _build(config, hf_config, folder, plan, weights, precision, tokenizer, settings) -> LanguageModel:
-    decoder = Decoder(config, plan, weights, {}, precision=precision, remat=settings["remat"])
+    decoder = Decoder(config, plan, weights, precision=precision, remat=settings["remat"])
     full = settings["full_finetuning"]
     graphdef, trainable, frozen = nnx.split(decoder, nnx.Param if full else nnx.Nothing(), ...)
     return LanguageModel(

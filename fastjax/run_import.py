@@ -14,7 +14,8 @@ from convert.files import atomic_folder, remove_unfinished
 from fastjax.errors import ConfigError
 from fastjax.fine_tuning import adapted, check_vocabulary, describe, initial_state
 from fastjax.language_model import FastLanguageModel, LanguageModel
-from fastjax.models.adapter_settings import adapter_sites, saved_modules
+from fastjax.lora.sites import adapter_sites
+from fastjax.lora.tables import saved_modules
 from fastjax.training.checkpoint import Checkpoints, Progress, named_arrays
 from fastjax.training.config import LoraSection, TrainConfig
 from fastjax.training.datasets import load_run_data

@@ -21,7 +21,7 @@ from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
 from convert.model.spec import WeightSpec
 from convert.weights import Weights, open_weights, stream
-from fastjax.models.layout import Run, fuse_layer, plan_layers
+from fastjax.models.layout import LayerStack, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
 from fastjax.quantization import FP8Weight, NF4Weight
 from fastjax.quantization.weights import Weight
@@ -36,7 +36,7 @@ def load_weights(
     load_in_4bit: bool,
     layer_loop: str,
     allow_nonfinite: bool = False,
-) -> tuple[tuple[Run, ...], dict[str, Any]]:
+) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """Read a Hugging Face folder into the tree that `Decoder` takes.
 
     Args:
@@ -112,7 +112,7 @@ def load_weights(
 
 def random_weights(
     config: ModelConfig, key: PRNGKeyArray, *, precision: Precision, trained: bool, load_in_4bit: bool, layer_loop: str
-) -> tuple[tuple[Run, ...], dict[str, Any]]:
+) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """Random weights, normal with the config's initializer_range, norms that scale by one, biases zero.
 
     Args:
@@ -179,7 +179,9 @@ def _quantize(matrix: Array) -> NF4Weight:
     return NF4Weight.quantize(matrix)
 
 
-def _fill(config: ModelConfig, plan: Sequence[Run], arrays: Iterable[tuple[WeightPath, Weight]]) -> dict[str, Any]:
+def _fill(
+    config: ModelConfig, plan: Sequence[LayerStack], arrays: Iterable[tuple[WeightPath, Weight]]
+) -> dict[str, Any]:
     """Arrays as they come, in the order of the layers, put in their places of the tree."""
     tree: dict[str, Any] = {"layers": [[None] * run.period for run in plan]}
     pending: dict[str, Weight] = {}
@@ -198,7 +200,7 @@ def _fill(config: ModelConfig, plan: Sequence[Run], arrays: Iterable[tuple[Weigh
     return tree
 
 
-def _place(runs: list[list[Any]], plan: Sequence[Run], index: int, layer: Any) -> None:
+def _place(runs: list[list[Any]], plan: Sequence[LayerStack], index: int, layer: Any) -> None:
     number = next(n for n, run in enumerate(plan) if run.start <= index < run.start + run.period * run.count)
     run = plan[number]
     position, repeat = (index - run.start) % run.period, (index - run.start) // run.period

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from convert.model.config import ModelConfig
 from convert.model.rope import BY_LENGTH, RopeConfig
 
 
@@ -127,3 +128,23 @@ def rope_tables(
     angles = positions.astype(jnp.float32)[:, :, None] * frequency
     scale = jnp.float32(rope.attention_factor)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def query_scales(config: ModelConfig, positions: Int[Array, "B S"]) -> dict[str, Float[Array, "B S"]]:
+    """Factors of the turned queries, which grow with the position, for the fields of `ModelConfig` that have any.
+
+    Args:
+        config: the model's.
+        positions: position of each token in its document.
+
+    References:
+        `RopeConfig.query_beta`; Llama 4's attention temperature, as Ministral 3 has it.
+    """
+    found = {}
+    for name in dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None):
+        rope: RopeConfig = getattr(config, name)
+        if rope.query_beta is not None:
+            assert rope.original_max_position_embeddings, "query_beta counts in original lengths"
+            lengths = (positions // rope.original_max_position_embeddings).astype(jnp.float32)
+            found[name] = 1.0 + rope.query_beta * jnp.log1p(lengths)
+    return found

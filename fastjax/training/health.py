@@ -15,10 +15,10 @@ from jaxtyping import Array, Float
 
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
-from fastjax.models.layout import Run
+from fastjax.models.layout import LayerStack
 
 
-def leaf_names(trainable: Any, plan: Sequence[Run]) -> list[str]:
+def leaf_names(trainable: Any, plan: Sequence[LayerStack]) -> list[str]:
     """A name for each leaf, and for each layer of a stacked one, in the order of `squared_norms`.
 
     Args:
@@ -41,7 +41,7 @@ def leaf_names(trainable: Any, plan: Sequence[Run]) -> list[str]:
     return names
 
 
-def squared_norms(tree: Any, plan: Sequence[Run]) -> Float[Array, " n"]:
+def squared_norms(tree: Any, plan: Sequence[LayerStack]) -> Float[Array, " n"]:
     """Squared Euclidean norm of each leaf, of a stacked one by layer, in float32.
 
     Args:
@@ -56,7 +56,7 @@ def squared_norms(tree: Any, plan: Sequence[Run]) -> Float[Array, " n"]:
     return jnp.concatenate(found)
 
 
-def _run_of(path: Sequence[Any], plan: Sequence[Run]) -> Run | None:
+def _run_of(path: Sequence[Any], plan: Sequence[LayerStack]) -> LayerStack | None:
     """The run that a leaf belongs to; None outside the layers."""
     keys = [getattr(entry, "key", None) for entry in path[:2]]
     if len(keys) < 2 or keys[0] != "layers" or not isinstance(keys[1], int) or keys[1] >= len(plan):

@@ -14,9 +14,9 @@ from convert.files import read_json
 from convert.weights import open_weights
 from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
-from fastjax.models.adapter_settings import check_adapter, fresh_adapter
+from fastjax.lora.settings import check_adapter, fresh_adapter
+from fastjax.lora.tables import adapter_rows
 from fastjax.models.outline import Outline, read_outline
-from fastjax.models.vocabulary import adapter_rows
 from fastjax.training.config import LoraSection, TrainConfig
 from fastjax.training.origins import located
 

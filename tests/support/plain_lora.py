@@ -7,7 +7,7 @@ place of the units of a whole model.
 import jax
 import jax.numpy as jnp
 
-from fastjax.lora import drop
+from fastjax.lora.dropout import drop
 from fastjax.models.mlp import MLP
 from fastjax.quantization import dense, matmul
 from fastjax.quantization.weights import linear
@@ -73,4 +73,4 @@ def mlp(block, x, key):
 def everywhere(monkeypatch):
     """Put it in the place of the units."""
     monkeypatch.setattr("fastjax.models.projection.project", project)
-    monkeypatch.setattr(MLP, "apart", lambda self, dtype: "the test says so")
+    monkeypatch.setattr(MLP, "why_not_fused", lambda self, dtype: "the test says so")

@@ -7,8 +7,9 @@ import pytest
 
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
-from fastjax.lora import drop, initial_arrays
-from fastjax.models.adapters import export_adapters
+from fastjax.lora.dropout import drop
+from fastjax.lora.export import export_adapters
+from fastjax.lora.initial import initial_arrays
 from tests.support import steps, tiny
 
 RANK, IN, OUT = 8, 3000, 2000

@@ -9,7 +9,7 @@ from flax import nnx
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.adapters import export_adapters
+from fastjax.lora.export import export_adapters
 from fastjax.models.decoder import lm_logits
 from fastjax.quantization import NF4Weight
 from fastjax.training.loss import loss_sums

@@ -11,7 +11,7 @@ from fastjax.data.new_tokens import add_tokens, own_tokenizer, vocabulary_size
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.adapters import export_adapters
+from fastjax.lora.export import export_adapters
 from tests.support import steps, tiny
 
 NEW = ["<|tool|>", "<|end|>"]
