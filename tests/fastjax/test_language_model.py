@@ -90,8 +90,8 @@ def test_order_of_calls(base, tmp_path):
     [
         ({"r": 0}, "r: expected a positive integer, got 0"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: expected .* got 'pissa'"),
-        ({"bias": "all"}, "bias: expected 'none', given 'all'"),
-        ({"modules_to_save": ["norm"]}, "modules_to_save: expected some of .* given .*norm"),
+        ({"bias": "all"}, "bias: expected 'none', got 'all'"),
+        ({"modules_to_save": ["norm"]}, "modules_to_save: expected some of .* got .*norm"),
         ({"target_modules": ["nothing"]}, "target_modules: .*nothing.* matches no module"),
         ({"lora_dropout": 1.0}, "lora_dropout: expected a number from 0 to below 1, got 1.0"),
     ],

@@ -141,7 +141,7 @@ def test_every_projection_draws_masks_of_its_own():
     [
         ({"target_modules": ["nothing"]}, "matches no module"),
         ({"modules_to_save": ["norm"]}, "modules_to_save: expected some of"),
-        ({"bias": "all"}, "bias: expected 'none', given 'all'"),
+        ({"bias": "all"}, "bias: expected 'none', got 'all'"),
         ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, "ensure_weight_tying"),
         ({"init_lora_weights": "orthogonal", "r": 3}, "even rank"),
     ],
@@ -157,5 +157,5 @@ def test_an_adapter_that_does_not_fit_is_refused_with_every_misfit(base, tmp_pat
     FastLanguageModel.get_peft_model(wide, r=4, target_modules=["q_proj"]).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ConfigError) as error:
         FastLanguageModel.load_adapter(base, tmp_path / "adapter")
-    assert "layers.0.self_attn.q_proj.lora_A: expected [4, 48], given [4, 40]" in str(error.value)
+    assert "layers.0.self_attn.q_proj.lora_A: expected [4, 48], got [4, 40]" in str(error.value)
     assert "layers.3.self_attn.q_proj.lora_A: no module of this model takes it" in str(error.value)

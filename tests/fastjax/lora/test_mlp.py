@@ -104,6 +104,22 @@ def test_why_a_block_is_not_one_unit():
     assert "different dtypes" in block.why_not_fused(jnp.bfloat16) and block.why_not_fused(jnp.float32) is None
 
 
+@pytest.mark.parametrize("activation", ["relu2", "silu"])
+@pytest.mark.parametrize("ranks", [(8, 8), (0, 8), (0, 0)])
+def test_a_block_without_a_gate_goes_projection_by_projection(compare, activation, ranks):
+    maker = Maker(6)
+
+    def projection(name, rows, columns, rank):
+        own = {name: maker.adapter(rank, rows, columns, dropout=0.3)} if rank else {}
+        return Projection([(name, rows)], maker.weight(jnp.float32, [rows], columns), maker.normal(rows), own)
+
+    inner, outer = projection("up_proj", FEATURES, WIDTH, ranks[0]), projection("down_proj", WIDTH, FEATURES, ranks[1])
+    block = MLP(activation, inner, outer, gated=False)
+    assert ("not gated" if any(ranks) else "no adapter") in block.why_not_fused(jnp.float32)
+    x, dy = maker.normal(2, BATCH, LENGTH, WIDTH)
+    compare(*functions(block, 0.3), x, dy)
+
+
 def kept(policy, name="all"):
     """Shapes of the arrays that a block keeps for its backward pass, under a policy of jax.checkpoint or none."""
     maker, (ranks, options) = Maker(5), CASES[name]
