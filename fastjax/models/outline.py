@@ -1,6 +1,6 @@
-"""What a model will be, as far as its config.json, its tokenizer and the settings say; no weights, no JAX.
+"""A model without its weights: config.json, tokenizer and the settings that change them. No JAX.
 
-Loading a model begins with this, and so do a run and its preview, so that none takes what another refuses.
+Loading a model, a run and its preview all begin with it: none accepts settings that another refuses.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Outline:
 
     Attributes:
         hf_config: the folder's config.json, with the settings' scaling of the positions and the rows of new tokens.
-        config: the same, as the decoder takes it.
+        config: the same, parsed.
         tokenizer: the folder's, with the new tokens.
         new_token_ids: ids of the new tokens.
         known_tokens: rows of the folder's tables that belong to a token.
@@ -58,15 +58,15 @@ def read_outline(
 
     Args:
         folder: the folder.
-        max_seq_length: None: 2048, or what the model can do where that is less.
-        float32_modules: names of modules, which there must be.
+        max_seq_length: None: 2048, or the model's limit if that is less.
+        float32_modules: names of modules, all present.
         new_tokens: tokens to add.
         rope_scaling: replaces the scaling of the rotary positions.
-        weights: whether there must be files of weights with whole headers.
+        weights: whether files of weights with whole headers are required.
 
     Raises:
         ConfigError: arguments that contradict the model, or no tokenizer that fits it.
-        ConvertError: what is wrong with the folder.
+        ConvertError: a broken folder; the message says how.
     """
     hf_config: Mapping[str, Any] = open_checkpoint(folder).config if weights else read_json(folder / CONFIG)
     config = ModelConfig.from_hf(hf_config, where=str(folder / CONFIG))
@@ -87,21 +87,21 @@ def read_outline(
 
 
 def row_length(max_seq_length: int | None, config: ModelConfig) -> int:
-    """The longest row that will be trained on or generated.
+    """The length of the longest row, in tokens.
 
     Args:
-        max_seq_length: what is asked for; None: 2048, or what the model can do where that is less.
+        max_seq_length: the setting; None: 2048, or the model's limit if that is less.
         config: the model's.
 
     Raises:
-        ConfigError: more than the model can do.
+        ConfigError: beyond the model's limit.
     """
     if max_seq_length is None:
         return min(2048, config.max_length)
     if max_seq_length > config.max_length:
         pretrained = config.rope.original_max_position_embeddings or config.max_length / config.rope.factor
         raise ConfigError(
-            f"max_seq_length: expected at most the model's {config.max_length} positions, given {max_seq_length}; take "
+            f"max_seq_length: expected at most the model's {config.max_length} positions, got {max_seq_length}; take "
             "a smaller one, or stretch the positions: rope_scaling: {rope_type: yarn, factor: "
             f"{math.ceil(max_seq_length / pretrained):.1f}}}"
         )

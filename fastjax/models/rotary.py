@@ -12,18 +12,18 @@ from convert.model.rope import BY_LENGTH, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angular velocity of each rotary pair, in radians a position, in documents that are not longer than the original.
+    """Angular velocity of each rotary pair, in radians a position, in documents up to the original length.
 
     Args:
         rope: base and scaling.
         head_dim: D, even.
 
     Returns:
-        float32 [R/2], R = D or the part of it that turns.
+        float32 [R/2], R = D or the turning part of it.
 
     References:
         RoFormer, arXiv 2104.09864, eq. 15; Llama 3.1's scaling as in its reference implementation: a wavelength
-        longer than original/low_freq_factor is divided by `factor`, a shorter one than original/high_freq_factor
+        longer than original/low_freq_factor is divided by `factor`, one shorter than original/high_freq_factor is
         kept, and between them the two are mixed linearly in original/wavelength; YaRN, arXiv 2309.00071, eq. 23.
     """
     frequency = (1.0 / np.float32(rope.theta) ** _exponents(rope, head_dim)).astype(np.float32)
@@ -92,7 +92,7 @@ def frequencies_by_length(rope: RopeConfig, head_dim: int, lengths: Int[Array, "
 
 
 def document_lengths(positions: Int[Array, "B S"], segment_ids: Int[Array, "B S"] | None) -> Int[Array, "B S"]:
-    """How long the document of each token is: one more than its last position.
+    """The length of each token's document: one more than its last position.
 
     Args:
         positions: position of each token in its document, counted from 0.
@@ -118,7 +118,7 @@ def rope_tables(
         rope: base and scaling.
         head_dim: D, even.
         positions: position of each token in its document.
-        lengths: how long that document is; only a scaling in `BY_LENGTH` needs it.
+        lengths: tokens of that document; only a scaling in `BY_LENGTH` needs it.
     """
     if rope.kind in BY_LENGTH:
         assert lengths is not None, f"{rope.kind} scaling needs the documents' lengths"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", config: ModelConfig, where: str | Path) -> None:
-    """Refuse a tokenizer with tokens that have no embedding.
+    """Refuse a tokenizer with tokens beyond the embedding.
 
     Args:
         tokenizer: the model's.

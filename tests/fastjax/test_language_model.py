@@ -64,7 +64,7 @@ def test_gradient_checkpointing_has_an_effect(base):
     [
         ({"full_finetuning": True, "load_in_4bit": True}, "4-bit weights cannot be trained"),
         ({"layer_loop": "loop"}, "layer_loop: expected one of .* given 'loop'"),
-        ({"dtype": "int8"}, "dtype: expected one of .* given 'int8'"),
+        ({"dtype": "int8"}, "dtype: expected one of .* got 'int8'"),
         ({"use_gradient_checkpointing": "some"}, "use_gradient_checkpointing: .* given 'some'"),
     ],
 )
