@@ -8,4 +8,5 @@ ACTIVATIONS = {
         ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_pytorch_tanh"
     ),
     "relu": "relu",
+    "relu2": "relu2",
 }

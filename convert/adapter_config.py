@@ -1,7 +1,7 @@
-"""adapter_config.json: PEFT's LoRA settings, and which modules they mean.
+"""adapter_config.json: PEFT's LoRA settings, and the modules that they select.
 
-The dataclass has the fields that are supported, under PEFT's names. A field that PEFT knows and this does not is
-refused by name when it is off its default, never ignored; so is an unknown field that is neither null nor false.
+The dataclass has the supported fields, under PEFT's names. Any other field of PEFT's is refused by name when it is off
+its default, never ignored; so is an unknown field that is neither null nor false.
 Matching follows PEFT 0.21 (``check_target_module_exists``, ``get_pattern_key``) on Hugging Face module names such as
 "model.layers.0.self_attn.q_proj".
 """
@@ -22,10 +22,10 @@ from convert.limits import PATTERN_LENGTH, PATTERNS
 from convert.patterns import fullmatch, match, mistake
 
 CONFIG = "adapter_config.json"
-PEFT_VERSION = "0.21.2"  # the version whose format is written
+PEFT_VERSION = "0.21.2"  # of the written format
 INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
 
-# PEFT's other fields: the value that means "off". Fields that only qualify one of these may hold anything.
+# PEFT's other fields: their "off" value. Fields that only qualify one of these may hold anything.
 _OFF: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -49,19 +49,19 @@ class AdapterConfig:
         lora_dropout: Dropout on the adapter's input.
         target_modules: Module names (whole, or the last parts), a regular expression for the whole name, or
             "all-linear" for every matrix in the layers.
-        exclude_modules: Modules that are never targets, likewise.
-        modules_to_save: Modules that are trained whole and saved with the adapter.
-        layers_to_transform: Layers that adapters are limited to.
-        layers_pattern: Name of the list of layers, if it must be told apart.
-        rank_pattern: Regular expression for the last parts of a name -> rank; the first that matches counts.
+        exclude_modules: Modules without an adapter, likewise.
+        modules_to_save: Modules trained whole and saved with the adapter.
+        layers_to_transform: The only layers with adapters.
+        layers_pattern: Name of the list of layers, where there are several lists.
+        rank_pattern: Regular expression for the last parts of a name -> rank; the first match counts.
         alpha_pattern: Likewise -> lora_alpha.
         use_rslora: See `lora_alpha`.
         use_dora: Weight-decomposed adapters (arXiv 2402.09353).
         init_lora_weights: How adapters start: True, False, "gaussian" or "orthogonal".
-        trainable_token_indices: Tokens whose rows are trained, of the embedding (and with it of a tied head), or for
+        trainable_token_indices: Tokens with trained rows, of the embedding (and with it of a tied head), or for
             each of the tables "embed_tokens" and "lm_head".
         ensure_weight_tying: Keep tied embeddings and head tied in the adapter too.
-        base_model_name_or_path: The model it was trained on.
+        base_model_name_or_path: The base model.
         revision: Of that model.
         task_type: "CAUSAL_LM".
         inference_mode: Written as true by PEFT; nothing depends on it here.
@@ -128,16 +128,16 @@ def config_from_json(raw: Mapping[str, Any], file: str | os.PathLike[str]) -> Ad
 
 
 def config_to_json(config: AdapterConfig, family: Family = LLAMA) -> dict[str, Any]:
-    """What adapter_config.json holds for these settings and an adapter that is there.
+    """The contents of adapter_config.json for a trained adapter.
 
     Args:
         config: The settings.
         family: The base model's.
 
     Returns:
-        A JSON object that PEFT's ``LoraConfig`` takes. `init_lora_weights` is true, whatever the adapter began with:
-        PEFT starts an adapter before it loads one, at random for other values. What stands beside a text model, such
-        as a vision tower, is excluded: its modules have the same names.
+        A JSON object for PEFT's ``LoraConfig``. `init_lora_weights` is always true: PEFT starts an adapter before it
+        loads one, at random for other values. Parts beside a text model, such as a vision tower, are excluded: their
+        modules have the same names.
     """
     result = dataclasses.asdict(config) | {"init_lora_weights": True}
     excluded = config.exclude_modules or []
@@ -198,7 +198,7 @@ def rank_and_alpha(config: AdapterConfig, module: str) -> tuple[int, float]:
 
 
 def scaling(config: AdapterConfig, module: str) -> float:
-    """What a module's B·A is multiplied with: alpha / r, or alpha / √r with ``use_rslora`` (arXiv 2312.03732).
+    """The factor of a module's B·A: alpha / r, or alpha / √r with ``use_rslora`` (arXiv 2312.03732).
 
     Args:
         config: The settings.
@@ -296,9 +296,9 @@ def _check(config: AdapterConfig) -> None:
     }
     names = expressions | {"target_modules": config.target_modules, "exclude_modules": config.exclude_modules}
     for name, patterns in names.items():
-        given = [patterns] if isinstance(patterns, str) else patterns or ()
-        need(name, len(given) <= PATTERNS, f"at most {PATTERNS} names")
-        need(name, all(len(one) <= PATTERN_LENGTH for one in given), f"at most {PATTERN_LENGTH} characters a name")
+        listed = [patterns] if isinstance(patterns, str) else patterns or ()
+        need(name, len(listed) <= PATTERNS, f"at most {PATTERNS} names")
+        need(name, all(len(one) <= PATTERN_LENGTH for one in listed), f"at most {PATTERN_LENGTH} characters a name")
     for name, patterns in expressions.items():
         for pattern in patterns or ():
             wrong = mistake(rf"(.*\.)?({pattern})$") or mistake(pattern)

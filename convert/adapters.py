@@ -1,16 +1,16 @@
 """PEFT LoRA folders: adapter_config.json and adapter_model.safetensors, to and from named arrays.
 
-Arrays are named by the module's path in the tree and what they are:
+An array's name is its module's path in the tree and its leaf:
 
 - ``layers.0.self_attn.q_proj.lora_A`` [r, in], ``.lora_B`` [out, r]; with DoRA ``.lora_magnitude_vector`` [out];
 - ``embed_tokens.lora_embedding_A`` [r, vocabulary], ``.lora_embedding_B`` [width, r]; with DoRA
   ``.lora_magnitude_vector`` [width];
-- ``embed_tokens.modules_to_save.weight``, ``lm_head.modules_to_save.weight``: modules that are trained whole;
-- ``embed_tokens.trainable_tokens_delta``, ``lm_head.trainable_tokens_delta`` [tokens, width]: the rows that stand in
-  for those of the tokens in ``trainable_token_indices`` (no differences, despite the name);
+- ``embed_tokens.modules_to_save.weight``, ``lm_head.modules_to_save.weight``: modules trained whole;
+- ``embed_tokens.trainable_tokens_delta``, ``lm_head.trainable_tokens_delta`` [tokens, width]: trained rows in place
+  of those of the tokens in ``trainable_token_indices`` (no differences, despite the name);
 - ``embed_tokens.base_layer.weight``, ``lm_head.base_layer.weight``: the frozen matrix that PEFT saves beside an
-  adapter on these two, and where the vocabulary has grown. PEFT loads it over the base model's if it is there and does
-  not need it: leave it out.
+  adapter on these two, and where the vocabulary has grown. PEFT loads it over the base model's and does not need it:
+  leave it out.
 
 With ``ensure_weight_tying`` on a tied model PEFT wants the head's entries too, as copies of the embedding's.
 """
@@ -68,7 +68,7 @@ _STORED = {
     "modules_to_save.bias": ".bias",
 }
 _WHOLE = frozenset(("modules_to_save.weight", "modules_to_save.bias"))
-# What PEFT writes besides, under these names, where the vocabulary has grown; a trained module stands there twice.
+# PEFT's further names where the vocabulary has grown; a trained module stands there twice.
 _GROWN = (
     ("base_layer.weight", ".token_adapter.base_layer.weight"),
     ("base_layer.weight", ".original_module.weight"),
@@ -103,9 +103,9 @@ class Adapter:
     """An open PEFT LoRA folder.
 
     Attributes:
-        folder: Where it is.
+        folder: Its path.
         config: Its settings.
-        tensors: Name, as in this module's description -> where the array lies.
+        tensors: Name, as in this module's description -> the array's place.
         allow_nonfinite: Whether arrays may hold NaN and infinity.
     """
 
@@ -182,7 +182,7 @@ def write_adapter(
 def _tree_names(
     header: Mapping[str, TensorInfo], config: AdapterConfig, family: Family, file: Path
 ) -> dict[WeightPath, str]:
-    """Tree name -> name in the file; one error lists every name that means nothing."""
+    """Tree name -> name in the file; one error lists all unknown names."""
     names: dict[WeightPath, str] = {}
     unknown = []
     for name in header:
@@ -215,7 +215,7 @@ def _file_name(path: str, family: Family) -> str:
 
 
 def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family: Family, file: Path) -> None:
-    """Pairs are whole, ranks are the settings', and every module is one that the settings mean."""
+    """Refuse half pairs, ranks besides the settings', and modules that the settings do not select (all listed)."""
     wrong: list[str] = []
     modules: dict[WeightPath, set[str]] = {}
     for path in map(WeightPath.parse, shapes):
@@ -250,11 +250,11 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family:
 
 
 def _twins(config: AdapterConfig, module: str, family: Family) -> list[str]:
-    """The Hugging Face names of a module and of the one that is tied to it."""
+    """The Hugging Face names of a module and of its tied twin."""
     tied = config.ensure_weight_tying and module in TABLES
     return [family.module_name(twin) for twin in (TABLES if tied else (module,))]
 
 
 def _whole(config: AdapterConfig, module: str, family: Family) -> bool:
-    """Whether a module is trained whole, itself or the one that is tied to it."""
+    """Whether a module, or its tied twin, is trained whole."""
     return any(saves_whole(config, twin) for twin in _twins(config, module, family))

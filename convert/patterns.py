@@ -1,4 +1,4 @@
-"""Regular expressions out of files, matched in bounded time: some backtrack for longer than anyone waits."""
+"""Regular expressions from files, matched in bounded time: some backtrack for hours."""
 
 import functools
 import re
@@ -10,11 +10,11 @@ import regex
 from convert.errors import ConvertError
 from convert.limits import MATCH_SECONDS
 
-_QUICK = 1e-3  # seconds; what takes no longer costs nothing
+_QUICK = 1e-3  # seconds; a shorter match is not counted
 
 
 class Pattern:
-    """A compiled expression and what is left of its time."""
+    """A compiled expression and its remaining time."""
 
     def __init__(self, text: str):
         self.text, self.compiled, self.left = text, regex.compile(text), MATCH_SECONDS
@@ -38,14 +38,14 @@ class Pattern:
 
 
 def mistake(text: str) -> str:
-    """What is wrong with an expression; nothing if it is one.
+    """The mistake in an expression; an empty text for none.
 
     Args:
         text: The expression.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what a later Python may read otherwise: "possible nested set"
+            warnings.simplefilter("ignore")  # "possible nested set", which a later Python may read otherwise
             re.compile(text)
             regex.compile(text)
     except (re.error, regex.error, OverflowError, RecursionError) as error:
@@ -63,10 +63,10 @@ def fullmatch(text: str, name: str) -> "regex.Match[str] | None":
 
     Args:
         text: The expression, without `mistake`.
-        name: What it is matched with.
+        name: The text.
 
     Raises:
-        ConvertError: It has taken longer than `limits.MATCH_SECONDS`, over all calls.
+        ConvertError: More than `limits.MATCH_SECONDS` over all calls.
     """
     return _pattern(text).spend("fullmatch", name)
 

@@ -17,6 +17,7 @@ from convert.errors import ConvertError
 from convert.formats import FORMATS
 from convert.formats.nf4_format import through_nf4
 from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
+from convert.vocabulary import head_follows, table_rows, token_ids
 from convert.weights import Weights
 
 _TILE, _SMALL = 16, 2**18  # rows, and multiplications, of a product that OpenBLAS does not divide
@@ -103,7 +104,8 @@ class _Tables:
         self.width = weights.specs[f"{EMBEDDING}.weight"].shape[1]
         self.tokens = self._tokens()
         changed = {module for module in TABLES if self._changes(module)}
-        follows = self._changes(EMBEDDING) == {"trainable_tokens_delta"} and self._head_follows()
+        by_rows = {kind for module in changed for kind in self._changes(module)} == {"trainable_tokens_delta"}
+        follows = by_rows and EMBEDDING in changed and head_follows(self.tokens)
         self.untied = tied and bool(changed) and not adapter.config.ensure_weight_tying and not follows
         self.rows = self._rows()
 
@@ -145,28 +147,15 @@ class _Tables:
 
     def _tokens(self) -> dict[str, list[int]]:
         """Table -> the ids whose rows are trained."""
-        given = self.adapter.config.trainable_token_indices or {}
-        by_table = given if isinstance(given, dict) else {EMBEDDING: given}
-        named = {name.removeprefix("model."): ids for name, ids in by_table.items()}
+        named = token_ids(self.adapter.config)
         if self.tied and EMBEDDING in named and f"{HEAD}.trainable_tokens_delta" in self.adapter.tensors:
             named.setdefault(HEAD, named[EMBEDDING])  # PEFT writes a copy where the vocabulary has grown
         self.problems += [f"trainable_token_indices: rows of {name}" for name in named if name not in TABLES]
         return named
 
-    def _head_follows(self) -> bool:
-        other = self._changes(HEAD) - {"trainable_tokens_delta"}
-        return not other and self.tokens.get(HEAD, self.tokens.get(EMBEDDING)) == self.tokens.get(EMBEDDING)
-
     def _rows(self) -> int:
-        """The rows of the tables: arrays of the adapter say how many there were; without any, its tokens."""
-        tensors = self.adapter.tensors
-        axes = {"modules_to_save.weight": 0, "base_layer.weight": 0, "lora_embedding_A": 1}
-        kinds = [(f"{module}.{kind}", axis) for module in TABLES for kind, axis in axes.items()]
-        kinds.append((f"{HEAD}.lora_B", 0))
-        sizes = [tensors[path].shape[axis] for path, axis in kinds if path in tensors and tensors[path].shape]
-        if not sizes:
-            sizes = [max(ids) + 1 for ids in self.tokens.values() if ids]
-        return max([self.base_rows, *sizes])
+        shapes = {path: info.shape for path, info in self.adapter.tensors.items()}
+        return max(self.base_rows, table_rows(shapes, self.tokens.values()))
 
     def _grown(self, module: str, blocks: Blocks) -> Blocks:
         """The base's rows, and those that the adapter's folder has beyond; rows of trained tokens may be missing."""

@@ -1,17 +1,21 @@
-"""What is kept between the forward and the backward pass, by name."""
+"""Names of the residuals between forward and backward pass, for policies that keep some of them."""
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-#: Names that are given: the projections' results, the adapters' thin products, the attention's residuals.
+#: The names in use: the projections' results, the adapters' rank products, the attention's residuals.
 SAVED = ("projection", "lora", "attention_out", "attention_lse")
 
 
-def keep(product: Array, name: str) -> Array:
+def name_residual(product: Array, name: str) -> Array:
     """Name the result of a product.
 
     The barrier is for XLA on GPUs: a product that goes into a stack of all layers' residuals and into the next
     operation would be computed twice, once in a fusion with the update of the stack.
+
+    Args:
+        product: the result.
+        name: one of `SAVED`.
     """
     return checkpoint_name(jax.lax.optimization_barrier(product), name)

@@ -46,6 +46,9 @@ class ModelConfig:
         parallel_block: whether the MLP reads what the attention reads, and both are added at once.
         qk_norm: how queries and keys are normalised: "head" (one scale for all heads), "heads" (a scale for each),
             "projection" (all heads together), or None.
+        qk_norm_after_rope: whether queries and keys are normalised after the rotary turn, not before it.
+        gated: whether the MLP is down(act(gate(x)) · up(x)); False: down(act(up(x))), with `up_proj` alone in
+            "mlp.gate_up".
         rope: positions of the layers that see everything.
         local_rope: of those with a window, where these have their own.
         rope_interleaved: whether a rotary pair is two neighbours, not one of each half.
@@ -82,6 +85,8 @@ class ModelConfig:
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
     parallel_block: bool = False
     qk_norm: str | None = None
+    qk_norm_after_rope: bool = False
+    gated: bool = True
     local_rope: RopeConfig | None = None
     rope_interleaved: bool = False
     attn_logit_softcapping: float | None = None

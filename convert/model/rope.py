@@ -68,6 +68,8 @@ class RopeConfig:
         short_factor: of "longrope", one number a pair.
         long_factor: likewise.
         partial_rotary_factor: the share of each head's features that turn, the first ones.
+        query_beta: turned queries are multiplied by 1 + query_beta · ln(1 + ⌊position / original length⌋), as in
+            Llama 4; None: they stay.
     """
 
     theta: float
@@ -83,6 +85,7 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0
+    query_beta: float | None = None
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many of a head's features turn."""

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from fastjax.bench.results import make_table, save
 from fastjax.bench.timing import Program, Timing, measure
-from fastjax.lora import LoraLinear, LoraParam
+from fastjax.lora.params import LoraLinear, LoraParam
 from fastjax.models.mlp import MLP
 from fastjax.models.projection import Projection
 from fastjax.quantization import NF4Weight, matmul

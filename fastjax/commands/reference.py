@@ -98,10 +98,11 @@ def _section(name: str, section: type) -> Section:
 
 
 def _attributes(section: type) -> dict[str, str]:
-    """The entries under `Attributes:` in a docstring."""
+    """The entries under `Attributes:` in the docstrings of a section and its bases."""
     found: dict[str, list[str]] = {}
     name = None
-    for line in inspect.cleandoc(section.__doc__ or "").partition("Attributes:\n")[2].splitlines():
+    texts = [inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2] for kind in reversed(section.__mro__)]
+    for line in "\n".join(text for text in texts if text).splitlines():
         if not line.startswith("     "):  # an entry; its other lines stand further to the right
             name, _, line = line.strip().partition(": ")
             found[name] = []

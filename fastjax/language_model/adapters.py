@@ -14,13 +14,15 @@ from convert.families import family_for
 from convert.model.paths import TABLES
 from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
-from fastjax.lora import LoraParam, SavedParam
-from fastjax.models.adapter_settings import adapter_sites, check_adapter, layer_signatures
+from fastjax.lora.params import LoraParam, SavedParam
+from fastjax.lora.settings import check_adapter
+from fastjax.lora.sites import adapter_sites, layer_signatures
+from fastjax.lora.tables import adapter_rows
 from fastjax.models.adapters import build_adapters
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import layer_of, plan_layers, rearrange, signature
 from fastjax.models.new_rows import grown
-from fastjax.models.vocabulary import adapter_rows, with_vocab_size
+from fastjax.models.vocabulary import with_vocab_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.language_model.adapters import attach_adapter, load_adapter
 from fastjax.language_model.model import LanguageModel
-from fastjax.models.adapter_settings import fresh_adapter
+from fastjax.lora.settings import fresh_adapter
 from fastjax.models.decoder import Decoder
 from fastjax.models.load import load_weights, random_weights
 from fastjax.models.new_rows import grown
@@ -295,7 +295,7 @@ def load_opened(
 
 
 def _build(config, hf_config, folder, plan, weights, precision, tokenizer, settings) -> LanguageModel:
-    decoder = Decoder(config, plan, weights, {}, precision=precision, remat=settings["remat"])
+    decoder = Decoder(config, plan, weights, precision=precision, remat=settings["remat"])
     full = settings["full_finetuning"]
     graphdef, trainable, frozen = nnx.split(decoder, nnx.Param if full else nnx.Nothing(), ...)
     return LanguageModel(

@@ -17,9 +17,9 @@ from flax import nnx
 from convert.adapters import AdapterConfig
 from convert.model.config import ModelConfig
 from fastjax.language_model import saving
-from fastjax.lora import LoraParam, SavedParam
+from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.models.decoder import Decoder
-from fastjax.models.layout import Run
+from fastjax.models.layout import LayerStack
 from fastjax.models.precision import Precision
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class LanguageModel:
     graphdef: nnx.GraphDef = dataclasses.field(repr=False)
     trainable: Any = dataclasses.field(repr=False)
     frozen: Any = dataclasses.field(repr=False)
-    plan: tuple[Run, ...]
+    plan: tuple[LayerStack, ...]
     lora: AdapterConfig | None
     full_finetuning: bool
     precision: Precision

@@ -16,8 +16,8 @@ from convert.merge import merge
 from convert.weights import save
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
-from fastjax.models.adapter_settings import saved_modules
-from fastjax.models.adapters import export_adapters
+from fastjax.lora.export import export_adapters
+from fastjax.lora.tables import shares_whole_table
 from fastjax.models.layout import layer_of, split_layer
 from fastjax.models.precision import DTYPES
 
@@ -33,8 +33,8 @@ def save_trained(model: "LanguageModel", folder: Path) -> Path:
         raise ConfigError("save_pretrained: nothing is trained here; call get_peft_model, or load with full_finetuning")
     with atomic_folder(folder, replaces=("adapter_model.*",) if model.lora is not None else WEIGHT_FILES) as whole:
         if model.lora is not None:
-            tied = model.lora.ensure_weight_tying and model.config.tie_word_embeddings and saved_modules(model.lora)
-            arrays = export_adapters(model.trainable, model.plan, bool(tied))
+            tied = shares_whole_table(model.lora, model.config)
+            arrays = export_adapters(model.trainable, model.plan, tied)
             write_adapter(whole, model.lora, arrays, family=family_for(model.hf_config))
         else:
             save(whole, _tensors(model), dict(model.hf_config), source=model.folder)

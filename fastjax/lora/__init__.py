@@ -1,21 +1,8 @@
 """Low-rank adapters beside a frozen W: W + s·B·A (LoRA, arXiv 2106.09685), and DoRA (arXiv 2402.09353).
 
-What an adapter computes equals PEFT's, option by option; where adapters attach and how they scale is decided by
-`convert.adapters`, which shares PEFT's rules with the files on disk. Projections with their adapters are differentiable
-units of their own: `linear` for projections of one input, `mlp` for a whole gated block.
+An adapter computes what PEFT's does, option by option. Settings (`settings`) say which modules get one (`sites`) and
+which rows of the vocabulary are trained (`tables`), by PEFT's rules in `convert.adapters`; `attach` makes the modules
+(`params`, `token_rows`), `export` the named arrays of a folder. Projections with their adapters are differentiable
+units: `linear` for projections of one input, `mlp` for a whole gated block; `reference` has the plain sums that they
+equal.
 """
-
-from fastjax.lora.dropout import drop
-from fastjax.lora.initial import INITIALISERS, initial_arrays
-from fastjax.lora.params import BaseParam, LoraEmbedding, LoraLinear, LoraParam, SavedParam
-
-__all__ = [
-    "INITIALISERS",
-    "BaseParam",
-    "LoraEmbedding",
-    "LoraLinear",
-    "LoraParam",
-    "SavedParam",
-    "drop",
-    "initial_arrays",
-]

@@ -1,4 +1,4 @@
-"""Dropout of what adapters read."""
+"""Dropout of the adapters' input."""
 
 import functools
 import zlib
@@ -24,11 +24,11 @@ def drop(x: Float[Array, "B S E"], key: PRNGKeyArray | None, name: str, rate: fl
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dropped(name: str, rate: float, x: Array, key: PRNGKeyArray):
-    keep = jax.random.bernoulli(jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF), 1.0 - rate, x.shape)
-    return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros_like(x))
+    kept = jax.random.bernoulli(jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF), 1.0 - rate, x.shape)
+    return jnp.where(kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros_like(x))
 
 
-# A mask and a factor: the transpose is the same again, with a mask that is drawn again and not kept.
+# A mask and a factor: its transpose is itself, with the mask drawn again instead of kept.
 _dropped.defvjp(
     lambda name, rate, x, key: (_dropped(name, rate, x, key), key),
     lambda name, rate, key, dy: (_dropped(name, rate, dy, key), None),

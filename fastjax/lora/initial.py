@@ -1,4 +1,4 @@
-"""How a fresh adapter starts."""
+"""Initial values of fresh adapters."""
 
 import math
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.errors import ConfigError
 
-#: The values of init_lora_weights that are served here.
+#: The supported values of init_lora_weights.
 INITIALISERS = (True, False, "gaussian", "orthogonal")
 
 
@@ -38,13 +38,32 @@ def initial_arrays(
     if method == "orthogonal":
         return _orthogonal(first, second, rank, in_features, out_features)
     if not isinstance(method, bool):
-        raise ConfigError(f"init_lora_weights: expected one of {list(INITIALISERS)}, given {method!r}")
+        raise ConfigError(f"init_lora_weights: expected one of {list(INITIALISERS)}, got {method!r}")
     bound = 1 / math.sqrt(in_features)
     a = jax.random.uniform(first, (rank, in_features), jnp.float32, -bound, bound)
     if method:
         return a, zero
     bound = 1 / math.sqrt(rank)
     return a, jax.random.uniform(second, (out_features, rank), jnp.float32, -bound, bound)
+
+
+def initial_embedding(
+    key: PRNGKeyArray, method: bool | str, rank: int, vocabulary: int, width: int
+) -> tuple[Float[Array, "R V"], Float[Array, "E R"]]:
+    """A and B of an embedding's fresh adapter, float32: A zero, B standard normal; with False, A standard normal too.
+
+    Args:
+        key: random state.
+        method: as in `initial_arrays`; only False differs.
+        rank: R.
+        vocabulary: rows of the table.
+        width: columns of the table.
+    """
+    first, second = jax.random.split(key)
+    a = jnp.zeros((rank, vocabulary), jnp.float32)
+    if method is False:
+        a = jax.random.normal(first, a.shape, jnp.float32)
+    return a, jax.random.normal(second, (width, rank), jnp.float32)
 
 
 def _orthogonal(first, second, rank: int, in_features: int, out_features: int) -> tuple[Array, Array]:

@@ -2,9 +2,9 @@
 
     y = c ∘ (x·Wᵀ + (x·Aᵀ)·(s·B)ᵀ)            c: DoRA's scale of each output, else 1
 
-One large product and two thin ones in each direction, whatever the number of parts: A of all parts in one product that
+One large product and two of rank R in each direction, whatever the number of parts: A of all parts in one product that
 reads x once, B of all parts in one that is added to the large product where this is written. The backward pass computes
-the small dimension first (dy·B, then ·A). It keeps x and the thin products, but neither a decoded weight nor a dropped
+the small dimension first (dy·B, then ·A). It keeps x and the rank products, but neither a decoded weight nor a dropped
 copy of x: masks are drawn again. No dense B·A is formed.
 """
 
@@ -18,17 +18,17 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
 from fastjax.lora.params import LoraLinear
-from fastjax.lora.thin import (
+from fastjax.lora.rank_products import (
     Matrices,
     Part,
     block_B,
     into_dtypes,
     over_tokens,
-    thin_gradients,
-    thin_products,
+    rank_product_gradients,
+    rank_products,
 )
 from fastjax.quantization.weights import WeightLike, linear, matmul, matmul_transposed, rows_of, weight_gradient
-from fastjax.residuals import keep
+from fastjax.residuals import name_residual
 
 
 def project(
@@ -44,14 +44,14 @@ def project(
     Args:
         sizes: (name, output rows) of the parts of `weight`, from the top row down.
         weight: [out, in].
-        adapters: those of the parts, by name; other names are passed over.
+        adapters: of the parts, by name; other names are passed over.
         x: the input, in the dtype of the computation.
         key: the layer's dropout key; None switches dropout off.
-        dropped: the adapters' input, where the caller has drawn the dropout already.
+        dropped: the adapters' input, from a caller that has drawn the dropout.
     """
     own = {name: adapters[name] for name, _ in sizes if name in adapters}
     if not own:
-        return _parted(keep(matmul(x, weight), "projection"), sizes)
+        return _parted(name_residual(matmul(x, weight), "projection"), sizes)
     scales, start = {}, 0
     for name, rows in sizes:
         if name in own:
@@ -66,7 +66,7 @@ def project(
 
 
 def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> tuple[Array, ...]:
-    """DoRA scales what W and the adapter make of the dropped input d, and W alone sees the rest: W(x - d) is added."""
+    """DoRA scales W and adapter on the dropped input d; W alone sees the rest: W(x - d) is added."""
     outputs, start = [], 0
     for name, rows in sizes:
         mine = rows_of(weight, slice(start, start + rows)) if len(sizes) > 1 else weight
@@ -88,7 +88,7 @@ def matrices_of(adapters: Mapping[str, LoraLinear]) -> Matrices:
 
 
 def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear]) -> tuple[Part, ...]:
-    """The parts of a weight with what is known of their adapters while tracing.
+    """The static description of a weight's parts and their adapters.
 
     Args:
         sizes: (name, output rows) of each.
@@ -115,16 +115,16 @@ def _unit(parts, x, dropped, weight, matrices, scales, key):
 
 def _forward(parts, x, dropped, weight, matrices, scales, key):
     read = x if dropped is None else dropped
-    thin = keep(thin_products(parts, matrices, read, key), "lora")
-    before = y = keep(matmul(x, weight) + linear(thin, block_B(parts, matrices, x.dtype)), "projection")
+    inner = name_residual(rank_products(parts, matrices, read, key), "lora")
+    before = y = name_residual(matmul(x, weight) + linear(inner, block_B(parts, matrices, x.dtype)), "projection")
     if scales:
         y = (before.astype(jnp.float32) * _columns(parts, scales)).astype(x.dtype)
     sizes = [(part.name, part.rows) for part in parts]
-    return _parted(y, sizes), (x, dropped, thin, before if scales else None, weight, matrices, scales, key)
+    return _parted(y, sizes), (x, dropped, inner, before if scales else None, weight, matrices, scales, key)
 
 
 def _backward(parts, residuals, dys):
-    x, dropped, thin, before, weight, matrices, scales, key = residuals
+    x, dropped, inner, before, weight, matrices, scales, key = residuals
     dy = dys[0] if len(parts) == 1 else jnp.concatenate(dys, axis=-1)
     dscales = {}
     if scales:
@@ -133,15 +133,15 @@ def _backward(parts, residuals, dys):
         dscales = {part.name: products[here] for part, here in zip(parts, _rows(parts), strict=True)}
         dscales = {name: dscales[name] for name in scales}
         dy = (wide * _columns(parts, scales)).astype(dy.dtype)
-    dthin = linear(dy, block_B(parts, matrices, dy.dtype).T)
-    dread, dA = thin_gradients(parts, matrices, x if dropped is None else dropped, dthin, key)
+    dproducts = linear(dy, block_B(parts, matrices, dy.dtype).T)
+    dread, dA = rank_product_gradients(parts, matrices, x if dropped is None else dropped, dproducts, key)
     dx = matmul_transposed(dy, weight)
     if dropped is None:
         dx, dread = dx + dread, None
-    products, gradients, start = over_tokens(dy, thin), {}, 0
+    dB, gradients, start = over_tokens(dy, inner), {}, 0
     for part, here in zip(parts, _rows(parts), strict=True):
         if part.rank:
-            gradients[part.name] = dA[part.name], products[here, start : start + part.rank] * part.scaling
+            gradients[part.name] = dA[part.name], dB[here, start : start + part.rank] * part.scaling
             start += part.rank
     return dx, dread, weight_gradient(dy, x, weight), into_dtypes(gradients, matrices), dscales, None
 
@@ -150,7 +150,7 @@ _unit.defvjp(_forward, _backward)
 
 
 def _columns(parts: Sequence[Part], scales: Mapping[str, Array]) -> Float[Array, "1 1 out"]:
-    """DoRA's scale of every output; 1 where there is none."""
+    """DoRA's factor of every output; 1 without one."""
     ones = [scales.get(part.name, jnp.ones((part.rows,), jnp.float32)) for part in parts]
     return jnp.concatenate(ones)[None, None, :]
 

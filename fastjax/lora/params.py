@@ -1,4 +1,4 @@
-"""What adapters train: the kinds of weights, the adapter of a projection and that of an embedding."""
+"""Kinds of weights, and the adapters of a projection and of an embedding."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ class LoraParam(nnx.Param):
 
 
 class SavedParam(nnx.Param):
-    """A weight of the checkpoint that an adapter trains whole (`modules_to_save`)."""
+    """A table, or rows of it, that an adapter trains whole (`modules_to_save`, `trainable_token_indices`)."""
 
 
 class LoraLinear(nnx.Module):
@@ -28,7 +28,7 @@ class LoraLinear(nnx.Module):
         lora_B: [out, R].
         magnitude: [out] (DoRA), or None.
         scaling: lora_alpha / r, or lora_alpha / √r.
-        dropout: probability with which an input of the adapter is zeroed while training.
+        dropout: probability of a zeroed input in training.
     """
 
     def __init__(self, lora_A: Array, lora_B: Array, magnitude: Array | None, *, scaling: float, dropout: float):
@@ -37,13 +37,13 @@ class LoraLinear(nnx.Module):
         self.magnitude = None if magnitude is None else LoraParam(magnitude)
 
     def column_scale(self, weight: WeightLike, rows: slice) -> Float[Array, " out"] | None:
-        """What DoRA multiplies the outputs with: magnitude over the norm of W + s·B·A, float32; None without DoRA.
+        """DoRA's factor of each output: magnitude over the norm of W + s·B·A, float32; None without DoRA.
 
         The norm counts as a constant (arXiv 2402.09353, section 4.3).
 
         Args:
             weight: the frozen weight.
-            rows: those of this projection in it.
+            rows: the projection's in it.
         """
         if self.magnitude is None:
             return None
@@ -64,9 +64,9 @@ class LoraEmbedding(nnx.Module):
         self, tokens: Int[Array, "B S"], base: Float[Array, "B S E"], table: Float[Array, "V E"]
     ) -> Float[Array, "B S E"]:
         """The embeddings of `tokens`, whose rows in the frozen `table` are `base`."""
-        thin = jnp.take(self.lora_embedding_A[...].T, tokens, axis=0).astype(base.dtype)
+        product = jnp.take(self.lora_embedding_A[...].T, tokens, axis=0).astype(base.dtype)
         b = self.lora_embedding_B[...].astype(jnp.float32)
-        delta = linear(thin, b * self.scaling)
+        delta = linear(product, b * self.scaling)
         if self.magnitude is None:
             return base + delta
         a = self.lora_embedding_A[...].astype(jnp.float32)

@@ -1,6 +1,7 @@
 """Self-attention of one layer."""
 
 import zlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ _OWN_KEY = zlib.crc32(b"self_attn") & 0x7FFFFFFF
 
 
 class Context(NamedTuple):
-    """What all layers share: made once a batch.
+    """The inputs of all layers, made once a batch.
 
     Attributes:
         rotary: cosines and sines of the rotary angles, float32 [B, S, R/2] for the R features of a head that turn, by
@@ -31,6 +32,7 @@ class Context(NamedTuple):
         segment_ids: with a cache, int32 [B, S]: 1, or 0 for padding.
         cache_index: with a cache, the slot of the first of the S tokens; int32 [].
         cache_segment_ids: with a cache, int32 [B, T]: which slots hold tokens (this step's included).
+        query_scales: factors of the turned queries, float32 [B, S], by the same names as `rotary`, where there are any.
     """
 
     rotary: dict[str, tuple[Float[Array, "B S R/2"], Float[Array, "B S R/2"]]]
@@ -39,6 +41,7 @@ class Context(NamedTuple):
     segment_ids: Int[Array, "B S"] | None = None
     cache_index: Int[Array, ""] | None = None
     cache_segment_ids: Int[Array, "B T"] | None = None
+    query_scales: Mapping[str, Float[Array, "B S"]] = {}
 
 
 class LayerCache(NamedTuple):
@@ -53,15 +56,16 @@ class Attention(nnx.Module):
 
     Attributes:
         shape: query heads, key heads, head size.
-        layer: what is the layer's own: its window, and its rotary positions.
+        layer: the layer's window and rotary positions.
         interleaved: whether a rotary pair is two neighbours.
         whole: whether `q_norm` and `k_norm` are over all heads together.
-        scale: what the products of queries and keys are multiplied with.
+        norm_last: whether they come after the rotary turn.
+        scale: factor of the products of queries and keys.
         soft_cap: then they become cap · tanh(product / cap); None: they stay.
-        dropout: probability with which a weight is dropped after the softmax in training.
+        dropout: probability of a dropped weight after the softmax in training.
         qkv: projections to queries, keys and values, or one to all three in this order.
-        o: projection of what the heads give.
-        q_norm: normalisation of the queries before they turn, over heads or over all of them; None: none.
+        o: projection of the heads' output.
+        q_norm: normalisation of the queries, of each head or of all together; None: none.
         k_norm: likewise of the keys.
         float32: whether all of it is computed in float32, whatever the input's dtype.
     """
@@ -78,7 +82,8 @@ class Attention(nnx.Module):
         self.shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.layer, self.interleaved, self.whole = layer, config.rope_interleaved, config.qk_norm == "projection"
         self.scale, self.soft_cap = config.attention_multiplier, config.attn_logit_softcapping
-        self.dropout, self.float32 = config.attention_dropout, float32
+        self.dropout, self.float32, self.norm_last = config.attention_dropout, float32, config.qk_norm_after_rope
+        assert not (self.norm_last and self.interleaved), "a scale a feature, and the turn reorders the features"
         self.qkv, self.o = qkv, o
         self.q_norm, self.k_norm = (None, None) if norms is None else norms
 
@@ -98,6 +103,8 @@ class Attention(nnx.Module):
         if len(parts) == 1:
             parts = jnp.split(parts[0], [heads * size, (heads + key_heads) * size], axis=-1)
         q, k = self._heads(parts[0], self.q_norm, context), self._heads(parts[1], self.k_norm, context)
+        if (scales := context.query_scales.get(self.layer.rope or "")) is not None:
+            q = q * scales.astype(q.dtype)[:, :, None, None]
         v = parts[2].reshape(batch, length, key_heads, size)
         if cache is None:
             out = self._attend(q, k, v, context.segment_ranges, key)
@@ -121,17 +128,21 @@ class Attention(nnx.Module):
         return out.astype(dtype), cache
 
     def _heads(self, x: Float[Array, "B S N"], norm: Norm | None, context: Context) -> Float[Array, "B S H D"]:
-        """Queries or keys by head: normalised and turned."""
+        """Queries or keys by head: normalised and turned, or the other way round."""
         batch, length, size = *x.shape[:2], self.shape[2]
-        if norm is not None and self.whole:
+        if norm is not None and self.whole and not self.norm_last:
             x = norm(x)
         x = x.reshape(batch, length, -1, size)
-        if norm is not None and not self.whole:
+        if norm is not None and not self.whole and not self.norm_last:
             x = norm(x)
-        if self.layer.rope is None:
-            return x
-        cos, sin = context.rotary[self.layer.rope]
-        turning = 2 * cos.shape[-1]
+        if self.layer.rope is not None:
+            x = self._turned(x, *context.rotary[self.layer.rope])
+        if norm is not None and self.norm_last:
+            x = norm(x.reshape(batch, length, -1)).reshape(x.shape) if self.whole else norm(x)
+        return x
+
+    def _turned(self, x: Float[Array, "B S H D"], cos: Array, sin: Array) -> Float[Array, "B S H D"]:
+        size, turning = x.shape[-1], 2 * cos.shape[-1]
         turned, rest = x[..., :turning], x[..., turning:]
         if self.interleaved:  # into halves: queries and keys alike, so that their products stay what they are
             turned = turned.reshape(*x.shape[:3], turning // 2, 2).swapaxes(-1, -2).reshape(turned.shape)

@@ -1,93 +1,43 @@
-"""The one decoder: layers driven by a ModelConfig, scanned or unrolled.
+"""The one decoder: token ids to hidden states to logits, driven by a ModelConfig.
 
-Modules are the definition and plain pytrees the state: `nnx.split` once, then pure functions. The layer loop runs over
-runs of layers (`layout.Run`): a run of stacked layers is a `lax.scan`, a single layer a plain call.
+Modules are the definition and plain pytrees the state: `nnx.split` once, then pure functions. A pass is three pieces:
+`embed`, `run_blocks` over the layers (`layer_loop`), and the head (`lm_logits`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from convert.model.config import Layer, ModelConfig
-from convert.model.paths import WeightPath
-from fastjax.lora import LoraEmbedding, LoraLinear, SavedParam, drop
-from fastjax.models.attention import Attention, Context, LayerCache, document_ranges
-from fastjax.models.layout import Run
-from fastjax.models.mlp import MLP
+from convert.model.config import ModelConfig
+from convert.model.paths import EMBEDDING, HEAD, NORM
+from fastjax.lora.attach import Adapters
+from fastjax.lora.dropout import drop
+from fastjax.models.attention import Context, LayerCache, document_ranges
+from fastjax.models.layer import DecoderLayer
+from fastjax.models.layer_loop import Block, Looped, Losses, added, run_layers
+from fastjax.models.layout import LayerStack
 from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
-from fastjax.models.projection import Embedding, Head, Projection
-from fastjax.models.remat import checkpointed
-from fastjax.models.rotary import document_lengths, rope_tables
+from fastjax.models.projection import Embedding, Head, without_adapters
+from fastjax.models.rotary import document_lengths, query_scales, rope_tables
 from fastjax.parallel.gather import gathered
-from fastjax.trainable_tokens import TrainableTokens
 
 
-class DecoderLayer(nnx.Module):
-    """One layer: x + attention(x), then x + mlp(x), or both at once; with normalisations before and after each.
+class Forward(NamedTuple):
+    """The result of a forward pass.
 
     Attributes:
-        around_attention: names of the normalisations before and after the attention, which are attributes; or None.
-        around_mlp: likewise.
-        parallel: whether the MLP reads what the attention reads.
-        multiplier: of what the two add.
+        hidden: hidden states after the final normalisation, in the compute dtype.
+        losses: auxiliary losses by name, summed over the layers.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: Layer,
-        weights: Mapping[str, Any],
-        adapters: Mapping[str, LoraLinear],
-        float32: Collection[str] = (),
-    ):
-
-        def projection(name: str) -> Projection:
-            group = config.groups[name]
-            modules = {part: WeightPath(None, group.block, part, "") for part, _ in group.parts}
-            own = {part: adapters[module] for part, module in modules.items() if module in adapters}
-            wide = [part for part, module in modules.items() if module in float32]
-            tree = weights[group.block][group.name]
-            return Projection(group.parts, tree["weight"], tree.get("bias"), own, wide)
-
-        def norm(part: str, block: str = "") -> Norm:
-            inside = weights[block] if block else weights
-            return Norm(config, inside[part]["weight"], WeightPath(None, block, part, "") in float32)
-
-        qk_norms = None if config.qk_norm is None else (norm("q_norm", "self_attn"), norm("k_norm", "self_attn"))
-        self.around_attention, self.around_mlp = config.attention_norms, config.mlp_norms
-        self.parallel, self.multiplier = config.parallel_block, config.residual_multiplier
-        for name in dict.fromkeys((*self.around_attention, *self.around_mlp)):
-            if name is not None:
-                setattr(self, name, norm(name))
-        self.self_attn = Attention(
-            config, layer, projection("self_attn.qkv"), projection("self_attn.o"), qk_norms, "self_attn" in float32
-        )
-        self.mlp = MLP(config.hidden_act, projection("mlp.gate_up"), projection("mlp.down"), "mlp" in float32)
-
-    def __call__(
-        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, cache: LayerCache | None
-    ) -> tuple[Float[Array, "B S E"], LayerCache | None]:
-        """The layer's output and, given a cache, the cache with this step's keys and values."""
-        before, after = self.around_attention
-        read = self._normed(before, x)
-        attended, cache = self.self_attn(read, context, key, cache)
-        x = x + self._added(after, attended)
-        before, after = self.around_mlp
-        return x + self._added(after, self.mlp(read if self.parallel else self._normed(before, x), key)), cache
-
-    def _normed(self, name: str | None, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        return x if name is None else getattr(self, name)(x)
-
-    def _added(self, norm: str | None, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """What a block adds, of what it gives."""
-        x = self._normed(norm, x)
-        return x if self.multiplier == 1.0 else (x.astype(jnp.float32) * self.multiplier).astype(x.dtype)
+    hidden: Float[Array, "B S E"]
+    losses: Losses
 
 
 class Decoder(nnx.Module):
@@ -95,10 +45,10 @@ class Decoder(nnx.Module):
 
     Attributes:
         embed_tokens: the table of embeddings.
-        layers: modules arranged as `plan` says; leaves of a stacked run have a leading axis of its count.
+        layers: modules arranged as `plan` says; leaves of a repeated stack have a leading axis of its count.
         norm: the final normalisation.
         lm_head: the output projection; on tied embeddings its weight is the table's own variable.
-        plan: the runs of layers.
+        plan: the layer stacks.
         precision: of the computation; `precision.dtype` is that of the activations between the layers.
         remat: "full" (only the layers' inputs are kept for the backward pass), "projections" (the projections' and the
             attention's results too) or "none".
@@ -107,9 +57,9 @@ class Decoder(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        plan: Sequence[Run],
+        plan: Sequence[LayerStack],
         weights: Mapping[str, Any],
-        adapters: Mapping[str, Any],
+        adapters: Adapters | None = None,
         *,
         precision: Precision,
         remat: str,
@@ -118,50 +68,39 @@ class Decoder(nnx.Module):
 
         Args:
             config: the model.
-            plan: how `weights["layers"]` is arranged.
+            plan: arrangement of `weights["layers"]`.
             weights: {"embed_tokens": {"weight"}, "norm": {"weight"}, "lm_head": {"weight"} unless tied, "layers":
-                trees by run and by position in the period}.
-            adapters: {"layers": per run and position {"self_attn.q_proj": LoraLinear}, "embed_tokens": LoraEmbedding,
-                "lm_head": LoraLinear, "saved": {"embed_tokens" | "lm_head" | "tied": array}, "tokens": {likewise:
-                TrainableTokens}}, every part optional.
+                trees by stack and by position in the period}.
+            adapters: with `layers` arranged likewise; None: none.
             precision: of the computation.
-            remat: what the backward pass finds in memory.
+            remat: policy of rematerialisation.
         """
         self.config, self.plan, self.precision, self.remat = config, tuple(plan), precision, remat
-        by_run = adapters.get("layers") or [[{}] * run.period for run in plan]
+        adapters = adapters or Adapters([[{}] * stack.period for stack in plan])
         self.layers = nnx.List(
             [
                 nnx.List(
                     [
                         DecoderLayer(config, config.layers[index], w, a, precision.in_layer(index))
-                        for index, (w, a) in enumerate(zip(ws, ads, strict=True), start=run.start)
+                        for index, (w, a) in enumerate(zip(ws, ads, strict=True), start=stack.start)
                     ]
                 )
-                for run, ws, ads in zip(plan, weights["layers"], by_run, strict=True)
+                for stack, ws, ads in zip(plan, weights["layers"], adapters.layers, strict=True)
             ]
         )
         wide = precision.float32_modules
-        self.norm = Norm(config, weights["norm"]["weight"], "norm" in wide)
-        saved = {name: SavedParam(array) for name, array in adapters.get("saved", {}).items()}
-        rows: Mapping[str, TrainableTokens] = adapters.get("tokens", {})
-        table: LoraEmbedding | None = adapters.get("embed_tokens")
-        shared = rows.get("tied")
-        embedding = Embedding(
-            weights["embed_tokens"]["weight"], table, rows.get("embed_tokens", shared), "embed_tokens" in wide
-        )
-        head = embedding.weight if config.tie_word_embeddings else weights["lm_head"]["weight"]
-        for name in ("embed_tokens", "tied"):
-            embedding.weight = saved.get(name, embedding.weight)
-        for name in ("lm_head", "tied"):
-            head = saved.get(name, head)
-        own = {"lm_head": adapters["lm_head"]} if "lm_head" in adapters else None
+        self.norm = Norm(config, weights[NORM]["weight"], NORM in wide)
+        rows, whole = adapters.rows, adapters.whole
+        embedding = Embedding(weights[EMBEDDING]["weight"], adapters.embedding, rows.get(EMBEDDING), EMBEDDING in wide)
+        head = embedding.weight if config.tie_word_embeddings else weights[HEAD]["weight"]
+        embedding.weight = whole.get(EMBEDDING, embedding.weight)
         self.embed_tokens = embedding
         self.lm_head = Head(
-            [("lm_head", config.vocab_size)],
-            head,
-            adapters=own,
-            float32=wide & {"lm_head"},
-            tokens=rows.get("lm_head", shared),
+            [(HEAD, config.vocab_size)],
+            whole.get(HEAD, head),
+            adapters=None if adapters.head is None else {HEAD: adapters.head},
+            float32=wide & {HEAD},
+            tokens=rows.get(HEAD),
             scale=config.logit_scale,
             soft_cap=config.final_logit_softcapping,
         )
@@ -174,8 +113,23 @@ class Decoder(nnx.Module):
         *,
         key: PRNGKeyArray | None = None,
         neftune_noise_alpha: float | None = None,
+        adapters: bool = True,
     ) -> Float[Array, "B S E"]:
-        """Hidden states after the final normalisation, in the compute dtype.
+        """The hidden states of `forward`."""
+        options = {"key": key, "neftune_noise_alpha": neftune_noise_alpha, "adapters": adapters}
+        return self.forward(tokens, positions, segment_ids, **options).hidden
+
+    def forward(
+        self,
+        tokens: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        neftune_noise_alpha: float | None = None,
+        adapters: bool = True,
+    ) -> Forward:
+        """Hidden states and auxiliary losses.
 
         Args:
             tokens: token ids.
@@ -184,13 +138,20 @@ class Decoder(nnx.Module):
                 row (`segment_ranges`); None: every row is one document.
             key: random state of dropout and noise; None switches both off.
             neftune_noise_alpha: size of the noise on the embeddings (`neftune`); None or 0: none.
+            adapters: False: the base model's pass, without low-rank adapters and trained rows.
+
+        Raises:
+            ConfigError: no adapters, but a table that is trained whole, in the place of the base's.
         """
-        x = self._embedded(tokens)
+        model = self if adapters else without_adapters(self)
+        x = embed(model, tokens)
         if key is not None and neftune_noise_alpha:
             x = noisy_embeddings(x, segment_ids, key, neftune_noise_alpha)
         ranges = None if segment_ids is None else document_ranges(segment_ids)
-        context = Context(self._rotary(positions, document_lengths(positions, segment_ids)), ranges, key)
-        return self._run(x, context, None)[0]
+        rotary = rotary_tables(self.config, positions, document_lengths(positions, segment_ids))
+        context = Context(rotary, ranges, key, query_scales=query_scales(self.config, positions))
+        x, _, losses = run_blocks(model, x, context)
+        return Forward(model.norm(x), losses)
 
     def cached(
         self,
@@ -213,71 +174,90 @@ class Decoder(nnx.Module):
         """
         # Keys are turned when they come, before it is known how long the row gets: it counts for as long as it may get.
         longest = jnp.full(positions.shape, cache_segment_ids.shape[1], jnp.int32)
-        context = Context(self._rotary(positions, longest), None, None, segment_ids, cache_index, cache_segment_ids)
-        return self._run(self._embedded(tokens), context, cache)
+        rotary, scales = rotary_tables(self.config, positions, longest), query_scales(self.config, positions)
+        context = Context(rotary, None, None, segment_ids, cache_index, cache_segment_ids, scales)
+        x, cache, _ = run_blocks(self, embed(self, tokens), context, cache)
+        return self.norm(x), cache
 
     def empty_cache(self, batch: int, length: int) -> Any:
         """Room for the keys and values of `length` tokens a row, in the dtype in which attention is computed."""
         shape = (batch, length, self.config.num_key_value_heads, self.config.head_dim)
 
-        def one(run: Run, layer: DecoderLayer) -> LayerCache:
-            full = shape if run.count == 1 else (run.count, *shape)
+        def one(stack: LayerStack, layer: DecoderLayer) -> LayerCache:
+            full = shape if stack.count == 1 else (stack.count, *shape)
             dtype = jnp.float32 if layer.self_attn.float32 else self.precision.dtype
             return LayerCache(jnp.zeros(full, dtype), jnp.zeros(full, dtype))
 
-        return [[one(run, layer) for layer in layers] for run, layers in zip(self.plan, self.layers, strict=True)]
+        return [[one(stack, layer) for layer in layers] for stack, layers in zip(self.plan, self.layers, strict=True)]
 
     def head_input(self, hidden: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S C"]:
-        """What `lm_logits` takes: the hidden states; beside them a dropped copy if the head's adapter drops."""
-        adapter = self.lm_head.adapters.get("lm_head")
+        """The input of `lm_logits`: the hidden states; beside them a dropped copy if the head's adapter drops."""
+        adapter = self.lm_head.adapters.get(HEAD)
         if adapter is None or key is None or adapter.dropout == 0.0:
             return hidden
-        return jnp.concatenate([hidden, drop(hidden, key, "lm_head", adapter.dropout)], axis=-1)
-
-    def _embedded(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
-        x = self.embed_tokens(tokens, self.precision.dtype)
-        multiplier = self.config.embedding_multiplier
-        return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
-
-    def _rotary(self, positions: Int[Array, "B S"], lengths: Int[Array, "B S"]) -> dict[str, Any]:
-        names = dict.fromkeys(layer.rope for layer in self.config.layers if layer.rope is not None)
-        return {
-            name: rope_tables(getattr(self.config, name), self.config.head_dim, positions, lengths) for name in names
-        }
-
-    def _run(self, x: Array, context: Context, cache: Any) -> tuple[Float[Array, "B S E"], Any]:
-        caches = []
-        for number, run in enumerate(self.plan):
-            graphdef, variables = nnx.split(self.layers[number])
-            state = nnx.to_pure_dict(variables)
-
-            def block(x, state, context, index, cache, graphdef=graphdef, run=run):
-                layers, after = nnx.merge(graphdef, gathered(state)), []
-                for position, layer in enumerate(layers):
-                    key = context.key
-                    if key is not None:
-                        key = jax.random.fold_in(key, run.start + index * run.period + position)
-                    x, kept = layer(x, context, key, None if cache is None else cache[position])
-                    after.append(kept)
-                return x, None if cache is None else after
-
-            block = checkpointed(block, self.remat if cache is None else "none", scanned=run.count > 1)
-            past = None if cache is None else cache[number]
-            if run.count == 1:
-                x, after = block(x, state, context, jnp.int32(0), past)
-            else:
-
-                def body(x, xs, block=block):
-                    state, index, past = xs
-                    return block(x, state, context, index, past)
-
-                x, after = jax.lax.scan(body, x, (state, jnp.arange(run.count, dtype=jnp.int32), past))
-            caches.append(after)
-        return self.norm(x), caches
+        return jnp.concatenate([hidden, drop(hidden, key, HEAD, adapter.dropout)], axis=-1)
 
 
-def lm_logits(head: Head, hidden: Float[Array, "B S C"]) -> Float[Array, "B S V"]:
-    """Logits of `Decoder.head_input`'s result in its dtype, or in float32 where the head is computed in it."""
+def embed(model: Decoder, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
+    """The first layer's input: embeddings in the compute dtype, scaled as the family has it."""
+    x = model.embed_tokens(tokens, model.precision.dtype)
+    multiplier = model.config.embedding_multiplier
+    return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
+
+
+def rotary_tables(config: ModelConfig, positions: Int[Array, "B S"], lengths: Int[Array, "B S"]) -> dict[str, Any]:
+    """`Context.rotary`.
+
+    Args:
+        config: the model's.
+        positions: position of each token in its document.
+        lengths: tokens of that document.
+    """
+    names = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)
+    return {name: rope_tables(getattr(config, name), config.head_dim, positions, lengths) for name in names}
+
+
+def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, caches: Any = None) -> Looped:
+    """All layers, before the final normalisation.
+
+    Args:
+        model: the decoder.
+        x: embeddings.
+        context: shared by all layers.
+        caches: as `Decoder.empty_cache` makes them; None: none.
+    """
+    blocks = [_block(layers, stack) for layers, stack in zip(model.layers, model.plan, strict=True)]
+    return run_layers(model.plan, blocks, x, context, caches, remat=model.remat)
+
+
+def _block(layers: Any, stack: LayerStack) -> tuple[Block, Any]:
+    """The block function of a stack, and its state."""
+    graphdef, variables = nnx.split(layers)
+
+    def block(x, state, shared, repeat, cache):
+        context: Context = shared
+        after, total = [], {}
+        for position, layer in enumerate(nnx.merge(graphdef, gathered(state))):
+            key = context.key
+            if key is not None:
+                key = jax.random.fold_in(key, stack.start + repeat * stack.period + position)
+            x, kept, losses = layer(x, context, key, None if cache is None else cache[position])
+            after.append(kept)
+            total = added(total, losses)
+        return x, None if cache is None else after, total
+
+    return block, nnx.to_pure_dict(variables)
+
+
+def lm_logits(head: Head, hidden: Float[Array, "B S C"], *, adapters: bool = True) -> Float[Array, "B S V"]:
+    """Logits of `Decoder.head_input`'s result in its dtype, or in float32 where the head is computed in it.
+
+    Args:
+        head: `Decoder.lm_head`.
+        hidden: hidden states, with a dropped copy behind them or not.
+        adapters: as in `Decoder.forward`.
+    """
+    head = head if adapters else without_adapters(head)
     hidden = hidden.astype(jnp.float32) if head.float32 else hidden
     width = head.weight.get_value().shape[1]
     dropped = hidden[..., width:] if hidden.shape[-1] > width else None

@@ -20,7 +20,7 @@ from fastjax.parallel import as_input
 from fastjax.quantization import Weight, WeightLike, as_weight, concatenate, rows_of
 
 
-class Run(NamedTuple):
+class LayerStack(NamedTuple):
     """Layers start … start + period·count - 1, `period` different ones repeated `count` times (stacked if > 1)."""
 
     start: int
@@ -28,7 +28,7 @@ class Run(NamedTuple):
     count: int
 
 
-def plan_layers(signatures: Sequence[Hashable], layer_loop: str) -> tuple[Run, ...]:
+def plan_layers(signatures: Sequence[Hashable], layer_loop: str) -> tuple[LayerStack, ...]:
     """Split the layers into runs.
 
     Args:
@@ -38,13 +38,13 @@ def plan_layers(signatures: Sequence[Hashable], layer_loop: str) -> tuple[Run, .
     """
     runs, position, total = [], 0, len(signatures)
     while position < total:
-        best = Run(position, 1, 1)
+        best = LayerStack(position, 1, 1)
         for period in range(1, 9) if layer_loop == "scan" else ():
             unit, count = signatures[position : position + period], 1
             while signatures[position + count * period : position + (count + 1) * period] == unit:
                 count += 1
             if count > 1 and period * count > best.period * best.count:
-                best = Run(position, period, count)
+                best = LayerStack(position, period, count)
         runs.append(best)
         position += best.period * best.count
     return tuple(runs)
@@ -133,7 +133,7 @@ def stack(layers: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
-def layer_of(runs: Sequence[Sequence[Any]], plan: Sequence[Run], index: int) -> Any:
+def layer_of(runs: Sequence[Sequence[Any]], plan: Sequence[LayerStack], index: int) -> Any:
     """Layer `index` out of the runs' trees, unstacked."""
     for run, trees in zip(plan, runs, strict=True):
         offset = index - run.start
@@ -143,7 +143,7 @@ def layer_of(runs: Sequence[Sequence[Any]], plan: Sequence[Run], index: int) -> 
     raise IndexError(f"layer {index} is in no run of {list(plan)}")
 
 
-def arrange(layers: Sequence[Any], plan: Sequence[Run]) -> list[list[Any]]:
+def arrange(layers: Sequence[Any], plan: Sequence[LayerStack]) -> list[list[Any]]:
     """Trees of single layers, arranged as the plan's runs."""
     return [
         [
@@ -156,7 +156,7 @@ def arrange(layers: Sequence[Any], plan: Sequence[Run]) -> list[list[Any]]:
     ]
 
 
-def rearrange(runs: Sequence[Sequence[Any]], old: Sequence[Run], new: Sequence[Run]) -> list[list[Any]]:
+def rearrange(runs: Sequence[Sequence[Any]], old: Sequence[LayerStack], new: Sequence[LayerStack]) -> list[list[Any]]:
     """Runs of one plan as runs of another; the same arrays where the plans agree."""
     if tuple(old) == tuple(new):
         return [list(run) for run in runs]

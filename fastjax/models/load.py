@@ -18,7 +18,7 @@ from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
 from convert.model.spec import WeightSpec
 from convert.weights import Weights, stream
-from fastjax.models.layout import Run, fuse_layer, plan_layers
+from fastjax.models.layout import LayerStack, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
 from fastjax.quantization import NF4Weight, WeightLike
 from fastjax.quantization.weights import from_tensor
@@ -33,7 +33,7 @@ def load_weights(
     load_in_4bit: bool,
     layer_loop: str,
     allow_nonfinite: bool = False,
-) -> tuple[tuple[Run, ...], dict[str, Any]]:
+) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """Read an open Hugging Face folder into the tree that `Decoder` takes.
 
     Args:
@@ -138,7 +138,7 @@ def hold(
 
 def random_weights(
     config: ModelConfig, key: PRNGKeyArray, *, precision: Precision, trained: bool, load_in_4bit: bool, layer_loop: str
-) -> tuple[tuple[Run, ...], dict[str, Any]]:
+) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """Random weights, normal with the config's initializer_range, norms that scale by one, biases zero.
 
     Args:
@@ -203,7 +203,9 @@ def _quantize(matrix: Array) -> NF4Weight:
     return NF4Weight.quantize(matrix)
 
 
-def _fill(config: ModelConfig, plan: Sequence[Run], arrays: Iterable[tuple[WeightPath, WeightLike]]) -> dict[str, Any]:
+def _fill(
+    config: ModelConfig, plan: Sequence[LayerStack], arrays: Iterable[tuple[WeightPath, WeightLike]]
+) -> dict[str, Any]:
     """Arrays as they come, in the order of the layers, put in their places of the tree."""
     tree: dict[str, Any] = {"layers": [[None] * run.period for run in plan]}
     pending: dict[str, WeightLike] = {}
@@ -222,7 +224,7 @@ def _fill(config: ModelConfig, plan: Sequence[Run], arrays: Iterable[tuple[Weigh
     return tree
 
 
-def _place(runs: list[list[Any]], plan: Sequence[Run], index: int, layer: Any) -> None:
+def _place(runs: list[list[Any]], plan: Sequence[LayerStack], index: int, layer: Any) -> None:
     number = next(n for n, run in enumerate(plan) if run.start <= index < run.start + run.period * run.count)
     run = plan[number]
     position, repeat = (index - run.start) % run.period, (index - run.start) // run.period

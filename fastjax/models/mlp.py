@@ -1,4 +1,4 @@
-"""The gated feed-forward block of one layer."""
+"""The feed-forward block of one layer, gated or not."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -7,35 +7,44 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.mlp import Arrays, Block, gated_block
 from fastjax.models.projection import Projection
-from fastjax.residuals import keep
-from pallas_kernels.glu import glu
+from fastjax.residuals import name_residual
+from pallas_kernels.glu import ACTIVATIONS, glu
 
 
 class MLP(nnx.Module):
-    """down(act(gate(x)) · up(x))  (Shazeer, arXiv 2002.05202).
+    """down(act(gate(x)) · up(x))  (Shazeer, arXiv 2002.05202), or without a gate down(act(up(x))).
 
     Attributes:
         activation: Hugging Face's name of act.
-        gate_up: the two projections of the input, or one to both, gate first.
+        gate_up: the two projections of the input, or one to both, gate first; without a gate one.
         down: the projection back.
         float32: whether all of it is computed in float32, whatever the input's dtype.
+        gated: whether there is a gate.
     """
 
-    def __init__(self, activation: str, gate_up: Projection, down: Projection, float32: bool = False):
-        self.activation, self.gate_up, self.down, self.float32 = activation, gate_up, down, float32
+    def __init__(
+        self, activation: str, gate_up: Projection, down: Projection, float32: bool = False, *, gated: bool = True
+    ):
+        self.activation, self.gate_up, self.down = activation, gate_up, down
+        self.float32, self.gated = float32, gated
 
     def __call__(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S E"]:
         """The block on normalised inputs."""
         inner = x.astype(jnp.float32) if self.float32 else x
-        if self.apart(inner.dtype) is None:
+        if self.why_not_fused(inner.dtype) is None:
             return self._unit(inner, key).astype(x.dtype)
         parts = self.gate_up(inner, key)
-        gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=-1)
-        (out,) = self.down(glu(gate, up, activation=self.activation), key)
+        if self.gated:
+            gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=-1)
+            hidden = glu(gate, up, activation=self.activation)
+        else:
+            (up,) = parts
+            hidden = ACTIVATIONS[self.activation](up.astype(jnp.float32)).astype(up.dtype)
+        (out,) = self.down(hidden, key)
         return out.astype(x.dtype)
 
-    def apart(self, dtype: jnp.dtype) -> str | None:
-        """Why the block is not one unit with its adapters, as a clause; None: it is.
+    def why_not_fused(self, dtype: jnp.dtype) -> str | None:
+        """The reason, a clause, that the block is not one unit with its adapters; None: it is.
 
         Args:
             dtype: of the block's input.
@@ -43,6 +52,8 @@ class MLP(nnx.Module):
         adapters = [*self.gate_up.adapters.values(), *self.down.adapters.values()]
         if not adapters:
             return "no adapter is in it"
+        if not self.gated:
+            return "it is not gated"
         if any(adapter.magnitude is not None for adapter in adapters):
             return "DoRA scales the projections' results"
         if len({*self.gate_up.dtypes(dtype), *self.down.dtypes(dtype)}) > 1:
@@ -50,19 +61,26 @@ class MLP(nnx.Module):
         return None
 
     def block(self) -> Block:
-        """What the unit knows of the block while tracing."""
+        """The unit's static description."""
         return Block(
             self.activation,
             describe(self.gate_up.parts, self.gate_up.adapters),
             *describe(self.down.parts, self.down.adapters),
         )
 
-    def _unit(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S E"]:
-        dtype = self.down.dtypes(x.dtype)[0]
+    def arrays(self, key: PRNGKeyArray | None) -> Arrays:
+        """The unit's operands besides its input.
+
+        Args:
+            key: the layer's dropout key; None switches dropout off.
+        """
         bias = None if self.gate_up.bias is None else self.gate_up.bias[...]
         matrices = matrices_of({**self.gate_up.adapters, **self.down.adapters})
-        arrays = Arrays(self.gate_up.weight.get_value(), bias, self.down.weight.get_value(), matrices, key)
-        out = gated_block(self.block(), x.astype(dtype), arrays)
+        return Arrays(self.gate_up.weight.get_value(), bias, self.down.weight.get_value(), matrices, key)
+
+    def _unit(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S E"]:
+        dtype = self.down.dtypes(x.dtype)[0]
+        out = gated_block(self.block(), x.astype(dtype), self.arrays(key))
         if self.down.bias is not None:
             out = out + self.down.bias[...].astype(dtype)[None, None, :]
-        return keep(out, "projection")
+        return name_residual(out, "projection")

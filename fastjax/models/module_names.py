@@ -1,4 +1,4 @@
-"""Which modules the names in `float32_modules` mean. No JAX."""
+"""The modules named in `float32_modules`. No JAX."""
 
 from collections.abc import Iterable
 
@@ -9,17 +9,17 @@ from fastjax.errors import ConfigError
 
 
 def module_paths(names: Iterable[str], config: ModelConfig) -> frozenset[WeightPath]:
-    """The paths that `float32_modules` means: of the modules named, and of all modules inside them.
+    """The paths of the modules named in `float32_modules`, and of all modules inside them.
 
     Args:
         names: of modules, or the ends of names.
-        config: the model that has the modules.
+        config: the model's.
 
     Raises:
         ConfigError: a name that no module has.
     """
     if isinstance(names, str):
-        raise ConfigError(f"float32_modules: expected a list of names, given the text {shown(names)}")
+        raise ConfigError(f"float32_modules: expected a list of names, got the text {shown(names)}")
     paths = list(_paths(config))
     kept: set[WeightPath] = set()
     for name in names:

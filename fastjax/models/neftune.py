@@ -12,12 +12,12 @@ def noisy_embeddings(
 ) -> Float[Array, "B S E"]:
     """Embeddings with noise, uniform in ±alpha/√(L·E), L the tokens of the document.
 
-    L is the length of each packed document, so that packing changes nothing; the paper, and TRL, take the row's length
-    with its padding, which is the same where a row is one document.
+    L is the length of each packed document, so that packing changes nothing; the paper and TRL take the row's length
+    with its padding, the same for a row of one document.
 
     Args:
         x: embeddings.
-        segment_ids: document of each token, 0 for padding, which stays as it is; None: every row is one document.
+        segment_ids: document of each token, 0 for padding, without noise; None: every row is one document.
         key: random state of the microbatch; equal keys give equal noise.
         alpha: the paper's α, 5 to 15.
     """

@@ -1,8 +1,8 @@
 """Tables with rows for new tokens.
 
-The row of a new token starts, also in a table that has room for it, as the mean of the rows of the tokens that were
-there before, in the embedding and in an untied head. (transformers' `resize_token_embeddings` draws rows around that
-mean; the mean is the same in every run.)
+The row of a new token starts as the mean of the earlier tokens' rows, in the embedding and in an untied head, also in a
+table that has room for it. (transformers' `resize_token_embeddings` draws rows around that mean; the mean is the same
+in every run.)
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ def grown(weights: Mapping[str, Any], rows: int, known: int, new: Iterable[int])
     Args:
         weights: the tree, as `Decoder` takes it.
         rows: of the tables afterwards.
-        known: how many tokens there were before: the mean is over their rows.
+        known: number of earlier tokens, whose rows the mean is of.
         new: ids of the new tokens.
     """
     places = np.asarray(sorted(new), np.int32)

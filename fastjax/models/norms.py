@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from convert.model.config import ModelConfig
-from fastjax.lora import BaseParam
+from fastjax.lora.params import BaseParam
 from pallas_kernels.rms_norm import rms_norm
 
 

@@ -1,7 +1,7 @@
 """A model's outline: config.json, tokenizer, headers of the weights and the settings; no tensor is read, no JAX.
 
-Loading a model begins with this, and so do a run and its preview, so that none takes what another refuses. The folder
-is opened here and nowhere else: the open weights go along to their reader.
+Loading a model, a run and its preview all begin with it: none accepts settings that another refuses. The folder is
+opened here and nowhere else: the open weights go along to their reader.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Outline:
 
     Attributes:
         hf_config: the folder's config.json, with the settings' scaling of the positions and the rows of new tokens.
-        config: the same, as the decoder takes it.
+        config: the same, parsed.
         tokenizer: the folder's, with the new tokens.
         new_token_ids: ids of the new tokens.
         known_tokens: rows of the folder's tables that belong to a token.
@@ -62,15 +62,15 @@ def read_outline(
 
     Args:
         folder: the folder.
-        max_seq_length: None: 2048, or what the model can do where that is less.
-        float32_modules: names of modules, which there must be.
+        max_seq_length: None: 2048, or the model's limit if that is less.
+        float32_modules: names of modules, all present.
         new_tokens: tokens to add.
         rope_scaling: replaces the scaling of the rotary positions.
         weights: open the files of the weights too, which must be there.
 
     Raises:
         ConfigError: arguments that contradict the model, or no tokenizer that fits it.
-        ConvertError: what is wrong with the folder.
+        ConvertError: a broken folder; the message says how.
     """
     checkpoint = open_checkpoint(folder) if weights else None
     hf_config: Mapping[str, Any] = read_json(folder / CONFIG) if checkpoint is None else checkpoint.config
@@ -93,21 +93,21 @@ def read_outline(
 
 
 def row_length(max_seq_length: int | None, config: ModelConfig) -> int:
-    """The longest row that will be trained on or generated.
+    """The length of the longest row, in tokens.
 
     Args:
-        max_seq_length: what is asked for; None: 2048, or what the model can do where that is less.
+        max_seq_length: the setting; None: 2048, or the model's limit if that is less.
         config: the model's.
 
     Raises:
-        ConfigError: more than the model can do.
+        ConfigError: beyond the model's limit.
     """
     if max_seq_length is None:
         return min(2048, config.max_length)
     if max_seq_length > config.max_length:
         pretrained = config.rope.original_max_position_embeddings or config.max_length / config.rope.factor
         raise ConfigError(
-            f"max_seq_length: expected at most the model's {config.max_length} positions, given {max_seq_length}; take "
+            f"max_seq_length: expected at most the model's {config.max_length} positions, got {max_seq_length}; take "
             "a smaller one, or stretch the positions: rope_scaling: {rope_type: yarn, factor: "
             f"{math.ceil(max_seq_length / pretrained):.1f}}}"
         )

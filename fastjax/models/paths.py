@@ -1,4 +1,4 @@
-"""Which way each module of an adapted model is computed, and why: what a run says when it starts."""
+"""How a model with adapters computes each module, and why: lines for the beginning of a run."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from fastjax.lora import LoraLinear
+from fastjax.lora.params import LoraLinear
 from fastjax.models.decoder import Decoder
 from fastjax.models.mlp import MLP
 from fastjax.models.projection import Projection
@@ -16,13 +16,13 @@ from pallas_kernels.glu import lora
 
 
 def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: int) -> list[str]:
-    """A line for each distinct way in which a model with adapters computes a group of projections.
+    """A line for each way in which a model with adapters computes a group of projections.
 
     Args:
         graphdef: of the decoder.
         trainable: its trained arrays, or their shapes.
-        frozen: likewise the others.
-        tokens: in a batch, on one device.
+        frozen: its other arrays, likewise.
+        tokens: of a batch on one device.
     """
     decoder = nnx.merge(graphdef, trainable, frozen)
     dtype, lines = decoder.precision.dtype, {}
@@ -44,13 +44,13 @@ def _layer(layer: Any, dtype: jnp.dtype, tokens: int) -> Iterator[str]:
     for projection in (attention.qkv, attention.o):
         yield _projection("self_attn", projection, inner)
     inner = jnp.dtype(jnp.float32) if mlp.float32 else dtype
-    apart = mlp.apart(inner)
-    if apart is None:
+    reason = mlp.why_not_fused(inner)
+    if reason is None:
         yield _block(mlp, inner, tokens)
         return
     for projection in (mlp.gate_up, mlp.down):
         line = _projection("mlp", projection, inner)
-        yield f"{line}; not one unit with the rest of the block: {apart}" if projection.adapters else line
+        yield f"{line}; not one unit with the rest of the block: {reason}" if projection.adapters else line
 
 
 def _tables(decoder: Decoder, dtype: jnp.dtype) -> list[str]:
@@ -92,7 +92,7 @@ def _block(mlp: MLP, dtype: jnp.dtype, tokens: int) -> str:
 
 
 def _adapters(adapters: Mapping[str, LoraLinear]) -> str:
-    """What is said of adapters: ranks, and what else they do."""
+    """Adapters in words: ranks, DoRA, dropout."""
     ranks = sorted({_rank(adapter) for adapter in adapters.values()})
     words = [f"adapters of rank {', '.join(map(str, ranks))} on {', '.join(adapters)}"]
     if any(adapter.magnitude is not None for adapter in adapters.values()):
@@ -107,7 +107,7 @@ def _rank(adapter: LoraLinear) -> int:
 
 
 def _formats(*projections: Projection) -> str:
-    """What the weights are held in, as "NF4 weights"."""
+    """The formats of the weights, as "NF4 weights"."""
     weights = (as_weight(projection.weight.get_value()) for projection in projections)
     found = dict.fromkeys(name for weight in weights for name in weight.formats)
     return f"{' and '.join(found)} weights"

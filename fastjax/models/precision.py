@@ -1,7 +1,7 @@
-"""In which precision a model is held and computed: three settings, and the modules that stay in float32.
+"""Precision: the dtypes of a model's weights and computation, and the modules that stay in float32.
 
-Frozen weights are held in the compute dtype, what is trained in the parameter dtype, and both are cast to the dtype of
-the activations where they are used. A module named in `float32_modules` is held in float32, and its input is cast to
+Frozen weights are held in the compute dtype, trained arrays in the parameter dtype; both are cast to the activations'
+dtype where they are used. A module named in `float32_modules` is held in float32, and its input is cast to
 float32 before it and its output back after it; the logits of a float32 head stay in float32.
 """
 
@@ -22,13 +22,13 @@ DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """How a model is held and computed.
+    """The dtypes of a model.
 
     Attributes:
         dtype: of the computation, and of the frozen weights.
-        param_dtype: of what is trained.
-        float32_modules: paths of the modules that stay in float32: "norm", "layers.0.self_attn.q_proj", and
-            "layers.0.self_attn" where all of it does, the attention included.
+        param_dtype: of the trained arrays.
+        float32_modules: paths of the modules in float32: "norm", "layers.0.self_attn.q_proj", and
+            "layers.0.self_attn" for all of it, the attention included.
     """
 
     dtype: jnp.dtype
@@ -36,11 +36,11 @@ class Precision:
     float32_modules: frozenset[WeightPath] = frozenset()
 
     def weight_dtype(self, path: str, *, trained: bool) -> jnp.dtype:
-        """The dtype in which a tensor is held.
+        """The dtype of a tensor in memory.
 
         Args:
             path: as "layers.0.self_attn.q_proj.weight".
-            trained: whether it is trained, not frozen.
+            trained: whether it is trained.
         """
         if WeightPath.parse(path).module in self.float32_modules:
             return jnp.dtype(jnp.float32)
@@ -51,20 +51,20 @@ class Precision:
         return frozenset(path.inside for path in self.float32_modules if path.layer == index)
 
     def layer_kind(self, config: ModelConfig, index: int) -> Hashable:
-        """What two layers must share besides the structure of their arrays for one traced body to serve both."""
+        """Equal for two layers that one traced body can serve, if their arrays are alike too."""
         return config.layers[index], self.in_layer(index)
 
 
 def make_precision(
     dtype: str | None, param_dtype: str, float32_modules: Sequence[str] | None, config: ModelConfig
 ) -> Precision:
-    """Settings as a user gives them, checked.
+    """A user's settings, checked.
 
     Args:
         dtype: "bfloat16", "float16" or "float32"; None: bfloat16 on a GPU, float32 on a CPU.
         param_dtype: likewise.
         float32_modules: names of modules, or the ends of names.
-        config: the model that has the modules.
+        config: the model's.
 
     Raises:
         ConfigError: an unknown dtype; a name that no module has.
@@ -73,6 +73,6 @@ def make_precision(
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
         if value not in DTYPES:
-            raise ConfigError(f"{name}: expected one of {list(DTYPES)}, given {shown(value)}")
+            raise ConfigError(f"{name}: expected one of {list(DTYPES)}, got {shown(value)}")
     kept = module_paths(float32_modules or (), config)
     return Precision(jnp.dtype(DTYPES[dtype]), jnp.dtype(DTYPES[param_dtype]), kept)

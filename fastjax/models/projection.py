@@ -1,16 +1,20 @@
 """Projections and embeddings: the weights that adapters attach to."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fastjax.lora import BaseParam, LoraEmbedding, LoraLinear
+from fastjax.errors import ConfigError
 from fastjax.lora.linear import project
+from fastjax.lora.params import BaseParam, LoraEmbedding, LoraLinear, SavedParam
+from fastjax.lora.token_rows import TrainableTokens
 from fastjax.quantization import WeightLike, rows_of
-from fastjax.trainable_tokens import TrainableTokens
+
+M = TypeVar("M", bound=nnx.Module)
 
 
 class Projection(nnx.Module):
@@ -18,11 +22,11 @@ class Projection(nnx.Module):
 
     Attributes:
         parts: (name, output rows) of each part, from the top row down.
-        weight: [out, in] in any format that `quantization.matmul` takes.
+        weight: [out, in] in any format of `quantization.matmul`.
         bias: [out], or None.
         adapters: by the part's name.
-        float32: names of the parts that are computed in float32 whatever the input's dtype.
-        tokens: trained rows in the place of some of the weight's (of a head), or None.
+        float32: names of the parts computed in float32 whatever the input's dtype.
+        tokens: trained rows in place of some of the weight's (of a head), or None.
     """
 
     def __init__(
@@ -67,16 +71,16 @@ class Projection(nnx.Module):
         return tuple(outputs)
 
     def dtypes(self, dtype: jnp.dtype) -> list[jnp.dtype]:
-        """In which dtype each part is computed, for an input's dtype."""
+        """The dtype in which each part is computed, for an input's dtype."""
         return [jnp.dtype(jnp.float32) if name in self.float32 else jnp.dtype(dtype) for name, _ in self.parts]
 
     def _products(self, x: Array, key: PRNGKeyArray | None, dropped: Array | None) -> list[Array]:
-        """The parts' outputs without bias, each in the dtype in which it is computed: one unit where that is one."""
+        """The parts' outputs without bias, each in its own dtype: one unit where all are equal."""
         weight, dtypes = self.weight.get_value(), self.dtypes(x.dtype)
 
         def unit(sizes, weight, dtype):
-            given = None if dropped is None else dropped.astype(dtype)
-            return project(sizes, weight, self.adapters, x.astype(dtype), key, given)
+            drawn = None if dropped is None else dropped.astype(dtype)
+            return project(sizes, weight, self.adapters, x.astype(dtype), key, drawn)
 
         if len(set(dtypes)) == 1:
             return list(unit(self.parts, weight, dtypes[0]))
@@ -93,8 +97,8 @@ class Embedding(nnx.Module):
     Attributes:
         weight: the table.
         adapter: its adapter, or None.
-        tokens: trained rows in the place of some of the table's, or None.
-        float32: whether the adapter is computed in float32 whatever the dtype asked for.
+        tokens: trained rows in place of some of the table's, or None.
+        float32: whether the adapter is computed in float32 whatever the result's dtype.
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class Head(Projection):
     """The projection to logits.
 
     Attributes:
-        scale: what the logits are multiplied with.
+        scale: factor of the logits.
         soft_cap: then they become cap · tanh(logits / cap); None: they stay.
     """
 
@@ -138,3 +142,30 @@ class Head(Projection):
         if self.soft_cap is not None:
             wide = self.soft_cap * jnp.tanh(wide / self.soft_cap)
         return wide.astype(logits.dtype)
+
+
+def without_adapters(module: M) -> M:
+    """A copy of a module without low-rank adapters and trained rows, over the same arrays: the base model's.
+
+    Args:
+        module: a decoder or a part of one.
+
+    Raises:
+        ConfigError: a table that is trained whole; the base's own is not held beside it.
+    """
+    graphdef, state = nnx.split(module)
+    base = nnx.merge(graphdef, state)
+    for _, found in nnx.iter_modules(base):
+        if not isinstance(found, Projection | Embedding):
+            continue
+        if isinstance(found.weight, SavedParam):
+            raise ConfigError(
+                "adapters: expected true with modules_to_save, got false; the trained table is in the place of the "
+                "base's: load the base by itself"
+            )
+        found.tokens = None
+        if isinstance(found, Projection):
+            found.adapters = nnx.Dict({})
+        else:
+            found.adapter = None
+    return base

@@ -1,4 +1,4 @@
-"""What a layer keeps for the backward pass, and what it computes again (Chen et al., arXiv 1604.06174)."""
+"""Rematerialisation: the residuals that a layer keeps for the backward pass (Chen et al., arXiv 1604.06174)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ POLICIES = ("full", "projections", "none")
 
 
 def checkpointed(block: Callable[..., Any], remat: str, *, scanned: bool) -> Callable[..., Any]:
-    """The block of layers with its rematerialisation.
+    """A block of layers with its rematerialisation.
 
     Args:
-        block: pure; its arguments are what "full" keeps.
-        remat: "full", "projections" (everything in SAVED is kept too) or "none" (JAX decides).
-        scanned: whether it is the body of a scan, which separates its iterations by itself.
+        block: pure; "full" keeps its arguments alone.
+        remat: "full", "projections" (those named in SAVED too) or "none" (JAX decides).
+        scanned: whether it is a scan's body, whose iterations are apart already.
 
     Raises:
         ConfigError: an unknown policy.
@@ -29,4 +29,4 @@ def checkpointed(block: Callable[..., Any], remat: str, *, scanned: bool) -> Cal
     if remat == "projections":
         policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
         return jax.checkpoint(block, policy=policy, prevent_cse=not scanned)
-    raise ConfigError(f"remat: expected one of {list(POLICIES)}, given {remat!r}")
+    raise ConfigError(f"remat: expected one of {list(POLICIES)}, got {remat!r}")

@@ -1,4 +1,4 @@
-"""Another scaling of the rotary positions in the place of the one that a config.json has, for longer rows."""
+"""Replacing the rotary scaling of a config.json, for longer rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,19 +12,18 @@ from fastjax.errors import ConfigError
 
 
 def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json whose rotary scaling is replaced.
+    """A config.json with another rotary scaling.
 
     Args:
         config: the parsed config.json.
         scaling: {"rope_type": …, "factor": …, …}; `rope_theta` and `original_max_position_embeddings` come from the
-            config where they are left out. It replaces a scaling that is there and does not add to it: `factor` counts
-            from the length of pretraining.
+            config where they are left out. An earlier scaling is gone: `factor` counts from the length of pretraining.
 
     Returns:
         The config, with `max_position_embeddings` as its type of scaling has it (see `RopeConfig.max_length`).
 
     Raises:
-        ConfigError: what is wrong with `scaling`.
+        ConfigError: an impossible `scaling`; the message says why.
     """
     family = family_for(config)
     text = family.text_config(config)
@@ -36,7 +35,7 @@ def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> 
     theta, kind = values.pop("rope_theta", before.theta), values["rope_type"]
     if kind is None or (kind == "default" and len(values) > 1):
         raise ConfigError(
-            f"rope_scaling: expected a rope_type of {list(KINDS)} with what it takes, given {shown(dict(scaling))}; "
+            f"rope_scaling: expected a rope_type of {list(KINDS)} with what it takes, got {shown(dict(scaling))}; "
             "for instance {rope_type: linear, factor: 4.0}"
         )
     if kind in ("llama3", "yarn", "longrope"):

@@ -7,22 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from convert.model.config import ModelConfig
 from convert.model.rope import BY_LENGTH, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angular velocity of each rotary pair, in radians a position, in documents that are not longer than the original.
+    """Angular velocity of each rotary pair, in radians a position, in documents up to the original length.
 
     Args:
         rope: base and scaling.
         head_dim: D, even.
 
     Returns:
-        float32 [R/2], R = D or the part of it that turns.
+        float32 [R/2], R = D or the turning part of it.
 
     References:
         RoFormer, arXiv 2104.09864, eq. 15; Llama 3.1's scaling as in its reference implementation: a wavelength
-        longer than original/low_freq_factor is divided by `factor`, a shorter one than original/high_freq_factor
+        longer than original/low_freq_factor is divided by `factor`, one shorter than original/high_freq_factor is
         kept, and between them the two are mixed linearly in original/wavelength; YaRN, arXiv 2309.00071, eq. 23.
     """
     frequency = (1.0 / np.float32(rope.theta) ** _exponents(rope, head_dim)).astype(np.float32)
@@ -91,7 +92,7 @@ def frequencies_by_length(rope: RopeConfig, head_dim: int, lengths: Int[Array, "
 
 
 def document_lengths(positions: Int[Array, "B S"], segment_ids: Int[Array, "B S"] | None) -> Int[Array, "B S"]:
-    """How long the document of each token is: one more than its last position.
+    """The length of each token's document: one more than its last position.
 
     Args:
         positions: position of each token in its document, counted from 0.
@@ -117,7 +118,7 @@ def rope_tables(
         rope: base and scaling.
         head_dim: D, even.
         positions: position of each token in its document.
-        lengths: how long that document is; only a scaling in `BY_LENGTH` needs it.
+        lengths: tokens of that document; only a scaling in `BY_LENGTH` needs it.
     """
     if rope.kind in BY_LENGTH:
         assert lengths is not None, f"{rope.kind} scaling needs the documents' lengths"
@@ -127,3 +128,23 @@ def rope_tables(
     angles = positions.astype(jnp.float32)[:, :, None] * frequency
     scale = jnp.float32(rope.attention_factor)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def query_scales(config: ModelConfig, positions: Int[Array, "B S"]) -> dict[str, Float[Array, "B S"]]:
+    """Factors of the turned queries, which grow with the position, for the fields of `ModelConfig` that have any.
+
+    Args:
+        config: the model's.
+        positions: position of each token in its document.
+
+    References:
+        `RopeConfig.query_beta`; Llama 4's attention temperature, as Ministral 3 has it.
+    """
+    found = {}
+    for name in dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None):
+        rope: RopeConfig = getattr(config, name)
+        if rope.query_beta is not None:
+            assert rope.original_max_position_embeddings, "query_beta counts in original lengths"
+            lengths = (positions // rope.original_max_position_embeddings).astype(jnp.float32)
+            found[name] = 1.0 + rope.query_beta * jnp.log1p(lengths)
+    return found

@@ -14,7 +14,8 @@ from convert.files import atomic_folder, remove_unfinished
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.language_model.adapters import load_adapter
-from fastjax.models.adapter_settings import adapter_sites, saved_modules
+from fastjax.lora.sites import adapter_sites
+from fastjax.lora.tables import saved_modules
 from fastjax.runs.datasets import load_run_data
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.hub_names import pinned

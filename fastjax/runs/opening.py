@@ -15,9 +15,9 @@ from convert.files import read_json
 from convert.hub import Source
 from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
-from fastjax.models.adapter_settings import check_adapter, fresh_adapter
+from fastjax.lora.settings import check_adapter, fresh_adapter
+from fastjax.lora.tables import adapter_rows
 from fastjax.models.outline import Outline, read_outline
-from fastjax.models.vocabulary import adapter_rows
 from fastjax.runs.hub_names import located
 from fastjax.training.config import LoraSection, TrainConfig
 

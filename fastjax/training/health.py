@@ -16,11 +16,11 @@ from jaxtyping import Array, Float
 from convert.model.paths import WeightPath
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
-from fastjax.models.layout import Run
+from fastjax.models.layout import LayerStack
 from fastjax.models.leaves import LORA_A, LORA_B, leaf_at
 
 
-def leaf_names(trainable: Any, plan: Sequence[Run]) -> list[str]:
+def leaf_names(trainable: Any, plan: Sequence[LayerStack]) -> list[str]:
     """A name for each leaf, and for each layer of a stacked one, in the order of `squared_norms`.
 
     Args:
@@ -42,7 +42,7 @@ def leaf_names(trainable: Any, plan: Sequence[Run]) -> list[str]:
     return names
 
 
-def squared_norms(tree: Any, plan: Sequence[Run]) -> Float[Array, " n"]:
+def squared_norms(tree: Any, plan: Sequence[LayerStack]) -> Float[Array, " n"]:
     """Squared Euclidean norm of each leaf, of a stacked one by layer, in float32.
 
     Args:

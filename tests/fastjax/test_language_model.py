@@ -64,7 +64,7 @@ def test_gradient_checkpointing_has_an_effect(base):
     [
         ({"full_finetuning": True, "load_in_4bit": True}, "4-bit weights cannot be trained"),
         ({"layer_loop": "loop"}, "layer_loop: expected one of .* got 'loop'"),
-        ({"dtype": "int8"}, "dtype: expected one of .* given 'int8'"),
+        ({"dtype": "int8"}, "dtype: expected one of .* got 'int8'"),
         ({"use_gradient_checkpointing": "some"}, "use_gradient_checkpointing: .* got 'some'"),
     ],
 )
@@ -90,8 +90,8 @@ def test_order_of_calls(base, tmp_path):
     [
         ({"r": 0}, "r: expected a positive integer, got 0"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: expected .* got 'pissa'"),
-        ({"bias": "all"}, "bias: expected 'none', given 'all'"),
-        ({"modules_to_save": ["norm"]}, "modules_to_save: expected some of .* given .*norm"),
+        ({"bias": "all"}, "bias: expected 'none', got 'all'"),
+        ({"modules_to_save": ["norm"]}, "modules_to_save: expected some of .* got .*norm"),
         ({"target_modules": ["nothing"]}, "target_modules: .*nothing.* matches no module"),
         ({"lora_dropout": 1.0}, "lora_dropout: expected a number from 0 to below 1, got 1.0"),
     ],

@@ -20,7 +20,8 @@ from convert.families import family_for
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.adapters import attach_adapter
-from fastjax.models.adapters import export_adapters
+from fastjax.lora.export import export_adapters
+from fastjax.lora.tables import shares_whole_table
 from fastjax.models.decoder import lm_logits
 from fastjax.models.layout import layer_of
 
@@ -121,7 +122,7 @@ def model(folder, config, seed=0, **options):
 def adapted(base, seed=0, **options):
     """The model with an adapter whose arrays are all random, the same for every arrangement of the layers."""
     fresh = FastLanguageModel.get_peft_model(base, **{"r": 4, **options})
-    tied = bool(fresh.lora.ensure_weight_tying and fresh.config.tie_word_embeddings and fresh.lora.modules_to_save)
+    tied = shares_whole_table(fresh.lora, fresh.config)
     arrays = export_adapters(fresh.trainable, fresh.plan, tied)
     for path, array in arrays.items():
         rng = np.random.default_rng([seed, zlib.crc32(path.encode())])

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from fastjax.errors import ConfigError
 from fastjax.limits import MAX_RANK, MAX_ROW_TOKENS
+from fastjax.lora.settings import LoraSettings
 from fastjax.training.config.checks import check_section, expect
 
 
@@ -61,49 +62,20 @@ class ModelSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class LoraSection:
-    """The adapter, with PEFT's names and meanings.
+class AdapterStart:
+    """Where the adapter comes from.
 
     Attributes:
         adapter: folder of a PEFT adapter to start from, or its name on the hub; it brings its own settings, so no
             other key but lora_dropout may stand beside it.
-        r: rank.
-        lora_alpha: scale: the adapter's product is multiplied by lora_alpha / r.
-        lora_dropout: probability with which an input of an adapter is zeroed in training; null: 0, or that of the
-            adapter to start from.
-        target_modules: names of the projections that get an adapter; null: all of them. A name here, or a pattern
-            below, that no module has is an error.
-        use_rslora: scale by lora_alpha / √r instead.
-        use_dora: train the magnitude of each weight row apart from its direction (DoRA).
-        rank_pattern: ranks for modules that match a name or pattern, in place of r.
-        alpha_pattern: the same for lora_alpha.
-        layers_to_transform: indices of the layers that get adapters; null: all.
-        modules_to_save: modules trained whole and saved with the adapter: embed_tokens, lm_head.
-        trainable_token_indices: ids of tokens whose rows of the embedding (and of a head that is tied to it) are
-            trained, and no others; or ids for each table, {embed_tokens: [7], lm_head: [7]}. The rows of
-            model.new_tokens are always among them, unless modules_to_save trains the whole table.
-        ensure_weight_tying: with tied embeddings, modules_to_save trains one array for both uses, not two.
-        init_lora_weights: how A and B start: true (B is zero), false, "gaussian" or "orthogonal".
-        bias: which biases are trained; only "none".
-        random_state: seed of the adapter's start.
     """
 
     adapter: str | None = None
-    r: int = 16
-    lora_alpha: float = 16
-    lora_dropout: float | None = None
-    target_modules: list[str] | str | None = None
-    use_rslora: bool = False
-    use_dora: bool = False
-    rank_pattern: dict[str, int] | None = None
-    alpha_pattern: dict[str, float] | None = None
-    layers_to_transform: list[int] | int | None = None
-    modules_to_save: list[str] | None = None
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
-    ensure_weight_tying: bool = False
-    init_lora_weights: bool | Literal["gaussian", "orthogonal"] = True
-    bias: Literal["none"] = "none"
-    random_state: int = 3407
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSection(LoraSettings, AdapterStart):
+    """The adapter, with PEFT's names and meanings."""
 
     def __post_init__(self) -> None:
         check_section("lora", self)

@@ -51,14 +51,14 @@ def test_a_run_with_nothing_wrong_gets_to_its_data(run):
         (
             "lora",
             {"target_modules": ["q_proj", "v_prj"]},
-            r"^lora.target_modules: .* given \['v_prj'\], which none has",
+            r"^lora.target_modules: .* got \['v_prj'\], which none has",
         ),
         (
             "lora",
             {"target_modules": "query" * 2000},
             "^lora.target_modules: 'queryquery.{,200}… matches no module of this",
         ),
-        ("lora", {"rank_pattern": {"query": 4}}, r"^lora.rank_pattern: .* given \['query'\], which match none"),
+        ("lora", {"rank_pattern": {"query": 4}}, r"^lora.rank_pattern: .* got \['query'\], which match none"),
         (
             "lora",
             {"alpha_pattern": {"v_proj": 4}, "target_modules": ["q_proj"]},

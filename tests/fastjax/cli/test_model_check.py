@@ -61,7 +61,7 @@ WRONG = {
     "saved": (None, {"lora.modules_to_save": ["head"]}, 2, "modules_to_save: expected some of"),
     "expression": (None, {"lora.target_modules": "q_(proj"}, 2, "target_modules: expected regular expressions"),
     "row": (None, {"lora.trainable_token_indices": [10**6]}, 2, "trainable_token_indices: expected different ids"),
-    "odd rank": (None, {"lora.r": 3, "lora.init_lora_weights": "orthogonal"}, 2, "expected an even rank, given 3"),
+    "odd rank": (None, {"lora.r": 3, "lora.init_lora_weights": "orthogonal"}, 2, "expected an even rank, got 3"),
     "adapter": (
         lambda folder: write_config(
             folder.parent / "adapter" / "adapter_config.json", config_to_json(AdapterConfig(target_modules=["c_attn"]))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fastjax.lora import LoraLinear
+from fastjax.lora.params import LoraLinear
 from fastjax.quantization import FP8Weight, NF4Weight, concatenate
 
 BATCH, LENGTH, WIDTH = 2, 32, 64

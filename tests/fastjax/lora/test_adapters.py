@@ -7,8 +7,9 @@ import pytest
 
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
-from fastjax.lora import drop, initial_arrays
-from fastjax.models.adapters import export_adapters
+from fastjax.lora.dropout import drop
+from fastjax.lora.export import export_adapters
+from fastjax.lora.initial import initial_arrays
 from tests.support import steps, tiny
 
 RANK, IN, OUT = 8, 3000, 2000
@@ -140,7 +141,7 @@ def test_every_projection_draws_masks_of_its_own():
     [
         ({"target_modules": ["nothing"]}, "matches no module"),
         ({"modules_to_save": ["norm"]}, "modules_to_save: expected some of"),
-        ({"bias": "all"}, "bias: expected 'none', given 'all'"),
+        ({"bias": "all"}, "bias: expected 'none', got 'all'"),
         ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, "ensure_weight_tying"),
         ({"init_lora_weights": "orthogonal", "r": 3}, "even rank"),
     ],
@@ -156,5 +157,5 @@ def test_an_adapter_that_does_not_fit_is_refused_with_every_misfit(base, tmp_pat
     FastLanguageModel.get_peft_model(wide, r=4, target_modules=["q_proj"]).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ConfigError) as error:
         FastLanguageModel.load_adapter(base, tmp_path / "adapter")
-    assert "layers.0.self_attn.q_proj.lora_A: expected [4, 48], given [4, 40]" in str(error.value)
+    assert "layers.0.self_attn.q_proj.lora_A: expected [4, 48], got [4, 40]" in str(error.value)
     assert "layers.3.self_attn.q_proj.lora_A: no module of this model takes it" in str(error.value)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from fastjax.lora import reference
 from fastjax.lora.linear import project
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, value_and_gradients
-from tests.support import plain_lora
 
 SIZES = [("q_proj", 128), ("k_proj", 64), ("v_proj", 64)]
 #: name -> ranks of q, k and v (0: no adapter), options
@@ -48,7 +48,7 @@ def functions(adapters, weight, sizes=SIZES, **options):
 
         return run
 
-    return of(project), of(plain_lora.project), nnx.to_pure_dict(state)
+    return of(project), of(reference.project), nnx.to_pure_dict(state)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,7 +99,7 @@ def test_an_input_that_is_dropped_before(compare, dora):
     dy = tuple(maker.normal(BATCH, LENGTH, rows) for _, rows in SIZES)
     trained = nnx.to_pure_dict(state)
     found = value_and_gradients(of(project), trained, (x, other), dy)
-    expected = value_and_gradients(of(plain_lora.project), trained, (x, other), dy)
+    expected = value_and_gradients(of(reference.project), trained, (x, other), dy)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         # float32, sums of up to a few hundred products
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-6 * np.abs(theirs).max())
@@ -123,7 +123,7 @@ def test_a_plain_weight_gets_its_gradient_where_it_is_asked_for(kind):
 
     plain = [floats[n] for n in chosen]
     found = jax.grad(lambda p: loss(project, p))(plain)
-    expected = jax.grad(lambda p: loss(plain_lora.project, p))(plain)
+    expected = jax.grad(lambda p: loss(reference.project, p))(plain)
     assert len(found) == (1 if kind == jnp.float32 else 2)
     for ours, theirs in zip(found, expected, strict=True):
         # float32, sums over 64 tokens

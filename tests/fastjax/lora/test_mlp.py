@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from fastjax.lora import LoraParam
+from fastjax.lora.params import LoraParam
 from fastjax.models.mlp import MLP
 from fastjax.models.projection import Projection
 from fastjax.residuals import SAVED
@@ -65,7 +65,7 @@ def functions(block, dropout):
 def test_equals_plain_lora(compare, name, dtype):
     maker, (ranks, options) = Maker(), CASES[name]
     block = make(maker, ranks, kind=dtype, **options)
-    assert block.apart(dtype) is None
+    assert block.why_not_fused(dtype) is None
     x, dy = maker.normal(2, BATCH, LENGTH, WIDTH, dtype=dtype)
     compare(*functions(block, options.get("dropout")), x, dy)
 
@@ -91,17 +91,33 @@ def test_other_activations(compare, activation):
 def test_dora_goes_projection_by_projection(compare, options):
     maker = Maker(3)
     block = make(maker, (8, 8, 8), **options)
-    assert "DoRA" in block.apart(jnp.float32)
+    assert "DoRA" in block.why_not_fused(jnp.float32)
     x, dy = maker.normal(2, BATCH, LENGTH, WIDTH)
     compare(*functions(block, options.get("dropout")), x, dy)
 
 
 def test_why_a_block_is_not_one_unit():
     maker = Maker(4)
-    assert "no adapter" in make(maker, (0, 0, 0)).apart(jnp.float32)
+    assert "no adapter" in make(maker, (0, 0, 0)).why_not_fused(jnp.float32)
     block = make(maker, (4, 4, 4))
     block.down.float32 = ("down_proj",)
-    assert "different dtypes" in block.apart(jnp.bfloat16) and block.apart(jnp.float32) is None
+    assert "different dtypes" in block.why_not_fused(jnp.bfloat16) and block.why_not_fused(jnp.float32) is None
+
+
+@pytest.mark.parametrize("activation", ["relu2", "silu"])
+@pytest.mark.parametrize("ranks", [(8, 8), (0, 8), (0, 0)])
+def test_a_block_without_a_gate_goes_projection_by_projection(compare, activation, ranks):
+    maker = Maker(6)
+
+    def projection(name, rows, columns, rank):
+        own = {name: maker.adapter(rank, rows, columns, dropout=0.3)} if rank else {}
+        return Projection([(name, rows)], maker.weight(jnp.float32, [rows], columns), maker.normal(rows), own)
+
+    inner, outer = projection("up_proj", FEATURES, WIDTH, ranks[0]), projection("down_proj", WIDTH, FEATURES, ranks[1])
+    block = MLP(activation, inner, outer, gated=False)
+    assert ("not gated" if any(ranks) else "no adapter") in block.why_not_fused(jnp.float32)
+    x, dy = maker.normal(2, BATCH, LENGTH, WIDTH)
+    compare(*functions(block, 0.3), x, dy)
 
 
 def kept(policy, name="all"):

@@ -14,8 +14,8 @@ from convert.families import FAMILIES, family_for
 from convert.model.config import ModelConfig
 from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.adapters import export_adapters
-from fastjax.models.layout import Run, plan_layers
+from fastjax.lora.export import export_adapters
+from fastjax.models.layout import LayerStack, plan_layers
 from fastjax.models.rope_override import with_rope_scaling
 from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
 from tests.support import families, tiny
@@ -242,7 +242,7 @@ def test_gemma_3_is_scanned_by_its_period():
         "layer_types": None,
     }
     layers = ModelConfig.from_hf(published).layers
-    assert plan_layers(layers, "scan") == (Run(0, 6, 4), Run(24, 1, 2))
+    assert plan_layers(layers, "scan") == (LayerStack(0, 6, 4), LayerStack(24, 1, 2))
     assert layers[5] == (None, "rope") and layers[4] == (6, "local_rope")
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastjax.models.layout import Run, arrange, layer_of, plan_layers, rearrange
+from fastjax.models.layout import LayerStack, arrange, layer_of, plan_layers, rearrange
 
 signatures = st.lists(st.sampled_from("abc"), min_size=1, max_size=26)
 
@@ -41,11 +41,11 @@ def test_a_repeated_pattern_is_one_run(unit, count):
 @pytest.mark.parametrize(
     ("kinds", "plan"),
     [
-        ("aaaa", [Run(0, 1, 4)]),
-        ("aaaaab" * 4 + "aa", [Run(0, 6, 4), Run(24, 1, 2)]),  # 26 layers with a period of 6
-        ("baaaa", [Run(0, 1, 1), Run(1, 1, 4)]),
-        ("abc", [Run(0, 1, 1), Run(1, 1, 1), Run(2, 1, 1)]),
-        ("a", [Run(0, 1, 1)]),
+        ("aaaa", [LayerStack(0, 1, 4)]),
+        ("aaaaab" * 4 + "aa", [LayerStack(0, 6, 4), LayerStack(24, 1, 2)]),  # 26 layers with a period of 6
+        ("baaaa", [LayerStack(0, 1, 1), LayerStack(1, 1, 4)]),
+        ("abc", [LayerStack(0, 1, 1), LayerStack(1, 1, 1), LayerStack(2, 1, 1)]),
+        ("a", [LayerStack(0, 1, 1)]),
     ],
 )
 def test_known_plans(kinds, plan):
@@ -70,4 +70,4 @@ def test_arranging_keeps_every_layer(kinds):
 
 def test_there_is_no_layer_beyond_the_last():
     with pytest.raises(IndexError, match="layer 4"):
-        layer_of([[{}]], [Run(0, 1, 4)], 4)
+        layer_of([[{}]], [LayerStack(0, 1, 4)], 4)

@@ -9,7 +9,7 @@ from flax import nnx
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.adapters import export_adapters
+from fastjax.lora.export import export_adapters
 from fastjax.models.decoder import lm_logits
 from fastjax.quantization import NF4Weight
 from fastjax.training.loss import loss_sums
@@ -215,7 +215,7 @@ def test_adapters_of_16_bits_are_written_as_they_are(tmp_path):
         ({"float32_modules": ["nothing"]}, "float32_modules: no module has the name 'nothing' .*'self_attn.q_proj'"),
         ({"float32_modules": ["layers.9.mlp"]}, "no module has the name 'layers.9.mlp' .*layers.0 to layers.2"),
         ({"float32_modules": "norm"}, "float32_modules: expected a list"),
-        ({"param_dtype": "int8"}, "param_dtype: expected one of .* given 'int8'"),
+        ({"param_dtype": "int8"}, "param_dtype: expected one of .* got 'int8'"),
     ],
 )
 def test_settings_that_are_refused(options, message):

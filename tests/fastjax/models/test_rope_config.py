@@ -94,7 +94,7 @@ def test_a_model_is_trained_and_saved_with_the_override(tmp_path):
 
 def test_rows_longer_than_the_model():
     # stretched from the 32 positions that the model was pretrained on, not from the 192 that its own scaling allows
-    with pytest.raises(ConfigError, match=r"at most the model's 192 positions, given 200; .*yarn, factor: 7.0\}"):
+    with pytest.raises(ConfigError, match=r"at most the model's 192 positions, got 200; .*yarn, factor: 7.0\}"):
         tiny.model(tiny.shared_folder(), tiny.CONFIG, max_seq_length=200)
     suggested = {"rope_type": "yarn", "factor": 7.0}
     assert tiny.model(tiny.shared_folder(), tiny.CONFIG, max_seq_length=200, rope_scaling=suggested)

@@ -11,7 +11,7 @@ from fastjax.data.new_tokens import add_tokens, own_tokenizer, vocabulary_size
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.adapters import export_adapters
+from fastjax.lora.export import export_adapters
 from tests.support import steps, tiny
 
 NEW = ["<|tool|>", "<|end|>"]
@@ -167,9 +167,9 @@ def test_tokens_that_are_refused(tokens, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"trainable_token_indices": [OLD]}, rf"expected different ids from 0 to {OLD - 1}, given \[{OLD}\]"),
-        ({"trainable_token_indices": [3, 3]}, r"expected different ids .* given \[3, 3\]"),
-        ({"trainable_token_indices": {"norm": [3]}}, "expected rows of embed_tokens or lm_head, given rows of norm"),
+        ({"trainable_token_indices": [OLD]}, rf"expected different ids from 0 to {OLD - 1}, got \[{OLD}\]"),
+        ({"trainable_token_indices": [3, 3]}, r"expected different ids .* got \[3, 3\]"),
+        ({"trainable_token_indices": {"norm": [3]}}, "expected rows of embed_tokens or lm_head, got rows of norm"),
         ({"trainable_token_indices": [3], "modules_to_save": ["lm_head"]}, "embed_tokens is trained already"),
         ({"trainable_token_indices": [3], "target_modules": ["embed_tokens"]}, "embed_tokens is trained already"),
         (

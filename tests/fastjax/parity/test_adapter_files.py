@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.adapters import export_adapters
+from fastjax.lora.export import export_adapters
 from tests.support import tiny
 
 torch = pytest.importorskip("torch")

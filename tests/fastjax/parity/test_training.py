@@ -10,7 +10,7 @@ import pytest
 
 from convert.checkpoint import open_checkpoint
 from fastjax.language_model import FastLanguageModel
-from fastjax.lora import drop
+from fastjax.lora.dropout import drop
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 from tests.support import tiny

@@ -7,10 +7,10 @@ import pytest
 
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
-from fastjax.models.layout import Run
+from fastjax.models.layout import LayerStack
 from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows, squared_norms
 
-PLAN = (Run(0, 1, 1), Run(1, 2, 3), Run(7, 1, 1))
+PLAN = (LayerStack(0, 1, 1), LayerStack(1, 2, 3), LayerStack(7, 1, 1))
 
 
 def tree():

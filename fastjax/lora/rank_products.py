@@ -1,8 +1,8 @@
-"""The thin products of adapters, several at a time.
+"""The rank products x·Aᵀ of several adapters at a time.
 
-Adapters that read one input are one matrix A [ΣR, in], so that x is read once for all of them; their B are one matrix
-[out, ΣR] with a block for each, so that one product adds up what they give. Both are made anew in each pass from what
-is trained: they are thin.
+Adapters of one input are one matrix A [ΣR, in], so that x is read once for all of them; their B are one matrix
+[out, ΣR] with a block for each, so that one product adds up their outputs. Each pass makes both anew from the trained
+arrays: they are small.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from fastjax.quantization.weights import linear
 
 
 class Part(NamedTuple):
-    """A projection among those that read one input; what is known while tracing.
+    """The static description of a projection among those of one input.
 
     Attributes:
         name: its name, for the dropout's mask.
         rows: output rows.
-        rank: of its adapter; 0: it has none.
+        rank: of its adapter; 0: none.
         scaling: of the adapter.
         dropout: of the adapter's input.
     """
@@ -34,18 +34,18 @@ class Part(NamedTuple):
     dropout: float = 0.0
 
 
-#: (A [R, in], B [out, R]) of the parts that have an adapter, by their names, in the dtype in which they are trained.
+#: (A [R, in], B [out, R]) of the parts with an adapter, by name, in the dtype of training.
 Matrices = Mapping[str, tuple[Array, Array]]
 
 
-def adapted(parts: Sequence[Part]) -> list[Part]:
-    """The parts that have an adapter."""
+def with_adapter(parts: Sequence[Part]) -> list[Part]:
+    """The parts with an adapter."""
     return [part for part in parts if part.rank]
 
 
 def stacked_A(parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype) -> Float[Array, "R in"]:
     """A of all parts, one below the other."""
-    return jnp.concatenate([matrices[part.name][0].astype(dtype) for part in adapted(parts)])
+    return jnp.concatenate([matrices[part.name][0].astype(dtype) for part in with_adapter(parts)])
 
 
 def scaled_B(part: Part, matrices: Matrices, dtype: jnp.dtype) -> Float[Array, "out R"]:
@@ -67,46 +67,46 @@ def block_B(parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype) -> Floa
 
 
 def drops(parts: Sequence[Part], key: PRNGKeyArray | None) -> bool:
-    """Whether the adapters read inputs of their own."""
-    return key is not None and any(part.dropout for part in adapted(parts))
+    """Whether dropout gives each adapter an input of its own."""
+    return key is not None and any(part.dropout for part in with_adapter(parts))
 
 
-def thin_products(
+def rank_products(
     parts: Sequence[Part], matrices: Matrices, x: Float[Array, "B S in"], key: PRNGKeyArray | None
 ) -> Float[Array, "B S R"]:
-    """x·Aᵀ of all parts side by side, in the dtype of x; of what dropout leaves of x where there is a key."""
+    """x·Aᵀ of all parts side by side, in the dtype of x; of the dropped x where there is a key."""
     if not drops(parts, key):
         return linear(x, stacked_A(parts, matrices, x.dtype))
     return jnp.concatenate(
-        [linear(drop(x, key, part.name, part.dropout), matrices[part.name][0]) for part in adapted(parts)], axis=-1
+        [linear(drop(x, key, part.name, part.dropout), matrices[part.name][0]) for part in with_adapter(parts)], axis=-1
     )
 
 
-def thin_gradients(
+def rank_product_gradients(
     parts: Sequence[Part],
     matrices: Matrices,
     x: Float[Array, "B S in"],
-    dthin: Float[Array, "B S R"],
+    dproducts: Float[Array, "B S R"],
     key: PRNGKeyArray | None,
 ) -> tuple[Float[Array, "B S in"], dict[str, Float[Array, "R in"]]]:
-    """What thin products pass back: to x, in its dtype, and to A of each part, float32.
+    """Gradients of rank products: of x, in its dtype, and of A of each part, float32.
 
     Args:
-        parts: those of the thin products.
+        parts: as in `rank_products`.
         matrices: likewise.
         x: likewise; the masks are drawn again.
-        dthin: the gradient of the thin products.
+        dproducts: the gradient of the products.
         key: likewise.
     """
-    own = adapted(parts)
+    own = with_adapter(parts)
     starts = [sum(part.rank for part in own[:number]) for number in range(len(own))]
     if not drops(parts, key):
-        whole = over_tokens(dthin, x)
+        whole = over_tokens(dproducts, x)
         dA = {part.name: whole[start : start + part.rank] for part, start in zip(own, starts, strict=True)}
-        return linear(dthin, stacked_A(parts, matrices, x.dtype).T), dA
+        return linear(dproducts, stacked_A(parts, matrices, x.dtype).T), dA
     dx, dA = jnp.zeros_like(x), {}
     for part, start in zip(own, starts, strict=True):
-        mine = dthin[..., start : start + part.rank]
+        mine = dproducts[..., start : start + part.rank]
         dA[part.name] = over_tokens(mine, drop(x, key, part.name, part.dropout))
         # a mask and a factor: its transpose is itself
         dx = dx + drop(linear(mine, matrices[part.name][0].T), key, part.name, part.dropout)

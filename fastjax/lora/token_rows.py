@@ -1,7 +1,7 @@
-"""A few trained rows of a frozen table: embeddings of some tokens, or their rows of the head (PEFT's trainable tokens).
+"""Trained rows of a frozen table: embeddings of some tokens, or their rows of the head (PEFT's trainable tokens).
 
-The trained rows take the place of the table's own wherever one of their tokens is looked up or scored. Only they are
-trained and only they have a gradient and an optimizer's state; the table is neither copied nor written to.
+The trained rows take the place of the table's own wherever one of their tokens is looked up or scored. They alone have
+a gradient and an optimizer's state; the table is neither copied nor written to.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from fastjax.lora import SavedParam
+from fastjax.lora.params import SavedParam
 from fastjax.quantization.weights import linear
 
 
 class TrainableTokens(nnx.Module):
-    """Rows of a table that are trained.
+    """Trained rows of a table.
 
     Attributes:
         indices: the tokens, in the order of the rows.
@@ -37,6 +37,6 @@ class TrainableTokens(nnx.Module):
         return jnp.where(own[:, :, None], rows.astype(base.dtype), base)
 
     def score(self, hidden: Float[Array, "B S E"], logits: Float[Array, "B S V"]) -> Float[Array, "B S V"]:
-        """Logits of `hidden`, which the frozen head gives as `logits`; in their dtype."""
+        """`logits`, the frozen head's of `hidden`, with those of the trained rows; in their dtype."""
         own = linear(hidden, self.trainable_tokens_delta[...]).astype(logits.dtype)
         return logits.at[:, :, np.asarray(self.indices, np.int32)].set(own, unique_indices=True)

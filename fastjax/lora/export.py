@@ -1,0 +1,61 @@
+"""An adapter's trained arrays out of a model, by the names of `convert.adapters`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
+
+#: Attribute of a module -> leaf of its path, where they differ.
+_LEAVES = {"magnitude": "lora_magnitude_vector"}
+
+
+def export_adapters(
+    trainable: Mapping[str, Any], plan: Sequence[tuple[int, int, int]], tied: bool
+) -> dict[str, np.ndarray]:
+    """An adapter's arrays on the host by path.
+
+    Args:
+        trainable: the trained arrays of a decoder with adapters.
+        plan: its layer stacks: (first layer, period, count) of each.
+        tied: whether one whole table is for embedding and head; both get a copy, as PEFT writes them.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for number, positions in trainable.get("layers", {}).items():
+        start, period, count = plan[number]
+        for position, blocks in positions.items():
+            for path, value in _in_layer(blocks):
+                host = np.asarray(value)
+                for n in range(count):
+                    arrays[path.in_layer(start + position + n * period)] = host if count == 1 else host[n]
+    for path, value in _of_tables(trainable):
+        arrays[path] = np.asarray(value)
+    if tied:
+        copies = [WeightPath(None, "", name, "modules_to_save.weight") for name in TABLES]
+        shared = next(arrays[path] for path in copies if path in arrays)
+        arrays.update(dict.fromkeys(copies, shared))
+    return arrays
+
+
+def _in_layer(blocks: Mapping[str, Any]) -> Iterator[tuple[WeightPath, Any]]:
+    for block, groups in blocks.items():
+        for group in groups.values():
+            for part, leaves in group["adapters"].items():
+                yield from _of_module(WeightPath(None, block, part, ""), leaves)
+
+
+def _of_tables(trainable: Mapping[str, Any]) -> Iterator[tuple[WeightPath, Any]]:
+    embedding, head = (WeightPath(None, "", name, "") for name in TABLES)
+    yield from _of_module(embedding, trainable.get(EMBEDDING, {}).get("adapter", {}))
+    yield from _of_module(head, trainable.get(HEAD, {}).get("adapters", {}).get(HEAD, {}))
+    for path in (embedding, head):
+        tree = trainable.get(path, {})
+        if "weight" in tree:
+            yield path.with_leaf("modules_to_save.weight"), tree["weight"]
+        yield from _of_module(path, tree.get("tokens", {}))
+
+
+def _of_module(module: WeightPath, leaves: Mapping[str, Any]) -> Iterator[tuple[WeightPath, Any]]:
+    for leaf, value in leaves.items():
+        yield module.with_leaf(_LEAVES.get(leaf, leaf)), value

@@ -1,0 +1,163 @@
+"""The settings of a fresh adapter: the arguments of `get_peft_model` and the section `lora` of a run's file.
+
+Both take names, defaults and descriptions from `LoraSettings`; a model turns them into PEFT's own settings
+(`convert.adapters.AdapterConfig`), which are what an adapter's folder holds. No JAX.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from convert.adapters import AdapterConfig
+from convert.errors import ConvertError, shown
+from convert.families import family_for
+from convert.model.config import ModelConfig
+from convert.model.paths import TABLES
+from convert.patterns import match
+from fastjax.errors import ConfigError
+from fastjax.lora.sites import AdapterSite, adapter_sites, candidates, module_names, projections
+from fastjax.lora.tables import saved_modules, trained_tables, with_new_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSettings:
+    """A fresh adapter, with PEFT's names and meanings.
+
+    Attributes:
+        r: rank.
+        lora_alpha: scale: the adapter's product is multiplied by lora_alpha / r.
+        lora_dropout: probability with which an input of an adapter is zeroed in training; null: 0, or that of the
+            adapter to start from.
+        target_modules: names of the projections that get an adapter; null: all of them. A name here, or a pattern
+            below, that no module has is an error.
+        use_rslora: scale by lora_alpha / √r instead.
+        use_dora: train the magnitude of each weight row apart from its direction (DoRA).
+        rank_pattern: ranks for modules that match a name or pattern, in place of r.
+        alpha_pattern: the same for lora_alpha.
+        layers_to_transform: indices of the layers that get adapters; null: all.
+        modules_to_save: modules trained whole and saved with the adapter: embed_tokens, lm_head.
+        trainable_token_indices: ids of tokens whose rows of the embedding (and of a head that is tied to it) are
+            trained, and no others; or ids for each table, {embed_tokens: [7], lm_head: [7]}. The rows of
+            model.new_tokens are always among them, unless modules_to_save trains the whole table.
+        ensure_weight_tying: with tied embeddings, modules_to_save trains one array for both uses, not two.
+        init_lora_weights: how A and B start: true (B is zero), false, "gaussian" or "orthogonal".
+        bias: which biases are trained; only "none".
+        random_state: seed of the adapter's start.
+    """
+
+    r: int = 16
+    lora_alpha: float = 16
+    lora_dropout: float | None = None
+    target_modules: list[str] | str | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    layers_to_transform: list[int] | int | None = None
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    ensure_weight_tying: bool = False
+    init_lora_weights: bool | Literal["gaussian", "orthogonal"] = True
+    bias: Literal["none"] = "none"
+    random_state: int = 3407
+
+
+def fresh_adapter(
+    config: ModelConfig,
+    new_token_ids: Sequence[int] = (),
+    *,
+    base_model_name_or_path: str | None = None,
+    revision: str | None = None,
+    **settings: Any,
+) -> AdapterConfig:
+    """PEFT's settings of a fresh adapter, checked against the model.
+
+    Args:
+        config: the model's, with its new tokens.
+        new_token_ids: their ids, whose rows are trained.
+        base_model_name_or_path: the model's folder or name on the hub.
+        revision: of that name.
+        settings: fields of `LoraSettings`; sequences and mappings of any kind.
+
+    Raises:
+        ConfigError: a value that is not supported, or names that no module has.
+    """
+    chosen = LoraSettings(**settings)
+    if chosen.bias != "none":
+        raise ConfigError(f"bias: expected 'none', got {shown(chosen.bias)}")
+    values = {name: _plain(value) for name, value in vars(chosen).items() if name not in ("bias", "random_state")}
+    if chosen.target_modules is None:
+        values["target_modules"] = projections(config)
+    if isinstance(chosen.layers_to_transform, int):
+        values["layers_to_transform"] = [chosen.layers_to_transform]
+    values |= {name: values[name] or {} for name in ("rank_pattern", "alpha_pattern")}
+    values["lora_dropout"] = 0.0 if chosen.lora_dropout is None else chosen.lora_dropout
+    try:
+        adapter = AdapterConfig(base_model_name_or_path=base_model_name_or_path, revision=revision, **values)
+    except ConvertError as error:
+        raise ConfigError(str(error)) from error
+    _check_names(adapter, config)
+    adapter = with_new_rows(adapter, config, new_token_ids)
+    odd = [site.rank for site in check_adapter(adapter, config, new_token_ids) if site.rank % 2]
+    if odd and adapter.init_lora_weights == "orthogonal":
+        raise ConfigError(f"init_lora_weights 'orthogonal': expected an even rank, got {odd[0]}")
+    return adapter
+
+
+def check_adapter(
+    adapter: AdapterConfig, config: ModelConfig, new_token_ids: Sequence[int] = (), where: str | Path = "adapter"
+) -> list[AdapterSite]:
+    """The modules with an adapter, once its settings fit the model.
+
+    Args:
+        adapter: PEFT's settings.
+        config: the model's, with all rows that adapter and new tokens add.
+        new_token_ids: tokens whose rows must be trained.
+        where: the adapter's folder, for messages.
+
+    Raises:
+        ConfigError: as `adapter_sites` and `trained_tables`; or rows of new tokens that are not trained.
+    """
+    sites = adapter_sites(adapter, config)
+    trained = {index for table in trained_tables(adapter, config) for index in table.ids or ()}
+    untrained = sorted(set(new_token_ids) - trained)
+    if untrained and not set(saved_modules(adapter)) & set(TABLES):
+        raise ConfigError(
+            f"{where}: the adapter does not train the rows of the new tokens with the ids {untrained}; start a fresh "
+            "adapter, or leave new_tokens out"
+        )
+    return sites
+
+
+def _check_names(adapter: AdapterConfig, config: ModelConfig) -> None:
+    """Refuse names in a fresh adapter's settings that match nothing; PEFT passes over them."""
+    family = family_for({"model_type": config.model_type})
+    targeted = [family.module_name(site.path) for site in adapter_sites(adapter, config)]
+    modules = [family.module_name(path) for path in candidates(config)]
+    known = ", ".join(module_names(config))
+    listed = adapter.target_modules if isinstance(adapter.target_modules, list) else []
+    unknown = [name for name in listed if not any(f".{module}".endswith(f".{name}") for module in modules)]
+    if unknown:
+        raise ConfigError(
+            f"target_modules: expected names of modules, got {shown(unknown)}, which none has; there are {known}"
+        )
+    layers = adapter.layers_to_transform if isinstance(adapter.layers_to_transform, list) else []
+    if beyond := [layer for layer in layers if layer >= config.num_hidden_layers]:
+        last = config.num_hidden_layers - 1
+        raise ConfigError(f"layers_to_transform: expected layers from 0 to {last}, got {shown(beyond)}")
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(adapter, field)
+        unknown = [name for name in patterns if not any(match(rf"(.*\.)?({name})$", module) for module in targeted)]
+        if unknown:
+            raise ConfigError(
+                f"{field}: expected names or patterns of modules that get an adapter, got {shown(unknown)}, which "
+                f"match none; there are {known}"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """Any mapping as a dictionary, any other collection as a list."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return list(value) if isinstance(value, Collection) and not isinstance(value, str) else value

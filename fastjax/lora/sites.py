@@ -1,0 +1,85 @@
+"""The modules of a model that get a low-rank adapter, with its rank and scale. No JAX."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from convert.adapters import AdapterConfig, rank_and_alpha, scaling, targets
+from convert.errors import shown
+from convert.families import family_for
+from convert.model.config import ModelConfig
+from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
+from fastjax.errors import ConfigError
+from fastjax.lora.tables import saved_modules
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterSite:
+    """One module with an adapter: its path, rank and scale."""
+
+    path: WeightPath
+    rank: int
+    scaling: float
+
+
+def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSite]:
+    """The modules with an adapter, in the order of the model.
+
+    Args:
+        adapter: PEFT's settings.
+        config: the model's.
+
+    Raises:
+        ConfigError: no match, names in `modules_to_save` besides embedding and head, or a combination that is not
+            supported.
+    """
+    saved = saved_modules(adapter)
+    if unknown := [name for name in adapter.modules_to_save or () if name.removeprefix("model.") not in TABLES]:
+        raise ConfigError(f"modules_to_save: expected some of {list(TABLES)}, got {shown(unknown)}")
+    sites = []
+    family = family_for({"model_type": config.model_type})
+    for path in candidates(config):
+        name = family.module_name(path)
+        if targets(adapter, name, family=family) and path not in saved:
+            rank, _ = rank_and_alpha(adapter, name)
+            sites.append(AdapterSite(path, rank, scaling(adapter, name)))
+    if not sites and not adapter.modules_to_save:
+        raise ConfigError(
+            f"target_modules: {shown(adapter.target_modules)} matches no module of this model; there are "
+            f"{', '.join(module_names(config))}"
+        )
+    tied_targets = [site.path for site in sites if site.path in TABLES]
+    if adapter.ensure_weight_tying and config.tie_word_embeddings and tied_targets:
+        raise ConfigError(f"ensure_weight_tying: not supported with adapters on {tied_targets}; use modules_to_save")
+    return sites
+
+
+def candidates(config: ModelConfig) -> list[WeightPath]:
+    """The paths of all modules that can have an adapter, in the order of the model."""
+    inside = [WeightPath(None, group.block, part, "") for group in config.groups.values() for part, _ in group.parts]
+    layers = [path.in_layer(index) for index in range(config.num_hidden_layers) for path in inside]
+    return [WeightPath(None, "", EMBEDDING, ""), *layers, WeightPath(None, "", HEAD, "")]
+
+
+def projections(config: ModelConfig) -> list[str]:
+    """The names of the projections in a layer."""
+    return [part for group in config.groups.values() for part, _ in group.parts]
+
+
+def module_names(config: ModelConfig) -> list[str]:
+    """The names that `target_modules` can list."""
+    return [*projections(config), *TABLES]
+
+
+def layer_signatures(sites: Sequence[AdapterSite], layers: int) -> list[tuple[Any, ...]]:
+    """For each layer what its adapters must share with another layer's in one stack.
+
+    Args:
+        sites: the adapters' modules.
+        layers: number of layers.
+    """
+    found: list[list[Any]] = [[] for _ in range(layers)]
+    for site in sites:
+        if site.path.layer is not None:
+            found[site.path.layer].append((site.path.inside, site.rank, site.scaling))
+    return [tuple(entries) for entries in found]

@@ -1,0 +1,80 @@
+"""One layer of the decoder."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from convert.model.config import Layer, ModelConfig
+from convert.model.paths import WeightPath
+from fastjax.lora.params import LoraLinear
+from fastjax.models.attention import Attention, Context, LayerCache
+from fastjax.models.layer_loop import Losses
+from fastjax.models.mlp import MLP
+from fastjax.models.norms import Norm
+from fastjax.models.projection import Projection
+
+
+class DecoderLayer(nnx.Module):
+    """One layer: x + attention(x), then x + mlp(x), or both at once; with normalisations before and after each.
+
+    Attributes:
+        around_attention: names of the normalisations before and after the attention, which are attributes; or None.
+        around_mlp: likewise.
+        parallel: whether the MLP has the attention's input.
+        multiplier: factor of both outputs.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: Layer,
+        weights: Mapping[str, Any],
+        adapters: Mapping[str, LoraLinear],
+        float32: Collection[str] = (),
+    ):
+
+        def projection(name: str) -> Projection:
+            group = config.groups[name]
+            modules = {part: WeightPath(None, group.block, part, "") for part, _ in group.parts}
+            own = {part: adapters[module] for part, module in modules.items() if module in adapters}
+            wide = [part for part, module in modules.items() if module in float32]
+            tree = weights[group.block][group.name]
+            return Projection(group.parts, tree["weight"], tree.get("bias"), own, wide)
+
+        def norm(part: str, block: str = "") -> Norm:
+            inside = weights[block] if block else weights
+            return Norm(config, inside[part]["weight"], WeightPath(None, block, part, "") in float32)
+
+        qk_norms = None if config.qk_norm is None else (norm("q_norm", "self_attn"), norm("k_norm", "self_attn"))
+        self.around_attention, self.around_mlp = config.attention_norms, config.mlp_norms
+        self.parallel, self.multiplier = config.parallel_block, config.residual_multiplier
+        for name in dict.fromkeys((*self.around_attention, *self.around_mlp)):
+            if name is not None:
+                setattr(self, name, norm(name))
+        self.self_attn = Attention(
+            config, layer, projection("self_attn.qkv"), projection("self_attn.o"), qk_norms, "self_attn" in float32
+        )
+        inner, outer = projection("mlp.gate_up"), projection("mlp.down")
+        self.mlp = MLP(config.hidden_act, inner, outer, "mlp" in float32, gated=config.gated)
+
+    def __call__(
+        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, cache: LayerCache | None
+    ) -> tuple[Float[Array, "B S E"], LayerCache | None, Losses]:
+        """The layer's output; the cache with this step's keys and values, if there is one; auxiliary losses."""
+        before, after = self.around_attention
+        read = self._normed(before, x)
+        attended, cache = self.self_attn(read, context, key, cache)
+        x = x + self._added(after, attended)
+        before, after = self.around_mlp
+        return x + self._added(after, self.mlp(read if self.parallel else self._normed(before, x), key)), cache, {}
+
+    def _normed(self, name: str | None, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        return x if name is None else getattr(self, name)(x)
+
+    def _added(self, norm: str | None, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        """The share of attention or MLP in the residual stream, from its output."""
+        x = self._normed(norm, x)
+        return x if self.multiplier == 1.0 else (x.astype(jnp.float32) * self.multiplier).astype(x.dtype)

@@ -1,0 +1,27 @@
+"""One definition of an adapter's settings: the section `lora` and `get_peft_model` have its names and defaults."""
+
+import dataclasses
+import inspect
+
+from convert.adapter_config import AdapterConfig
+from fastjax.language_model import FastLanguageModel
+from fastjax.lora.settings import LoraSettings
+from fastjax.training.config import LoraSection
+
+SETTINGS = {field.name: field.default for field in dataclasses.fields(LoraSettings)}
+
+
+def test_the_section_adds_an_adapter_to_start_from():
+    section = {field.name: field.default for field in dataclasses.fields(LoraSection)}
+    assert list(section.items()) == [("adapter", None), *SETTINGS.items()]
+
+
+def test_get_peft_model_takes_the_same():
+    parameters = inspect.signature(FastLanguageModel.get_peft_model).parameters
+    found = {name: parameter.default for name, parameter in parameters.items()}
+    assert found.pop("model") is inspect.Parameter.empty and found.pop("use_gradient_checkpointing") is None
+    assert found == SETTINGS | {"lora_dropout": 0.0}  # what null means without an adapter to start from
+
+
+def test_all_others_are_pefts():
+    assert SETTINGS.keys() - {field.name for field in dataclasses.fields(AdapterConfig)} == {"bias", "random_state"}

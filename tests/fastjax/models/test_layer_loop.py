@@ -1,0 +1,86 @@
+"""The layer loop with a block of its own: order, caches, auxiliary losses and their gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fastjax.models.layer_loop import added, run_layers
+from fastjax.models.layout import LayerStack, arrange
+
+PLAN = (LayerStack(0, 1, 1), LayerStack(1, 2, 3), LayerStack(7, 1, 1))
+SCALES = np.asarray([0.5, -1.5, 0.75, 1.25, -0.5, 2.0, 0.25, 1.5], np.float32)
+
+
+def block_of(stack):
+    """x becomes sin(x·s) + shared a layer; layers of the long stack have a loss "odd", all have one "square"."""
+
+    def block(x, state, shared, repeat, cache):
+        losses, after = {}, []
+        for position, scale in enumerate(state):
+            x = jnp.sin(x * scale) + shared
+            losses = added(losses, {"square": jnp.sum(x * x)})
+            if stack.count > 1:
+                number = stack.start + repeat * stack.period + position
+                losses = added(losses, {"odd": jnp.sum(x) * number.astype(jnp.float32)})
+            if cache is not None:
+                after.append(cache[position] + x)
+        return x, None if cache is None else after, losses
+
+    return block
+
+
+def looped(scales, x, remat="none", caches=None):
+    states = arrange([scales[n] for n in range(8)], PLAN)
+    blocks = [(block_of(stack), state) for stack, state in zip(PLAN, states, strict=True)]
+    return run_layers(PLAN, blocks, x, jnp.float32(0.125), caches, remat=remat)
+
+
+def plain(scales, x):
+    losses = {"square": jnp.float32(0), "odd": jnp.float32(0)}
+    for n in range(8):
+        x = jnp.sin(x * scales[n]) + 0.125
+        losses["square"] += jnp.sum(x * x)
+        losses["odd"] += jnp.sum(x) * (n if 1 <= n < 7 else 0)
+    return x, losses
+
+
+@pytest.mark.parametrize("remat", ["full", "projections", "none"])
+def test_losses_are_summed_over_the_layers_and_have_gradients(remat):
+    x, scales = jnp.linspace(-1.0, 1.0, 6).reshape(1, 2, 3), jnp.asarray(SCALES)
+
+    def ours(scales):
+        found = looped(scales, x, remat)
+        return jnp.sum(found.x) + found.losses["square"] - 0.5 * found.losses["odd"]
+
+    def theirs(scales):
+        y, losses = plain(scales, x)
+        return jnp.sum(y) + losses["square"] - 0.5 * losses["odd"]
+
+    found, expected = jax.value_and_grad(ours)(scales), jax.value_and_grad(theirs)(scales)
+    # float32, sums of dozens of terms
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-5 * np.abs(expected[1]).max())
+
+
+def test_caches_come_back_stack_by_stack():
+    x, scales = jnp.ones((1, 1, 2)), jnp.asarray(SCALES)
+    caches = arrange([jnp.full((1, 1, 2), float(n)) for n in range(8)], PLAN)
+    found = looped(scales, x, caches=caches).caches
+    assert [[leaf.shape for leaf in stack] for stack in found] == [[(1, 1, 2)], [(3, 1, 1, 2)] * 2, [(1, 1, 2)]]
+    y = x
+    for n in range(8):
+        y = jnp.sin(y * scales[n]) + 0.125
+        leaf = found[0][0] if n < 1 else found[2][0] if n == 7 else found[1][(n - 1) % 2][(n - 1) // 2]
+        np.testing.assert_allclose(leaf, y + n, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stack", PLAN[:2])
+def test_a_block_without_losses_has_nothing_else_in_its_program(stack):
+    def run(x):
+        state = jnp.ones(stack.count) if stack.count > 1 else jnp.float32(1)
+        blocks = [(lambda x, state, *_: (x * state, None, {}), state)]
+        return run_layers([stack], blocks, x, None, None, remat="none")
+
+    program = jax.make_jaxpr(run)(jnp.ones((1, 2, 3))).jaxpr
+    assert len(program.outvars) == 1 and all(len(equation.outvars) == 1 for equation in program.eqns)
