@@ -122,7 +122,7 @@ def _parts(parts: Sequence[Part], weight: WeightLike, matrices: Matrices, x: Arr
     return jnp.concatenate(project(sizes, weight, adapters, x, key), axis=-1)
 
 
-def _product(x: Array, weight: Weight) -> Array:
+def _product(x: Array, weight: WeightLike) -> Array:
     """x·Wᵀ; in float64 with the decoded values of a packed weight."""
     if x.dtype != jnp.float64:
         return matmul(x, weight)
