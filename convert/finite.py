@@ -6,7 +6,7 @@ import numpy as np
 
 from convert.errors import ConvertError
 
-#: dtype -> the bits from which on its values, without the sign, are no finite numbers.
+#: dtype -> bits of its first value, without the sign, that is not finite.
 _FIRST = {
     "float64": 0x7FF0_0000_0000_0000,
     "float32": 0x7F80_0000,
@@ -48,14 +48,14 @@ def nonfinite(
     """The error of a tensor with NaN or infinity.
 
     Args:
-        source: The file or folder that has it.
+        source: Its file or folder.
         name: The tensor's.
-        where: How they may have come about, if not in the file.
-        way_out: What can be done.
+        where: Where else they may have arisen.
+        way_out: The remedy.
     """
     beside = f" (in the file, or {where})" if where else ""
     return ConvertError(f"{source}: {name}: expected finite values, got NaN or infinity{beside}; {way_out}")
 
 
-#: What can be done about a matrix that is to be quantised.
+#: The remedy for a matrix that is to be quantised.
 NOT_IN_NF4 = "NF4 cannot hold them: mend the weights, or leave the module in 16 bits"

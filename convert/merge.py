@@ -28,13 +28,13 @@ from convert.source import TOKENIZER_FILES, check_apart, count_tokens, fingerpri
 from convert.weights import Weights, copy_side_files, open_weights
 
 PACKED = FORMATS["nf4-nested"]
-"""What matrices are packed in that the base has plain."""
+"""The format of matrices that the base has plain."""
 DTYPES = (*FLOATS, PACKED.target)
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge did.
+    """The result of a merge.
 
     Attributes:
         written: The folder and its size.
@@ -42,7 +42,7 @@ class Merged:
         copied: Tensors as they were.
         untied: Whether the adapter has untied a head from the embedding.
         vocabulary: Rows of the embedding.
-        notes: What else is worth knowing, in sentences.
+        notes: Further facts, in sentences.
     """
 
     written: Written
@@ -75,7 +75,7 @@ def merge(
         adapter: PEFT folder.
         folder: The final place.
         dtype: "bfloat16", "float16" or "float32" for the whole model; "nf4" for its layers' matrices in NF4 and the
-            rest as it is; None for what each tensor has, or decodes to.
+            rest as it is; None: each tensor keeps its dtype, or takes the one that it decodes to.
         base_in_nf4: The base has 16 bits but the adapter was trained with its layers' matrices quantised to NF4 as
             they were read (``load_in_4bit``): they are quantised and decoded before the adapter is added.
         config: Contents of config.json in place of the base's.
@@ -87,7 +87,7 @@ def merge(
         monitor: Called with the bytes done and the bytes to do.
 
     Returns:
-        What was done. The folder has the base's config, generation config, chat template and licence, the adapter's
+        The result. The folder has the base's config, generation config, chat template and licence, the adapter's
         tokenizer if it knows as many tokens, and a model card.
 
     Raises:
@@ -136,7 +136,7 @@ def merge(
 
 
 class _Plan:
-    """What becomes of each tensor of the base."""
+    """The job of each tensor of the base."""
 
     def __init__(self, weights: Weights, found: Changes, dtype: str | None):
         self.weights, self.found, self.dtype = weights, found, dtype
@@ -182,8 +182,8 @@ class _Plan:
             return self._written(change, into)
         self.copied += 1
         decoded = weights.decoded_dtype(path)
-        if into is form:
-            self.written = self.written or (into, decoded)
+        if into is not None and into is form:
+            self.written = self.written or (form, decoded)
             return copied(weights.checkpoint, weights.stored_names(path))
         if into is not None or form.name != self._target(decoded).name:
             return self._written(Change(row.name, row.shape, decoded, weights.blocks(path)), into)
@@ -241,7 +241,7 @@ def _copy_tokenizer(adapter: Path, base: Path, place: Path) -> None:
 
 
 def _notes(weights: Weights, adapter: Adapter, found: Changes) -> list[str]:
-    """What a user should hear of."""
+    """The remarks for the user."""
     notes = []
     named = adapter.config.base_model_name_or_path
     given = weights.checkpoint.folder

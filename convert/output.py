@@ -1,11 +1,11 @@
 """A new model folder, written tensor by tensor: resumable, checked, and under its name only when it is whole.
 
-What is to be written is known from headers before anything is read: every shard's size and the place of each tensor in
-it. Two threads compute parts of tensors and write them where they belong; another brings them to the disk, reads them
-back and compares checksums. So memory holds a few parts, whatever the size of a tensor or a shard.
+Headers alone give every shard's size and the place of each tensor in it. Two threads compute parts of tensors and write
+them in place; another flushes them, reads them back and compares checksums. So memory holds a few parts, whatever the
+size of a tensor or a shard.
 
-Until it is whole the folder lies in ``.NAME.converting`` beside its final place, with a description of what it is made
-from. Run again after a kill, shards that were checked are checked again and kept, the others written anew.
+An unfinished folder lies in ``.NAME.converting`` beside its final place, with fingerprints of its inputs. After a kill
+the next run checks the finished shards again and keeps them, and writes the others anew.
 """
 
 import concurrent.futures
@@ -29,21 +29,21 @@ from convert.unfinished import Unfinished
 
 __all__ = ["Job", "Monitor", "Part", "Written", "write_folder"]
 
-FORMAT = 1  # of the description; one of another version is begun anew
-THREADS = 2  # that compute; the one that checks mostly waits for the disk
+FORMAT = 1  # of the fingerprints; a conversion with another version begins anew
+THREADS = 2  # compute; the checking one mostly waits for the disk
 _ROOM = 2**24  # bytes for config, tokenizer and the like, beside the weights
 
 
 @dataclass
 class Written:
-    """What became of a folder.
+    """A written folder.
 
     Attributes:
-        folder: Where it is.
-        tensors: How many it has.
+        folder: Its place.
+        tensors: Their number.
         bytes: Of all tensors.
-        shards: How many files they are in.
-        kept: How many of these an earlier, interrupted conversion had finished.
+        shards: Number of their files.
+        kept: Number of files that an earlier, interrupted conversion had finished.
         nonfinite: Tensors with NaN or infinity, if these were allowed.
     """
 
@@ -70,21 +70,18 @@ def write_folder(
 
     Args:
         folder: The final place.
-        jobs: What to write, in the order of the files.
-        made_from: Description of the sources and settings as JSON; an interrupted conversion with an equal one is
-            gone on with.
-        finish: Writes config.json, the tokenizer and so on into the folder it is given, and checks the whole.
+        jobs: The tensors, in the order of the files.
+        made_from: Fingerprints of the sources and settings as JSON; an interrupted conversion resumes only if they
+            still match.
+        finish: Writes config.json, tokenizer and so on into a folder, and checks the whole.
         max_shard_bytes: A shard is closed before it would grow beyond this.
         force: Replace a model folder that is there.
         allow_nonfinite: Write NaN and infinity, and report them, instead of refusing.
         monitor: Called with the bytes done and the bytes to do; writing and checking count half each.
 
-    Returns:
-        What was written.
-
     Raises:
         ConvertError: The place is taken, another process is at work on it, a tensor comes twice or is not finite, or
-            what was read back is not what was written.
+            checksums differ after reading back.
         OSError: The disk has no room, …; the place is as it was.
     """
     folder = Path(folder)
@@ -146,14 +143,14 @@ def _shards(folder: Path, jobs: Iterable[Job], limit: int) -> dict[str, list[Job
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Refuse to begin what the disk has no room for.
+    """Refuse to begin without room on the disk.
 
     Args:
-        folder: What is to be written.
-        size: Its bytes.
+        folder: The final place.
+        size: Bytes to write.
 
     Raises:
-        OSError: There is less room than that.
+        OSError: There is less room.
     """
     place = folder.absolute().parent
     free = shutil.disk_usage(place).free
@@ -165,7 +162,7 @@ def check_room(folder: Path, size: int) -> None:
 def _write_shards(
     state: Unfinished, shards: Mapping[str, Sequence[Job]], layouts: Mapping[str, Layout], allow: bool, counter: Counter
 ) -> list[str]:
-    """Write the shards, checking one while the next is being written; the tensors that are not finite."""
+    """Write the shards, checking one while writing the next; return the tensors that are not finite."""
     found: list[str] = []
     stop = threading.Event()
     checking: concurrent.futures.Future[None] | None = None

@@ -36,15 +36,15 @@ def quantize(
         folder: The final place.
         nested: Quantise the scales too (``bnb_4bit_use_double_quant``).
         skip: Modules, or ends of their names ("layers.0.mlp.down_proj", "o_proj"), that stay as they are.
-        dtype: "bfloat16", "float16" or "float32": what the matrices decode to and the rest is cast to; None for what
-            each has.
+        dtype: "bfloat16", "float16" or "float32": what the matrices decode to and the rest is cast to; None: each
+            keeps its own.
         max_shard_bytes: A shard is closed before it would grow beyond this.
         force: Replace a model folder that is there.
-        allow_nonfinite: Keep NaN and infinity in what is not quantised; a matrix that has any is always refused.
+        allow_nonfinite: Keep NaN and infinity in tensors that stay plain; a matrix with any is always refused.
         monitor: Called with the bytes done and the bytes to do.
 
     Returns:
-        What was written.
+        The folder and its size.
 
     Raises:
         ConvertError: The folder is damaged, quantised already, or an entry of `skip` matches nothing; or the place is

@@ -1,4 +1,4 @@
-"""One file of weights while it is being written: parts of tensors at their places, and the checksums to check it by."""
+"""One file of weights in the making: parts of tensors in their places, with checksums for reading back."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ from convert.tensor_file import Layout
 from convert.unfinished import Unfinished, gap, misread
 
 Monitor = Callable[[int, int], None]
-_CHECK = 2**27  # bytes that are flushed and read back together
+_CHECK = 2**27  # bytes flushed and read back together
 
 
 class Part(NamedTuple):
@@ -34,12 +34,12 @@ class Part(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Tensors that are made together, from one tensor of the source.
+    """Tensors made together from one tensor of the source.
 
     Attributes:
         outputs: Name -> (dtype, shape).
         run: Makes their parts, in any order, each element once.
-        source: The file or folder they are made from, for messages.
+        source: Their file or folder, for messages.
     """
 
     outputs: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
@@ -48,13 +48,13 @@ class Job(NamedTuple):
 
 
 class Counter:
-    """Bytes done, told to the monitor by one thread at a time."""
+    """Bytes done; one thread at a time tells the monitor."""
 
     def __init__(self, monitor: Monitor | None, total: int):
         self.monitor, self.total, self.done, self.lock = monitor, total, 0, threading.Lock()
 
     def add(self, count: int) -> None:
-        """Tell of so many more."""
+        """Count further bytes."""
         with self.lock:
             self.done += count
             if self.monitor is not None:
@@ -62,10 +62,7 @@ class Counter:
 
 
 class Shard:
-    """One file while it is being written, under a temporary name.
-
-    What was written is flushed and read back while the next parts are computed.
-    """
+    """One unfinished file under a temporary name; written parts are read back while others are computed."""
 
     def __init__(
         self, file: Path, layout: Layout, allow: bool, stop: threading.Event, counter: Counter, checker: Executor
@@ -73,7 +70,7 @@ class Shard:
         self.file, self.layout, self.allow, self.stop, self.counter = file, layout, allow, stop, counter
         self.parts: list[tuple[int, int, int]] = []  # (offset, bytes, checksum), checked
         self.written: list[tuple[int, int, int]] = []  # not yet
-        self.begins, self.ends = {layout.size}, {0}  # where what is written begins and ends
+        self.begins, self.ends = {layout.size}, {0}  # of the written parts
         self.nonfinite: list[str] = []
         self.checker, self.checks, self.unchecked, self.lock = checker, [], 0, threading.Lock()
         self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -81,7 +78,7 @@ class Shard:
         self._write(0, np.frombuffer(layout.header, np.uint8))
 
     def fill(self, job: Job) -> None:
-        """Write what a job makes."""
+        """Write a job's parts."""
         for part in job.run():
             if self.stop.is_set():
                 return
@@ -96,7 +93,7 @@ class Shard:
             self._write(info.start + part.first * np.dtype(info.dtype).itemsize, values)
 
     def close(self, state: Unfinished, name: str) -> None:
-        """Flush the file, check what is not checked yet, and give it its name."""
+        """Flush the file, check the remaining parts, and give it its name."""
         try:
             for check in self.checks:  # an error is told once, to the first who asks
                 check.result()
@@ -124,13 +121,13 @@ class Shard:
             self.unchecked += values.nbytes
             if self.unchecked < _CHECK:
                 return
-            # Not what shares a page of the disk with what is still to be written.
+            # Not parts that share a page of the disk with unwritten ones.
             ready = [part for part in self.written if part[0] in self.ends and part[0] + part[1] in self.begins]
             self.written, self.unchecked = sorted({*self.written}.difference(ready)), 0
         self.checks.append(self.checker.submit(self._check, ready))
 
     def _check(self, parts: Sequence[tuple[int, int, int]]) -> None:
-        """Bring parts to the disk, read them back and compare."""
+        """Flush parts, read them back and compare."""
         os.fdatasync(self.descriptor)
         wrong = misread(self.descriptor, parts, self.counter.add)
         if wrong:

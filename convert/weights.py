@@ -90,6 +90,12 @@ class Weights:
         tensor = form.read(self.stored(path))
         return tensor if (form.writable if packed is None else packed) else form.decode(tensor)
 
+    def stream(self, *, packed: bool | None = None) -> Iterator[tuple[WeightPath, Any]]:
+        """All tensors in the model's order, each read when its turn comes; as `stream`."""
+        _check_copies(self)
+        for path, spec in self.specs.items():
+            yield spec.path, self.read(path, packed=packed)
+
     def blocks(self, path: str) -> Blocks:
         """A tensor's values as blocks, rounded to the dtype that they decode to."""
         form = self._format(path)
@@ -134,12 +140,9 @@ def stream(folder: str | os.PathLike[str] | Weights, *, packed: bool | None = No
         (tree path, array or packed tensor); without a head if it is tied.
 
     Raises:
-        ConvertError: What `open_weights` or a read finds; names are checked before the first tensor.
+        ConvertError: As `open_weights` and `Weights.read`; names are checked before the first tensor.
     """
-    weights = folder if isinstance(folder, Weights) else open_weights(folder)
-    _check_copies(weights)
-    for path, spec in weights.specs.items():
-        yield spec.path, weights.read(path, packed=packed)
+    yield from open_weights(folder).stream(packed=packed)
 
 
 def save(
@@ -153,14 +156,13 @@ def save(
     """Write a model folder from a stream, whole or not at all, holding one shard in memory.
 
     Every array is written with the bytes it has. config.json's quantization_config follows the stream: it is added
-    for NF4 tensors and dropped without them; otherwise the source's config.json is copied byte for byte.
+    for packed tensors and dropped without them; otherwise the source's config.json is copied byte for byte.
 
     Args:
         folder: The final place; weight files of an earlier save there are replaced, other files stay.
-        tensors: (tree path, array or NF4 tensor), each of the family's paths once, in any order.
+        tensors: (tree path, array or packed tensor), each of the family's paths once, in any order.
         config: Contents of config.json; None for the source's.
-        source: Folder to copy tokenizer, generation config and licence from, and the tensors that the family reads past
-            and keeps, if there is one.
+        source: Folder to copy tokenizer, generation config, licence and the family's ignored tensors from, or None.
         max_shard_bytes: A shard is closed before it would grow beyond this.
 
     Raises:
@@ -302,7 +304,7 @@ def _check_copies(weights: Weights) -> None:
         first, second = checkpoint.read(name), checkpoint.read(original)
         same = first.dtype == second.dtype and first.shape == second.shape
         if not same or not np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8)):
-            given = f"other values in {checkpoint.info(name).file.name}; set tie_word_embeddings to false to use both"
+            found = f"other values in {checkpoint.info(name).file.name}; set tie_word_embeddings to false to use both"
             raise ConvertError(
-                f"{checkpoint.folder}: {name}: expected {rule.reason} ({original}, as {CONFIG} says), got {given}"
+                f"{checkpoint.folder}: {name}: expected {rule.reason} ({original}, as {CONFIG} says), got {found}"
             )

@@ -1,11 +1,11 @@
 """FP8 weights (E4M3) with their scales, bit for bit: blocks of 128 × 128, one scale a row, or one in all.
 
 - Fine-grained (``quant_method: fp8``): ``X.weight`` and ``X.weight_scale_inv``, float32 or E8M0
-  [ceil(out / 128), ceil(in / 128)], which is multiplied with in spite of its name; or a single one.
+  [ceil(out / 128), ceil(in / 128)], a factor in spite of its name; or a single one.
 - By row (``fbgemm_fp8``, ``compressed-tensors``): ``X.weight_scale`` [out, 1], or a single one.
 
-A value is the code in float32 times its scale in float32, cast last. Scales of activations, which these folders may
-hold beside, play no part in a weight.
+A value is the code in float32 times its scale in float32, cast last. Scales of activations in these folders are
+ignored.
 """
 
 import math
@@ -50,7 +50,7 @@ class FP8Tensor(NamedTuple):
     Attributes:
         codes: float8_e4m3fn or float8_e5m2 [out, in].
         scale: Its scales.
-        dtype: What it decodes to, "bfloat16", "float16" or "float32".
+        dtype: Of the decoded weight, "bfloat16", "float16" or "float32".
     """
 
     codes: Shaped[np.ndarray, "out in"]
@@ -59,7 +59,7 @@ class FP8Tensor(NamedTuple):
 
 
 def block_shape(config: Mapping[str, Any], file: str | os.PathLike[str]) -> tuple[int, int]:
-    """Rows and columns of a block, as config.json says; 128 × 128 unless it does.
+    """Rows and columns of a block by config.json; 128 × 128 without an entry.
 
     Args:
         config: Contents of config.json.
@@ -84,17 +84,17 @@ def make_scale(
     block: tuple[int, int],
     file: str | os.PathLike[str],
 ) -> Scale:
-    """Understand a weight's scales by their shape.
+    """A weight's scales, recognised by their shape.
 
     Args:
         name: Of the scales, for the message.
         scales: float32, bfloat16, float16 or E8M0: one for each block, one a row, or a single one.
         shape: Of the weight.
         block: Rows and columns of a block.
-        file: Where they come from, for the message.
+        file: Theirs, for the message.
 
     Raises:
-        ConvertError: A shape that is none of these, or scales that are not finite.
+        ConvertError: Another shape or dtype, or scales that are not finite.
     """
     if scales.dtype.name not in ("float32", "bfloat16", "float16", "float8_e8m0fnu"):
         raise unexpected(file, name, "scales in float32, bfloat16, float16 or E8M0", scales.dtype.name)
@@ -120,7 +120,7 @@ def decode(
     Args:
         codes: float8_e4m3fn or float8_e5m2.
         scale: Of the whole weight.
-        first: The number of the first of these rows in the weight.
+        first: Number of the first row in the weight.
 
     Returns:
         float32, each code times its block's scale.

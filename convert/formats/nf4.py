@@ -7,9 +7,9 @@ rest goes into blocks of 256 with the signed dynamic 8-bit map (arXiv 1511.04561
 
 `encode` follows bitsandbytes' CPU code to the bit: whole blocks are multiplied with the scale's reciprocal, the short
 one is divided; its scale is at least 1e-38; ties go to the lower value; nested values are first rounded to a grid of
-65,536 points. The one thing that is not reproducible is the nested offset: a float32 mean whose last bits depend on the
-order in which torch adds, which is another one by processor, number of threads and device. Here it is `mean`, in an
-order of its own, within 2 units in the last place of torch's; a scale's code may differ by one where the offset does.
+65,536 points. Only the nested offset is not reproducible: a float32 mean whose last bits depend on torch's order of
+summation, which varies with processor, threads and device. Here it is `mean`, in an order of its own, within 2 units in
+the last place of torch's; a scale's code may differ by one where the offset does.
 """
 
 import json
@@ -60,15 +60,15 @@ class NF4Tensor:
         absmax: Scales [blocks]: float32, or uint8 if nested.
         quant_map: float32 [16].
         shape: Of the decoded tensor.
-        dtype: Of the tensor it was made from, and what bitsandbytes decodes to: "bfloat16", "float16" or "float32".
+        dtype: Of the original tensor, to which bitsandbytes decodes: "bfloat16", "float16" or "float32".
         blocksize: Elements a block.
         nested_absmax: float32 [ceil(blocks / nested_blocksize)], or None.
         nested_quant_map: float32 [256], or None.
-        nested_offset: The mean that was taken off the scales (a float32's value), or None.
+        nested_offset: The scales' mean, subtracted before (a float32's value), or None.
         nested_blocksize: Scales a nested block.
-        storage_dtype: dtype that the codes' bytes have in a file ("uint8", "bfloat16"…; bitsandbytes' quant_storage).
-        storage_shape: Shape that they have there; None for bitsandbytes' own, a column.
-        quant_state: The JSON bytes of the file it was read from; None to have them made.
+        storage_dtype: dtype of the codes' bytes in a file ("uint8", "bfloat16"…; bitsandbytes' quant_storage).
+        storage_shape: Their shape there; None for bitsandbytes' own, a column.
+        quant_state: The JSON bytes of its file; None: they are made.
     """
 
     codes: UInt8[np.ndarray, " bytes"]
@@ -100,10 +100,10 @@ def encode(
         weight: Finite values in float32, float16 or bfloat16, any shape.
         nested: Quantise the scales too.
         offset: The nested offset; None for the `mean` of the scales.
-        storage_dtype: dtype that the codes' bytes will have in a file; their number must be a multiple of its size.
+        storage_dtype: dtype of the codes' bytes in a file; their number must be a multiple of its size.
 
     Returns:
-        The quantised tensor: codes and scales are bit-equal to bitsandbytes', nested ones given an equal offset.
+        The quantised tensor: codes and scales are bit-equal to bitsandbytes', nested ones with an equal offset.
 
     Raises:
         ConvertError: Another dtype, or a value that is not finite.
@@ -128,11 +128,11 @@ def encode(
 
 
 def nest(tensor: NF4Tensor, offset: float | None = None) -> NF4Tensor:
-    """Quantise the scales of a tensor whose scales are not.
+    """Quantise a tensor's scales.
 
     Args:
         tensor: With scales in float32.
-        offset: What is taken off them; None for their `mean`.
+        offset: Subtracted from them; None for their `mean`.
     """
     if offset is None:
         offset = float(mean(tensor.absmax))
@@ -147,10 +147,10 @@ def nest(tensor: NF4Tensor, offset: float | None = None) -> NF4Tensor:
 
 
 def mean(scales: Float[np.ndarray, " blocks"]) -> np.float32:
-    """The mean of scales, in a fixed order: the same bits as `pallas_kernels.nf4.mean` gives on every device.
+    """The mean of scales, in a fixed order: the bits of `pallas_kernels.nf4.mean` on every device.
 
-    The sum has two float32 numbers, the second for what the first cannot hold (Knuth's two-sum), and is taken in a tree
-    of 16 branches; it is rounded to float32 once and then divided, as torch does with its sum.
+    The sum is two float32 numbers, the second for the rounding error of the first (Knuth's two-sum), over a tree of 16
+    branches; it is rounded to float32 once and then divided, as torch does with its sum.
 
     Args:
         scales: float32, none below 0; finite.
@@ -175,7 +175,7 @@ def decode(tensor: NF4Tensor, dtype: str | np.dtype | type | None = None) -> Flo
 
     Args:
         tensor: The quantised tensor.
-        dtype: Of the result; None for the dtype that the tensor was made from.
+        dtype: Of the result; None for the original tensor's.
 
     Returns:
         An array of ``tensor.shape``, bit-equal to bitsandbytes'.
@@ -199,7 +199,7 @@ def decode(tensor: NF4Tensor, dtype: str | np.dtype | type | None = None) -> Flo
 
 
 def decode_absmax(tensor: NF4Tensor) -> Float[np.ndarray, " blocks"]:
-    """The scales in float32: as stored, or out of their nested form.
+    """The scales in float32, decoded if nested.
 
     Args:
         tensor: The quantised tensor.
@@ -288,7 +288,7 @@ def to_tensors(name: str, tensor: NF4Tensor) -> dict[str, np.ndarray]:
         tensor: The quantised tensor.
 
     Returns:
-        Full name -> array; byte-identical to what `from_tensors` was given.
+        Full name -> array; byte-identical to the arguments of `from_tensors`.
 
     Raises:
         ConvertError: The codes' bytes do not fill whole elements of the storage dtype.

@@ -100,7 +100,9 @@ def logical_axes(tree: Any, config: ModelConfig) -> Any:
         tree: the frozen tree, of arrays or shapes.
         config: the model's.
     """
-    matrices = {(spec.path.part, spec.path.leaf): spec.axes for spec in config.specs if spec.kind == "table"}
+    matrices: dict[tuple[str, ...], tuple[str, ...]] = {
+        (spec.path.part, spec.path.leaf): spec.axes for spec in config.specs if spec.kind == "table"
+    }
     for name, group in config.groups.items():
         members = (spec for spec in config.layer_specs if spec.group == name and spec.kind == "matrix")
         matrices[group.block, group.name, "weight"] = next(members).axes

@@ -1,4 +1,4 @@
-"""From a stream of named arrays to the decoder's tree: fused, quantised and stacked, one layer at a time.
+"""From a stream of named tensors to the decoder's tree: fused, quantised and stacked, one layer at a time.
 
 Host memory stays at what the stream holds, device memory at the finished tree plus one layer.
 """
@@ -17,7 +17,7 @@ from convert.formats import FORMATS, Format
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
 from convert.model.spec import WeightSpec
-from convert.weights import Weights, stream
+from convert.weights import Weights
 from fastjax.models.layout import LayerStack, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
 from fastjax.quantization import NF4Weight, WeightLike
@@ -39,7 +39,7 @@ def load_weights(
     Args:
         opened: the folder's weights.
         config: the model's.
-        precision: in which dtype each weight is held that is not quantised.
+        precision: the dtypes of weights that are not quantised.
         trained: whether the weights are trained themselves.
         load_in_4bit: quantise the layers' matrices, but those of float32 modules, to NF4 with nested scales. In a
             folder that is quantised already the matrices keep their format (some may be in 16 bits there); without
@@ -52,7 +52,7 @@ def load_weights(
         The arrangement of the layers, and the tree.
 
     Raises:
-        ConvertError: what is wrong with the folder; NaN or infinity in it.
+        ConvertError: the folder is damaged or not supported, or holds NaN or infinity.
     """
     finite: dict[str, Array] = {}
     quantized = any(form.bits == 4 for form in opened.formats())
@@ -88,7 +88,7 @@ def load_weights(
         if spec.path.layer is not None:
             kinds[spec.path.layer].add((spec.path.inside, held[path]))
     plan = plan_layers([frozenset(kind) for kind in kinds], layer_loop)
-    tree = _fill(config, plan, ((path, prepare(path, tensor)) for path, tensor in stream(opened, packed=True)))
+    tree = _fill(config, plan, ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True)))
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
             raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))
@@ -144,7 +144,7 @@ def random_weights(
     Args:
         config: the model's.
         key: random state.
-        precision: in which dtype each weight is held that is not quantised.
+        precision: the dtypes of weights that are not quantised.
         trained: whether the weights are trained themselves.
         load_in_4bit: quantise the layers' matrices, but those of float32 modules, layer by layer.
         layer_loop: "scan" or "unroll".

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 def gathered(tree: Any) -> Any:
     """The leaves whole on every device, if the ambient mesh splits weights over an `fsdp` axis; else the tree itself.
 
-    Called inside the body of the layer loop, on packed codes: what travels is 4 bits a weight, one layer at a time.
+    Called inside the body of the layer loop, on packed codes: 4 bits a weight travel, one layer at a time.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape.get("fsdp", 1) == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types):

@@ -1,7 +1,7 @@
-"""Islands: where a kernel sees only its own device's part of the arrays.
+"""Islands: shard_map regions in which a kernel sees its own device's part of the arrays.
 
-Under jit over several devices XLA does not know how to split a custom kernel: it would gather its operands and
-compute everything everywhere. Inside a shard_map island each device calls the kernel on its own rows.
+XLA cannot split a custom kernel over devices: it would gather the operands and compute everything everywhere. Inside an
+island each device calls the kernel on its own rows.
 """
 
 import math
@@ -41,13 +41,13 @@ def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[...
 
 
 def batch_devices() -> int:
-    """Over how many devices the ambient mesh splits the batch."""
+    """The number of devices over which the ambient mesh splits the batch."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape.get(name, 1) for name in BATCH) if not mesh.empty else 1
 
 
 def batch_part() -> jax.Array:
-    """Inside an island: which part of the batch this device has, counted from 0; int32 []."""
+    """The index of this device's part of the batch, inside an island; int32 []."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     names = tuple(name for name in BATCH if kinds.get(name) == AxisType.Manual)
@@ -55,7 +55,7 @@ def batch_part() -> jax.Array:
 
 
 def _on(spec: P, axes: frozenset[str]) -> P:
-    """The spec without the axes that this mesh does not have."""
+    """The spec without axes that the mesh lacks."""
 
     def entry(part: Any) -> Any:
         names = () if part is None else (part,) if isinstance(part, str) else part

@@ -1,8 +1,8 @@
-"""The FP8 weight: codes of 8 bits with a scale for each block, row or matrix, as checkpoints hold them, as a pytree.
+"""The FP8 weight: a checkpoint's 8-bit codes with a scale for each block, row or matrix, as a pytree.
 
-A value is the code in float32 times its scale in float32, rounded to the dtype of the folder's weights and cast to that
-of the product. The matrix is decoded for each product, no earlier than the product's other operand is there, and never
-kept: the backward pass decodes it again.
+A value is the code in float32 times its scale in float32, rounded to the dtype of the folder's weights and cast to the
+product's. Each product decodes the matrix once its other operand is ready, and keeps nothing: the backward pass decodes
+again.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class FP8Weight(Weight):
         scales: float32 [ceil(out / rows of a block), ceil(in / columns of a block)].
         block: rows and columns of a block.
         shape: (out, in).
-        dtype: what the weight decodes to, "bfloat16", "float16" or "float32".
+        dtype: of the decoded weight, "bfloat16", "float16" or "float32".
     """
 
     codes: Array

@@ -1,4 +1,4 @@
-"""The NF4 weight: what bitsandbytes stores for a linear layer, as a pytree (Dettmers et al., arXiv 2305.14314).
+"""The NF4 weight: bitsandbytes' tensors of a linear layer as a pytree (Dettmers et al., arXiv 2305.14314).
 
 Several projections that read the same input are one weight of several parts, so that one dequantisation and one GEMM
 serve them all. Codes are kept in the split order of `pallas_kernels.nf4`; the bytes of a bitsandbytes checkpoint
@@ -39,8 +39,8 @@ class NF4Weight(Weight):
         quant_map: float32 [16] where it is not NF4's own, else None.
         shape: (out, in).
         parts: output rows of each part; they add up to out.
-        dtype: what the weight decodes to, "bfloat16", "float16" or "float32": of the numbers that it was made from. A
-            product in another dtype casts after.
+        dtype: of the decoded weight and of the original, "bfloat16", "float16" or "float32"; a product in another
+            dtype casts after.
     """
 
     codes: UInt8[Array, "..."]
@@ -55,7 +55,7 @@ class NF4Weight(Weight):
 
     @property
     def order(self) -> str:
-        """The order of the codes, as `pallas_kernels.nf4` names it."""
+        """The order of the codes, by its name in `pallas_kernels.nf4`."""
         return _order(self.shape)
 
     def scales(self) -> Float[Array, "..."]:
@@ -204,7 +204,7 @@ class NF4Weight(Weight):
         """Quantise a matrix as bitsandbytes does; runs under jit.
 
         Args:
-            weight: [out, in] in float32, bfloat16 or float16, which it then decodes to.
+            weight: [out, in] in float32, bfloat16 or float16, to which it decodes again.
             nested: quantise the scales too (double quantisation).
         """
         codes, absmax = nf4.quantize(weight)

@@ -28,7 +28,7 @@ def write_4bit(folder, config, *, nested, kept=()):
     """A folder in NF4 and one with the very numbers that it decodes to; both from the same random weights."""
     arrays = tiny.arrays(config)
     packed, decoded = [], {}
-    for row in family_for(config).rows(config):
+    for row in family_for(config).specs(config):
         array = arrays[row.name]
         if row.path.startswith("layers.") and row.path.endswith("_proj.weight"):
             if row.path in kept:
