@@ -129,11 +129,11 @@ def open_weights(folder: str | os.PathLike[str] | Checkpoint) -> Weights:
     return Weights(checkpoint, family, rows)
 
 
-def stream(folder: str | os.PathLike[str] | Weights, *, packed: bool | None = None) -> Iterator[tuple[WeightPath, Any]]:
+def stream(folder: str | os.PathLike[str], *, packed: bool | None = None) -> Iterator[tuple[WeightPath, Any]]:
     """A model's tensors in the order embeddings, layer 0 … layer L-1, norm, head, each read when its turn comes.
 
     Args:
-        folder: A Hugging Face model folder, or its open weights.
+        folder: A Hugging Face model folder.
         packed: As in `Weights.read`.
 
     Yields:

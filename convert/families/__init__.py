@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import unexpected
+from convert.families.arcee import ARCEE
 from convert.families.cohere import COHERE
 from convert.families.exaone4 import EXAONE4
 from convert.families.family import Family, Ignored
@@ -12,14 +13,17 @@ from convert.families.gemma import GEMMA
 from convert.families.gemma2 import GEMMA2
 from convert.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from convert.families.granite import GRANITE
+from convert.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from convert.families.llama import LLAMA
 from convert.families.ministral import MINISTRAL
+from convert.families.ministral3 import MINISTRAL3
 from convert.families.mistral import MISTRAL
 from convert.families.olmo2 import OLMO2
 from convert.families.olmo3 import OLMO3
 from convert.families.phi3 import PHI3
 from convert.families.qwen2 import QWEN2
 from convert.families.qwen3 import QWEN3
+from convert.families.seed_oss import SEED_OSS
 from convert.families.smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "Family", "Ignored", "family_for"]
@@ -29,7 +33,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL, GRANITE, SMOLLM3),
         *(GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3, OLMO2, COHERE),
-        *(OLMO3, EXAONE4),
+        *(OLMO3, EXAONE4, SEED_OSS, MINISTRAL3, ARCEE, HUNYUAN_V1_DENSE),
     )
 }
 

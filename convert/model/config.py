@@ -55,6 +55,7 @@ class ModelConfig:
         attn_logit_softcapping: products of queries and keys become cap · tanh(product / cap).
         final_logit_softcapping: likewise the logits.
         attention_dropout: probability with which an attention weight is dropped in training.
+        residual_dropout: likewise of an element that attention or MLP adds.
         embedding_multiplier: of the embeddings, where the layers begin.
         residual_multiplier: of what attention and MLP add.
         logit_scale: of the logits.
@@ -92,6 +93,7 @@ class ModelConfig:
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from convert.model.config import Layer, ModelConfig
 from convert.model.paths import WeightPath
+from fastjax.lora.dropout import drop
 from fastjax.lora.params import LoraLinear
 from fastjax.models.attention import Attention, Context, LayerCache
 from fastjax.models.layer_loop import Losses
@@ -51,6 +52,7 @@ class DecoderLayer(nnx.Module):
         qk_norms = None if config.qk_norm is None else (norm("q_norm", "self_attn"), norm("k_norm", "self_attn"))
         self.around_attention, self.around_mlp = config.attention_norms, config.mlp_norms
         self.parallel, self.multiplier = config.parallel_block, config.residual_multiplier
+        self.dropout = config.residual_dropout
         for name in dict.fromkeys((*self.around_attention, *self.around_mlp)):
             if name is not None:
                 setattr(self, name, norm(name))
@@ -67,9 +69,10 @@ class DecoderLayer(nnx.Module):
         before, after = self.around_attention
         read = self._normed(before, x)
         attended, cache = self.self_attn(read, context, key, cache)
-        x = x + self._added(after, attended)
+        x = x + self._added(after, drop(attended, key, "self_attn", self.dropout))
         before, after = self.around_mlp
-        return x + self._added(after, self.mlp(read if self.parallel else self._normed(before, x), key)), cache, {}
+        output = self.mlp(read if self.parallel else self._normed(before, x), key)
+        return x + self._added(after, drop(output, key, "mlp", self.dropout)), cache, {}
 
     def _normed(self, name: str | None, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         return x if name is None else getattr(self, name)(x)

@@ -178,6 +178,42 @@ CONFIGS |= {
         sliding_window_pattern=2,
         layer_types=[FULL, SLIDING] * 2,
     ),
+    "ministral3": _family(
+        "ministral3",
+        head_dim=10,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        sliding_window=6,
+        rope_parameters={**_YARN, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.7},
+    ),
+    "arcee": _family(
+        "arcee",
+        head_dim=10,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "hunyuan_v1_dense": _family(
+        "hunyuan_v1_dense",
+        head_dim=10,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 300.0, "factor": 1.0, "alpha": 5.0},
+    ),
+    "seed_oss": _family(
+        "seed_oss",
+        head_dim=10,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        attention_bias=False,
+        attention_out_bias=True,
+        mlp_bias=True,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        pretraining_tp=2,
+    ),
 }
 #: Llama has a table of its own in `tiny`; here the sizes of the others.
 LLAMA = _family("llama", head_dim=10, tie_word_embeddings=True)
@@ -319,6 +355,7 @@ IRRELEVANT = {
     "_sliding_window_pattern": "what layer_types were made of",
     "default_theta": "of the class",
     "attention_dropout": "in training alone",
+    "residual_dropout": "in training alone",
 }
 #: Fields that are refused off their default, with such a value.
 REFUSED = {

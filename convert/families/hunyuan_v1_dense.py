@@ -1,0 +1,36 @@
+"""HunYuan V1 (dense): Llama whose queries and keys are normalised after the rotary turn."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from convert.families.family import Family
+from convert.model.reader import Reader
+from convert.model.rope import NAMES, parse_rope
+from convert.model.spec import ATTENTION_GROUPS
+from convert.rope import rope_settings
+
+
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A "dynamic" scaling with `alpha` is none: the base is stretched once, by alpha^(D/(D-2))."""
+    get.asked |= NAMES
+    positions, size = fields["max_position_embeddings"], fields["head_dim"]
+    settings = rope_settings(get.config, get.where, theta=get.defaults["rope_theta"], positions=positions)
+    alpha = settings.values.pop("alpha", None)
+    if alpha and settings.values["rope_type"] == "dynamic":
+        stretched = Reader({"alpha": alpha}, f"{get.where}: {settings.field}", {}).positive("alpha")
+        parse_rope(settings, get.where, positions=positions, head_dim=size)  # its numbers are checked all the same
+        theta = settings.values["rope_theta"] * stretched ** (size / (size - 2))
+        settings = settings._replace(values={"rope_type": "default", "rope_theta": theta})
+    return {"rope": parse_rope(settings, get.where, positions=positions, head_dim=size)}
+
+
+HUNYUAN_V1_DENSE = Family(
+    "hunyuan_v1_dense",
+    "HunYuanDenseV1ForCausalLM",
+    defaults={"rms_norm_eps": 1e-5},
+    switches={"attention_bias": ATTENTION_GROUPS},
+    constants={"qk_norm": "head", "qk_norm_after_rope": True},
+    parts={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
+    read=_read,
+    gguf="its files have not been compared with llama.cpp",
+)

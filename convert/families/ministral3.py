@@ -1,0 +1,59 @@
+"""Ministral 3: Mistral whose queries grow with their position (Llama 4's scaling)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.families.family import Family
+from convert.families.windows import window_everywhere, window_to_hf
+from convert.model.reader import Reader
+from convert.model.rope import NAMES, parse_rope, rope_to_hf
+from convert.rope import NEW, ORIGINAL, rope_settings
+
+if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
+
+_BETA = "llama_4_scaling_beta"
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    ORIGINAL: 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _BETA: 0.1,
+}
+
+
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    get.asked |= NAMES
+    positions = fields["max_position_embeddings"]
+    config = get.config if get.config.get(NEW) is not None else {**get.config, NEW: _ROPE}
+    settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions)
+    beta = settings.values.pop(_BETA, None)
+    settings.values.pop("max_position_embeddings", None)  # transformers reads past it
+    rope = parse_rope(settings, get.where, positions=positions, head_dim=fields["head_dim"])
+    where = Reader({_BETA: beta, ORIGINAL: rope.original_max_position_embeddings}, f"{get.where}: {settings.field}", {})
+    where.integer(ORIGINAL)
+    return {**window_everywhere(get, fields), "rope": dataclasses.replace(rope, query_beta=where.number(_BETA))}
+
+
+def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+    return {**window_to_hf(config), NEW: {**rope_to_hf(config.rope), _BETA: config.rope.query_beta}}
+
+
+MINISTRAL3 = Family(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+    },
+    read=_read,
+    write=_to_hf,
+    gguf="its files have not been compared with llama.cpp",
+)

@@ -1,0 +1,21 @@
+"""Seed-OSS: Llama with a bias by kind of projection, and dropout of what attention and MLP add."""
+
+from convert.families.family import Family
+from convert.model.spec import MLP_GROUPS, OUT, QKV
+
+SEED_OSS = Family(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "attention_bias": True,
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+    },
+    switches={"attention_bias": (QKV,), "attention_out_bias": (OUT,), "mlp_bias": MLP_GROUPS},
+    read=lambda get, fields: {"residual_dropout": get.probability("residual_dropout")},
+    write=lambda config: {"residual_dropout": config.residual_dropout},
+    gguf="its files have not been compared with llama.cpp",
+)
