@@ -206,12 +206,11 @@ def run(
 
     In a child process of this one, which has imported what takes long, and of the tree nothing.
     """
-    arguments = [*(path for path in target.tests if (folder / path).exists()), "-q", "-p", "no:cacheprovider", "-rfE"]
-    arguments += (
-        ["-W", "ignore::pytest.PytestAssertRewriteWarning", "--hypothesis-seed=0"]
-        + ["-x"] * stop
-        + [f"--deselect={test}" for test in deselected]
-    )
+    tests = [path for path in target.tests if (folder / path).exists() and path not in deselected]
+    if not tests:
+        raise RuntimeError(f"{target.module}: no test file applies")
+    arguments = [*tests, "-q", "-p", "no:cacheprovider", "-rfE", "--hypothesis-seed=0"] + ["-x"] * stop
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", *(f"--deselect={test}" for test in deselected)]
     output, start = folder / "output.txt", time.monotonic()
     child = os.fork()
     if not child:
