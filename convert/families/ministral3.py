@@ -8,7 +8,7 @@ from convert.families.family import Family
 from convert.families.windows import window_everywhere, window_to_hf
 from convert.model.reader import Reader
 from convert.model.rope import NAMES, parse_rope, rope_to_hf
-from convert.rope import NEW, ORIGINAL, rope_settings
+from convert.rope import NEW, OLD, ORIGINAL, rope_settings
 
 if TYPE_CHECKING:
     from convert.model.config import ModelConfig
@@ -30,7 +30,8 @@ _ROPE = {
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     get.asked |= NAMES
     positions = fields["max_position_embeddings"]
-    config = get.config if get.config.get(NEW) is not None else {**get.config, NEW: _ROPE}
+    given = any(get.config.get(field) is not None for field in (NEW, OLD))
+    config = get.config if given else {**get.config, NEW: _ROPE}
     settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions)
     beta = settings.values.pop(_BETA, None)
     settings.values.pop("max_position_embeddings", None)  # transformers reads past it

@@ -37,7 +37,7 @@ def save_trained(model: "LanguageModel", folder: Path) -> Path:
             arrays = export_adapters(model.trainable, model.plan, tied)
             write_adapter(whole, model.lora, arrays, family=family_for(model.hf_config))
         else:
-            save(whole, _tensors(model), dict(model.hf_config), source=model.folder)
+            save(whole, trained_tensors(model), dict(model.hf_config), source=model.folder)
         if model.tokenizer is not None and (model.lora is not None or _has_own_tokenizer(model)):
             _save_tokenizer(model.tokenizer, whole)
     return folder
@@ -56,7 +56,7 @@ def save_merged(model: "LanguageModel", folder: Path, **options: Any) -> Path:
     return folder
 
 
-def _tensors(model: "LanguageModel") -> Iterator[tuple[str, np.ndarray]]:
+def trained_tensors(model: "LanguageModel") -> Iterator[tuple[str, np.ndarray]]:
     """The trained weights by path, in the checkpoint's order."""
     tree, config = model.trainable, model.config
     dtype = jnp.dtype(DTYPES.get(str(model.hf_config.get("dtype", model.hf_config.get("torch_dtype"))), jnp.float32))

@@ -200,7 +200,6 @@ CONFIGS |= {
         hidden_act="gelu",
         tie_word_embeddings=True,
         attention_bias=True,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 300.0, "factor": 1.0, "alpha": 5.0},
     ),
     "seed_oss": _family(
         "seed_oss",
@@ -212,7 +211,6 @@ CONFIGS |= {
         mlp_bias=True,
         attention_dropout=0.0,
         residual_dropout=0.0,
-        pretraining_tp=2,
     ),
 }
 #: Llama has a table of its own in `tiny`; here the sizes of the others.
@@ -280,6 +278,16 @@ VARIANTS = {
         "smollm3",
         _without(CONFIGS["smollm3"], "layer_types") | {"use_sliding_window": False, "tie_word_embeddings": True},
     ),
+    "hunyuan_v1_dense, alpha": (
+        "hunyuan_v1_dense",
+        CONFIGS["hunyuan_v1_dense"]
+        | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 1.0, "alpha": 5.0}},
+    ),
+    "exaone4, no windows": (
+        "exaone4",
+        CONFIGS["exaone4"] | {"sliding_window": None, "layer_types": [FULL] * 4, "sliding_window_pattern": None},
+    ),
+    "arcee, relu2": ("arcee", CONFIGS["arcee"] | {"hidden_act": "relu2", "tie_word_embeddings": False}),
     "cohere, no norm of queries": ("cohere", CONFIGS["cohere"] | {"use_qk_norm": False, "tie_word_embeddings": True}),
 }
 
@@ -356,6 +364,8 @@ IRRELEVANT = {
     "default_theta": "of the class",
     "attention_dropout": "in training alone",
     "residual_dropout": "in training alone",
+    "pretraining_tp": "how a model was split in pretraining",
+    "eod_token_id": "of the tokenizer",
 }
 #: Fields that are refused off their default, with such a value.
 REFUSED = {

@@ -14,6 +14,7 @@ from convert.families import FAMILIES, family_for
 from convert.model.config import ModelConfig
 from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.saving import trained_tensors
 from fastjax.lora.export import export_adapters
 from fastjax.models.layout import LayerStack, plan_layers
 from fastjax.models.rope_override import with_rope_scaling
@@ -226,7 +227,7 @@ def test_random_weights_fill_the_table(family):
     """Norms start as the identity's scale, whatever is added to their weights."""
     config = ModelConfig.from_hf(CONFIGS[family])
     model = FastLanguageModel.from_config(CONFIGS[family], dtype="float32", full_finetuning=True, max_seq_length=32)
-    tensors = dict(model._tensors())
+    tensors = dict(trained_tensors(model))
     rows = {row.path: row.shape for row in family_for(CONFIGS[family]).specs(CONFIGS[family])}
     assert {path: array.shape for path, array in tensors.items()} == rows
     for path, array in tensors.items():

@@ -14,6 +14,7 @@ from fastjax.models.rope_override import with_rope_scaling
 from tests.support import families, tiny
 
 CONFIGS = {**families.CONFIGS, "llama": families.LLAMA}
+del CONFIGS["ministral3"]  # which has no forward pass without numbers that no case has
 _ROPE = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 300.0}
