@@ -13,22 +13,22 @@ from tests.support import families
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_size": float("inf")}, "config.json: hidden_size: expected a positive integer, given inf"),
-        ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps: expected a number >= 0 and below 1e30, given nan"),
-        ({"vocab_size": 2**70}, "config.json: vocab_size: expected a positive integer below 2³¹, given 11805"),
+        ({"hidden_size": float("inf")}, "config.json: hidden_size: expected a positive integer, got inf"),
+        ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps: expected a number >= 0 and below 1e30, got nan"),
+        ({"vocab_size": 2**70}, "config.json: vocab_size: expected a positive integer below 2³¹, got 11805"),
         (
             {"rope_parameters": {}, "rope_theta": [1]},
-            r"config.json: rope_theta: expected a positive number, given \[1\]",
+            r"config.json: rope_theta: expected a positive number, got \[1\]",
         ),
         ({"rope_parameters": "linear"}, "config.json: rope_parameters: expected an object or null, got 'linear'"),
         ({"rope_parameters": {"rope_type": 3}}, "config.json: rope_parameters.rope_type: expected a string, got 3"),
-        ({"hidden_act": ["silu"]}, r"config.json: hidden_act: expected one of \[.*\], given \['silu'\]"),
+        ({"hidden_act": ["silu"]}, r"config.json: hidden_act: expected one of \[.*\], got \['silu'\]"),
         ({"layer_types": [[]]}, "config.json: layer_types: expected 3 of full_attention and sliding_attention"),
-        ({"attention_dropout": 1}, "config.json: attention_dropout: expected a number from 0 to below 1, given 1"),
+        ({"attention_dropout": 1}, "config.json: attention_dropout: expected a number from 0 to below 1, got 1"),
         ({"num_hidden_layers": 2**62}, "config.json: num_hidden_layers: expected"),
     ],
 )
-def test_the_sentence_names_file_field_expected_and_given(fields, message):
+def test_the_sentence_names_file_field_expected_and_got(fields, message):
     with pytest.raises(ConvertError, match=f"^{message}"):
         ModelConfig.from_hf(families.LLAMA | fields)
 
@@ -40,6 +40,6 @@ def test_frequencies_by_length_of_the_smallest_heads():
         parsed = ModelConfig.from_hf(families.LLAMA | {"head_dim": 4, "rope_parameters": rope})
         lengths = np.full((1, 2), 400, np.int32)
         assert np.isfinite(np.asarray(frequencies_by_length(parsed.rope, 4, lengths))).all()
-    with pytest.raises(ConvertError, match="4 or more, given 2"):
+    with pytest.raises(ConvertError, match="4 or more, got 2"):
         rope = {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 2.0}
         ModelConfig.from_hf(families.LLAMA | {"head_dim": 2, "rope_parameters": rope})

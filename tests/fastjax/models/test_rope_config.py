@@ -104,14 +104,14 @@ def test_rows_longer_than_the_model():
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": "ntk", "factor": 2.0}, "rope_type: expected one of .*given 'ntk'"),
+        ({"rope_type": "ntk", "factor": 2.0}, "rope_type: expected one of .*got 'ntk'"),
         ({"rope_type": "dynamic"}, r"dynamic scaling needs the numbers \['factor'\], wrong: \['factor'\]"),
         ({"rope_type": "longrope", "short_factor": 8 * [1.0]}, r"wrong: \['long_factor'\]"),
         ({"rope_type": "longrope", "short_factor": 8 * [1.0], "long_factor": 8 * [0]}, r"wrong: \['long_factor'\]"),
         ({"rope_type": "longrope", "short_factor": 8 * [1], "long_factor": 7 * [2]}, "long_factor: expected 8 numbers"),
         ({"rope_type": "linear"}, r"linear scaling needs the numbers \['factor'\], wrong: \['factor'\]"),
         ({"rope_type": "linear", "factor": -1.0}, r"wrong: \['factor'\]"),
-        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}, "linear scaling takes factor, given beta_fast"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}, "linear scaling takes factor, got beta_fast"),
         ({"rope_type": "yarn", "factor": 2.0, "truncate": 1}, r"wrong: \['truncate'\]"),
         ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor"),
         ({"rope_type": "default", "factor": 2.0}, "expected a rope_type of .*for instance"),
