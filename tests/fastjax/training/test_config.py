@@ -116,6 +116,6 @@ def test_an_adapter_to_start_from_has_its_own_settings():
 
 @pytest.mark.parametrize("section", SECTIONS.values())
 def test_every_field_is_described(section):
-    described = section.__doc__.split("Attributes:")[1]
+    described = "".join((kind.__doc__ or "").partition("Attributes:")[2] for kind in section.__mro__)
     for field in dataclasses.fields(section):
         assert f"\n        {field.name}: " in described
