@@ -12,8 +12,8 @@ _OUTPUT = """chunk_size_feed_forward cache_implementation keys_to_ignore_at_infe
     output_hidden_states pretraining_tp return_dict torchscript use_cache use_return_dict"""
 _DTYPE = "dtype quantization_config torch_dtype use_bfloat16"
 _KERNELS = "attn_implementation use_flash_attention use_flash_attn use_flash_attn_2"
-_TOKENS = """bos_token_id decoder_start_token_id eod_token_id eos_token_id max_sequence_length model_max_length pad_token_id
-    sep_token_id unk_token_id"""
+_TOKENS = """bos_token_id decoder_start_token_id eod_token_id eos_token_id max_sequence_length model_max_length
+    pad_token_id sep_token_id unk_token_id"""
 _CLASSIFICATION = "classifier_dropout id2label label2id num_labels problem_type"
 _GENERATION = """bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
     encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
