@@ -27,6 +27,8 @@ OTHER_NAMES = {
     "convert/model/paths.py": "the parser itself",
     "pallas_kernels/compat.py": "versions",
     "fastjax/commands/settings.py": "keys of the settings, section.key",
+    "fastjax/runs/hub_names.py": "likewise",
+    "fastjax/runs/settings_changes.py": "likewise",
 }
 
 
