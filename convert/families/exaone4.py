@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Without `sliding_window` all layers see everything and have positions."""
     layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
-    types, pattern = get.layer_types(layers), get.value("sliding_window_pattern")
+    types = get.layer_types(layers)
+    get.asked.add("sliding_window_pattern")
     if types is None and window is not None:  # a pattern in letters comes with layer_types
         period = get.integer("sliding_window_pattern")
         types = [(number + 1) % period != 0 for number in range(layers)]
-    if pattern is not None and not isinstance(pattern, str):
-        get.integer("sliding_window_pattern", 1)
     if window is None:
         if any(types or ()):
             raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")

@@ -165,12 +165,12 @@ def parse_rope(
     least = 4 if kind == "dynamic" else 2  # whose base grows with a power of turning / (turning - 2)
     if turning % 2 or turning < least:
         raise ConvertError(
-            f"{where}: expected an even number of turning features a head, {least} or more, given {turning}"
+            f"{where}: expected an even number of turning features a head, {least} or more, got {turning}"
         )
     for name in _LISTS if kind == "longrope" else ():
         if len(getattr(rope, name)) != turning // 2:
             given = len(getattr(rope, name))
-            raise ConvertError(f"{where}: {field}.{name}: expected {turning // 2} numbers, given {given}")
+            raise ConvertError(f"{where}: {field}.{name}: expected {turning // 2} numbers, got {given}")
     return rope
 
 

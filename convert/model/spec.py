@@ -161,13 +161,6 @@ def table(*layer: tuple[Row, ...]) -> tuple[Row, ...]:
 QKV, OUT, GATE_UP, DOWN = "self_attn.qkv", "self_attn.o", "mlp.gate_up", "mlp.down"
 #: The groups of projections of the attention, of the MLP.
 ATTENTION_GROUPS, MLP_GROUPS = (QKV, OUT), (GATE_UP, DOWN)
-#: Block and name of each group of matrices.
-MATRICES = {
-    ("self_attn", "qkv"): QKV,
-    ("self_attn", "o"): OUT,
-    ("mlp", "gate_up"): GATE_UP,
-    ("mlp", "down"): DOWN,
-}
 ATTENTION = (
     *linear("self_attn.q_proj", "H*D", "E", QKV),
     *linear("self_attn.k_proj", "K*D", "E", QKV),

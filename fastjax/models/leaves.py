@@ -8,11 +8,16 @@ stack share arrays with a leading axis. Optimizers, gradient health and FLOPs as
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from convert.families import FAMILIES
 from convert.model import spec
 from convert.model.paths import TABLES
 
 #: Kinds of arrays that are vectors in a layer.
 VECTORS = spec.VECTORS | {"magnitude"}
+#: Block and name of every normalisation that a family has.
+_NORMS = frozenset(
+    (row.path.block, row.path.part) for family in FAMILIES.values() for row in family.table if row.kind == "norm"
+)
 #: The two halves of a low-rank product.
 LORA_A, LORA_B = frozenset(("lora_A", "lora_embedding_A")), frozenset(("lora_B", "lora_embedding_B"))
 
@@ -67,4 +72,4 @@ def _kind(keys: tuple[str, ...]) -> str:
         return last
     if module[-1:] and module[-1] in TABLES:
         return "table"
-    return "matrix" if tuple(module[-2:]) in spec.MATRICES else "norm"
+    return "norm" if ("", "", *module)[-2:] in _NORMS else "matrix"

@@ -60,7 +60,7 @@ def test_module_names_both_ways(llama_config):
 @pytest.mark.parametrize("model_type", ["gpt2", None, 3, ["llama"]])
 def test_an_unknown_family_is_named_with_those_that_are_known(model_type):
     with pytest.raises(
-        ConvertError, match=r"some/config\.json: model_type: expected one of llama, qwen2, .*, cohere, got"
+        ConvertError, match=r"some/config\.json: model_type: expected one of llama, qwen2, .*, cohere, .*, got"
     ):
         family_for({"model_type": model_type}, "some/config.json")
 

@@ -40,6 +40,6 @@ def test_frequencies_by_length_of_the_smallest_heads():
         parsed = ModelConfig.from_hf(families.LLAMA | {"head_dim": 4, "rope_parameters": rope})
         lengths = np.full((1, 2), 400, np.int32)
         assert np.isfinite(np.asarray(frequencies_by_length(parsed.rope, 4, lengths))).all()
-    with pytest.raises(ConvertError, match="4 or more, given 2"):
+    with pytest.raises(ConvertError, match="4 or more, got 2"):
         rope = {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 2.0}
         ModelConfig.from_hf(families.LLAMA | {"head_dim": 2, "rope_parameters": rope})

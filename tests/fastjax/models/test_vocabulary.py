@@ -122,7 +122,8 @@ def test_a_saved_adapter_brings_its_tokenizer_and_its_rows(tmp_path):
     again = FastLanguageModel.load_adapter(base, tmp_path / "adapter", lora_dropout=0.25)
     assert again.tokenizer.convert_tokens_to_ids(NEW) == [OLD, OLD + 1] and again.config.vocab_size == OLD + 2
     assert again.lora.lora_dropout == 0.25 and trained.lora.lora_dropout == 0.0
-    tokens, _, segments, positions = (array[0] for array in rows_batch(trained))
+    batch = rows_batch(trained)
+    tokens, segments, positions = batch.tokens[0], batch.segment_ids[0], batch.positions[0]
     ours, theirs = (tiny.logits(model, tokens, positions, segments) for model in (trained, again))
     assert np.array_equal(ours, theirs)
     assert vocabulary_size(own_tokenizer(tmp_path / "adapter")) == OLD + 2
@@ -153,7 +154,7 @@ def test_a_tokenizer_larger_than_the_embedding(tmp_path):
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (["w5", "new"], r"new_tokens: expected tokens that the tokenizer .*, given 'w5' \(id 5\); leave them out"),
+        (["w5", "new"], r"new_tokens: expected tokens that the tokenizer .*, got 'w5' \(id 5\); leave them out"),
         (["new", "new"], "new_tokens: expected different texts"),
         ([""], "new_tokens: expected different texts that are not empty"),
         ("new", "new_tokens: expected different texts"),

@@ -39,7 +39,7 @@ def pair(case, folder, type):
     config = config_of(kind, **changes, **SHORT.get(case, {}))
     arrays = write_model(folder / "model", config)
     export_gguf(folder / "model", folder / "m.gguf", type=type)
-    named = {row.name: arrays[row.path].astype(np.float32) for row in family_for(config).rows(config)}
+    named = {row.name: arrays[row.path].astype(np.float32) for row in family_for(config).specs(config)}
     tokens = np.random.default_rng(3).integers(0, config["vocab_size"], length)
     return logits(folder / "m.gguf", tokens), torch_family.logits(torch_family.build(config, named), tokens)
 

@@ -22,24 +22,16 @@ def named(tree):
 
 def test_vectors_do_not_decay_even_when_stacked():
     stacked = jnp.ones((5, 4))
+    projection = {"weight": stacked, "bias": stacked, "magnitude": stacked}
     tree = {
         "embed_tokens": stacked,
-        "layers": [
-            {
-                "input_layernorm": {"weight": stacked},
-                "self_attn": {"qkv": {"weight": stacked, "bias": stacked, "magnitude": stacked}},
-            }
-        ],
+        "layers": {0: {0: {"input_layernorm": {"weight": stacked}, "self_attn": {"qkv": projection}}}},
         "norm": {"weight": jnp.ones(4)},
     }
+    decaying = {"weight": True, "bias": False, "magnitude": False}
     expected = {
         "embed_tokens": True,
-        "layers": [
-            {
-                "input_layernorm": {"weight": False},
-                "self_attn": {"qkv": {"weight": True, "bias": False, "magnitude": False}},
-            }
-        ],
+        "layers": {0: {0: {"input_layernorm": {"weight": False}, "self_attn": {"qkv": decaying}}}},
         "norm": {"weight": False},
     }
     assert decays(tree) == expected
