@@ -68,8 +68,8 @@ TARGETS = {
         ("write_adapter", "_file_name", "_check", "_twins", "_whole"),
     ),
     "resume": Target(
-        "fastjax/training/resume.py",
-        ("tests/fastjax/training/test_resume.py", "tests/fastjax/training/test_run_folder.py"),
+        "fastjax/runs/resume.py",
+        ("tests/fastjax/runs/test_resume.py", "tests/fastjax/runs/test_folder.py"),
     ),
 }
 

@@ -60,14 +60,14 @@ def squared_norms(tree: Any, plan: Sequence[LayerStack]) -> Float[Array, " n"]:
 class GradientCheck:
     """Looks at the first steps' gradients, until every leaf has been judged."""
 
-    def __init__(self, names: Sequence[str], may_rest: Callable[[str], bool] = lambda name: False):
+    def __init__(self, names: Sequence[str], may_be_zero: Callable[[str], bool] = lambda name: False):
         """Nothing is known yet.
 
         Args:
             names: of the norms, from `leaf_names`.
-            may_rest: whether a leaf may go without gradient (rows of tokens that no batch has shown yet).
+            may_be_zero: whether a leaf may go without gradient (rows of tokens that no batch has shown yet).
         """
-        self._names, self._may_rest = names, may_rest
+        self._names, self._may_be_zero = names, may_be_zero
         self._largest = np.zeros(len(names), np.float32)
         self._moved = False
         self.done = False
@@ -91,7 +91,7 @@ class GradientCheck:
             dead = [
                 name
                 for name, norm in zip(self._names, self._largest, strict=True)
-                if not norm > 0 and not self._may_rest(name) and (self._moved or not _half(name))
+                if not norm > 0 and not self._may_be_zero(name) and (self._moved or not _half(name))
             ]
             if dead:
                 shown = ", ".join(dead[:10]) + (f" and {len(dead) - 10} more" if len(dead) > 10 else "")

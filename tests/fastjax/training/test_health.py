@@ -76,7 +76,7 @@ def test_dead_leaves_are_named():
         judge([0, 1, 0])  # a run of one step: halves cannot be judged
     with pytest.raises(TrainingError, match="20 of 20 .*: n0, n1, .* n9 and 10 more"):
         judge([0] * 20, [0] * 20, names=[f"n{n}" for n in range(20)])
-    assert judge([1, 1, 0], [1, 1, 0], may_rest=lambda name: name == "norm.weight")
+    assert judge([1, 1, 0], [1, 1, 0], may_be_zero=lambda name: name == "norm.weight")
 
 
 def test_a_leaf_that_had_a_gradient_once_is_alive():
