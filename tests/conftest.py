@@ -85,6 +85,7 @@ ONE_WORLD = (
     "fastjax/cli/test_hub_names.py",
     "fastjax/cli/test_preview.py",
     "fastjax/cli/test_quickstart.py",
+    "fastjax/cli/test_resume.py",
     "fastjax/cli/test_run_import.py",
     "fastjax/cli/test_train.py",
     "fastjax/data",
