@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4: fused projections, longrope, and a part of each head that turns."""
+"""Phi-3, 3.5 and 4: fused projections, longrope, and partly rotated heads."""
 
 from collections.abc import Mapping
 from typing import Any
