@@ -149,7 +149,7 @@ class _Reader:
         return [self.value(inner, key, depth + 1) for _ in range(count)]
 
     def count(self, what: str, least: int) -> int:
-        """Read a count; so many items of `least` bytes each must fit into the rest of the file."""
+        """Read a count of items, which take `least` bytes each and must fit into the rest of the file."""
         number = self.number("Q", what)
         if number * least > min(self.size - self.stream.tell(), _MOST):
             raise unexpected(self.file, what[:100], "a number that fits the file: is it whole?", number)

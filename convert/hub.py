@@ -109,7 +109,7 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None, *, weights:
         raise ConvertError(f"{called}: no such folder, and the hub does not give it: {reason[:300]}") from None
     except (ConvertError, OSError):
         raise
-    except Exception as error:  # of the HTTP library, which differs between versions of the hub's
+    except Exception as error:  # of the HTTP library, which varies with the hub's version
         reason = " ".join(str(error).split())[:300]
         raise ConvertError(
             f"{called}: no such folder, and the hub does not answer: {reason}; HF_HUB_OFFLINE=1 takes what its cache "

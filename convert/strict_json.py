@@ -38,7 +38,7 @@ class JsonError(ValueError):
 
 
 class _Refused(ValueError):
-    """An error of the decoder's hooks, which know no position; `_find` finds it."""
+    """An error of the decoder's hooks, without a position; `_find` adds it."""
 
 
 def parse(text: str) -> Any:

@@ -26,7 +26,7 @@ class Architecture:
         square: Whether all heads together must be as wide as the model.
         period: All layers but every `period`-th have a window; None: no windows.
         wide: Number of layers at which width per head replaces head size in the scale of the scores.
-        query_scale: Whether the config has a scale of the scores, which must be llama.cpp's.
+        query_scale: Whether the config has a scale of the scores; it must equal llama.cpp's.
         numbers: Field of config.json -> key for it, as `GGUFWriter.add_…` is called.
         scalings: Supported types of rotary scaling.
         scaling_named: Whether the absence of a scaling is a key of its own.

@@ -38,7 +38,7 @@ _ALWAYS = ("rope_type", "rope_theta")
 #: The rotary fields of config.json.
 NAMES = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL})
 _BY_LAYER = {"rope": FULL, "local_rope": SLIDING}
-#: Kinds whose frequencies depend on the length of a document.
+#: Kinds with frequencies that depend on a document's length.
 BY_LENGTH = ("dynamic", "longrope")
 _LISTS = ("short_factor", "long_factor")
 _POSITIVE = ("factor", "low_freq_factor", "high_freq_factor")
@@ -119,7 +119,7 @@ def parse_rope(
         settings: from `convert.rope`.
         where: the file's name in errors.
         positions: max_position_embeddings.
-        head_dim: D, which longrope's lists must fit.
+        head_dim: D, for the length of longrope's lists.
         partial_rotary: whether the model supports a rotated part of each head. Otherwise the setting is ignored, as in
             transformers, or refused where transformers fails.
 

@@ -25,8 +25,8 @@ class Precision:
     """The dtypes of a model.
 
     Attributes:
-        dtype: of the computation, and of the frozen weights.
-        param_dtype: of the trained arrays.
+        dtype: dtype of the computation and the frozen weights.
+        param_dtype: dtype of the trained arrays.
         float32_modules: paths of the modules in float32: "norm", "layers.0.self_attn.q_proj", and
             "layers.0.self_attn" for all of it, the attention included.
     """

@@ -52,7 +52,7 @@ def _llama3(rope: RopeConfig, frequency: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, frequency: np.ndarray) -> np.ndarray:
-    """Pairs of many turns over the original length keep their frequency, those of few are divided by the factor."""
+    """Keep the frequencies of fast pairs, divide those of slow pairs by the factor, and blend in between."""
     assert rope.original_max_position_embeddings
     pairs, original = frequency.size, rope.original_max_position_embeddings
 
