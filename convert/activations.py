@@ -1,6 +1,6 @@
 """Names of activations in config.json: transformers has several for one function."""
 
-#: Any of transformers' names (`ACT2FN`) of a supported function -> the one that is used here.
+#: transformers' names (`ACT2FN`) of a supported function -> its name here.
 ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),

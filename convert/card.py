@@ -1,4 +1,4 @@
-"""The model card (README.md) of a merged folder: what it was made from, and how."""
+"""The model card (README.md) of a merged folder: its sources and the merge."""
 
 import json
 import re
@@ -34,13 +34,13 @@ def write_card(
     """Write README.md.
 
     Args:
-        folder: Where to.
-        base: What the adapter was added to.
+        folder: The merged folder.
+        base: The base model.
         adapter: The adapter.
-        dtype: What the merged tensors were asked to be; None for as before.
+        dtype: Requested dtype of the merged tensors; None for the base's.
         base_in_nf4: Whether the base was quantised first.
         notes: Sentences about the merge.
-        recipe: How the adapter was trained, in Markdown.
+        recipe: The adapter's training, in Markdown.
     """
     named = adapter.config.base_model_name_or_path or base.config.get("_name_or_path") or base.folder.name
     quantization = base.config.get("quantization_config") or {}
@@ -78,5 +78,5 @@ def write_card(
 
 
 def _is_name(base: str) -> bool:
-    """Whether a base is a name on the hub; a folder of somebody's machine says nothing to others."""
+    """Whether a base is a name on the hub; a local folder tells others nothing."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not Path(base).exists()

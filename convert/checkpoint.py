@@ -1,7 +1,7 @@
 """A Hugging Face folder: config.json and safetensors, one file or shards with an index.
 
-Opening reads config, index and headers; a tensor's bytes are read when asked for. Writing collects one shard at a
-time. Pickled checkpoints (pytorch_model.bin) run code when loaded and are never opened.
+Opening reads config, index and headers; tensors are read on request. Writing holds one shard at a time. Pickled
+checkpoints (pytorch_model.bin) run code when loaded and are never opened.
 """
 
 import json
@@ -29,9 +29,9 @@ class Checkpoint:
     """An open folder.
 
     Attributes:
-        folder: Where it is.
-        config: Its config.json.
-        tensors: name -> where each tensor lies.
+        folder: Its path.
+        config: Contents of config.json.
+        tensors: name -> place of the tensor.
     """
 
     folder: Path
@@ -54,16 +54,16 @@ class Checkpoint:
         return self.tensors[name]
 
     def read(self, name: str) -> np.ndarray:
-        """Read one tensor; bfloat16 and float8 come as ml_dtypes.
+        """Read one tensor; bfloat16 and float8 as ml_dtypes.
 
         Raises:
-            ConvertError: There is no such tensor, or its file was cut short since it was opened.
+            ConvertError: There is no such tensor, or its file has shrunk since it was opened.
         """
         return read_tensor(name, self.info(name))
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Open a folder and check its config, index and headers against each other.
+    """Open a folder and check config, index and headers against each other.
 
     Args:
         folder: A folder with config.json and model.safetensors, or shards and model.safetensors.index.json.
@@ -101,13 +101,13 @@ def write_checkpoint(
     """Write a folder from named tensors, whole or not at all, holding one shard in memory.
 
     Args:
-        folder: The final place; weight files of an earlier save there are replaced, other files stay.
+        folder: The final path; weight files of an earlier save are replaced, other files stay.
         tensors: (name, array) pairs, in any order.
-        config: What config.json will hold.
-        max_shard_bytes: A shard is closed before it would grow beyond this (one larger tensor gets its own).
+        config: Contents of config.json.
+        max_shard_bytes: Largest shard; a larger tensor gets its own.
 
     Raises:
-        ConvertError: A name comes twice, or a dtype cannot be stored.
+        ConvertError: A name repeats, or a dtype cannot be stored.
         OSError: The files cannot be written; nothing half-written is left.
     """
     with atomic_folder(folder, replaces=WEIGHT_FILES) as temporary:
@@ -122,11 +122,11 @@ def write_shards(
 
     Args:
         folder: An empty folder.
-        groups: Tensors that belong in one shard together, such as an NF4 weight and its scales.
-        max_shard_bytes: A shard is closed before it would grow beyond this.
+        groups: Tensors that share a shard, such as an NF4 weight and its scales.
+        max_shard_bytes: Largest shard; a larger group gets its own.
 
     Raises:
-        ConvertError: A name comes twice, or a dtype cannot be stored.
+        ConvertError: A name repeats, or a dtype cannot be stored.
         OSError: A file cannot be written.
     """
     weight_map: dict[str, int] = {}
@@ -162,12 +162,12 @@ def write_shards(
 
 
 def write_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Write a JSON file as transformers does: indented by two, keys sorted, a newline at the end."""
+    """Write a JSON file in transformers' layout: indented by two, keys sorted, a final newline."""
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _check_depth(config: Mapping[str, Any], stored: int, file: Path) -> None:
-    """No more layers than tensors: what is made for each layer must not be made for layers that cannot be there."""
+    """Refuse more layers than tensors, before anything is made for each layer."""
     sections = {"": config, "text_config.": config.get("text_config")}
     for name, section in sections.items():
         layers = section.get("num_hidden_layers") if isinstance(section, Mapping) else None
@@ -177,7 +177,7 @@ def _check_depth(config: Mapping[str, Any], stored: int, file: Path) -> None:
 
 
 def _read_shards(folder: Path) -> dict[str, TensorInfo]:
-    """All tensors of the shards that an index names, after checking that the two agree."""
+    """All tensors of an index's shards, after checking that index and shards agree."""
     index = folder / INDEX
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -189,7 +189,7 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
                 index, f"weight_map[{shown(name, 100)}]", "the plain name of a .safetensors file beside it", shard
             )
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not os.path.exists(folder / shard)]  # nor one too long for a name
+    missing = [shard for shard in shards if not os.path.exists(folder / shard)]  # False also for too long a name
     if missing:
         raise ConvertError(f"{index}: weight_map: expected every shard beside the index, missing {listed(missing)}")
     named: dict[str, list[str]] = {shard: [] for shard in shards}

@@ -1,4 +1,4 @@
-"""The one error that says a file, or what it holds, cannot be converted."""
+"""ConvertError, the error of unconvertible files, and the parts of its messages."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -8,17 +8,17 @@ from convert.limits import LISTED
 
 
 class ConvertError(ValueError):
-    """A file cannot be read, or arrays cannot be written: the message names file, field, expected and given."""
+    """A file cannot be read, or arrays cannot be written; the message names file, field, expected and found value."""
 
 
 def unexpected(file: str | PathLike[str], field: str, expected: str, given: object) -> ConvertError:
-    """The usual sentence of a ConvertError.
+    """A ConvertError of the usual form.
 
     Args:
         file: The file that holds the field.
         field: Where in the file: a JSON field, a tensor's name, a byte range.
-        expected: What would have been right, in words.
-        given: What was there; it is shown shown.
+        expected: The expected value, in words.
+        given: The value found, shortened by `shown`.
 
     Returns:
         The error, to be raised by the caller.
@@ -27,28 +27,28 @@ def unexpected(file: str | PathLike[str], field: str, expected: str, given: obje
 
 
 def shorten(text: str, length: int = 200) -> str:
-    """A text for a message: as it is, or its beginning and how long it is.
+    """A text for a message, cut to its beginning and its length if it is long.
 
     Args:
         text: The text.
-        length: The most characters that are left as they are.
+        length: Most characters of an uncut text.
     """
     return text if len(text) <= length else f"{text[:length]}… ({len(text)} characters)"
 
 
 def shown(value: object, length: int = 200) -> str:
-    """A value as Python writes it, for a message; of a large one no more is written than is shown.
+    """A value's repr for a message, built no further than shown.
 
     Args:
         value: Any value, however large or deep.
-        length: The most characters; what is shortened ends with "…".
+        length: Most characters; a cut text ends with "…".
     """
     text = "".join(itertools.islice(_written(value, length), length + 1))
     return text if len(text) <= length else f"{text[:length]}…"
 
 
 def _written(value: object, length: int) -> Iterator[str]:
-    """The characters of a value's repr, as they are asked for; long parts are cut."""
+    """The characters of a value's repr, lazily; long parts are cut."""
     if isinstance(value, str | bytes):
         yield from repr(value[: length + 1])
     elif type(value) in (list, tuple, dict):
@@ -68,7 +68,7 @@ def _written(value: object, length: int) -> Iterator[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for a message: the first ones, and how many there are beyond.
+    """Names for a message: the first ones, and the number of the rest.
 
     Args:
         names: All of them.

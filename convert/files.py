@@ -1,7 +1,7 @@
-"""Whole files or none: folders and files are written under a temporary name, flushed to disk and renamed.
+"""Atomic writes: files and folders are written under a temporary name, flushed to disk and renamed.
 
-A write that fails (a full disk, an exception in the caller, Ctrl-C) removes the temporary and leaves what stood
-under the final name as it was. The renames come last and need no space.
+A failed write (a full disk, an exception in the caller, Ctrl-C) removes the temporary and leaves the earlier
+contents. The renames come last and need no space.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.partial", re.DOTALL)
 
 @contextlib.contextmanager
 def scratch_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary folder on the disk of a final place; it is removed when the block ends.
+    """Yield a temporary folder on the target's disk; it is removed when the block ends.
 
     Args:
-        target: The final place; missing parents are created.
+        target: The final path; missing parents are created.
 
     Yields:
-        The temporary folder, which `remove_unfinished` removes if the process is killed.
+        The temporary folder; after a kill `remove_unfinished` removes it.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: It cannot be created.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -47,21 +47,21 @@ def scratch_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(folder: str | os.PathLike[str], *, replaces: Sequence[str] = ()) -> Iterator[Path]:
-    """Give a temporary folder whose files get their final names together when the block ends without an error.
+    """Yield a temporary folder whose files get their final names together when the block succeeds.
 
-    A new folder appears by one rename. In a folder that exists, its other files stay, every new file is complete and
-    flushed before the first rename, and files that ``replaces`` matches and that were not written again are removed
-    (shards of an earlier save that would otherwise stand beside the new ones).
+    A new folder appears by one rename. In an existing folder other files stay, all new files are complete and flushed
+    before the first rename, and files that match ``replaces`` and were not rewritten (shards of an earlier save) are
+    removed.
 
     Args:
-        folder: The final place; missing parents are created.
-        replaces: Glob patterns of file names that belong to an earlier version of the same contents.
+        folder: The final path; missing parents are created.
+        replaces: Glob patterns of an earlier version's files.
 
     Yields:
-        The temporary folder; subfolders in it only for a new folder.
+        The temporary folder; subfolders only in a new folder.
 
     Raises:
-        OSError: The files cannot be written; for a full disk the message says so and names ``folder``.
+        OSError: A write fails; for a full disk the message says so and names ``folder``.
     """
     folder = Path(folder)
     exists = folder.is_dir()
@@ -87,19 +87,19 @@ def atomic_folder(folder: str | os.PathLike[str], *, replaces: Sequence[str] = (
 
 @contextlib.contextmanager
 def atomic_file(file: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Give a binary file that gets its final name when the block ends without an error.
+    """Yield a binary file that gets its final name when the block succeeds.
 
     Args:
-        file: The final place; missing parents are created, an earlier file is replaced, the one that a link leads to.
+        file: The final path; missing parents are created, an existing file (or a link's target) is replaced.
 
     Yields:
         The open temporary file.
 
     Raises:
-        OSError: The file cannot be written; for a full disk the message says so and names ``file``.
+        OSError: A write fails; for a full disk the message says so and names ``file``.
     """
     file = Path(file)
-    if file.is_symlink():  # it stays, as with cp
+    if file.is_symlink():  # keep a link, as cp does
         file = file.resolve()
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.parent / _temporary_name(file)
@@ -116,11 +116,11 @@ def atomic_file(file: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def remove_unfinished(folder: str | os.PathLike[str]) -> None:
-    """Remove the temporaries of processes that were killed while they wrote.
+    """Remove the temporaries of killed processes.
 
     Args:
-        folder: Where the final places lie, or a folder that is a final place itself; it need not exist, and no other
-            process may be writing there. Subfolders are not looked into.
+        folder: The parent of the final paths, or a final path itself; it may be missing. No other process may be
+            writing there. Subfolders are skipped.
     """
     for left in Path(folder).glob(".*.partial"):
         if not _TEMPORARY.fullmatch(left.name):
@@ -132,13 +132,13 @@ def remove_unfinished(folder: str | os.PathLike[str]) -> None:
 
 
 def read_json(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
+    """Read a JSON object from a file.
 
     Args:
         file: The file, UTF-8.
 
     Returns:
-        The object; a key that stands twice is an error, not the last one.
+        The object; duplicate keys are an error.
 
     Raises:
         ConvertError: The file is missing or does not hold a JSON object.
@@ -151,18 +151,18 @@ def read_json(file: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes, file: str | os.PathLike[str], field: str) -> dict[str, Any]:
-    """Parse bytes that should be a JSON object, with every way to fail as one ConvertError.
+    """Parse a JSON object; every failure is a ConvertError.
 
     Args:
         raw: UTF-8 JSON.
-        file: The file they come from, for the message.
-        field: Where in the file, for the message.
+        file: Their file, for the message.
+        field: Their place in the file, for the message.
 
     Returns:
         The object.
 
     Raises:
-        ConvertError: Not UTF-8, not an object, or what `strict_json.parse` refuses; with line and column.
+        ConvertError: Not UTF-8, not an object, or refused by `strict_json.parse`; with line and column.
     """
     try:
         value = strict_json.parse(raw.decode("utf-8"))
@@ -183,7 +183,7 @@ def _temporary_name(target: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's contents, or a folder's names, are on the disk."""
+    """Wait until a file's contents, or a folder's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -193,13 +193,13 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def full_disk_names(target: Path) -> Iterator[None]:
-    """Turn a full disk's bare error into one that names the target and what became of it.
+    """Raise a full disk's error with the target's name and state.
 
     Args:
-        target: What is being written.
+        target: The path being written.
 
     Raises:
-        OSError: The block's own, with the name if there was no room.
+        OSError: The block's own, naming the target if the disk is full.
     """
     try:
         yield

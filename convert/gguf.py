@@ -1,7 +1,7 @@
-"""A model folder as one GGUF file for llama.cpp, through the `gguf` library: its names, its quantisers, its writer.
+"""Export of a model folder to one GGUF file for llama.cpp, with the `gguf` library's names, quantisers and writer.
 
-Vectors stay in float32, matrices take the type asked for. With 4 and 5 bits the head (or the embedding that is tied to
-it) has Q8_0, since the library has no K-quants to write; a matrix whose rows are no whole blocks is kept in F16.
+Vectors stay in float32; matrices take the requested type. With 4 and 5 bits the head (or the tied embedding) takes
+Q8_0, as the library writes no K-quants; a matrix whose rows are not whole blocks stays in F16.
 """
 
 import functools
@@ -36,20 +36,20 @@ from convert.weights import Weights, open_weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-_FORMAT = 1  # of what is kept of an interrupted conversion; one of another version is begun anew
-_WHOLE = 2**16  # elements a quantiser is given at least, and a multiple of every block
+_FORMAT = 1  # version of an interrupted conversion's records; another version starts anew
+_WHOLE = 2**16  # fewest elements of a quantiser call, and a multiple of every block
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A GGUF file.
+    """An exported GGUF file.
 
     Attributes:
-        file: Where it is.
-        types: "Q8_0", … -> how many tensors have it.
+        file: Its path.
+        types: "Q8_0", … -> number of tensors.
         bytes: Its size.
-        notes: What else is worth knowing, in sentences.
-        kept: Tensors that an earlier, interrupted conversion had written.
+        notes: Remarks, in sentences.
+        kept: Number of tensors kept from an interrupted conversion.
     """
 
     file: Path
@@ -69,30 +69,30 @@ def export_gguf(
     allow_nonfinite: bool = False,
     monitor: Monitor | None = None,
 ) -> Exported:
-    """Write a model folder as a GGUF file, whole or not at all; one that was killed goes on where it was.
+    """Write a model folder as a GGUF file, whole or not at all; a killed conversion resumes.
 
     Args:
-        source: The model folder, of any format that is read; merge an adapter first.
-        file: The file to write.
-        type: Of the matrices, one of `TYPES`.
-        pre_tokenizer: llama.cpp's name of the way in which text is cut up, where it is not known here.
-        force: Replace a file that is there.
-        allow_nonfinite: Write NaN and infinity, also those of numbers too large for the type, instead of refusing.
-        monitor: Called with the bytes done and the bytes to do; writing and checking count half each.
+        source: The model folder, in any readable format; merge an adapter first.
+        file: The target file.
+        type: Type of the matrices, one of `TYPES`.
+        pre_tokenizer: llama.cpp's name of the pre-tokenizer, where it is unknown here.
+        force: Replace an existing file.
+        allow_nonfinite: Write NaN and infinity, also from overflow of the type, instead of refusing them.
+        monitor: Called with the bytes done and in all; writing and checking count half each.
 
     Returns:
-        What was written.
+        The written file.
 
     Raises:
         ConvertError: The `gguf` library is missing; the family, activation, RoPE scaling or tokenizer has no
-            counterpart here; values are not finite; the file exists; or it reads back differently.
-        OSError: The disk has no room, …; nothing half-written is left.
+            counterpart in llama.cpp; values are not finite; the file exists; or it reads back differently.
+        OSError: The disk is full, …; nothing half-written is left.
     """
     if type not in TYPES:
         raise unexpected(file, "type", f"one of {', '.join(TYPES)} (the gguf library writes no K-quants)", type)
     gguf = require_gguf()
     file = Path(file)
-    place = file.resolve() if file.is_symlink() else file  # a link stays, as with cp
+    place = file.resolve() if file.is_symlink() else file  # keep a link, as cp does
     if file.is_dir():
         raise unexpected(file, "file", "a new one, or a file to replace", "a folder")
     weights = open_weights(source)
@@ -105,7 +105,7 @@ def export_gguf(
     with state.claimed():
         same = state.same(made_from)
         if same and not (state.home / PARTIAL).exists() and place.exists():
-            state.remove()  # it was killed after its last step
+            state.remove()  # killed after its last step
             return replace(exported, bytes=place.stat().st_size)
         if place.exists() and not force:
             state.remove_if(not same)
@@ -130,7 +130,7 @@ def export_gguf(
 
 
 def _header(gguf: Any, plan: "_Plan", vocabulary: Vocabulary, file: Path) -> bytes:
-    """All that comes before the tensors' data."""
+    """The bytes before the tensors' data."""
     writer = gguf.GGUFWriter(file, plan.name)
     try:
         plan.add_metadata(writer)
@@ -145,7 +145,7 @@ def _header(gguf: Any, plan: "_Plan", vocabulary: Vocabulary, file: Path) -> byt
 
 
 def require_gguf() -> Any:
-    """The `gguf` library.
+    """Import the `gguf` library.
 
     Raises:
         ConvertError: It is not installed.
@@ -157,7 +157,7 @@ def require_gguf() -> Any:
 
 
 class _Plan:
-    """What becomes of each tensor, and what the file says of the model."""
+    """Type and source of each tensor in the file, and the model's metadata."""
 
     def __init__(self, gguf: Any, weights: Weights, type: str):
         self.gguf, self.weights = gguf, weights
@@ -169,7 +169,7 @@ class _Plan:
         self.type = gguf.GGMLQuantizationType[type.upper()]
         self.rows = weights.specs[f"{EMBEDDING}.weight"].shape[0]
         names = gguf.get_tensor_name_map(architecture, found.keys["block_count"])
-        #: Name in the file -> (its description, None for one that the checkpoint does not have; type, shape).
+        #: Name in the file -> (description, None for a tensor without a source in the checkpoint; type; shape).
         self.tensors: dict[str, tuple[WeightSpec | None, Any, tuple[int, ...]]] = {
             name: (None, gguf.GGMLQuantizationType.F32, array.shape) for name, array in found.tensors.items()
         }
@@ -181,7 +181,6 @@ class _Plan:
             self.tensors[name] = row, self._type_of(row), row.shape
 
     def add_metadata(self, writer: Any) -> None:
-        """The keys that llama.cpp needs of this architecture."""
         gguf = self.gguf
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_name(self.weights.checkpoint.folder.name)
@@ -193,7 +192,7 @@ class _Plan:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each tensor, by its name in the file."""
+        """Name in the file -> bytes."""
         quantization = self.gguf.GGML_QUANT_SIZES
         return {
             name: math.prod(shape) // quantization[kind][0] * quantization[kind][1]
@@ -201,13 +200,12 @@ class _Plan:
         }
 
     def add_tensors(self, writer: Any) -> None:
-        """The tensors' descriptions."""
         sizes = self.sizes()
         for name, (_, kind, shape) in self.tensors.items():
             writer.add_tensor_info(name, shape, np.dtype(np.float32), sizes[name], raw_dtype=kind)
 
     def data(self, allow_nonfinite: bool) -> dict[str, Callable[[], Iterator[np.ndarray]]]:
-        """Name -> what makes the tensor's bytes, a part at a time."""
+        """Name -> generator of the tensor's bytes, in parts."""
         return {name: functools.partial(self._bytes, name, allow_nonfinite) for name in self.tensors}
 
     def _bytes(self, name: str, allow_nonfinite: bool) -> Iterator[np.ndarray]:
@@ -257,7 +255,7 @@ class _Plan:
 
 
 def _floats(raw: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
-    """The floating-point numbers among a tensor's bytes: its values, or the scale (and minimum) of each block."""
+    """A tensor's floating-point numbers: its values, or the scale (and minimum) of each block."""
     if kind.name in _FLOATS:
         return raw.view(_FLOATS[kind.name])
     scales = raw.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])[:, : 4 if kind.name.endswith("_1") else 2]
@@ -284,7 +282,7 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
 
 
 def _check(file: Path, checksums: Mapping[str, int], counter: Counter) -> None:
-    """Read the file back."""
+    """Read the file back and compare checksums."""
     header = read_gguf_header(file)
     if list(header.tensors) != list(checksums):
         raise ConvertError(f"{file}: the tensors read back are not those that were written")

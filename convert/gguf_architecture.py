@@ -1,6 +1,6 @@
-"""The hyper-parameters that llama.cpp needs of a model, and what of the model it cannot compute.
+"""llama.cpp's hyper-parameters of a model; models that it cannot compute are refused.
 
-`convert.families.gguf.Architecture` says what llama.cpp fixes; a model that differs is refused by the field's name.
+`convert.families.gguf.Architecture` lists what llama.cpp fixes; a deviation is refused by the field's name.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ ARCHITECTURES = {name: family.gguf for name, family in FAMILIES.items() if isins
 
 @dataclass(frozen=True)
 class HyperParameters:
-    """What a GGUF file says of a model.
+    """A model's metadata in a GGUF file.
 
     Attributes:
-        architecture: Of llama.cpp.
-        keys: Name of `GGUFWriter.add_…` -> its argument.
-        tensors: Name -> float32 array that no checkpoint has: divisors of rotary frequencies.
-        heads: Of "q_proj" and of "k_proj".
-        notes: In what llama.cpp differs all the same, in sentences.
+        architecture: Its name in llama.cpp.
+        keys: Name of `GGUFWriter.add_…` -> argument.
+        tensors: Name -> float32 array absent from checkpoints: divisors of rotary frequencies.
+        heads: "q_proj" and "k_proj" -> number of heads.
+        notes: Remaining differences of llama.cpp, in sentences.
     """
 
     architecture: Architecture
@@ -39,15 +39,15 @@ class HyperParameters:
 
 
 def hyper_parameters(family: Family, config: Mapping[str, Any], file: str) -> HyperParameters:
-    """Read a config.json as llama.cpp needs it.
+    """Map a config.json to llama.cpp's hyper-parameters.
 
     Args:
-        family: The model's.
+        family: The model's family.
         config: Contents of config.json.
         file: Its path, for messages.
 
     Raises:
-        ConvertError: llama.cpp has no such architecture, or computes something else; the message names the field.
+        ConvertError: llama.cpp lacks the architecture or computes it differently; the message names the field.
     """
     found = family.gguf
     if not isinstance(found, Architecture):
@@ -78,7 +78,7 @@ def hyper_parameters(family: Family, config: Mapping[str, Any], file: str) -> Hy
 
 
 def _check(found: Architecture, family: Family, model: ModelConfig, get: Reader) -> None:
-    """Refuse what llama.cpp computes in another way."""
+    """Refuse settings that llama.cpp computes differently."""
     layers, name, heads = model.num_hidden_layers, found.name, model.num_attention_heads
     means = f"which {name} means in llama.cpp"
     if model.hidden_act != found.activation:
@@ -103,7 +103,7 @@ def _check(found: Architecture, family: Family, model: ModelConfig, get: Reader)
 
 
 def _windows(found: Architecture, model: ModelConfig, get: Reader, length: int) -> tuple[dict[str, Any], list[str]]:
-    """Keys for windows; a note where llama.cpp leaves them out."""
+    """Keys of the windows; a note where llama.cpp ignores them."""
     windows = [layer.sliding_window for layer in model.layers]
     window = next((window for window in windows if window is not None), None)
     if found.period is not None:

@@ -1,7 +1,7 @@
-"""A GGUF file written tensor by tensor beside its place, checked, and taken up again after a kill.
+"""A GGUF file written tensor by tensor under a temporary name, checked, and resumed after a kill.
 
-Until it is whole it lies in ``.NAME.converting``, with the checksums of the tensors that are on the disk. Run again, it
-is read up to the last of them and goes on from there, if its sources and settings are the same.
+The unfinished file lies in ``.NAME.converting`` with the checksums of its flushed tensors. The next conversion checks
+these and resumes after the last, if sources and settings are the same.
 """
 
 import json
@@ -20,16 +20,16 @@ from convert.unfinished import Unfinished, misread
 PARTIAL = "file.part"
 """Name of the file until it is whole."""
 
-_FLUSH = 2**27  # bytes after which what was written is brought to the disk and noted
+_FLUSH = 2**27  # bytes between flushes, after each of which the written tensors are recorded
 
 
 class UnfinishedFile:
-    """The file under its temporary name.
+    """A GGUF file under its temporary name.
 
     Attributes:
-        path: The file.
-        checksums: Tensor -> checksum of its bytes; of those that are written.
-        kept: How many of them an earlier conversion had written.
+        path: The temporary file.
+        checksums: Written tensor -> checksum of its bytes.
+        kept: Number of tensors kept from an earlier conversion.
     """
 
     def __init__(self, state: Unfinished, header: bytes, alignment: int):
@@ -40,14 +40,14 @@ class UnfinishedFile:
         self.kept = 0
 
     def write(self, tensors: Mapping[str, Callable[[], Iterator[np.ndarray]]], counter: Counter) -> None:
-        """Write what is not there yet.
+        """Write the missing tensors.
 
         Args:
-            tensors: Name, in the order of the header -> its bytes as flat uint8 arrays.
-            counter: Told of the bytes of tensors.
+            tensors: Name -> its bytes as flat uint8 arrays, in the order of the header.
+            counter: Counts the tensors' bytes.
 
         Raises:
-            OSError: The disk has no room, ….
+            OSError: The disk is full, ….
         """
         found = self._found(list(tensors))
         self.kept = max(0, len(found) - 1)
@@ -84,7 +84,7 @@ class UnfinishedFile:
             os.fsync(stream.fileno())
 
     def publish(self, target: Path) -> None:
-        """Give the file its final name."""
+        """Rename the file to its final name."""
         os.replace(self.path, target)
         flush(target.absolute().parent)
 
@@ -93,7 +93,7 @@ class UnfinishedFile:
             stream.write(json.dumps({"records": self.records}).encode())
 
     def _found(self, names: Sequence[str]) -> list[list]:
-        """What an earlier conversion has noted, if the file still has it: of the header, then of the first tensors."""
+        """An earlier conversion's records of the header and the first tensors, if the file still matches them."""
         try:
             records = read_json(self.journal)["records"]
             header = ["", 0, len(self.header), zlib.crc32(self.header)]

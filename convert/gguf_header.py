@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, and where each tensor lies; every count is checked against the file's size.
+"""The header of a GGUF file: metadata and tensors' places; every count is checked against the file's size.
 
 The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian, versions 2 and 3: magic, version,
 counts, key-value pairs, tensor descriptions, padding, data.
@@ -14,7 +14,7 @@ from convert.errors import ConvertError, unexpected
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-#: Number -> name, elements a block, bytes a block; of the types that are written here, and K-quants.
+#: Type number -> name, elements per block, bytes per block; the written types and the K-quants.
 TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -30,7 +30,7 @@ TYPES = {
     14: ("Q6_K", 256, 210),
     30: ("BF16", 1, 2),
 }
-_MOST = 2**27  # bytes of a header
+_MOST = 2**27  # bytes of the largest header
 
 
 class GGUFTensor(NamedTuple):
@@ -50,7 +50,7 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFHeader(NamedTuple):
-    """What a file says of itself.
+    """A file's metadata and tensors.
 
     Attributes:
         metadata: Key -> value; arrays are lists.
@@ -62,7 +62,7 @@ class GGUFHeader(NamedTuple):
 
 
 def read_gguf_header(file: str | os.PathLike[str]) -> GGUFHeader:
-    """Read and check a header; no tensor is read.
+    """Read and check a header, no tensor.
 
     Args:
         file: The file.
@@ -71,7 +71,7 @@ def read_gguf_header(file: str | os.PathLike[str]) -> GGUFHeader:
         Metadata and tensors.
 
     Raises:
-        ConvertError: The file is missing, no GGUF, truncated, or contradicts itself.
+        ConvertError: The file is missing, not GGUF, truncated or inconsistent.
     """
     file = Path(file)
     try:
@@ -149,7 +149,7 @@ class _Reader:
         return [self.value(inner, key, depth + 1) for _ in range(count)]
 
     def count(self, what: str, least: int) -> int:
-        """A number of things of at least so many bytes, which must fit into the rest of the file."""
+        """Read a count of items, which take `least` bytes each and must fit into the rest of the file."""
         number = self.number("Q", what)
         if number * least > min(self.size - self.stream.tell(), _MOST):
             raise unexpected(self.file, what[:100], "a number that fits the file: is it whole?", number)

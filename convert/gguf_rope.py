@@ -1,4 +1,4 @@
-"""Rotary positions as GGUF says them: base, scaling, and what llama.cpp divides the frequencies by."""
+"""Rotary positions in GGUF: base, scaling, and llama.cpp's divisors of the frequencies."""
 
 import math
 from typing import Any
@@ -12,18 +12,18 @@ from convert.model.rope import RopeConfig
 
 
 def rope_keys(found: Architecture, model: ModelConfig, file: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Keys and tensors for a model's rotary positions.
+    """Keys and tensors of a model's rotary positions.
 
     Args:
-        found: The architecture in llama.cpp.
+        found: The model's architecture in llama.cpp.
         model: The model.
         file: Path of config.json, for messages.
 
     Returns:
-        Name of `GGUFWriter.add_…` -> its argument; name of a tensor -> float32 array.
+        Name of `GGUFWriter.add_…` -> argument; tensor name -> float32 array.
 
     Raises:
-        ConvertError: A setting that llama.cpp does not compute.
+        ConvertError: A setting without a counterpart in llama.cpp.
     """
     rope, local = model.rope, model.local_rope
     if rope.kind not in found.scalings:
@@ -60,7 +60,7 @@ def rope_keys(found: Architecture, model: ModelConfig, file: str) -> tuple[dict[
 
 
 def _divisors(rope: RopeConfig, head_size: int) -> np.ndarray:
-    """Llama 3.1's scaling."""
+    """Divisors of Llama 3.1's scaling."""
     original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
     assert original is not None and low is not None and high is not None, "llama3 has all of these"
     frequencies = 1.0 / rope.theta ** (np.arange(0, head_size, 2) / head_size)

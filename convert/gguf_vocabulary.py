@@ -1,8 +1,8 @@
-"""tokenizer.json as llama.cpp keeps a vocabulary: tokens, their types, merges or scores, special tokens, chat template.
+"""llama.cpp's vocabulary from tokenizer.json: tokens, types, merges or scores, special tokens, chat template.
 
-Byte-level BPE is llama.cpp's "gpt2", BPE over text with bytes as a fallback its "llama" (with scores, not merges).
-How text is cut up before is a regular expression in tokenizer.json and a name in llama.cpp; one whose name is not known
-is refused, never guessed.
+Byte-level BPE is llama.cpp's "gpt2"; BPE over text with byte fallback is its "llama" (scores instead of merges). The
+pre-tokenizer is a regular expression in tokenizer.json and a name in llama.cpp; an unknown expression is refused, never
+guessed.
 """
 
 import json
@@ -22,7 +22,7 @@ _REST_AND_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cased(ending: str) -> str:
-    """Words cut where their case changes, with what may follow each of them."""
+    """Words cut at case changes, each followed by `ending`."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return f"{first}{_UPPER}*{_LOWER}+{ending}|{first}{_UPPER}+{_LOWER}*{ending}|"
 
@@ -40,18 +40,18 @@ _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What goes into a GGUF file.
+    """The vocabulary of a GGUF file.
 
     Attributes:
         model: "gpt2" or "llama".
-        pre: Name of the way in which text is cut up.
-        tokens: By id, as many as the embedding has rows.
-        types: Theirs.
-        scores: For "llama": the later a token is merged, the lower; else None.
-        add_space_prefix: For "llama": whether a text gets a space in front; else None.
+        pre: llama.cpp's name of the pre-tokenizer.
+        tokens: By id, one for each row of the embedding.
+        types: llama.cpp's types of the tokens.
+        scores: For "llama": lower for later merges; else None.
+        add_space_prefix: For "llama": whether a space precedes each text; else None.
         merges: For "gpt2": "left right", in order; else None.
         special: "bos", "eos", … -> id.
-        add: "bos", "eos" -> whether the tokenizer puts it around a text.
+        add: "bos", "eos" -> whether the tokenizer adds it to a text.
         chat_template: Jinja, or None.
     """
 
@@ -71,13 +71,12 @@ def read_vocabulary(folder: Path, rows: int, pre: str | None = None) -> Vocabula
     """Read a folder's tokenizer.
 
     Args:
-        folder: With tokenizer.json.
-        rows: Of the embedding; ids without a token get a name of their own.
-        pre: llama.cpp's name of the way in which text is cut up; None to find it.
+        folder: A folder with tokenizer.json.
+        rows: Rows of the embedding; ids without a token get placeholder names.
+        pre: llama.cpp's name of the pre-tokenizer; None to look it up.
 
     Raises:
-        ConvertError: There is no tokenizer.json, it is no BPE, it has more tokens than rows, or its way to cut text up
-            has no known name.
+        ConvertError: tokenizer.json is missing, is not BPE, has more tokens than rows, or has an unknown pre-tokenizer.
     """
     file = folder / "tokenizer.json"
     raw = read_json(file)
@@ -121,7 +120,7 @@ def read_vocabulary(folder: Path, rows: int, pre: str | None = None) -> Vocabula
 
 
 def _space_in_front(raw: dict[str, Any]) -> bool:
-    """Whether the normaliser, or what cuts the text up, puts a space before it."""
+    """Whether the normaliser or the pre-tokenizer prepends a space."""
 
     def parts(step: Any, within: str) -> list[dict[str, Any]]:
         steps = step.get(within) if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
@@ -181,7 +180,7 @@ def _name_of_split(file: Path, raw: dict[str, Any], model: dict[str, Any]) -> st
 def _around(
     raw: dict[str, Any], settings: dict[str, Any], special: Mapping[str, int], tokens: tuple[str, ...]
 ) -> dict[str, bool]:
-    """Whether a text gets a first and a last token: as the settings say, or the post-processor's template."""
+    """Whether "bos" and "eos" are added, from the settings or the post-processor's template."""
     found = {}
     shown = json.dumps(raw.get("post_processor"))
     for name in ("bos", "eos"):

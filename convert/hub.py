@@ -1,7 +1,7 @@
-"""Models by their name on the Hugging Face hub: through its cache, offline where that is asked for, at one revision.
+"""Models by name on the Hugging Face hub: through its cache, offline if requested, at one revision.
 
-A name that is a folder here is this folder; `org/model@revision` is a branch, tag or commit of a repository. One that
-was renamed or replaced is refused: the hub would answer with another one's files.
+An existing folder takes precedence; `org/model@revision` is a branch, tag or commit of a repository. A renamed or
+replaced repository is refused: the hub would answer with another one's files.
 """
 
 import errno
@@ -15,17 +15,17 @@ PATTERNS = (
     *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenizer*", "chat_template*"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
-_SUBFOLDERS = ("*/*",)  # other formats of the same weights, as a rule
+_SUBFOLDERS = ("*/*",)  # usually other formats of the same weights
 _WEIGHTS = ("*.safetensors",)
 
 
 class Source(NamedTuple):
-    """Where a model is.
+    """The location of a model.
 
     Attributes:
-        folder: On this machine.
-        name: On the hub; None for a folder that is none of its.
-        revision: The commit's hash there, or None.
+        folder: Its local folder.
+        name: Its name on the hub; None for a folder from elsewhere.
+        revision: The commit's hash, or None.
     """
 
     folder: Path
@@ -34,12 +34,12 @@ class Source(NamedTuple):
 
     @property
     def pinned(self) -> str:
-        """A name that stays with this commit: "organisation/model@commit", or the folder."""
+        """The name with its commit, "organisation/model@commit", or the folder."""
         return str(self.folder) if self.name is None or self.revision is None else f"{self.name}@{self.revision}"
 
 
 def split(name: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """Take "organisation/model@revision" apart; a folder, and a name without a revision, have none.
+    """Split "organisation/model@revision"; the revision of a folder or a bare name is None.
 
     Args:
         name: A folder, or a name on the hub.
@@ -50,21 +50,21 @@ def split(name: str | os.PathLike[str]) -> tuple[str, str | None]:
 
 
 def fetch(name: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Source:
-    """Find a model or adapter folder, and download it where it is a name on the hub.
+    """Find a model or adapter folder; download it if it is a name on the hub.
 
     Args:
-        name: A folder, "organisation/model" or "organisation/model@revision". What HF_HUB_OFFLINE, HF_HOME and
-            HF_TOKEN say is respected.
-        revision: Branch, tag or commit on the hub; None for its main branch as it is now (offline: as it was). Not both
-            here and in the name.
-        weights: Whether the files of weights are wanted too.
+        name: A folder, "organisation/model" or "organisation/model@revision". HF_HUB_OFFLINE, HF_HOME and HF_TOKEN
+            apply.
+        revision: Branch, tag or commit; None for the main branch's current commit (offline: the cached one). Not
+            together with one in the name.
+        weights: Whether to fetch the weight files too.
 
     Returns:
-        The folder, and the commit that it is.
+        The folder and its commit.
 
     Raises:
-        ConvertError: No such folder and no such repository or revision, none in the cache while offline, a repository
-            that goes by another name now, a revision of a folder, two revisions, or a hub that does not answer.
+        ConvertError: An unknown folder, repository or revision; none in the cache while offline; a renamed repository;
+            a revision of a folder; two revisions; or no answer from the hub.
     """
     folder, called = Path(name), shorten(os.fspath(name))
     if "\0" in str(name) or (revision is not None and "\0" in revision):
@@ -109,7 +109,7 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None, *, weights:
         raise ConvertError(f"{called}: no such folder, and the hub does not give it: {reason[:300]}") from None
     except (ConvertError, OSError):
         raise
-    except Exception as error:  # of the HTTP library, which is another one with each version of the hub's
+    except Exception as error:  # of the HTTP library, which varies with the hub's version
         reason = " ".join(str(error).split())[:300]
         raise ConvertError(
             f"{called}: no such folder, and the hub does not answer: {reason}; HF_HUB_OFFLINE=1 takes what its cache "
@@ -119,7 +119,7 @@ def fetch(name: str | os.PathLike[str], revision: str | None = None, *, weights:
 
 
 def _exists(path: Path) -> bool:
-    """Whether a path is there; one that is too long is not."""
+    """Whether a path exists; False if it is too long."""
     try:
         return path.exists()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is in a folder, from its config and headers alone: family, parameters, formats, what is not supported."""
+"""A folder's contents from config and headers alone: family, parameters, formats, unsupported features."""
 
 import math
 import os
@@ -21,21 +21,21 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True)
 class Inspection:
-    """A folder.
+    """The contents of a folder.
 
     Attributes:
-        folder: Where it is.
+        folder: Its path.
         kind: "model" or "adapter".
-        family: model_type of config.json; of an adapter the name of its base.
-        parameters: How many, tied ones once; None where the family's table does not fit.
+        family: model_type of config.json; for an adapter the base's name.
+        parameters: Their number, tied ones once; None if the family's table does not fit.
         formats: "bfloat16", "nf4", … -> (tensors, bytes with scales).
-        files: How many hold weights.
-        tied: Whether the embedding is the head too; None for an adapter.
-        tokens: Of the tokenizer; None without a tokenizer.json.
+        files: Number of weight files.
+        tied: Whether the embedding is also the head; None for an adapter.
+        tokens: Number of tokens; None without a tokenizer.json.
         chat_template: Whether there is one.
-        ignored: Names that are read past -> the reason.
-        settings: What else to know: sizes of a model, rank and targets of an adapter.
-        unsupported: Why it could not be read, in sentences; empty if it can.
+        ignored: Skipped names -> the reason.
+        settings: Further facts: a model's sizes, an adapter's rank and targets.
+        unsupported: Reasons why it cannot be read, in sentences; empty if it can.
     """
 
     folder: Path
@@ -53,13 +53,13 @@ class Inspection:
 
 
 def inspect(folder: str | os.PathLike[str]) -> Inspection:
-    """Look at a model or adapter folder; no tensor is read.
+    """Inspect a model or adapter folder; no tensor is read.
 
     Args:
         folder: The folder.
 
     Raises:
-        ConvertError: It holds neither, or its files are damaged.
+        ConvertError: It is neither, or its files are damaged.
     """
     folder = Path(folder)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file():
@@ -99,7 +99,7 @@ def inspect(folder: str | os.PathLike[str]) -> Inspection:
 
 def _adapter(folder: Path) -> Inspection:
     problems = []
-    for family in FAMILIES.values():  # an adapter does not say whose it is
+    for family in FAMILIES.values():  # adapters do not name their family
         try:
             adapter = open_adapter(folder, family=family)
             break
@@ -140,7 +140,7 @@ def _formats(weights: Weights) -> dict[str, tuple[int, int]]:
 
 
 def _stored(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """By dtype, for a folder whose family is not known."""
+    """Formats by dtype, for an unknown family."""
     found: dict[str, tuple[int, int]] = {}
     for name, info in checkpoint.tensors.items():
         kind = f"nf4 parts ({info.dtype})" if name.endswith(nf4.QUANT_STATE) else info.dtype

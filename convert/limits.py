@@ -1,6 +1,6 @@
-"""What a file may ask for: limits far above every model there is, so that a hostile file costs no hours and no memory.
+"""Limits on files' contents, far above every model, against hostile files that cost hours or memory.
 
-Sizes that the stored tensors bound are not listed here: a model cannot have more layers than its files have tensors.
+The stored tensors bound the other sizes: a model cannot have more layers than its files have tensors.
 """
 
 LAYERS = 100_000

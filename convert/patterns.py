@@ -1,4 +1,4 @@
-"""Regular expressions from files, matched in bounded time: some backtrack for hours."""
+"""Regular expressions from files, matched in bounded time: backtracking can take hours."""
 
 import functools
 import re
@@ -10,17 +10,17 @@ import regex
 from convert.errors import ConvertError
 from convert.limits import MATCH_SECONDS
 
-_QUICK = 1e-3  # seconds; a shorter match is not counted
+_QUICK = 1e-3  # seconds; shorter matches are not counted
 
 
 class Pattern:
-    """A compiled expression and its remaining time."""
+    """A compiled expression with its remaining time."""
 
     def __init__(self, text: str):
         self.text, self.compiled, self.left = text, regex.compile(text), MATCH_SECONDS
 
     def spend(self, method: str, name: str) -> "regex.Match[str] | None":
-        """Match, or raise once the expression has taken too long in all."""
+        """Match; raise once the expression's time is used up."""
         begin = time.thread_time()
         try:
             found = getattr(self.compiled, method)(name, timeout=max(self.left, _QUICK))
@@ -38,14 +38,14 @@ class Pattern:
 
 
 def mistake(text: str) -> str:
-    """The mistake in an expression; an empty text for none.
+    """The error in an expression; empty if it is valid.
 
     Args:
         text: The expression.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "possible nested set", which a later Python may read otherwise
+            warnings.simplefilter("ignore")  # "possible nested set": a later Python may read it differently
             re.compile(text)
             regex.compile(text)
     except (re.error, regex.error, OverflowError, RecursionError) as error:
@@ -59,11 +59,11 @@ def _pattern(text: str) -> Pattern:
 
 
 def fullmatch(text: str, name: str) -> "regex.Match[str] | None":
-    """`re.fullmatch`.
+    """`re.fullmatch` in bounded time.
 
     Args:
-        text: The expression, without `mistake`.
-        name: The text.
+        text: A valid expression, see `mistake`.
+        name: The string to match.
 
     Raises:
         ConvertError: More than `limits.MATCH_SECONDS` over all calls.
@@ -72,7 +72,7 @@ def fullmatch(text: str, name: str) -> "regex.Match[str] | None":
 
 
 def match(text: str, name: str) -> "regex.Match[str] | None":
-    """`re.match`.
+    """`re.match` in bounded time.
 
     Args:
         text: As in `fullmatch`.

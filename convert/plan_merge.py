@@ -1,7 +1,7 @@
-"""What an adapter makes of a model's tensors: for each that it changes, the new values as blocks in float32.
+"""An adapter's changes to a model's tensors: the new values of each changed tensor, as blocks in float32.
 
-LoRA (arXiv 2106.09685), rsLoRA, DoRA (arXiv 2402.09353), modules that were trained whole, rows of tokens that were
-trained alone, vocabularies that have grown. An adapter that treats tied embedding and head differently unties them, as
+LoRA (arXiv 2106.09685), rsLoRA, DoRA (arXiv 2402.09353), fully trained modules, separately trained rows of tokens,
+grown vocabularies. An adapter that treats tied embedding and head differently unties them, as
 PEFT's forward pass does.
 """
 
@@ -20,20 +20,20 @@ from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
 from convert.vocabulary import head_follows, table_rows, token_ids
 from convert.weights import Weights
 
-_TILE, _SMALL = 16, 2**18  # rows, and multiplications, of a product that OpenBLAS does not divide
+_TILE, _SMALL = 16, 2**18  # rows, and multiplications, of a product that OpenBLAS runs in one thread
 _LINEAR = ("lora_A", "lora_B", "lora_magnitude_vector")
 _LOOKUP = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A tensor with the adapter in it.
+    """A merged tensor.
 
     Attributes:
         name: The tensor's name in the checkpoint.
-        shape: Its shape, with the rows of a grown vocabulary.
-        dtype: Of the values before.
-        blocks: Its values.
+        shape: Its shape, including the rows of a grown vocabulary.
+        dtype: The base's dtype.
+        blocks: The new values.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """All that an adapter changes.
+    """All changes of an adapter.
 
     Attributes:
-        tensors: Tree path -> change; of tied tables the one that stands for both.
-        untied: Whether a head that was tied has become one of its own.
+        tensors: Tree path -> change; for tied tables the shared one alone.
+        untied: Whether a tied head becomes separate.
         vocabulary: Rows of the tables.
     """
 
@@ -63,10 +63,10 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
     Args:
         weights: The base model.
         adapter: The adapter.
-        base_in_nf4: The adapter was trained over the layers' matrices in NF4 (nested), which the folder has in 16 bits.
+        base_in_nf4: Whether the adapter was trained over (nested) NF4 matrices that the folder holds in 16 bits.
 
     Raises:
-        ConvertError: The adapter is of another model: modules, ranks, sizes or rows that do not fit (all listed).
+        ConvertError: The adapter does not fit the model: modules, ranks, sizes or rows (all listed).
     """
     tied = f"{HEAD}.weight" not in weights.specs
     tables = _Tables(weights, adapter, tied)
@@ -95,7 +95,7 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
 
 
 class _Tables:
-    """Embedding and head: who changes them, whether they stay tied, how many rows they have."""
+    """Embedding and head: their changes, tying and number of rows."""
 
     def __init__(self, weights: Weights, adapter: Adapter, tied: bool):
         self.weights, self.adapter, self.tied = weights, adapter, tied
@@ -110,8 +110,8 @@ class _Tables:
         self.rows = self._rows()
 
     def changed(self) -> dict[str, Change]:
-        """The tables that are not as they were."""
-        if self.tied and not self.untied:  # one table; what is there for the head alone is for both
+        """The changed tables."""
+        if self.tied and not self.untied:  # one table: changes of the head alone apply to both
             module = EMBEDDING if self._changes(EMBEDDING) else HEAD
             return self._change(EMBEDDING, module) if self._changes(module) or self._grows() else {}
         return {
@@ -146,10 +146,10 @@ class _Tables:
         return self.rows > self.base_rows
 
     def _tokens(self) -> dict[str, list[int]]:
-        """Table -> the ids whose rows are trained."""
+        """Table -> ids of its trained rows."""
         named = token_ids(self.adapter.config)
         if self.tied and EMBEDDING in named and f"{HEAD}.trainable_tokens_delta" in self.adapter.tensors:
-            named.setdefault(HEAD, named[EMBEDDING])  # PEFT writes a copy where the vocabulary has grown
+            named.setdefault(HEAD, named[EMBEDDING])  # PEFT writes a copy for a grown vocabulary
         self.problems += [f"trainable_token_indices: rows of {name}" for name in named if name not in TABLES]
         return named
 
@@ -158,7 +158,7 @@ class _Tables:
         return max(self.base_rows, table_rows(shapes, self.tokens.values()))
 
     def _grown(self, module: str, blocks: Blocks) -> Blocks:
-        """The base's rows, and those that the adapter's folder has beyond; rows of trained tokens may be missing."""
+        """The base's rows, then the adapter folder's further rows; rows of trained tokens may be missing."""
         if not self._grows() or f"{module}.modules_to_save.weight" in self.adapter.tensors:
             return blocks
         info = self.adapter.tensors.get(f"{module}.base_layer.weight")
@@ -185,7 +185,7 @@ class _Tables:
 
 
 def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
-    """What an adapter has that the model has not, what it lacks, and what is of another size."""
+    """Mismatches of adapter and model: unknown or missing arrays, and other sizes."""
     modules = {row.path.module: row.shape for row in weights.specs.values() if row.kind != "bias"}
     tables_shape = (tables.rows, tables.width)
     modules |= {WeightPath(None, "", table, ""): tables_shape for table in TABLES}
@@ -230,9 +230,9 @@ def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
 
 
 def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """A matrix product in pieces so small that BLAS computes each in this thread.
+    """A matrix product in pieces small enough for BLAS to compute in this thread.
 
-    Its own threads wait for each other in a loop: beside another thread at work that took five times as long.
+    BLAS's own threads spin while waiting, five times slower beside another busy thread.
 
     Args:
         left: float32 [rows, rank].
@@ -241,7 +241,7 @@ def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     (rows, rank), columns = left.shape, right.shape[1]
     result = np.empty((rows, columns), np.float32)
     tiled = rows - rows % _TILE
-    with np.errstate(invalid="ignore", over="ignore"):  # values that are not finite are found where they are written
+    with np.errstate(invalid="ignore", over="ignore"):  # non-finite values are found on writing
         for first in range(0, columns, max(1, _SMALL // (_TILE * rank))):
             last = min(first + max(1, _SMALL // (_TILE * rank)), columns)
             tiles = result[:tiled].reshape(-1, _TILE, columns)[:, :, first:last]
@@ -255,13 +255,13 @@ def _of_adapter(adapter: Adapter, path: str) -> Blocks:
 
 
 def _arrays(adapter: Adapter, module: str, kinds: tuple[str, ...]) -> list[np.ndarray | None]:
-    """A module's small arrays in float32, None for one that is not there."""
+    """A module's small arrays in float32; None for missing ones."""
     paths = [WeightPath.parse(module).with_leaf(kind) for kind in kinds]
     return [adapter.read(path).astype(np.float32, copy=False) if path in adapter.tensors else None for path in paths]
 
 
 def _with_lora(adapter: Adapter, weights: Weights, module: str, blocks: Blocks) -> Blocks:
-    """W + s·B·A, row by row; with DoRA each row brought to its magnitude."""
+    """W + s·B·A, row by row; with DoRA each row rescaled to its magnitude."""
     scale = np.float32(scaling(adapter.config, weights.family.module_name(module)))
 
     def run() -> Iterator[Block]:
@@ -283,7 +283,7 @@ def _with_lora(adapter: Adapter, weights: Weights, module: str, blocks: Blocks) 
 
 
 def _with_lookup_lora(adapter: Adapter, weights: Weights, module: str, blocks: Blocks) -> Blocks:
-    """W + s·(B·A)ᵀ; with DoRA each column brought to its magnitude, whose norm a first reading finds."""
+    """W + s·(B·A)ᵀ; with DoRA each column rescaled to its magnitude, after a first reading for the norms."""
     scale = np.float32(scaling(adapter.config, weights.family.module_name(module)))
 
     def run() -> Iterator[Block]:
@@ -316,7 +316,7 @@ def _with_lookup_lora(adapter: Adapter, weights: Weights, module: str, blocks: B
 
 
 def _with_rows(adapter: Adapter, module: str, ids: list[int], blocks: Blocks) -> Blocks:
-    """The table with the rows of some tokens in place of its own."""
+    """The table with some tokens' rows replaced."""
 
     def run() -> Iterator[Block]:
         [rows] = _arrays(adapter, module, ("trainable_tokens_delta",))

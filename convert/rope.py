@@ -1,9 +1,9 @@
-"""The rotary settings of a config.json in one spelling, transformers 5's `rope_parameters`.
+"""Rotary settings of a config.json in one form, transformers 5's `rope_parameters`.
 
-Before version 5 they were `rope_theta` and `rope_scaling`, whose type was first called `type`. A file may have several
-of these. transformers then takes `rope_scaling` whole, with the base that stands beside it and not the one inside
-`rope_parameters` (of Gemma 3: adds it to them), and `rope_type` before `type`. Spellings that agree are read; where
-what transformers takes would contradict the rest of the file, the file is refused.
+Before version 5 they were `rope_theta` and `rope_scaling`, whose type was first called `type`. A file may hold several
+of these. transformers then takes `rope_scaling` whole, with the base beside it instead of the one in
+`rope_parameters` (Gemma 3: merges both), and `rope_type` before `type`. Forms that agree are read; a file that
+contradicts the settings that transformers takes is refused.
 """
 
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ OLD, NEW = "rope_scaling", "rope_parameters"
 FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
 _LAYERS = (FULL, SLIDING)
-#: First name of a type -> its name; of Phi-3's.
+#: Phi-3's old name of a type -> its name.
 _SYNONYMS = {"su": "longrope"}
 _PHI3 = {**_SYNONYMS, "yarn": "longrope"}
-#: Types that count from the length of pretraining.
+#: Types relative to the pretraining length.
 _FROM_ORIGINAL = ("llama3", "yarn", "longrope", "dynamic")
 
 
 class RopeSettings(NamedTuple):
-    """Settings, and where they stand.
+    """Rotary settings and their place.
 
     Attributes:
-        field: the field of config.json, for messages.
+        field: the field of config.json, for errors.
         values: transformers' names -> values, "rope_type" and "rope_theta" among them.
     """
 
@@ -37,18 +37,18 @@ class RopeSettings(NamedTuple):
 def rope_settings(
     config: Mapping[str, Any], file: str, *, theta: float, positions: int, phi3: bool = False
 ) -> RopeSettings:
-    """Settings of a model all of whose layers turn alike.
+    """Settings of a model with the same rotary positions in all layers.
 
     Args:
         config: The text model's part of config.json.
-        file: What to call it in errors.
-        theta: The base where config.json gives none.
+        file: Its name in errors.
+        theta: Default base.
         positions: max_position_embeddings.
-        phi3: Phi-3's rules: "yarn" is a name of longrope, and `original_max_position_embeddings` beside the settings
-            counts, not that inside. In other families it must say the same, or have no effect.
+        phi3: Phi-3's rules: "yarn" means longrope, and of two `original_max_position_embeddings` the one beside the
+            settings counts. In other families it must agree or have no effect.
 
     Raises:
-        ConvertError: A field that is no object, or two that disagree.
+        ConvertError: A field is not an object, or two disagree.
     """
     beside, synonyms = {"rope_theta": config.get("rope_theta", theta)}, _PHI3 if phi3 else _SYNONYMS
     if config.get("partial_rotary_factor") is not None:
@@ -75,20 +75,20 @@ def rope_settings(
 def rope_settings_by_layer(
     config: Mapping[str, Any], file: str, *, theta: float, local_theta: float, positions: int
 ) -> dict[str, RopeSettings]:
-    """Settings of a model whose layers with a window have positions of their own (Gemma 3).
+    """Settings of a model with separate rotary positions in windowed layers (Gemma 3).
 
     Args:
         config: The text model's part of config.json.
-        file: What to call it in errors.
-        theta: The base of layers that see everything, where config.json gives none.
-        local_theta: Of the others.
+        file: Its name in errors.
+        theta: Default base of full-attention layers.
+        local_theta: Default base of windowed layers.
         positions: max_position_embeddings.
 
     Returns:
-        "full_attention" and "sliding_attention" -> settings. `rope_scaling` is of the former alone.
+        "full_attention" and "sliding_attention" -> settings. `rope_scaling` belongs to the former alone.
 
     Raises:
-        ConvertError: A field that is no object, or two that disagree.
+        ConvertError: A field is not an object, or two disagree.
     """
     given, scaling = _object(config, NEW, file), _object(config, OLD, file)
     bases = {FULL: config.get("rope_theta", theta), SLIDING: config.get("rope_local_base_freq", local_theta)}
@@ -98,7 +98,7 @@ def rope_settings_by_layer(
         own = _object(given, layers, file, NEW) or {"rope_type": "default"}
         values = {"rope_theta": base} | _named(own, f"{file}: {field}", _SYNONYMS)
         if layers == FULL and scaling:
-            # `rope_type` comes from the default, before a `type` without it: no more does transformers read that
+            # the default `rope_type` comes before a lone `type`, which transformers ignores here as well
             added = {"rope_theta": base} | _named({**own, **scaling}, f"{file}: {OLD}", _SYNONYMS)
             if given.get(FULL):
                 _agree(added, values, file, f"adds {OLD} to {field}")
@@ -111,7 +111,7 @@ def rope_settings_by_layer(
     named = _named(beside, f"{file}: {NEW}", _SYNONYMS)
     if not {"rope_type", "type"} & set(beside):
         del named["rope_type"]
-    for name, value in named.items():  # which transformers leaves out
+    for name, value in named.items():  # transformers ignores them
         took = found[FULL].values.get(name)
         if took != value:
             way_out = f"it takes no settings beside those for {FULL} and {SLIDING}: name these"
@@ -122,11 +122,7 @@ def rope_settings_by_layer(
 
 
 def _same_original(settings: RopeSettings, config: Mapping[str, Any], file: str, positions: int) -> None:
-    """Refuse an original length beside the settings that is not theirs: transformers would take it, at times.
-
-    Raises:
-        ConvertError: It is another one.
-    """
+    """Raise ConvertError for a deviating original length beside the settings: transformers sometimes takes it."""
     outside, kind = config.get(ORIGINAL), settings.values["rope_type"]
     inside = None if kind == "dynamic" else settings.values.get(ORIGINAL)
     used = positions if inside is None else inside
@@ -143,7 +139,7 @@ def _object(config: Mapping[str, Any], field: str, file: str, within: str = "") 
 
 
 def _named(values: Mapping[str, Any], where: str, synonyms: Mapping[str, str]) -> dict[str, Any]:
-    """The settings with their type as `rope_type` alone."""
+    """The settings with `rope_type` as the type's only name."""
     given = {name: values[name] for name in ("rope_type", "type") if name in values}
     if given.get("type", "") is None:
         del given["type"]
@@ -161,11 +157,7 @@ def _named(values: Mapping[str, Any], where: str, synonyms: Mapping[str, str]) -
 
 
 def _agree(taken: Mapping[str, Any], other: Mapping[str, Any], file: str, what: str) -> None:
-    """Refuse two spellings that say different things.
-
-    Raises:
-        ConvertError: They do.
-    """
+    """Raise ConvertError if two forms disagree."""
     names = [name for name in {**taken, **other} if taken.get(name) != other.get(name)]
     if names:
         pairs = ", ".join(f"{name} ({shown(taken.get(name), 60)}, {shown(other.get(name), 60)})" for name in names)

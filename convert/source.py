@@ -1,4 +1,4 @@
-"""What a conversion is made from, so that one that was interrupted is gone on with only if it is the same."""
+"""Fingerprints of a conversion's inputs; an interrupted conversion resumes only if they still match."""
 
 import hashlib
 import json
@@ -12,10 +12,10 @@ TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json",
 
 
 def fingerprint(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The files of a folder: small ones by their contents, large ones by size and time of change.
+    """Fingerprint a folder's files: small ones by contents, large ones by size and modification time.
 
     Args:
-        folder: A model or adapter folder; subfolders are not looked into.
+        folder: A model or adapter folder; subfolders are skipped.
 
     Returns:
         A JSON object.
@@ -32,7 +32,7 @@ def fingerprint(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def count_tokens(folder: Path) -> int | None:
-    """One more than the largest token id in a folder's tokenizer.json; None where there is none to be read.
+    """One more than the largest token id in a folder's tokenizer.json; None without a readable one.
 
     Args:
         folder: A model or adapter folder.
@@ -47,11 +47,11 @@ def count_tokens(folder: Path) -> int | None:
 
 
 def check_apart(target: str | os.PathLike[str], *sources: str | os.PathLike[str]) -> None:
-    """Refuse to write into a folder that is read, or that holds one that is.
+    """Refuse to write into a source folder, or into one that contains a source.
 
     Args:
-        target: The folder to be written.
-        sources: Those that are read.
+        target: The folder to write.
+        sources: The folders to read.
 
     Raises:
         ConvertError: They overlap.

@@ -1,8 +1,8 @@
-"""JSON as RFC 8259 has it, read strictly: one way to fail, with the line and the column.
+"""Strict JSON (RFC 8259): every failure is a `JsonError` with line and column.
 
-The standard library's decoder takes a key that stands twice (the last one wins), escapes that are half a character,
-which nothing can write out again, and says of deep nesting and of very long integers what no user can place. All of
-these are a `JsonError` here. NaN and Infinity, which it takes too, are left to whoever reads the number.
+The standard library's decoder accepts duplicate keys (the last wins) and lone surrogates, which nothing can write out
+again, and reports deep nesting and very long integers obscurely. All of these are a `JsonError` here. NaN and Infinity,
+which it accepts too, are left to the number's reader.
 """
 
 import json
@@ -22,10 +22,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class JsonError(ValueError):
-    """What is wrong with a JSON text.
+    """An error in a JSON text.
 
     Attributes:
-        problem: In words.
+        problem: Its description.
         line: From 1.
         column: From 1.
     """
@@ -38,11 +38,11 @@ class JsonError(ValueError):
 
 
 class _Refused(ValueError):
-    """The decoder's hooks know no position; `_find` does."""
+    """An error of the decoder's hooks, without a position; `_find` adds it."""
 
 
 def parse(text: str) -> Any:
-    """Parse a text that is one JSON value.
+    """Parse a text of one JSON value.
 
     Args:
         text: The text.
@@ -51,8 +51,8 @@ def parse(text: str) -> Any:
         The value.
 
     Raises:
-        JsonError: It is not JSON, something stands behind the value, a key stands twice, an escape is half a
-            character, an integer has more than `MAX_DIGITS` digits, or it is nested more than `MAX_DEPTH` deep.
+        JsonError: Invalid JSON, text after the value, a duplicate key, a lone surrogate, an integer of more than
+            `MAX_DIGITS` digits, or nesting deeper than `MAX_DEPTH`.
     """
     value, end = decode(text, skip_space(text, 0))
     end = skip_space(text, end)
@@ -62,14 +62,14 @@ def parse(text: str) -> Any:
 
 
 def decode(text: str, start: int) -> tuple[Any, int]:
-    """Parse the JSON value that begins at a place.
+    """Parse the JSON value at an index.
 
     Args:
         text: The text.
-        start: Where the value begins.
+        start: Index of the value's first character.
 
     Returns:
-        The value, and the place behind it.
+        The value, and the index after it.
 
     Raises:
         JsonError: As for `parse`.
@@ -89,17 +89,17 @@ def decode(text: str, start: int) -> tuple[Any, int]:
 
 
 def skip_space(text: str, index: int) -> int:
-    """The first place from `index` on that is not white space."""
+    """The first index from `index` on that is not white space."""
     while text[index : index + 1] in (" ", "\n", "\r", "\t"):
         index += 1
     return index
 
 
 def is_deep(value: Any) -> bool:
-    """Whether lists and mappings lie more than `MAX_DEPTH` deep within each other.
+    """Whether lists and mappings nest deeper than `MAX_DEPTH`.
 
     Args:
-        value: Of lists, mappings and anything else, without cycles.
+        value: Any value without cycles.
     """
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
@@ -115,10 +115,10 @@ def is_deep(value: Any) -> bool:
 
 
 def has_surrogate(value: Any) -> bool:
-    """Whether a text in a value, or a key, has a lone surrogate, which no encoding can write.
+    """Whether a string in a value, or a key, has a lone surrogate, which no encoding can write.
 
     Args:
-        value: A text; or lists and mappings, at most `MAX_DEPTH` deep.
+        value: A string; or lists and mappings, at most `MAX_DEPTH` deep.
     """
     if isinstance(value, str):
         return not value.isascii() and _SURROGATE.search(value) is not None
@@ -144,8 +144,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)
 
 
 def _find(text: str, start: int) -> JsonError:
-    """What the decoder or its hooks have refused, with its place."""
-    keys: list[set[str] | None] = []  # of each object that is open; None for an array
+    """The error of the decoder or its hooks, with its position."""
+    keys: list[set[str] | None] = []  # of each open object; None for an array
     last: re.Match[str] | None = None
     for token in _TOKEN.finditer(text, start):
         mark = token[0]
@@ -154,7 +154,7 @@ def _find(text: str, start: int) -> JsonError:
             if len(keys) > MAX_DEPTH:
                 return JsonError(f"nested more than {MAX_DEPTH} deep", text, token.start())
         elif mark in ("}", "]"):
-            if keys:  # else it closes what the value lies in
+            if keys:  # else it closes the enclosing value
                 keys.pop()
         elif mark == ":" and last is not None and keys and (seen := keys[-1]) is not None:
             key = json.loads(last[0]) if "\\" in last[0] else last[0][1:-1]
@@ -168,4 +168,4 @@ def _find(text: str, start: int) -> JsonError:
         elif len(mark) > MAX_DIGITS and mark.removeprefix("-").isdecimal():
             return JsonError(f"an integer of more than {MAX_DIGITS} digits", text, token.start())
         last = token
-    return JsonError("nested too deep", text, start)  # for what is left of Python's stack
+    return JsonError("nested too deep", text, start)  # deeper than the rest of Python's stack

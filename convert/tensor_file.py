@@ -1,8 +1,8 @@
-"""One safetensors file: its header checked before anything is believed, its tensors read one at a time.
+"""One safetensors file: a checked header, and tensors read one at a time.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, a JSON header
-``{name: {dtype, shape, data_offsets}}``, then the tensors' bytes without holes. The writer orders and pads as the
-safetensors library does, so that equal tensors give an equal file.
+``{name: {dtype, shape, data_offsets}}``, then the tensors' bytes without holes. Order and padding are the safetensors
+library's, so that equal tensors give an equal file.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from convert.errors import ConvertError, unexpected
 from convert.files import parse_json
 from convert.limits import DIMENSIONS
 
-# In the order of the library's enumeration: it stores the tensors by falling position here, then by name.
+# In the order of the library's enumeration: it stores tensors by descending position here, then by name.
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -45,7 +45,7 @@ _MAX_HEADER = 100_000_000  # bytes; the library's own limit
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies and what it is, known from the header alone.
+    """A tensor's description in the header.
 
     Attributes:
         shape: Its dimensions.
@@ -66,7 +66,7 @@ class TensorInfo(NamedTuple):
 
 
 def read_header(file: str | os.PathLike[str]) -> dict[str, TensorInfo]:
-    """Read and check a safetensors file's header; no tensor is read.
+    """Read and check a safetensors header; no tensor is read.
 
     Args:
         file: The file.
@@ -75,7 +75,7 @@ def read_header(file: str | os.PathLike[str]) -> dict[str, TensorInfo]:
         name -> TensorInfo, in the order of the data.
 
     Raises:
-        ConvertError: The file is missing, truncated, or its header contradicts itself or the file's size.
+        ConvertError: The file is missing or truncated, or its header contradicts itself or the file's size.
     """
     file = Path(file)
     try:
@@ -118,13 +118,13 @@ def read_tensor(name: str, info: TensorInfo) -> np.ndarray:
 
 
 def read_range(name: str, info: TensorInfo, first: int, last: int) -> np.ndarray:
-    """Read some of a tensor's elements, which lie row by row.
+    """Read a range of a tensor's elements, in row-major order.
 
     Args:
         name: Its name, for the message.
         info: From `read_header`.
         first: The first element.
-        last: The one after the last.
+        last: One past the last element.
 
     Returns:
         A fresh flat array of ``info.dtype``.
@@ -138,7 +138,7 @@ def read_range(name: str, info: TensorInfo, first: int, last: int) -> np.ndarray
     with open(info.file, "rb", buffering=0) as stream:
         stream.seek(start)
         got = 0
-        while got < size:  # one call gives 2 GiB at most
+        while got < size:  # a call reads at most 2 GiB
             count = stream.readinto(raw[got:].data)
             if not count:
                 raise unexpected(info.file, name, f"{size} bytes at offset {start}", f"{got} bytes")
@@ -149,18 +149,18 @@ def read_range(name: str, info: TensorInfo, first: int, last: int) -> np.ndarray
 def write_tensor_file(
     file: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file, byte for byte as the safetensors library would.
+    """Write a safetensors file, byte for byte as the safetensors library.
 
-    It is written in place: call it inside `convert.files.atomic_folder`.
+    It writes in place: call it inside `convert.files.atomic_folder`.
 
     Args:
         file: The file.
         tensors: name -> array (any memory order).
-        metadata: The header's ``__metadata__``; ``{"format": "pt"}`` unless given, which transformers asks for.
+        metadata: The header's ``__metadata__``; None: ``{"format": "pt"}``, as transformers requires.
 
     Raises:
         ConvertError: An array's dtype has no name in the format.
-        OSError: The file cannot be written.
+        OSError: The write fails.
     """
     arrays = {name: np.asarray(array) for name, array in tensors.items()}
     layout = lay_out(file, {name: (array.dtype, array.shape) for name, array in arrays.items()}, metadata)
@@ -171,12 +171,12 @@ def write_tensor_file(
 
 
 class Layout(NamedTuple):
-    """Where everything goes in a file that is to be written.
+    """The layout of a file to be written.
 
     Attributes:
-        header: Its first bytes, the length in front included.
-        tensors: name -> where its bytes go, in the order of the file.
-        size: Of the whole file, in bytes.
+        header: The header's bytes, including the length in front.
+        tensors: name -> place of its bytes, in the order of the file.
+        size: Bytes of the whole file.
     """
 
     header: bytes
@@ -189,10 +189,10 @@ def lay_out(
     described: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     metadata: Mapping[str, str] | None = None,
 ) -> Layout:
-    """The header and the places of tensors whose values need not be known yet.
+    """Lay out tensors by their descriptions; their values may still be unknown.
 
     Args:
-        file: The file that is to be.
+        file: The file to be written.
         described: name -> (dtype, shape).
         metadata: As for `write_tensor_file`.
 
@@ -243,7 +243,7 @@ def _naturals(value: Any) -> TypeGuard[list[int]]:
 
 
 def _check_layout(file: Path, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
-    """The tensors, in order, must cover the data without holes or overlaps, to the file's last byte."""
+    """Check that the tensors, in order, cover the data without holes or overlaps, to the file's last byte."""
     position = data_start
     for name, info in tensors.items():
         if info.start != position:

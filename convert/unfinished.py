@@ -1,7 +1,7 @@
-"""A folder or file that is not whole yet: where it lies, what it is made from, and what of it is finished.
+"""An unfinished folder or file: its place, its inputs' fingerprints, and its finished parts.
 
-Beside the final place, in ``.NAME.converting``: the folder itself, ``made_from.json``, a JSON file with checksums for
-each file that is finished, a lock, and while an earlier folder is being replaced that one.
+Beside the final path, in ``.NAME.converting``: the folder itself, ``made_from.json``, a JSON file with checksums for
+each finished file, a lock, and during a replacement the earlier folder.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from convert.errors import ConvertError, unexpected
 from convert.files import atomic_file, flush, read_json
 from convert.tensor_file import Layout
 
-_PART = 2**23  # bytes read at a time when a file is checked
+_PART = 2**23  # bytes per read of a check
 
 
 class Unfinished:
-    """The unfinished folder, and beside it what is known of it: ``made_from.json``, and one JSON file a shard."""
+    """An unfinished folder and its records: ``made_from.json``, and one JSON file per shard."""
 
     def __init__(self, target: Path):
         self.target = target
@@ -37,7 +37,7 @@ class Unfinished:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes away until the block ends."""
+        """Lock out other processes until the block ends."""
         self.home.mkdir(parents=True, exist_ok=True)
         with open(self.home / "lock", "w") as lock:
             try:
@@ -47,10 +47,10 @@ class Unfinished:
             yield
 
     def begin(self, plan: Mapping[str, Any], force: bool) -> bool:
-        """Take up what is there, or make room for a beginning; whether anything is left to do."""
+        """Resume, or clear the way for a start; returns whether anything is left to do."""
         same = self.same(plan)
         if same and not self.folder.exists() and (self.target / CONFIG).exists():
-            self.remove()  # it was killed after its last step
+            self.remove()  # killed after its last step
             return False
         if self.replaced.exists() and not self.target.exists():
             os.rename(self.replaced, self.target)
@@ -67,19 +67,19 @@ class Unfinished:
         return True
 
     def same(self, plan: Mapping[str, Any]) -> bool:
-        """Whether an earlier conversion was made from the same."""
+        """Whether an earlier conversion had the same inputs."""
         with contextlib.suppress(ConvertError):
             return read_json(self.plan) == json.loads(json.dumps(plan))
         return False
 
     def start(self, plan: Mapping[str, Any]) -> None:
-        """Forget what there is, and note what it is made from."""
+        """Discard earlier work, and record the inputs."""
         self.clear()
         with atomic_file(self.plan) as stream:
             stream.write(json.dumps(plan).encode())
 
     def has(self, name: str, layout: Layout) -> bool:
-        """Whether a shard is there and reads as it was written."""
+        """Whether a shard exists and matches its checksums."""
         if not (self.folder / name).exists():
             return False
         try:
@@ -92,11 +92,11 @@ class Unfinished:
         return right
 
     def nonfinite(self, names: Iterable[str]) -> list[str]:
-        """What was found in shards that are there."""
+        """Tensors with non-finite values in finished shards."""
         return [tensor for name in names for tensor in read_json(self.home / f"{name}.json").get("nonfinite", [])]
 
     def done(self, name: str, record: Mapping[str, Any]) -> None:
-        """Give a shard that was flushed and checked its name."""
+        """Give a flushed and checked shard its final name."""
         with atomic_file(self.home / f"{name}.json") as stream:
             stream.write(json.dumps(record).encode())
         os.rename(self.folder / f"{name}.part", self.folder / name)
@@ -114,7 +114,7 @@ class Unfinished:
         flush(self.target.absolute().parent)
 
     def clear(self) -> None:
-        """Remove what there is, but the lock."""
+        """Remove everything except the lock."""
         for path in self.home.iterdir():
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -122,28 +122,28 @@ class Unfinished:
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove everything; a process that waits for the lock makes it anew."""
+        """Remove everything; a process waiting for the lock creates it anew."""
         shutil.rmtree(self.home, ignore_errors=True)
 
     def remove_if(self, condition: bool) -> None:
-        """Leave no trace of a request that was refused, but what another has begun."""
+        """Remove the traces of a refused request, but not another's work."""
         if condition and not self.plan.exists():
             self.remove()
 
 
 def damaged(file: Path, parts: Sequence[Sequence[int]]) -> str:
-    """Read a file from the disk and compare with its checksums; what is wrong, in words, or nothing.
+    """Compare a file on the disk with its checksums; returns the mismatch in words, empty for none.
 
     Args:
         file: The file.
-        parts: (offset, bytes, checksum) of all of it, in order.
+        parts: (offset, bytes, checksum), covering the file in order.
     """
     with open(file, "rb", buffering=0) as stream:
         return gap(parts, os.fstat(stream.fileno()).st_size) or misread(stream.fileno(), parts)
 
 
 def gap(parts: Sequence[Sequence[int]], total: int) -> str:
-    """Where parts, in order, do not cover a file of so many bytes; in words, or nothing."""
+    """The first gap that ordered parts leave in a file of `total` bytes, in words; empty for none."""
     position = 0
     for offset, size, _ in parts:
         if offset != position:
@@ -153,18 +153,18 @@ def gap(parts: Sequence[Sequence[int]], total: int) -> str:
 
 
 def misread(descriptor: int, parts: Sequence[Sequence[int]], told: Callable[[int], None] = lambda count: None) -> str:
-    """Read parts of an open file from the disk and compare with their checksums; what is wrong, in words, or nothing.
+    """Compare parts of an open file on the disk with their checksums; returns the mismatch in words, empty for none.
 
     Args:
-        descriptor: Of the file; what is not flushed may come from memory.
+        descriptor: Descriptor of the file; unflushed bytes may come from memory.
         parts: (offset, bytes, checksum) of each.
-        told: Called with the bytes of each part that is right.
+        told: Called with the bytes of each correct part.
     """
     buffer = np.empty(_PART, np.uint8)
     first = min((offset for offset, _, _ in parts), default=0)
     last = max((offset + size for offset, size, _ in parts), default=0)
     first, last = first - first % mmap.PAGESIZE, last + -last % mmap.PAGESIZE
-    os.posix_fadvise(descriptor, first, last - first, os.POSIX_FADV_DONTNEED)  # what is read is on the disk
+    os.posix_fadvise(descriptor, first, last - first, os.POSIX_FADV_DONTNEED)  # read from the disk, not the page cache
     for offset, size, expected in parts:
         checksum, done = 0, 0
         while done < size:

@@ -1,4 +1,4 @@
-"""Two model folders compared: names, shapes, dtypes, and the largest difference of each tensor, in little memory."""
+"""Comparison of two model folders: names, shapes, dtypes, largest difference of each tensor, in little memory."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -18,14 +18,14 @@ _LENGTH = 2**20
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that both folders have.
+    """A tensor of both folders.
 
     Attributes:
         name: Its name in the checkpoint.
         shapes: In the first folder and the second.
         formats: Likewise: "bfloat16", "nf4", …
-        largest: Of the differences of two elements; NaN where only one is NaN, and None if the shapes differ.
-        relative: Root of the sum of squared differences over that of the first folder's squares.
+        largest: Largest difference of two elements; NaN where only one is NaN, None if the shapes differ.
+        relative: 2-norm of the difference over that of the first folder's tensor.
     """
 
     name: str
@@ -36,18 +36,18 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether shape, format and values are the same."""
+        """Whether shape, format and values match."""
         return self.shapes[0] == self.shapes[1] and self.formats[0] == self.formats[1] and self.largest == 0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two folders.
+    """The differences of two folders.
 
     Attributes:
-        missing: Names that only the first has.
-        added: Names that only the second has.
-        tensors: The others.
+        missing: Names only in the first.
+        added: Names only in the second.
+        tensors: The common tensors.
     """
 
     missing: tuple[str, ...]
@@ -56,13 +56,13 @@ class Comparison:
 
     @property
     def same_form(self) -> bool:
-        """Whether names, shapes and formats are the same."""
+        """Whether names, shapes and formats match."""
         same = all(t.shapes[0] == t.shapes[1] and t.formats[0] == t.formats[1] for t in self.tensors)
         return same and not self.missing and not self.added
 
     @property
     def largest(self) -> float:
-        """The largest difference of all; NaN if any is."""
+        """The largest difference of all tensors; NaN if any is."""
         found = [tensor.largest for tensor in self.tensors if tensor.largest is not None]
         return float(np.max(found)) if found else 0.0
 
@@ -73,15 +73,15 @@ def compare(
     *,
     monitor: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Compare two model folders tensor by tensor; packed weights by the values that they decode to.
+    """Compare two model folders tensor by tensor; packed weights by their decoded values.
 
     Args:
         first: A model folder.
         second: Another.
-        monitor: Called with the tensors compared and those to compare.
+        monitor: Called with the tensors compared and in all.
 
     Returns:
-        What differs. Without a table for the family (in either folder) the tensors are compared as they are stored.
+        The differences. Without a table for the family (of either folder) tensors are compared as stored.
 
     Raises:
         ConvertError: A folder is damaged.
@@ -101,7 +101,7 @@ def compare(
 
 
 class _Side:
-    """A folder through its family's table, or as it is stored where that has none."""
+    """A folder read through its family's table, or as stored without one."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.checkpoint: Checkpoint = open_checkpoint(Path(folder))
@@ -114,7 +114,7 @@ class _Side:
         self.paths = {row.name: path for path, row in rows.items()}
 
     def names(self) -> list[str]:
-        """Of tensors, without the scales of packed ones."""
+        """Tensor names, without the scales of packed tensors."""
         if self.weights is None:
             return list(self.checkpoint.names)
         beside = {name for path in self.weights.specs for name in self.weights.stored_names(path)} - set(self.paths)
@@ -131,7 +131,7 @@ class _Side:
         return self.checkpoint.info(name).dtype
 
     def values(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Flat float32 arrays of a fixed length, one after the other."""
+        """Consecutive flat float32 arrays of a fixed length."""
         info = self.checkpoint.info(name)
         if self.weights is not None and name in self.paths:
             blocks = self.weights.blocks(self.paths[name])()
@@ -143,7 +143,7 @@ class _Side:
 
 
 def _regular(blocks: Iterable[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
-    """Blocks cut into arrays of 2²⁰ elements, but the last."""
+    """Blocks regrouped into arrays of 2²⁰ elements, except the last."""
     for first, values in whole_groups(blocks, _LENGTH):
         for start in range(0, values.size, _LENGTH):
             yield first + start, values[start : start + _LENGTH]

@@ -1,4 +1,4 @@
-"""What settings and files may ask for at most: beyond it is a mistake, or an attack on memory and time.
+"""Limits on settings and files, against mistakes and attacks on memory and time.
 
 The limits of JSON stand in `convert.strict_json`.
 """

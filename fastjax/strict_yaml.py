@@ -1,8 +1,8 @@
-"""YAML settings, read strictly: one way to fail, with the line.
+"""Strict YAML settings: every failure is a `YamlError` with the line.
 
-PyYAML takes a key that stands twice (the last one wins), follows aliases that unfold without bounds, recurses as deep
-as a file is nested, and lets its scalars' own exceptions out. All of these are a `YamlError` here. Numbers are those
-of YAML 1.2 (1e-4 is one) and a date is a string, as for jsonargparse, which reads the settings' values.
+PyYAML accepts duplicate keys (the last wins), unfolds aliases without bounds, recurses as deep as a file nests, and
+lets its scalars' own exceptions out. All of these are a `YamlError` here. Numbers are YAML 1.2's (1e-4 is one) and a
+date is a string, as for jsonargparse, which reads the settings' values.
 """
 
 import re
@@ -16,11 +16,11 @@ from fastjax.limits import MAX_YAML_VALUES
 
 
 class YamlError(ValueError):
-    """What is wrong with a YAML text.
+    """An error in a YAML text.
 
     Attributes:
-        problem: In words.
-        line: From 1; None where it is not known.
+        problem: Its description.
+        line: From 1; None if unknown.
     """
 
     def __init__(self, problem: str, line: int | None = None):
@@ -29,7 +29,7 @@ class YamlError(ValueError):
 
 
 def parse(text: str) -> Any:
-    """Parse a text that is one YAML document.
+    """Parse a text of one YAML document.
 
     Args:
         text: The text.
@@ -38,8 +38,8 @@ def parse(text: str) -> Any:
         The value: lists, mappings and scalars.
 
     Raises:
-        YamlError: It is not YAML, a key stands twice, it is nested more than `MAX_DEPTH` deep, it has more than
-            `MAX_YAML_VALUES` values, an alias lies in what it stands for, or a scalar is not what it looks like.
+        YamlError: Invalid YAML, a duplicate key, nesting deeper than `MAX_DEPTH`, more than `MAX_YAML_VALUES` values,
+            an alias inside its own anchor, or a malformed scalar.
     """
     try:
         loader = _Loader(text)
@@ -61,10 +61,10 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str):
         super().__init__(text)
         self.level = 0
-        self.sizes: dict[yaml.Node, tuple[int, int]] = {}  # of a node: its values, and how deep it goes
+        self.sizes: dict[yaml.Node, tuple[int, int]] = {}  # of a node: its values and its depth
 
     def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
-        # The scanner runs ahead of what is composed, and looks at every open bracket with each token.
+        # The scanner runs ahead of the composer, and visits every open bracket with each token.
         if self.flow_level > MAX_DEPTH:
             raise _problem(_TOO_DEEP, self.get_mark())
         super().fetch_flow_collection_start(TokenClass)

@@ -46,7 +46,7 @@ def family_for(config: Mapping[str, Any], file: str | os.PathLike[str] = "config
         file: Its path, for the message.
 
     Raises:
-        ConvertError: Its model_type has no table; the message lists those that have.
+        ConvertError: An unknown model_type; the message lists the known ones.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -1,4 +1,4 @@
-"""Cohere's Command R: LayerNorm, attention and MLP side by side, neighbours as rotary pairs, scaled logits."""
+"""Cohere's Command R: LayerNorm, parallel attention and MLP, neighbours as rotary pairs, scaled logits."""
 
 from convert.families.family import Family
 from convert.families.gguf import Architecture

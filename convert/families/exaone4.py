@@ -1,4 +1,4 @@
-"""EXAONE 4: normalisations after the blocks, normalised queries and keys, positions in layers with a window alone."""
+"""EXAONE 4: normalisations after the blocks, normalised queries and keys, rotary positions in windowed layers alone."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Without `sliding_window` all layers see everything and have positions."""
+    """Without `sliding_window` all layers have full attention and rotary positions."""
     layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
     types = get.layer_types(layers)
     get.asked.add("sliding_window_pattern")
-    if types is None and window is not None:  # a pattern in letters comes with layer_types
+    if types is None and window is not None:  # letter patterns come with layer_types
         period = get.integer("sliding_window_pattern")
         types = [(number + 1) % period != 0 for number in range(layers)]
     if window is None:
@@ -30,7 +30,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _to_hf(config: "ModelConfig") -> dict[str, Any]:
     found = types_to_hf(config)
     if any(layer.rope is None for layer in config.layers) and found["sliding_window"] is None:
-        found["sliding_window"] = config.max_position_embeddings  # of no layer, but with it they have no positions
+        found["sliding_window"] = config.max_position_embeddings  # no layer uses it, but it removes their positions
     return found
 
 

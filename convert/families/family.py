@@ -1,8 +1,8 @@
-"""A family of models: all that is known of one, as data.
+"""A family of models, as data.
 
-config.json and `ModelConfig` both ways, the tensors and their names, what is read past, what is refused, and what
-llama.cpp computes of it. A new family is one file with one of these. Defaults are transformers' where they are not
-Llama's; one mapping serves every reader of the config.
+config.json and `ModelConfig` both ways, tensors and their names, ignored names, refused fields, llama.cpp's support. A
+new family is one file with one of these. Defaults are transformers' where they differ from Llama's; one mapping serves
+every reader of the config.
 """
 
 import dataclasses
@@ -38,14 +38,14 @@ Config = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Ignored:
-    """A checkpoint name that is read past.
+    """An ignored checkpoint name.
 
     Attributes:
         pattern: Regular expression for the whole name.
-        reason: Why, for people.
-        when: The flag that the config must raise; None for always.
+        reason: The reason, in words.
+        when: The config's flag for the rule; None for always.
         same_as: Path of the tensor that it must equal byte for byte; None for unchecked.
-        copied: Whether a folder that is written from this one gets the tensor as it is.
+        copied: Whether derived folders get the tensor unchanged.
     """
 
     pattern: str
@@ -69,28 +69,28 @@ def _nothing(*_: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One family.
+    """A family of models.
 
     Attributes:
         model_type: ``model_type`` in config.json.
-        architecture: The class in transformers.
-        defaults: Values of fields that config.json leaves out, where they are not Llama's.
-        names: Field of `ModelConfig` -> its name in config.json, where that is another.
-        numbers: Further fields of `ModelConfig` that are numbers or null -> their names in config.json.
-        switches: Flags of config.json -> the groups of projections to which they give a bias, or "qk_norm".
-        constants: Fields of `ModelConfig` that all models of the family share.
-        read: (reader, fields so far) -> the fields of `ModelConfig` that take a computation.
-        write: config -> their way back.
-        neutral: Field -> the values at which it changes nothing; at others it is refused.
-        gguf: What llama.cpp computes; a sentence where it computes no such model.
-        section: Key of config.json under which the text model's fields are; None: they stand at the top.
-        text: Of a family with a `section`: the family of the text model.
-        parts: Part of a path -> its name in files, where that is another.
-        starts: How tensors' names begin in the text model's own checkpoints -> how they begin in these.
-        modules: How names of tensors begin -> how names of modules begin in transformers and PEFT, where they differ.
-        ignored: Names to read past.
-        beside: Modules of the whole model, by their names in transformers, that are no part of the text model.
-        others: The same family under other names in files, as other versions of the libraries write them.
+        architecture: Its class in transformers.
+        defaults: Defaults of config.json's fields, where they differ from Llama's.
+        names: Field of `ModelConfig` -> its name in config.json, where they differ.
+        numbers: Further fields of `ModelConfig`, numbers or null -> their names in config.json.
+        switches: Flags of config.json -> the groups of projections that get a bias, or "qk_norm".
+        constants: Fields of `ModelConfig` common to the family.
+        read: (reader, fields so far) -> computed fields of `ModelConfig`.
+        write: config -> their fields of config.json.
+        neutral: Field -> its values without effect; others are refused.
+        gguf: The architecture in llama.cpp; a sentence where there is none.
+        section: Key of config.json with the text model's fields; None: the top level.
+        text: With a `section`: the text model's family.
+        parts: Part of a path -> its name in files, where they differ.
+        starts: Prefix of tensor names in the text model's own checkpoints -> prefix in these.
+        modules: Prefix of tensor names -> prefix of module names in transformers and PEFT, where they differ.
+        ignored: Names to ignore.
+        beside: Modules outside the text model, by their names in transformers.
+        others: The same family under other names in files, from other versions of the libraries.
     """
 
     model_type: str
@@ -119,7 +119,7 @@ class Family:
 
     @functools.cached_property
     def table(self) -> tuple[Row, ...]:
-        """The model's tensors in order, from the same constants that `ModelConfig` has of the family."""
+        """The model's tensors in order, from the constants that `ModelConfig` has as well."""
         has = self.constants
         before, after = has.get("attention_norms", ("input_layernorm", None))
         before_mlp, after_mlp = has.get("mlp_norms", ("post_attention_layernorm", None))
@@ -147,7 +147,7 @@ class Family:
         return row.name if named is None else row.name.replace(f".{row.path.part}.", f".{named}.")
 
     def named_as(self, names: Iterable[str]) -> "Family":
-        """The family itself, or the one of `others` whose layers a checkpoint's names have."""
+        """The family, or the one of `others`, whose layer names a checkpoint has."""
         names = list(names)
         for family in self.others:
             start = next(row.name for row in family.table if row.path.layer is not None).partition("{i}")[0]
@@ -159,7 +159,7 @@ class Family:
         """The fields of the text model.
 
         Raises:
-            ConvertError: They should be a section of their own, and there is none.
+            ConvertError: The section is missing.
         """
         if self.section is None:
             return config
@@ -192,7 +192,7 @@ class Family:
         return tuple(specs)
 
     def ignores(self, name: str, config: Config, file: str | os.PathLike[str] = "config.json") -> Ignored | None:
-        """The rule by which a checkpoint name is read past, or None."""
+        """The rule that ignores a checkpoint name, or None."""
         flags = self._flags(self.reader(config, file))
         for rule in self.ignored:
             if (rule.when is None or rule.when in flags) and re.fullmatch(rule.pattern, name):
@@ -200,7 +200,7 @@ class Family:
         return None
 
     def module_name(self, path: str) -> str:
-        """What transformers and PEFT call a module of the tree: "layers.0.mlp.up_proj" -> "model.layers.0.mlp.up_proj".
+        """A module's name in transformers and PEFT: "layers.0.mlp.up_proj" -> "model.layers.0.mlp.up_proj".
 
         Raises:
             ConvertError: The family has no such module.
@@ -212,7 +212,7 @@ class Family:
         return name.format(i=module.layer)
 
     def module_path(self, name: str) -> WeightPath:
-        """The way back from `module_name`.
+        """The inverse of `module_name`.
 
         Raises:
             ConvertError: The family has no such module.
@@ -224,13 +224,13 @@ class Family:
         return path.in_layer(layer)
 
     def unquantized(self, paths: Iterable[str]) -> list[str]:
-        """Names of the modules that stay plain in a quantised folder, as ``llm_int8_skip_modules`` has them.
+        """Names of the unquantised modules of a quantised folder, for ``llm_int8_skip_modules``.
 
         Args:
-            paths: The layers' matrices that are not quantised.
+            paths: The unquantised matrices of the layers.
 
         Returns:
-            Sorted: these, the head, and what stands beside the text model, which other libraries know without "model.".
+            Sorted: these, the head, and the modules beside the text model, which other libraries know without "model.".
         """
         named = (self.module_name(WeightPath.parse(path).module) for path in paths)
         return sorted({*named, HEAD, *self.beside, *(name.removeprefix("model.") for name in self.beside)})
@@ -261,7 +261,7 @@ class Family:
 
 
 def read_sizes(get: Reader) -> dict[str, int]:
-    """The dimensions of a model, by the names that rows use.
+    """The dimensions of a model, by their names in rows.
 
     Raises:
         ConvertError: A size is missing or wrong.
@@ -293,16 +293,16 @@ def nested(
     beside: tuple[str, ...] = (),
     others: tuple[Family, ...] = (),
 ) -> Family:
-    """The family of checkpoints in which a family's model is one half.
+    """The family of checkpoints that contain a family's model as one part.
 
     Args:
-        family: Of the half that is read.
-        model_type: Of the whole.
-        starts: How a tensor's name begins in the family's own checkpoints -> how it begins in these.
-        modules: How a module's name begins in the family's own models -> how it begins in these.
-        ignored: The rest.
-        beside: The rest as modules.
-        others: The same under other names.
+        family: The part's family.
+        model_type: The whole model's.
+        starts: Prefix of tensor names in the family's own checkpoints -> prefix in these.
+        modules: Prefix of module names in the family's own models -> prefix in these.
+        ignored: Names of the other parts.
+        beside: Modules of the other parts.
+        others: The same family under other names.
     """
     own = tuple(dataclasses.replace(rule, pattern=rf"(language_model\.)?{rule.pattern}") for rule in family.ignored)
     return dataclasses.replace(
@@ -319,7 +319,7 @@ def nested(
 
 
 def _template(name: str) -> tuple[str, int | None]:
-    """Take the layer's number out of a module's name: "layers.12.mlp" -> ("layers.{i}.mlp", 12)."""
+    """Split off the layer's number in a module's name: "layers.12.mlp" -> ("layers.{i}.mlp", 12)."""
     match = re.search(r"(?<=\.)\d{1,9}(?=\.)", name)
     if match is None:
         return name, None
@@ -327,6 +327,6 @@ def _template(name: str) -> tuple[str, int | None]:
 
 
 def _begun(name: str, starts: Mapping[str, str]) -> str:
-    """A name with its beginning exchanged."""
+    """A name with its prefix replaced."""
     start = next((start for start in starts if name.startswith(start)), "")
     return starts.get(start, "") + name.removeprefix(start)

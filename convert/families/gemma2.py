@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with normalisations on both sides of each block, capped scores and logits, windows by turns."""
+"""Gemma 2: Gemma with normalisations on both sides of each block, capped scores and logits, alternating windows."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ def query_scale(get: Reader) -> dict[str, Any]:
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    get.asked.add("hidden_act")  # hidden_activation counts
+    get.asked.add("hidden_act")  # hidden_activation takes precedence
     layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
     types = get.layer_types(layers) or [number % 2 == 0 for number in range(layers)]
     kinds = tuple((window if sliding else None, "rope") for sliding in types)

@@ -1,4 +1,4 @@
-"""Gemma 3: Gemma 2 with normalised queries and keys and rotary positions by kind of layer; with a vision tower too."""
+"""Gemma 3: Gemma 2 with normalised queries and keys, rotary positions by layer type, and an optional vision tower."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from convert.model.rope import read_ropes, ropes_to_hf
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A full layer after every five with a window, which have rotary positions of their own."""
+    """One full layer after every five windowed ones, which have rotary positions of their own."""
     get.asked |= {"hidden_act", "rope_local_base_freq"}
     layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
     period = get.integer("sliding_window_pattern")
@@ -26,7 +26,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
 GEMMA3_TEXT = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    # The text halves on the Hub leave out what is as in the 4B model.
+    # Text-only checkpoints on the Hub leave out the 4B model's values.
     defaults={
         "tie_word_embeddings": True,
         "vocab_size": 262_208,
@@ -53,7 +53,7 @@ GEMMA3_TEXT = Family(
 
 
 def _with_vision_tower(starts: dict[str, str], beside: str, others: tuple[Family, ...] = ()) -> Family:
-    """Gemma 3 as `Gemma3ForConditionalGeneration` has it, with the names that a checkpoint gives its parts."""
+    """Gemma 3 as `Gemma3ForConditionalGeneration`, with a checkpoint's names of its parts."""
     reason = "of the vision tower; only text is trained"
     names = (rf"{beside}vision_tower\..*", rf"{beside}multi_modal_projector\..*")
     return nested(
@@ -67,7 +67,7 @@ def _with_vision_tower(starts: dict[str, str], beside: str, others: tuple[Family
     )
 
 
-#: As the classes of transformers have been called since 4.52; files on the Hub keep the earlier names.
+#: Names of transformers' classes since 4.52; files on the Hub keep the earlier ones.
 _BY_CLASS = _with_vision_tower({"model.": "model.language_model.", "lm_head": "lm_head"}, r"model\.")
 GEMMA3 = _with_vision_tower(
     {"model.": "language_model.model.", "lm_head": "language_model.lm_head"}, "", others=(_BY_CLASS,)

@@ -1,4 +1,4 @@
-"""What llama.cpp computes of a family, as data."""
+"""llama.cpp's architecture of a family, as data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,27 +14,27 @@ SCALINGS = ("default", "linear", "yarn")
 class Architecture:
     """One of llama.cpp's architectures.
 
-    llama.cpp fixes by architecture what config.json can change: activation, which layers have windows, biases, the
-    scale of the scores. A model that differs there is refused by the name of the field.
+    llama.cpp fixes by architecture what config.json can change: activation, windowed layers, biases, the scale of the
+    scores. A deviating model is refused by the field's name.
 
     Attributes:
-        name: In `gguf.MODEL_ARCH`.
-        paired: Whether rotary positions pair neighbours where the family pairs halves: rows of q and k move.
+        paired: Whether it pairs neighbours in rotary positions where the family pairs halves: rows of q and k move.
+        activation: llama.cpp's.
         activation: The one that llama.cpp computes.
-        biases: Groups of projections whose biases it adds.
-        norm_shift: Added to the scales of normalisations.
+        biases: Groups of projections with biases.
+        norm_shift: Added to normalisations' scales.
         square: Whether all heads together must be as wide as the model.
-        period: All layers but each so many-th have a window; None: llama.cpp knows none.
-        wide: With so many layers the scores are scaled by the width a head instead of its size.
-        query_scale: Whether the config has a scale of the scores, which must be llama.cpp's.
+        period: All layers but every `period`-th have a window; None: no windows.
+        wide: Number of layers at which width per head replaces head size in the scale of the scores.
+        query_scale: Whether the config has a scale of the scores; it must equal llama.cpp's.
         numbers: Field of config.json -> key for it, as `GGUFWriter.add_…` is called.
-        scalings: Types of rotary scaling that it computes.
+        scalings: Supported types of rotary scaling.
         scaling_named: Whether the absence of a scaling is a key of its own.
         original: Whether the original length is always a key.
-        window: Whether the window is a key though llama.cpp leaves it out.
+        window: Whether the window is a key although llama.cpp ignores it.
         tied: Whether the head may be the embedding.
-        qk_norm_from: With so many layers queries and keys are normalised, with fewer not; None: as the family has it.
-        position_free: Each so many-th layer has no rotary positions; None: all have.
+        qk_norm_from: Fewest layers with normalised queries and keys; None: as in the family.
+        position_free: n: every n-th layer has no rotary positions; None: all have.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""HunYuan V1 (dense): Llama whose queries and keys are normalised after the rotary turn."""
+"""HunYuan V1 (dense): Llama with queries and keys normalised after the rotation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from convert.rope import rope_settings
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A "dynamic" scaling with `alpha` is none: the base is stretched once, by alpha^(D/(D-2))."""
+    """A "dynamic" scaling with `alpha` becomes one stretched base, by alpha^(D/(D-2))."""
     get.asked |= NAMES
     positions, size = fields["max_position_embeddings"], fields["head_dim"]
     settings = rope_settings(get.config, get.where, theta=get.defaults["rope_theta"], positions=positions)
     alpha = settings.values.pop("alpha", None)
     if alpha and settings.values["rope_type"] == "dynamic":
         stretched = Reader({"alpha": alpha}, f"{get.where}: {settings.field}", {}).positive("alpha")
-        parse_rope(settings, get.where, positions=positions, head_dim=size)  # its numbers are checked all the same
+        parse_rope(settings, get.where, positions=positions, head_dim=size)  # check its numbers all the same
         theta = settings.values["rope_theta"] * stretched ** (size / (size - 2))
         settings = settings._replace(values={"rope_type": "default", "rope_theta": theta})
     return {"rope": parse_rope(settings, get.where, positions=positions, head_dim=size)}

@@ -1,7 +1,7 @@
-"""Fields of a config.json that do not change what the model computes in training or generation here.
+"""Fields of a config.json without effect on training or generation here.
 
-Each is one that transformers reads past in the models of `FAMILIES`, or uses elsewhere than in their computation. A
-field that is neither read nor in these tables is refused: it may mean something.
+transformers ignores each in the models of `FAMILIES`, or uses it outside their computation. A field neither read nor
+listed here is refused: it may mean something.
 """
 
 from typing import Any
@@ -21,13 +21,13 @@ _GENERATION = """bad_words_ids begin_suppress_tokens diversity_penalty do_sample
     no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
     repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p"""
 
-#: Fields that may hold anything.
+#: Fields with any value.
 IRRELEVANT = frozenset(
     " ".join(
         (_WRITER, _OUTPUT, _DTYPE, _KERNELS, _TOKENS, _CLASSIFICATION, _GENERATION, "is_decoder is_encoder_decoder")
     ).split()
 )
-#: Fields of other models, or of variants -> the values at which they say what is so in any case.
+#: Fields of other models, or of variants -> the values that are true in any case.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "attention_bias": (False,),

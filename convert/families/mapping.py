@@ -1,4 +1,4 @@
-"""config.json and `ModelConfig`: the one reader and the one writer that a family's table fills in."""
+"""config.json to `ModelConfig` and back, for every family's table."""
 
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from convert.model.config import ModelConfig
 
 _BIASES = frozenset((*ATTENTION_GROUPS, *MLP_GROUPS))
-#: What a config.json with a section for the text model says besides about the other half.
+#: Further fields of a config.json with a text section, about the other part.
 _OF_THE_OTHER_HALF = frozenset(
     """vision_config initializer_range mm_tokens_per_image boi_token_index eoi_token_index image_token_index
     boi_token_id eoi_token_id image_token_id""".split()
@@ -37,7 +37,7 @@ def read_config(family: Family, config: Mapping[str, Any], where: str) -> dict[s
         where: its name in errors.
 
     Raises:
-        ConvertError: a missing field, or fields that are not supported (all named).
+        ConvertError: a missing field, or unsupported fields (all named).
     """
     text = family.text_config(config, where)
     if family.section is None:
@@ -46,7 +46,7 @@ def read_config(family: Family, config: Mapping[str, Any], where: str) -> dict[s
     tied = config.get("tie_word_embeddings", fields["tie_word_embeddings"])
     if tied != fields["tie_word_embeddings"]:
         raise ConvertError(f"{where}: tie_word_embeddings: expected the same as in {family.section}, got {shown(tied)}")
-    if fields["final_logit_softcapping"] is not None:  # transformers caps the logits of the text model alone
+    if fields["final_logit_softcapping"] is not None:  # transformers caps the text model's logits alone
         given = fields["final_logit_softcapping"]
         raise ConvertError(f"{where}: {family.section}: final_logit_softcapping: expected null, got {shown(given)}")
     outside = {name: value for name, value in config.items() if name not in {family.section, "tie_word_embeddings"}}
@@ -55,7 +55,7 @@ def read_config(family: Family, config: Mapping[str, Any], where: str) -> dict[s
 
 
 def write_config(family: Family, config: "ModelConfig") -> dict[str, Any]:
-    """The way back: fields of a config.json as transformers 5 writes them."""
+    """The fields of a config.json, as transformers 5 writes them."""
     if family.text is not None and family.section is not None:
         text = write_config(family.text, config)
         tied = config.tie_word_embeddings
@@ -123,12 +123,12 @@ def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[
 def refuse_unsupported(
     config: Mapping[str, Any], used: Collection[str], neutral: Mapping[str, tuple[Any, ...]], where: str
 ) -> None:
-    """Refuse fields that would change the mathematics and mean nothing here.
+    """Refuse unsupported fields that would change the mathematics.
 
     Args:
         config: the file.
-        used: the fields that are read.
-        neutral: field -> the values at which it changes nothing.
+        used: the fields read.
+        neutral: field -> its values without effect.
         where: the file's name in the error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Ministral: Mistral some of whose layers have a window."""
+"""Ministral: Mistral with windows in some layers."""
 
 from collections.abc import Mapping
 from typing import Any

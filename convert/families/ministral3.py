@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral whose queries grow with their position (Llama 4's scaling)."""
+"""Ministral 3: Mistral with queries that grow with their position (Llama 4's scaling)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     config = get.config if given else {**get.config, NEW: _ROPE}
     settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions)
     beta = settings.values.pop(_BETA, None)
-    settings.values.pop("max_position_embeddings", None)  # transformers reads past it
+    settings.values.pop("max_position_embeddings", None)  # transformers ignores it
     rope = parse_rope(settings, get.where, positions=positions, head_dim=fields["head_dim"])
     where = Reader({_BETA: beta, ORIGINAL: rope.original_max_position_embeddings}, f"{get.where}: {settings.field}", {})
     where.integer(ORIGINAL)

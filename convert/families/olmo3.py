@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 three of whose four layers have a window, with rotary positions by kind of layer."""
+"""OLMo 3: OLMo 2 with windows in three of four layers and rotary positions by layer type."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
 OLMO3 = Family(
     "olmo3",
     "Olmo3ForCausalLM",
-    # rope_theta beside the settings is of the layers that see everything alone
+    # rope_theta beside the settings belongs to full-attention layers alone
     defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
     switches={"attention_bias": ATTENTION_GROUPS},
     constants=CONSTANTS,

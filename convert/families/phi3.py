@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4: fused projections, longrope, and a part of each head that turns."""
+"""Phi-3, 3.5 and 4: fused projections, longrope, and partly rotated heads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from convert.rope import ORIGINAL, rope_settings
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`original_max_position_embeddings` stands beside the scaling, and "yarn" was a name for longrope."""
+    """`original_max_position_embeddings` is beside the scaling, and "yarn" an old name of longrope."""
     get.asked |= NAMES
     positions, original = fields["max_position_embeddings"], get.integer(ORIGINAL)
     config = {**get.config, ORIGINAL: original}

@@ -13,7 +13,7 @@ DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_windo
 
 
 def read_windows(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Windows from `max_window_layers` on, or as `layer_types` says, and only where `use_sliding_window` is true."""
+    """Windows from `max_window_layers` on, or from `layer_types`; only if `use_sliding_window` is true."""
     layers, used, first = fields["num_hidden_layers"], get.flag("use_sliding_window"), get.value("max_window_layers")
     window = get.optional_integer("sliding_window") if used else None
     get.asked.add("sliding_window")

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with a bias by kind of projection, and dropout of what attention and MLP add."""
+"""Seed-OSS: Llama with a bias by kind of projection, and dropout of attention's and MLP's outputs."""
 
 from convert.families.family import Family
 from convert.model.spec import MLP_GROUPS, OUT, QKV

@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama some of whose layers have no rotary positions."""
+"""SmolLM 3: Llama with some layers without rotary positions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from convert.model.reader import Reader
 
 
 def _layers(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers without positions, and windows on these where `use_sliding_window` is true."""
+    """Layers without positions; with `use_sliding_window` these have windows."""
     layers, interval = fields["num_hidden_layers"], get.integer("no_rope_layer_interval")
     turning = get.value("no_rope_layers")  # 1: the layer has positions
     if turning is None:
@@ -41,6 +41,6 @@ SMOLLM3 = Family(
         **switched_types_to_hf(config),
         "no_rope_layers": [int(layer.rope is not None) for layer in config.layers],
     },
-    neutral={"max_window_layers": (28,)},  # Qwen's field, in the published files, with no meaning here
+    neutral={"max_window_layers": (28,)},  # Qwen's field in the published files, meaningless here
     gguf=Architecture("SMOLLM3", paired=True, position_free=4),
 )

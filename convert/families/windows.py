@@ -1,4 +1,4 @@
-"""Which layers have a window, as families say it."""
+"""Windowed layers in config.json."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def types_to_hf(config: "ModelConfig") -> dict[str, Any]:
-    """`layer_types` and `sliding_window` of a model some of whose layers have a window."""
+    """`layer_types` and `sliding_window` of a model with windows in some layers."""
     windows = [layer.sliding_window for layer in config.layers]
     return {
         "layer_types": [FULL if window is None else SLIDING for window in windows],
@@ -25,7 +25,7 @@ def switched_types_to_hf(config: "ModelConfig") -> dict[str, Any]:
 
 
 def window_everywhere(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """One window for all layers, or none; transformers reads past `layer_types`, which must say the same."""
+    """One window for all layers, or none; `layer_types`, which transformers ignores, must agree."""
     window, layers = get.optional_integer("sliding_window"), fields["num_hidden_layers"]
     types = get.layer_types(layers)
     if types is not None and set(types) != {window is not None}:
@@ -35,5 +35,5 @@ def window_everywhere(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def window_to_hf(config: "ModelConfig") -> dict[str, Any]:
-    """The way back from `window_everywhere`."""
+    """The inverse of `window_everywhere`."""
     return {"sliding_window": config.layers[0].sliding_window}

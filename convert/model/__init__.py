@@ -1,1 +1,1 @@
-"""Descriptions of models, without JAX: their settings and their weights."""
+"""Descriptions of models, without JAX: settings and weights."""

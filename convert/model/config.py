@@ -1,7 +1,7 @@
-"""What a checkpoint's config.json says about the model, checked once and frozen.
+"""A model's settings from config.json, checked once and frozen.
 
-`ModelConfig` is all that the decoder is built from; families differ by the table that maps their config.json onto it
-(`convert.families`). A field that would change the mathematics and is not supported is refused by name.
+`ModelConfig` alone determines the decoder; each family's table maps its config.json onto it (`convert.families`). An
+unsupported field that would change the mathematics is refused by name.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from convert.model.spec import Group, WeightSpec, groups
 
 
 class Layer(NamedTuple):
-    """In what layers differ from each other.
+    """A layer's own settings.
 
     Attributes:
-        sliding_window: a token attends to so many tokens, itself included; None: to all before it.
-        rope: the field of `ModelConfig` with the layer's rotary positions, "rope" or "local_rope"; None: it has none.
+        sliding_window: tokens in the attention's window, the current one included; None: all earlier ones.
+        rope: the `ModelConfig` field of its rotary positions, "rope" or "local_rope"; None: no rotary positions.
     """
 
     sliding_window: int | None = None
@@ -33,32 +33,32 @@ class ModelConfig:
     """A decoder, field names as in Hugging Face's config.json where they mean the same.
 
     Attributes:
-        layers: one a layer.
-        biases: the groups of projections that have biases, of "self_attn.qkv", "self_attn.o", "mlp.gate_up" and
+        layers: settings of each layer.
+        biases: the groups of projections with biases, of "self_attn.qkv", "self_attn.o", "mlp.gate_up" and
             "mlp.down".
-        attention_multiplier: what the products of queries and keys are multiplied with.
-        fused: whether queries, keys and values are one module, and gate and up another, for files and adapters.
+        attention_multiplier: factor of the products of queries and keys.
+        fused: whether files and adapters have queries, keys and values as one module, and gate and up as another.
         norm: "rms", or "layer", which subtracts the mean.
-        norm_offset: added to the scale of a normalisation.
+        norm_offset: added to a normalisation's scale.
         norm_float32: whether normalised values are rounded only after the scale.
         attention_norms: names of the normalisations before and after the attention, or None.
         mlp_norms: likewise.
-        parallel_block: whether the MLP reads what the attention reads, and both are added at once.
+        parallel_block: whether attention and MLP read the same input and are added at once.
         qk_norm: how queries and keys are normalised: "head" (one scale for all heads), "heads" (a scale for each),
             "projection" (all heads together), or None.
-        qk_norm_after_rope: whether queries and keys are normalised after the rotary turn, not before it.
+        qk_norm_after_rope: whether queries and keys are normalised after the rotation, not before it.
         gated: whether the MLP is down(act(gate(x)) · up(x)); False: down(act(up(x))), with `up_proj` alone in
             "mlp.gate_up".
-        rope: positions of the layers that see everything.
-        local_rope: of those with a window, where these have their own.
-        rope_interleaved: whether a rotary pair is two neighbours, not one of each half.
+        rope: rotary positions of full-attention layers.
+        local_rope: those of windowed layers, where they differ.
+        rope_interleaved: whether rotary pairs are neighbours, not one feature of each half.
         attn_logit_softcapping: products of queries and keys become cap · tanh(product / cap).
         final_logit_softcapping: likewise the logits.
-        attention_dropout: probability with which an attention weight is dropped in training.
-        residual_dropout: likewise of an element that attention or MLP adds.
-        embedding_multiplier: of the embeddings, where the layers begin.
-        residual_multiplier: of what attention and MLP add.
-        logit_scale: of the logits.
+        attention_dropout: dropout probability of attention weights in training.
+        residual_dropout: likewise of the elements of attention's and MLP's outputs.
+        embedding_multiplier: factor of the embeddings.
+        residual_multiplier: factor of attention's and MLP's outputs.
+        logit_scale: factor of the logits.
     """
 
     model_type: str
@@ -100,7 +100,7 @@ class ModelConfig:
 
     @property
     def max_length(self) -> int:
-        """The longest row that the rotary positions are made for."""
+        """The longest row that the rotary positions support."""
         return self.rope.max_length(self.max_position_embeddings)
 
     @classmethod
@@ -109,10 +109,10 @@ class ModelConfig:
 
         Args:
             config: the parsed file.
-            where: what to call it in errors.
+            where: its name in errors.
 
         Raises:
-            ConvertError: an unknown model_type, a missing field, or fields that are not supported (all named).
+            ConvertError: an unknown model_type, a missing field, or unsupported fields (all named).
         """
         fields = read_config(family_for(config, where), config, where)
         fields["layers"] = tuple(Layer(*layer) for layer in fields["layers"])
@@ -125,7 +125,7 @@ class ModelConfig:
 
     @functools.cached_property
     def layer_specs(self) -> tuple[WeightSpec, ...]:
-        """The weights of a layer, without its number: normalisations, then projections."""
+        """A layer's weights, without its number: normalisations, then projections."""
         inside = [spec._replace(path=spec.path.inside) for spec in self.specs if spec.path.layer == 0]
         return tuple(sorted(inside, key=lambda spec: spec.kind != "norm"))
 
@@ -140,5 +140,5 @@ class ModelConfig:
         return next(group for group in found if module.part in dict(group.parts))
 
     def to_hf(self) -> dict[str, Any]:
-        """The way back: the fields of a config.json that say what the model computes, as transformers 5 writes them."""
+        """The computation's fields of a config.json, as transformers 5 writes them."""
         return write_config(family_for({"model_type": self.model_type}), self)

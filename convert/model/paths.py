@@ -1,19 +1,19 @@
-"""Names in the model's tree that know their parts; the one place where a dotted path is taken apart.
+"""Paths in the model's tree with their parts; dotted paths are split here alone.
 
 A path names a tensor ("layers.3.self_attn.q_proj.weight"), an array of an adapter ("layers.3.self_attn.q_proj.lora_A")
-or a module ("layers.3.self_attn.q_proj"). It is a string, so it is what files, messages and dictionaries take, and
-carries the parts that it was made of, so that nobody searches it.
+or a module ("layers.3.self_attn.q_proj"). It is a string, for files, messages and dictionaries, and carries its parts,
+so that nobody parses it.
 """
 
 from collections.abc import Iterable
 
-#: What a path ends with where it names an array, the longest first.
+#: Ends of array paths, the longest first.
 LEAVES = (
     *("modules_to_save.weight", "modules_to_save.bias", "base_layer.weight", "trainable_tokens_delta"),
     *("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_A", "lora_B", "weight", "bias"),
 )
 EMBEDDING, HEAD, NORM = "embed_tokens", "lm_head", "norm"
-#: The modules with a row a token.
+#: The modules with one row per token.
 TABLES = (EMBEDDING, HEAD)
 
 
@@ -21,7 +21,7 @@ class WeightPath(str):
     """The path of an array or a module.
 
     Attributes:
-        layer: the layer's number; None beside the layers.
+        layer: the layer's number; None outside the layers.
         block: "self_attn" or "mlp"; "" directly in the layer or the model.
         part: the module's own name, such as "q_proj", "input_layernorm" or "embed_tokens".
         leaf: one of `LEAVES`; "" for the module itself.
@@ -49,7 +49,7 @@ class WeightPath(str):
 
     @classmethod
     def parse(cls, text: str) -> "WeightPath":
-        """Take a path apart."""
+        """Split a path into its parts."""
         if isinstance(text, WeightPath):
             return text
         leaf = next((leaf for leaf in LEAVES if text.endswith(f".{leaf}")), "")
@@ -78,7 +78,7 @@ class WeightPath(str):
         return WeightPath(layer, self.block, self.part, self.leaf, expert=self.expert)
 
     def ends_with(self, names: Iterable[str]) -> bool:
-        """Whether one of `names` is the path's end, at a dot."""
+        """Whether the path ends with one of `names`, at a dot."""
         return any(f".{self}".endswith(f".{name}") for name in names)
 
 

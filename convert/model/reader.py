@@ -8,7 +8,7 @@ from convert.errors import ConvertError, unexpected
 from convert.limits import LAYERS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-#: What transformers takes for fields that config.json leaves out, where a family has no default of its own.
+#: transformers' values of fields absent from config.json, where a family has no default of its own.
 DEFAULTS = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -19,13 +19,13 @@ DEFAULTS = {
 
 
 class Reader:
-    """Typed look-ups in one config.json, with the field's name in every error; it remembers what it was asked for.
+    """Typed look-ups in one config.json that name the field in every error and remember the fields read.
 
     Attributes:
         config: the file.
         where: its name in errors.
         defaults: values of absent fields.
-        asked: the fields that were looked up.
+        asked: the fields looked up.
     """
 
     def __init__(self, config: Mapping[str, Any], where: str, defaults: Mapping[str, Any]):
@@ -33,7 +33,7 @@ class Reader:
         self.asked: set[str] = set()
 
     def value(self, name: str) -> Any:
-        """A field as it stands there, null included."""
+        """A field's value, null included."""
         self.asked.add(name)
         return self.config.get(name, self.defaults.get(name))
 
@@ -42,7 +42,7 @@ class Reader:
         return unexpected(self.where, name, expected, self.value(name))
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer of 31 bits; `default` for null, and where neither the file nor the family has a value."""
+        """A positive integer of 31 bits; `default` for null, and without a value of the file or the family."""
         value = self.value(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -88,7 +88,7 @@ class Reader:
         return self.number(name)
 
     def activation(self, name: str) -> str:
-        """An activation, by the one name that is used here."""
+        """An activation, by its name here."""
         value = self.value(name)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise self.wrong(name, f"one of {list(ACTIVATIONS)}")
@@ -103,7 +103,7 @@ class Reader:
         return value
 
     def layer_types(self, layers: int) -> list[bool] | None:
-        """Which layers have a window, from `layer_types`; None where it is left out."""
+        """Whether each layer has a window, from `layer_types`; None if that is absent."""
         types = self.value("layer_types")
         if types is None:
             return None

@@ -1,8 +1,8 @@
-"""What config.json says about the rotary positions: type, scaling, and the length they reach.
+"""Rotary settings of config.json: type, scaling, and the longest row.
 
 The settings are transformers' `rope_parameters` (before version 5: `rope_theta` and `rope_scaling`), with its names,
-defaults and meanings. The frequencies of "dynamic" and "longrope" depend on a length. In transformers it is that of
-the longest row of the moment; here each document's own, so that a document is the same whatever stands beside it.
+defaults and meanings. The frequencies of "dynamic" and "longrope" depend on a length: in transformers the longest row's
+in the batch, here each document's own, so that a document is the same whatever stands beside it.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from convert.errors import ConvertError, shorten, shown
 from convert.model.reader import FULL, SLIDING, Reader
 from convert.rope import ORIGINAL, RopeSettings, rope_settings_by_layer
 
-#: Type of scaling -> the numbers (of longrope: lists of these) that it needs, and what it takes besides.
+#: Type of scaling -> its required numbers (for longrope lists of numbers), and its optional ones.
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -35,10 +35,10 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 _ALWAYS = ("rope_type", "rope_theta")
-#: The fields of config.json about rotary positions.
+#: The rotary fields of config.json.
 NAMES = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL})
 _BY_LAYER = {"rope": FULL, "local_rope": SLIDING}
-#: Kinds whose frequencies depend on the length of a document.
+#: Kinds with frequencies that depend on a document's length.
 BY_LENGTH = ("dynamic", "longrope")
 _LISTS = ("short_factor", "long_factor")
 _POSITIVE = ("factor", "low_freq_factor", "high_freq_factor")
@@ -57,19 +57,19 @@ class RopeConfig:
             "dynamic" (a base that grows with a document's length beyond the original one); "longrope" (Ding et al.,
             arXiv 2402.13753: each pair's frequency divided by its `short_factor`, in a document longer than the
             original length by its `long_factor`).
-        factor: how many times longer than the original the context becomes.
+        factor: ratio of the extended context to the original one.
         low_freq_factor: of "llama3".
         high_freq_factor: of "llama3".
-        original_max_position_embeddings: length that the model was pretrained on.
-        beta_fast: "yarn": pairs that turn more often than this over the original length keep their frequency.
-        beta_slow: "yarn": pairs that turn less often are divided by `factor`.
+        original_max_position_embeddings: length in pretraining.
+        beta_fast: "yarn": pairs with more turns than this over the original length keep their frequency.
+        beta_slow: "yarn": pairs with fewer turns are divided by `factor`.
         truncate: "yarn": whole pairs as bounds of the ramp between the two.
-        attention_factor: what cosines and sines are multiplied with.
-        short_factor: of "longrope", one number a pair.
+        attention_factor: factor of cosines and sines.
+        short_factor: of "longrope", one number per pair.
         long_factor: likewise.
-        partial_rotary_factor: the share of each head's features that turn, the first ones.
-        query_beta: turned queries are multiplied by 1 + query_beta · ln(1 + ⌊position / original length⌋), as in
-            Llama 4; None: they stay.
+        partial_rotary_factor: rotated share of each head's features, the first ones.
+        query_beta: rotated queries are multiplied by 1 + query_beta · ln(1 + ⌊position / original length⌋), as in
+            Llama 4; None: by 1.
     """
 
     theta: float
@@ -88,16 +88,15 @@ class RopeConfig:
     query_beta: float | None = None
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many of a head's features turn."""
+        """The number of a head's rotated features."""
         return int(head_dim * self.partial_rotary_factor)
 
     def max_length(self, max_position_embeddings: int) -> int:
-        """The longest row that the positions are made for.
+        """The longest row that the positions support.
 
         Args:
-            max_position_embeddings: of config.json, which "linear" leaves at the original length (so do transformers
-                and vLLM read it), and "dynamic" too, while "llama3" and "longrope" have the final one there and "yarn"
-                either.
+            max_position_embeddings: of config.json: the original length for "linear" (as in transformers and vLLM) and
+                "dynamic", the final one for "llama3" and "longrope", either for "yarn".
         """
         if self.kind in ("linear", "dynamic"):
             return int(self.factor * max_position_embeddings)
@@ -114,18 +113,18 @@ def parse_rope(
     head_dim: int,
     partial_rotary: bool = False,
 ) -> RopeConfig:
-    """RoPE from the settings of a config.json.
+    """RoPE from a config.json's settings.
 
     Args:
-        settings: as `convert.rope` reads them.
-        where: what to call the file in errors.
+        settings: from `convert.rope`.
+        where: the file's name in errors.
         positions: max_position_embeddings.
-        head_dim: D, which longrope's lists must fit.
-        partial_rotary: whether the model can turn a part of each head's features. Others leave the part out, as
-            transformers does, or are refused where it fails in transformers.
+        head_dim: D, for the length of longrope's lists.
+        partial_rotary: whether the model supports a rotated part of each head. Otherwise the setting is ignored, as in
+            transformers, or refused where transformers fails.
 
     Raises:
-        ConvertError: a type that is not supported, a number that is missing or no number, an unknown name.
+        ConvertError: an unsupported type, a missing or invalid number, an unknown name.
     """
     field, values = settings.field, dict(settings.values)
     kind, theta, partial = values["rope_type"], values["rope_theta"], values.pop("partial_rotary_factor", None)
@@ -162,7 +161,7 @@ def parse_rope(
     share = 1.0 if partial is None else float(partial)
     rope = RopeConfig(float(theta), kind, partial_rotary_factor=share, **_scaling(kind, values, positions))
     turning = rope.rotary_dim(head_dim)
-    least = 4 if kind == "dynamic" else 2  # whose base grows with a power of turning / (turning - 2)
+    least = 4 if kind == "dynamic" else 2  # its base grows with a power of turning / (turning - 2)
     if turning % 2 or turning < least:
         raise ConvertError(
             f"{where}: expected an even number of turning features a head, {least} or more, got {turning}"
@@ -175,14 +174,14 @@ def parse_rope(
 
 
 def _without_effect(kind: str, name: str, value: Any, positions: int) -> bool:
-    """Whether transformers leaves a setting out that is not of this kind of scaling, and what it says holds."""
+    """Whether a setting of another kind of scaling holds anyway, so that it may be ignored, as by transformers."""
     if value is None or kind == "default" or value in _WITHOUT_EFFECT.get(name, ()):
         return True
     return name == ORIGINAL and _right(name, value) and (kind == "linear" or value == positions)
 
 
 def _scaling(kind: str, values: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """What `RopeConfig` has besides the base, for each type of scaling."""
+    """`RopeConfig`'s fields besides the base, for each type of scaling."""
     if kind == "default":
         return {}
     if kind == "linear":
@@ -215,7 +214,7 @@ def _scaling(kind: str, values: Mapping[str, Any], positions: int) -> dict[str, 
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """The way back: `rope_parameters` of a config.json."""
+    """The `rope_parameters` of a config.json."""
     values: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     needed, optional = KINDS[rope.kind]
     for name in (*needed, *optional):
@@ -228,11 +227,11 @@ def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 
 def read_ropes(get: Reader, fields: Mapping[str, Any]) -> dict[str, RopeConfig]:
-    """Rotary positions of a model whose layers with a window have their own.
+    """Rotary positions of a model with separate ones in windowed layers.
 
     Args:
         get: the config.json, with defaults for `rope_theta` and `rope_local_base_freq`.
-        fields: of `ModelConfig`, as far as they are read.
+        fields: the fields of `ModelConfig` read so far.
 
     Returns:
         "rope" and "local_rope".
@@ -260,12 +259,12 @@ def read_ropes(get: Reader, fields: Mapping[str, Any]) -> dict[str, RopeConfig]:
 
 
 def ropes_to_hf(config: Any) -> dict[str, Any]:
-    """The way back from `read_ropes`, of a `ModelConfig`."""
+    """The inverse of `read_ropes`, from a `ModelConfig`."""
     return {"rope_parameters": {kind: rope_to_hf(getattr(config, name)) for name, kind in _BY_LAYER.items()}}
 
 
 def _attention_factor(values: Mapping[str, Any]) -> float:
-    """YaRN's factor on cosines and sines: as given, or 0.1·mscale·ln(factor) + 1 over the same with mscale_all_dim."""
+    """YaRN's factor of cosines and sines: explicit, or 0.1·mscale·ln(factor) + 1 over the same with mscale_all_dim."""
     if values.get("attention_factor") is not None:
         return float(values["attention_factor"])
 
@@ -282,14 +281,14 @@ def _wrong(where: str, name: str, expected: str, given: object) -> ConvertError:
 
 
 def _number(value: Any) -> bool:
-    """Whether it is a number with which float32 can compute."""
+    """Whether a value is a number that float32 can compute with."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
 
 
 def _right(name: str, value: Any) -> bool:
     if name in _LISTS:
         return isinstance(value, list | tuple) and all(_number(number) and number > 1e-30 for number in value)
-    if name == ORIGINAL:  # of which 1 has a logarithm of 0
+    if name == ORIGINAL:  # log(1) = 0
         return _number(value) and 1 < value < 2**31
     if name == "truncate":
         return isinstance(value, bool)

@@ -1,6 +1,6 @@
-"""What a weight is: the one description that loading, adapters, export, sharding, quantisation and optimizers read.
+"""The one description of a weight, for loading, adapters, export, sharding, quantisation and optimizers.
 
-A family's table gives rows, in the names of dimensions; a config.json fills in the layers' numbers and the sizes.
+A family's table gives rows, in names of dimensions; a config.json fills in layer numbers and sizes.
 Experts come as a leading axis ("expert"), further kinds of weights as further values of `kind`.
 
 Dimension letters: V vocabulary, E width, F feed-forward width, H query heads, K key heads, D head size, L layers.
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
 
-#: Kind of a weight -> how it starts: matrices and tables are drawn, scales start at one, biases at zero.
+#: Kind of a weight -> its initialisation: matrices and tables are drawn, scales start at one, biases at zero.
 INITS = {"matrix": "normal", "table": "normal", "norm": "ones", "bias": "zeros"}
-#: Kinds of which a layer has vectors, or a row for each head; the others are matrices.
+#: Kinds that are vectors in a layer, or one row per head; the others are matrices.
 VECTORS = frozenset(("norm", "bias"))
-#: Dimension of a row -> the name of its logical axis.
+#: Dimension of a row -> its logical axis.
 AXES = {
     "V": "vocabulary",
     "E": "embed",
@@ -37,10 +37,10 @@ class WeightSpec(NamedTuple):
         path: its place in the tree.
         name: its name in the checkpoint.
         shape: its sizes, in the tree and in the file.
-        axes: the name of each logical axis.
-        kind: "matrix" (of a layer: what adapters, quantisation and decay are about), "table" (a row a token), "norm"
+        axes: the names of its logical axes.
+        kind: "matrix" (in a layer: the target of adapters, quantisation and decay), "table" (one row per token), "norm"
             or "bias".
-        group: the group of projections that it is fused with in memory, such as "self_attn.qkv"; None for the others.
+        group: its fused group of projections in memory, such as "self_attn.qkv"; None without one.
     """
 
     path: WeightPath
@@ -52,7 +52,7 @@ class WeightSpec(NamedTuple):
 
     @property
     def init(self) -> str:
-        """How it starts: "normal", "ones" (less a family's offset) or "zeros"."""
+        """Its initialisation: "normal", "ones" (less a family's offset) or "zeros"."""
         return INITS[self.kind]
 
 
@@ -61,11 +61,11 @@ class Row(NamedTuple):
 
     Attributes:
         name: its name in the checkpoint, with ``{i}`` for the layer's number.
-        path: its path; of layer 0 if it is in one.
+        path: its path; in layer 0 if it is in a layer.
         dims: its dimensions, keys of `AXES`.
         kind: as in `WeightSpec`.
         group: likewise.
-        when: the flag that the config must raise for the tensor to exist; None for always.
+        when: the config's flag for the tensor; None: it always exists.
     """
 
     name: str
@@ -76,13 +76,13 @@ class Row(NamedTuple):
     when: str | None = None
 
     def spec(self, layer: int | None, sizes: dict[str, int]) -> WeightSpec:
-        """The row with a layer's number and the sizes filled in."""
+        """Fill in a layer's number and the sizes."""
         shape, axes = tuple(sizes[dim] for dim in self.dims), tuple(AXES[dim] for dim in self.dims)
         return WeightSpec(self.path.in_layer(layer), self.name.format(i=layer), shape, axes, self.kind, self.group)
 
 
 class Group(NamedTuple):
-    """Projections of one input, which are one weight in memory.
+    """Projections of one input, stored as one weight.
 
     Attributes:
         block: "self_attn" or "mlp".
@@ -136,7 +136,7 @@ def layer_row(name: str, *dims: str, kind: str, group: str | None = None, when: 
 
 
 def norm(name: str, *dims: str, when: str | None = None) -> tuple[Row, ...]:
-    """The scale of a normalisation, over the model's width if nothing else is said."""
+    """The scale of a normalisation, by default over the model's width."""
     return (layer_row(f"{name}.weight", *(dims or ("E",)), kind="norm", when=when),)
 
 
@@ -149,7 +149,7 @@ def linear(name: str, out: str, into: str, group: str) -> tuple[Row, ...]:
 
 
 def table(*layer: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The rows of a model: embeddings, the layer's, the final normalisation, the head where it is not tied."""
+    """The rows of a model: embeddings, layer, final normalisation, and the head if untied."""
     return (
         Row("model.embed_tokens.weight", WeightPath(None, "", EMBEDDING), ("V", "E"), "table"),
         *(row for rows in layer for row in rows),
@@ -159,7 +159,7 @@ def table(*layer: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 QKV, OUT, GATE_UP, DOWN = "self_attn.qkv", "self_attn.o", "mlp.gate_up", "mlp.down"
-#: The groups of projections of the attention, of the MLP.
+#: Groups of projections in the attention, and in the MLP.
 ATTENTION_GROUPS, MLP_GROUPS = (QKV, OUT), (GATE_UP, DOWN)
 ATTENTION = (
     *linear("self_attn.q_proj", "H*D", "E", QKV),

@@ -1,8 +1,8 @@
-"""What a trained array is, by its place in the decoder's tree: the one place where a key path is read.
+"""Trained arrays by their place in the decoder's tree; key paths are read here alone.
 
 The tree is `Decoder`'s state: {"embed_tokens": …, "layers": {stack: {position: {"self_attn": {"qkv": {"weight", "bias",
 "adapters": {"q_proj": {"lora_A", …}}}, …}, "input_layernorm": {"weight"}}}}, "norm": …, "lm_head": …}. Layers of one
-stack share arrays with a leading axis. Optimizers, gradient health and FLOPs ask here.
+stack share arrays with a leading axis. Optimizers, gradient health and FLOPs use this.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from convert.families import FAMILIES
 from convert.model import spec
 from convert.model.paths import TABLES
 
-#: Kinds of arrays that are vectors in a layer.
+#: Kinds that are vectors in a layer.
 VECTORS = spec.VECTORS | {"magnitude"}
-#: Block and name of every normalisation that a family has.
+#: Block and name of every family's normalisations.
 _NORMS = frozenset(
     (row.path.block, row.path.part) for family in FAMILIES.values() for row in family.table if row.kind == "norm"
 )
@@ -28,10 +28,10 @@ class Leaf(NamedTuple):
     Attributes:
         kind: "matrix", "table", "norm" or "bias" as in `WeightSpec`; of an adapter "lora_A", "lora_B",
             "lora_embedding_A", "lora_embedding_B" or "magnitude"; "trainable_tokens_delta" for rows of tokens.
-        keys: from its layer, or from the model where it is in none, down to it.
-        stack: number of the stack of layers; None beside the layers.
-        position: place of the layer in the stack's period; None beside the layers.
-        name: all keys joined by dots, as people read them.
+        keys: the path inside its layer, or inside the model where it is in none.
+        stack: number of the stack of layers; None outside the layers.
+        position: place of the layer in the stack's period; None outside the layers.
+        name: all keys joined by dots, for people.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Leaf(NamedTuple):
 
     @property
     def of_table(self) -> bool:
-        """Whether it is of the embeddings or the head, an adapter on the head excepted: that is a linear layer's."""
+        """Whether it belongs to the embeddings or the head, except the head's adapter, which is a linear layer's."""
         return self.keys[0] in TABLES and self.keys[1:2] != ("adapters",)
 
     @property
@@ -51,7 +51,7 @@ class Leaf(NamedTuple):
         return self.kind in VECTORS
 
     def in_layer(self, layer: int) -> str:
-        """The name with the layer's own number in the place of stack and position."""
+        """The name with the layer's number instead of stack and position."""
         return ".".join(("layers", str(layer), *self.keys))
 
 

@@ -1,7 +1,7 @@
 """A model's outline: config.json, tokenizer, headers of the weights and the settings; no tensor is read, no JAX.
 
-Loading a model, a run and its preview all begin with it: none accepts settings that another refuses. The folder is
-opened here and nowhere else: the open weights go along to their reader.
+Loading, runs and previews begin with it, so that none accepts settings that another refuses. The folder is opened here
+alone; the open weights go along to their reader.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ class Outline:
     """A model before its tensors are read.
 
     Attributes:
-        hf_config: the folder's config.json, with the settings' scaling of the positions and the rows of new tokens.
+        hf_config: the folder's config.json, with the settings' rotary scaling and the rows of new tokens.
         config: the same, parsed.
         tokenizer: the folder's, with the new tokens.
         new_token_ids: ids of the new tokens.
-        known_tokens: rows of the folder's tables that belong to a token.
+        known_tokens: rows of the folder's tables with a token.
         max_seq_length: longest row.
-        weights: the open weights; None: they are not on this machine.
+        weights: the open weights; None: absent from this machine.
     """
 
     hf_config: Mapping[str, Any]
@@ -66,10 +66,10 @@ def read_outline(
         float32_modules: names of modules, all present.
         new_tokens: tokens to add.
         rope_scaling: replaces the scaling of the rotary positions.
-        weights: open the files of the weights too, which must be there.
+        weights: open the weight files too; they must exist.
 
     Raises:
-        ConfigError: arguments that contradict the model, or no tokenizer that fits it.
+        ConfigError: arguments that contradict the model, or no fitting tokenizer.
         ConvertError: a broken folder; the message says how.
     """
     checkpoint = open_checkpoint(folder) if weights else None

@@ -25,8 +25,8 @@ class Precision:
     """The dtypes of a model.
 
     Attributes:
-        dtype: of the computation, and of the frozen weights.
-        param_dtype: of the trained arrays.
+        dtype: dtype of the computation and the frozen weights.
+        param_dtype: dtype of the trained arrays.
         float32_modules: paths of the modules in float32: "norm", "layers.0.self_attn.q_proj", and
             "layers.0.self_attn" for all of it, the attention included.
     """
@@ -47,18 +47,18 @@ class Precision:
         return self.param_dtype if trained else self.dtype
 
     def in_layer(self, index: int) -> frozenset[str]:
-        """The float32 modules of a layer, by their path in it."""
+        """A layer's float32 modules, by their paths in it."""
         return frozenset(path.inside for path in self.float32_modules if path.layer == index)
 
     def layer_kind(self, config: ModelConfig, index: int) -> Hashable:
-        """Equal for two layers that one traced body can serve, if their arrays are alike too."""
+        """A key, equal for two layers that one traced body serves if their arrays are alike too."""
         return config.layers[index], self.in_layer(index)
 
 
 def make_precision(
     dtype: str | None, param_dtype: str, float32_modules: Sequence[str] | None, config: ModelConfig
 ) -> Precision:
-    """A user's settings, checked.
+    """Check a user's settings.
 
     Args:
         dtype: "bfloat16", "float16" or "float32"; None: bfloat16 on a GPU, float32 on a CPU.

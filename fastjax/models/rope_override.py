@@ -1,4 +1,4 @@
-"""Replacing the rotary scaling of a config.json, for longer rows."""
+"""Replacement of a config.json's rotary scaling, for longer rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +16,11 @@ def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> 
 
     Args:
         config: the parsed config.json.
-        scaling: {"rope_type": …, "factor": …, …}; `rope_theta` and `original_max_position_embeddings` come from the
-            config where they are left out. An earlier scaling is gone: `factor` counts from the length of pretraining.
+        scaling: {"rope_type": …, "factor": …, …}; the config supplies absent `rope_theta` and
+            `original_max_position_embeddings`. An earlier scaling is dropped: `factor` counts from the original length.
 
     Returns:
-        The config, with `max_position_embeddings` as its type of scaling has it (see `RopeConfig.max_length`).
+        The config, with the `max_position_embeddings` of its type of scaling (see `RopeConfig.max_length`).
 
     Raises:
         ConfigError: an impossible `scaling`; the message says why.
@@ -43,7 +43,7 @@ def with_rope_scaling(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> 
     changed = {name: value for name, value in text.items() if name not in (NEW, OLD)}
     if text.get(NEW) is not None:
         new = {**values, "rope_theta": theta}
-        # layers with a window keep their positions, as they never see far
+        # windowed layers keep their positions, as they never see far
         changed[NEW] = new if parsed.local_rope is None else {SLIDING: rope_to_hf(parsed.local_rope), FULL: new}
     else:
         changed |= {"rope_theta": theta, OLD: values}

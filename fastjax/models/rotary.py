@@ -19,7 +19,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         head_dim: D, even.
 
     Returns:
-        float32 [R/2], R = D or the turning part of it.
+        float32 [R/2], R = D or its rotated part.
 
     References:
         RoFormer, arXiv 2104.09864, eq. 15; Llama 3.1's scaling as in its reference implementation: a wavelength
@@ -52,11 +52,11 @@ def _llama3(rope: RopeConfig, frequency: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, frequency: np.ndarray) -> np.ndarray:
-    """Pairs of many turns over the original length keep their frequency, those of few are divided by the factor."""
+    """Keep the frequencies of fast pairs, divide those of slow pairs by the factor, and blend in between."""
     assert rope.original_max_position_embeddings
     pairs, original = frequency.size, rope.original_max_position_embeddings
 
-    def pair_of(turns: float) -> float:  # the pair, as a real number, that turns so often
+    def pair_of(turns: float) -> float:  # the pair, as a real number, with so many turns
         return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
@@ -131,7 +131,7 @@ def rope_tables(
 
 
 def query_scales(config: ModelConfig, positions: Int[Array, "B S"]) -> dict[str, Float[Array, "B S"]]:
-    """Factors of the turned queries, which grow with the position, for the fields of `ModelConfig` that have any.
+    """Factors of the rotated queries, growing with position, for the fields of `ModelConfig` that have any.
 
     Args:
         config: the model's.

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def gathered(tree: Any) -> Any:
-    """The leaves whole on every device, if the ambient mesh splits weights over an `fsdp` axis; else the tree itself.
+    """Gather the leaves on every device if the ambient mesh splits weights over `fsdp`; else return the tree.
 
     Called inside the body of the layer loop, on packed codes: 4 bits a weight travel, one layer at a time.
     """

@@ -18,7 +18,7 @@ BATCH = ("data", "fsdp")
 
 
 def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """The operation, run on each device's own part of its arguments.
+    """Run an operation on each device's own part of its arguments.
 
     Args:
         op: arrays in, arrays out; differentiable if the island is to be.

@@ -1,8 +1,8 @@
-"""The mesh and the one table of where arrays live on it.
+"""The mesh, and the one table of arrays' places on it.
 
-Axes: `data` splits the batch and repeats the weights; `fsdp` splits the batch and the frozen weights (by output rows,
-so that packed codes travel packed). Trainable arrays and the optimizer's state are repeated. A weight says which
-logical axes its arrays have (`quantization.Weight.axes`); `MESH_AXES` says where these lie.
+Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the frozen weights (by output
+rows, so that packed codes travel packed). Trainable arrays and the optimizer's state are replicated. A weight names its
+arrays' logical axes (`quantization.Weight.axes`); `MESH_AXES` places these.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ MESH_AXES: dict[str, str | None] = {
     "heads input": None,
     "mlp input": None,
 }
-#: A part on one device has at least so many rows; smaller arrays are repeated.
+#: Fewest rows of a part on one device; smaller arrays are replicated.
 MIN_ROWS = 8
 
 
@@ -42,7 +42,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, devices: list[Any] | None = None) ->
         devices: the first data × fsdp of these; default: of `jax.devices()`.
 
     Raises:
-        ConfigError: more devices asked for than there are.
+        ConfigError: more devices requested than exist.
     """
     devices = jax.devices() if devices is None else devices
     if data < 1 or fsdp < 1 or data * fsdp > len(devices):
@@ -51,17 +51,17 @@ def make_mesh(data: int = 1, fsdp: int = 1, devices: list[Any] | None = None) ->
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """For the arrays [A, B, S] of a batch: rows over all devices."""
+    """The sharding of a batch's arrays [A, B, S]: rows over all devices."""
     return NamedSharding(mesh, P(None, BATCH, None))
 
 
 def shard_replicated(tree: Any, mesh: Mesh) -> Any:
-    """A NamedSharding that repeats it, for every leaf."""
+    """A replicating NamedSharding for every leaf."""
     return jax.tree.map(lambda _: NamedSharding(mesh, P()), tree)
 
 
 def as_input(axis: str) -> str:
-    """The name of a logical axis where it is a matrix's input."""
+    """The name of a logical axis as a matrix's input."""
     return f"{axis} input"
 
 
@@ -70,8 +70,8 @@ def shard_frozen(tree: Any, axes: Any, mesh: Mesh) -> Any:
 
     Args:
         tree: arrays, or their shapes.
-        axes: for every leaf a PartitionSpec of logical axes, keys of `MESH_AXES`; None is repeated.
-        mesh: the mesh. An axis that it does not divide, or into parts of fewer than `MIN_ROWS` rows, is repeated.
+        axes: for every leaf a PartitionSpec of logical axes, keys of `MESH_AXES`; None: replicated.
+        mesh: the mesh. An axis that it does not divide, or into parts of fewer than `MIN_ROWS` rows, is replicated.
 
     Raises:
         ValueError: two axes of an array would lie on one mesh axis.
