@@ -139,7 +139,7 @@ def _number(text: str) -> str | None:
 
 
 def _report(name: str, own: list[dict], others: list[dict], gaps: dict[str, float], stops: list[int]) -> bool:
-    """Print the number of equal answers and the ties of the others; returns whether at most one in fifty parts."""
+    """Print the equal answers and where the others part; returns whether at most one in fifty does, at a tie."""
     ties, parted = 0, 0
     for number, (ours, theirs) in enumerate(zip(own, others, strict=True)):
         place = _parts(ours["tokens"], theirs["tokens"])

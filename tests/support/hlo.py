@@ -1,4 +1,4 @@
-"""What a compiled program for a GPU moves through memory, read off its text."""
+"""Memory traffic of a compiled GPU program, from its text."""
 
 import re
 from typing import NamedTuple

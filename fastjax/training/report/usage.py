@@ -69,7 +69,7 @@ def _base(model: ModelSection, config: Mapping[str, Any], dtype: str) -> tuple[l
     elif kind is None and stored != dtype:
         options["dtype"] = _text(dtype)
     lines.append(f"model = {_load(place, options)}")
-    if model.load_in_4bit and stored != dtype:  # bitsandbytes decodes to that dtype instead
+    if model.load_in_4bit and stored != dtype:  # bitsandbytes' own products decode to that dtype instead
         lines.append(f"model = model.dequantize().to(torch.{dtype})  # computes in {dtype} with what 4 bits decode to")
     return lines, names
 
