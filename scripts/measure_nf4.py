@@ -92,7 +92,6 @@ REGISTERS = {
 
 
 def say(*words: Any) -> None:
-    """Print at once."""
     print(f"{time.perf_counter() - START:6.1f}", *words, flush=True)
 
 

@@ -146,7 +146,7 @@ def _report(name: str, own: list[dict], others: list[dict], gaps: dict[str, floa
         if place is None:
             continue
         parted += 1
-        # Of the other place the two likeliest tokens are known, which must be the two candidates.
+        # The other place's two likeliest tokens must be the two candidates.
         candidate = _at(ours["tokens"], place)
         second, gap = theirs["second"][place]
         theirs_gap = gap if second in (stops if candidate is None else [candidate]) else float("inf")

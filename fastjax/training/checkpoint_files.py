@@ -3,8 +3,8 @@
 Orbax stores each array in zarr's format in a database of TensorStore (OCDBT), which compresses without a checksum: a
 flipped bit comes back as another value. It reads all arrays at once, and if one is damaged, the reads of the others end
 in tracebacks. Here TensorStore reads each array on its own; the CRC-32 in the checkpoint's metadata (3 GB/s a core; no
-burst of up to 32 bits escapes it, anything else with a chance of 2⁻³²) finds the damaged one. The metadata carry a
-checksum of themselves and are not trusted without it.
+burst of up to 32 bits escapes it, anything else with a chance of 2⁻³²) finds the damaged one. The metadata carry their
+own checksum and are not trusted without it.
 
 Nothing here imports JAX.
 """

@@ -81,7 +81,7 @@ class PlainLines:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class StatusLine(NamedTuple):

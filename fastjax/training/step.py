@@ -67,7 +67,7 @@ def init_state(
 
     Args:
         trainable: the trained arrays.
-        optimizer: its state is made for them.
+        optimizer: initialises its state for them.
         key: random state of dropout.
         initial_loss_scale: for float16; None: the loss is not scaled.
     """
