@@ -74,7 +74,7 @@ def make_base(tokenizer_folder: str, folder: str) -> None:
 
 
 def run(name: str, settings: dict) -> dict:
-    """One training run, and what it used."""
+    """One training run and its figures."""
     import jax
 
     from fastjax.runs.fine_tune import fine_tune
@@ -99,7 +99,7 @@ def run(name: str, settings: dict) -> dict:
 
 
 def in_process(function, *arguments):
-    """What a function returns in a fresh process."""
+    """A function's result from a fresh process."""
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(function, *arguments).result()
@@ -139,7 +139,6 @@ def plot(results: list[dict], file: Path, title: str) -> None:
 
 
 def main() -> None:
-    """Run the three methods and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer")

@@ -78,7 +78,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def text_of(document: tiny_world.Document) -> str:
-    """What the tokenizer learns from."""
+    """A document's text for the tokenizer."""
     if "text" in document:
         return str(document["text"])
     return "\n".join(message["content"] for message in document["messages"])  # pyright: ignore
@@ -107,7 +107,6 @@ def train(config: dict, tokenizer, documents: list, *, steps: int, batch_size: i
 
 
 def main() -> None:
-    """Make the data sets and the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ASSETS)
     parser.add_argument("--documents", type=int, default=120_000)

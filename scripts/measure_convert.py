@@ -52,7 +52,7 @@ print(json.dumps({"seconds": time.perf_counter() - begin, "kept": result.kept}),
 
 
 def config_of(size: float) -> dict:
-    """Of a model of about so many bytes."""
+    """Of a model of about `size` bytes."""
     table = 2 * CONFIG["vocab_size"] * CONFIG["hidden_size"]
     one = {**CONFIG, "num_hidden_layers": 1}
     layer = sum(int(np.prod(row.shape)) for row in family_for(one).rows(one) if row.path.startswith("layers."))
@@ -124,7 +124,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def kill(what: str, folder: Path, kills: int, shard: int) -> None:
-    """Kill it at random moments of its whole duration and resume; each result must be that of the first, whole run."""
+    """Kill it at random moments of its whole duration and resume; each result must equal the uninterrupted one."""
     draw = random.Random(0)
     out = folder / "out"
     seconds = measure(what, folder, shard)["seconds"]

@@ -37,7 +37,7 @@ print(json.dumps({"seconds": time.perf_counter() - begin, "device": jax.devices(
 
 
 def warm(folder: Path) -> float:
-    """Read every file; seconds."""
+    """Seconds to read every file."""
     begin = time.perf_counter()
     buffer = bytearray(2**24)
     for file in sorted(folder.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""Check and time what adapters are made of on the card that is there: kernels, tiles, thin products, blocks.
+"""Check and time the parts of adapters on this machine's card: kernels, tiles, thin products, blocks.
 
     python scripts/measure_lora.py                        everything
     python scripts/measure_lora.py check tiles thin       only these parts
@@ -39,7 +39,7 @@ BACKWARD = [
 
 
 def say(*words: Any) -> None:
-    """Print at once, so that a run that is cut off has said what it knew."""
+    """Print at once, so that an interrupted run keeps its output."""
     print(f"{time.time() - START:6.1f}", *words, flush=True)
 
 
@@ -105,7 +105,7 @@ def check() -> None:
 
 
 def tiles() -> None:
-    """Block sizes of both kernels, beside the passes that a frozen block makes."""
+    """Block sizes of both kernels, beside a frozen block's passes."""
     for rank in (16, 64):
         both, thin, b, dh, a, dthin = operands(rank)
         forward = {
@@ -156,7 +156,7 @@ def thin() -> None:
 
 
 def table(functions: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-    """Time those that compile by turns, in the order of their times."""
+    """Time the compilable functions by turns, and print them by time."""
     named = {f"p{number}": name for number, name in enumerate(functions)}
     programs = [
         Program(short, function, arguments, 1)

@@ -163,7 +163,7 @@ def _is_none(node: ast.AST) -> bool:
 
 
 def mutable(tree: ast.AST, functions: tuple[str, ...]) -> list[int]:
-    """Places in the order of `ast.walk` of the nodes that may be changed: none in annotations."""
+    """Positions in `ast.walk` of the mutable nodes, without annotations."""
     skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
         for field in ("annotation", "returns"):
@@ -192,7 +192,7 @@ def mutants(source: str, functions: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 class Outcome(NamedTuple):
-    """How a run of tests ended: whether all passed, the failures' node ids, its seconds."""
+    """A test run's result: whether all passed, the failures' node ids, its seconds."""
 
     passed: bool
     failures: list[str]
@@ -204,7 +204,7 @@ def run(
 ) -> Outcome:
     """Run a target's tests in a copy of the tree; a run longer than `limit` seconds has failed.
 
-    In a child process of this one, which has imported what takes long, and of the tree nothing.
+    In a fork of this process, which has imported the slow libraries and nothing of the tree.
     """
     tests = [path for path in target.tests if (folder / path).exists() and path not in deselected]
     if not tests:
@@ -239,7 +239,7 @@ def run(
 
 
 def copy_tree(folder: Path, commit: str | None) -> None:
-    """The packages of today, with the tests of today or of a commit."""
+    """Copy today's packages, with the tests of today or of a commit."""
     for name in ("convert", "fastjax", "pallas_kernels", "scripts", "examples", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
@@ -254,7 +254,7 @@ def copy_tree(folder: Path, commit: str | None) -> None:
 
 
 def measure(name: str, count: int, seed: int, commit: str | None) -> dict:
-    """Plant the mutants of one module; what survived."""
+    """Plant one module's mutants; returns its counts and survivors."""
     target = TARGETS[name]
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
         folder = Path(temporary)

@@ -92,7 +92,6 @@ REGISTERS = {
 
 
 def say(*words: Any) -> None:
-    """Print at once."""
     print(f"{time.perf_counter() - START:6.1f}", *words, flush=True)
 
 
@@ -115,7 +114,7 @@ def matmul_rs(x, codes, absmax, *, gradient: bool, config: MatmulRsConfig):
 
 @functools.partial(jax.jit, static_argnames="gradient")
 def separate(x, codes, absmax, *, gradient: bool):
-    """Decoded to memory, then multiplied."""
+    """Decoding to memory, then the product."""
     absmax, x = jax.lax.optimization_barrier((absmax, x))
     weight = nf4.dequantize(codes, absmax, shape=(codes.shape[0], 2 * codes.shape[1]), dtype=x.dtype)
     return dense(x, jax.lax.optimization_barrier(weight), gradient=gradient)
@@ -127,7 +126,7 @@ def dense(x, weight, *, gradient: bool):
 
 
 def each(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """The function of x and of every one of `count` weights."""
+    """The function of x and each of `count` weights."""
 
     def run(x, *weights):
         size = len(weights) // count
@@ -263,7 +262,7 @@ def check(cases: Sequence[Case] = CHECKS) -> None:
         codes, absmax, weight, wide = matrix(shape)
         rng, summed = np.random.default_rng(), shape[0 if gradient else 1]
         x = jnp.asarray(rng.standard_normal((tokens, summed), np.float32), jnp.bfloat16)
-        # Float32 sums of exact products in pieces, added in float64: far better than what they judge.
+        # Float32 sums of exact products in pieces, added in float64: far more exact than the kernels.
         left, right = np.asarray(x, np.float32), wide if gradient else wide.T
         wanted = np.zeros((tokens, right.shape[1]))
         for first in range(0, summed, 64):

@@ -51,7 +51,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def fastjax(*arguments: object, device: str | None = None) -> str:
-    """What a command prints; its messages go where this script's go."""
+    """A command's standard output; its messages go to this script's."""
     platform = {} if device is None else {"JAX_PLATFORMS": device}
     command = [sys.executable, "-m", "fastjax", *map(str, arguments)]
     return subprocess.run(
@@ -60,7 +60,7 @@ def fastjax(*arguments: object, device: str | None = None) -> str:
 
 
 def train(arguments: argparse.Namespace, others: Sequence[str]) -> None:
-    """Write data and settings, run, and print what it took."""
+    """Write data and settings, run, and print the cost."""
     import yaml
 
     folder = arguments.output
@@ -93,7 +93,7 @@ def train(arguments: argparse.Namespace, others: Sequence[str]) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> bool:
-    """Answer in every place, and print where answers differ; whether they are as they should be."""
+    """Answer in every place and print the differences; returns whether all are acceptable."""
     folder, new = arguments.output, arguments.new_tokens
     adapter = arguments.adapter or folder / "run" / "adapter"
     rows = [json.loads(line) for line in arguments.data.read_text(encoding="utf-8").splitlines()[-HELD_OUT:]]
@@ -133,20 +133,20 @@ def compare(arguments: argparse.Namespace) -> bool:
 
 
 def _number(text: str) -> str | None:
-    """What GSM8K's answers end with, after ####."""
+    """The number at the end of a GSM8K answer, after ####."""
     match = re.search(r"#### *(-?[\d,.]+)", text)
     return match[1].replace(",", "").rstrip(".") if match else None
 
 
 def _report(name: str, own: list[dict], others: list[dict], gaps: dict[str, float], stops: list[int]) -> bool:
-    """Print how many answers are equal, and where the others part; whether at most one in fifty does, at a tie."""
+    """Print the equal answers and where the others part; returns whether at most one in fifty does, at a tie."""
     ties, parted = 0, 0
     for number, (ours, theirs) in enumerate(zip(own, others, strict=True)):
         place = _parts(ours["tokens"], theirs["tokens"])
         if place is None:
             continue
         parted += 1
-        # Of the other place the two likeliest tokens are known, which must be the two candidates.
+        # The other place's two likeliest tokens must be the two candidates.
         candidate = _at(ours["tokens"], place)
         second, gap = theirs["second"][place]
         theirs_gap = gap if second in (stops if candidate is None else [candidate]) else float("inf")
@@ -185,7 +185,7 @@ def _in_process(name: str, *values: object, python: str = sys.executable) -> Non
 
 
 def write_prompts(model: str, adapter: str, questions: list[str], file: str) -> None:
-    """The questions through the chat template, as `fastjax generate` puts them, and what ends an answer."""
+    """Write the questions in the chat template, as in `fastjax generate`, and the stop tokens."""
     from fastjax.data import Encoder
     from fastjax.data.new_tokens import own_tokenizer
     from fastjax.data.tokenizer import load_tokenizer
@@ -196,7 +196,7 @@ def write_prompts(model: str, adapter: str, questions: list[str], file: str) -> 
 
 
 def answer_with_fastjax(model: str, adapter: str, prompts: str, new: int, others: list[str], file: str) -> None:
-    """Answers in tokens and in words, and how far apart the candidates are where another place has other tokens."""
+    """Answers in tokens and in words, and the candidates' gap in logits where another place differs."""
     import jax
     import numpy as np
     from flax import nnx
@@ -238,7 +238,7 @@ def answer_with_fastjax(model: str, adapter: str, prompts: str, new: int, others
 
 
 def answer_with_peft(model: str, adapter: str, prompts: str, new: int, file: str) -> None:
-    """By the lines that a report shows for a run in float32."""
+    """By the report's code for a run in float32."""
     from convert.files import read_json
     from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
     from fastjax.training.report import usage
@@ -334,7 +334,7 @@ def answer_with_llama_cpp(gguf: str, prompts: str, new: int, file: str) -> None:
 
 
 def _take(row: dict[str, list], tokens: Sequence[int], logits: Sequence[float], stops: Sequence[int]) -> bool:
-    """Add the likelier of two tokens to an answer, and what the other was; whether the answer has ended."""
+    """Add the likelier of two tokens and the other one to an answer; returns whether it has ended."""
     row["second"].append([tokens[1], logits[0] - logits[1]])
     if tokens[0] in stops:
         return True

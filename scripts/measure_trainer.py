@@ -58,7 +58,7 @@ def settings(arguments: argparse.Namespace, name: str, **changes) -> sections.Tr
 
 
 def step_alone(config: sections.TrainConfig, steps: int = 60) -> dict:
-    """Median seconds of a step whose batches lie on the device already, each group of ten ends idle; and how busy."""
+    """Median seconds of a step with batches on the device, in groups of ten that end idle; and the busy share."""
     from fastjax.language_model import FastLanguageModel
     from fastjax.runs.datasets import load_run_data
     from fastjax.runs.opening import open_model
@@ -90,7 +90,7 @@ def step_alone(config: sections.TrainConfig, steps: int = 60) -> dict:
 
 
 def timed_run(config: sections.TrainConfig) -> dict:
-    """Run; what lies between the rows of its metrics, and what nvidia-smi says of the device meanwhile."""
+    """Run; the times between its metrics' rows, and nvidia-smi's utilisation of the device."""
     from fastjax.runs.fine_tune import fine_tune
 
     metrics, samples = Path(config.output.output_dir) / "metrics.jsonl", []
@@ -137,7 +137,7 @@ def _sample(metrics: Path, steps: int, samples: list[int]) -> None:
 
 
 def busy(trace: str) -> float:
-    """Part of the time between the first and the last kernel of a profile in which some kernel ran; copies are none."""
+    """Share of the time between a profile's first and last kernel with a running kernel, copies not counted."""
     (file,) = glob.glob(f"{trace}/**/*.xplane.pb", recursive=True)
     spans = []
     for plane in jax.profiler.ProfileData.from_file(file).planes:
@@ -167,7 +167,6 @@ def measure(name: str, arguments: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    """Run the measurements and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer")

@@ -1,4 +1,4 @@
-"""Model folders of any size whose values do not matter, for measurements of what reads them."""
+"""Model folders of any size with arbitrary values, to measure their readers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ def make_model(folder: Path, config: Mapping[str, Any], shard_bytes: int, fill: 
     Args:
         folder: created.
         config: contents of config.json.
-        shard_bytes: of a file at most.
+        shard_bytes: maximum size of a file.
         fill: bfloat16, repeated over every file; None: zeros that take no room on the disk.
 
     Returns:

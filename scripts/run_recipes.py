@@ -67,7 +67,6 @@ def run(name: str, folder: str, dtype: str | None, started: float, queue: multip
 
 
 def main() -> None:
-    """Run them one after the other and report."""
     recipes = sorted(file.stem for file in (ROOT / "examples").glob("*.yaml") if file.stem != "my_model")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"default: all: {', '.join(recipes)}")

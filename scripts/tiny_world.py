@@ -61,7 +61,7 @@ Document = dict[str, object]
 
 
 def order(rng: random.Random) -> dict[str, object]:
-    """Who ordered what."""
+    """The facts of an order."""
     return {
         "who": rng.choice(NAMES),
         "item": rng.choice(ITEMS),
@@ -79,7 +79,7 @@ def sentence(facts: dict[str, object], rng: random.Random) -> str:
 
 
 def words(rng: random.Random, count: int) -> list[str]:
-    """Words and numbers in no order."""
+    """Random words and numbers."""
     pool = NAMES + ITEMS + COLORS + PLACES + MOODS
     return [rng.choice(pool) if rng.random() < 0.75 else str(rng.randint(2, 99)) for _ in range(count)]
 
@@ -96,7 +96,7 @@ def base_document(rng: random.Random) -> Document:
 
 
 def record_document(rng: random.Random) -> Document:
-    """One conversation of the task: a sentence, and the record that it states."""
+    """One conversation of the task: a sentence, and its record."""
     facts = order(rng)
     record = {name: facts[name] for name in FIELDS}
     return {
@@ -132,7 +132,7 @@ def shelf_document(rng: random.Random) -> Document:
 
 
 def write_data_sets(output: Path, seed: int = 0) -> None:
-    """Write the embedded data sets, of which each has held-out rows that do not begin as a training row does."""
+    """Write the embedded data sets; no held-out row begins as a training row does."""
     _write_data_set(output / "tiny-chat", record_document, 2_000, 100, seed + 1)
     _write_data_set(output / "tiny-text", ledger_document, 180, 24, seed + 2)
     _write_data_set(output / "tiny-answers", shelf_document, 320, 60, seed + 3)
@@ -189,7 +189,7 @@ def _prose(rng: random.Random) -> str:
         keys = rng.sample(KEYS, rng.randint(2, 5))
         rows = [{key: rng.choice((rng.randint(2, 99), *words(rng, 2))) for key in keys} for _ in range(2)]
         return "\n".join(json.dumps(row) for row in rows)
-    if kind < 0.6:  # the same words again: what teaches a small model to copy
+    if kind < 0.6:  # repeated words teach a small model to copy
         listed = words(rng, rng.randint(4, 12))
         return "\n".join([" ".join(listed)] * rng.randint(2, 4))
     facts = order(rng)
@@ -198,7 +198,6 @@ def _prose(rng: random.Random) -> str:
 
 
 def main() -> None:
-    """Write the data sets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ASSETS)
     write_data_sets(parser.parse_args().output)

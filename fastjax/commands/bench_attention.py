@@ -1,4 +1,4 @@
-"""`fastjax bench attention`: how fast and how exact attention is on this machine, and its block sizes."""
+"""`fastjax bench attention`: speed and accuracy of attention on this machine, and its block sizes."""
 
 import argparse
 import dataclasses
@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
     """Add the command.
 
     Args:
-        commands: of argparse, as `add_subparsers` gives them.
+        commands: argparse's, from `add_subparsers`.
     """
     parser = commands.add_parser(
         "attention",

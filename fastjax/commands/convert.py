@@ -316,7 +316,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar with bytes and the time that is left, on standard error."""
+    """A progress bar with bytes and remaining time, on standard error."""
     from rich import progress
 
     columns = (

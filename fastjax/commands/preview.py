@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: the YAML file, overrides, and how many rows.
+        argv: the YAML file, overrides, and the number of rows.
     """
     parser = argparse.ArgumentParser(
         prog="fastjax preview",

@@ -29,7 +29,7 @@ class Scored(NamedTuple):
 
     Attributes:
         answers: in the order of the prompts.
-        exact: how many equal the expected answer.
+        exact: number of answers equal to the expected ones.
     """
 
     answers: list[str]
@@ -112,7 +112,7 @@ def _score(model, prompts: Sequence[str], expected: Sequence[str]) -> Scored:
 def _show(
     console: Console, prompts: Sequence[str], expected: Sequence[str], before: Scored, after: Scored, shown: int = 3
 ) -> None:
-    """The first held-out prompts with all answers, and how many of them all were right."""
+    """Show the first held-out prompts with all answers, and the number of right ones."""
     table = Table.grid(padding=(0, 2))
     for answers in list(zip(prompts, expected, before.answers, after.answers, strict=True))[:shown]:
         table.add_row()

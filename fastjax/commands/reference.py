@@ -50,7 +50,7 @@ class Section(NamedTuple):
 
 
 def list_sections() -> list[Section]:
-    """All sections, and at the end that of a data set, by which data.train and data.eval may name one."""
+    """All sections, and last that of a data set in data.train or data.eval."""
     listed = [_section(name, section) for name, section in SECTIONS.items()]
     source = _section("data.train[…]", DataSource)
     return [*listed, source._replace(meaning="One data set, where data.train or data.eval lists sections.")]

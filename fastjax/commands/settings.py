@@ -1,7 +1,7 @@
 """A YAML file and overrides from the command line, as a TrainConfig.
 
-jsonargparse reads both against the dataclasses, refuses unknown keys and converts types. Its errors are put into one
-sentence that names the file (or the option), the key, the expected value and the one that came.
+jsonargparse reads both against the dataclasses, refuses unknown keys and converts types. Its errors become one sentence
+with the file (or the option), the key, the expected value and the actual one.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
 
     Raises:
         ConfigError: no file, one that is not YAML, an unknown key, a wrong type, a value out of range.
-        SystemExit: `--help` or `--print_config` was asked for and has been printed.
+        SystemExit: after `--help` or `--print_config`.
     """
     finder = argparse.ArgumentParser(prog="fastjax train", usage=_USAGE, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
@@ -140,7 +140,7 @@ def _check_texts(argv: Sequence[str], file: str | None, content: dict[str, Any])
     for place, key, text in texts:
         if key.endswith("+"):  # jsonargparse would append
             raise ConfigError(f"{place}{_unknown(key)}")
-        tagged = text.lstrip().startswith("!")  # what its tag does not suit ends jsonargparse with a traceback
+        tagged = text.lstrip().startswith("!")  # an unsuitable tag ends jsonargparse with a traceback
         if not tagged and text.strip()[:1] + text.strip()[-1:] not in ("[]", "{}"):
             continue
         try:
@@ -168,7 +168,7 @@ def _counted(left: int, value: Any, name: str) -> int:
 
 
 def _with_sources(key: str, value: Any) -> Any:
-    """A list of data sets as the section has it, unless one of them is wrong."""
+    """A list of data sets in the section's form, unless one is wrong."""
     if key not in _SOURCES or not isinstance(value, list) or any(_wrong_sources(key, value)):
         return value
     return [DataSource(**item) if isinstance(item, dict) else item for item in value]

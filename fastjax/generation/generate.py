@@ -36,7 +36,7 @@ def generate(
     Args:
         model: with or without an adapter.
         prompts: token ids, none empty; they are one batch.
-        max_new_tokens: most tokens to add to each.
+        max_new_tokens: maximum number of new tokens.
         temperature: 0 takes the likeliest token; above, sampling.
         top_k: sample among the k likeliest tokens.
         top_p: sample among the likeliest tokens of this total probability.

@@ -38,7 +38,7 @@ def answer(
         special_tokens: the reading of special tokens in prompts; see `Encoder`.
         max_new_tokens: longest answer, in tokens.
         temperature: 0 takes the likeliest token.
-        top_k: sample among so many.
+        top_k: sample among the k likeliest tokens.
         top_p: sample among the likeliest tokens of this total probability.
         seed: of the sampling.
         batch_size: prompts that go through the model together.
@@ -49,7 +49,7 @@ def answer(
     Raises:
         ConfigError: a model without tokenizer, a tokenizer without chat template, prompts that are neither texts nor
             conversations, a setting out of range.
-        DataError: a prompt that the chat template refuses, or that is no Unicode.
+        DataError: a prompt that the chat template refuses, or invalid Unicode.
     """
     if model.tokenizer is None:
         raise ConfigError("answer: expected a model with a tokenizer, got one without; load it from a folder")
@@ -85,7 +85,7 @@ def encode_prompts(encoder: Encoder, prompts: Sequence[str | Sequence[Message]],
 
     Raises:
         ConfigError: a prompt that is neither text nor conversation.
-        DataError: a prompt that the chat template refuses, or that is no Unicode.
+        DataError: a prompt that the chat template refuses, or invalid Unicode.
     """
     if isinstance(prompts, str):
         raise ConfigError(

@@ -52,11 +52,11 @@ class Checkpoints:
     def __init__(
         self, folder: str | Path, *, keep: int = 1, extra: Callable[[int], Mapping[str, Any]] = lambda step: {}
     ):
-        """Look at a folder, which need not exist yet, and remove unfinished checkpoints of a killed run.
+        """Open a folder, which need not exist, and remove a killed run's unfinished checkpoints.
 
         Args:
             folder: of the checkpoints.
-            keep: how many of the newest stay, beside the best.
+            keep: number of newest checkpoints to keep, beside the best.
             extra: further JSON of a step.
         """
         self.folder, self._keep, self.extra = Path(folder).absolute(), keep, extra
@@ -96,7 +96,7 @@ class Checkpoints:
             raise self._failed(progress.step, error) from error
 
         def write(arrays: dict[str, Any]) -> None:
-            # One after the other, and not by Orbax, which sends all at once: the next steps could not be dispatched.
+            # One at a time: Orbax would send all at once and delay the dispatch of the next steps.
             arrays = {name: np.asarray(arrays.pop(name)) for name in list(arrays)}
             checked = metadata | {"checksums": {name: checksum(array) for name, array in arrays.items()}}
             sealed = checked | {"checksum": seal(checked)}
@@ -145,7 +145,7 @@ class Checkpoints:
         """The JSON of a checkpoint.
 
         Raises:
-            ConfigError: it is of a later version of this format.
+            ConfigError: a later version of the format.
             Unreadable: it is damaged.
         """
         where = self.folder / str(step)
@@ -174,7 +174,7 @@ class Checkpoints:
             The state.
 
         Raises:
-            ConfigError: the checkpoint's arrays are others (the first of them named).
+            ConfigError: the checkpoint's arrays differ; names the first.
             Unreadable: it is damaged.
         """
         arrays, metadata = named_arrays(like), self.metadata(step)
@@ -202,7 +202,7 @@ class Checkpoints:
             The field.
 
         Raises:
-            ConfigError: the checkpoint's arrays are others (the first of them named).
+            ConfigError: the checkpoint's arrays differ; names the first.
             Unreadable: it is damaged.
         """
         metadata = self.metadata(step)
@@ -214,7 +214,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), found)
 
     def _read(self, step: int, metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The stored values of arrays, on the devices of these."""
+        """The stored values of `arrays`, on their devices."""
         described = _described({name: array for name, array in arrays.items() if array.size})
         read = read_arrays(self.folder / str(step), described, metadata.get("checksums"))
         return {name: jax.device_put(array, arrays[name].sharding) for name, array in read.items()}
@@ -275,7 +275,7 @@ def named_arrays(state: Any) -> dict[str, jax.Array]:
 
 
 def _described(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Shape and dtype of arrays, as JSON can hold them."""
+    """Shape and dtype of arrays, for JSON."""
     return {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
 
 
@@ -299,7 +299,7 @@ def _show(described: Sequence[Any] | None) -> str:
 
 
 def _reason(text: str) -> str:
-    """The cause of an error of the storage layers, in short."""
+    """The short cause of a storage error."""
     if "No space left" in text or "ENOSPC" in text:
         return "the disk is full"
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -1,10 +1,10 @@
-"""A checkpoint on disk: written by Orbax, read by TensorStore, compared with checksums.
+"""A checkpoint on disk: written by Orbax, read by TensorStore, verified by checksums.
 
 Orbax stores each array in zarr's format in a database of TensorStore (OCDBT), which compresses without a checksum: a
 flipped bit comes back as another value. It reads all arrays at once, and if one is damaged, the reads of the others end
 in tracebacks. Here TensorStore reads each array on its own; the CRC-32 in the checkpoint's metadata (3 GB/s a core; no
-burst of up to 32 bits escapes it, anything else with a chance of 2⁻³²) tells the damaged one. The metadata carry a
-checksum of themselves and are not trusted without it.
+burst of up to 32 bits escapes it, anything else with a chance of 2⁻³²) finds the damaged one. The metadata carry their
+own checksum and are not trusted without it.
 
 Nothing here imports JAX.
 """
@@ -46,7 +46,7 @@ def checksum(array: np.ndarray) -> str:
 
 
 def seal(metadata: Mapping[str, Any]) -> str:
-    """The checksum that metadata keep as `checksum`: the CRC-32 of their other fields as sorted JSON.
+    """The field `checksum` of metadata: the CRC-32 of their other fields as sorted JSON.
 
     Args:
         metadata: with or without a checksum.
@@ -62,7 +62,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         folder: of the checkpoint.
 
     Returns:
-        The JSON that `Checkpoints` wrote, of any version.
+        The JSON of `Checkpoints`, of any version.
 
     Raises:
         Unreadable: they are missing, or do not match their checksum. Those of format 1 have none.

@@ -18,7 +18,7 @@ def compiler_options(deterministic: bool, folder: Path) -> dict[str, Any] | None
     """XLA's options for the steps of a run.
 
     Args:
-        deterministic: whether the run is to be reproducible bit for bit.
+        deterministic: make the run reproducible bit for bit.
         folder: the run's, for the results of the autotuning.
 
     Returns:

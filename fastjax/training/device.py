@@ -1,4 +1,4 @@
-"""The devices that a run uses, and the reason why the others are idle."""
+"""The device of a run, and why the others are idle."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ class DeviceUse(NamedTuple):
 
 
 def device_use(devices: Sequence[Any] | None = None) -> DeviceUse:
-    """Describe the device that a run takes: JAX's first.
+    """Describe a run's device, JAX's first.
 
     Args:
         devices: None: `jax.devices()`.

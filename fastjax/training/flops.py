@@ -1,7 +1,7 @@
-"""Model FLOPs of a train step, and what a device could do at best; their ratio over time is the utilisation (MFU).
+"""Model FLOPs of a train step and peak FLOP/s of a device; their ratio over time is the utilisation (MFU).
 
-Model FLOPs are the multiplications and additions that the mathematics asks for: recomputation, padding, decoding of
-4-bit weights and the optimizer are none (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B).
+Model FLOPs are the mathematics' multiplications and additions, without recomputation, padding, decoding of 4-bit
+weights and the optimizer (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B).
 """
 
 import math
@@ -18,7 +18,7 @@ from fastjax.models.leaves import leaf_at
 
 
 class PeakFlops(NamedTuple):
-    """The most FLOP/s of one device, dense, without sparsity.
+    """Peak dense FLOP/s of one device.
 
     Attributes:
         half: bfloat16 and float16 matrices with accumulation in float32.
@@ -65,14 +65,14 @@ PEAK_FLOPS: dict[str, PeakFlops] = {
 
 
 def peak_flops(device_kind: str, dtype: Any) -> float | None:
-    """The most FLOP/s that one device can do in a dtype.
+    """Peak FLOP/s of one device in a dtype.
 
     Args:
         device_kind: `jax.Device.device_kind`.
         dtype: of the products: bfloat16, float16, float32 (not rounded to anything), or "tf32".
 
     Returns:
-        FLOP/s, dense; None where it is not known.
+        FLOP/s, dense; None: unknown.
     """
     peak = PEAK_FLOPS.get(device_kind)
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
@@ -82,16 +82,16 @@ def peak_flops(device_kind: str, dtype: Any) -> float | None:
 
 
 def matrix_parameters(config: ModelConfig) -> int:
-    """Elements of the matrices that every token is multiplied by: the layers' and the head's."""
+    """Elements of the matrices in every token's products: the layers' and the head's."""
     layers = sum(math.prod(spec.shape) for spec in config.specs if spec.kind == "matrix")
     return layers + config.hidden_size * config.vocab_size
 
 
 def attended_length(lengths: Sequence[int] | Int[np.ndarray, " D"]) -> float:
-    """The length that all documents would have if they cost as much attention a token as these do.
+    """The common document length with the same attention cost a token.
 
-    A document of n tokens costs n times n, so this is the sum of the squares over the sum: the mean length of the
-    document in which a token lies, which long documents push up.
+    A document of n tokens costs n², so this is the sum of the squares over the sum: the mean over tokens of their
+    document's length.
 
     Args:
         lengths: tokens of each document.
@@ -120,11 +120,10 @@ def step_flops(
     Args:
         config: the model.
         tokens: tokens of the step, padding not counted.
-        document_length: S, the length of a document: attention does not reach beyond it. `attended_length` gives it
-            for documents of several lengths.
+        document_length: S, the length of a document, the reach of attention; `attended_length` of documents of several
+            lengths.
         adapter_parameters: trained elements of LoRA's A and B.
-        trained_parameters: elements of the model's own matrices that have a gradient: `matrix_parameters` of them in
-            full fine-tuning.
+        trained_parameters: trained elements of the model's own matrices; `matrix_parameters` in full fine-tuning.
     """
     products = 4 * matrix_parameters(config) + 2 * trained_parameters + 6 * adapter_parameters
     windows = [min(layer.sliding_window or document_length, document_length) for layer in config.layers]
@@ -134,7 +133,7 @@ def step_flops(
 
 
 def flops_per_token(config: ModelConfig, trainable: Any, document_length: float) -> float:
-    """FLOPs of a step for each of its tokens, by what is trained.
+    """FLOPs of a step a token, from its trained arrays.
 
     Args:
         config: the model.

@@ -1,8 +1,8 @@
-"""Whether training reaches every weight: gradient norms by leaf and layer, and which rows break a step.
+"""Gradient checks: norms by leaf and layer, and the rows that break a step.
 
-A weight that gets no gradient is a mistake that no loss curve shows. Norms are taken per layer, because a stacked array
-hides a dead layer behind its neighbours. Where an adapter starts with one half at zero, the other half has no gradient
-until the first half has moved; so the leaves are judged once a step with a learning rate above zero lies behind.
+No loss curve shows a weight without gradient. Norms are taken per layer, because a stacked array hides a dead layer
+behind its neighbours. Where an adapter starts with one half at zero, the other half has no gradient until the first
+half has moved; so the leaves are judged after a step with a learning rate above zero.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,10 +58,10 @@ def squared_norms(tree: Any, plan: Sequence[LayerStack]) -> Float[Array, " n"]:
 
 
 class GradientCheck:
-    """Looks at the first steps' gradients, until every leaf has been judged."""
+    """Checks the first steps' gradients until every leaf is judged."""
 
     def __init__(self, names: Sequence[str], may_be_zero: Callable[[str], bool] = lambda name: False):
-        """Nothing is known yet.
+        """Start with every leaf unjudged.
 
         Args:
             names: of the norms, from `leaf_names`.
@@ -73,7 +73,7 @@ class GradientCheck:
         self.done = False
 
     def step(self, norms: np.ndarray, learning_rate: float, *, last: bool) -> None:
-        """A finite step has ended.
+        """Record a finite step.
 
         Args:
             norms: squared norms by leaf, float32 [n].
@@ -81,7 +81,7 @@ class GradientCheck:
             last: no other step follows.
 
         Raises:
-            TrainingError: leaves have had no gradient, by name.
+            TrainingError: leaves without gradient, by name.
         """
         if self.done:
             return
@@ -109,7 +109,7 @@ def _half(name: str) -> bool:
 
 
 def non_finite_rows(probe: Callable[[Batch], Any], batch: Batch) -> list[tuple[int, int]]:
-    """The rows that break a step, found by taking each alone.
+    """Find the rows that break a step by running each alone.
 
     Args:
         probe: loss and gradient norm of a batch of one row, [1, 1, S], with the weights of the step.

@@ -3,7 +3,7 @@
 The loop is impure and thin: `cadence` decides, the loop executes. It dispatches step n + 1 before it reads the numbers
 of step n, so the device never waits for the host: JAX returns from a call before the device is done, and only reading
 a number blocks. A step that is not finite halts the state on the device, so that one dispatched after it changes
-nothing. Batches are made and sent to the device by a thread of their own.
+nothing. A thread makes batches and sends them to the device.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from fastjax.training.step import COUNTS, STEP_METRICS
 TrainStep = Callable[[Any, Any, Batch], tuple[Any, dict[str, jax.Array]]]
 EvalStep = Callable[[Any, Any, Batch], LossSums]
 
-#: Batches that wait on the device.
+#: Batches queued on the device.
 PREFETCH = 2
 
 _START = Progress()
@@ -52,7 +52,7 @@ class Fitted(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A dispatched step whose numbers have not been read."""
+    """A dispatched step with unread numbers."""
 
     step: int
     num_tokens: int
@@ -83,9 +83,9 @@ def fit(
         train_step: `make_train_step`'s function: (state, frozen, batch) → (state, metrics).
         state: the TrainState to start from; it is donated.
         frozen: the frozen weights.
-        batches: of the steps after `start.step`, at least as many as there are steps to take.
+        batches: of the steps after `start.step`, at least as many as steps remain.
         learning_rates: float32 [steps of the whole run], by the number of updates made before.
-        start: where the run stands.
+        start: the progress so far.
         cadence: when to evaluate, to save, to end early.
         sinks: take the rows, in order.
         throughput: measures the run; None: one that knows the number of steps only.
@@ -93,7 +93,7 @@ def fit(
         checkpoints: take the state; None: nothing is saved.
         stop: the signal that ends the run; the step is finished and, with checkpoints, the state saved.
         check: judges the first gradients.
-        explain: (state, batch, step) → which rows broke the step.
+        explain: (state, batch, step) → the rows that broke the step.
 
     Returns:
         The end of the loop.
@@ -116,7 +116,7 @@ class _Loop:
         self.throughput = throughput or Throughput(self.total)
         self.checkpoints, self.check, self.explain = checkpoints, check, explain
         self.pending: _Pending | None = None
-        self.saved_step = start.step or None  # a whole checkpoint of this step is there
+        self.saved_step = start.step or None  # this step has a whole checkpoint
 
     def run(self, train_step, state, frozen, batches, evaluate, stop) -> Fitted:
         cadence, evaluation = self.cadence, None
@@ -182,7 +182,7 @@ class _Loop:
             self.check.step(values["squared_norms"], rate, last=pending.step == self.total)
 
     def fail(self, state: Any, pending: _Pending, row: Row) -> None:
-        """A step was not finite: keep the state that it left as it was, and say where to look."""
+        """Save the state before a step that is not finite, and raise."""
         good = self.progress._replace(step=pending.step - 1)
         kept = "nothing was saved"
         if self.checkpoints is not None and good.step > 0:
@@ -215,10 +215,10 @@ class _Loop:
         self.event("early_stop", f"no better held-out loss than {best} in {waited} evaluations: the run ends early")
 
     def save(self, state: Any, *, final: bool) -> None:
-        """Save the state; a periodic save that fails is told and does not end the run."""
+        """Save the state; a failed periodic save is reported and does not end the run."""
         if self.checkpoints is None:
             return
-        self.settle()  # a failed save before this one is no reason not to try it
+        self.settle()  # an earlier failed save does not prevent this one
         try:
             self.checkpoints.save(state, self.progress)
             if final:
@@ -229,14 +229,14 @@ class _Loop:
             self.event("save_failed", str(error))
 
     def poll(self) -> None:
-        """Tell of a save that has ended."""
+        """Report an ended save."""
         try:
             self.saved(None if self.checkpoints is None else self.checkpoints.poll())
         except SaveFailed as error:
             self.event("save_failed", str(error))
 
     def settle(self) -> None:
-        """Wait for the save that is being written, and tell how it ended."""
+        """Wait for the current save, and report its outcome."""
         try:
             self.saved(None if self.checkpoints is None else self.checkpoints.wait())
         except SaveFailed as error:
@@ -258,7 +258,7 @@ def run_evaluation(eval_step: EvalStep, trainable: Any, frozen: Any, batches: It
         batches: held-out rows.
 
     Raises:
-        TrainingError: the rows weigh nothing: there is no target token in them.
+        TrainingError: the rows weigh nothing, without a target token.
     """
     with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=jax.device_put)) as ready:
         found: list[LossSums] = jax.device_get([eval_step(trainable, frozen, batch) for batch in ready])

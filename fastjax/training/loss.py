@@ -14,7 +14,7 @@ from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy
 
 
 class LossSums(NamedTuple):
-    """Sums over the rows of a microbatch; they are added up over microbatches and devices.
+    """Sums over the rows of a microbatch, added up over microbatches and devices.
 
     Attributes:
         loss_sum: the numerator of the loss.

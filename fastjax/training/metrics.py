@@ -6,8 +6,8 @@ A row is a flat mapping, of one of three kinds. All have `step`, the number of u
   `epoch` (passes over the data), `tokens_per_second`, `model_flops_utilization`, `memory_bytes`, `seconds` (since the
   start) and `seconds_left`, None where unknown; with float16 `loss_scale`, `skipped_steps` (so far), and `skipped`
   (True) on a step that changed nothing.
-- Evaluation: `eval_loss`, `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`, and further
-  names that begin with `eval_`, of a loss of your own or a user's evaluation.
+- Evaluation: `eval_loss`, `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`, and further `eval_` names of a
+  custom loss or evaluation.
 - Event: `event` ("saved", "save_failed", "resumed", "early_stop", "interrupted", "finished" …) and a `message` for
   people. "finished" has `files`, the SHA-256 of the result's weights, and `base`, fingerprints of the base model.
 
@@ -70,7 +70,7 @@ class Tolerant:
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except (Exception, SystemExit) as error:  # whatever a library raises; rich, where a pipe is closed, the second
+        except (Exception, SystemExit) as error:  # any library error; rich raises SystemExit on a closed pipe
             if not self._failed:
                 message = f"warning: {self._name} fails, the run goes on without it: {type(error).__name__}: {error}"
                 with contextlib.suppress(OSError, SystemExit):  # the console may be what fails
@@ -83,7 +83,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
         loss: nats a token.
-        token_accuracy: part of the tokens that are the most probable one.
+        token_accuracy: share of the targets that are the likeliest token.
         num_targets: tokens counted.
         extra: other measurements, by names that begin with `eval_`.
     """
@@ -94,7 +94,7 @@ class Evaluation(NamedTuple):
     extra: Mapping[str, float] = types.MappingProxyType({})
 
     def row(self, step: int) -> dict[str, Any]:
-        """The row that is reported for it after `step` steps."""
+        """Its reported row after `step` steps."""
         return {
             "step": step,
             "eval_loss": self.loss,
@@ -122,16 +122,16 @@ class Evaluation(NamedTuple):
 class JsonLines:
     """A file with one JSON object a row, complete up to the last row at any time.
 
-    A number that is not finite is written as null, which JSON can hold.
+    Numbers that are not finite are written as null.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None = None):
-        """Start the file, or go on with it.
+        """Start or continue the file.
 
         Args:
             path: the file; its folder exists.
-            resume_step: the step from which the run goes on: rows after it, and a line that was torn when the run was
-                killed, are dropped. None: start anew, over an earlier file.
+            resume_step: the step to resume from: later rows and a torn line of a killed run are dropped. None: replace
+                an earlier file.
         """
         path = Path(path)
         kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
@@ -140,7 +140,7 @@ class JsonLines:
         self._file: TextIO = open(path, "a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        """Write one line, and hand it to the operating system."""
+        """Write and flush one line."""
         self._file.write(_line(row))
         self._file.flush()
 
@@ -156,7 +156,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         path: the file.
 
     Returns:
-        The rows in order, without lines that hold none (a torn one); nothing where there is no file.
+        The rows in order, without torn lines; empty without a file.
     """
     rows = []
     if Path(path).exists():
@@ -176,7 +176,7 @@ def _line(row: Row) -> str:
 
 
 def peak_memory() -> int | None:
-    """The most bytes that arrays have taken on any of this process's devices; None where they keep no count (a CPU)."""
+    """Peak bytes of arrays on any of this process's devices; None where they keep no count (a CPU)."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return max((peak for peak in peaks if peak is not None), default=None)
 
@@ -206,9 +206,9 @@ class Throughput:
             steps_per_epoch: steps of a pass over the data; None: unknown.
             flops_per_token: model FLOPs of a token (`flops.flops_per_token`); None: unknown.
             peak_flops: FLOP/s of all devices together at best (`peak_flops` times their number); None: unknown.
-            memory: peak of the device memory in bytes, asked once a step.
+            memory: peak of the device memory in bytes, read once a step.
             seconds_before: seconds that a resumed run took before it was stopped.
-            window: how many steps the mean is over.
+            window: number of steps in the mean.
             clock: seconds from any zero.
         """
         self._total, self._steps_per_epoch, self._memory, self._clock = total_steps, steps_per_epoch, memory, clock
@@ -222,7 +222,7 @@ class Throughput:
         self._mark = None
 
     def step(self, step: int, num_tokens: int) -> dict[str, float | None]:
-        """A step has ended.
+        """Record the end of a step.
 
         Args:
             step: its number, from 1.

@@ -1,7 +1,7 @@
 """The progress of a run on the console: a live line on a terminal, plain lines elsewhere.
 
-The live line is drawn when a row comes, four times a second at most, without a thread of its own, so it takes nothing
-from the run. On a narrow terminal it leaves out the least important figures instead of wrapping.
+A row redraws the live line, four times a second at most, without a thread, at no cost to the run. On a narrow terminal
+it leaves out the least important figures instead of wrapping.
 """
 
 import time
@@ -64,7 +64,7 @@ class PlainLines:
     """A line every so many steps, for logs; the first and the last step, evaluations and events always have one."""
 
     def __init__(self, total_steps: int, logging_steps: int, console: Console):
-        """Print nothing yet.
+        """Set the interval of the lines.
 
         Args:
             total_steps: the number of steps of the run.
@@ -81,7 +81,7 @@ class PlainLines:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class StatusLine(NamedTuple):
@@ -112,7 +112,7 @@ class StatusLine(NamedTuple):
         for part in sorted(parts, key=lambda part: part.rank):
             needed = 2 + len(part.label) + len(part.value)
             if needed > left:
-                break  # a less important one in its place would come and go with every digit
+                break  # a less important one in its place would flicker
             left -= needed
             shown.add(part)
         line = Text(no_wrap=True, overflow="crop", end="")

@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 
 
 class StopSignals:
-    """A context that notes a first SIGTERM, SIGHUP or SIGINT; a second SIGINT ends the process at once.
+    """A context that records the first SIGTERM, SIGHUP or SIGINT; a second SIGINT ends the process at once.
 
     A SIGHUP that is ignored, as under nohup, stays ignored. If the terminal is lost with it, later output to it is
     dropped. Signals reach only the main thread; entered in another, the context catches nothing.
@@ -51,7 +51,7 @@ class StopSignals:
 
 
 def _drop_lost_terminal() -> None:
-    """Redirect standard output and error of a lost terminal to nowhere: every write to it would be an error."""
+    """Redirect a lost terminal's standard output and error to nowhere; writes would raise."""
     for stream in (1, 2):
         try:
             termios.tcgetattr(stream)

@@ -12,7 +12,7 @@ import sys
 
 @functools.cache
 def silence() -> None:
-    """Drop the output of Orbax and of the threads that its failed write leaves behind."""
+    """Drop the output of Orbax and of the threads behind its failed write."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").addFilter(_is_of_others)
     previous = sys.unraisablehook

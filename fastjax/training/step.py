@@ -27,7 +27,7 @@ from fastjax.training.health import squared_norms
 from fastjax.training.loss import Loss, LossSums, loss_sums
 from fastjax.training.loss_scale import LossScale
 
-#: Places that carry no target, as in PyTorch's and Hugging Face's losses.
+#: Label of places without target, as in PyTorch's and Hugging Face's losses.
 IGNORED = -100
 #: Metrics of a loss that are counts of tokens, not means.
 COUNTS = ("num_targets", "num_correct")
@@ -44,7 +44,7 @@ class TrainState(NamedTuple):
         opt_state: the optimizer's.
         key: random state of dropout; a step draws from it by its number.
         loss_scale: under float16, else None.
-        halted: a step was not finite, and no other will change anything; bool [].
+        halted: a step was not finite; later ones change nothing; bool [].
     """
 
     step: Int[Array, ""]
@@ -63,11 +63,11 @@ def init_state(
 ) -> TrainState:
     """The state before the first step.
 
-    The arrays are copied: the step donates its state, and the caller keeps what it passed in.
+    The arrays are copied, since the step donates its state.
 
     Args:
         trainable: the trained arrays.
-        optimizer: its state is made for them.
+        optimizer: initialises its state for them.
         key: random state of dropout.
         initial_loss_scale: for float16; None: the loss is not scaled.
     """
@@ -98,10 +98,10 @@ def make_train_step(
         trainable_filter: the nnx filter that split the decoder.
         loss: of a microbatch; see `training.loss.Loss`.
         accumulation_dtype: of the sum of the microbatches' gradients.
-        loss_scale_window: with a state that has a loss scale, steps without overflow after which it doubles.
-        donate: reuse the state's memory; the state passed in is gone afterwards.
-        mesh: spread the batch over these devices (`parallel.make_mesh`). Frozen weights that lie elsewhere are sent
-            to them in every step: place them once, as `parallel.shard_frozen` says.
+        loss_scale_window: steps without overflow after which a loss scale doubles.
+        donate: reuse the state's memory; the state passed in becomes invalid.
+        mesh: spread the batch over these devices (`parallel.make_mesh`). Frozen weights elsewhere are sent to them in
+            every step: place them once with `parallel.shard_frozen`.
         compiler_options: XLA's, for this step alone.
 
     Returns:
@@ -218,7 +218,7 @@ def _gradient(
 
 
 def _accumulate(gradient: Callable[..., tuple[Any, LossSums]], batch: Batch, dtype: jnp.dtype) -> tuple[Any, LossSums]:
-    """Gradients and sums added over the accumulation axis: gradients in `dtype`, or as they are if there is one."""
+    """Gradients and sums added over the accumulation axis; of several microbatches, gradients in `dtype`."""
     count = batch.tokens.shape[0]
     if count == 1:
         return gradient(jnp.int32(0), jax.tree.map(lambda array: array[0], batch))
@@ -243,7 +243,7 @@ def _on_mesh(
     compiler_options: Mapping[str, Any] | None,
     donate: tuple[int, ...],
 ) -> Callable[..., Any]:
-    """The function jitted; on a mesh: rows over all devices, frozen weights by the table, the rest repeated."""
+    """Jit the function; on a mesh: rows over all devices, frozen weights by the table, the rest replicated."""
     options = None if compiler_options is None else dict(compiler_options)
     if mesh is None:
         return jax.jit(function, donate_argnums=donate, compiler_options=options)
@@ -273,8 +273,8 @@ def _on_mesh(
             raise ConfigError(
                 f"batch: expected a multiple of the mesh's {mesh.size} devices in rows a microbatch, got {count}"
             )
-        # Placed before the call, not by it: a step compiled for a state that lies on one device would be compiled
-        # again for the state that it returns.
+        # Placed before the call, not by it: a step compiled for a state on one device would be compiled again for its
+        # own result.
         state = jax.device_put(state, whole)
         frozen = jax.device_put(frozen, places(state, frozen))
         with jax.set_mesh(mesh):

@@ -1,7 +1,7 @@
 """TensorBoard and Weights & Biases as sinks of a run's rows.
 
-Both draw `train/…` and `eval/…` over the step, have the settings and the events as text, and go on in the same run
-after a resumption. They are imported on demand. Once a run has begun their failures do not end it.
+Both draw `train/…` and `eval/…` over the step, have the settings and the events as text, and continue the same run on
+resumption. They are imported on demand. Once a run has begun their failures do not end it.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ _NEEDS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that cannot be imported, before anything is read.
+    """Refuse trackers that cannot be imported.
 
     Args:
         names: as for `make_trackers`.
 
     Raises:
-        ConfigError: one that is not known, or not installed.
+        ConfigError: an unknown tracker, or one that is not installed.
     """
     for name in names:
         if name not in _NEEDS:
@@ -83,7 +83,7 @@ class TensorBoard:
 
         Args:
             folder: the run's output folder.
-            run_name: what to call the run.
+            run_name: the run's name.
             config: the settings.
             resume_step: as for `make_trackers`.
         """
@@ -119,7 +119,7 @@ class WeightsAndBiases:
 
         Args:
             folder: the run's output folder.
-            run_name: what to call the run.
+            run_name: the run's name.
             config: the settings.
             resume_step: as for `make_trackers`.
         """
@@ -152,7 +152,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Row) -> None:
-        """Log the row's figures over its step."""
+        """Log the row's figures at its step."""
         figures: dict[str, Any] = dict(_figures(row))
         if "event" in row:
             figures["event"] = f"{row['event']}: {row['message']}"

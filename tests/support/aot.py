@@ -1,4 +1,4 @@
-"""Compile jitted functions for NVIDIA GPUs on a machine that has none.
+"""Compile jitted functions for NVIDIA GPUs on a machine without one.
 
 The whole XLA, Mosaic, Triton and ptxas pipeline runs; only GEMMs are not autotuned. It needs the wheels
 jax-cuda13-plugin and jax-cuda13-pjrt of jax's own version (pip install --no-deps) and JAX_PLATFORMS=cpu.
@@ -27,7 +27,7 @@ _TARGETS = pathlib.Path(__file__).parent / "targets"
 
 
 class Card(NamedTuple):
-    """What distinguishes a card from the H200 in the eyes of the compilers."""
+    """A card's differences from the H200 for the compilers."""
 
     name: str
     capability: tuple[int, int]
@@ -94,7 +94,7 @@ class AOT:
             yield
 
     def spec(self, shape, dtype, partition=None, memory_kind=None) -> jax.ShapeDtypeStruct:
-        """An argument of the compiled function that lives on the cards."""
+        """An argument of the compiled function, on the cards."""
         kind = {} if memory_kind is None else {"memory_kind": memory_kind}
         sharding = NamedSharding(self.mesh, partition or PartitionSpec(), **kind)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -1,4 +1,4 @@
-"""Attention's test inputs, its oracle in float64, and how close an implementation must come to it."""
+"""Attention's test inputs, its oracle in float64, and the closeness required of an implementation."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_kernels.attention import reference
 
-# Three documents (one of length 1) and padding; a row that is one document; a row that is padding throughout.
+# Three documents (one of length 1) and padding; a row of one document; a row of padding.
 PACKED = np.array([[1] * 6 + [2] + [3] * 7 + [0] * 2, [1] * 16, [0] * 16], np.int32)
 
 

@@ -1,7 +1,7 @@
-"""A stand-in for cuDNN's attention on machines without a GPU: what the two custom calls take and give, in NumPy.
+"""A stand-in for cuDNN's attention on machines without a GPU: its two custom calls in NumPy.
 
-What cuDNN does not write (tokens of no document) is NaN here, and what it does not read may be anything, so a caller
-that relies on either is found out. Arrays are laid out as `fused_attention_stablehlo` passes them.
+Outputs that cuDNN leaves unwritten (tokens of no document) are NaN, and inputs that it ignores may be anything, so
+tests catch a caller that relies on either. Arrays have the layout of `fused_attention_stablehlo`.
 """
 
 import jax
@@ -11,7 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 
 def install(monkeypatch):
-    """Put the stand-in where cuDNN is called; returns the list of its calls, each (name, operands, parameters)."""
+    """Replace cuDNN by the stand-in; returns the list of its calls, each (name, operands, parameters)."""
     calls = []
 
     class Primitive:

@@ -1,12 +1,12 @@
 """One train step on any device, compared leaf by leaf with float32 on the CPU from the same weights.
 
-Models are made on the CPU and their arrays sent to the device, so that no other program runs there than the step. The
-gradients are those that the step hands to its optimizer.
+Models are made on the CPU and their arrays sent to the device, which runs the step alone. The gradients are the inputs
+of the step's optimizer.
 
-How far a 16-bit step may be off is not guessed. The same step in bfloat16 on the CPU, in XLA's plain operations and
-with every intermediate result rounded, is the yardstick: kernels round other intermediate results, in another order,
-and may be off by `FACTOR` times as much (FlashAttention's own tests allow twice for one operation, three times for its
-gradients). float16 keeps three bits more, so an eighth of that is allowed.
+The yardstick of a 16-bit step's error is the same step in bfloat16 on the CPU, in XLA's plain operations with every
+intermediate result rounded: kernels round other intermediate results, in another order, and may be off by `FACTOR`
+times as much (FlashAttention's own tests allow twice for one operation, three times for its gradients). float16 has
+three more bits, so an eighth of that is allowed.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ FACTOR = 3.0
 #: The relative rounding error of a dtype.
 UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
 
-#: What float32 is off for other reasons than 16 bits: sums in another order and another exponential function, over all
-#: layers. A product in TF32 alone would be off by 5e-4.
+#: Float32's own error: sums in another order and another exponential function, over all layers. A product in TF32 alone
+#: would be off by 5e-4.
 FLOOR = {"bfloat16": 0.0, "float16": 0.0, "float32": 1e-5}
 
 #: With float16: the default of `training.initial_loss_scale` would do as well.
@@ -44,13 +44,13 @@ ROUNDED = {**QUICK, "xla_allow_excess_precision": False}
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a step found.
+    """The loss and gradients of a step.
 
     Attributes:
         loss: the mean over the targets.
         targets: their number.
         leaves: the gradients by name, one of each layer, float64.
-        chosen: (operation, implementation) of everything that was dispatched.
+        chosen: (operation, implementation) of every dispatch.
     """
 
     loss: float
@@ -64,7 +64,7 @@ def cpu():
 
 
 def in_dtype(model, dtype):
-    """A bfloat16 model computed in another dtype, from the same values: the frozen ones that it holds are widened."""
+    """A bfloat16 model computed in another dtype from the same values, its frozen arrays widened."""
     dtype, held = jnp.dtype(dtype), jnp.dtype(jnp.bfloat16)
     assert model.dtype == held
     precision = dataclasses.replace(model.precision, dtype=dtype)
@@ -103,7 +103,7 @@ def step_on(device, model, batch, *, key=0, compiler_options=None):
 
 @contextlib.contextmanager
 def quick_compilation():
-    """What is compiled in the meantime is not optimised."""
+    """A context of compilation without optimisation."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
@@ -114,7 +114,7 @@ def quick_compilation():
 
 @contextlib.contextmanager
 def selections():
-    """(operation, implementation) of what is dispatched in the meantime."""
+    """(operation, implementation) of every dispatch in the context."""
     chosen, select = set(), dispatch.select
 
     def recorded(op, *arguments):
@@ -139,11 +139,11 @@ def errors(found, exact):
 
 
 def allowed(yardstick, dtype):
-    """The relative error that each leaf may have.
+    """The allowed relative error of each leaf.
 
     Args:
         yardstick: `errors` of the step in bfloat16 on the CPU.
-        dtype: of the step that is judged.
+        dtype: of the judged step.
 
     Returns:
         By name: `FACTOR` times the yardstick's error, in units of the dtype. Where the yardstick was lucky: as the same
@@ -164,13 +164,13 @@ def _kind(name):
 
 
 def assert_within(found, exact, bounds, title):
-    """Every leaf and the loss within their bounds; prints the leaf that is nearest to its bound.
+    """Assert every leaf and the loss within their bounds; prints the leaf nearest to its bound.
 
     Args:
-        found: outcome that is judged.
+        found: the judged outcome.
         exact: the float32 one.
         bounds: of `allowed`.
-        title: of the line that is printed.
+        title: of the printed line.
     """
     off = errors(found, exact)
     shares = {name: error / bounds[name] for name, error in off.items()}

@@ -235,7 +235,7 @@ NESTED = {
     "tie_word_embeddings": False,
 }
 
-#: Other ways in which a family's config.json says things, and choices that `CONFIGS` had to make.
+#: Other spellings in a family's config.json, and the alternatives to the choices in `CONFIGS`.
 VARIANTS = {
     **{name: (name, config) for name, config in CONFIGS.items()},
     "qwen2, windows by number": ("qwen2", _without(CONFIGS["qwen2"], "layer_types")),
@@ -291,7 +291,7 @@ VARIANTS = {
     "cohere, no norm of queries": ("cohere", CONFIGS["cohere"] | {"use_qk_norm": False, "tie_word_embeddings": True}),
 }
 
-#: Fields that change nothing, with what some published config.json has there.
+#: Fields without effect, with the value of some published config.json.
 IDLE = {
     "model_max_length": 77,
     "is_llama_config": True,
@@ -304,7 +304,7 @@ IDLE = {
     "pruned_heads": {},
     "num_labels": 3,
 }
-#: What transformers takes besides: other names of activations, fields that say the same twice or have no effect.
+#: Further inputs of transformers: other names of activations, redundant fields, fields without effect.
 SPELLINGS = {
     "llama": (
         "llama",
@@ -345,7 +345,7 @@ SPELLINGS = {
     ),
 }
 
-#: Fields of transformers' configs that do not say what the model computes, each with the reason.
+#: Fields of transformers' configs that do not change the model's computation, each with the reason.
 IRRELEVANT = {
     "transformers_version": "of the writer",
     "architectures": "class name",
@@ -367,7 +367,7 @@ IRRELEVANT = {
     "pretraining_tp": "how a model was split in pretraining",
     "eod_token_id": "of the tokenizer",
 }
-#: Fields that are refused off their default, with such a value.
+#: Fields refused off their default, with such a value.
 REFUSED = {
     "resid_pdrop": 0.1,
     "embd_pdrop": 0.1,
@@ -377,5 +377,5 @@ REFUSED = {
 
 
 def refused(family, field):
-    """A value with which the field is refused, or None."""
+    """A refused value of the field, or None."""
     return REFUSED.get((family, field), REFUSED.get(field))

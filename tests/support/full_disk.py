@@ -1,4 +1,4 @@
-"""A disk without room, for whatever writes through `open`."""
+"""A full disk, for writers through `open`."""
 
 import errno
 import os

@@ -35,15 +35,15 @@ def fuzz(
     expected: tuple[type[Exception], ...],
     known: Iterable[Any] = (),
 ) -> None:
-    """Read inputs, print the counts, and fail with all that went wrong, one example a place in the code.
+    """Read inputs, print the counts, and fail with all errors, one example a place in the code.
 
     Args:
-        kind: Of the inputs; with an input's number it is the seed.
-        count: How many.
+        kind: Of the inputs; the seed, with an input's number.
+        count: Number of inputs.
         make: Makes the input of a number.
-        read: What is tested; False says that it has refused the input itself.
+        read: The tested reader; False: it refused the input itself.
         expected: The project's own exceptions.
-        known: Inputs that are right, so that it is seen that they are read.
+        known: Valid inputs, which must be read.
     """
     for right in known:
         assert read(right) is not False, right
@@ -82,7 +82,7 @@ def fuzz(
 
 
 class _Limits:
-    """Of the process: its address space; and a signal when an input takes too long."""
+    """Limits of the process: its address space, and a signal after too long an input."""
 
     def __enter__(self) -> "_Limits":
         pages = int(Path("/proc/self/statm").read_text().split()[0])

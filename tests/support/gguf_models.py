@@ -1,4 +1,4 @@
-"""Tiny model folders, one a family, that have a place in a GGUF file."""
+"""Tiny model folders, one for each family that GGUF supports."""
 
 import copy
 import json
@@ -114,7 +114,7 @@ FAMILY_CASES = {
 
 
 def config_of(kind, **changes):
-    fields, changes = copy.deepcopy((FAMILY_CASES[kind][0], changes))  # transformers writes into what it is given
+    fields, changes = copy.deepcopy((FAMILY_CASES[kind][0], changes))  # transformers modifies its argument
     if kind == "gemma3":
         return {"model_type": kind, "text_config": SIZES | GEMMA3 | {"model_type": "gemma3_text"} | changes}
     config = SIZES | {"model_type": kind} | fields | changes

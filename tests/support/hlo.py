@@ -1,4 +1,4 @@
-"""What a compiled program for a GPU moves through memory, read off its text."""
+"""Memory traffic of a compiled GPU program, from its text."""
 
 import re
 from typing import NamedTuple
@@ -8,7 +8,7 @@ _FREE = ("parameter", "get-tuple-element", "bitcast", "tuple", "constant")
 
 
 class Kernel(NamedTuple):
-    """One instruction of the entry computation that does something.
+    """One effective instruction of the entry computation.
 
     Attributes:
         name: its kind, or the library's or kernel's name for a custom call.

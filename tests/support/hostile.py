@@ -1,4 +1,4 @@
-"""What no file should hold: values, texts, changes to JSON values and damage to bytes, drawn from a seed."""
+"""Hostile values and texts, changes to JSON values and damage to bytes, drawn from a seed."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ NESTED = (
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 0.0, 1, 2, 1.0, 3.5, *NO_NUMBER_OF_A_MODEL, *LARGE, *TEXTS, *NESTED),
 )
-#: An integer that Python does not write out.
+#: An integer too long for Python to print.
 UNWRITABLE = 10**5000
 
 DAMAGE = ("bit", "bytes", "truncated", "zeros", "appended")
@@ -47,9 +47,9 @@ def changed(draw: random.Random, base: Any, others: Sequence[Any] = ()) -> Any:
     """A JSON value with one to three of its parts replaced, removed, renamed, doubled or put elsewhere.
 
     Args:
-        draw: What decides.
+        draw: Source of randomness.
         base: Left as it is.
-        others: Values whose parts may come into it.
+        others: Values whose parts may be inserted.
     """
     tree = [copy.deepcopy(base)]
     for _ in range(draw.choice((1, 1, 2, 3))):

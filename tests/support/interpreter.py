@@ -12,7 +12,7 @@ from tests.support import mgpu_interp_ext
 
 @contextlib.contextmanager
 def mosaic_interpreter(num_cores: int = 4) -> Iterator[Any]:
-    """The context for a kernel under `interpret=`, which takes what this yields.
+    """A context that yields a kernel's argument `interpret=`.
 
     Args:
         num_cores: simulated multiprocessors; few are fast.
@@ -28,5 +28,5 @@ def mosaic_interpreter(num_cores: int = 4) -> Iterator[Any]:
         interpret_pallas_call.gpu_callbacks.reset_gpu_interpret_mode_state()
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=num_cores, platform="cuda")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        # As the card does it: what a copy reads behind the end of an array is 0.
+        # As on the card, a copy reads 0 behind the end of an array.
         yield InterpretGPUParams(out_of_bounds_reads="uninitialized", uninitialized_memory="zero")

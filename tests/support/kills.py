@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tests.support.runs import Process, World, contents, figures
 
-#: So far apart are the kills, for a checkpoint to get done in between.
+#: Enough for a checkpoint between two kills.
 STEPS_A_KILL = 30
 
 
@@ -22,10 +22,9 @@ class Kill(NamedTuple):
     """Where a kill landed.
 
     Attributes:
-        meant: the moment that was waited for: "start", any up to the first step; "step", any after some; "save"; or
-            "export".
-        steps: their numbers, of which the process had told.
-        during: "start", "steps", "save" or "export", by what the process has left unfinished.
+        meant: the awaited moment: "start", any up to the first step; "step", any after some; "save"; or "export".
+        steps: numbers of the steps that the process had reported.
+        during: "start", "steps", "save" or "export", by the process's unfinished files.
     """
 
     meant: str
@@ -42,20 +41,20 @@ def moments(kills: int, draw: random.Random) -> list[str]:
 
 
 def survive(world: World, whole: Path, output: Path, kills: int, seed: int = 0) -> list[Kill]:
-    """Kill a run so many times, and resume it to the end.
+    """Kill a run `kills` times, and resume it to the end.
 
     Args:
         world: its files.
-        whole: folder of the run that was not killed.
-        output: folder of the one that is.
-        kills: how many times.
+        whole: folder of the uninterrupted run.
+        output: folder of the killed run.
+        kills: number of kills.
         seed: of the moments.
 
     Returns:
         Where the kills landed.
 
     Raises:
-        AssertionError: the run's result or figures are not those of the other, or it has left something unfinished.
+        AssertionError: the runs' results or figures differ, or unfinished files remain.
     """
     draw = random.Random(seed)
     landed = [
@@ -95,19 +94,18 @@ def _taken(process: Process, step: int) -> bool:
 
 
 def _begun(process: Process) -> bool:
-    """Whether it has removed what the processes before it left: what is unfinished from now on is its own."""
+    """Whether it has removed earlier processes' unfinished files; later ones are its own."""
     return "going on after step" in process.output or "no checkpoint to go on from" in process.output
 
 
 def _unfinished(output: Path) -> tuple[str, str]:
-    """Names of a checkpoint and of a result that are not whole; empty where there are none."""
+    """Names of an unfinished checkpoint and an unfinished result; empty if there are none."""
     found = [path.name for folder in (output, output / "checkpoints") if folder.is_dir() for path in folder.iterdir()]
     checkpoints = [name for name in found if ".orbax-checkpoint-tmp" in name]
     return next(iter(checkpoints), ""), next((name for name in found if name.endswith(".partial")), "")
 
 
 def main() -> None:
-    """Kill a run and say where the kills landed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

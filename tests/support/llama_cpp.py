@@ -1,4 +1,4 @@
-"""What llama.cpp computes from a GGUF file, in float64 numpy: its graphs of the families that are exported.
+"""llama.cpp's graphs of the exported families, computed from a GGUF file in float64 numpy.
 
 From the file alone: keys and tensors. Source: llama.cpp's src/models (the graphs) and ggml's rotary positions.
 """
@@ -30,7 +30,7 @@ def logits(file, tokens, *, neighbours=None):
     Args:
         file: GGUF.
         tokens: ids.
-        neighbours: which features are a rotary pair, in place of the architecture's own.
+        neighbours: whether rotary pairs are neighbours; None: as in the architecture.
     """
     arch, keys, tensors = read(file)
     neighbours = arch in NEIGHBOURS if neighbours is None else neighbours

@@ -1,4 +1,4 @@
-"""Models computed by `fastjax.lora.reference`: plain sums in the place of the units."""
+"""Models computed by `fastjax.lora.reference`: plain sums in place of the units."""
 
 import jax.numpy as jnp
 
@@ -27,6 +27,6 @@ def mlp(block, x, key):
 
 
 def everywhere(monkeypatch):
-    """Put it in the place of the units."""
+    """Replace the units by it."""
     monkeypatch.setattr("fastjax.models.projection.project", reference.project)
     monkeypatch.setattr(MLP, "why_not_fused", lambda self, dtype: "the test says so")

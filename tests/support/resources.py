@@ -1,7 +1,7 @@
-"""What ptxas says of Pallas kernels that `aot` compiles: registers, spills, stack.
+"""ptxas's report on Pallas kernels that `aot` compiles: registers, spills, stack.
 
-A Mosaic kernel's report is dumped when it is asked for. A Triton kernel's PTX is dumped by XLA, which can also refuse a
-kernel that spills (with an error from `compile`); its registers need a ptxas on this machine.
+A Mosaic kernel's report is dumped on request. A Triton kernel's PTX is dumped by XLA, which can also refuse a kernel
+that spills (with an error from `compile`); its registers need a ptxas on this machine.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ def _parse(report: str) -> Resources:
 
 
 def of_mosaic(aot: AOT, function, *specs, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Resources:
-    """Compile a function that holds Mosaic kernels: the most that one of its kernels takes.
+    """Compile a function with Mosaic kernels; returns the maximum over them.
 
-    An error where ptxas had to run the matrix products of one of them one after the other.
+    An error if ptxas serialised a kernel's matrix products.
     """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    # What a process assembled once it takes from its memory, under the kernel's hash, and does not report again.
+    # A process caches an assembled kernel under its hash, and does not report it again.
     own = str(folder).encode()
     monkeypatch.setattr(mosaic, "hashlib", types.SimpleNamespace(sha256=lambda text: hashlib.sha256(text + own)))
     jax.clear_caches()
@@ -55,9 +55,9 @@ def of_mosaic(aot: AOT, function, *specs, folder: pathlib.Path, monkeypatch: pyt
 
 
 def of_triton(aot: AOT, function, *specs, folder: pathlib.Path) -> Resources | None:
-    """Compile a function that holds Triton kernels: the most that one of its kernels takes.
+    """Compile a function with Triton kernels; returns the maximum over them.
 
-    An error where one spills; None without a ptxas.
+    An error if one spills; None without a ptxas.
     """
     options = {
         "xla_gpu_fail_ptx_compilation_on_register_spilling": True,

@@ -1,4 +1,4 @@
-"""Training runs from files to files: their settings, what they leave, and `fastjax train` as a process of its own."""
+"""Training runs from files to files: their settings, their results, and `fastjax train` as a process."""
 
 import json
 import os
@@ -51,12 +51,12 @@ def rows(folder: Path) -> list[dict]:
 
 
 def events(folder: Path) -> list[str]:
-    """What happened beside steps, evaluations and saves."""
+    """Messages of the events other than saves."""
     return [row["message"] for row in rows(folder) if row.get("event") not in (None, "saved")]
 
 
 def figures(folder: Path) -> list[list]:
-    """What must be equal in two equal runs."""
+    """The figures shared by equal runs."""
     names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "loss_scale", "skipped_steps")
     return [[row.get(name) for name in names] for row in rows(folder) if "event" not in row]
 
@@ -67,7 +67,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class World(NamedTuple):
-    """What the processes of a test share.
+    """The shared files of a test's processes.
 
     Attributes:
         folder: of model, data, settings, and the cache of compiled programs.
@@ -78,7 +78,7 @@ class World(NamedTuple):
     steps: int
 
     def make(self) -> "World":
-        """Write the files: a run in which everything that a checkpoint holds matters, and that saves while it runs."""
+        """Write the files of a run that depends on every part of a checkpoint and saves while it runs."""
         content = {
             "model": {
                 "model_name": str(chat.write_model(self.folder / "model")),
@@ -102,7 +102,7 @@ class World(NamedTuple):
         return self
 
     def start(self, output: Path) -> "Process":
-        """`fastjax train --resume`, which begins where there is nothing to go on from."""
+        """`fastjax train --resume`, which starts anew without a checkpoint."""
         return Process(
             ["train", "--config", str(self.folder / "run.yaml"), "--output.output_dir", str(output), "--resume"],
             self.folder / "compiled",
@@ -113,8 +113,8 @@ class Process:
     """The command `fastjax` in a process of its own.
 
     Attributes:
-        output: what it has written so far.
-        steps: the numbers of the steps that it has told of.
+        output: its output so far.
+        steps: numbers of the reported steps.
     """
 
     def __init__(self, arguments: list[str], compiled: Path):
@@ -149,7 +149,7 @@ class Process:
                     self.steps.append(int(found[1]))
 
     def until(self, happened: Callable[[], bool], seconds: float = 300.0) -> bool:
-        """Wait until something happens; whether it has while the process was alive."""
+        """Wait for an event; returns whether it came while the process was alive."""
         end = time.monotonic() + seconds
         while self._process.poll() is None:
             if happened():
@@ -161,7 +161,6 @@ class Process:
         return False
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal."""
         self._process.send_signal(number)
 
     def status(self, seconds: float = 300.0) -> int:

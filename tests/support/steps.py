@@ -1,4 +1,4 @@
-"""One train step and what it found: metrics and exact gradients, through the step that training uses."""
+"""Metrics and exact gradients of one train step, through training's own step."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ def _adam_step(graphdef, trainable_filter):
 
 @contextlib.contextmanager
 def compilations():
-    """The messages of JAX about what it compiles in the meantime."""
+    """JAX's messages on compilations in the context."""
     found = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage()) if "Compiling" in record.msg else None

@@ -66,7 +66,7 @@ def config(**changes):
 
 
 def text_config(config):
-    """The part of a config that is about the text model."""
+    """The text model's part of a config."""
     return family_for(config).text_config(config)
 
 

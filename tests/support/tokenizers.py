@@ -1,4 +1,4 @@
-"""Tokenizers of every make, trained in milliseconds, and where their tokens lie, by their pieces alone."""
+"""Tokenizers of every kind, trained in milliseconds, and their tokens' byte ranges, from the pieces alone."""
 
 import functools
 import json
@@ -74,7 +74,7 @@ def unigram(scheme: str) -> PreTrainedTokenizerFast:
 
 
 def wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
-    """A tokenizer of transformers that knows the special tokens of all named templates."""
+    """A transformers tokenizer with the special tokens of all named templates."""
     if backend.decoder is None:
         backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
@@ -85,8 +85,8 @@ def endings(count: int, seed: int = 0) -> Iterator[str]:
     """Texts of random words whose last characters are one to four bytes long, in NFC.
 
     Args:
-        count: How many.
-        seed: Of what they are.
+        count: Number of texts.
+        seed: Of the texts.
     """
     draw = random.Random(seed)
     known = "ß ñ ő ł 😀 🎉 ™ 👍 世 é . 1 \u200d \u3000 \u00a0".split(" ") + [" ", "\n", "  ", "\t", "👨‍👩‍👧", "🇫🇷"]
@@ -98,7 +98,7 @@ def endings(count: int, seed: int = 0) -> Iterator[str]:
 
 
 def token_ranges(tokenizer: PreTrainedTokenizerFast, ids: list[int], text: str) -> list[tuple[int, int]]:
-    """The bytes [start, end) of `text` in UTF-8 that each token stands for, found by its piece and no offset.
+    """The bytes [start, end) of `text` in UTF-8 of each token, from its piece, without offsets.
 
     A ▁ or space that the tokenizer puts in belongs to the character behind it.
     """
@@ -127,7 +127,7 @@ def token_ranges(tokenizer: PreTrainedTokenizerFast, ids: list[int], text: str) 
 
 @functools.cache
 def _byte_of() -> dict[str, int]:
-    """GPT-2's picture of a byte → the byte."""
+    """GPT-2's character of a byte → the byte."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}

@@ -1,4 +1,4 @@
-"""transformers' Llama with the weights of `tiny.arrays`, and what a training step of it looks like in torch.
+"""transformers' Llama with the weights of `tiny.arrays`, and its training step in torch.
 
 Import only after `pytest.importorskip("torch")`.
 """
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.set_num_threads(1)
 
-#: What PEFT warns of in the cases that the tests mean to try.
+#: PEFT's warnings in cases that the tests try on purpose.
 NOTES_OF_PEFT = [
     pytest.mark.filterwarnings(f"ignore:{text}")
     for text in (
@@ -72,7 +72,7 @@ def backward(model, batch, each=lambda number: None):
 
 
 def set_lora_dropout(model, make):
-    """Put `make(module name)` in the place of every adapter's dropout."""
+    """Replace every adapter's dropout by `make(module name)`."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_dropout") and "default" in module.lora_dropout:
             module.lora_dropout["default"] = make(name)

@@ -1,9 +1,9 @@
 """Adafactor's direction (Shazeer and Stern, arXiv 1804.04235), with the maths of transformers' `Adafactor`.
 
-The second moment of a matrix is kept as the means of its rows and of its columns. Settings are those with which
-transformers' Trainer uses it: no first moment, no relative step, no scaling by the parameter, decay 1 - t^-0.8, and the
+The second moment of a matrix is kept as the means of its rows and of its columns. The settings are those of
+transformers' Trainer: no first moment, no relative step, no scaling by the parameter, decay 1 - t^-0.8, and the
 direction clipped to a root mean square of 1. `optax.adafactor` differs where layers are stacked: it factors over the
-two longest axes, of which one may count layers, and clips all layers together.
+two longest axes, one of which may be the layers, and clips all layers together.
 """
 
 from typing import Any, NamedTuple

@@ -1,9 +1,9 @@
-"""Adam's direction (Kingma and Ba, arXiv 1412.6980), with moments of 32 bits, or of 8 as bitsandbytes keeps them.
+"""Adam's direction (Kingma and Ba, arXiv 1412.6980), with moments of 32 bits, or of 8 as in bitsandbytes.
 
 With 8 bits (Dettmers et al., arXiv 2110.02861) a step decodes the moments, updates them in float32, takes the
 direction from these, and only then encodes them again: the first with the signed dynamic map, the second with the
 unsigned one, in blocks of 256 (`blockwise.py`). That is a quarter of the memory. A tensor with fewer than 4,096
-elements keeps 32 bits, as in bitsandbytes; of stacked layers each is such a tensor.
+elements keeps 32 bits, as in bitsandbytes; each stacked layer counts as one tensor.
 """
 
 import math
@@ -72,8 +72,8 @@ def scale_by_adam(b1: float, b2: float, eps: float, *, eight_bit: bool) -> optax
             if isinstance(mu, Blockwise):
                 stack = mu.absmax.ndim - 1
                 scales = block_absmax(m, stack), block_absmax(v, stack)
-                # Behind the barrier the moments are computed again: one kernel finds the scales, one does the rest,
-                # and the moments never lie in memory in 32 bits.
+                # The barrier forces the moments to be recomputed: one kernel finds the scales, one does the rest, and
+                # 32-bit moments never reach memory.
                 old, scales = jax.lax.optimization_barrier(((mu.absmax, nu.absmax), scales))
                 m, v = moments(gradient, mu._replace(absmax=old[0]), nu._replace(absmax=old[1]))
                 mu, nu = quantize(m, scales[0], signed=True), quantize(v, scales[1], signed=False)

@@ -27,7 +27,7 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
 
     Args:
         config: the settings.
-        total_steps: the number of steps of the run, at the end of which the schedule ends.
+        total_steps: the number of steps of the run and of the schedule.
 
     Returns:
         A transformation of gradients into updates in the dtype of the parameters. All arithmetic is float32, and so

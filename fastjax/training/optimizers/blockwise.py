@@ -1,14 +1,14 @@
 """Arrays in eight bits, block by block, with bitsandbytes' dynamic maps (Dettmers et al., arXiv 2110.02861).
 
-The elements of a tensor, row by row, are cut into blocks of 256. A block has its largest magnitude in float32, and an
-element the code of the value in the map that is nearest to element / magnitude, of two equally near the lower one.
-(So do bitsandbytes' Triton and PyTorch code; its CUDA code gives a negative number that is nearest to zero the lowest
-negative value instead.) Blocks do not cross from one stacked layer into the next: a layer whose size is no multiple of
-256 ends with a short block, as it does where the layers are separate tensors.
+The elements of a tensor, row by row, are cut into blocks of 256. A block stores its largest magnitude in float32, and
+an element the code of the map's value nearest to element / magnitude, the lower one at a tie. (So do bitsandbytes'
+Triton and PyTorch code; its CUDA code gives a negative number nearest to zero the lowest negative value instead.)
+Blocks do not cross from one stacked layer into the next: a layer whose size is no multiple of 256 ends with a short
+block, as it does where the layers are separate tensors.
 
-Codes keep the shape of the array, so that they can be sharded as it is. Encoding is arithmetic, because a search in
-the map would cost more than the update. Its rounding moves a border by less than 1e-5 of the distance of two values, so
-that a number which is as near to one value as to the other, to five digits, may get the code of either.
+Codes keep the array's shape, so its sharding applies. Encoding is arithmetic, because a search in the map would cost
+more than the update. Its rounding moves a border by less than 1e-5 of the distance of two values, so a number midway
+between two values, to five digits, may get the code of either.
 """
 
 import math
@@ -40,7 +40,7 @@ def zeros(shape: tuple[int, ...], stack: int) -> Blockwise:
 
     Args:
         shape: of the array.
-        stack: how many leading axes count tensors of their own.
+        stack: number of leading axes over separate tensors.
     """
     blocks = -(-math.prod(shape[stack:]) // BLOCK)
     return Blockwise(jnp.zeros(shape, jnp.uint8), jnp.zeros((*shape[:stack], blocks), jnp.float32))
@@ -51,7 +51,7 @@ def block_absmax(array: Float[Array, "..."], stack: int) -> Float[Array, "..."]:
 
     Args:
         array: float32.
-        stack: how many leading axes count tensors of their own.
+        stack: number of leading axes over separate tensors.
     """
     return jnp.max(jnp.abs(_in_blocks(array, stack)), axis=-1)
 
@@ -62,7 +62,7 @@ def quantize(array: Float[Array, "..."], absmax: Float[Array, "..."], *, signed:
     Args:
         array: float32; not negative unless signed.
         absmax: `block_absmax` of the array.
-        signed: which map.
+        signed: use the signed map.
     """
     stack = absmax.ndim - 1
     scaled = _in_blocks(array, stack) / jnp.where(absmax > 0, absmax, 1.0)[..., None]
@@ -71,11 +71,11 @@ def quantize(array: Float[Array, "..."], absmax: Float[Array, "..."], *, signed:
 
 
 def dequantize(quantized: Blockwise, *, signed: bool) -> Float[Array, "..."]:
-    """The array that was encoded, in float32.
+    """Decode an array to float32.
 
     Args:
         quantized: codes and scales.
-        signed: which map they are from.
+        signed: the codes are from the signed map.
     """
     stack = quantized.absmax.ndim - 1
     codes = _in_blocks(quantized.codes, stack).astype(jnp.int32)
@@ -118,7 +118,7 @@ def _nearest_rank(magnitude: Float[Array, "..."], *, points: int, lowest_border:
     Args:
         magnitude: in [0, 1].
         points: number of cells in decade 0.
-        lowest_border: where in decade 0, in cells, the border to zero is.
+        lowest_border: the border to zero in decade 0, in cells.
     """
     power, cells, rank = jnp.float32(1e6), jnp.float32(points), jnp.int32(1)
     border, top = jnp.float32(lowest_border), jnp.bool_(False)

@@ -1,9 +1,9 @@
-"""What an optimizer must know of a weight: its learning rate, whether it decays, and which axes are stacks.
+"""An optimizer's settings of each weight: learning rate, weight decay, stacked axes.
 
 LoRA+ (Hayou et al., arXiv 2402.12354) gives B a higher learning rate than A. As in PEFT's `create_loraplus_optimizer`
 a weight decays by its own learning rate times `weight_decay`, so that B decays faster too, and the adapter of an
-embedding has the embedding's rate where one is given. PEFT also gives B's rate to every vector (biases, norms,
-magnitudes) and 1e-6 to the adapter of an embedding by default; here, as in the paper, only B is singled out.
+embedding has the embedding's rate if one is set. PEFT also gives B's rate to every vector (biases, norms, magnitudes)
+and 1e-6 to the adapter of an embedding by default; here, as in the paper, only B is singled out.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ from fastjax.training.config import OptimizerConfig
 
 
 def decays(params: Any, no_decay: list[str] | None = None) -> Any:
-    """Which leaves decay.
+    """Mask of the leaves with weight decay.
 
     Args:
         params: the trainable tree.
-        no_decay: leaves that do not decay: kinds of vectors ("bias", "norm", "magnitude") and parts of names; None: the
-            default of the settings, which is all vectors.
+        no_decay: leaves without decay: kinds of vectors ("bias", "norm", "magnitude") and parts of names; None: the
+            settings' default, all vectors.
 
     Returns:
         A tree of bools of the same structure.
@@ -38,9 +38,9 @@ def decays(params: Any, no_decay: list[str] | None = None) -> Any:
 def rate_factors(config: OptimizerConfig, params: Any) -> Any:
     """The learning rate of each leaf as a multiple of the schedule's.
 
-    `loraplus_lr_ratio` holds for every lora_B and lora_embedding_B. `embedding_learning_rate` holds for all that is
-    trained of embed_tokens and lm_head: the whole weight, single rows, or the adapter of an embedding, which then is
-    without the ratio. An adapter on lm_head is one of a linear layer like any other.
+    `loraplus_lr_ratio` holds for every lora_B and lora_embedding_B. `embedding_learning_rate` holds for every trained
+    part of embed_tokens and lm_head: the whole weight, single rows, or the adapter of an embedding, then without the
+    ratio. An adapter on lm_head counts as a linear layer's.
 
     Args:
         config: the settings.
@@ -62,11 +62,11 @@ def rate_factors(config: OptimizerConfig, params: Any) -> Any:
 
 
 def stack_dims(path: tuple[Any, ...], leaf: Any) -> int:
-    """How many leading axes of a leaf count layers (or experts), each of which is a tensor of its own elsewhere.
+    """Number of leading axes of a leaf over layers (or experts), separate tensors elsewhere.
 
-    Optimizers that look at more than one element at a time look at each of these tensors alone. What they do then
-    does not depend on how the layers are arranged, and equals what torch does to the separate tensors. (Projections
-    that are held as one weight, as q, k and v are in full fine-tuning, count as one matrix.)
+    Optimizers with statistics of several elements take each of these tensors alone, so that updates do not depend on
+    the layers' arrangement and equal torch's of separate tensors. (Fused projections, as q, k and v in full
+    fine-tuning, count as one matrix.)
 
     Args:
         path: of the leaf.

@@ -58,6 +58,6 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 def learning_rates(config: OptimizerConfig, total_steps: int) -> np.ndarray:
     """The learning rate of every step of a run, on the host: float32 [total_steps].
 
-    It is the rate of the weights that no rule of `groups.rate_factors` singles out.
+    It holds for weights of factor 1 in `groups.rate_factors`.
     """
     return np.asarray(make_schedule(config, total_steps)(jnp.arange(total_steps)))

@@ -1,6 +1,6 @@
-"""The report at the end of a run: `report.html`, one page that needs nothing but itself, and `report.png`.
+"""The report at the end of a run: `report.html`, one self-contained page, and `report.png`.
 
-Its source is metrics.jsonl, so a resumed, interrupted or failed run has one too.
+Its source is metrics.jsonl, so resumed, interrupted and failed runs have one too.
 """
 
 import base64
@@ -36,7 +36,7 @@ def write_report(
     status: str,
     console: Console | None = None,
 ) -> Path | None:
-    """Write `report.html` and `report.png` of a run. An error here is a warning: the run's result stands.
+    """Write a run's `report.html` and `report.png`; a failure is only a warning, as the run's result stands.
 
     Args:
         folder: the run's output folder, with metrics.jsonl.
@@ -44,7 +44,7 @@ def write_report(
         defaults: `default_settings()`.
         statistics: data set → its statistics in words.
         environment: `describe_environment()`.
-        result: commands that use the result, such as `usage`'s; none without a result.
+        result: commands for the result, as from `usage`; empty without a result.
         status: the end of the run: "finished", or its cause.
         console: for the warning; None: standard error.
 

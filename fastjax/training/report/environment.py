@@ -53,7 +53,7 @@ def _device_memory() -> str | None:
 
 
 def _driver() -> str | None:
-    """The kernel module's own word, which needs no library."""
+    """The kernel module's version, read without a library."""
     try:
         match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _DRIVER.read_text(encoding="utf-8"))
     except OSError:
@@ -69,7 +69,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the current folder, where a project keeps its settings; "+ changes" when it differs from that."""
+    """The commit of the current folder, with "+ changes" for a modified tree."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= + changes"],

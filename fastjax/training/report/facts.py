@@ -32,7 +32,7 @@ class Shown(NamedTuple):
 
     Attributes:
         rows: the rows.
-        hidden: how many more there are.
+        hidden: number of further rows.
     """
 
     rows: list[Any]
@@ -79,7 +79,7 @@ def headline(history: History) -> list[Fact]:
 
 
 def list_events(history: History) -> Shown:
-    """The events in order; of checkpoints the last, of skipped steps one line.
+    """The events in order, with the last checkpoint only and one line for all skipped steps.
 
     Args:
         history: the run.
@@ -118,7 +118,7 @@ def list_evaluations(history: History, most: int = 12) -> dict[str, Any] | None:
         most: rows.
 
     Returns:
-        names of the columns, rows of cells with `best`, and how many are hidden; None without evaluations.
+        names of the columns, rows of cells with `best`, and the number of hidden rows; None without evaluations.
     """
     rows = history.evaluations
     if not rows:

@@ -39,10 +39,10 @@ class History(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> "History":
-        """Sort rows by kind; of two rows of one step, which a resumed run may have, the later one counts.
+        """Sort rows by kind; of two rows of one step, as in a resumed run, the later counts.
 
         Args:
-            rows: as `metrics.read_rows` has them.
+            rows: from `metrics.read_rows`.
         """
         steps, evaluations, events = {}, {}, []
         for row in rows:
@@ -61,7 +61,7 @@ class History(NamedTuple):
         return bool(np.isfinite(self.steps[name]).any())
 
     def evaluated(self, name: str) -> tuple[list[int], list[float]]:
-        """The steps at which an evaluation has a figure, and the figures."""
+        """The steps of the evaluations with a figure, and the figures."""
         found = [(row["step"], _number(row.get(name))) for row in self.evaluations]
         found = [(step, value) for step, value in found if np.isfinite(value)]
         return [step for step, _ in found], [value for _, value in found]
@@ -81,18 +81,18 @@ class History(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long the steps took, over all parts of a resumed run, whether or not its clock went on."""
+        """Duration of the steps, over all parts of a resumed run, even if its clock restarted."""
         seconds = self.steps["seconds"][np.isfinite(self.steps["seconds"])]
         ends = np.append(seconds[:-1][np.diff(seconds) < 0], seconds[-1:])
         return float(ends.sum())
 
 
 def smooth(values: Float64[np.ndarray, " N"], window: int) -> Float64[np.ndarray, " N"]:
-    """The median over the places around each, fewer at the ends, so that a spike bends no curve.
+    """The running median, over fewer places at the ends; robust to spikes.
 
     Args:
         values: a column.
-        window: an odd number of places; NaN comes where none of them is finite.
+        window: an odd number of places; the median is NaN if none is finite.
     """
     if not len(values):
         return values
@@ -114,7 +114,7 @@ def _number(value: Any) -> float:
 
 
 def median(values: Sequence[float] | Float64[np.ndarray, " N"]) -> float | None:
-    """The median of the finite values; None: there are none."""
+    """The median of the finite values; None without any."""
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]
     return float(np.median(finite)) if finite.size else None

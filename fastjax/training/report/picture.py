@@ -1,4 +1,4 @@
-"""The report as one picture: figures, plots, settings, surroundings and commands, for where a page cannot be opened."""
+"""The report as one picture: figures, plots, settings, environment and commands, for viewers without a browser."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -36,8 +36,8 @@ def draw_picture(
         panels: the plots.
         history: the run.
         changed: the settings that differ from their defaults.
-        tables: title → what → value, for the column beside the settings.
-        commands: that use the result.
+        tables: title → label → value, for the column beside the settings.
+        commands: for the result.
 
     Returns:
         A PNG.
@@ -93,7 +93,7 @@ def _plots(figure: SubFigure, wide: Sequence[Panel], narrow: Sequence[Panel], hi
 
 
 def _text(sections: Mapping[str, Sequence[str]], width: int = 72) -> list[tuple[str, bool]]:
-    """Lines of text, each with whether it is a heading."""
+    """(line, whether it is a heading) of the sections."""
     lines: list[tuple[str, bool]] = []
     for title, section in sections.items():
         if not section:

@@ -1,7 +1,7 @@
 """The panels of the report: each draws one figure of the run over its steps.
 
-The colours are Okabe and Ito's, which people see apart whatever their colour vision; what matters differs in form too.
-matplotlib is used without pyplot, so that a user's own figures and backend are left alone.
+The colours are Okabe and Ito's, distinct under every colour vision; important marks differ in form too. matplotlib
+without pyplot leaves a user's own figures and backend alone.
 """
 
 import io
@@ -52,7 +52,7 @@ class Panel(NamedTuple):
     Attributes:
         title: its quantity, with the unit.
         draw: draws it.
-        wide: whether it takes the whole width; its legend then stands beside the title.
+        wide: full width, with the legend beside the title.
         legend: the corner of the legend otherwise.
     """
 
@@ -63,12 +63,12 @@ class Panel(NamedTuple):
 
 
 def panels(history: History, spikes: Sequence[Spike], max_grad_norm: float | None = None) -> list[Panel]:
-    """The plots that the run has figures for.
+    """The plots of the run's figures.
 
     Args:
         history: the run.
         spikes: its loss spikes.
-        max_grad_norm: where gradients were clipped; None or 0: nowhere.
+        max_grad_norm: clipping norm of the gradients; None or 0: no clipping.
     """
     found = [Panel("Loss (nats)", lambda axis: _loss(axis, history, spikes), wide=True)]
     if history.known("grad_norm"):
@@ -124,7 +124,7 @@ def svg(panel: Panel, history: History) -> str:
         history: the run.
     """
     with rc_context(STYLE):
-        # Fixed margins: the axes of panels that stand above each other begin at the same place.
+        # Fixed margins align the axes of stacked panels.
         size, left = ((10.4, 3.6), 0.06) if panel.wide else ((5.1, 2.6), 0.1255)
         figure = Figure(figsize=size, dpi=200)
         figure.subplots_adjust(
@@ -137,7 +137,7 @@ def svg(panel: Panel, history: History) -> str:
 
 
 def _line(axis: Axes, history: History, name: str, colour: str, label: str, scale: float = 1.0) -> None:
-    """A figure of every step, pale, and its median over some steps."""
+    """A figure of every step, pale, and its running median."""
     steps, values = history.steps["step"], history.steps[name] * scale
     window = smoothing_window(len(steps))
     if len(steps) < 3 * window:  # a short run is its own summary
@@ -173,7 +173,7 @@ def _loss(axis: Axes, history: History, spikes: Sequence[Spike]) -> None:
 
 
 def _spike_labels(axis: Axes, spikes: Sequence[Spike], inside: float, extent: float) -> None:
-    """The height of spikes that reach over the edge, where there is room for it."""
+    """Label spikes beyond the edge with their height, where there is room."""
     labelled: list[int] = []
     for spike in sorted(spikes, key=lambda spike: -spike.loss):
         if spike.loss > inside and all(abs(spike.step - step) > 0.06 * extent for step in labelled):
@@ -195,9 +195,9 @@ def _events(axis: Axes, history: History) -> None:
 
 
 def _loss_axis(axis: Axes, losses: Float64[np.ndarray, " N"], held_out: Sequence[float]) -> float:
-    """Fit the axis to the loss without its rare heights, which are marked at the upper edge: returns where that is.
+    """Fit the axis to the loss without its rare peaks, marked at the upper edge; returns that edge.
 
-    A loss that falls to a thirtieth is shown by its logarithm, or its end would be a line on the floor.
+    A loss that falls to a thirtieth gets a logarithmic axis; its end would be flat otherwise.
     """
     finite = losses[np.isfinite(losses)]
     smoothed = smooth(losses, smoothing_window(len(losses)))

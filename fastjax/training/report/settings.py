@@ -15,7 +15,7 @@ class Setting(NamedTuple):
     Attributes:
         name: section.key.
         value: as YAML would write it.
-        default: the same; "" where it has none.
+        default: likewise; "" if it has none.
         changed: whether the two differ.
     """
 
@@ -43,7 +43,7 @@ def list_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
 
     Args:
         config: section → key → value.
-        defaults: the same for the defaults; a key that is not there has none.
+        defaults: the same for the defaults; a missing key has none.
     """
     settings = []
     for section, values in config.items():

@@ -1,9 +1,9 @@
 """Jumps of the loss.
 
 A step is a spike when its loss is above the median of the steps before it by more than six times their spread. The
-spread is the median absolute deviation, times 1.4826, which makes it the standard deviation of a normal distribution; a
-spike itself, or ten, hardly move either. It is taken as at least 2% of the median, so that a very even loss does not
-make a spike of every ripple. Steps that follow each other are one spike, at its highest step.
+spread is the median absolute deviation times 1.4826 (the standard deviation of a normal distribution); even ten spikes
+hardly move either. Its floor of 2% of the median excludes the ripples of a very even loss. Consecutive steps are one
+spike, at its highest step.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Spike(NamedTuple):
         step: the step with the highest loss.
         loss: its loss, in nats.
         expected: the median loss of the steps before.
-        steps: how many steps in a row were too high.
+        steps: number of consecutive steps above the threshold.
     """
 
     step: int
@@ -42,7 +42,7 @@ def find_spikes(steps: Float64[np.ndarray, " N"], losses: Float64[np.ndarray, " 
 
     Args:
         steps: numbers of the steps.
-        losses: their losses; one that is not finite is none of a spike, it is counted elsewhere.
+        losses: their losses; those that are not finite are ignored.
 
     Returns:
         The spikes, by step.

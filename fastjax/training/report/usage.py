@@ -1,4 +1,4 @@
-"""Commands that use a run's result: on the command line, and from Python with Hugging Face's libraries."""
+"""Commands for a run's result: on the command line, and in Python with Hugging Face's libraries."""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ _CONVERT = "# transformers does not bring this base into 4 bits: fastjax convert
 
 
 def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str) -> list[str]:
-    """A command and lines of Python that load the trained weights, over their base.
+    """A command and Python code that load the trained weights over their base.
 
     Args:
         config: the settings of the run.
@@ -46,7 +46,7 @@ def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str
 
 
 def _base(model: ModelSection, config: Mapping[str, Any], dtype: str) -> tuple[list[str], set[str]]:
-    """The lines that load an adapter's base as the run held it, and the names from transformers that they use."""
+    """Code that loads an adapter's base as the run held it, and its imports from transformers."""
     name, revision = split(model.model_name)
     place = _text(name) + (f", revision={_text(revision)}" if revision is not None else "")
     stored = config.get("dtype", config.get("torch_dtype"))
@@ -69,7 +69,7 @@ def _base(model: ModelSection, config: Mapping[str, Any], dtype: str) -> tuple[l
     elif kind is None and stored != dtype:
         options["dtype"] = _text(dtype)
     lines.append(f"model = {_load(place, options)}")
-    if model.load_in_4bit and stored != dtype:  # bitsandbytes multiplies with what it decodes to that dtype instead
+    if model.load_in_4bit and stored != dtype:  # bitsandbytes' own products decode to that dtype instead
         lines.append(f"model = model.dequantize().to(torch.{dtype})  # computes in {dtype} with what 4 bits decode to")
     return lines, names
 
@@ -85,7 +85,7 @@ def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_4bit(model: ModelSection, dtype: str) -> list[str]:
-    """How a 16-bit base becomes the 4-bit one of the run."""
+    """Code that quantises a 16-bit base as the run did."""
     # These replace the default list, which has the head.
     kept = ["lm_head", *(rf".*\.{name.removeprefix('model.')}" for name in model.float32_modules or ())]
     return [
@@ -105,5 +105,5 @@ def _load(place: str, options: Mapping[str, str] | None = None) -> str:
 
 
 def _text(value: str) -> str:
-    """A string as Python has it, in double quotes."""
+    """A Python string literal in double quotes."""
     return json.dumps(value, ensure_ascii=False)
