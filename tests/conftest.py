@@ -29,6 +29,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -40,9 +41,16 @@ ON_CPU = os.environ["JAX_PLATFORMS"] == "cpu"
 
 @pytest.fixture(autouse=True)
 def compilation(request):
-    """Optimisations off on a CPU, but where a test's mark says otherwise."""
+    """Optimisations off on a CPU, but where a test's mark says otherwise; no cache for a card that is not there.
+
+    A program for such a card can be stored, but not loaded again.
+    """
     quick = ON_CPU and not {"aot", "optimized"} & set(request.keywords)
     jax.config.update("jax_disable_most_optimizations", quick)
+    cached = "aot" not in request.keywords
+    if jax.config.jax_enable_compilation_cache != cached:
+        jax.config.update("jax_enable_compilation_cache", cached)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module", autouse=True)
