@@ -3,11 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from convert.errors import unexpected
 from convert.families.family import Family
 from convert.model.reader import Reader
 from convert.model.rope import NAMES, parse_rope
 from convert.model.spec import ATTENTION_GROUPS
 from convert.rope import rope_settings
+
+#: What published files have beside `alpha`, with which transformers reads past it.
+_BESIDE_ALPHA = frozenset(("rope_type", "rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
 
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -17,9 +21,12 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     settings = rope_settings(get.config, get.where, theta=get.defaults["rope_theta"], positions=positions)
     alpha = settings.values.pop("alpha", None)
     if alpha and settings.values["rope_type"] == "dynamic":
-        stretched = Reader({"alpha": alpha}, f"{get.where}: {settings.field}", {}).positive("alpha")
-        parse_rope(settings, get.where, positions=positions, head_dim=size)  # check its numbers all the same
-        theta = settings.values["rope_theta"] * stretched ** (size / (size - 2))
+        inner = Reader(settings.values | {"alpha": alpha}, f"{get.where}: {settings.field}", {})
+        if size == 2:
+            raise get.wrong("head_dim", "4 or more, with alpha")
+        if unknown := sorted(set(settings.values) - _BESIDE_ALPHA):
+            raise unexpected(get.where, settings.field, f"alpha, and beside it {sorted(_BESIDE_ALPHA)} alone", unknown)
+        theta = inner.positive("rope_theta") * inner.positive("alpha") ** (size / (size - 2))
         settings = settings._replace(values={"rope_type": "default", "rope_theta": theta})
     return {"rope": parse_rope(settings, get.where, positions=positions, head_dim=size)}
 
@@ -30,6 +37,7 @@ HUNYUAN_V1_DENSE = Family(
     defaults={"rms_norm_eps": 1e-5},
     switches={"attention_bias": ATTENTION_GROUPS},
     constants={"qk_norm": "head", "qk_norm_after_rope": True},
+    neutral={"use_qk_norm": (True,), "use_cla": (False,)},
     parts={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     read=_read,
     gguf="its files have not been compared with llama.cpp",

@@ -68,11 +68,12 @@ def loss_sums(
         neftune_noise_alpha: magnitude of the noise on the embeddings where there is a key; None: none.
 
     Returns:
-        The sums, whose weight is the number of target tokens, with the metrics num_targets and num_correct.
+        The sums, whose weight is the number of target tokens, with the metrics num_targets and num_correct. The layers'
+        auxiliary losses, means over a microbatch's tokens, are added with that weight.
     """
-    hidden = model.head_input(
-        model(rows.tokens, rows.positions, rows.segment_ids, key=key, neftune_noise_alpha=neftune_noise_alpha), key
-    )
+    options = {"key": key, "neftune_noise_alpha": neftune_noise_alpha}
+    forward = model.forward(rows.tokens, rows.positions, rows.segment_ids, **options)
+    hidden = model.head_input(forward.hidden, key)
     graphdef, trained, frozen = nnx.split(model.lm_head, trainable_filter, ...)
 
     def project(trained: nnx.State, frozen: nnx.State, hidden: Array) -> Array:
@@ -84,4 +85,6 @@ def loss_sums(
         project, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen), hidden, rows.targets, chunk_size=size
     )
     loss_sum, num_targets, num_correct = (jax.numpy.asarray(value) for value in sums)
+    for loss in forward.losses.values():
+        loss_sum = loss_sum + loss * num_targets.astype(jax.numpy.float32)
     return LossSums(loss_sum, None, {"num_targets": num_targets, "num_correct": num_correct})

@@ -283,6 +283,22 @@ VARIANTS = {
         CONFIGS["hunyuan_v1_dense"]
         | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 1.0, "alpha": 5.0}},
     ),
+    "hunyuan_v1_dense, as published": (
+        "hunyuan_v1_dense",
+        _without(CONFIGS["hunyuan_v1_dense"], "rope_parameters")
+        | {
+            "rope_theta": 300.0,
+            "rope_scaling": {
+                "type": "dynamic",
+                "alpha": 5.0,
+                "factor": 1.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "exaone4, no windows": (
         "exaone4",
         CONFIGS["exaone4"] | {"sliding_window": None, "layer_types": [FULL] * 4, "sliding_window_pattern": None},

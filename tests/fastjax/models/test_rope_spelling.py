@@ -186,3 +186,29 @@ def test_an_override_of_any_spelling(fields, family):
     found = ModelConfig.from_hf(changed).rope
     assert (found.kind, found.theta, found.factor) == ("yarn", 300.0, 4.0)
     assert theirs(changed)["rope"].items() >= {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0}.items()
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_what_transformers_reads_past_by_kind_of_layer_is_refused(family):
+    full = YARN | {"rope_theta": 300.0, "original_max_position_embeddings": 40, "truncate": False}
+    for field in ({"rope_parameters": {FULL: full, SLIDING: LOCAL}}, {"rope_scaling": full}):
+        with pytest.raises(ConvertError, match="truncate: expected true or nothing: by kind of layer transformers"):
+            ModelConfig.from_hf(config_of(family, field))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"alpha": "x"}, "alpha: expected a number"),
+        ({"alpha": -1.0}, "alpha: expected a number"),
+        ({"alpha": 5.0, "rope_theta": [1]}, "rope_theta: expected a number"),
+        ({"alpha": 5.0, "low_freq_factor": 2.0}, r"expected alpha, and beside it .* alone, got \['low_freq_factor'\]"),
+    ],
+)
+def test_a_stretched_base_that_is_wrong(fields, message):
+    config = config_of("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic", "factor": 1.0} | fields})
+    with pytest.raises(ConvertError, match=message):
+        ModelConfig.from_hf(config)
+    stretched = {"rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 5.0}}
+    with pytest.raises(ConvertError, match="head_dim: expected 4 or more, with alpha, got 2"):
+        ModelConfig.from_hf(config_of("hunyuan_v1_dense", stretched) | {"head_dim": 2})
