@@ -3,8 +3,8 @@
 Rows [0, group_sizes[0]) belong to group 0, the next group_sizes[1] to group 1, and so on. Sums are taken in float32.
 
 The backward pass has two products, which choose their own implementations: in x (`grouped_matmul_dx`) and in w
-(`grouped_matmul_dw`). Rows may be gathered in the load of x (`rows`), so that a token's copies for several experts never
-exist; their gradient is summed over the copies.
+(`grouped_matmul_dw`). Rows may be gathered in the load of x (`rows`), so that a token's copies for several experts
+never exist; their gradient is summed over the copies.
 """
 
 import functools
