@@ -63,7 +63,7 @@ def trained_tensors(model: "LanguageModel") -> Iterator[tuple[str, np.ndarray]]:
     yield "embed_tokens.weight", np.asarray(tree["embed_tokens"]["weight"].astype(dtype))
     runs = [[tree["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
     for index in range(config.num_hidden_layers):
-        for path, array in split_layer(layer_of(runs, model.plan, index), config).items():
+        for path, array in split_layer(layer_of(runs, model.plan, index), config, index).items():
             yield path.in_layer(index), np.asarray(array.astype(dtype))
     yield "norm.weight", np.asarray(tree["norm"]["weight"].astype(dtype))
     if not config.tie_word_embeddings:

@@ -56,14 +56,19 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
 
 def candidates(config: ModelConfig) -> list[WeightPath]:
     """The paths of all modules that can have an adapter, in the order of the model."""
-    inside = [WeightPath(None, group.block, part, "") for group in config.groups.values() for part, _ in group.parts]
-    layers = [path.in_layer(index) for index in range(config.num_hidden_layers) for path in inside]
+    layers = [
+        WeightPath(index, group.block, part, "")
+        for index in range(config.num_hidden_layers)
+        for group in config.groups(index).values()
+        if group.experts is None
+        for part, _ in group.parts
+    ]
     return [WeightPath(None, "", EMBEDDING, ""), *layers, WeightPath(None, "", HEAD, "")]
 
 
 def projections(config: ModelConfig) -> list[str]:
     """The names of the projections in a layer."""
-    return [part for group in config.groups.values() for part, _ in group.parts]
+    return list(dict.fromkeys(path.part for path in candidates(config) if path.layer is not None))
 
 
 def module_names(config: ModelConfig) -> list[str]:

@@ -81,7 +81,7 @@ class Decoder(nnx.Module):
             [
                 nnx.List(
                     [
-                        DecoderLayer(config, config.layers[index], w, a, precision.in_layer(index))
+                        DecoderLayer(config, index, w, a, precision.in_layer(index))
                         for index, (w, a) in enumerate(zip(ws, ads, strict=True), start=stack.start)
                     ]
                 )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from convert.model.config import Layer, ModelConfig
+from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
 from fastjax.lora.dropout import drop
 from fastjax.lora.params import LoraLinear
@@ -31,14 +31,16 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layer: Layer,
+        index: int,
         weights: Mapping[str, Any],
         adapters: Mapping[str, LoraLinear],
         float32: Collection[str] = (),
     ):
 
+        layer, groups = config.layers[index], config.groups(index)
+
         def projection(name: str) -> Projection:
-            group = config.groups[name]
+            group = groups[name]
             modules = {part: WeightPath(None, group.block, part, "") for part, _ in group.parts}
             own = {part: adapters[module] for part, module in modules.items() if module in adapters}
             wide = [part for part, module in modules.items() if module in float32]

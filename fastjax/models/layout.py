@@ -50,18 +50,19 @@ def plan_layers(signatures: Sequence[Hashable], layer_loop: str) -> tuple[LayerS
     return tuple(runs)
 
 
-def fuse_layer(arrays: Mapping[str, WeightLike], config: ModelConfig) -> dict[str, Any]:
+def fuse_layer(arrays: Mapping[str, WeightLike], config: ModelConfig, index: int) -> dict[str, Any]:
     """The tree of one layer from its tensors.
 
     Args:
         arrays: paths inside the layer ("self_attn.q_proj.weight") to arrays or NF4 weights.
         config: the model's.
+        index: the layer's number.
     """
     layer: dict[str, Any] = {}
-    for path in _norms(config):
+    for path in _norms(config, index):
         inside = layer.setdefault(path.block, {}) if path.block else layer
         inside[path.part] = {"weight": arrays[path]}
-    for group in config.groups.values():
+    for group in config.groups(index).values():
         tree = {"weight": concatenate([arrays[WeightPath(None, group.block, part)] for part, _ in group.parts])}
         if group.bias:
             plain = [jnp.asarray(arrays[WeightPath(None, group.block, part, "bias")]) for part, _ in group.parts]
@@ -71,15 +72,16 @@ def fuse_layer(arrays: Mapping[str, WeightLike], config: ModelConfig) -> dict[st
     return layer
 
 
-def split_layer(layer: Mapping[str, Any], config: ModelConfig) -> dict[WeightPath, Array]:
+def split_layer(layer: Mapping[str, Any], config: ModelConfig, index: int) -> dict[WeightPath, Array]:
     """The plain tensors of one layer, the way back from `fuse_layer`.
 
     Args:
         layer: tree of one layer with arrays for weights.
         config: the model's.
+        index: the layer's number.
     """
-    arrays = {path: (layer[path.block] if path.block else layer)[path.part]["weight"] for path in _norms(config)}
-    for group in config.groups.values():
+    arrays = {path: (layer[path.block] if path.block else layer)[path.part]["weight"] for path in _norms(config, index)}
+    for group in config.groups(index).values():
         tree = layer[group.block][group.name]
         for part, _ in group.parts:
             here = group.place(part)[1]
@@ -89,8 +91,8 @@ def split_layer(layer: Mapping[str, Any], config: ModelConfig) -> dict[WeightPat
     return arrays
 
 
-def _norms(config: ModelConfig) -> list[WeightPath]:
-    return [spec.path for spec in config.layer_specs if spec.kind == "norm"]
+def _norms(config: ModelConfig, index: int) -> list[WeightPath]:
+    return [spec.path for spec in config.layer_specs(index) if spec.kind == "norm"]
 
 
 def logical_axes(tree: Any, config: ModelConfig) -> Any:
@@ -103,9 +105,10 @@ def logical_axes(tree: Any, config: ModelConfig) -> Any:
     matrices: dict[tuple[str, ...], tuple[str, ...]] = {
         (spec.path.part, spec.path.leaf): spec.axes for spec in config.specs if spec.kind == "table"
     }
-    for name, group in config.groups.items():
-        members = (spec for spec in config.layer_specs if spec.group == name and spec.kind == "matrix")
-        matrices[group.block, group.name, "weight"] = next(members).axes
+    for index in range(config.num_hidden_layers):
+        for name, group in config.groups(index).items():
+            members = (spec for spec in config.layer_specs(index) if spec.group == name and spec.path.leaf == "weight")
+            matrices[group.block, group.name, "weight"] = next(members).axes
 
     def of(path: tuple[Any, ...], weight: Any) -> Any:
         keys = tuple(key.key for key in path)

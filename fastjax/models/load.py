@@ -155,7 +155,7 @@ def random_weights(
         return (jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype)
 
     def layer(index: int) -> Iterator[tuple[WeightPath, WeightLike]]:
-        specs = config.layer_specs
+        specs = config.layer_specs(index)
         keys = jax.random.split(jax.random.fold_in(key, index + 2), len(specs))
         for spec, own in zip(specs, keys, strict=True):
             yield weight(spec._replace(path=spec.path.in_layer(index)), own)
@@ -212,7 +212,7 @@ def _fill(
     current: int | None = None
     for path, value in arrays:
         if current is not None and path.layer != current:
-            _place(tree["layers"], plan, current, fuse_layer(pending, config))
+            _place(tree["layers"], plan, current, fuse_layer(pending, config, current))
             pending = {}
         current = path.layer
         if current is None:
@@ -220,7 +220,7 @@ def _fill(
         else:
             pending[path.inside] = value
     if current is not None:
-        _place(tree["layers"], plan, current, fuse_layer(pending, config))
+        _place(tree["layers"], plan, current, fuse_layer(pending, config, current))
     return tree
 
 

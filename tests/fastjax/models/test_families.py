@@ -11,7 +11,7 @@ from convert.activations import ACTIVATIONS
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
-from convert.model.config import ModelConfig
+from convert.model.config import Layer, ModelConfig
 from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.saving import trained_tensors
@@ -20,7 +20,9 @@ from fastjax.models.layout import LayerStack, plan_layers
 from fastjax.models.rope_override import with_rope_scaling
 from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
 from tests.support import families, tiny
-from tests.support.families import CONFIGS, NESTED, SPELLINGS, VARIANTS
+from tests.support.families import CONFIGS, MIXTURE_VARIANTS, MIXTURES, NESTED, SPELLINGS, VARIANTS
+
+EVERY = {**CONFIGS, **MIXTURES}
 
 
 def theirs(config):
@@ -29,29 +31,29 @@ def theirs(config):
     return AutoConfig.for_model(config["model_type"], **fields)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_field_is_off_its_default(family):
-    kind = type(theirs(CONFIGS[family]))
-    default, used = kind().to_dict(), theirs(CONFIGS[family]).to_dict()
-    fields = {field.name for field in dataclasses.fields(kind)} | set(default)
+    kind = type(theirs(EVERY[family]))
+    default, used = kind().to_dict(), theirs(EVERY[family]).to_dict()
+    fields = {field.name for field in dataclasses.fields(kind)} - set(kind.attribute_map) | set(default)
     compared = {name for name in fields - set(families.IRRELEVANT) if families.refused(family, name) is None}
     same = sorted(name for name in compared if default.get(name) == used.get(name))
     assert not same, f"these fields are at {kind.__name__}'s default and prove nothing: {same}"
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY)
 def test_fields_that_are_not_supported_are_refused(family):
-    fields = [field.name for field in dataclasses.fields(type(theirs(CONFIGS[family])))] + ["sliding_windows"]
+    fields = [field.name for field in dataclasses.fields(type(theirs(EVERY[family])))] + ["sliding_windows"]
     tried = [name for name in fields if families.refused(family, name) is not None] + ["sliding_windows"]
     for name in tried:
-        with pytest.raises(ConvertError, match=f"do not support here: {name} = "):
-            ModelConfig.from_hf(CONFIGS[family] | {name: families.refused(family, name) or 3})
+        with pytest.raises(ConvertError, match=f"(do not support here: {name} = |: {name}: expected )"):
+            ModelConfig.from_hf(EVERY[family] | {name: families.refused(family, name) or 3})
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *SPELLINGS])
+@pytest.mark.parametrize("variant", [*VARIANTS, *SPELLINGS, *MIXTURE_VARIANTS])
 def test_config_there_and_back(variant):
     """What we write, we read as the same; so do we what transformers makes of it, and of what was there before."""
-    _, config = (VARIANTS | SPELLINGS)[variant]
+    _, config = (VARIANTS | SPELLINGS | MIXTURE_VARIANTS)[variant]
     parsed = ModelConfig.from_hf(config)
     written = parsed.to_hf()
     for same in (written, theirs(config).to_dict(), theirs(written).to_dict()):
@@ -59,7 +61,8 @@ def test_config_there_and_back(variant):
 
 
 #: What says the same as `layer_types` and `no_rope_layers`, which are written.
-_SAID_OTHERWISE = {"max_window_layers", "no_rope_layer_interval", "sliding_window_pattern"}
+_SAID_OTHERWISE = {"max_window_layers", "no_rope_layer_interval", "sliding_window_pattern", "decoder_sparse_step"}
+_SAID_OTHERWISE |= {"mlp_only_layers"}
 _OF_THE_TOKENIZER = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
@@ -87,9 +90,9 @@ def test_activations_are_transformers_functions():
         np.testing.assert_allclose(FUNCTIONS[own](x), expected, rtol=0, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY)
 def test_transformers_reads_what_was_there(family):
-    config = CONFIGS[family]
+    config = EVERY[family]
     before, after = (theirs(found).to_dict() for found in (config, ModelConfig.from_hf(config).to_hf()))
     left_out = {*families.IRRELEVANT, *_SAID_OTHERWISE, *_OF_THE_TOKENIZER, "rope_parameters"}
     for name in set(before) - left_out:
@@ -100,11 +103,11 @@ def test_transformers_reads_what_was_there(family):
         assert {name: other[name] for name in one} == one  # and defaults, written out
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY)
 def test_what_is_left_out_is_transformers_default(family):
-    kind = type(theirs(CONFIGS[family]))
+    kind = type(theirs(EVERY[family]))
     default = {name: value for name, value in kind().to_dict().items() if name not in families.IRRELEVANT}
-    default["model_type"] = family
+    default |= {"model_type": family} | families.DIVISIBLE.get(family, {})
     expected = ModelConfig.from_hf(default)
     needed = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
     bare = {name: default[name] for name in needed | {"model_type"}}
@@ -244,8 +247,8 @@ def test_gemma_3_is_scanned_by_its_period():
     }
     layers = ModelConfig.from_hf(published).layers
     assert plan_layers(layers, "scan") == (LayerStack(0, 6, 4), LayerStack(24, 1, 2))
-    assert layers[5] == (None, "rope") and layers[4] == (6, "local_rope")
+    assert layers[5] == Layer(None, "rope") and layers[4] == Layer(6, "local_rope")
 
 
 def test_every_table_has_a_mapping():
-    assert set(FAMILIES) == {*CONFIGS, "llama", "gemma3"}
+    assert set(FAMILIES) == {*EVERY, "llama", "gemma3"}
