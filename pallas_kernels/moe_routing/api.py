@@ -138,8 +138,7 @@ def combine(y: Float[Array, "M E"], weights: Float[Array, "N k"], order: Order) 
     Returns:
         The sums in the dtype of y. Differentiable in y and the weights.
     """
-    wide = jnp.promote_types(y.dtype, jnp.float32)
-    return jnp.einsum("nke,nk->ne", y[order.inverse].astype(wide), weights.astype(wide)).astype(y.dtype)
+    return jnp.einsum("nke,nk->ne", y[order.inverse].astype(jnp.float32), weights.astype(jnp.float32)).astype(y.dtype)
 
 
 def _combine_forward(y, weights, order: Order):
@@ -148,9 +147,8 @@ def _combine_forward(y, weights, order: Order):
 
 def _combine_backward(residuals, dout):
     y, weights, order = residuals
-    wide = jnp.promote_types(y.dtype, jnp.float32)
-    dy = dout[order.rows].astype(wide) * weights.reshape(-1)[order.order].astype(wide)[:, None]
-    dweights = jnp.einsum("nke,ne->nk", y[order.inverse].astype(wide), dout.astype(wide))
+    dy = dout[order.rows].astype(jnp.float32) * weights.reshape(-1)[order.order].astype(jnp.float32)[:, None]
+    dweights = jnp.einsum("nke,ne->nk", y[order.inverse].astype(jnp.float32), dout.astype(jnp.float32))
     return dy.astype(y.dtype), dweights.astype(weights.dtype), None
 
 
