@@ -72,6 +72,11 @@ class WeightPath(str):
         return self.with_leaf("")
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """The names along the path, as the keys of nested trees."""
+        return tuple(self.split("."))
+
+    @property
     def of_experts(self) -> bool:
         """Whether the array has a leading axis of experts."""
         return self.block == EXPERTS

@@ -125,6 +125,11 @@ class Group(NamedTuple):
     experts: int | None = None
 
     @property
+    def path(self) -> WeightPath:
+        """Its weight's path in its layer."""
+        return WeightPath(None, self.block, self.name)
+
+    @property
     def rows(self) -> int:
         """Output rows of all parts."""
         return sum(rows for _, rows in self.parts)

@@ -16,7 +16,7 @@ from convert.finite import NOT_IN_NF4, nonfinite
 from convert.formats import FORMATS, Format
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
-from convert.model.spec import WeightSpec
+from convert.model.spec import QUANTIZED, WeightSpec
 from convert.weights import Weights
 from fastjax.models.layout import LayerStack, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
@@ -128,12 +128,25 @@ def hold(
         load_in_4bit: whether packed weights of 4 bits are kept, or those of more.
         quantize: whether matrices are quantised to NF4.
     """
-    if spec.kind == "matrix" and spec.path.module not in precision.float32_modules:
+    if spec.kind in QUANTIZED and spec.path.module not in precision.float32_modules:
         if quantize:
             return Held("nf4-nested", own)
         if not stored.plain and not trained and (stored.bits == 4) == load_in_4bit:
             return Held(stored.name, own)
-    return Held(None, precision.weight_dtype(spec.path, trained=trained).name)
+    return Held(None, dtype_of(spec, precision, trained=trained).name)
+
+
+def dtype_of(spec: WeightSpec, precision: Precision, *, trained: bool) -> jnp.dtype:
+    """The dtype of a weight that is held as an array.
+
+    Args:
+        spec: the weight; a router's bias for the choice is float32, as in files, since it decides between near scores.
+        precision: of the model.
+        trained: whether weights are trained.
+    """
+    if spec.kind == "choice_bias":
+        return jnp.dtype(jnp.float32)
+    return precision.weight_dtype(spec.path, trained=trained)
 
 
 def random_weights(
@@ -161,7 +174,7 @@ def random_weights(
             yield weight(spec._replace(path=spec.path.in_layer(index)), own)
 
     def weight(spec: WeightSpec, own: PRNGKeyArray) -> tuple[WeightPath, WeightLike]:
-        dtype = precision.weight_dtype(spec.path, trained=trained)
+        dtype = dtype_of(spec, precision, trained=trained)
         constant = {"zeros": 0.0, "ones": 1.0 - config.norm_offset}.get(spec.init)
         if constant is not None:
             return spec.path, jnp.full(spec.shape, constant, dtype)
@@ -200,7 +213,8 @@ def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) ->
 
 @jax.jit
 def _quantize(matrix: Array) -> NF4Weight:
-    return NF4Weight.quantize(matrix)
+    """One matrix [out, in], or each expert's of [X, out, in] by itself."""
+    return NF4Weight.quantize(matrix) if matrix.ndim == 2 else jax.vmap(NF4Weight.quantize)(matrix)
 
 
 def _fill(

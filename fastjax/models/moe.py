@@ -4,7 +4,8 @@ The routed experts are one unit with their adapters (`fastjax.lora.experts`); th
 logits are float32, since those of 16 bits make ties.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from convert.model.config import ModelConfig
 from convert.model.moe import RouterConfig
-from convert.model.paths import ROUTER
+from convert.model.paths import EXPERTS, ROUTER, WeightPath
 from fastjax.lora.experts import Arrays, Block, Clamp, routed_experts
 from fastjax.lora.params import BaseParam, Constant, LoraExperts
 from fastjax.lora.rank_products import Part
@@ -150,6 +151,40 @@ class Mixture(nnx.Module):
                 shared = (jax.nn.sigmoid(gate.astype(jnp.float32)) * shared.astype(jnp.float32)).astype(shared.dtype)
             out = out + shared
         return out.astype(x.dtype), _sums(routing, mask)
+
+
+def build_mixture(
+    config: ModelConfig,
+    weights: Mapping[str, Any],
+    adapters: Mapping[str, Any],
+    float32: Collection[str],
+    shared_expert: MLP | None,
+) -> Mixture:
+    """A layer's mixture around leaves that exist.
+
+    Args:
+        config: the model's.
+        weights: the tree of the block "mlp".
+        adapters: the layer's, by path.
+        float32: the layer's float32 modules, by path.
+        shared_expert: the one of all tokens, or None.
+    """
+    moe = config.moe
+    assert moe is not None
+
+    def experts(group: str, part: str, rows: int) -> ExpertsProjection:
+        tree, path = weights["experts"][group], WeightPath(None, EXPERTS, part, "")
+        own = {part: adapters[path]} if path in adapters else {}
+        return ExpertsProjection(part, rows, tree["weight"], tree.get("bias"), own)
+
+    chosen, path = weights[ROUTER], WeightPath(None, "mlp", ROUTER, "")
+    own = {ROUTER: adapters[path]} if path in adapters else {}
+    router = Router(moe.router, chosen["weight"], chosen.get("bias"), own, choice_bias=chosen.get("choice_bias"))
+    gate = Projection([("shared_expert_gate", 1)], weights["shared_expert_gate"]["weight"]) if moe.shared_gate else None
+    wide = any(WeightPath.parse(module).of_experts for module in float32)
+    gate_up = experts("gate_up", "gate_up_proj", 2 * moe.intermediate_size)
+    routed = Experts(config, gate_up, experts("down", "down_proj", config.hidden_size), wide)
+    return Mixture(router, routed, shared_expert, gate, "mlp" in float32)
 
 
 def _sums(routing: Routing, mask: Bool[Array, "B S"] | None) -> Sums:
