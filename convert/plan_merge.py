@@ -13,10 +13,12 @@ import numpy as np
 from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, scaling, targets
 from convert.adapters import WEIGHTS, Adapter
 from convert.blocks import Block, Blocks, array_blocks
+from convert.derived import Values
 from convert.errors import ConvertError
 from convert.formats import FORMATS
 from convert.formats.nf4_format import through_nf4
 from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
+from convert.model.spec import QUANTIZED
 from convert.vocabulary import head_follows, table_rows, token_ids
 from convert.weights import Weights
 
@@ -27,19 +29,19 @@ _LOOKUP = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 @dataclass(frozen=True)
 class Change:
-    """A merged tensor.
+    """A merged weight.
 
     Attributes:
-        name: The tensor's name in the checkpoint.
+        name: The weight's name in the checkpoint.
         shape: Its shape, including the rows of a grown vocabulary.
         dtype: The base's dtype.
-        blocks: The new values.
+        values: The new values; of a mixture's weight those of an expert.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    blocks: Blocks
+    values: Values
 
 
 @dataclass(frozen=True)
@@ -79,19 +81,34 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
         path, module = row.path, row.path.module
         if row.kind == "table":
             continue
-        blocks = weights.blocks(path)
         dtype = weights.decoded_dtype(path)
-        in_nf4 = base_in_nf4 and row.kind == "matrix" and FORMATS[weights.format(path)].target != "nf4"
-        if in_nf4:
-            blocks = through_nf4(weights.checkpoint.folder, row.name, blocks, row.shape, dtype)
+        in_nf4 = base_in_nf4 and row.kind in QUANTIZED and FORMATS[weights.format(path)].target != "nf4"
+        base = _through_nf4(weights) if in_nf4 else weights.blocks
         whole = path.with_leaf(f"modules_to_save.{path.leaf}")
         if whole in adapter.tensors:
-            found[path] = Change(row.name, row.shape, dtype, _of_adapter(adapter, whole))
+            found[path] = Change(row.name, row.shape, dtype, _only(_of_adapter(adapter, whole)))
         elif path.leaf == "weight" and path.with_leaf("lora_A") in adapter.tensors:
-            found[path] = Change(row.name, row.shape, dtype, _with_lora(adapter, weights, module, blocks))
+            blocks = _with_lora(adapter, weights, module, base(path, None))
+            found[path] = Change(row.name, row.shape, dtype, _only(blocks))
         elif in_nf4:
-            found[path] = Change(row.name, row.shape, dtype, blocks)
+            found[path] = Change(row.name, row.shape, dtype, base)
     return Changes(found | tables.changed(), tables.untied, tables.rows)
+
+
+def _only(blocks: Blocks) -> Values:
+    """The values of a weight without experts."""
+    return lambda path, expert: blocks
+
+
+def _through_nf4(weights: Weights) -> Values:
+    """The base's values after quantisation to NF4, each expert's by itself."""
+
+    def values(path: str, expert: int | None) -> Blocks:
+        spec, dtype = weights.specs[path], weights.decoded_dtype(path)
+        shape = spec.shape if expert is None else spec.shape[1:]
+        return through_nf4(weights.checkpoint.folder, spec.name, weights.blocks(path, expert), shape, dtype)
+
+    return values
 
 
 class _Tables:
@@ -136,7 +153,7 @@ class _Tables:
         if "trainable_tokens_delta" in kinds:
             blocks = _with_rows(adapter, module, self.tokens[module], blocks)
         name = next(row.name for row in weights.family.table if row.path.module == place)
-        return {f"{place}.weight": Change(name, (self.rows, self.width), weights.decoded_dtype(source), blocks)}
+        return {f"{place}.weight": Change(name, (self.rows, self.width), weights.decoded_dtype(source), _only(blocks))}
 
     def _changes(self, module: str) -> set[str]:
         kinds = ("modules_to_save.weight", "lora_A", "lora_embedding_A", "trainable_tokens_delta")
