@@ -37,10 +37,14 @@ def matmul_config(columns: int, rows_per_group: float) -> MatmulConfig:
     return MatmulConfig(cluster=2 if rows_per_group > 1024 else 1)
 
 
-def dw_config(columns: int) -> MatmulConfig:
+def dw_config(columns: int, result_bytes: int) -> MatmulConfig:
     """Block sizes of the gradient of the matrices.
 
     Args:
         columns: of dy.
+        result_bytes: of an element; with float32 the tiles on their way out take the place of a stage or two.
     """
-    return MatmulConfig(64, stages=8, cluster=1) if columns <= 64 else MatmulConfig()
+    wide = result_bytes > 2
+    if columns <= 64:
+        return MatmulConfig(64, stages=6 if wide else 8, cluster=1)
+    return MatmulConfig(stages=3, delay=2) if wide else MatmulConfig()

@@ -28,7 +28,7 @@ def dw(dy: Array, x: Array, group_sizes: Array, rows: Array | None, dtype: DType
         return dw(x, dy, group_sizes, None, dtype).swapaxes(1, 2)
     shape = (dy.shape[1], x.shape[1])
     dy, x = _padded(dy, (_ROWS, TERMS)), _padded(x, (1 if rows is not None else _ROWS, TERMS))
-    config = dw_config(dy.shape[1])
+    config = dw_config(dy.shape[1], jnp.dtype(dtype).itemsize)
     out = mosaic_sm90.dw(dy, x, group_sizes, _padded_rows(rows, dy), dtype=dtype, config=config, cores=_cores())
     return out[:, : shape[0], : shape[1]]
 
