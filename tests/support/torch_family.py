@@ -23,15 +23,26 @@ def build(config, arrays):
     kind = AutoModelForCausalLM if family.section is None else AutoModelForImageTextToText
     model = kind.from_config(settings, attn_implementation="eager", dtype=torch.float32)
     tensors = {}
-    for row in family.specs(config):
-        module, _, kind = row.path.rpartition(".")
-        tensors[f"{family.module_name(module)}.{kind}"] = torch.from_numpy(arrays[row.name].copy())
+    for name, array in in_memory(family, config, arrays).items():
+        start = next((start for start in family.modules if name.startswith(start)), "")
+        tensors[family.modules.get(start, "") + name.removeprefix(start)] = torch.from_numpy(array)
     left = model.load_state_dict(tensors, strict=False)
     missing = [name for name in left.missing_keys if not any(part in name for part in ("vision_tower", "multi_modal"))]
     tied = ["lm_head.weight"] if family.text_config(config)["tie_word_embeddings"] else []
     assert left.unexpected_keys == [] and missing in ([], tied), left
     model.tie_weights()
     return model.eval()
+
+
+def in_memory(family, config, arrays):
+    """A checkpoint's arrays by name, with experts as transformers holds them."""
+    weights = {}
+    for tensor in family.tensors(config).values():
+        for spec in tensor.weights:
+            weights.setdefault(spec.path, []).append(tensor.share(spec, arrays[tensor.name]))
+    whole = {path: np.stack(shares) if len(shares) > 1 else shares[0] for path, shares in weights.items()}
+    found = family.in_memory.tensors(config).values()
+    return {tensor.name: np.array(tensor.join([whole[spec.path] for spec in tensor.weights])) for tensor in found}
 
 
 def logits(model, document):
