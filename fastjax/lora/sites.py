@@ -9,6 +9,7 @@ from convert.errors import shown
 from convert.families import family_for
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
+from convert.model.spec import LINEAR, Group
 from fastjax.errors import ConfigError
 from fastjax.lora.tables import saved_modules
 
@@ -56,14 +57,16 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
 
 def candidates(config: ModelConfig) -> list[WeightPath]:
     """The paths of all modules that can have an adapter, in the order of the model."""
-    layers = [
-        WeightPath(index, group.block, part, "")
-        for index in range(config.num_hidden_layers)
-        for group in config.groups(index).values()
-        if group.experts is None
-        for part, _ in group.parts
-    ]
+    layers = [spec.path.module for spec in config.specs if spec.kind in LINEAR]
     return [WeightPath(None, "", EMBEDDING, ""), *layers, WeightPath(None, "", HEAD, "")]
+
+
+def expert_module(group: Group) -> WeightPath | None:
+    """The path in its layer of the module that an adapter on a group of experts belongs to; None: no experts.
+
+    Gate and up have one adapter, as in PEFT, where they are one parameter.
+    """
+    return None if group.experts is None else WeightPath(None, group.block, f"{group.name}_proj", "")
 
 
 def projections(config: ModelConfig) -> list[str]:

@@ -13,7 +13,7 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 from tests.support import tiny
-from tests.support.families import CONFIGS, NESTED, SPELLINGS, VARIANTS
+from tests.support.families import CONFIGS, MIXTURE_VARIANTS, NESTED, SPELLINGS, VARIANTS
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -38,13 +38,16 @@ STEPS = {
 LENGTHS = (45, 1, 15)
 
 
+EVERY = VARIANTS | SPELLINGS | MIXTURE_VARIANTS
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """(folder, arrays, float32 logits by transformers of each document) of a variant, once a process."""
 
     @functools.cache
     def make(variant):
-        _, config = (VARIANTS | SPELLINGS)[variant]
+        _, config = EVERY[variant]
         arrays = tiny.arrays(config, seed=len(variant))
         folder = tiny.write_folder(tmp_path_factory.mktemp("family") / "model", config, arrays)
         reference = torch_family.build(config, arrays)
@@ -54,10 +57,10 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *SPELLINGS])
+@pytest.mark.parametrize("variant", EVERY)
 def test_logits(variant, made):
     """Documents packed into a row, each as transformers has it by itself."""
-    _, config = (VARIANTS | SPELLINGS)[variant]
+    _, config = EVERY[variant]
     folder, _, expected = made(variant)
     assert expected.std() > 0.5
     tokens, _, segments, positions = tiny.rows([tiny.documents(config, LENGTHS)], sum(LENGTHS) + 3)
