@@ -23,7 +23,7 @@ from convert.derived import derived_tensors, tensor_blocks
 from convert.errors import unexpected
 from convert.formats import FLOATS, FORMATS, Format
 from convert.model.paths import TABLES
-from convert.model.spec import QUANTIZED, WHOLE
+from convert.model.spec import MODULES, QUANTIZED, WHOLE
 from convert.model.tensors import TensorSpec
 from convert.output import Job, Monitor, Written, write_folder
 from convert.plan_merge import Changes, changes
@@ -176,7 +176,7 @@ class _Plan:
         form, decoded = weights.tensor_format(tensor.name), weights.tensor_dtype(tensor.name)
         own, quantized, packs = form.target == PACKED.target, spec.kind in QUANTIZED, self.dtype == PACKED.target
         into = None if not packs else form if own else PACKED if quantized and not self.packed else None
-        if quantized and into is None:
+        if spec.kind in MODULES and into is None:
             self.unpacked += [part.path for part in place.weights]
         changes = [self.found.tensors.get(part.path) for part in place.weights]
         if not any(changes):

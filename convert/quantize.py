@@ -13,7 +13,7 @@ from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
 from convert.derived import derived_tensors, tensor_blocks
 from convert.errors import ConvertError, unexpected
 from convert.formats import FLOATS, FORMATS, Format
-from convert.model.spec import QUANTIZED
+from convert.model.spec import MODULES, QUANTIZED
 from convert.output import Job, Monitor, Written, write_folder
 from convert.saving import copy_side_files
 from convert.source import check_apart, fingerprint
@@ -124,7 +124,7 @@ def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:
 
 def _config(weights: Weights, packed: Sequence[str], form: Format, dtype: str | None) -> dict[str, Any]:
     target = weights.decoded_dtype(packed[0]).name if dtype is None else dtype
-    left = [path for path, row in weights.specs.items() if row.kind in QUANTIZED and path not in set(packed)]
+    left = [path for path, row in weights.specs.items() if row.kind in MODULES and path not in set(packed)]
     config = dict(weights.checkpoint.config)
     config["quantization_config"] = form.quantization_config(target, weights.family.unquantized(left))
     if dtype is not None:

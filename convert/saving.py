@@ -14,7 +14,7 @@ from convert.families import family_for
 from convert.files import atomic_folder, read_json
 from convert.formats import Format, StackedTensor, format_of_tensor
 from convert.formats.mxfp4 import interleave
-from convert.model.spec import APART, QUANTIZED, WeightSpec
+from convert.model.spec import APART, MODULES, WeightSpec
 from convert.model.tensors import expert_name, tensors_of
 from convert.weights import quantization_methods
 
@@ -56,7 +56,7 @@ def save(
     if config is None:
         config = read_json(Path(origin or "") / CONFIG)
     family = family_for(config)
-    if family.others and origin is not None:
+    if (family.others or family.mixture) and origin is not None:
         family = family.named_as(open_checkpoint(origin).names)
     rows: dict[str, WeightSpec] = {spec.path: spec for spec in family.specs(config)}
     places = _Places(rows)
@@ -92,7 +92,7 @@ def save(
         packed = [form for form in seen.values() if form is not None]
         quantization = config.get("quantization_config")
         if packed and quantization is None:
-            left = [path for path, row in rows.items() if row.kind in QUANTIZED and seen[path] is None]
+            left = [path for path, row in rows.items() if row.kind in MODULES and seen[path] is None]
             dtype, codes = storage[0]
             config["quantization_config"] = packed[0].quantization_config(dtype, family.unquantized(left), codes)
         elif (
