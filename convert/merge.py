@@ -64,6 +64,7 @@ def merge(
     *,
     dtype: str | None = None,
     base_in_nf4: bool = False,
+    unsloth_expert_layout: bool = False,
     config: Mapping[str, Any] | None = None,
     recipe: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -82,6 +83,8 @@ def merge(
             rest as it is; None: each tensor keeps its dtype, or takes the one that it decodes to.
         base_in_nf4: The base has 16 bits but the adapter was trained with its layers' matrices quantised to NF4 as
             they were read (``load_in_4bit``): they are quantised and decoded before the adapter is added.
+        unsloth_expert_layout: The adapter is on experts and from an Unsloth before September 2026, which ordered B
+            otherwise than PEFT.
         config: Contents of config.json in place of the base's.
         recipe: How the adapter was trained, in Markdown, for the model card.
         max_shard_bytes: A shard is closed before it would grow beyond this.
@@ -103,7 +106,13 @@ def merge(
         raise unexpected(folder, "dtype", f"one of {', '.join(DTYPES)}", dtype)
     check_apart(folder, base, adapter)
     weights = open_weights(base)
-    opened = open_adapter(adapter, family=weights.family, allow_nonfinite=allow_nonfinite)
+    opened = open_adapter(
+        adapter,
+        family=weights.family,
+        specs=weights.specs.values(),
+        unsloth_expert_layout=unsloth_expert_layout,
+        allow_nonfinite=allow_nonfinite,
+    )
     found = changes(weights, opened, base_in_nf4=base_in_nf4)
     plan = _Plan(weights, found, dtype)
     jobs = list(plan.jobs())
@@ -123,7 +132,7 @@ def merge(
     made_from = {
         "base": fingerprint(base),
         "adapter": fingerprint(adapter),
-        "settings": [dtype, base_in_nf4, max_shard_bytes, allow_nonfinite, recipe],
+        "settings": [dtype, base_in_nf4, unsloth_expert_layout, max_shard_bytes, allow_nonfinite, recipe],
         "config": new_config,
     }
     written = write_folder(
