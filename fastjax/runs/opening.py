@@ -106,7 +106,8 @@ def _open_adapter(config: TrainConfig, outline: Outline, weights: bool) -> OpenA
     opened, shapes = None, {}
     if weights or source.name is None:
         allow = config.model.allow_nonfinite
-        opened = open_adapter(folder, family=family_for(outline.hf_config), allow_nonfinite=allow)
+        family, specs = family_for(outline.hf_config), outline.config.specs
+        opened = open_adapter(folder, family=family, specs=specs, allow_nonfinite=allow)
         adapter, shapes = opened.config, {path: info.shape for path, info in opened.tensors.items()}
     else:
         adapter = config_from_json(read_json(folder / CONFIG), folder / CONFIG)
