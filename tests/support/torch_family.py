@@ -24,7 +24,7 @@ def build(config, arrays):
     settings = AutoConfig.for_model(config["model_type"], **fields)
     kind = AutoModelForCausalLM if family.section is None else AutoModelForImageTextToText
     model = kind.from_config(settings, attn_implementation="eager", dtype=torch.float32)
-    tensors = {name: torch.from_numpy(array.copy()) for name, array in _in_memory(family, config, arrays)}
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in in_memory(family, config, arrays)}
     left = model.load_state_dict(tensors, strict=False)
     missing = [name for name in left.missing_keys if not any(part in name for part in ("vision_tower", "multi_modal"))]
     tied = ["lm_head.weight"] if family.text_config(config)["tie_word_embeddings"] else []
@@ -33,7 +33,7 @@ def build(config, arrays):
     return model.eval()
 
 
-def _in_memory(family, config, arrays):
+def in_memory(family, config, arrays):
     """Names and arrays as the model holds them: all experts of a mixture together."""
     weights = {}
     for tensor in tensors_of(family.specs(config)).values():
