@@ -19,6 +19,7 @@ from convert.errors import ConvertError, unexpected
 from convert.families import Family
 from convert.families.llama import LLAMA
 from convert.limits import PATTERN_LENGTH, PATTERNS
+from convert.model.paths import WeightPath
 from convert.patterns import fullmatch, match, mistake
 
 CONFIG = "adapter_config.json"
@@ -49,7 +50,7 @@ class AdapterConfig:
         target_modules: Module names (whole, or the last parts), a regular expression for the whole name, or
             "all-linear" for every matrix in the layers.
         target_parameters: Names of parameters (whole, or the last parts) with adapters: those of a mixture's experts,
-            "mlp.experts.gate_up_proj" and "mlp.experts.down_proj".
+            "mlp.experts.gate_up_proj" and "mlp.experts.down_proj", and of its router, "mlp.gate.weight".
         exclude_modules: Modules without an adapter, likewise.
         modules_to_save: Modules trained whole and saved with the adapter.
         layers_to_transform: The only layers with adapters.
@@ -191,6 +192,20 @@ def targets_parameter(config: AdapterConfig, parameter: str) -> bool:
         parameter: "model.layers.0.mlp.experts.gate_up_proj".
     """
     return _named(config.target_parameters or [], parameter)
+
+
+def selects(config: AdapterConfig, module: WeightPath, family: Family) -> bool:
+    """Whether PEFT would put an adapter on a module: experts' matrices and routers are parameters to it.
+
+    Args:
+        config: The settings.
+        module: The module's path in the tree.
+        family: The model's table.
+    """
+    name = family.module_name(module)
+    if module.of_experts:
+        return targets_parameter(config, name)
+    return targets_parameter(config, f"{name}.weight") if module.is_router else targets(config, name, family=family)
 
 
 def rank_and_alpha(config: AdapterConfig, module: str) -> tuple[int, float]:

@@ -193,7 +193,7 @@ class FastLanguageModel:
                 the head's too); or ids for "embed_tokens" and for "lm_head". The rows of the model's new tokens are
                 always among them, unless `modules_to_save` trains the whole table.
             target_parameters: matrices of a mixture's experts, "mlp.experts.gate_up_proj" and "mlp.experts.down_proj",
-                that get an adapter for each expert.
+                that get an adapter for each expert; and the router's, such as "mlp.gate.weight".
 
         Raises:
             ConfigError: a value that is not supported, or settings that match no module.

@@ -13,7 +13,7 @@ from convert.adapters import AdapterConfig
 from convert.expert_adapters import expert_shapes
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, WeightPath
-from convert.model.spec import LINEAR
+from convert.model.spec import ADAPTED
 from fastjax.errors import ConfigError
 from fastjax.lora.initial import initial_arrays, initial_embedding
 from fastjax.lora.params import LoraEmbedding, LoraExperts, LoraLinear, SavedParam
@@ -89,7 +89,7 @@ class _Source:
     def __init__(self, adapter, config, arrays: dict[str, Any] | None, key, frozen, dtype):
         self.adapter, self.config, self.arrays, self.key = adapter, config, arrays, key
         self.frozen, self.dtype, self.problems = frozen, dtype, []
-        self._shapes = {spec.path.module: spec.shape for spec in config.specs if spec.kind in LINEAR}
+        self._shapes = {spec.path.module: spec.shape for spec in config.specs if spec.kind in ADAPTED}
         self._experts = expert_shapes(config.specs)
 
     def linear(self, site: AdapterSite) -> LoraLinear:

@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from convert.adapter_config import targets_parameter
-from convert.adapters import AdapterConfig, rank_and_alpha, scaling, targets
+from convert.adapter_config import selects
+from convert.adapters import AdapterConfig, rank_and_alpha, scaling
 from convert.errors import shown
 from convert.expert_adapters import expert_shapes
 from convert.families import family_for
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
-from convert.model.spec import LINEAR
+from convert.model.spec import ADAPTED
 from fastjax.errors import ConfigError
 from fastjax.lora.tables import saved_modules
 
@@ -44,8 +44,7 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
     family = family_for({"model_type": config.model_type})
     for path in candidates(config):
         name = family.module_name(path)
-        own = targets_parameter(adapter, name) if path.of_experts else targets(adapter, name, family=family)
-        if own and path not in saved:
+        if selects(adapter, path, family) and path not in saved:
             rank, _ = rank_and_alpha(adapter, name)
             sites.append(AdapterSite(path, rank, scaling(adapter, name)))
     if not sites and not adapter.modules_to_save:
@@ -61,7 +60,7 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
 
 def candidates(config: ModelConfig) -> list[WeightPath]:
     """The paths of all modules that can have an adapter, in the order of the model."""
-    modules = (spec.path.module for spec in config.specs if spec.kind in LINEAR)
+    modules = (spec.path.module for spec in config.specs if spec.kind in ADAPTED)
     layers = sorted((*modules, *expert_shapes(config.specs)), key=lambda path: path.layer or 0)
     return [WeightPath(None, "", EMBEDDING, ""), *layers, WeightPath(None, "", HEAD, "")]
 
@@ -71,9 +70,11 @@ def projections(config: ModelConfig) -> list[str]:
     return list(dict.fromkeys(spec.path.part for spec in config.specs if spec.kind == "matrix"))
 
 
-def expert_parameters(config: ModelConfig) -> list[str]:
-    """The names that `target_parameters` can list."""
-    return list(dict.fromkeys(str(path.inside) for path in candidates(config) if path.of_experts))
+def parameters(config: ModelConfig) -> list[str]:
+    """The whole names of what `target_parameters` can select: routers' weights and experts' matrices."""
+    family = family_for({"model_type": config.model_type})
+    found = [path for path in candidates(config) if path.of_experts or path.is_router]
+    return [family.module_name(path) + ("" if path.of_experts else ".weight") for path in found]
 
 
 def _check_experts(adapter: AdapterConfig) -> None:
@@ -86,7 +87,8 @@ def _check_experts(adapter: AdapterConfig) -> None:
 
 def module_names(config: ModelConfig) -> list[str]:
     """The names that `target_modules` can list."""
-    return list(dict.fromkeys(path.part for path in candidates(config) if not path.of_experts))
+    modules = (path for path in candidates(config) if not path.of_experts and not path.is_router)
+    return list(dict.fromkeys(path.part for path in modules))
 
 
 def layer_signatures(sites: Sequence[AdapterSite], layers: int) -> list[tuple[Any, ...]]:
