@@ -23,7 +23,7 @@ from convert.derived import derived_tensors, tensor_blocks
 from convert.errors import unexpected
 from convert.formats import FLOATS, FORMATS, Format
 from convert.model.paths import TABLES
-from convert.model.spec import MODULES, QUANTIZED, WHOLE
+from convert.model.spec import MODULES, QUANTIZED, UNCAST, WHOLE
 from convert.model.tensors import TensorSpec
 from convert.output import Job, Monitor, Written, write_folder
 from convert.plan_merge import Changes, changes
@@ -177,12 +177,15 @@ class _Plan:
         for path, change in self.found.tensors.items():
             if path not in weights.specs:  # the head that is no longer tied
                 self.changed += 1
-                yield self._written(change.name, change.shape, change.dtype, change.values(path, None), None)
+                yield self._written(
+                    change.name, change.shape, self._target(change.dtype), change.values(path, None), None
+                )
 
     def _job(self, tensor: TensorSpec, place: TensorSpec) -> Job:
         """A tensor of the base in its place."""
         weights, spec = self.weights, place.weights[0]
         form, decoded = weights.tensor_format(tensor.name), weights.tensor_dtype(tensor.name)
+        target = decoded if spec.kind in UNCAST else self._target(decoded)
         own, quantized, packs = form.target == PACKED.target, spec.kind in QUANTIZED, self.dtype == PACKED.target
         into = None if not packs else form if own else PACKED if quantized and not self.packed else None
         if spec.kind in MODULES and into is None:
@@ -190,7 +193,7 @@ class _Plan:
         changes = [self.found.tensors.get(part.path) for part in place.weights]
         if not any(changes):
             self.copied += 1
-            same = form.name == self._target(decoded).name and place.name == tensor.name
+            same = form.name == target.name and place.name == tensor.name
             if into is form or (into is None and same):
                 if into is not None:
                     self.written = self.written or (form, decoded)
@@ -198,19 +201,18 @@ class _Plan:
         else:
             self.changed += 1
         shape = next((change.shape for change in changes if change and tensor.layout == WHOLE), place.shape)
-        return self._written(place.name, shape, decoded, tensor_blocks(place, self._values), into)
+        return self._written(place.name, shape, target, tensor_blocks(place, self._values), into)
 
     def _values(self, path: str, expert: int | None) -> Blocks:
         change = self.found.tensors.get(path)
         return self.weights.blocks(path, expert) if change is None else change.values(path, expert)
 
     def _written(self, name: str, shape: tuple[int, ...], dtype: np.dtype, blocks: Blocks, into: Format | None) -> Job:
-        """A tensor from its values, packed `into` a format or plain."""
-        target = self._target(dtype)
+        """A tensor of values that decode to `dtype`, packed `into` a format or plain."""
         if into is not None:
-            self.written = self.written or (into, target)
-        form = into or FORMATS[target.name]
-        return form.job(self.weights.checkpoint.folder, name, blocks, shape, target)
+            self.written = self.written or (into, dtype)
+        form = into or FORMATS[dtype.name]
+        return form.job(self.weights.checkpoint.folder, name, blocks, shape, dtype)
 
     def _target(self, own: np.dtype) -> np.dtype:
         return own if self.dtype in (None, PACKED.target) else np.dtype(self.dtype)

@@ -13,7 +13,7 @@ from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
 from convert.derived import derived_tensors, tensor_blocks
 from convert.errors import ConvertError, unexpected
 from convert.formats import FLOATS, FORMATS, Format
-from convert.model.spec import MODULES, QUANTIZED
+from convert.model.spec import MODULES, QUANTIZED, UNCAST
 from convert.output import Job, Monitor, Written, write_folder
 from convert.saving import copy_side_files
 from convert.source import check_apart, fingerprint
@@ -96,8 +96,9 @@ def _jobs(weights: Weights, packed: set[str], form: Format, dtype: str | None) -
             yield copied(weights.checkpoint, [name])
             continue
         own, stored = weights.tensor_dtype(tensor.name), weights.tensor_format(tensor.name).name
-        target = own if dtype is None else np.dtype(dtype)
-        packs = place.weights[0].path in packed
+        spec = place.weights[0]
+        target = own if dtype is None or spec.kind in UNCAST else np.dtype(dtype)
+        packs = spec.path in packed
         if not packs and stored == target.name and place.name == tensor.name:
             yield copied(weights.checkpoint, [name])
             continue

@@ -24,6 +24,8 @@ VECTORS = frozenset(("norm", "bias", "choice_bias", "sinks"))
 QUANTIZED = frozenset(("matrix", "experts"))
 #: Kinds that are linear modules in transformers' layers.
 LINEAR = frozenset(("matrix", "gate"))
+#: Kinds whose dtype stays when a model is cast: routers choose by small differences.
+UNCAST = frozenset(("choice_bias",))
 #: Kinds of modules that a quantised folder names where they are not quantised.
 MODULES = QUANTIZED | LINEAR | {"router"}
 #: Kinds of a layer's matrices of their own that adapters can be on.

@@ -1,5 +1,7 @@
 """One description of every weight, from which the layers' groups follow."""
 
+import math
+
 import pytest
 
 from convert.errors import ConvertError
@@ -98,3 +100,45 @@ def test_latent_attention_is_refused_by_name(name):
 def test_a_wrong_mixture_is_named(family, field, value, expected):
     with pytest.raises(ConvertError, match=f"{field}: expected {expected}"):
         ModelConfig.from_hf(MIXTURES[family] | {field: value})
+
+
+_ATTENTION = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
+#: Sizes of published models, and their number of parameters in millions.
+PUBLISHED = {
+    "Mixtral-8x7B": (
+        {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
+        | {**_ATTENTION, "num_hidden_layers": 32},
+        46703,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        {"model_type": "qwen2_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632}
+        | {"num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16},
+        14316,
+    ),
+    "Qwen3-30B-A3B": (
+        {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144}
+        | {**_ATTENTION, "num_hidden_layers": 48, "num_key_value_heads": 4, "head_dim": 128},
+        30532,
+    ),
+    "OLMoE-1B-7B": (
+        {"model_type": "olmoe", "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024}
+        | {"num_hidden_layers": 16, "num_attention_heads": 16},
+        6919,
+    ),
+    "gpt-oss-20b": (
+        {"model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880}
+        | {**_ATTENTION, "num_hidden_layers": 24, "num_attention_heads": 64, "num_local_experts": 32},
+        20915,
+    ),
+    "GLM-4.5-Air": (
+        {"model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944}
+        | {**_ATTENTION, "num_hidden_layers": 46, "num_attention_heads": 96, "head_dim": 128, "attention_bias": True},
+        106852,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_mixtures_have_their_number_of_parameters(name):
+    config, millions = PUBLISHED[name]
+    assert round(sum(math.prod(spec.shape) for spec in ModelConfig.from_hf(config).specs) / 1e6) == millions

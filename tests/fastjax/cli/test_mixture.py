@@ -76,8 +76,8 @@ def test_resumed_it_is_the_run_that_was_never_stopped(run, tmp_path):
     shutil.rmtree(tmp_path / "run" / "adapter")
     command = ["train", "--config", str(file), "--output.output_dir", str(tmp_path / "run"), "--resume"]
     assert main(command) == 0
-    # in one process arrays lie elsewhere after a resume, and a CPU's sums follow; each in its own they are equal bit for
-    # bit (test_resume). float32: ten roundings
+    # float32, ten roundings: in one process the arrays lie elsewhere after a resume, and a CPU's sums follow; runs that
+    # are processes of their own are equal bit for bit (test_resume)
     losses = [[row[1] for row in figures(place)] for place in (tmp_path / "run", folder)]
     np.testing.assert_allclose(*losses, rtol=1e-6)
     assert contents(tmp_path / "run" / "adapter").keys() == contents(folder / "adapter").keys()
