@@ -5,6 +5,8 @@ The stored tensors bound the other sizes: a model cannot have more layers than i
 
 LAYERS = 100_000
 """Of a model."""
+EXPERTS = 8_192
+"""Of a layer."""
 DIMENSIONS = 32
 """Of a tensor; NumPy takes 64."""
 PATTERNS = 4_000

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from convert.errors import unexpected
+from convert.errors import ConvertError, unexpected
 from convert.families.arcee import ARCEE
 from convert.families.cohere import COHERE
 from convert.families.exaone4 import EXAONE4
@@ -12,17 +12,23 @@ from convert.families.family import Family, Ignored
 from convert.families.gemma import GEMMA
 from convert.families.gemma2 import GEMMA2
 from convert.families.gemma3 import GEMMA3, GEMMA3_TEXT
+from convert.families.glm4_moe import GLM4_MOE
+from convert.families.gpt_oss import GPT_OSS
 from convert.families.granite import GRANITE
 from convert.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from convert.families.llama import LLAMA
 from convert.families.ministral import MINISTRAL
 from convert.families.ministral3 import MINISTRAL3
 from convert.families.mistral import MISTRAL
+from convert.families.mixtral import MIXTRAL
 from convert.families.olmo2 import OLMO2
 from convert.families.olmo3 import OLMO3
+from convert.families.olmoe import OLMOE
 from convert.families.phi3 import PHI3
 from convert.families.qwen2 import QWEN2
+from convert.families.qwen2_moe import QWEN2_MOE
 from convert.families.qwen3 import QWEN3
+from convert.families.qwen3_moe import QWEN3_MOE
 from convert.families.seed_oss import SEED_OSS
 from convert.families.smollm3 import SMOLLM3
 
@@ -34,8 +40,12 @@ FAMILIES: dict[str, Family] = {
         *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL, GRANITE, SMOLLM3),
         *(GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3, OLMO2, COHERE),
         *(OLMO3, EXAONE4, SEED_OSS, MINISTRAL3, ARCEE, HUNYUAN_V1_DENSE),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, GLM4_MOE),
     )
 }
+_LATENT = "it has latent attention, which is not supported"
+#: Families that are not supported -> why.
+REFUSED = dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), _LATENT)
 
 
 def family_for(config: Mapping[str, Any], file: str | os.PathLike[str] = "config.json") -> Family:
@@ -49,6 +59,8 @@ def family_for(config: Mapping[str, Any], file: str | os.PathLike[str] = "config
         ConvertError: An unknown model_type; the message lists the known ones.
     """
     model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in REFUSED:
+        raise ConvertError(f"{file}: model_type: {model_type} models cannot be read: {REFUSED[model_type]}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise unexpected(file, "model_type", f"one of {', '.join(FAMILIES)}", model_type)
     return FAMILIES[model_type]

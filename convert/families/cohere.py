@@ -16,7 +16,7 @@ COHERE = Family(
     },
     names={"norm_eps": "layer_norm_eps"},
     numbers={"logit_scale": "logit_scale"},
-    switches={"attention_bias": ATTENTION_GROUPS, "use_qk_norm": ("qk_norm",)},
+    switches={"attention_bias": ATTENTION_GROUPS, "use_qk_norm": ("qk_norm of heads",)},
     constants={
         "norm": "layer",
         "norm_float32": True,

@@ -15,20 +15,26 @@ from typing import TYPE_CHECKING, Any
 
 from convert.errors import ConvertError, unexpected
 from convert.families.gguf import Architecture
+from convert.families.mixture import Mixture, moe_flags, moe_sizes
 from convert.model.paths import EMBEDDING, HEAD, WeightPath
 from convert.model.reader import Reader
 from convert.model.spec import (
+    APART,
     ATTENTION,
     FUSED_ATTENTION,
     FUSED_MLP,
+    LINEAR,
+    MERGED,
     MLP,
     PLAIN_MLP,
     QK_NORMS,
+    SINKS,
     Row,
     WeightSpec,
     norm,
     table,
 )
+from convert.model.tensors import TensorSpec, tensors_of
 
 if TYPE_CHECKING:
     from convert.model.config import ModelConfig
@@ -41,7 +47,7 @@ class Ignored:
     """An ignored checkpoint name.
 
     Attributes:
-        pattern: Regular expression for the whole name.
+        pattern: Regular expression for the whole name, with ``{layers}`` for the number of layers.
         reason: The reason, in words.
         when: The config's flag for the rule; None for always.
         same_as: Path of the tensor that it must equal byte for byte; None for unchecked.
@@ -63,6 +69,11 @@ IGNORED = (
 )
 
 
+#: Flag of a family's switches -> how queries and keys are normalised where it is raised.
+QK_NORM_FLAGS = {"qk_norm by head": "head", "qk_norm of heads": "heads"}
+_MERGED = ".experts.gate_up_proj"
+
+
 def _nothing(*_: Any) -> dict[str, Any]:
     return {}
 
@@ -77,8 +88,9 @@ class Family:
         defaults: Defaults of config.json's fields, where they differ from Llama's.
         names: Field of `ModelConfig` -> its name in config.json, where they differ.
         numbers: Further fields of `ModelConfig`, numbers or null -> their names in config.json.
-        switches: Flags of config.json -> the groups of projections that get a bias, or "qk_norm".
+        switches: Flags of config.json -> the groups of projections that get a bias, or a key of `QK_NORM_FLAGS`.
         constants: Fields of `ModelConfig` common to the family.
+        mixture: Its mixtures of experts; None: all layers are dense.
         read: (reader, fields so far) -> computed fields of `ModelConfig`.
         write: config -> their fields of config.json.
         neutral: Field -> its values without effect; others are refused.
@@ -100,6 +112,7 @@ class Family:
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mixture: Mixture | None = None
     read: Callable[[Reader, Mapping[str, Any]], dict[str, Any]] = _nothing
     write: Callable[["ModelConfig"], dict[str, Any]] = _nothing
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
@@ -126,18 +139,23 @@ class Family:
         fused = has.get("fused", False)
         qk_norm = QK_NORMS[has.get("qk_norm")]
         optional = tuple(
-            row._replace(when="qk_norm")
+            row._replace(when=flag)
             for flags in self.switches.values()
-            if "qk_norm" in flags
-            for row in QK_NORMS["heads"]
+            for flag in flags
+            for row in QK_NORMS[QK_NORM_FLAGS.get(flag)]
         )
+        mlp = FUSED_MLP if fused else MLP if has.get("gated", True) else PLAIN_MLP
+        if self.mixture is not None:
+            dense = tuple(row._replace(sparse=False) for row in mlp) if self.mixture.dense else ()
+            mlp = (*dense, *self.mixture.rows())
         rows = table(
             norm(before) if before else (),
             FUSED_ATTENTION if fused else ATTENTION,
             qk_norm or optional,
+            SINKS if has.get("attention_sinks") else (),
             norm(after) if after else (),
             norm(before_mlp) if before_mlp and before_mlp != before else (),
-            FUSED_MLP if fused else MLP if has.get("gated", True) else PLAIN_MLP,
+            mlp,
             norm(after_mlp) if after_mlp else (),
         )
         return tuple(row._replace(name=_begun(self._part_name(row), self.starts)) for row in rows)
@@ -147,13 +165,22 @@ class Family:
         return row.name if named is None else row.name.replace(f".{row.path.part}.", f".{named}.")
 
     def named_as(self, names: Iterable[str]) -> "Family":
-        """The family, or the one of `others`, whose layer names a checkpoint has."""
+        """The family, or the one of `others` or with merged experts, whose layer names a checkpoint has."""
         names = list(names)
+        if any(name.endswith(_MERGED) for name in names):
+            return self.in_memory
         for family in self.others:
             start = next(row.name for row in family.table if row.path.layer is not None).partition("{i}")[0]
             if any(name.startswith(start) for name in names):
                 return family
         return self
+
+    @functools.cached_property
+    def in_memory(self) -> "Family":
+        """The family with its experts' tensors and names as transformers 5 holds them."""
+        if self.mixture is None or self.mixture.layout != APART:
+            return self
+        return dataclasses.replace(self, mixture=dataclasses.replace(self.mixture, layout=MERGED, block="mlp"))
 
     def text_config(self, config: Config, file: str | os.PathLike[str] = "config.json") -> Config:
         """The fields of the text model.
@@ -184,18 +211,30 @@ class Family:
         """
         get = self.reader(config, file)
         sizes, flags, layers = read_sizes(get), self._flags(get), get.layers()
+        sparse: tuple[bool, ...] = (False,) * layers
+        if self.mixture is not None:
+            moe, sparse = self.mixture.read(get, layers)
+            sizes, flags = sizes | moe_sizes(moe), flags | moe_flags(moe)
         specs: list[WeightSpec] = []
         wanted = (row for row in self.table if row.when is None or row.when in flags)
         for layered, group in itertools.groupby(wanted, key=lambda row: row.path.layer is not None):
             rows = list(group)
-            specs += [row.spec(i, sizes) for i in (range(layers) if layered else (None,)) for row in rows]
+            for i in range(layers) if layered else (None,):
+                here = None if i is None else sparse[i]
+                specs += [row.spec(i, sizes) for row in rows if row.sparse in (None, here)]
         return tuple(specs)
+
+    def tensors(self, config: Config, file: str | os.PathLike[str] = "config.json") -> dict[str, TensorSpec]:
+        """The tensors of a checkpoint, by name; as `specs`."""
+        return tensors_of(self.specs(config, file))
 
     def ignores(self, name: str, config: Config, file: str | os.PathLike[str] = "config.json") -> Ignored | None:
         """The rule that ignores a checkpoint name, or None."""
-        flags = self._flags(self.reader(config, file))
+        get = self.reader(config, file)
+        flags, layers = self._flags(get), str(get.layers())
         for rule in self.ignored:
-            if (rule.when is None or rule.when in flags) and re.fullmatch(rule.pattern, name):
+            pattern = rule.pattern.replace("{layers}", layers)
+            if (rule.when is None or rule.when in flags) and re.fullmatch(pattern, name):
                 return rule
         return None
 
@@ -212,7 +251,7 @@ class Family:
         return name.format(i=module.layer)
 
     def module_path(self, name: str) -> WeightPath:
-        """The inverse of `module_name`.
+        """The inverse of `module_name`; experts' parameters of all experts are modules here too.
 
         Raises:
             ConvertError: The family has no such module.
@@ -232,7 +271,8 @@ class Family:
         Returns:
             Sorted: these, the head, and the modules beside the text model, which other libraries know without "model.".
         """
-        named = (self.module_name(WeightPath.parse(path).module) for path in paths)
+        modules = (WeightPath.parse(path).module for path in paths)
+        named = (self.module_name(module).removesuffix(_together(module)).removesuffix(".") for module in modules)
         return sorted({*named, HEAD, *self.beside, *(name.removeprefix("model.") for name in self.beside)})
 
     def is_layer_linear(self, name: str) -> bool:
@@ -241,7 +281,14 @@ class Family:
 
     @functools.cached_property
     def _modules(self) -> dict[WeightPath, str]:
-        return {row.path.module: _begun(row.name.removesuffix(f".{row.path.leaf}"), self.modules) for row in self.table}
+        names: dict[WeightPath, str] = {}
+        for row in self.in_memory.table:
+            name = _begun(row.name.removesuffix(f".{row.path.leaf}"), self.modules)
+            names.setdefault(row.path.module, name)
+        for path, name in list(names.items()):
+            if path.of_experts:  # last, as the path of this name
+                names[WeightPath(path.layer, path.block, _together(path), "")] = name
+        return names
 
     @functools.cached_property
     def _paths(self) -> dict[str, WeightPath]:
@@ -249,7 +296,7 @@ class Family:
 
     @functools.cached_property
     def _matrices(self) -> frozenset[str]:
-        return frozenset(self._modules[row.path.module] for row in self.table if row.kind == "matrix")
+        return frozenset(self._modules[row.path.module] for row in self.table if row.kind in LINEAR)
 
     def _flags(self, get: Reader) -> frozenset[str]:
         raised = {flag for name, flags in self.switches.items() if get.flag(name) for flag in flags}
@@ -258,6 +305,13 @@ class Family:
 
     def _no_module(self, name: str) -> ConvertError:
         return ConvertError(f"{name}: no such module in the table of {self.model_type}")
+
+
+def _together(module: WeightPath) -> str:
+    """The name of the parameter with an expert's projection of all experts, in transformers; "" for other modules."""
+    if not module.of_experts:
+        return ""
+    return "down_proj" if module.part == "down_proj" else "gate_up_proj"
 
 
 def read_sizes(get: Reader) -> dict[str, int]:

@@ -109,6 +109,9 @@ def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[
     given = {group for name, groups in family.switches.items() if get.flag(name) for group in groups}
     fields["biases"] = frozenset(given & _BIASES | set(family.constants.get("biases", ())))
     fields |= family.read(get, fields)
+    if family.mixture is not None:
+        fields["moe"], sparse = family.mixture.read(get, layers)
+        fields["layers"] = tuple((*layer, one) for layer, one in zip(fields["layers"], sparse, strict=True))
     if "rope" not in fields:
         positions = fields["max_position_embeddings"]
         settings = rope_settings(config, where, theta=get.defaults["rope_theta"], positions=positions)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from convert.families import family_for
 from convert.families.mapping import read_config, write_config
+from convert.model.moe import MoeConfig
 from convert.model.paths import WeightPath
 from convert.model.rope import RopeConfig
 from convert.model.spec import Group, WeightSpec, groups
@@ -22,10 +23,12 @@ class Layer(NamedTuple):
     Attributes:
         sliding_window: tokens in the attention's window, the current one included; None: all earlier ones.
         rope: the `ModelConfig` field of its rotary positions, "rope" or "local_rope"; None: no rotary positions.
+        moe: whether it has a mixture of experts in place of an MLP.
     """
 
     sliding_window: int | None = None
     rope: str | None = "rope"
+    moe: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,11 @@ class ModelConfig:
         rope_interleaved: whether rotary pairs are neighbours, not one feature of each half.
         attn_logit_softcapping: products of queries and keys become cap · tanh(product / cap).
         final_logit_softcapping: likewise the logits.
+        attention_sinks: whether each head has a logit of no key in the softmax's denominator.
+        moe: the mixture of experts of layers that have one.
+        swiglu_limit: of hidden_act "clamped_swiglu", (up + 1) · gate · sigmoid(alpha · gate): the gate's largest value,
+            and up's largest magnitude.
+        swiglu_alpha: likewise.
         attention_dropout: dropout probability of attention weights in training.
         residual_dropout: likewise of the elements of attention's and MLP's outputs.
         embedding_multiplier: factor of the embeddings.
@@ -92,6 +100,10 @@ class ModelConfig:
     rope_interleaved: bool = False
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    attention_sinks: bool = False
+    moe: MoeConfig | None = None
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
     embedding_multiplier: float = 1.0
@@ -123,21 +135,30 @@ class ModelConfig:
         """Every weight, in the order of the model."""
         return family_for({"model_type": self.model_type}).specs(self.to_hf())
 
-    @functools.cached_property
-    def layer_specs(self) -> tuple[WeightSpec, ...]:
+    def layer_specs(self, layer: int) -> tuple[WeightSpec, ...]:
         """A layer's weights, without its number: normalisations, then projections."""
-        inside = [spec._replace(path=spec.path.inside) for spec in self.specs if spec.path.layer == 0]
-        return tuple(sorted(inside, key=lambda spec: spec.kind != "norm"))
+        return self._kinds[self.layers[layer].moe][0]
 
-    @functools.cached_property
-    def groups(self) -> dict[str, Group]:
+    def groups(self, layer: int) -> dict[str, Group]:
         """The projections of a layer, "block.group" -> group, in the order of the computation."""
-        return groups(self.layer_specs)
+        return self._kinds[self.layers[layer].moe][1]
 
     def group_of(self, module: WeightPath) -> Group:
-        """The group of a projection."""
-        found = (group for group in self.groups.values() if group.block == module.block)
+        """The group of a layer's projection."""
+        assert module.layer is not None
+        found = (group for group in self.groups(module.layer).values() if group.block == module.block)
         return next(group for group in found if module.part in dict(group.parts))
+
+    @functools.cached_property
+    def _kinds(self) -> dict[bool, tuple[tuple[WeightSpec, ...], dict[str, Group]]]:
+        """Whether a layer is a mixture -> its weights and groups."""
+        kinds = {}
+        for number, layer in enumerate(self.layers):
+            if layer.moe not in kinds:
+                inside = [spec._replace(path=spec.path.inside) for spec in self.specs if spec.path.layer == number]
+                specs = tuple(sorted(inside, key=lambda spec: spec.kind != "norm"))
+                kinds[layer.moe] = specs, groups(specs)
+        return kinds
 
     def to_hf(self) -> dict[str, Any]:
         """The computation's fields of a config.json, as transformers 5 writes them."""

@@ -10,9 +10,20 @@ from collections.abc import Iterable
 #: Ends of array paths, the longest first.
 LEAVES = (
     *("modules_to_save.weight", "modules_to_save.bias", "base_layer.weight", "trainable_tokens_delta"),
-    *("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_A", "lora_B", "weight", "bias"),
+    *(
+        "lora_embedding_A",
+        "lora_embedding_B",
+        "lora_magnitude_vector",
+        "lora_A",
+        "lora_B",
+        "weight",
+        "choice_bias",
+        "bias",
+    ),
 )
 EMBEDDING, HEAD, NORM = "embed_tokens", "lm_head", "norm"
+#: The block of a mixture's experts, and the part of the block "mlp" that chooses among them.
+EXPERTS, ROUTER = "mlp.experts", "router"
 #: The modules with one row per token.
 TABLES = (EMBEDDING, HEAD)
 
@@ -22,30 +33,26 @@ class WeightPath(str):
 
     Attributes:
         layer: the layer's number; None outside the layers.
-        block: "self_attn" or "mlp"; "" directly in the layer or the model.
+        block: "self_attn", "mlp", "mlp.experts" or "mlp.shared_expert"; "" directly in the layer or the model.
         part: the module's own name, such as "q_proj", "input_layernorm" or "embed_tokens".
         leaf: one of `LEAVES`; "" for the module itself.
-        expert: whether the array has a leading axis of experts.
     """
 
-    __slots__ = ("block", "expert", "layer", "leaf", "part")
+    __slots__ = ("block", "layer", "leaf", "part")
     layer: int | None
     block: str
     part: str
     leaf: str
-    expert: bool
 
-    def __new__(
-        cls, layer: int | None, block: str, part: str, leaf: str = "weight", *, expert: bool = False
-    ) -> "WeightPath":
+    def __new__(cls, layer: int | None, block: str, part: str, leaf: str = "weight") -> "WeightPath":
         """Join the parts."""
         start = () if layer is None else ("layers", str(layer))
         path = super().__new__(cls, ".".join(name for name in (*start, block, part, leaf) if name))
-        path.layer, path.block, path.part, path.leaf, path.expert = layer, block, part, leaf, expert
+        path.layer, path.block, path.part, path.leaf = layer, block, part, leaf
         return path
 
     def __reduce__(self):
-        return _restored, (self.layer, self.block, self.part, self.leaf, self.expert)
+        return _restored, (self.layer, self.block, self.part, self.leaf)
 
     @classmethod
     def parse(cls, text: str) -> "WeightPath":
@@ -65,22 +72,37 @@ class WeightPath(str):
         return self.with_leaf("")
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """The names along the path, as the keys of nested trees."""
+        return tuple(self.split("."))
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether the array has a leading axis of experts."""
+        return self.block == EXPERTS
+
+    @property
+    def is_router(self) -> bool:
+        """Whether it is the router of a mixture, or an array of it."""
+        return (self.block, self.part) == ("mlp", ROUTER)
+
+    @property
     def inside(self) -> "WeightPath":
         """The path inside its layer: "self_attn.q_proj.weight"."""
         return self.in_layer(None)
 
     def with_leaf(self, leaf: str) -> "WeightPath":
         """Another array of the same module."""
-        return WeightPath(self.layer, self.block, self.part, leaf, expert=self.expert)
+        return WeightPath(self.layer, self.block, self.part, leaf)
 
     def in_layer(self, layer: int | None) -> "WeightPath":
         """The same array of another layer."""
-        return WeightPath(layer, self.block, self.part, self.leaf, expert=self.expert)
+        return WeightPath(layer, self.block, self.part, self.leaf)
 
     def ends_with(self, names: Iterable[str]) -> bool:
         """Whether the path ends with one of `names`, at a dot."""
         return any(f".{self}".endswith(f".{name}") for name in names)
 
 
-def _restored(layer: int | None, block: str, part: str, leaf: str, expert: bool) -> WeightPath:
-    return WeightPath(layer, block, part, leaf, expert=expert)
+def _restored(layer: int | None, block: str, part: str, leaf: str) -> WeightPath:
+    return WeightPath(layer, block, part, leaf)

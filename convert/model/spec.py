@@ -3,7 +3,8 @@
 A family's table gives rows, in names of dimensions; a config.json fills in layer numbers and sizes.
 Experts come as a leading axis ("expert"), further kinds of weights as further values of `kind`.
 
-Dimension letters: V vocabulary, E width, F feed-forward width, H query heads, K key heads, D head size, L layers.
+Dimension letters: V vocabulary, E width, F feed-forward width, H query heads, K key heads, D head size, L layers, X
+experts, EF and SF feed-forward width of an expert and of the shared one.
 """
 
 from collections.abc import Sequence
@@ -11,10 +12,22 @@ from typing import NamedTuple
 
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
 
-#: Kind of a weight -> its initialisation: matrices and tables are drawn, scales start at one, biases at zero.
-INITS = {"matrix": "normal", "table": "normal", "norm": "ones", "bias": "zeros"}
-#: Kinds that are vectors in a layer, or one row per head; the others are matrices.
-VECTORS = frozenset(("norm", "bias"))
+#: Kind of a weight -> its initialisation: matrices, tables and sinks are drawn, scales start at one, biases at zero.
+INITS = {
+    **dict.fromkeys(("matrix", "table", "experts", "router", "gate", "sinks"), "normal"),
+    "norm": "ones",
+    **dict.fromkeys(("bias", "choice_bias"), "zeros"),
+}
+#: Kinds that are vectors in a layer, or one row per head or expert; the others are matrices.
+VECTORS = frozenset(("norm", "bias", "choice_bias", "sinks"))
+#: Kinds of a layer's matrices that are quantised.
+QUANTIZED = frozenset(("matrix", "experts"))
+#: Kinds that are linear modules in transformers' layers.
+LINEAR = frozenset(("matrix", "gate"))
+#: Kinds of modules that a quantised folder names where they are not quantised.
+MODULES = QUANTIZED | LINEAR | {"router"}
+#: Kinds of a layer's matrices of their own that adapters can be on.
+ADAPTED = LINEAR | {"router"}
 #: Dimension of a row -> its logical axis.
 AXES = {
     "V": "vocabulary",
@@ -27,7 +40,14 @@ AXES = {
     "H*D": "heads",
     "K*D": "key_heads",
     "(H+2K)*D": "heads",
+    "X": "expert",
+    "EF": "expert_mlp",
+    "SF": "mlp",
+    "1": "gate",
 }
+#: Layouts of weights in files: as in the tree; one tensor an expert; all experts in one tensor, the rows of the weights
+#: that share it one after the other; the same, each expert transposed and the weights' rows by turns.
+WHOLE, APART, MERGED, INTERLEAVED = "whole", "apart", "merged", "interleaved"
 
 
 class WeightSpec(NamedTuple):
@@ -35,12 +55,14 @@ class WeightSpec(NamedTuple):
 
     Attributes:
         path: its place in the tree.
-        name: its name in the checkpoint.
-        shape: its sizes, in the tree and in the file.
+        name: the name of its tensor in the checkpoint, with ``{x}`` for the expert's number in the layout "apart".
+        shape: its sizes in the tree.
         axes: the names of its logical axes.
-        kind: "matrix" (in a layer: the target of adapters, quantisation and decay), "table" (one row per token), "norm"
-            or "bias".
+        kind: "matrix" (in a layer: the target of adapters, quantisation and decay), "table" (one row per token),
+            "norm", "bias", "experts" (the matrices of all experts), "router", "gate" (of a shared expert),
+            "choice_bias" (of a router, for the choice alone) or "sinks" (attention logits of no key, one a head).
         group: its fused group of projections in memory, such as "self_attn.qkv"; None without one.
+        layout: how it lies in files: "whole", "apart", "merged" or "interleaved".
     """
 
     path: WeightPath
@@ -49,6 +71,7 @@ class WeightSpec(NamedTuple):
     axes: tuple[str, ...]
     kind: str
     group: str | None = None
+    layout: str = WHOLE
 
     @property
     def init(self) -> str:
@@ -60,12 +83,14 @@ class Row(NamedTuple):
     """A tensor in a family's table.
 
     Attributes:
-        name: its name in the checkpoint, with ``{i}`` for the layer's number.
+        name: its name in the checkpoint, with ``{i}`` for the layer's number and ``{x}`` for the expert's.
         path: its path; in layer 0 if it is in a layer.
         dims: its dimensions, keys of `AXES`.
         kind: as in `WeightSpec`.
         group: likewise.
         when: the config's flag for the tensor; None: it always exists.
+        sparse: whether mixtures of experts have it, or dense layers; None: both.
+        layout: as in `WeightSpec`.
     """
 
     name: str
@@ -74,22 +99,26 @@ class Row(NamedTuple):
     kind: str
     group: str | None = None
     when: str | None = None
+    sparse: bool | None = None
+    layout: str = WHOLE
 
     def spec(self, layer: int | None, sizes: dict[str, int]) -> WeightSpec:
         """Fill in a layer's number and the sizes."""
         shape, axes = tuple(sizes[dim] for dim in self.dims), tuple(AXES[dim] for dim in self.dims)
-        return WeightSpec(self.path.in_layer(layer), self.name.format(i=layer), shape, axes, self.kind, self.group)
+        name = self.name.replace("{i}", str(layer))
+        return WeightSpec(self.path.in_layer(layer), name, shape, axes, self.kind, self.group, self.layout)
 
 
 class Group(NamedTuple):
     """Projections of one input, stored as one weight.
 
     Attributes:
-        block: "self_attn" or "mlp".
+        block: "self_attn", "mlp", "mlp.experts" or "mlp.shared_expert".
         name: its name in the block: "qkv", "o", "gate_up" or "down".
-        parts: (name, output rows) of each, from the top row down.
+        parts: (name, output rows) of each, from the top row down; of one expert.
         columns: width of the input.
         bias: whether they have biases.
+        experts: number of experts, the weight's leading axis; None: there is no such axis.
     """
 
     block: str
@@ -97,6 +126,12 @@ class Group(NamedTuple):
     parts: tuple[tuple[str, int], ...]
     columns: int
     bias: bool
+    experts: int | None = None
+
+    @property
+    def path(self) -> WeightPath:
+        """Its weight's path in its layer."""
+        return WeightPath(None, self.block, self.name)
 
     @property
     def rows(self) -> int:
@@ -123,10 +158,12 @@ def groups(specs: Sequence[WeightSpec]) -> dict[str, Group]:
 
 
 def _group(group: str, members: Sequence[WeightSpec]) -> Group:
-    matrices = [spec for spec in members if spec.kind == "matrix"]
-    block = matrices[0].path.block
-    parts = tuple((spec.path.part, spec.shape[0]) for spec in matrices)
-    return Group(block, group.removeprefix(f"{block}."), parts, matrices[0].shape[1], len(matrices) < len(members))
+    matrices = [spec for spec in members if spec.path.leaf == "weight"]
+    block, first = matrices[0].path.block, matrices[0]
+    parts = tuple((spec.path.part, spec.shape[-2]) for spec in matrices)
+    experts = first.shape[0] if first.kind == "experts" else None
+    biased = len(matrices) < len(members)
+    return Group(block, group.removeprefix(f"{block}."), parts, first.shape[-1], biased, experts)
 
 
 def layer_row(name: str, *dims: str, kind: str, group: str | None = None, when: str | None = None) -> Row:
@@ -159,6 +196,8 @@ def table(*layer: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 QKV, OUT, GATE_UP, DOWN = "self_attn.qkv", "self_attn.o", "mlp.gate_up", "mlp.down"
+EXPERTS_GATE_UP, EXPERTS_DOWN = "mlp.experts.gate_up", "mlp.experts.down"
+SHARED_GATE_UP, SHARED_DOWN = "mlp.shared_expert.gate_up", "mlp.shared_expert.down"
 #: Groups of projections in the attention, and in the MLP.
 ATTENTION_GROUPS, MLP_GROUPS = (QKV, OUT), (GATE_UP, DOWN)
 ATTENTION = (
@@ -178,6 +217,8 @@ MLP = (
 )
 FUSED_MLP = (*linear("mlp.gate_up_proj", "2F", "E", GATE_UP), *linear("mlp.down_proj", "E", "F", DOWN))
 PLAIN_MLP = (*linear("mlp.up_proj", "F", "E", GATE_UP), *linear("mlp.down_proj", "E", "F", DOWN))
+#: Attention logits of no key, one a head, in the softmax's denominator.
+SINKS = (Row("model.layers.{i}.self_attn.sinks", WeightPath(0, "self_attn", "sinks"), ("H",), "sinks"),)
 #: Scales of queries and keys: one for each feature of a head, of all heads together, or of each head's own features.
 QK_NORMS = {
     None: (),

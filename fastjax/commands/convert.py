@@ -55,6 +55,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the base has 16 bits, but the adapter was trained over it in 4 bits: quantise and decode it first",
     )
+    merge.add_argument(
+        "--unsloth_expert_layout",
+        action="store_true",
+        help="the adapter is on experts and from an Unsloth before September 2026, which ordered them otherwise",
+    )
 
     quantize = command("quantize", _quantize, "quantise a model to NF4; the result loads with bitsandbytes")
     quantize.add_argument("model", metavar="MODEL", help="16 or 32 bits, or FP8")
@@ -177,6 +182,7 @@ def _merge(arguments: argparse.Namespace) -> None:
             arguments.out,
             dtype=arguments.dtype,
             base_in_nf4=arguments.base_in_nf4,
+            unsloth_expert_layout=arguments.unsloth_expert_layout,
             recipe=recipe,
             max_shard_bytes=int(arguments.max_shard_gib * 2**30),
             force=arguments.force,

@@ -87,9 +87,7 @@ class LanguageModel:
     def num_parameters(self) -> tuple[int, int]:
         """(trained, all) parameters; a 4-bit weight counts its elements, tied embeddings count once."""
         trained = sum(leaf.size for leaf in jax.tree.leaves(self.trainable))
-        layer = sum(math.prod(spec.shape) for spec in self.config.layer_specs)
-        tables = 1 if self.config.tie_word_embeddings else 2
-        base = self.config.num_hidden_layers * layer + self.config.hidden_size * (1 + tables * self.config.vocab_size)
+        base = sum(math.prod(spec.shape) for spec in self.config.specs)
         return trained, base if self.full_finetuning else base + trained
 
     def save_pretrained(self, folder: str | Path) -> Path:

@@ -1,7 +1,7 @@
 """Writing a model: its adapter for PEFT, its trained weights as a Hugging Face folder, or base and adapter merged."""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from convert.checkpoint import WEIGHT_FILES
 from convert.families import family_for
 from convert.files import atomic_folder, scratch_folder
 from convert.merge import merge
-from convert.weights import save
+from convert.saving import save
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.lora.export import export_adapters
@@ -58,16 +58,22 @@ def save_merged(model: "LanguageModel", folder: Path, **options: Any) -> Path:
 
 def trained_tensors(model: "LanguageModel") -> Iterator[tuple[str, np.ndarray]]:
     """The trained weights by path, in the checkpoint's order."""
-    tree, config = model.trainable, model.config
+    tree, config = _together(model.trainable, model.frozen), model.config
     dtype = jnp.dtype(DTYPES.get(str(model.hf_config.get("dtype", model.hf_config.get("torch_dtype"))), jnp.float32))
     yield "embed_tokens.weight", np.asarray(tree["embed_tokens"]["weight"].astype(dtype))
     runs = [[tree["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
     for index in range(config.num_hidden_layers):
-        for path, array in split_layer(layer_of(runs, model.plan, index), config).items():
-            yield path.in_layer(index), np.asarray(array.astype(dtype))
+        for path, array in split_layer(layer_of(runs, model.plan, index), config, index).items():
+            yield path.in_layer(index), np.asarray(array if path.leaf == "choice_bias" else array.astype(dtype))
     yield "norm.weight", np.asarray(tree["norm"]["weight"].astype(dtype))
     if not config.tie_word_embeddings:
         yield "lm_head.weight", np.asarray(tree["lm_head"]["weight"].astype(dtype))
+
+
+def _together(trained: Mapping[Any, Any], constant: Mapping[Any, Any]) -> dict[Any, Any]:
+    """One tree of trained arrays and those that are never trained."""
+    both = {key: _together(trained[key], constant[key]) for key in trained.keys() & constant.keys()}
+    return {**trained, **constant, **both}
 
 
 def _has_own_tokenizer(model: "LanguageModel") -> bool:

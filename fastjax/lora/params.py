@@ -12,6 +12,10 @@ class BaseParam(nnx.Param):
     """A weight of the checkpoint."""
 
 
+class Constant(nnx.Variable):
+    """An array of the checkpoint that is never trained."""
+
+
 class LoraParam(nnx.Param):
     """A weight of an adapter."""
 
@@ -50,6 +54,20 @@ class LoraLinear(nnx.Module):
         a, b = self.lora_A[...].astype(jnp.float32), self.lora_B[...].astype(jnp.float32)
         full = dequantize(weight, jnp.float32)[rows] + self.scaling * linear(b, a.T)
         return self.magnitude[...].astype(jnp.float32) / jax.lax.stop_gradient(jnp.linalg.norm(full, axis=1))
+
+
+class LoraExperts(nnx.Module):
+    """The adapters of one projection of all experts.
+
+    Attributes:
+        lora_A: [X, R, in].
+        lora_B: [X, out, R].
+        scaling: lora_alpha / r, or lora_alpha / √r.
+    """
+
+    def __init__(self, lora_A: Array, lora_B: Array, *, scaling: float):
+        self.scaling = scaling
+        self.lora_A, self.lora_B = LoraParam(lora_A), LoraParam(lora_B)
 
 
 class LoraEmbedding(nnx.Module):

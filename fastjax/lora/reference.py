@@ -1,7 +1,7 @@
 """LoRA as the papers write it, in plain jax.numpy and differentiated by JAX: the oracle of the fused units.
 
 Every adapter is a sum of its own beside its projection, in any dtype, float64 included. Arguments are those of the
-units: `linear.project`, `mlp.gated_block` and `params.LoraEmbedding`.
+units: `linear.project`, `mlp.gated_block`, `experts.routed_experts` and `params.LoraEmbedding`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from fastjax.lora import experts as of_experts
 from fastjax.lora.dropout import drop
 from fastjax.lora.mlp import Arrays, Block
 from fastjax.lora.params import LoraEmbedding, LoraLinear
 from fastjax.lora.rank_products import Matrices, Part
 from fastjax.quantization import WeightLike
-from fastjax.quantization.weights import dequantize, linear, matmul
+from fastjax.quantization.weights import as_weight, dequantize, linear, matmul
+from pallas_kernels.glu.clamped import clamped_swiglu
 from pallas_kernels.glu.reference import ACTIVATIONS
 
 
@@ -75,6 +77,45 @@ def gated_block(block: Block, x: Float[Array, "B S E"], arrays: Arrays) -> Float
     return _parts((block.down,), arrays.down, arrays.matrices, h, arrays.key)
 
 
+def routed_experts(
+    block: of_experts.Block,
+    x: Float[Array, "N E"],
+    weights: Float[Array, "N k"],
+    experts: Int[Array, "N k"],
+    arrays: of_experts.Arrays,
+) -> Float[Array, "N E"]:
+    """The weighted sum of each token's experts: every expert on every token, and zero weights.
+
+    Args:
+        block: as in `experts.routed_experts`.
+        x: likewise.
+        weights: likewise.
+        experts: likewise.
+        arrays: likewise.
+    """
+
+    def product(part: Part, weight: WeightLike, bias: Array | None, x: Float[Array, "X N in"]) -> Array:
+        decoded = (
+            as_weight(weight).experts(jnp.float32) if x.dtype == jnp.float64 else as_weight(weight).experts(x.dtype)
+        )
+        y = _by_expert(x, decoded.astype(x.dtype))
+        if part.rank:
+            a, b = (matrix.astype(x.dtype) for matrix in arrays.matrices[part.name])
+            y = y + _by_expert(_by_expert(x, a), b * part.scaling)
+        return y if bias is None else y + bias.astype(x.dtype)[:, None]
+
+    gate_up = product(block.gate_up, arrays.gate_up, arrays.gate_up_bias, jnp.tile(x[None], (block.num_experts, 1, 1)))
+    gate, up = jnp.split(gate_up.astype(_wide(x)), 2, axis=-1)
+    h = (
+        ACTIVATIONS[block.activation](gate) * up
+        if block.clamp is None
+        else clamped_swiglu(gate, up, **block.clamp._asdict())
+    )
+    y = product(block.down, arrays.down, arrays.down_bias, h.astype(x.dtype))
+    chosen = jax.nn.one_hot(experts, block.num_experts, dtype=_wide(x)) * weights.astype(_wide(x))[:, :, None]
+    return jnp.einsum("xne,nkx->ne", y.astype(_wide(x)), chosen, precision="highest").astype(x.dtype)
+
+
 def embed(
     adapter: LoraEmbedding, tokens: Int[Array, "B S"], table: Float[Array, "V E"], dtype: jnp.dtype
 ) -> Float[Array, "B S E"]:
@@ -120,6 +161,10 @@ def _parts(parts: Sequence[Part], weight: WeightLike, matrices: Matrices, x: Arr
         if part.rank
     }
     return jnp.concatenate(project(sizes, weight, adapters, x, key), axis=-1)
+
+
+def _by_expert(x: Float[Array, "X N in"], w: Float[Array, "X out in"]) -> Float[Array, "X N out"]:
+    return jnp.einsum("xni,xoi->xno", x, w, precision="highest")
 
 
 def _product(x: Array, weight: WeightLike) -> Array:

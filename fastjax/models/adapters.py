@@ -10,7 +10,7 @@ from convert.adapters import AdapterConfig
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
 from fastjax.lora.attach import Adapters, make_adapters
-from fastjax.models.layout import LayerStack, arrange, layer_of
+from fastjax.models.layout import LayerStack, arrange, array_at, layer_of
 from fastjax.models.precision import Precision
 from fastjax.quantization import dequantize
 
@@ -38,13 +38,16 @@ def build_adapters(
     Raises:
         ConfigError: arrays that are missing, left over, or of the wrong shape (all named).
     """
+    alone = {spec.path.module for spec in config.specs if spec.group is None}
 
     def frozen(module: WeightPath) -> Array:
         if module.layer is None:
             return weights[module.part]["weight"]
-        group = config.group_of(module)
         layer = layer_of(weights["layers"], plan, module.layer)
-        return dequantize(layer[group.block][group.name]["weight"], jnp.float32)[group.place(module.part)[1]]
+        if module in alone:
+            return dequantize(array_at(layer, module.inside.with_leaf("weight")), jnp.float32)
+        group = config.group_of(module)
+        return dequantize(array_at(layer, group.path), jnp.float32)[group.place(module.part)[1]]
 
     def dtype(module: WeightPath) -> jnp.dtype:
         return precision.weight_dtype(module, trained=True)

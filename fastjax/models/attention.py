@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convert.model.config import Layer, ModelConfig
+from fastjax.lora.params import BaseParam
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, batch_part, local
@@ -32,6 +33,7 @@ class Context(NamedTuple):
         segment_ids: with a cache, int32 [B, S]: 1, or 0 for padding.
         cache_index: with a cache, the slot of the first of the S tokens; int32 [].
         cache_segment_ids: with a cache, int32 [B, T]: which slots hold tokens (this step's included).
+        mask: which tokens are not padding, bool [B, S]; None: all. Attention does not read it.
         query_scales: factors of the turned queries, float32 [B, S], by the same names as `rotary`, where there are any.
     """
 
@@ -42,6 +44,7 @@ class Context(NamedTuple):
     cache_index: Int[Array, ""] | None = None
     cache_segment_ids: Int[Array, "B T"] | None = None
     query_scales: Mapping[str, Float[Array, "B S"]] = {}
+    mask: Bool[Array, "B S"] | None = None
 
 
 class LayerCache(NamedTuple):
@@ -49,6 +52,17 @@ class LayerCache(NamedTuple):
 
     keys: Float[Array, "B T K D"]
     values: Float[Array, "B T K D"]
+
+
+class Sinks(nnx.Module):
+    """A logit for each query head that joins the softmax's denominator and has no value (arXiv 2309.17453).
+
+    Attributes:
+        weight: [H].
+    """
+
+    def __init__(self, weight: Array):
+        self.weight = BaseParam(weight)
 
 
 class Attention(nnx.Module):
@@ -67,6 +81,7 @@ class Attention(nnx.Module):
         o: projection of the heads' output.
         q_norm: normalisation of the queries, of each head or of all together; None: none.
         k_norm: likewise of the keys.
+        sinks: logits of no key; None: none.
         float32: whether all of it is computed in float32, whatever the input's dtype.
     """
 
@@ -78,13 +93,14 @@ class Attention(nnx.Module):
         o: Projection,
         norms: tuple[Norm, Norm] | None,
         float32: bool = False,
+        sinks: Sinks | None = None,
     ):
         self.shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.layer, self.interleaved, self.whole = layer, config.rope_interleaved, config.qk_norm == "projection"
         self.scale, self.soft_cap = config.attention_multiplier, config.attn_logit_softcapping
         self.dropout, self.float32, self.norm_last = config.attention_dropout, float32, config.qk_norm_after_rope
         assert not (self.norm_last and self.interleaved), "a scale a feature, and the turn reorders the features"
-        self.qkv, self.o = qkv, o
+        self.qkv, self.o, self.sinks = qkv, o, sinks
         self.q_norm, self.k_norm = (None, None) if norms is None else norms
 
     def __call__(
@@ -122,6 +138,7 @@ class Attention(nnx.Module):
                 segment_ids=context.segment_ids,
                 kv_segment_ids=context.cache_segment_ids,
                 query_offset=context.cache_index,
+                sinks=self._sink_logits(),
                 **self._options(),
             )
         (out,) = self.o(out.reshape(batch, length, heads * size), key)
@@ -153,15 +170,19 @@ class Attention(nnx.Module):
         """Causal attention of whole rows, on each device's own rows."""
         dropped = None if key is None or self.dropout == 0.0 else jax.random.fold_in(key, _OWN_KEY)
 
-        def own(q, k, v, ranges, key):
+        def own(q, k, v, ranges, key, sinks):
             options = self._options()
             if key is not None:
                 row = batch_part() * q.shape[0]
                 options |= {"dropout_rate": self.dropout, "dropout_key": key, "dropout_row": row}
-            return attention(q, k, v, segment_ranges=ranges, **options)
+            return attention(q, k, v, segment_ranges=ranges, sinks=sinks, **options)
 
         rows = P(BATCH)
-        return local(own, in_specs=(*(rows,) * 4, P()), out_specs=rows)(q, k, v, ranges, dropped)
+        island = local(own, in_specs=(*(rows,) * 4, P(), P()), out_specs=rows)
+        return island(q, k, v, ranges, dropped, self._sink_logits())
+
+    def _sink_logits(self) -> Float[Array, " H"] | None:
+        return None if self.sinks is None else self.sinks.weight[...].astype(jnp.float32)
 
     def _options(self) -> dict[str, Any]:
         return {

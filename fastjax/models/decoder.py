@@ -18,7 +18,7 @@ from fastjax.lora.attach import Adapters
 from fastjax.lora.dropout import drop
 from fastjax.models.attention import Context, LayerCache, document_ranges
 from fastjax.models.layer import DecoderLayer
-from fastjax.models.layer_loop import Block, Looped, Losses, added, run_layers
+from fastjax.models.layer_loop import Block, Looped, Sums, added, run_layers
 from fastjax.models.layout import LayerStack
 from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
@@ -33,11 +33,11 @@ class Forward(NamedTuple):
 
     Attributes:
         hidden: hidden states after the final normalisation, in the compute dtype.
-        losses: auxiliary losses by name, summed over the layers.
+        sums: over the layers, of routers' loads; empty without mixtures of experts.
     """
 
     hidden: Float[Array, "B S E"]
-    losses: Losses
+    sums: Sums
 
 
 class Decoder(nnx.Module):
@@ -81,7 +81,7 @@ class Decoder(nnx.Module):
             [
                 nnx.List(
                     [
-                        DecoderLayer(config, config.layers[index], w, a, precision.in_layer(index))
+                        DecoderLayer(config, index, w, a, precision.in_layer(index))
                         for index, (w, a) in enumerate(zip(ws, ads, strict=True), start=stack.start)
                     ]
                 )
@@ -129,7 +129,7 @@ class Decoder(nnx.Module):
         neftune_noise_alpha: float | None = None,
         adapters: bool = True,
     ) -> Forward:
-        """Hidden states and auxiliary losses.
+        """Hidden states, and sums over the layers.
 
         Args:
             tokens: token ids.
@@ -149,9 +149,10 @@ class Decoder(nnx.Module):
             x = noisy_embeddings(x, segment_ids, key, neftune_noise_alpha)
         ranges = None if segment_ids is None else document_ranges(segment_ids)
         rotary = rotary_tables(self.config, positions, document_lengths(positions, segment_ids))
-        context = Context(rotary, ranges, key, query_scales=query_scales(self.config, positions))
-        x, _, losses = run_blocks(model, x, context)
-        return Forward(model.norm(x), losses)
+        mask = None if segment_ids is None else segment_ids != 0
+        context = Context(rotary, ranges, key, query_scales=query_scales(self.config, positions), mask=mask)
+        x, _, sums = run_blocks(model, x, context)
+        return Forward(model.norm(x), sums)
 
     def cached(
         self,
@@ -241,9 +242,9 @@ def _block(layers: Any, stack: LayerStack) -> tuple[Block, Any]:
             key = context.key
             if key is not None:
                 key = jax.random.fold_in(key, stack.start + repeat * stack.period + position)
-            x, kept, losses = layer(x, context, key, None if cache is None else cache[position])
+            x, kept, sums = layer(x, context, key, None if cache is None else cache[position])
             after.append(kept)
-            total = added(total, losses)
+            total = added(total, sums)
         return x, None if cache is None else after, total
 
     return block, nnx.to_pure_dict(variables)

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from convert.model.config import Layer, ModelConfig
+from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
 from fastjax.lora.dropout import drop
-from fastjax.lora.params import LoraLinear
-from fastjax.models.attention import Attention, Context, LayerCache
-from fastjax.models.layer_loop import Losses
+from fastjax.models.attention import Attention, Context, LayerCache, Sinks
+from fastjax.models.layer_loop import Sums
+from fastjax.models.layout import array_at
 from fastjax.models.mlp import MLP
+from fastjax.models.moe import Mixture, build_mixture
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 
@@ -22,6 +23,8 @@ class DecoderLayer(nnx.Module):
     """One layer: x + attention(x), then x + mlp(x), or both at once; with normalisations before and after each.
 
     Attributes:
+        self_attn: the attention.
+        mlp: the MLP, or the mixture of experts.
         around_attention: names of the normalisations before and after the attention, which are attributes; or None.
         around_mlp: likewise.
         parallel: whether the MLP has the attention's input.
@@ -31,19 +34,20 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        layer: Layer,
+        index: int,
         weights: Mapping[str, Any],
-        adapters: Mapping[str, LoraLinear],
+        adapters: Mapping[str, Any],
         float32: Collection[str] = (),
     ):
+        layer, groups = config.layers[index], config.groups(index)
 
         def projection(name: str) -> Projection:
-            group = config.groups[name]
+            group = groups[name]
             modules = {part: WeightPath(None, group.block, part, "") for part, _ in group.parts}
             own = {part: adapters[module] for part, module in modules.items() if module in adapters}
             wide = [part for part, module in modules.items() if module in float32]
-            tree = weights[group.block][group.name]
-            return Projection(group.parts, tree["weight"], tree.get("bias"), own, wide)
+            bias = array_at(weights, group.path.with_leaf("bias")) if group.bias else None
+            return Projection(group.parts, array_at(weights, group.path), bias, own, wide)
 
         def norm(part: str, block: str = "") -> Norm:
             inside = weights[block] if block else weights
@@ -56,23 +60,35 @@ class DecoderLayer(nnx.Module):
         for name in dict.fromkeys((*self.around_attention, *self.around_mlp)):
             if name is not None:
                 setattr(self, name, norm(name))
-        self.self_attn = Attention(
-            config, layer, projection("self_attn.qkv"), projection("self_attn.o"), qk_norms, "self_attn" in float32
-        )
-        inner, outer = projection("mlp.gate_up"), projection("mlp.down")
-        self.mlp = MLP(config.hidden_act, inner, outer, "mlp" in float32, gated=config.gated)
+        sinks = Sinks(weights["self_attn"]["sinks"]["weight"]) if config.attention_sinks else None
+        qkv, o, wide = projection("self_attn.qkv"), projection("self_attn.o"), "self_attn" in float32
+        self.self_attn = Attention(config, layer, qkv, o, qk_norms, wide, sinks)
+
+        def mlp(block: str) -> MLP:
+            inner, outer = projection(f"{block}.gate_up"), projection(f"{block}.down")
+            return MLP(config.hidden_act, inner, outer, block in float32, gated=config.gated)
+
+        if layer.moe:
+            shared = mlp("mlp.shared_expert") if "mlp.shared_expert.down" in groups else None
+            self.mlp = build_mixture(config, weights["mlp"], adapters, float32, shared)
+        else:
+            self.mlp = mlp("mlp")
 
     def __call__(
         self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, cache: LayerCache | None
-    ) -> tuple[Float[Array, "B S E"], LayerCache | None, Losses]:
-        """The layer's output; the cache with this step's keys and values, if there is one; auxiliary losses."""
+    ) -> tuple[Float[Array, "B S E"], LayerCache | None, Sums]:
+        """The layer's output; the cache with this step's keys and values, if there is one; a router's sums."""
         before, after = self.around_attention
         read = self._normed(before, x)
         attended, cache = self.self_attn(read, context, key, cache)
         x = x + self._added(after, drop(attended, key, "self_attn", self.dropout))
         before, after = self.around_mlp
-        output = self.mlp(read if self.parallel else self._normed(before, x), key)
-        return x + self._added(after, drop(output, key, "mlp", self.dropout)), cache, {}
+        read, sums = read if self.parallel else self._normed(before, x), {}
+        if isinstance(self.mlp, Mixture):
+            output, sums = self.mlp(read, key, context.mask)
+        else:
+            output = self.mlp(read, key)
+        return x + self._added(after, drop(output, key, "mlp", self.dropout)), cache, sums
 
     def _normed(self, name: str | None, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         return x if name is None else getattr(self, name)(x)

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 from fastjax.models.layout import LayerStack
 from fastjax.models.remat import checkpointed
 
-#: Auxiliary losses by name, such as a router's load balance; none: an empty dictionary, which compiles to nothing.
-Losses = dict[str, Float[Array, ""]]
+#: Sums over the layers by name, such as the routers' loads; none: an empty dictionary, which compiles to nothing.
+Sums = dict[str, Float[Array, "..."]]
 
 
 class Block(Protocol):
@@ -23,8 +23,8 @@ class Block(Protocol):
 
     def __call__(
         self, x: Float[Array, "B S E"], state: Any, shared: Any, repeat: Int[Array, ""], cache: Any
-    ) -> tuple[Float[Array, "B S E"], Any, Losses]:
-        """The output, the cache with this step's tokens (None without one), and the layers' auxiliary losses.
+    ) -> tuple[Float[Array, "B S E"], Any, Sums]:
+        """The output, the cache with this step's tokens (None without one), and the layers' sums.
 
         Args:
             x: the input.
@@ -42,12 +42,12 @@ class Looped(NamedTuple):
     Attributes:
         x: output of the last layer.
         caches: one a stack; None each without caches.
-        losses: auxiliary losses, summed over the layers.
+        sums: over the layers.
     """
 
     x: Float[Array, "B S E"]
     caches: list[Any]
-    losses: Losses
+    sums: Sums
 
 
 def run_layers(
@@ -70,32 +70,32 @@ def run_layers(
         remat: policy of `checkpointed`; a pass with caches has no backward pass and keeps nothing.
     """
     after: list[Any] = []
-    total: Losses = {}
+    total: Sums = {}
     for number, (stack, (block, state)) in enumerate(zip(plan, blocks, strict=True)):
         block = checkpointed(block, remat if caches is None else "none", scanned=stack.count > 1)
         past = None if caches is None else caches[number]
         if stack.count == 1:
-            x, cache, losses = block(x, state, shared, jnp.int32(0), past)
+            x, cache, sums = block(x, state, shared, jnp.int32(0), past)
         else:
 
             def body(x, xs, block=block):
                 state, repeat, past = xs
-                x, cache, losses = block(x, state, shared, repeat, past)
-                return x, (cache, losses)
+                x, cache, sums = block(x, state, shared, repeat, past)
+                return x, (cache, sums)
 
             repeats = jnp.arange(stack.count, dtype=jnp.int32)
-            x, (cache, losses) = jax.lax.scan(body, x, (state, repeats, past))
-            losses = {name: jnp.sum(loss) for name, loss in losses.items()}
+            x, (cache, sums) = jax.lax.scan(body, x, (state, repeats, past))
+            sums = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
         after.append(cache)
-        total = added(total, losses)
+        total = added(total, sums)
     return Looped(x, after, total)
 
 
-def added(left: Losses, right: Losses) -> Losses:
-    """The sums of auxiliary losses; a name may be missing on either side.
+def added(left: Sums, right: Sums) -> Sums:
+    """The sums of both; a name may be missing on either side.
 
     Args:
-        left: some layers' losses.
-        right: other layers' losses.
+        left: of some layers.
+        right: of other layers.
     """
-    return left | {name: left[name] + loss if name in left else loss for name, loss in right.items()}
+    return left | {name: left[name] + value if name in left else value for name, value in right.items()}

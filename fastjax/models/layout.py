@@ -5,6 +5,7 @@ read the same input are one weight of several parts, and runs of layers with equ
 leading axis, so that one traced body serves them all.
 """
 
+import functools
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,51 +51,70 @@ def plan_layers(signatures: Sequence[Hashable], layer_loop: str) -> tuple[LayerS
     return tuple(runs)
 
 
-def fuse_layer(arrays: Mapping[str, WeightLike], config: ModelConfig) -> dict[str, Any]:
+def fuse_layer(arrays: Mapping[str, WeightLike], config: ModelConfig, index: int) -> dict[str, Any]:
     """The tree of one layer from its tensors.
 
     Args:
         arrays: paths inside the layer ("self_attn.q_proj.weight") to arrays or NF4 weights.
         config: the model's.
+        index: the layer's number.
     """
     layer: dict[str, Any] = {}
-    for path in _norms(config):
-        inside = layer.setdefault(path.block, {}) if path.block else layer
-        inside[path.part] = {"weight": arrays[path]}
-    for group in config.groups.values():
-        tree = {"weight": concatenate([arrays[WeightPath(None, group.block, part)] for part, _ in group.parts])}
+
+    def put(path: WeightPath, value: WeightLike) -> None:
+        *above, last = path.keys
+        tree = layer
+        for key in above:
+            tree = tree.setdefault(key, {})
+        tree[last] = value
+
+    for path in _alone(config, index):
+        put(path, arrays[path])
+    for group in config.groups(index).values():
+        put(group.path, concatenate([arrays[WeightPath(None, group.block, part)] for part, _ in group.parts]))
         if group.bias:
             plain = [jnp.asarray(arrays[WeightPath(None, group.block, part, "bias")]) for part, _ in group.parts]
             dtype = plain[0].dtype if len({b.dtype for b in plain}) == 1 else jnp.float32
-            tree["bias"] = jnp.concatenate([b.astype(dtype) for b in plain])
-        layer.setdefault(group.block, {})[group.name] = tree
+            put(group.path.with_leaf("bias"), jnp.concatenate([b.astype(dtype) for b in plain], axis=-1))
     return layer
 
 
-def split_layer(layer: Mapping[str, Any], config: ModelConfig) -> dict[WeightPath, Array]:
+def split_layer(layer: Mapping[str, Any], config: ModelConfig, index: int) -> dict[WeightPath, Array]:
     """The plain tensors of one layer, the way back from `fuse_layer`.
 
     Args:
         layer: tree of one layer with arrays for weights.
         config: the model's.
+        index: the layer's number.
     """
-    arrays = {path: (layer[path.block] if path.block else layer)[path.part]["weight"] for path in _norms(config)}
-    for group in config.groups.values():
-        tree = layer[group.block][group.name]
+    arrays = {path: array_at(layer, path) for path in _alone(config, index)}
+    for group in config.groups(index).values():
         for part, _ in group.parts:
             here = group.place(part)[1]
-            arrays[WeightPath(None, group.block, part)] = rows_of(tree["weight"], here)
+            arrays[WeightPath(None, group.block, part)] = rows_of(array_at(layer, group.path), here)
             if group.bias:
-                arrays[WeightPath(None, group.block, part, "bias")] = tree["bias"][here]
+                bias = array_at(layer, group.path.with_leaf("bias"))
+                arrays[WeightPath(None, group.block, part, "bias")] = bias[..., here]
     return arrays
 
 
-def _norms(config: ModelConfig) -> list[WeightPath]:
-    return [spec.path for spec in config.layer_specs if spec.kind == "norm"]
+def array_at(layer: Mapping[str, Any], path: WeightPath) -> Any:
+    """The array of a layer's tree at a path.
+
+    Args:
+        layer: tree of one layer.
+        path: inside the layer.
+    """
+    return functools.reduce(operator.getitem, path.keys, layer)
+
+
+def _alone(config: ModelConfig, index: int) -> list[WeightPath]:
+    """The arrays that share no weight: normalisations, routers, sinks."""
+    return [spec.path for spec in config.layer_specs(index) if spec.group is None]
 
 
 def logical_axes(tree: Any, config: ModelConfig) -> Any:
-    """The logical axes of a decoder's frozen arrays: a PartitionSpec of names a leaf, of None for norms and biases.
+    """The logical axes of a decoder's frozen arrays: a PartitionSpec of names a leaf, of None for vectors and routers.
 
     Args:
         tree: the frozen tree, of arrays or shapes.
@@ -103,9 +123,10 @@ def logical_axes(tree: Any, config: ModelConfig) -> Any:
     matrices: dict[tuple[str, ...], tuple[str, ...]] = {
         (spec.path.part, spec.path.leaf): spec.axes for spec in config.specs if spec.kind == "table"
     }
-    for name, group in config.groups.items():
-        members = (spec for spec in config.layer_specs if spec.group == name and spec.kind == "matrix")
-        matrices[group.block, group.name, "weight"] = next(members).axes
+    for index in range(config.num_hidden_layers):
+        for name, group in config.groups(index).items():
+            members = (spec for spec in config.layer_specs(index) if spec.group == name and spec.path.leaf == "weight")
+            matrices[group.path.keys] = next(members).axes
 
     def of(path: tuple[Any, ...], weight: Any) -> Any:
         keys = tuple(key.key for key in path)

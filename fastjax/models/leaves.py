@@ -10,14 +10,18 @@ from typing import Any, NamedTuple
 
 from convert.families import FAMILIES
 from convert.model import spec
-from convert.model.paths import TABLES
+from convert.model.paths import EXPERTS, NORM, TABLES, WeightPath
 
 #: Kinds that are vectors in a layer.
 VECTORS = spec.VECTORS | {"magnitude"}
-#: Block and name of every family's normalisations.
-_NORMS = frozenset(
-    (row.path.block, row.path.part) for family in FAMILIES.values() for row in family.table if row.kind == "norm"
-)
+#: Keys of every family's weights in a layer, those of a group for all of its projections -> their kind.
+_KINDS = {
+    row.path.inside.keys if row.group is None else WeightPath.parse(f"{row.group}.weight").keys: row.kind
+    for family in FAMILIES.values()
+    for row in family.table
+    if row.path.leaf == "weight" and row.path.layer is not None
+}
+_EXPERTS = WeightPath(None, EXPERTS, "", "").keys
 #: The two halves of a low-rank product.
 LORA_A, LORA_B = frozenset(("lora_A", "lora_embedding_A")), frozenset(("lora_B", "lora_embedding_B"))
 
@@ -26,8 +30,8 @@ class Leaf(NamedTuple):
     """A trained array.
 
     Attributes:
-        kind: "matrix", "table", "norm" or "bias" as in `WeightSpec`; of an adapter "lora_A", "lora_B",
-            "lora_embedding_A", "lora_embedding_B" or "magnitude"; "trainable_tokens_delta" for rows of tokens.
+        kind: as in `WeightSpec`; of an adapter "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B" or
+            "magnitude"; "trainable_tokens_delta" for rows of tokens.
         keys: the path inside its layer, or inside the model where it is in none.
         stack: number of the stack of layers; None outside the layers.
         position: place of the layer in the stack's period; None outside the layers.
@@ -44,6 +48,11 @@ class Leaf(NamedTuple):
     def of_table(self) -> bool:
         """Whether it belongs to the embeddings or the head, except the head's adapter, which is a linear layer's."""
         return self.keys[0] in TABLES and self.keys[1:2] != ("adapters",)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each expert of a mixture has its own."""
+        return self.keys[: len(_EXPERTS)] == _EXPERTS
 
     @property
     def is_vector(self) -> bool:
@@ -67,9 +76,8 @@ def leaf_at(path: Sequence[Any]) -> Leaf:
 
 
 def _kind(keys: tuple[str, ...]) -> str:
-    *module, last = keys
-    if last != "weight":
-        return last
-    if module[-1:] and module[-1] in TABLES:
+    if keys[-1] != "weight":
+        return keys[-1]
+    if keys[0] in TABLES:
         return "table"
-    return "norm" if ("", "", *module)[-2:] in _NORMS else "matrix"
+    return "norm" if keys[0] == NORM else _KINDS.get(keys, "matrix")

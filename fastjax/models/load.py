@@ -16,7 +16,7 @@ from convert.finite import NOT_IN_NF4, nonfinite
 from convert.formats import FORMATS, Format
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
-from convert.model.spec import WeightSpec
+from convert.model.spec import QUANTIZED, WeightSpec
 from convert.weights import Weights
 from fastjax.models.layout import LayerStack, fuse_layer, plan_layers
 from fastjax.models.precision import Precision
@@ -78,7 +78,8 @@ def load_weights(
         except ConvertError as error:
             raise ConvertError(f"{opened.checkpoint.folder}: {path}: {error}") from None
         keeps = held[path].format == opened.format(path)
-        ready = weight.held if keeps else weight.dequantize(held[path].dtype)
+        decode = weight.experts if opened.specs[path].path.of_experts else weight.dequantize
+        ready = weight.held if keeps else decode(held[path].dtype)
         # Computed on the device and looked at in the end: nothing waits for it.
         finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(ready) if leaf.dtype != jnp.uint8])
         return _quantize(ready) if quantizes(path) else ready
@@ -128,12 +129,25 @@ def hold(
         load_in_4bit: whether packed weights of 4 bits are kept, or those of more.
         quantize: whether matrices are quantised to NF4.
     """
-    if spec.kind == "matrix" and spec.path.module not in precision.float32_modules:
+    if spec.kind in QUANTIZED and spec.path.module not in precision.float32_modules:
         if quantize:
             return Held("nf4-nested", own)
         if not stored.plain and not trained and (stored.bits == 4) == load_in_4bit:
             return Held(stored.name, own)
-    return Held(None, precision.weight_dtype(spec.path, trained=trained).name)
+    return Held(None, dtype_of(spec, precision, trained=trained).name)
+
+
+def dtype_of(spec: WeightSpec, precision: Precision, *, trained: bool) -> jnp.dtype:
+    """The dtype of a weight that is held as an array.
+
+    Args:
+        spec: the weight; a router's bias for the choice is float32, as in files, since it decides between near scores.
+        precision: of the model.
+        trained: whether weights are trained.
+    """
+    if spec.kind == "choice_bias":
+        return jnp.dtype(jnp.float32)
+    return precision.weight_dtype(spec.path, trained=trained)
 
 
 def random_weights(
@@ -155,13 +169,13 @@ def random_weights(
         return (jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype)
 
     def layer(index: int) -> Iterator[tuple[WeightPath, WeightLike]]:
-        specs = config.layer_specs
+        specs = config.layer_specs(index)
         keys = jax.random.split(jax.random.fold_in(key, index + 2), len(specs))
         for spec, own in zip(specs, keys, strict=True):
             yield weight(spec._replace(path=spec.path.in_layer(index)), own)
 
     def weight(spec: WeightSpec, own: PRNGKeyArray) -> tuple[WeightPath, WeightLike]:
-        dtype = precision.weight_dtype(spec.path, trained=trained)
+        dtype = dtype_of(spec, precision, trained=trained)
         constant = {"zeros": 0.0, "ones": 1.0 - config.norm_offset}.get(spec.init)
         if constant is not None:
             return spec.path, jnp.full(spec.shape, constant, dtype)
@@ -187,7 +201,8 @@ def random_weights(
 @jax.jit
 def _is_finite(arrays: Sequence[Array]) -> Array:
     """Whether all values are finite. Maxima do not tell: XLA's own on a CPU pass NaN by."""
-    return functools.reduce(jnp.logical_and, [jnp.isfinite(array.astype(jnp.float32)).all() for array in arrays])
+    finite = [jnp.isfinite(array.astype(jnp.float32)).all() for array in arrays]
+    return functools.reduce(jnp.logical_and, finite, jnp.array(True))
 
 
 def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) -> ConvertError:
@@ -200,7 +215,8 @@ def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) ->
 
 @jax.jit
 def _quantize(matrix: Array) -> NF4Weight:
-    return NF4Weight.quantize(matrix)
+    """One matrix [out, in], or each expert's of [X, out, in] by itself."""
+    return NF4Weight.quantize(matrix) if matrix.ndim == 2 else jax.vmap(NF4Weight.quantize)(matrix)
 
 
 def _fill(
@@ -212,7 +228,7 @@ def _fill(
     current: int | None = None
     for path, value in arrays:
         if current is not None and path.layer != current:
-            _place(tree["layers"], plan, current, fuse_layer(pending, config))
+            _place(tree["layers"], plan, current, fuse_layer(pending, config, current))
             pending = {}
         current = path.layer
         if current is None:
@@ -220,7 +236,7 @@ def _fill(
         else:
             pending[path.inside] = value
     if current is not None:
-        _place(tree["layers"], plan, current, fuse_layer(pending, config))
+        _place(tree["layers"], plan, current, fuse_layer(pending, config, current))
     return tree
 
 

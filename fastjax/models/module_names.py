@@ -41,8 +41,8 @@ def module_paths(names: Iterable[str], config: ModelConfig) -> frozenset[WeightP
 def _paths(config: ModelConfig) -> Iterable[WeightPath]:
     """Every module that can be named."""
     yield from (WeightPath(None, "", part, "") for part in (EMBEDDING, NORM, HEAD, "layers"))
-    blocks = dict.fromkeys(group.block for group in config.groups.values())
-    modules = dict.fromkeys(spec.path.module for spec in config.layer_specs)
     for index in range(config.num_hidden_layers):
+        blocks = dict.fromkeys(group.block for group in config.groups(index).values())
+        modules = dict.fromkeys(spec.path.module for spec in config.layer_specs(index))
         yield from (WeightPath(index, "", block, "") for block in ("", *blocks))
         yield from (module.in_layer(index) for module in modules)

@@ -25,9 +25,11 @@ MESH_AXES: dict[str, str | None] = {
     "heads": "fsdp",
     "key_heads": "fsdp",
     "mlp": "fsdp",
+    "expert_mlp": "fsdp",
     "embed input": None,
     "heads input": None,
     "mlp input": None,
+    "expert_mlp input": None,
 }
 #: Fewest rows of a part on one device; smaller arrays are replicated.
 MIN_ROWS = 8

@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fastjax.quantization.weight import Weight
+from pallas_kernels.grouped_matmul import grouped_matmul_dw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +16,7 @@ class DenseWeight(Weight):
     """A matrix in 16 or 32 bits.
 
     Attributes:
-        array: [out, in].
+        array: [out, in], or [X, out, in] of experts.
     """
 
     array: Array
@@ -23,7 +24,7 @@ class DenseWeight(Weight):
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """(out, in)."""
-        return self.array.shape
+        return self.array.shape[-2:]
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -44,9 +45,26 @@ class DenseWeight(Weight):
         dims = (((0, 1), (0, 1)), ((), ()))
         return jax.lax.dot_general(dy, x, dims, precision=precision).astype(self.array.dtype)
 
+    def experts(self, dtype: jax.typing.DTypeLike) -> Float[Array, "X out in"]:
+        """The array in `dtype`."""
+        return self.array.astype(dtype)
+
+    def grouped_gradient(
+        self,
+        dy: Float[Array, "M out"],
+        x: Float[Array, "T in"],
+        group_sizes: Int[Array, " X"],
+        rows: Int[Array, " M"] | None = None,
+    ) -> Float[Array, "X out in"]:
+        """dyᵀ·x over each expert's rows, in the array's dtype."""
+        return grouped_matmul_dw(dy, x, group_sizes, rows=rows, dtype=self.array.dtype)
+
+    def _decoded(self, x: Array) -> tuple[Array, Array]:
+        return x, self.experts(x.dtype)
+
     def rows(self, rows: slice) -> "DenseWeight":
         """Some of the output rows."""
-        return DenseWeight(self.array[rows])
+        return DenseWeight(self.array[..., rows, :])
 
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The array in `dtype`."""
@@ -55,7 +73,7 @@ class DenseWeight(Weight):
     def concatenate(self, others: "list[DenseWeight]") -> "DenseWeight | None":
         """One array, or None where dtypes differ."""
         arrays = [self.array, *(other.array for other in others)]
-        return DenseWeight(jnp.concatenate(arrays)) if len({array.dtype for array in arrays}) == 1 else None
+        return DenseWeight(jnp.concatenate(arrays, axis=-2)) if len({array.dtype for array in arrays}) == 1 else None
 
     def axes(self, out: str | None, into: str | None) -> P:
         """Rows and columns."""

@@ -72,8 +72,8 @@ class FP8Weight(Weight):
         aligned = all(w.block == self.block and w.shape[0] % w.block[0] == 0 for w in weights)
         pieces = weights if aligned else [_by_row(w) for w in weights]
         return FP8Weight(
-            codes=jnp.concatenate([w.codes for w in pieces]),
-            scales=jnp.concatenate([w.scales for w in pieces]),
+            codes=jnp.concatenate([w.codes for w in pieces], axis=-2),
+            scales=jnp.concatenate([w.scales for w in pieces], axis=-2),
             block=pieces[0].block,
             shape=(sum(w.shape[0] for w in pieces), self.shape[1]),
             dtype=self.dtype,
@@ -135,5 +135,5 @@ def _dot(x, weight, contracted: int) -> Array:
 def _by_row(weight: FP8Weight) -> FP8Weight:
     """The same matrix with scales for each row."""
     rows = weight.shape[0]
-    scales = jnp.repeat(weight.scales, weight.block[0], axis=0)[:rows]
+    scales = jnp.repeat(weight.scales, weight.block[0], axis=-2)[..., :rows, :]
     return dataclasses.replace(weight, scales=scales, block=(1, min(weight.block[1], weight.shape[1])))

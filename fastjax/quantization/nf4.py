@@ -112,6 +112,21 @@ class NF4Weight(Weight):
             weight_dtype=self.dtype,
         )
 
+    def experts(self, dtype: jax.typing.DTypeLike) -> Float[Array, "X out in"]:
+        """`dequantize` of arrays that lead with an axis of experts: of all of them as one matrix."""
+        if self.order != "split" or self.quant_map is not None:
+            return super().experts(dtype)
+        scales, columns = jax.vmap(NF4Weight.scales)(self), self.shape[1]
+        decoded = nf4.dequantize(
+            self.codes.reshape(-1, columns // 2),
+            scales.reshape(-1, columns // BLOCK),
+            shape=(scales.shape[0] * self.shape[0], columns),
+            dtype=dtype,
+            order=self.order,
+            weight_dtype=self.dtype,
+        )
+        return decoded.reshape(-1, *self.shape)
+
     def rows(self, rows: slice) -> "NF4Weight":
         """Some of the output rows, with scales that are not nested; the codes are in split order."""
         assert self.order == "split", "blocks that cross rows are not taken apart"
@@ -139,8 +154,8 @@ class NF4Weight(Weight):
         if not all(np.array_equal(table, tables[0]) for table in tables):
             return None
         return NF4Weight(
-            codes=jnp.concatenate([w.codes for w in weights]),
-            absmax=jnp.concatenate([w.absmax for w in weights]),
+            codes=jnp.concatenate([w.codes for w in weights], axis=-2),
+            absmax=jnp.concatenate([w.absmax for w in weights], axis=-2),
             nested_absmax=_joined([w.nested_absmax for w in weights]),
             nested_quant_map=self.nested_quant_map,
             nested_offset=_joined([w.nested_offset for w in weights]),
@@ -230,7 +245,7 @@ class NF4Weight(Weight):
 
 def _joined(arrays: Sequence[Array | None]) -> Array | None:
     present = [a for a in arrays if a is not None]
-    return jnp.concatenate(present) if present else None
+    return jnp.concatenate(present, axis=-1) if present else None
 
 
 def _order(shape: tuple[int, int]) -> str:

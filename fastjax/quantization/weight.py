@@ -5,7 +5,9 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dx
 
 #: Logical axes of a weight's arrays: the weight itself with a PartitionSpec of logical names for each leaf.
 Axes: TypeAlias = Any
@@ -14,8 +16,9 @@ Axes: TypeAlias = Any
 class Weight(abc.ABC):
     """A matrix [out, in] in some format.
 
-    A packed one is a registered dataclass. Its static fields describe one layer, whatever axes its arrays lead with
-    when layers are stacked. What is not overridden here serves frozen matrices.
+    A packed one is a registered dataclass. Its static fields describe one matrix of one layer, whatever axes its arrays
+    lead with: the layer's in a stack, then the expert's in a mixture. The products over groups are those of a
+    mixture's experts. What is not overridden here serves frozen matrices.
 
     Attributes:
         shape: (out, in).
@@ -41,6 +44,43 @@ class Weight(abc.ABC):
     def gradient(self, dy: Float[Array, "B S out"], x: Float[Array, "B S in"]) -> Any:
         """dyᵀ·x in the weight's dtype, as the tree that the model holds; None for a frozen one."""
         return None
+
+    def experts(self, dtype: jax.typing.DTypeLike) -> Float[Array, "X out in"]:
+        """`dequantize` of arrays that lead with an axis of experts."""
+        return jax.vmap(lambda weight: weight.dequantize(dtype))(self)
+
+    def grouped_matmul(
+        self, x: Float[Array, "T in"], group_sizes: Int[Array, " X"], rows: Int[Array, " M"] | None = None
+    ) -> Float[Array, "M out"]:
+        """The products of sorted rows with their experts' matrices, in the dtype of x.
+
+        Args:
+            x: rows in the order of the experts, or to be gathered.
+            group_sizes: rows of each expert.
+            rows: row of x for each row of the result; None: x's own.
+        """
+        x, matrices = self._decoded(x)
+        return grouped_matmul(x, matrices, group_sizes, rows=rows)
+
+    def grouped_transposed(self, dy: Float[Array, "M out"], group_sizes: Int[Array, " X"]) -> Float[Array, "M in"]:
+        """The gradient that `grouped_matmul` passes to its rows, in the dtype of dy."""
+        dy, matrices = self._decoded(dy)
+        return grouped_matmul_dx(dy, matrices, group_sizes)
+
+    def grouped_gradient(
+        self,
+        dy: Float[Array, "M out"],
+        x: Float[Array, "T in"],
+        group_sizes: Int[Array, " X"],
+        rows: Int[Array, " M"] | None = None,
+    ) -> Any:
+        """The gradient of the experts' matrices, as the tree that the model holds; None for frozen ones."""
+        return None
+
+    def _decoded(self, x: Array) -> tuple[Array, Float[Array, "X out in"]]:
+        """x, and the experts' matrices in its dtype: decoded no earlier than x is there, not inside of a product."""
+        weight, x = jax.lax.optimization_barrier((self, x))
+        return x, jax.lax.optimization_barrier(weight.experts(x.dtype))
 
     @abc.abstractmethod
     def rows(self, rows: slice) -> "Weight":

@@ -9,8 +9,10 @@ from flax.nnx.filterlib import Filter
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.models.decoder import Decoder, lm_logits
+from fastjax.models.moe import load_of, router_statistics
 from fastjax.parallel import batch_devices
 from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy
+from pallas_kernels.moe_routing import load_balancing_loss, z_loss
 
 
 class LossSums(NamedTuple):
@@ -55,6 +57,8 @@ def loss_sums(
     key: PRNGKeyArray | None,
     chunk_size: int | None = None,
     neftune_noise_alpha: float | None = None,
+    router_aux_loss_coef: float = 0.0,
+    router_z_loss_coef: float = 0.0,
 ) -> LossSums:
     """Forward pass and cross-entropy of one microbatch.
 
@@ -66,10 +70,13 @@ def loss_sums(
         key: dropout key; None in an evaluation.
         chunk_size: sequence places whose logits exist at once; None: by the size of the vocabulary.
         neftune_noise_alpha: magnitude of the noise on the embeddings where there is a key; None: none.
+        router_aux_loss_coef: factor of the routers' load-balancing loss where there is a key.
+        router_z_loss_coef: likewise of the loss of their logits' size.
 
     Returns:
-        The sums, whose weight is the number of target tokens, with the metrics num_targets and num_correct. The layers'
-        auxiliary losses, means over a microbatch's tokens, are added with that weight.
+        The sums, whose weight is the number of target tokens, with the metrics num_targets and num_correct, and of
+        mixtures of experts router_largest_share, router_entropy (`router_statistics`) and
+        router_load_balancing_loss. The routers' losses, means over a microbatch's tokens, are added with that weight.
     """
     options = {"key": key, "neftune_noise_alpha": neftune_noise_alpha}
     forward = model.forward(rows.tokens, rows.positions, rows.segment_ids, **options)
@@ -85,6 +92,12 @@ def loss_sums(
         project, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen), hidden, rows.targets, chunk_size=size
     )
     loss_sum, num_targets, num_correct = (jax.numpy.asarray(value) for value in sums)
-    for loss in forward.losses.values():
-        loss_sum = loss_sum + loss * num_targets.astype(jax.numpy.float32)
-    return LossSums(loss_sum, None, {"num_targets": num_targets, "num_correct": num_correct})
+    metrics = {"num_targets": num_targets, "num_correct": num_correct}
+    if not forward.sums:
+        return LossSums(loss_sum, None, metrics)
+    load, weight = load_of(forward.sums), num_targets.astype(jax.numpy.float32)
+    balance = load_balancing_loss(load)
+    if key is not None:
+        loss_sum = loss_sum + weight * (router_aux_loss_coef * balance + router_z_loss_coef * z_loss(load))
+    routers = router_statistics(forward.sums) | {"router_load_balancing_loss": balance}
+    return LossSums(loss_sum, None, metrics | {name: weight * value for name, value in routers.items()})

@@ -8,6 +8,7 @@ from convert.families import FAMILIES
 from convert.gguf import export_gguf
 from convert.gguf_architecture import ARCHITECTURES
 from convert.gguf_header import read_gguf_header
+from tests.support.families import MIXTURES
 from tests.support.gguf_models import (
     FAMILY_CASES,
     FULL,
@@ -77,7 +78,7 @@ def in_llama_cpp(kind, path, values):
     return values[order]
 
 
-NOT_EXPORTED = {"ministral", "ministral3", "olmo3", "exaone4", "seed_oss", "arcee", "hunyuan_v1_dense"}
+NOT_EXPORTED = {"ministral", "ministral3", "olmo3", "exaone4", "seed_oss", "arcee", "hunyuan_v1_dense", *MIXTURES}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 UNSCALED = {"head_dim": 24, "rope_scaling": None}
 

@@ -40,7 +40,12 @@ KINDS = {
     "yarn": {"factor": 2.0, "original_max_position_embeddings": 40},
     "longrope": {"short_factor": 4 * [1.0], "long_factor": 4 * [2.0], "original_max_position_embeddings": 40},
 }
-CONFIGS = {**families.CONFIGS, "llama": families.LLAMA | {"head_dim": 8}, "gemma3": families.NESTED}
+CONFIGS = {
+    **families.CONFIGS,
+    **families.MIXTURES,
+    "llama": families.LLAMA | {"head_dim": 8},
+    "gemma3": families.NESTED,
+}
 #: Where each of three families has its rotary settings.
 SPELLINGS = {
     "llama": lambda settings: {"rope_parameters": settings},

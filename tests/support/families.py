@@ -213,6 +213,100 @@ CONFIGS |= {
         residual_dropout=0.0,
     ),
 }
+_EXPERTS = {"num_experts_per_tok": 3, "norm_topk_prob": True, "router_aux_loss_coef": 0.02}
+#: Likewise of the families with mixtures of experts.
+MIXTURES = {
+    "mixtral": _family(
+        "mixtral",
+        head_dim=10,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        sliding_window=6,
+        num_local_experts=4,
+        num_experts_per_tok=3,
+        router_aux_loss_coef=0.02,
+    ),
+    "qwen2_moe": _family(
+        "qwen2_moe",
+        **_EXPERTS,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=3,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        num_hidden_layers=4,
+        layer_types=[FULL, SLIDING] * 2,
+        qkv_bias=False,
+        num_experts=4,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe": _family(
+        "qwen3_moe",
+        **_EXPERTS,
+        head_dim=10,
+        use_sliding_window=True,
+        sliding_window=5,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        num_hidden_layers=4,
+        num_experts=4,
+        moe_intermediate_size=12,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+        rope_parameters=_YARN,
+    ),
+    "olmoe": _family(
+        "olmoe",
+        **_EXPERTS,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        num_experts=4,
+    ),
+    "gpt_oss": _family(
+        "gpt_oss",
+        head_dim=10,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        num_hidden_layers=4,
+        sliding_window=6,
+        layer_types=[FULL, SLIDING] * 2,
+        intermediate_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=3,
+        router_aux_loss_coef=0.02,
+        swiglu_limit=0.4,
+        swiglu_alpha=1.3,
+    ),
+    "glm4_moe": _family(
+        "glm4_moe",
+        head_dim=20,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        use_qk_norm=True,
+        num_hidden_layers=4,
+        first_k_dense_replace=2,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.7,
+        rope_parameters={
+            "rope_type": "linear",
+            "rope_theta": 300.0,
+            "factor": 1.5,
+            "partial_rotary_factor": 0.6,
+        },
+    ),
+}
 #: Llama has a table of its own in `tiny`; here the sizes of the others.
 LLAMA = _family("llama", head_dim=10, tie_word_embeddings=True)
 
@@ -307,6 +401,43 @@ VARIANTS = {
     "cohere, no norm of queries": ("cohere", CONFIGS["cohere"] | {"use_qk_norm": False, "tie_word_embeddings": True}),
 }
 
+#: Likewise of `MIXTURES`.
+MIXTURE_VARIANTS = {
+    **{name: (name, config) for name, config in MIXTURES.items()},
+    "qwen2_moe, mixtures everywhere": (
+        "qwen2_moe",
+        _without(MIXTURES["qwen2_moe"], "layer_types", "decoder_sparse_step", "mlp_only_layers") | {"qkv_bias": True},
+    ),
+    "qwen3_moe, mixtures everywhere": (
+        "qwen3_moe",
+        _without(MIXTURES["qwen3_moe"], "decoder_sparse_step", "mlp_only_layers", "use_sliding_window")
+        | {"norm_topk_prob": False, "max_window_layers": 4},
+    ),
+    "gpt_oss, as published": (
+        "gpt_oss",
+        _without(MIXTURES["gpt_oss"], "layer_types", "rope_parameters")
+        | {
+            "attention_bias": True,
+            "experts_per_token": 3,
+            "initial_context_length": 40,
+            "rope_theta": 300.0,
+            "rope_scaling": _YARN,
+        },
+    ),
+    "glm4_moe, groups together": (
+        "glm4_moe",
+        _without(MIXTURES["glm4_moe"], "rope_parameters")
+        | {
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "use_qk_norm": False,
+            "first_k_dense_replace": 0,
+            "rope_theta": 300.0,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
+}
+
 #: Fields without effect, with the value of some published config.json.
 IDLE = {
     "model_max_length": 77,
@@ -382,13 +513,20 @@ IRRELEVANT = {
     "residual_dropout": "in training alone",
     "pretraining_tp": "how a model was split in pretraining",
     "eod_token_id": "of the tokenizer",
+    "output_router_logits": "what transformers returns",
+    "num_nextn_predict_layers": "of another module",
 }
+#: Sizes in place of a class's default ones, which fit no model.
+DIVISIBLE = {"glm4_moe": {"hidden_size": 96 * 64}}
 #: Fields refused off their default, with such a value.
 REFUSED = {
     "resid_pdrop": 0.1,
     "embd_pdrop": 0.1,
     "use_bidirectional_attention": True,
+    "clip_qkv": 8.0,
+    "router_jitter_noise": 0.1,
     ("gemma3_text", "attn_logit_softcapping"): 3.0,  # transformers reads it and does not use it
+    ("gpt_oss", "hidden_act"): "gelu",  # likewise
 }
 
 

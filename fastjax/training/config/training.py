@@ -26,6 +26,8 @@ class TrainingSection:
         loss_scale_window: with float16: after so many steps without an overflow the scale doubles; an overflow halves
             it, and that step changes nothing.
         neftune_noise_alpha: magnitude of the noise on the embeddings in training (NEFTune); null: none.
+        router_aux_loss_coef: of a mixture of experts: factor of the load-balancing loss that is added to the loss.
+        router_z_loss_coef: likewise: factor of the mean square of the router logits' logsumexp.
         deterministic: on a GPU, deterministic operations only, and kernels chosen once and kept beside the
             checkpoints: two equal runs are equal bit for bit. Slower. On a CPU they always are.
         seed: of the order of the rows and of dropout.
@@ -44,6 +46,8 @@ class TrainingSection:
     initial_loss_scale: float = 65536.0
     loss_scale_window: int = 1000
     neftune_noise_alpha: float | None = None
+    router_aux_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
     deterministic: bool = False
     seed: int = 3407
 
@@ -68,6 +72,9 @@ class TrainingSection:
         for name in ("num_train_epochs", "neftune_noise_alpha"):
             value = getattr(self, name)
             expect(f"training.{name}", value, value is None or value > 0, "greater than 0")
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            value = getattr(self, name)
+            expect(f"training.{name}", value, value >= 0, "at least 0")
         scale = self.initial_loss_scale
         expect("training.initial_loss_scale", scale, 1 <= scale <= 2.0**24, "from 1 to 2^24")
         threshold = self.early_stopping_threshold

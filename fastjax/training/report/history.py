@@ -20,6 +20,8 @@ COLUMNS = (
     "seconds",
     "loss_scale",
     "skipped",
+    "router_largest_share",
+    "router_entropy",
 )
 """The figures of a train step in the report."""
 

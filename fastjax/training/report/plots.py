@@ -85,6 +85,9 @@ def panels(history: History, spikes: Sequence[Spike], max_grad_norm: float | Non
         found.append(Panel("Device memory, peak so far (GiB)", lambda axis: _memory(axis, history)))
     if history.known("loss_scale"):
         found.append(Panel("Loss scale of float16", lambda axis: _loss_scale(axis, history)))
+    if history.known("router_entropy"):
+        title = "Choice of experts: entropy (1: even), share of the busiest"
+        found.append(Panel(title, lambda axis: _routers(axis, history)))
     for name in history.own_metrics:
         title = f"Held out: {name.removeprefix('eval_')}"
         found.append(Panel(title, lambda axis, name=name: _held_out(axis, history, name, "")))
@@ -261,6 +264,12 @@ def _memory(axis: Axes, history: History) -> None:
     values = history.steps["memory_bytes"] / 2**30
     axis.plot(history.steps["step"], values, color=GREY, linewidth=1.8, drawstyle="steps-post")
     _from_zero(axis, values)
+
+
+def _routers(axis: Axes, history: History) -> None:
+    _line(axis, history, "router_entropy", BLUE, "entropy")
+    _line(axis, history, "router_largest_share", PINK, "busiest")
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
 def _loss_scale(axis: Axes, history: History) -> None:

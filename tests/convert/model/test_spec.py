@@ -2,12 +2,13 @@
 
 import pytest
 
+from convert.errors import ConvertError
 from convert.families import FAMILIES
 from convert.model.config import ModelConfig
 from convert.model.spec import AXES
-from tests.support.families import CONFIGS, NESTED
+from tests.support.families import CONFIGS, MIXTURES, NESTED
 
-ALL = {**CONFIGS, "gemma3": NESTED}
+ALL = {**CONFIGS, **MIXTURES, "gemma3": NESTED}
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -16,10 +17,12 @@ def test_every_weight_says_what_it_is(family):
     assert config.specs == FAMILIES[family].specs(ALL[family])
     assert [spec.path for spec in config.specs][0] == "embed_tokens.weight"
     for spec in config.specs:
-        dimensions = {"matrix": 2, "table": 2, "bias": 1}.get(spec.kind, len(spec.shape))
-        assert len(spec.shape) == len(spec.axes) == dimensions and set(spec.axes) <= set(AXES.values())
-        assert (spec.kind == "bias") == (spec.path.leaf == "bias") == (spec.init == "zeros")
-        assert (spec.group is not None) == (spec.kind in ("matrix", "bias"))
+        dimensions = {"matrix": 2, "table": 2, "router": 2, "gate": 2, "experts": 3, "sinks": 1}
+        wanted = 1 + spec.path.of_experts if spec.kind == "bias" else dimensions.get(spec.kind, len(spec.shape))
+        assert len(spec.shape) == len(spec.axes) == wanted and set(spec.axes) <= set(AXES.values())
+        assert (spec.kind in ("bias", "choice_bias")) == (spec.path.leaf == spec.kind) == (spec.init == "zeros")
+        assert spec.path.of_experts == (spec.axes[0] == "expert" and spec.path.part != "router")
+        assert (spec.group is not None) == (spec.kind in ("matrix", "bias", "experts") and spec.path.part != "router")
         assert (spec.path.layer is None) == (spec.path.part in ("embed_tokens", "norm", "lm_head"))
     layers = {spec.path.layer for spec in config.specs}
     assert layers == {None, *range(config.num_hidden_layers)}
@@ -29,14 +32,69 @@ def test_every_weight_says_what_it_is(family):
 @pytest.mark.parametrize("family", ALL)
 def test_groups_hold_every_projection_once(family):
     config = ModelConfig.from_hf(ALL[family])
-    parts = {
-        f"{group.block}.{part}": (rows, group.columns) for group in config.groups.values() for part, rows in group.parts
+    for layer in range(config.num_hidden_layers):
+        groups, specs = config.groups(layer), config.layer_specs(layer)
+        parts = {
+            f"{group.block}.{part}": (*((group.experts,) if group.experts else ()), rows, group.columns)
+            for group in groups.values()
+            for part, rows in group.parts
+        }
+        assert parts == {spec.path.module: spec.shape for spec in specs if spec.kind in ("matrix", "experts")}
+        biased = {name for name, group in groups.items() if group.bias}
+        experts = {"mlp.experts.gate_up", "mlp.experts.down"} if config.moe and config.moe.bias else set()
+        assert biased == config.biases & set(groups) | experts
+        for group in groups.values():
+            places = [group.place(part) for part, _ in group.parts]
+            assert [number for number, _ in places] == list(range(len(places)))
+            assert places[0][1].start == 0 and places[-1][1].stop == group.rows
+            assert all(first.stop == second.start for (_, first), (_, second) in zip(places, places[1:], strict=False))
+        modules = [spec.path.in_layer(layer) for spec in specs if spec.kind in ("matrix", "experts")]
+        assert all(path.part in dict(config.group_of(path).parts) for path in modules)
+
+
+def test_mixtures_and_dense_layers_have_their_own_weights():
+    """Two of four layers of the one, a step of two less an excepted layer of the other."""
+    glm, qwen = (ModelConfig.from_hf(MIXTURES[name]) for name in ("glm4_moe", "qwen2_moe"))
+    assert [layer.moe for layer in glm.layers] == [False, False, True, True]
+    assert [layer.moe for layer in qwen.layers] == [False, False, False, True]
+    dense, sparse = ({spec.path: spec for spec in glm.layer_specs(number)} for number in (1, 2))
+    assert "mlp.gate_proj.weight" in dense and not any("expert" in path or "router" in path for path in dense)
+    assert set(sparse) - set(dense) == {
+        *("mlp.router.weight", "mlp.router.choice_bias"),
+        *(
+            f"mlp.{block}.{part}_proj.weight"
+            for block in ("experts", "shared_expert")
+            for part in ("gate", "up", "down")
+        ),
     }
-    assert parts == {spec.path.module: spec.shape for spec in config.layer_specs if spec.kind == "matrix"}
-    assert {name for name, group in config.groups.items() if group.bias} == config.biases
-    for group in config.groups.values():
-        places = [group.place(part) for part, _ in group.parts]
-        assert [number for number, _ in places] == list(range(len(places)))
-        assert places[0][1].start == 0 and places[-1][1].stop == group.rows
-        assert all(first.stop == second.start for (_, first), (_, second) in zip(places, places[1:], strict=False))
-        assert all(config.group_of(spec.path) for spec in config.layer_specs if spec.kind == "matrix")
+    down = sparse["mlp.experts.down_proj.weight"]
+    assert down.shape == (8, 32, 12) and down.axes == ("expert", "embed", "expert_mlp") and down.kind == "experts"
+    assert down.name == "model.layers.2.mlp.experts.{x}.down_proj.weight" and down.layout == "apart"
+    gate = next(spec for spec in qwen.layer_specs(3) if spec.kind == "gate")
+    assert (gate.path, gate.shape) == ("mlp.shared_expert_gate.weight", (1, 32))
+    assert glm.moe and glm.moe.shared_intermediate_size == 24 and qwen.moe and qwen.moe.shared_gate
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
+def test_latent_attention_is_refused_by_name(name):
+    with pytest.raises(ConvertError, match=f"{name} models cannot be read: it has latent attention"):
+        ModelConfig.from_hf({"model_type": name})
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "expected"),
+    [
+        ("mixtral", "num_experts_per_tok", 5, "at most the number of experts, 4"),
+        ("mixtral", "num_experts", 5, "4, as num_local_experts says"),
+        ("qwen3_moe", "mlp_only_layers", "3", "a list of layer numbers"),
+        ("qwen3_moe", "mlp_only_layers", [1, 3], "a mixture in at least one layer"),
+        ("glm4_moe", "n_group", 3, "a divisor of 8 experts"),
+        ("glm4_moe", "topk_group", 5, "at most n_group, 4"),
+        ("glm4_moe", "num_experts_per_tok", 5, "at most the 4 experts of 2 groups"),
+        ("glm4_moe", "first_k_dense_replace", 4, "a number of dense layers from 0 to 3"),
+        ("gpt_oss", "sliding_window", None, "a positive integer, as there are layers with a window"),
+    ],
+)
+def test_a_wrong_mixture_is_named(family, field, value, expected):
+    with pytest.raises(ConvertError, match=f"{field}: expected {expected}"):
+        ModelConfig.from_hf(MIXTURES[family] | {field: value})

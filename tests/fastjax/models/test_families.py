@@ -11,7 +11,7 @@ from convert.activations import ACTIVATIONS
 from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES, family_for
-from convert.model.config import ModelConfig
+from convert.model.config import Layer, ModelConfig
 from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.saving import trained_tensors
@@ -20,7 +20,9 @@ from fastjax.models.layout import LayerStack, plan_layers
 from fastjax.models.rope_override import with_rope_scaling
 from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
 from tests.support import families, tiny
-from tests.support.families import CONFIGS, NESTED, SPELLINGS, VARIANTS
+from tests.support.families import CONFIGS, MIXTURE_VARIANTS, MIXTURES, NESTED, SPELLINGS, VARIANTS
+
+EVERY = {**CONFIGS, **MIXTURES}
 
 
 def theirs(config):
@@ -29,29 +31,29 @@ def theirs(config):
     return AutoConfig.for_model(config["model_type"], **fields)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_field_is_off_its_default(family):
-    kind = type(theirs(CONFIGS[family]))
-    default, used = kind().to_dict(), theirs(CONFIGS[family]).to_dict()
-    fields = {field.name for field in dataclasses.fields(kind)} | set(default)
+    kind = type(theirs(EVERY[family]))
+    default, used = kind().to_dict(), theirs(EVERY[family]).to_dict()
+    fields = {field.name for field in dataclasses.fields(kind)} - set(kind.attribute_map) | set(default)
     compared = {name for name in fields - set(families.IRRELEVANT) if families.refused(family, name) is None}
     same = sorted(name for name in compared if default.get(name) == used.get(name))
     assert not same, f"these fields are at {kind.__name__}'s default and prove nothing: {same}"
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY)
 def test_fields_that_are_not_supported_are_refused(family):
-    fields = [field.name for field in dataclasses.fields(type(theirs(CONFIGS[family])))] + ["sliding_windows"]
+    fields = [field.name for field in dataclasses.fields(type(theirs(EVERY[family])))] + ["sliding_windows"]
     tried = [name for name in fields if families.refused(family, name) is not None] + ["sliding_windows"]
     for name in tried:
-        with pytest.raises(ConvertError, match=f"do not support here: {name} = "):
-            ModelConfig.from_hf(CONFIGS[family] | {name: families.refused(family, name) or 3})
+        with pytest.raises(ConvertError, match=f"(do not support here: {name} = |: {name}: expected )"):
+            ModelConfig.from_hf(EVERY[family] | {name: families.refused(family, name) or 3})
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *SPELLINGS])
+@pytest.mark.parametrize("variant", [*VARIANTS, *SPELLINGS, *MIXTURE_VARIANTS])
 def test_config_there_and_back(variant):
     """What we write, we read as the same; so do we what transformers makes of it, and of what was there before."""
-    _, config = (VARIANTS | SPELLINGS)[variant]
+    _, config = (VARIANTS | SPELLINGS | MIXTURE_VARIANTS)[variant]
     parsed = ModelConfig.from_hf(config)
     written = parsed.to_hf()
     for same in (written, theirs(config).to_dict(), theirs(written).to_dict()):
@@ -59,7 +61,8 @@ def test_config_there_and_back(variant):
 
 
 #: What says the same as `layer_types` and `no_rope_layers`, which are written.
-_SAID_OTHERWISE = {"max_window_layers", "no_rope_layer_interval", "sliding_window_pattern"}
+_SAID_OTHERWISE = {"max_window_layers", "no_rope_layer_interval", "sliding_window_pattern", "decoder_sparse_step"}
+_SAID_OTHERWISE |= {"mlp_only_layers"}
 _OF_THE_TOKENIZER = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
@@ -87,9 +90,9 @@ def test_activations_are_transformers_functions():
         np.testing.assert_allclose(FUNCTIONS[own](x), expected, rtol=0, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY)
 def test_transformers_reads_what_was_there(family):
-    config = CONFIGS[family]
+    config = EVERY[family]
     before, after = (theirs(found).to_dict() for found in (config, ModelConfig.from_hf(config).to_hf()))
     left_out = {*families.IRRELEVANT, *_SAID_OTHERWISE, *_OF_THE_TOKENIZER, "rope_parameters"}
     for name in set(before) - left_out:
@@ -100,11 +103,11 @@ def test_transformers_reads_what_was_there(family):
         assert {name: other[name] for name in one} == one  # and defaults, written out
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY)
 def test_what_is_left_out_is_transformers_default(family):
-    kind = type(theirs(CONFIGS[family]))
+    kind = type(theirs(EVERY[family]))
     default = {name: value for name, value in kind().to_dict().items() if name not in families.IRRELEVANT}
-    default["model_type"] = family
+    default |= {"model_type": family} | families.DIVISIBLE.get(family, {})
     expected = ModelConfig.from_hf(default)
     needed = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
     bare = {name: default[name] for name in needed | {"model_type"}}
@@ -120,7 +123,7 @@ def folders(tmp_path_factory):
 
     def folder(family):
         if family not in made:
-            config = CONFIGS[family]
+            config = EVERY[family]
             path = tmp_path_factory.mktemp(family)
             made[family] = tiny.write_folder(path, config, tiny.arrays(config))
         return made[family]
@@ -128,7 +131,7 @@ def folders(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_folder_there_and_back_bit_for_bit(family, folders, tmp_path):
     model = tiny.model(folders(family), None, full_finetuning=True)
     model.save_pretrained(tmp_path / "saved")
@@ -136,11 +139,12 @@ def test_a_folder_there_and_back_bit_for_bit(family, folders, tmp_path):
     assert after.config == before.config and set(after.names) == set(before.names)
     for name in before.names:
         assert before.read(name).tobytes() == after.read(name).tobytes(), name
-    elements = sum(array.size for array in tiny.arrays(CONFIGS[family]).values())
-    assert model.num_parameters() == (elements, elements)
+    sizes = {name: array.size for name, array in tiny.arrays(EVERY[family]).items()}
+    constant = sum(size for name, size in sizes.items() if name.endswith("e_score_correction_bias"))
+    assert model.num_parameters() == (sum(sizes.values()) - constant, sum(sizes.values()))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY)
 def test_an_adapter_there_and_back_bit_for_bit(family, folders, tmp_path):
     base = tiny.model(folders(family), None)
     model = tiny.adapted(base, target_modules="all-linear", modules_to_save=["lm_head"])
@@ -151,12 +155,12 @@ def test_an_adapter_there_and_back_bit_for_bit(family, folders, tmp_path):
     assert all(np.array_equal(first[path], second[path]) for path in first)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [*CONFIGS, "qwen2_moe", "gpt_oss"])
 def test_one_model_however_it_is_run(family, folders):
     """Scanned and unrolled, several documents a row and one."""
     scanned, unrolled = (tiny.model(folders(family), None, layer_loop=loop) for loop in ("scan", "unroll"))
-    assert len(unrolled.plan) == CONFIGS[family]["num_hidden_layers"]
-    documents = tiny.documents(CONFIGS[family], (33, 7, 12))
+    assert len(unrolled.plan) == EVERY[family]["num_hidden_layers"]
+    documents = tiny.documents(EVERY[family], (33, 7, 12))
     tokens, _, segments, positions = tiny.rows([documents, *([document] for document in documents)], 55)
     found, again = (tiny.logits(model, tokens, positions, segments) for model in (scanned, unrolled))
     # float32 in another order, logits of a few units
@@ -166,12 +170,12 @@ def test_one_model_however_it_is_run(family, folders):
         np.testing.assert_allclose(packed, alone, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "granite", "smollm3", "cohere"])
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "granite", "smollm3", "cohere", "gpt_oss", "glm4_moe"])
 def test_greedy_answers_are_the_likeliest_tokens(family, folders):
     """Token by token through the cache, which turns a key once: so not with positions that change as a row grows."""
     linear = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}} if family == "granite" else {}
     model = tiny.model(folders(family), None, max_seq_length=64, **linear)
-    (prompt,) = tiny.documents(CONFIGS[family], (33,))
+    (prompt,) = tiny.documents(EVERY[family], (33,))
     (answer,) = generate(model, [prompt.tolist()], max_new_tokens=6, temperature=0.0)
     row = np.concatenate([prompt, np.asarray(answer, np.int32)])
     likeliest = tiny.logits(model, row[None])[0].argmax(-1)
@@ -222,13 +226,13 @@ def test_scaling_is_replaced_where_the_layers_see_everything():
         assert set(of(changed)) == set(of(config))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY)
 def test_random_weights_fill_the_table(family):
     """Norms start as the identity's scale, whatever is added to their weights."""
-    config = ModelConfig.from_hf(CONFIGS[family])
-    model = FastLanguageModel.from_config(CONFIGS[family], dtype="float32", full_finetuning=True, max_seq_length=32)
+    config = ModelConfig.from_hf(EVERY[family])
+    model = FastLanguageModel.from_config(EVERY[family], dtype="float32", full_finetuning=True, max_seq_length=32)
     tensors = dict(trained_tensors(model))
-    rows = {row.path: row.shape for row in family_for(CONFIGS[family]).specs(CONFIGS[family])}
+    rows = {row.path: row.shape for row in family_for(EVERY[family]).specs(EVERY[family])}
     assert {path: array.shape for path, array in tensors.items()} == rows
     for path, array in tensors.items():
         if "norm" in path:
@@ -244,8 +248,8 @@ def test_gemma_3_is_scanned_by_its_period():
     }
     layers = ModelConfig.from_hf(published).layers
     assert plan_layers(layers, "scan") == (LayerStack(0, 6, 4), LayerStack(24, 1, 2))
-    assert layers[5] == (None, "rope") and layers[4] == (6, "local_rope")
+    assert layers[5] == Layer(None, "rope") and layers[4] == Layer(6, "local_rope")
 
 
 def test_every_table_has_a_mapping():
-    assert set(FAMILIES) == {*CONFIGS, "llama", "gemma3"}
+    assert set(FAMILIES) == {*EVERY, "llama", "gemma3"}

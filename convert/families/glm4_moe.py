@@ -1,0 +1,108 @@
+"""GLM 4.5 and 4.6: partly rotated heads, dense first layers, then mixtures with a sigmoid router, a shared expert."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.errors import unexpected
+from convert.families.family import IGNORED, Family, Ignored
+from convert.families.mixture import Mixture, chosen_experts, number_of_experts
+from convert.model.moe import MoeConfig, RouterConfig
+from convert.model.reader import Reader
+from convert.model.rope import NAMES, parse_rope, rope_to_hf
+from convert.model.spec import QKV
+from convert.rope import rope_settings
+
+if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
+
+_PARTIAL = "partial_rotary_factor"
+
+
+def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
+    get.asked |= {"output_router_logits", "num_nextn_predict_layers", "num_mtp_layers"}
+    experts = number_of_experts(get, "n_routed_experts", "num_local_experts")
+    chosen, groups = chosen_experts(get, experts), get.integer("n_group")
+    if experts % groups or (experts < 2 * groups):
+        raise get.wrong("n_group", f"a divisor of {experts} experts, two or more a group")
+    allowed = get.integer("topk_group")
+    if allowed > groups:
+        raise get.wrong("topk_group", f"at most n_group, {groups}")
+    if chosen > allowed * (experts // groups):
+        raise get.wrong(
+            "num_experts_per_tok", f"at most the {allowed * (experts // groups)} experts of {allowed} groups"
+        )
+    router = RouterConfig(
+        experts,
+        chosen,
+        score="sigmoid",
+        normalize=get.flag("norm_topk_prob"),
+        scale=get.positive("routed_scaling_factor"),
+        groups=groups,
+        groups_per_token=allowed,
+        choice_bias=True,
+    )
+    size, dense = get.integer("moe_intermediate_size"), get.value("first_k_dense_replace")
+    if type(dense) is not int or not 0 <= dense < layers:
+        raise get.wrong("first_k_dense_replace", f"a number of dense layers from 0 to {layers - 1}")
+    moe = MoeConfig(router, size, size * get.integer("n_shared_experts"))
+    if moe.shared_intermediate_size >= 2**31:
+        raise unexpected(get.where, "n_shared_experts", "a width below 2³¹", moe.shared_intermediate_size)
+    return moe, tuple(number >= dense for number in range(layers))
+
+
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Half of each head turns, unless the settings say otherwise."""
+    get.asked |= NAMES
+    positions, config = fields["max_position_embeddings"], dict(get.config)
+    if config.get(_PARTIAL) is None:
+        config[_PARTIAL] = 0.5
+    settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions)
+    rope = parse_rope(settings, get.where, positions=positions, head_dim=fields["head_dim"], partial_rotary=True)
+    return {"rope": rope, "qk_norm": "head" if get.flag("use_qk_norm") else None}
+
+
+def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None
+    return {
+        "rope_parameters": {**rope_to_hf(config.rope), _PARTIAL: config.rope.partial_rotary_factor},
+        "use_qk_norm": config.qk_norm is not None,
+        "n_routed_experts": moe.router.num_experts,
+        "num_experts_per_tok": moe.router.experts_per_token,
+        "norm_topk_prob": moe.router.normalize,
+        "routed_scaling_factor": moe.router.scale,
+        "n_group": moe.router.groups,
+        "topk_group": moe.router.groups_per_token,
+        "moe_intermediate_size": moe.intermediate_size,
+        "n_shared_experts": moe.shared_intermediate_size // moe.intermediate_size,
+        "first_k_dense_replace": [layer.moe for layer in config.layers].index(True),
+    }
+
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 1408,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+    },
+    switches={"attention_bias": (QKV,), "use_qk_norm": ("qk_norm by head",)},
+    mixture=Mixture(_mixture, dense=True, shared="shared_experts"),
+    read=_read,
+    write=_to_hf,
+    ignored=(
+        *IGNORED,
+        Ignored(r"model\.layers\.{layers}\..*", "of the module that predicts further tokens", copied=True),
+    ),
+    gguf="its files have not been compared with llama.cpp",
+)

@@ -1,0 +1,91 @@
+"""gpt-oss: attention sinks, a window in every other layer, and experts with biases and a clamped activation."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.families.family import Family
+from convert.families.mixture import Mixture, chosen_experts, everywhere, number_of_experts, softmax_to_hf
+from convert.families.windows import types_to_hf
+from convert.model.moe import MoeConfig, RouterConfig
+from convert.model.reader import Reader
+from convert.model.rope import NAMES, parse_rope
+from convert.model.spec import ATTENTION_GROUPS, INTERLEAVED
+from convert.rope import NEW, OLD, ORIGINAL, rope_settings
+
+if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
+
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    ORIGINAL: 4096,
+}
+
+
+def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
+    # of the published files; transformers ignores the second
+    get.asked |= {"output_router_logits", "experts_per_token"}
+    experts = number_of_experts(get, "num_local_experts", "num_experts")
+    router = RouterConfig(experts, chosen_experts(get, experts), score_after=True, bias=True)
+    size, balancing = get.integer("intermediate_size"), get.number("router_aux_loss_coef")
+    return MoeConfig(router, size, bias=True, load_balancing=balancing), everywhere(layers)
+
+
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A window in the layers of even number, or by `layer_types`; the activation is always the clamped one."""
+    if get.value("hidden_act") != "silu":
+        raise get.wrong("hidden_act", "'silu', which is clamped here")
+    layers, window = fields["num_hidden_layers"], get.optional_integer("sliding_window")
+    types = get.layer_types(layers) or [number % 2 == 0 for number in range(layers)]
+    if window is None and any(types):
+        raise get.wrong("sliding_window", "a positive integer, as there are layers with a window")
+    get.asked |= {*NAMES, "initial_context_length"}
+    positions = fields["max_position_embeddings"]
+    given = any(get.config.get(field) is not None for field in (NEW, OLD))
+    config = get.config if given else {**get.config, NEW: _ROPE}
+    settings = rope_settings(config, get.where, theta=get.defaults["rope_theta"], positions=positions)
+    return {
+        "layers": tuple((window if sliding else None, "rope") for sliding in types),
+        "rope": parse_rope(settings, get.where, positions=positions, head_dim=fields["head_dim"]),
+        "swiglu_limit": get.positive("swiglu_limit"),
+        "swiglu_alpha": get.positive("swiglu_alpha"),
+    }
+
+
+def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+    return {
+        **types_to_hf(config),
+        "hidden_act": "silu",
+        "swiglu_limit": config.swiglu_limit,
+        "swiglu_alpha": config.swiglu_alpha,
+        **softmax_to_hf(config, "num_local_experts"),
+    }
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "rope_theta": 150000.0,
+        "attention_bias": True,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+        "router_aux_loss_coef": 0.001,
+    },
+    switches={"attention_bias": ATTENTION_GROUPS},
+    constants={"attention_sinks": True, "norm_float32": True, "hidden_act": "clamped_swiglu"},
+    mixture=Mixture(_mixture, layout=INTERLEAVED, router="router"),
+    read=_read,
+    write=_to_hf,
+    gguf="its files have not been compared with llama.cpp",
+)

@@ -1,0 +1,34 @@
+"""Mixtral: Mistral with a mixture of experts in every layer."""
+
+from convert.families.family import Family
+from convert.families.mixture import Mixture, everywhere, softmax_router, softmax_to_hf
+from convert.families.windows import window_everywhere, window_to_hf
+from convert.model.moe import MoeConfig
+from convert.model.reader import Reader
+
+
+def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
+    get.asked.add("output_router_logits")
+    router = softmax_router(get, "num_local_experts", "num_experts", normalize=True)
+    size, balancing = get.integer("intermediate_size"), get.number("router_aux_loss_coef")
+    return MoeConfig(router, size, load_balancing=balancing), everywhere(layers)
+
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+    },
+    mixture=Mixture(_mixture, block="block_sparse_moe", projections=("w1", "w3", "w2")),
+    read=window_everywhere,
+    write=lambda config: {**window_to_hf(config), **softmax_to_hf(config, "num_local_experts")},
+    neutral={"router_jitter_noise": (0,)},
+    gguf="its files have not been compared with llama.cpp",
+)

@@ -1,0 +1,219 @@
+"""Mixtures of experts of a family: their settings in config.json and their tensors in files.
+
+Files have an expert's projections as tensors of their own ("apart"), or all experts' in one: gate's and up's rows one
+after the other, [X, 2F, E] ("merged"; transformers 5 in memory), or by turns and transposed, [X, E, 2F]
+("interleaved"; gpt-oss). In the tree gate, up and down are one weight each, [X, out, in].
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from convert.errors import unexpected
+from convert.limits import EXPERTS as MOST_EXPERTS
+from convert.model.moe import MoeConfig, RouterConfig
+from convert.model.paths import EXPERTS, ROUTER, WeightPath
+from convert.model.reader import Reader
+from convert.model.spec import APART, EXPERTS_DOWN, EXPERTS_GATE_UP, SHARED_DOWN, SHARED_GATE_UP, Row
+
+if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+#: Projection -> its dimensions, its group, and its tensor where all experts share one.
+_EXPERTS = {
+    "gate_proj": (("X", "EF", "E"), EXPERTS_GATE_UP, "gate_up_proj"),
+    "up_proj": (("X", "EF", "E"), EXPERTS_GATE_UP, "gate_up_proj"),
+    "down_proj": (("X", "E", "EF"), EXPERTS_DOWN, "down_proj"),
+}
+_SHARED = {
+    "gate_proj": (("SF", "E"), SHARED_GATE_UP),
+    "up_proj": (("SF", "E"), SHARED_GATE_UP),
+    "down_proj": (("E", "SF"), SHARED_DOWN),
+}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A family's mixtures.
+
+    Attributes:
+        read: (reader, number of layers) -> the settings, and for each layer whether it is a mixture.
+        dense: whether some layers may be dense.
+        layout: of the experts' tensors: "apart", "merged" or "interleaved".
+        block: the block's name in files.
+        router: the router's.
+        shared: the shared expert's.
+        projections: names of gate, up and down of an expert by itself.
+    """
+
+    read: Callable[[Reader, int], tuple[MoeConfig, tuple[bool, ...]]]
+    dense: bool = False
+    layout: str = APART
+    block: str = "mlp"
+    router: str = "gate"
+    shared: str = "shared_expert"
+    projections: tuple[str, str, str] = _PROJECTIONS
+
+    def rows(self) -> tuple[Row, ...]:
+        """The tensors of one layer's mixture."""
+        return (*self._router(), *self._experts(), *self._shared())
+
+    def _router(self) -> tuple[Row, ...]:
+        start = f"{self.block}.{self.router}"
+        return (
+            _row(f"{start}.weight", "mlp", ROUTER, "weight", "X", "E", kind="router"),
+            _row(f"{start}.bias", "mlp", ROUTER, "bias", "X", kind="bias", when="router bias"),
+            _row(
+                f"{start}.e_score_correction_bias",
+                *("mlp", ROUTER, "choice_bias", "X"),
+                kind="choice_bias",
+                when="choice bias",
+            ),
+        )
+
+    def _experts(self) -> tuple[Row, ...]:
+        rows = []
+        for part, own in zip(_PROJECTIONS, self.projections, strict=True):
+            dims, group, together = _EXPERTS[part]
+            for leaf, kind, axes in (("weight", "experts", dims), ("bias", "bias", dims[:2])):
+                if self.layout == APART:
+                    name = f"{self.block}.experts.{{x}}.{own}.{leaf}"
+                else:
+                    name = f"{self.block}.experts.{together}{'' if leaf == 'weight' else '_bias'}"
+                when = None if leaf == "weight" else "experts bias"
+                row = _row(name, EXPERTS, part, leaf, *axes, kind=kind, group=group, when=when)
+                rows.append(row._replace(layout=self.layout))
+        return tuple(rows)
+
+    def _shared(self) -> tuple[Row, ...]:
+        start = f"{self.block}.{self.shared}"
+        return (
+            *(
+                _row(
+                    f"{start}.{part}.weight",
+                    *("mlp.shared_expert", part, "weight", *dims),
+                    kind="matrix",
+                    group=group,
+                    when="shared expert",
+                )
+                for part, (dims, group) in _SHARED.items()
+            ),
+            _row(
+                f"{start}_gate.weight",
+                *("mlp", "shared_expert_gate", "weight", "1", "E"),
+                kind="gate",
+                when="shared gate",
+            ),
+        )
+
+
+def _row(
+    name: str,
+    block: str,
+    part: str,
+    leaf: str,
+    *dims: str,
+    kind: str,
+    group: str | None = None,
+    when: str | None = None,
+) -> Row:
+    return Row(f"model.layers.{{i}}.{name}", WeightPath(0, block, part, leaf), dims, kind, group, when, sparse=True)
+
+
+def moe_flags(moe: MoeConfig) -> frozenset[str]:
+    """The flags of rows that not every mixture has."""
+    flags = {
+        "router bias": moe.router.bias,
+        "choice bias": moe.router.choice_bias,
+        "experts bias": moe.bias,
+        "shared expert": moe.shared_intermediate_size > 0,
+        "shared gate": moe.shared_gate,
+    }
+    return frozenset(flag for flag, raised in flags.items() if raised)
+
+
+def moe_sizes(moe: MoeConfig) -> dict[str, int]:
+    """The dimensions of a mixture, by their names in rows."""
+    return {
+        "X": moe.router.num_experts,
+        "EF": moe.intermediate_size,
+        "SF": moe.shared_intermediate_size,
+        "1": 1,
+    }
+
+
+def number_of_experts(get: Reader, *names: str) -> int:
+    """The number of experts, under one of several names.
+
+    Raises:
+        ConvertError: two of them disagree, or it is no positive integer.
+    """
+    given = [name for name in names if get.config.get(name) is not None]
+    count = get.integer(given[0] if given else names[0])
+    for name in names:
+        get.asked.add(name)
+        if name in given and get.value(name) != count:
+            raise get.wrong(name, f"{count}, as {given[0]} says")
+    if count > MOST_EXPERTS:
+        raise get.wrong(given[0] if given else names[0], f"at most {MOST_EXPERTS}")
+    return count
+
+
+def chosen_experts(get: Reader, experts: int) -> int:
+    """`num_experts_per_tok`, at most the number of experts."""
+    chosen = get.integer("num_experts_per_tok")
+    if chosen > experts:
+        raise get.wrong("num_experts_per_tok", f"at most the number of experts, {experts}")
+    return chosen
+
+
+def softmax_router(get: Reader, *names: str, normalize: bool | None = None) -> RouterConfig:
+    """A router by softmax over all experts.
+
+    Args:
+        get: the config.json.
+        names: of the number of experts.
+        normalize: whether the chosen weights are divided by their sum; None: `norm_topk_prob`.
+    """
+    experts = number_of_experts(get, *names)
+    normalize = get.flag("norm_topk_prob") if normalize is None else normalize
+    return RouterConfig(experts, chosen_experts(get, experts), normalize=normalize)
+
+
+def softmax_to_hf(config: "ModelConfig", experts: str) -> dict[str, Any]:
+    """The fields of a mixture whose router is a softmax.
+
+    Args:
+        config: the model's.
+        experts: name of the number of experts.
+    """
+    assert config.moe is not None
+    return {
+        experts: config.moe.router.num_experts,
+        "num_experts_per_tok": config.moe.router.experts_per_token,
+        "router_aux_loss_coef": config.moe.load_balancing,
+    }
+
+
+def everywhere(layers: int) -> tuple[bool, ...]:
+    """A mixture in every layer."""
+    return (True,) * layers
+
+
+def sparse_steps(get: Reader, layers: int) -> tuple[bool, ...]:
+    """A mixture in every `decoder_sparse_step`-th layer, except in `mlp_only_layers` (Qwen)."""
+    step, dense = get.integer("decoder_sparse_step"), get.value("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(number) is int for number in dense):
+        raise get.wrong("mlp_only_layers", "a list of layer numbers")
+    sparse = tuple(number not in dense and (number + 1) % step == 0 for number in range(layers))
+    if not any(sparse):
+        where, given = "decoder_sparse_step, mlp_only_layers", (step, dense)
+        raise unexpected(get.where, where, "a mixture in at least one layer", given)
+    return sparse
+
+
+def sparse_steps_to_hf(sparse: tuple[bool, ...]) -> dict[str, Any]:
+    """The inverse of `sparse_steps`."""
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [number for number, one in enumerate(sparse) if not one]}

@@ -1,0 +1,58 @@
+"""Qwen 1.5 and 2 with mixtures of experts, and a shared expert with a gate."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.families import qwen3_moe
+from convert.families.family import Family
+from convert.families.mixture import Mixture
+from convert.families.windows import switched_types_to_hf
+from convert.model.moe import MoeConfig
+from convert.model.reader import Reader
+from convert.model.spec import QKV
+
+if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
+
+
+def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
+    return qwen3_moe.mixture(get, layers, shared=get.integer("shared_expert_intermediate_size"))
+
+
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows in every other one of the first `max_window_layers`, or by `layer_types`; if `use_sliding_window`."""
+    layers, used, last = fields["num_hidden_layers"], get.flag("use_sliding_window"), get.integer("max_window_layers")
+    window = get.optional_integer("sliding_window") if used else None
+    get.asked.add("sliding_window")
+    types = get.layer_types(layers) or [number % 2 == 0 and number < last for number in range(layers)]
+    return {"layers": tuple((window if sliding else None, "rope") for sliding in types)}
+
+
+def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+    assert config.moe is not None
+    shared = {"shared_expert_intermediate_size": config.moe.shared_intermediate_size}
+    return {**qwen3_moe.mixture_to_hf(config), **shared, **switched_types_to_hf(config)}
+
+
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    defaults={
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "qkv_bias": True,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "decoder_sparse_step": 1,
+        "router_aux_loss_coef": 0.001,
+    },
+    switches={"qkv_bias": (QKV,)},
+    mixture=Mixture(_mixture, dense=True),
+    read=_read,
+    write=_to_hf,
+    gguf="its files have not been compared with llama.cpp",
+)

@@ -1,0 +1,73 @@
+"""Qwen 3 with mixtures of experts, in every layer or in some."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from convert.families.family import Family
+from convert.families.mixture import Mixture, softmax_router, softmax_to_hf, sparse_steps, sparse_steps_to_hf
+from convert.model.moe import MoeConfig
+from convert.model.reader import Reader
+from convert.model.spec import ATTENTION_GROUPS
+
+if TYPE_CHECKING:
+    from convert.model.config import ModelConfig
+
+
+def mixture(get: Reader, layers: int, *, shared: int = 0) -> tuple[MoeConfig, tuple[bool, ...]]:
+    """The fields that Qwen 2 and 3 have in common.
+
+    Args:
+        get: the config.json.
+        layers: number of layers.
+        shared: width of the shared expert, which has a gate; 0: there is none.
+    """
+    get.asked.add("output_router_logits")
+    router = softmax_router(get, "num_experts", "num_local_experts")
+    size, balancing = get.integer("moe_intermediate_size"), get.number("router_aux_loss_coef")
+    sparse = sparse_steps(get, layers)
+    return MoeConfig(router, size, shared, shared > 0, load_balancing=balancing), sparse
+
+
+def mixture_to_hf(config: "ModelConfig") -> dict[str, Any]:
+    """The inverse of `mixture`."""
+    assert config.moe is not None
+    return {
+        **softmax_to_hf(config, "num_experts"),
+        "norm_topk_prob": config.moe.router.normalize,
+        "moe_intermediate_size": config.moe.intermediate_size,
+        **sparse_steps_to_hf(tuple(layer.moe for layer in config.layers)),
+    }
+
+
+def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """One window for all layers with `use_sliding_window`; transformers ignores `max_window_layers`."""
+    get.asked |= {"sliding_window", "max_window_layers"}
+    window = get.optional_integer("sliding_window") if get.flag("use_sliding_window") else None
+    return {"layers": ((window, "rope"),) * fields["num_hidden_layers"]}
+
+
+def _to_hf(config: "ModelConfig") -> dict[str, Any]:
+    window = config.layers[0].sliding_window
+    return {**mixture_to_hf(config), "sliding_window": window, "use_sliding_window": window is not None}
+
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "router_aux_loss_coef": 0.001,
+    },
+    switches={"attention_bias": ATTENTION_GROUPS},
+    constants={"qk_norm": "head"},
+    mixture=Mixture(mixture, dense=True),
+    read=_read,
+    write=_to_hf,
+    gguf="its files have not been compared with llama.cpp",
+)

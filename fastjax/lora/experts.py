@@ -1,0 +1,227 @@
+"""The experts of a mixture with their adapters, from the routed tokens to their weighted sum, as one unit.
+
+    [gate | up] = x·Wₓᵀ + (x·Aₓᵀ)·(s·Bₓ)ᵀ     h = act(gate) · up     y = h·Vₓᵀ + (h·Cₓᵀ)·(s·Dₓ)ᵀ     out = Σ w·y
+
+Rows are sorted by expert, so that each product is one over groups (`pallas_kernels.grouped_matmul`); x is gathered in
+the load and never copied for each expert. The backward pass keeps x, [gate | up] and the rank products. It makes h
+again, and not y: the router's gradient ⟨dout, y⟩ is ⟨dout·V, h⟩, whose first factor is made anyway (SonicMoE, arXiv
+2512.14080). Every gradient is gathered through the inverse of the sorted order. No dense B·A is formed.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from fastjax.lora.rank_products import Matrices, Part, into_dtypes, scaled_B
+from fastjax.parallel import BATCH, local
+from fastjax.quantization.weights import WeightLike, as_weight
+from fastjax.residuals import name_residual
+from pallas_kernels.glu import clamped_swiglu, glu
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
+from pallas_kernels.moe_routing import Order, combine, sort_by_expert
+
+
+class Clamp(NamedTuple):
+    """The constants of `clamped_swiglu`."""
+
+    limit: float
+    alpha: float
+
+
+class Block(NamedTuple):
+    """The static description of the experts.
+
+    Attributes:
+        num_experts: X.
+        activation: Hugging Face's name of act; unused with a clamp.
+        clamp: of the activation, or None.
+        gate_up: gate and up as one part of 2F rows.
+        down: the projection back.
+    """
+
+    num_experts: int
+    activation: str
+    clamp: Clamp | None
+    gate_up: Part
+    down: Part
+
+    def activated(self, gate_up: Float[Array, "*rows 2F"]) -> Float[Array, "*rows F"]:
+        """act(gate) · up."""
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        return (
+            clamped_swiglu(gate, up, **self.clamp._asdict())
+            if self.clamp
+            else glu(gate, up, activation=self.activation)
+        )
+
+
+class Arrays(NamedTuple):
+    """The unit's operands besides tokens and routing.
+
+    Attributes:
+        gate_up: [X, 2F, E].
+        gate_up_bias: [X, 2F], or None.
+        down: [X, E, F].
+        down_bias: [X, E], or None.
+        matrices: A [X, R, in] and B [X, out, R] of the adapters.
+    """
+
+    gate_up: WeightLike
+    gate_up_bias: Float[Array, "X 2F"] | None
+    down: WeightLike
+    down_bias: Float[Array, "X E"] | None
+    matrices: Matrices
+
+
+class _Kept(NamedTuple):
+    """Residuals of the forward pass, each device's own; `group_sizes` of the order leads with the device.
+
+    Attributes:
+        order: of the pairs.
+        gate_up: [M, 2F].
+        inner: x·Aᵀ of gate and up, [M, R], or None.
+        outer: h·Cᵀ of down, [M, R], or None.
+    """
+
+    order: Order
+    gate_up: Array
+    inner: Array | None
+    outer: Array | None
+
+
+def routed_experts(
+    block: Block, x: Float[Array, "N E"], weights: Float[Array, "N k"], experts: Int[Array, "N k"], arrays: Arrays
+) -> Float[Array, "N E"]:
+    """The weighted sum of each token's experts, in the dtype of x.
+
+    Args:
+        block: their description.
+        x: tokens, in the dtype of the computation.
+        weights: of each token's experts.
+        experts: of each token.
+        arrays: weights and adapters.
+
+    Returns:
+        The sums. Differentiable in x, the weights, adapters, biases and plain weights.
+    """
+    return _unit(block, x, weights, experts, arrays)  # pyright: ignore[reportReturnType]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unit(block: Block, x, weights, experts, arrays: Arrays):
+    return _forward(block, x, weights, experts, arrays)[0]
+
+
+def _forward(block: Block, x, weights, experts, arrays: Arrays):
+    rows = P(BATCH)
+    island = local(functools.partial(_products, block), in_specs=(rows, rows, rows, P()), out_specs=rows)
+    out, kept = island(x, weights, experts, arrays)
+    named = {"gate_up": "projection", "inner": "lora", "outer": "lora"}
+    present = {field: name for field, name in named.items() if getattr(kept, field) is not None}
+    kept = kept._replace(**{field: name_residual(getattr(kept, field), name) for field, name in present.items()})
+    return out, (x, weights, experts, kept, arrays)
+
+
+def _backward(block: Block, residuals, dout):
+    x, weights, experts, kept, arrays = residuals
+    rows = P(BATCH)
+    island = local(functools.partial(_gradients, block), in_specs=(rows, rows, rows, rows, P(), rows), out_specs=rows)
+    dx, dweights, shares = island(x, weights, experts, kept, arrays, dout)
+    return dx, dweights, None, jax.tree.map(lambda share: share.sum(0).astype(share.dtype), shares)
+
+
+_unit.defvjp(_forward, _backward)
+
+
+def _products(block: Block, x, weights, experts, arrays: Arrays) -> tuple[Array, _Kept]:
+    """The forward pass of one device's tokens."""
+    order = sort_by_expert(experts, block.num_experts)
+    sizes, dtype, inner, outer = order.group_sizes, x.dtype, None, None
+    gate_up = as_weight(arrays.gate_up).grouped_matmul(x, sizes, order.rows)
+    if block.gate_up.rank:
+        a, b = _scaled(block.gate_up, arrays, dtype)
+        inner = grouped_matmul(x, a, sizes, rows=order.rows)
+        gate_up = gate_up + grouped_matmul(inner, b, sizes)
+    own = _expert_of_rows(experts, order)
+    gate_up = _biased(gate_up, arrays.gate_up_bias, own)
+    h = block.activated(gate_up)
+    y = as_weight(arrays.down).grouped_matmul(h, sizes)
+    if block.down.rank:
+        a, b = _scaled(block.down, arrays, dtype)
+        outer = grouped_matmul(h, a, sizes)
+        y = y + grouped_matmul(outer, b, sizes)
+    out = combine(_biased(y, arrays.down_bias, own), weights, order)
+    return out, _Kept(order._replace(group_sizes=sizes[None]), gate_up, inner, outer)
+
+
+def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, dout):
+    """The gradients of one device's tokens, and its shares, each led by an axis of one, of those of the arrays."""
+    order, dtype, matrices = kept.order, x.dtype, {}
+    sizes = order.group_sizes[0]
+    own = _expert_of_rows(experts, order)
+    weight = weights.reshape(-1)[order.order].astype(jnp.float32)[:, None]  # of each sorted row
+
+    def weighted(array: Array) -> Array:
+        return (array.astype(jnp.float32) * weight).astype(dtype)
+
+    h, pullback = jax.vjp(block.activated, kept.gate_up)
+    dy = dout[order.rows]  # before the weights: what the router's gradient needs as well
+    dh = as_weight(arrays.down).grouped_transposed(dy, sizes)
+    if kept.outer is not None:
+        a, b = _scaled(block.down, arrays, dtype)
+        douter = grouped_matmul_dx(dy, b, sizes)
+        dh = dh + grouped_matmul_dx(douter, a, sizes)
+        matrices[block.down.name] = (
+            grouped_matmul_dw(weighted(douter), h, sizes, dtype=jnp.float32),
+            grouped_matmul_dw(dy, weighted(kept.outer), sizes, dtype=jnp.float32) * block.down.scaling,
+        )
+    dweight = jnp.einsum("mf,mf->m", dh.astype(jnp.float32), h.astype(jnp.float32))
+    if arrays.down_bias is not None:
+        bias = arrays.down_bias.astype(dtype)[own]
+        dweight = dweight + jnp.einsum("me,me->m", dy.astype(jnp.float32), bias.astype(jnp.float32))
+    (dgate_up,) = pullback(weighted(dh))
+    dx = as_weight(arrays.gate_up).grouped_transposed(dgate_up, sizes)
+    if kept.inner is not None:
+        a, b = _scaled(block.gate_up, arrays, dtype)
+        dinner = grouped_matmul_dx(dgate_up, b, sizes)
+        dx = dx + grouped_matmul_dx(dinner, a, sizes)
+        matrices[block.gate_up.name] = (
+            grouped_matmul_dw(dinner, x, sizes, rows=order.rows, dtype=jnp.float32),
+            grouped_matmul_dw(dgate_up, kept.inner, sizes, dtype=jnp.float32) * block.gate_up.scaling,
+        )
+    shares = Arrays(
+        as_weight(arrays.gate_up).grouped_gradient(dgate_up, x, sizes, order.rows),
+        _bias_gradient(arrays.gate_up_bias, dgate_up, own),
+        as_weight(arrays.down).grouped_gradient(dy, weighted(h), sizes),
+        _bias_gradient(arrays.down_bias, weighted(dy), own),
+        into_dtypes(matrices, arrays.matrices),
+    )
+    dx = jnp.sum(dx[order.inverse], axis=1, dtype=jnp.float32).astype(dtype)
+    dweights = dweight[order.inverse].astype(weights.dtype)
+    return dx, dweights, jax.tree.map(lambda share: share[None], shares)
+
+
+def _scaled(part: Part, arrays: Arrays, dtype: jnp.dtype) -> tuple[Float[Array, "X R in"], Float[Array, "X out R"]]:
+    """A and s·B of a part in the dtype of the computation."""
+    return arrays.matrices[part.name][0].astype(dtype), scaled_B(part, arrays.matrices, dtype)
+
+
+def _expert_of_rows(experts: Int[Array, "N k"], order: Order) -> Int[Array, " M"]:
+    return experts.reshape(-1)[order.order]
+
+
+def _biased(y: Float[Array, "M out"], bias: Float[Array, "X out"] | None, own: Int[Array, " M"]) -> Array:
+    return y if bias is None else y + bias.astype(y.dtype)[own]
+
+
+def _bias_gradient(bias: Array | None, dy: Float[Array, "M out"], own: Int[Array, " M"]) -> Array | None:
+    """The sums of dy over each expert's rows, as a product with its indicator."""
+    if bias is None:
+        return None
+    here = (jnp.arange(bias.shape[0], dtype=own.dtype)[:, None] == own[None, :]).astype(dy.dtype)
+    precision = jax.lax.Precision.HIGHEST if dy.dtype == jnp.float32 else None
+    return jnp.matmul(here, dy, precision=precision, preferred_element_type=jnp.float32).astype(bias.dtype)

@@ -1,0 +1,55 @@
+"""PEFT's adapters on experts: its files are read, merged as it does, and written so that it reads them."""
+
+import numpy as np
+import pytest
+
+from convert.adapters import read_adapter, write_adapter
+from convert.families import family_for
+from convert.merge import merge
+from convert.weights import open_weights
+from tests.support import tiny
+from tests.support.families import MIXTURES
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+torch_family = pytest.importorskip("tests.support.torch_family")
+torch_llama = pytest.importorskip("tests.support.torch_llama")
+pytestmark = [
+    pytest.mark.torch,
+    *torch_llama.NOTES_OF_PEFT,
+    pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match"),  # it counts modules alone
+]
+
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_what_peft_writes_and_merges(family, tmp_path):
+    """PEFT's adapter on attention, experts and a shared expert, merged by PEFT and here."""
+    config = MIXTURES[family]
+    tiny.write_folder(tmp_path / "model", config, tiny.arrays(config))
+    weights = open_weights(tmp_path / "model")
+    torch.manual_seed(7)
+    settings = {"r": 3, "lora_alpha": 7, "rank_pattern": {"experts.down_proj": 2}, "init_lora_weights": False}
+    targets = ["q_proj", "shared_expert_gate"] if family == "qwen2_moe" else ["q_proj"]
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, target_parameters=[GATE_UP, DOWN], **settings)
+    theirs = peft.get_peft_model(torch_family.build(config, tiny.arrays(config)), lora)
+    theirs.save_pretrained(tmp_path / "adapter")
+    merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged")
+    merged = theirs.merge_and_unload().state_dict()
+    after = open_weights(tmp_path / "merged")
+    stored = {name: after.checkpoint.read(name) for name in after.checkpoint.names}
+    names = dict(torch_family.in_memory(family_for(config), config, stored))
+    changed = 0
+    for name, array in names.items():
+        # float32 sums of up to three products of a few units
+        np.testing.assert_allclose(array, merged[name].numpy(), rtol=0, atol=2e-5, err_msg=name)
+        changed += "experts." in name and "proj" in name and "bias" not in name
+    assert changed >= 2
+    path = next(path for path in after.specs if path.endswith("experts.up_proj.weight"))
+    assert np.abs(after.read(path) - weights.read(path)).max() > 0.1
+    saved = read_adapter(tmp_path / "adapter", family=weights.family, specs=weights.specs.values())
+    write_adapter(tmp_path / "ours", *saved, family=weights.family)
+    again = peft.PeftModel.from_pretrained(torch_family.build(config, tiny.arrays(config)), tmp_path / "ours")
+    for name, tensor in again.merge_and_unload().state_dict().items():
+        assert torch.equal(tensor, merged[name]), name
