@@ -16,14 +16,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Shaped
 
-from convert.adapter_config import AdapterConfig, targets_parameter
+from convert.adapter_config import EXPERT_PARAMETERS, AdapterConfig, targets_parameter
 from convert.errors import ConvertError, unexpected
 from convert.families import Family
 from convert.model.paths import EXPERTS, WeightPath
 from convert.model.spec import INTERLEAVED, WeightSpec
 
-#: Parameters of the experts, in the order of their nesting: the last one is outermost.
-PARAMETERS = ("gate_up_proj", "down_proj")
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _INNER = ".base_layer"
 #: PEFT's version since which A belongs to the inputs of a matrix [out, in].
@@ -218,4 +216,4 @@ def written_layout(module: WeightPath, a: tuple[int, ...], b: tuple[int, ...], f
 
 def _wrapped(container: str, config: AdapterConfig) -> list[str]:
     """The adapted parameters of a module of experts, from the inner wrapper to the outer one."""
-    return [parameter for parameter in PARAMETERS if targets_parameter(config, f"{container}.{parameter}")]
+    return [parameter for parameter in EXPERT_PARAMETERS if targets_parameter(config, f"{container}.{parameter}")]

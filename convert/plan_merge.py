@@ -1,32 +1,27 @@
-"""An adapter's changes to a model's tensors: the new values of each changed tensor, as blocks in float32.
+"""An adapter's changes to a model's weights: which change, and their new values.
 
-LoRA (arXiv 2106.09685), rsLoRA, DoRA (arXiv 2402.09353), fully trained modules, separately trained rows of tokens,
-grown vocabularies. An adapter that treats tied embedding and head differently unties them, as
-PEFT's forward pass does.
+The vocabulary may grow. An adapter that treats tied embedding and head differently unties them, as PEFT's forward pass
+does.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, scaling, selects
+from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, selects
 from convert.adapters import WEIGHTS, Adapter
 from convert.blocks import Block, Blocks, array_blocks
 from convert.derived import Values
 from convert.errors import ConvertError
-from convert.expert_adapters import expert_module, expert_shapes
+from convert.expert_adapters import expert_shapes
 from convert.formats import FORMATS
 from convert.formats.nf4_format import through_nf4
+from convert.merged_values import ExpertAdapters, of_adapter, with_lookup_lora, with_lora, with_rows
 from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
-from convert.model.spec import QUANTIZED, WeightSpec
+from convert.model.spec import QUANTIZED
 from convert.vocabulary import head_follows, table_rows, token_ids
 from convert.weights import Weights
-
-_TILE, _SMALL = 16, 2**18  # rows, and multiplications, of a product that OpenBLAS runs in one thread
-_LINEAR = ("lora_A", "lora_B", "lora_magnitude_vector")
-_LOOKUP = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
         listed = "; ".join(problems[:12]) + (f"; and {len(problems) - 12} more" if len(problems) > 12 else "")
         raise ConvertError(f"{adapter.folder / WEIGHTS}: does not fit {weights.checkpoint.folder}: {listed}")
     found: dict[str, Change] = {}
-    expert_deltas = _ExpertDeltas(weights, adapter)
+    experts = ExpertAdapters(weights, adapter)
     for row in weights.specs.values():
         path, module = row.path, row.path.module
         if row.kind == "table":
@@ -89,58 +84,15 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
         base = _through_nf4(weights) if in_nf4 else weights.blocks
         whole = path.with_leaf(f"modules_to_save.{path.leaf}")
         if whole in adapter.tensors:
-            found[path] = Change(row.name, row.shape, dtype, _only(_of_adapter(adapter, whole)))
-        elif row.kind == "experts" and (lora := expert_deltas.of(path)) is not None:
-            found[path] = Change(row.name, row.shape, dtype, _with_expert_lora(lora, row, base))
+            found[path] = Change(row.name, row.shape, dtype, _only(of_adapter(adapter, whole)))
+        elif row.kind == "experts" and (merged := experts.merged(path, base)) is not None:
+            found[path] = Change(row.name, row.shape, dtype, merged)
         elif path.leaf == "weight" and path.with_leaf("lora_A") in adapter.tensors:
-            blocks = _with_lora(adapter, weights, module, base(path, None))
+            blocks = with_lora(adapter, weights, module, base(path, None))
             found[path] = Change(row.name, row.shape, dtype, _only(blocks))
         elif in_nf4:
             found[path] = Change(row.name, row.shape, dtype, base)
     return Changes(found | tables.changed(), tables.untied, tables.rows)
-
-
-class _ExpertDeltas:
-    """The arrays of adapters on experts, read once for all experts."""
-
-    def __init__(self, weights: Weights, adapter: Adapter):
-        self.weights, self.adapter = weights, adapter
-        self.read = functools.lru_cache(4)(self._read)  # gate and up of one layer, in two threads
-
-    def of(self, path: WeightPath) -> "Callable[[int], tuple[np.ndarray, np.ndarray]] | None":
-        """Number of an expert -> A and s · B of a projection; None without an adapter."""
-        module, rows = expert_module(self.weights.specs, path)
-        if module not in self.adapter.layouts:
-            return None
-        scale = np.float32(scaling(self.adapter.config, self.weights.family.module_name(module)))
-
-        def factors(expert: int) -> tuple[np.ndarray, np.ndarray]:
-            a, b = self.read(module)
-            return a[expert], b[expert][rows] * scale
-
-        return factors
-
-    def _read(self, module: WeightPath) -> list[np.ndarray]:
-        return [array for array in _arrays(self.adapter, module, _LINEAR[:2]) if array is not None]
-
-
-def _with_expert_lora(
-    factors: Callable[[int], tuple[np.ndarray, np.ndarray]], spec: WeightSpec, base: Values
-) -> Values:
-    """W + s · B · A of each expert."""
-
-    def values(path: str, expert: int | None) -> Blocks:
-        def run() -> Iterator[Block]:
-            for number in range(spec.shape[0]) if expert is None else (expert,):
-                a, b = factors(number)
-                first = 0
-                for block in base(path, number)():
-                    yield product(b[first : first + len(block)], a) + block
-                    first += len(block)
-
-        return run
-
-    return values
 
 
 def _only(blocks: Blocks) -> Values:
@@ -193,13 +145,13 @@ class _Tables:
         blocks = self._grown(module, weights.blocks(source))
         kinds = self._changes(module)
         if "modules_to_save.weight" in kinds:
-            blocks = _of_adapter(adapter, f"{module}.modules_to_save.weight")
+            blocks = of_adapter(adapter, f"{module}.modules_to_save.weight")
         if "lora_A" in kinds:
-            blocks = _with_lora(adapter, weights, module, blocks)
+            blocks = with_lora(adapter, weights, module, blocks)
         if "lora_embedding_A" in kinds:
-            blocks = _with_lookup_lora(adapter, weights, module, blocks)
+            blocks = with_lookup_lora(adapter, weights, module, blocks)
         if "trainable_tokens_delta" in kinds:
-            blocks = _with_rows(adapter, module, self.tokens[module], blocks)
+            blocks = with_rows(adapter, module, self.tokens[module], blocks)
         name = next(row.name for row in weights.family.table if row.path.module == place)
         return {f"{place}.weight": Change(name, (self.rows, self.width), weights.decoded_dtype(source), _only(blocks))}
 
@@ -298,108 +250,3 @@ def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
             if not (adapter.config.ensure_weight_tying and module in TABLES):
                 problems.append(f"{name}: in modules_to_save of {CONFIG} without arrays")
     return problems
-
-
-def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """A matrix product in pieces small enough for BLAS to compute in this thread.
-
-    BLAS's own threads spin while waiting, five times slower beside another busy thread.
-
-    Args:
-        left: float32 [rows, rank].
-        right: float32 [rank, columns].
-    """
-    (rows, rank), columns = left.shape, right.shape[1]
-    result = np.empty((rows, columns), np.float32)
-    tiled = rows - rows % _TILE
-    with np.errstate(invalid="ignore", over="ignore"):  # non-finite values are found on writing
-        for first in range(0, columns, max(1, _SMALL // (_TILE * rank))):
-            last = min(first + max(1, _SMALL // (_TILE * rank)), columns)
-            tiles = result[:tiled].reshape(-1, _TILE, columns)[:, :, first:last]
-            np.matmul(left[:tiled].reshape(-1, _TILE, rank), right[:, first:last], out=tiles)
-            np.matmul(left[tiled:], right[:, first:last], out=result[tiled:, first:last])
-    return result
-
-
-def _of_adapter(adapter: Adapter, path: str) -> Blocks:
-    return lambda: array_blocks(path, adapter.tensors[path])
-
-
-def _arrays(adapter: Adapter, module: str, kinds: tuple[str, ...]) -> list[np.ndarray | None]:
-    """A module's small arrays in float32; None for missing ones."""
-    paths = [WeightPath.parse(module).with_leaf(kind) for kind in kinds]
-    return [adapter.read(path).astype(np.float32, copy=False) if path in adapter.tensors else None for path in paths]
-
-
-def _with_lora(adapter: Adapter, weights: Weights, module: str, blocks: Blocks) -> Blocks:
-    """W + s·B·A, row by row; with DoRA each row rescaled to its magnitude."""
-    scale = np.float32(scaling(adapter.config, weights.family.module_name(module)))
-
-    def run() -> Iterator[Block]:
-        a, b, magnitude = _arrays(adapter, module, _LINEAR)
-        assert a is not None and b is not None
-        first = 0
-        for block in blocks():
-            last = first + len(block)
-            delta = product(b[first:last], a)
-            delta *= scale
-            delta += block
-            if magnitude is not None:
-                norm = np.sqrt(np.einsum("ij,ij->i", delta, delta))
-                delta *= (magnitude[first:last] / norm)[:, None]
-            yield delta
-            first = last
-
-    return run
-
-
-def _with_lookup_lora(adapter: Adapter, weights: Weights, module: str, blocks: Blocks) -> Blocks:
-    """W + s·(B·A)ᵀ; with DoRA each column rescaled to its magnitude, after a first reading for the norms."""
-    scale = np.float32(scaling(adapter.config, weights.family.module_name(module)))
-
-    def run() -> Iterator[Block]:
-        a, b, magnitude = _arrays(adapter, module, _LOOKUP)
-        assert a is not None and b is not None
-
-        columns = np.ascontiguousarray(b.T)
-
-        def added() -> Iterator[Block]:
-            first = 0
-            for block in blocks():
-                last = first + len(block)
-                delta = product(np.ascontiguousarray(a[:, first:last].T), columns)
-                delta *= scale
-                delta += block
-                yield delta
-                first = last
-
-        if magnitude is None:
-            yield from added()
-            return
-        squares = np.zeros(b.shape[0], np.float64)
-        for block in added():
-            squares += np.einsum("ij,ij->j", block, block)
-        factor = (magnitude / np.sqrt(squares)).astype(np.float32)
-        for block in added():
-            yield block * factor
-
-    return run
-
-
-def _with_rows(adapter: Adapter, module: str, ids: list[int], blocks: Blocks) -> Blocks:
-    """The table with some tokens' rows replaced."""
-
-    def run() -> Iterator[Block]:
-        [rows] = _arrays(adapter, module, ("trainable_tokens_delta",))
-        assert rows is not None
-        places = np.asarray(ids)
-        first = 0
-        for block in blocks():
-            inside = (places >= first) & (places < first + len(block))
-            if inside.any():
-                block = block.copy()
-                block[places[inside] - first] = rows[inside]
-            yield block
-            first += len(block)
-
-    return run

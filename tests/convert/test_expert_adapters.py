@@ -133,10 +133,10 @@ def test_orders_of_peft_and_unsloth(order, version, square, slowest, tmp_path):
     np.testing.assert_allclose(change, delta * np.float32(ALPHA / RANK), rtol=0, atol=3e-5)  # changes of up to 20
 
 
-@pytest.mark.parametrize("dtype", [None, "nf4"])
+@pytest.mark.parametrize("dtype", [None, "nf4", "over nf4"])
 @pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
 def test_merged_expert_by_expert(family, dtype, tmp_path):
-    """Rank and alpha by pattern; attention beside the experts; plain, and in NF4 where a family's files hold it."""
+    """Rank and alpha by pattern; attention beside the experts; plain, in NF4 and trained over it."""
     weights, rng = model(tmp_path / "model", family), np.random.default_rng(2)
     config = AdapterConfig(
         r=RANK,
@@ -168,10 +168,14 @@ def test_merged_expert_by_expert(family, dtype, tmp_path):
         with pytest.raises(ConvertError, match="gpt_oss has no tensors of single experts"):
             merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged", dtype=dtype)
         return
-    merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged", dtype=dtype)
+    options = {"base_in_nf4": True} if dtype == "over nf4" else {"dtype": dtype}
+    merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged", **options)
     merged = open_weights(tmp_path / "merged")
     for path, change in wanted.items():
-        expected = weights.read(path) + change
+        before = weights.read(path)
+        if dtype == "over nf4":
+            before = np.stack([nf4.decode(nf4.encode(expert, nested=True)) for expert in before])
+        expected = before + change
         if dtype == "nf4":
             expected = np.stack([nf4.decode(nf4.encode(expert, nested=True)) for expert in expected])
             error = np.abs(merged.read(path, packed=False) - expected)
@@ -179,7 +183,7 @@ def test_merged_expert_by_expert(family, dtype, tmp_path):
         else:
             np.testing.assert_allclose(merged.read(path), expected, rtol=0, atol=1e-5)
     path = "layers.2.self_attn.k_proj.weight"
-    assert dtype or np.array_equal(merged.read(path), weights.read(path))
+    assert dtype is not None or np.array_equal(merged.read(path), weights.read(path))
 
 
 def test_what_does_not_fit_is_named(tmp_path):

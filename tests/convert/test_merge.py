@@ -13,7 +13,7 @@ from convert.families import family_for
 from convert.families.llama import LLAMA as FAMILY
 from convert.formats import nf4
 from convert.merge import merge
-from convert.plan_merge import product
+from convert.merged_values import product
 from convert.saving import save
 from convert.weights import open_weights, stream
 from tests.convert.conftest import CONFIG

@@ -23,7 +23,9 @@ torch_llama = pytest.importorskip("tests.support.torch_llama")
 pytestmark = [
     pytest.mark.torch,
     *torch_llama.NOTES_OF_PEFT,
-    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match"),  # it counts modules alone
+    pytest.mark.filterwarnings(
+        "ignore:The following (rank|alpha)_pattern keys did not match"
+    ),  # it counts modules alone
 ]
 
 #: float32 through up to seven layers, logits of a few units.
@@ -41,8 +43,8 @@ STEPS = {
     **dict.fromkeys(("qwen2_moe", "gpt_oss"), 10),
     **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "glm4_moe"), 3),
 }
-#: Of these mixtures PEFT takes linear modules at their word; of the others it reads "all-linear" as attention, router and
-#: experts, with twice the rank for gate and up together, and passes over dense layers and shared experts.
+#: Of these mixtures PEFT takes linear modules at their word; of the others it reads "all-linear" as attention, router
+#: and experts, with twice the rank for gate and up together, and passes over dense layers and shared experts.
 APART = ("qwen2_moe", "gpt_oss")
 #: Shorter and longer than the lengths and windows of the configs.
 LENGTHS = (45, 1, 15)
