@@ -4,7 +4,12 @@ Rows [0, group_sizes[0]) belong to group 0, the next group_sizes[1] to group 1, 
 
 The backward pass has two products, which choose their own implementations: in x (`grouped_matmul_dx`) and in w
 (`grouped_matmul_dw`). Rows may be gathered in the load of x (`rows`), so that a token's copies for several experts
-never exist; their gradient is summed over the copies.
+never exist; their gradient is summed over the copies. A low-rank product may be added inside the same sum.
+
+Implementations, in order of preference:
+
+- ``mosaic``: Hopper, 16 bits;
+- ``xla``: everything else, by `jax.lax.ragged_dot`.
 """
 
 import functools
@@ -26,16 +31,18 @@ def grouped_matmul(
     group_sizes: Int[Array, " X"],
     *,
     rows: Int[Array, " M"] | None = None,
+    low_rank: tuple[Float[Array, "M R"], Float[Array, "X N R"]] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "M N"]:
-    """y_i = w[g(i)] x_i, with x_i = x[rows[i]]; differentiable in x and w.
+    """y_i = w[g(i)] x_i + b[g(i)] z_i, with x_i = x[rows[i]]; differentiable in x, w, z and b.
 
     Args:
         x: float32, bfloat16 or float16.
         w: one matrix a group, of x's dtype.
         group_sizes: int32, rows of each group, in all at most M; rows past the last group give zeros.
         rows: int32, row of x for each row of the result, in [0, T); None: x's own rows, M = T.
-        implementation: None, or the name of one for all three products.
+        low_rank: z and b, of x's dtype; None: no second product.
+        implementation: None, "mosaic" or "xla", for all three products.
 
     Returns:
         The products, in x's dtype.
@@ -44,21 +51,26 @@ def grouped_matmul(
         ValueError: shapes or dtypes that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    _check("grouped_matmul", x, w, group_sizes, rows, contracted=2)
-    return _matmul(x, w, group_sizes, rows, implementation)
+    _check("grouped_matmul", x, w, group_sizes, rows, low_rank, summed=2)
+    return _matmul(x, w, group_sizes, rows, low_rank, implementation)
 
 
 def grouped_matmul_dx(
-    dy: Float[Array, "M N"],
+    dy: Float[Array, "T N"],
     w: Float[Array, "X N K"],
     group_sizes: Int[Array, " X"],
     *,
+    rows: Int[Array, " M"] | None = None,
+    low_rank: tuple[Float[Array, "M R"], Float[Array, "X R K"]] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "M K"]:
-    """dx_i = dy_i w[g(i)], in dy's dtype. Arguments and errors as of `grouped_matmul`; not differentiable."""
-    _check("grouped_matmul_dx", dy, w, group_sizes, None, contracted=1)
-    case = Case(dispatch.target(), dy.shape[0], w.shape, (dy.dtype, w.dtype, dy.dtype), False)
-    return DX[DX.choose(case, implementation)].forward(dy, w, group_sizes)
+    """dx_i = dy_i w[g(i)] + z_i a[g(i)], with dy_i = dy[rows[i]]; not differentiable.
+
+    Arguments and errors as of `grouped_matmul`.
+    """
+    _check("grouped_matmul_dx", dy, w, group_sizes, rows, low_rank, summed=1)
+    case = Case(dispatch.target(), (dy if rows is None else rows).shape[0], w.shape, (dy.dtype, dy.dtype))
+    return DX[DX.choose(case, implementation)].forward(dy, w, group_sizes, rows, low_rank)
 
 
 def grouped_matmul_dw(
@@ -76,54 +88,67 @@ def grouped_matmul_dw(
         dy: gradient of the products.
         x: of dy's dtype.
         group_sizes: as in `grouped_matmul`.
-        rows: likewise.
+        rows: likewise, for x.
         dtype: of the result; None: dy's.
-        implementation: None, or its name.
+        implementation: None, "mosaic" or "xla".
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    count = x.shape[0] if rows is None else rows.shape[0]
-    if dy.shape[0] != count or dy.dtype != x.dtype:
-        raise ValueError(f"grouped_matmul_dw: expected dy of {count} rows in {x.dtype}, given {dy.shape} in {dy.dtype}")
-    _check_groups("grouped_matmul_dw", group_sizes, rows)
+    op = "grouped_matmul_dw"
+    count = (x if rows is None else rows).shape[0]
+    if dy.ndim != 2 or x.ndim != 2 or dy.shape[0] != count or dy.dtype != x.dtype:
+        raise ValueError(f"{op}: expected dy of {count} rows in {x.dtype}, given {dy.shape} in {dy.dtype}")
+    _check_groups(op, group_sizes, rows)
     dtype = jnp.dtype(dy.dtype if dtype is None else dtype)
     shape = (group_sizes.shape[0], dy.shape[1], x.shape[1])
-    case = Case(dispatch.target(), count, shape, (dy.dtype, x.dtype, dtype), rows is not None)
+    case = Case(dispatch.target(), count, shape, (dy.dtype, dtype))
     return DW[DW.choose(case, implementation)].forward(dy, x, group_sizes, rows, dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _matmul(x: Array, w: Array, group_sizes: Array, rows: Array | None, implementation: str | None) -> Array:
-    count = x.shape[0] if rows is None else rows.shape[0]
-    case = Case(dispatch.target(), count, w.shape, (x.dtype, w.dtype, x.dtype), rows is not None)
-    return MATMUL[MATMUL.choose(case, implementation)].forward(x, w, group_sizes, rows)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _matmul(x, w, group_sizes, rows, low_rank, implementation: str | None) -> Array:
+    case = Case(dispatch.target(), (x if rows is None else rows).shape[0], w.shape, (x.dtype, x.dtype))
+    return MATMUL[MATMUL.choose(case, implementation)].forward(x, w, group_sizes, rows, low_rank)
 
 
-def _matmul_forward(x, w, group_sizes, rows, implementation):
-    return _matmul(x, w, group_sizes, rows, implementation), (x, w, group_sizes, rows)
+def _matmul_forward(x, w, group_sizes, rows, low_rank, implementation):
+    return _matmul(x, w, group_sizes, rows, low_rank, implementation), (x, w, group_sizes, rows, low_rank)
 
 
 def _matmul_backward(implementation, kept, dy):
-    x, w, group_sizes, rows = kept
-    dx = grouped_matmul_dx(dy, w, group_sizes, implementation=implementation)
+    x, w, group_sizes, rows, low_rank = kept
+    transposed = functools.partial(grouped_matmul_dx, dy, group_sizes=group_sizes, implementation=implementation)
+    outer = functools.partial(grouped_matmul_dw, dy, group_sizes=group_sizes, implementation=implementation)
+    dx = transposed(w)
     if rows is not None:
         dx = jnp.zeros(x.shape, jnp.float32).at[rows].add(dx.astype(jnp.float32)).astype(x.dtype)
-    dw = grouped_matmul_dw(dy, x, group_sizes, rows=rows, dtype=w.dtype, implementation=implementation)
-    nothing = np.zeros(group_sizes.shape, jax.dtypes.float0)
-    return dx, dw, nothing, None if rows is None else np.zeros(rows.shape, jax.dtypes.float0)
+    more = None if low_rank is None else (transposed(low_rank[1]), outer(low_rank[0]))
+    no_gradient = jax.tree.map(lambda array: np.zeros(array.shape, jax.dtypes.float0), (group_sizes, rows))
+    return dx, outer(x, rows=rows), *no_gradient, more
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _check(op: str, x: Array, w: Array, group_sizes: Array, rows: Array | None, contracted: int) -> None:
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[contracted]:
-        wanted = "[X, N, K] beside x [T, K]" if contracted == 2 else "[X, N, K] beside dy [M, N]"
+def _check(op: str, x: Array, w: Array, group_sizes: Array, rows, low_rank, *, summed: int) -> None:
+    count = (x if rows is None else rows).shape[0]
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[summed]:
+        wanted = "[X, N, K] beside x [T, K]" if summed == 2 else "[X, N, K] beside dy [T, N]"
         raise ValueError(f"{op}: expected w {wanted}, given w {w.shape} and {x.shape}")
-    if w.dtype != x.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{op}: expected operands of one floating dtype, given {x.dtype} and {w.dtype}")
+    if low_rank is not None:
+        z, b = low_rank
+        written = w.shape[3 - summed]
+        wanted = (w.shape[0], written, z.shape[-1]) if summed == 2 else (w.shape[0], z.shape[-1], written)
+        if z.ndim != 2 or z.shape[0] != count or b.shape != wanted:
+            raise ValueError(
+                f"{op}: expected low_rank of [{count}, R] and, with R = {z.shape[-1]}, {wanted}, given {z.shape} and "
+                f"{b.shape}"
+            )
+    dtypes = [array.dtype for array in (x, w, *(low_rank or ()))]
+    if len(set(dtypes)) > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{op}: expected operands of one floating dtype, given {', '.join(map(str, dtypes))}")
     if group_sizes.shape != w.shape[:1]:
         raise ValueError(f"{op}: expected {w.shape[0]} group_sizes, one a matrix, given shape {group_sizes.shape}")
     _check_groups(op, group_sizes, rows)

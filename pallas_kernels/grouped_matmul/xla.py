@@ -12,14 +12,17 @@ _OUTER = lax.RaggedDotDimensionNumbers(
 )
 
 
-def matmul(x: Array, w: Array, group_sizes: Array, rows: Array | None) -> Array:
-    """y_i = w[g(i)] x_i."""
-    return dx(x if rows is None else x[rows], w.swapaxes(1, 2), group_sizes)
+def matmul(x: Array, w: Array, group_sizes: Array, rows: Array | None, low_rank: tuple[Array, Array] | None) -> Array:
+    """y_i = w[g(i)] x_i + b[g(i)] z_i."""
+    turned = None if low_rank is None else (low_rank[0], low_rank[1].swapaxes(1, 2))
+    return dx(x, w.swapaxes(1, 2), group_sizes, rows, turned)
 
 
-def dx(dy: Array, w: Array, group_sizes: Array) -> Array:
-    """dx_i = dy_i w[g(i)]."""
-    return lax.ragged_dot(dy, w, group_sizes, preferred_element_type=jnp.float32).astype(dy.dtype)
+def dx(dy: Array, w: Array, group_sizes: Array, rows: Array | None, low_rank: tuple[Array, Array] | None) -> Array:
+    """dx_i = dy_i w[g(i)] + z_i a[g(i)]."""
+    pairs = [(dy if rows is None else dy[rows], w), *([] if low_rank is None else [low_rank])]
+    products = [lax.ragged_dot(*pair, group_sizes, preferred_element_type=jnp.float32) for pair in pairs]
+    return sum(products[1:], products[0]).astype(dy.dtype)
 
 
 def dw(dy: Array, x: Array, group_sizes: Array, rows: Array | None, dtype: DTypeLike) -> Array:
