@@ -31,7 +31,6 @@ _OFF: dict[str, Any] = {
     "fan_in_fan_out": False,
     "lora_bias": False,
     "layer_replication": None,
-    "target_parameters": None,
     "loftq_config": {},
     "megatron_config": None,
     "use_qalora": False,
@@ -49,6 +48,8 @@ class AdapterConfig:
         lora_dropout: Dropout on the adapter's input.
         target_modules: Module names (whole, or the last parts), a regular expression for the whole name, or
             "all-linear" for every matrix in the layers.
+        target_parameters: Names of parameters (whole, or the last parts) with adapters: those of a mixture's experts,
+            "mlp.experts.gate_up_proj" and "mlp.experts.down_proj".
         exclude_modules: Modules without an adapter, likewise.
         modules_to_save: Modules trained whole and saved with the adapter.
         layers_to_transform: The only layers with adapters.
@@ -71,6 +72,7 @@ class AdapterConfig:
     lora_alpha: float = 8
     lora_dropout: float = 0.0
     target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
     exclude_modules: list[str] | str | None = None
     modules_to_save: list[str] | None = None
     layers_to_transform: list[int] | int | None = None
@@ -122,7 +124,7 @@ def config_from_json(raw: Mapping[str, Any], file: str | os.PathLike[str]) -> Ad
         config = AdapterConfig(**values)
     except ConvertError as error:  # its message starts with the file's bare name
         raise ConvertError(f"{Path(file).parent}{os.sep}{error}") from None
-    if config.target_modules is None:
+    if config.target_modules is None and not config.target_parameters:
         raise unexpected(file, "target_modules", "a list of names or a regular expression", None)
     return config
 
@@ -179,6 +181,16 @@ def targets(config: AdapterConfig, module: str, *, family: Family = LLAMA) -> bo
         return True
     layer = _layer(config, module)
     return layer is not None and layer in ([layers] if isinstance(layers, int) else layers)
+
+
+def targets_parameter(config: AdapterConfig, parameter: str) -> bool:
+    """Whether PEFT would put an adapter on a parameter, by its Hugging Face name; other selections do not matter.
+
+    Args:
+        config: The settings.
+        parameter: "model.layers.0.mlp.experts.gate_up_proj".
+    """
+    return _named(config.target_parameters or [], parameter)
 
 
 def rank_and_alpha(config: AdapterConfig, module: str) -> tuple[int, float]:
@@ -262,6 +274,10 @@ def _check(config: AdapterConfig) -> None:
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         value = getattr(config, name)
         need(name, value is None or isinstance(value, str) or _strings(value), "a list of strings, a string or null")
+    parameters = config.target_parameters
+    need("target_parameters", parameters is None or _strings(parameters), "a list of strings or null")
+    need("use_dora", not (parameters and config.use_dora is True), "false with target_parameters, as in PEFT")
+    need("lora_dropout", not (parameters and config.lora_dropout), "0 with target_parameters, as in PEFT")
     need("modules_to_save", config.modules_to_save is None or _strings(config.modules_to_save), "a list of strings")
     layers = config.layers_to_transform
     listed = isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers)
@@ -294,7 +310,9 @@ def _check(config: AdapterConfig) -> None:
         "rank_pattern": list(ranks),
         "alpha_pattern": list(alphas),
     }
-    names = expressions | {"target_modules": config.target_modules, "exclude_modules": config.exclude_modules}
+    names = expressions | {
+        name: getattr(config, name) for name in ("target_modules", "target_parameters", "exclude_modules")
+    }
     for name, patterns in names.items():
         listed = [patterns] if isinstance(patterns, str) else patterns or ()
         need(name, len(listed) <= PATTERNS, f"at most {PATTERNS} names")

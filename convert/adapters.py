@@ -3,6 +3,8 @@
 An array's name is its module's path in the tree and its leaf:
 
 - ``layers.0.self_attn.q_proj.lora_A`` [r, in], ``.lora_B`` [out, r]; with DoRA ``.lora_magnitude_vector`` [out];
+- ``layers.0.mlp.experts.gate_up_proj.lora_A`` [X, r, in], ``.lora_B`` [X, out, r]: of all experts of a mixture (in a
+  file they lie otherwise: `convert.expert_adapters`);
 - ``embed_tokens.lora_embedding_A`` [r, vocabulary], ``.lora_embedding_B`` [width, r]; with DoRA
   ``.lora_magnitude_vector`` [width];
 - ``embed_tokens.modules_to_save.weight``, ``lm_head.modules_to_save.weight``: modules trained whole;
@@ -16,8 +18,8 @@ With ``ensure_weight_tying`` on a tied model PEFT wants the head's entries too, 
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +33,24 @@ from convert.adapter_config import (
     saves_whole,
     scaling,
     targets,
+    targets_parameter,
 )
 from convert.checkpoint import write_config
 from convert.errors import ConvertError, shorten, unexpected
+from convert.expert_adapters import (
+    ExpertsLayout,
+    expert_shapes,
+    find_layout,
+    nested_module,
+    nested_name,
+    written_layout,
+)
 from convert.families import Family
 from convert.families.llama import LLAMA
 from convert.files import atomic_folder, read_json
 from convert.finite import is_finite, nonfinite
 from convert.model.paths import TABLES, WeightPath
+from convert.model.spec import WeightSpec
 from convert.tensor_file import TensorInfo, read_header, read_tensor, write_tensor_file
 
 __all__ = [
@@ -78,23 +90,36 @@ _PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 
 
 def read_adapter(
-    folder: str | os.PathLike[str], *, family: Family = LLAMA, allow_nonfinite: bool = False
+    folder: str | os.PathLike[str],
+    *,
+    family: Family = LLAMA,
+    specs: Iterable[WeightSpec] = (),
+    unsloth_expert_layout: bool = False,
+    allow_nonfinite: bool = False,
 ) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
     """Read a PEFT LoRA folder.
 
     Args:
         folder: Holds adapter_config.json and adapter_model.safetensors.
         family: The table of the base model.
+        specs: The base model's weights; for adapters on experts.
+        unsloth_expert_layout: As for `open_adapter`.
         allow_nonfinite: Let NaN and infinity through.
 
     Returns:
-        The settings, and the arrays as they are stored, by the names in this module's description.
+        The settings, and the arrays, by the names in this module's description.
 
     Raises:
         ConvertError: A file is missing or damaged, a setting is not supported, names, ranks and settings contradict
             each other (all listed), or values are not finite.
     """
-    adapter = open_adapter(folder, family=family, allow_nonfinite=allow_nonfinite)
+    adapter = open_adapter(
+        folder,
+        family=family,
+        specs=specs,
+        unsloth_expert_layout=unsloth_expert_layout,
+        allow_nonfinite=allow_nonfinite,
+    )
     return adapter.config, {path: adapter.read(path) for path in adapter.tensors}
 
 
@@ -106,13 +131,20 @@ class Adapter:
         folder: Its path.
         config: Its settings.
         tensors: Name, as in this module's description -> the array's place.
+        layouts: Module with an adapter on experts -> how its arrays lie in the file.
         allow_nonfinite: Whether arrays may hold NaN and infinity.
     """
 
     folder: Path
     config: AdapterConfig
     tensors: Mapping[str, TensorInfo]
+    layouts: Mapping[WeightPath, ExpertsLayout] = field(default_factory=dict)
     allow_nonfinite: bool = False
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """The shape of an array, as `read` returns it."""
+        layout = self.layouts.get(WeightPath.parse(path).module)
+        return self.tensors[path].shape if layout is None else layout.tree_shape(WeightPath.parse(path).leaf)
 
     def read(self, path: str) -> np.ndarray:
         """Read one array.
@@ -120,18 +152,35 @@ class Adapter:
         Raises:
             ConvertError: Its file was cut short since it was opened, or its values are not finite.
         """
-        array = read_tensor(path, self.tensors[path])
+        array, name = read_tensor(path, self.tensors[path]), WeightPath.parse(path)
+        layout = self.layouts.get(name.module)
+        if name.of_experts and layout is None:
+            raise ConvertError(f"{self.folder / WEIGHTS}: {path}: expected an adapter opened with its model's weights")
+        if layout is not None:
+            pair = [name.with_leaf(leaf) for leaf in _PAIRS[0]]
+            both = (array if leaf == name else read_tensor(leaf, self.tensors[leaf]) for leaf in pair)
+            array = layout.to_tree(*both)[pair.index(name)]
         if not self.allow_nonfinite and not is_finite(array):
             raise nonfinite(self.tensors[path].file, path)
         return array
 
 
-def open_adapter(folder: str | os.PathLike[str], *, family: Family = LLAMA, allow_nonfinite: bool = False) -> Adapter:
+def open_adapter(
+    folder: str | os.PathLike[str],
+    *,
+    family: Family = LLAMA,
+    specs: Iterable[WeightSpec] = (),
+    unsloth_expert_layout: bool = False,
+    allow_nonfinite: bool = False,
+) -> Adapter:
     """Open a PEFT LoRA folder and check names, ranks and settings against each other; no array is read.
 
     Args:
         folder: Holds adapter_config.json and adapter_model.safetensors.
         family: The table of the base model.
+        specs: The base model's weights; for adapters on experts. Without them these can be listed, not read.
+        unsloth_expert_layout: Whether the expert is the slowest index of B too, as in adapters on experts that Unsloth
+            wrote before September 2026; their files do not tell.
         allow_nonfinite: Let NaN and infinity through when arrays are read.
 
     Returns:
@@ -143,13 +192,30 @@ def open_adapter(folder: str | os.PathLike[str], *, family: Family = LLAMA, allo
     folder = Path(folder)
     if not folder.is_dir():
         raise ConvertError(f"{folder}: no such folder; expected a PEFT adapter with {CONFIG} and {WEIGHTS}")
-    config = config_from_json(read_json(folder / CONFIG), folder / CONFIG)
+    raw = read_json(folder / CONFIG)
+    config = config_from_json(raw, folder / CONFIG)
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise unexpected(folder, "weights", f"{WEIGHTS} (pickles are never loaded)", "adapter_model.bin")
     header = read_header(folder / WEIGHTS)
     names = _tree_names(header, config, family, folder / WEIGHTS)
-    _check({path: header[name].shape for path, name in names.items()}, config, family, folder / WEIGHTS)
-    return Adapter(folder, config, {path: header[name] for path, name in names.items()}, allow_nonfinite)
+    tensors: dict[str, TensorInfo] = {path: header[name] for path, name in names.items()}
+    _check({path: info.shape for path, info in tensors.items()}, config, family, folder / WEIGHTS)
+    layouts = {}
+    for module, shape in expert_shapes(specs).items():
+        a, b = (tensors.get(module.with_leaf(leaf)) for leaf in _PAIRS[0])
+        if a is not None and b is not None:
+            rank, _ = rank_and_alpha(config, family.module_name(module))
+            layouts[module] = find_layout(
+                module,
+                shape,
+                rank,
+                a.shape,
+                b.shape,
+                version=raw.get("peft_version"),
+                slowest=unsloth_expert_layout,
+                file=str(folder / WEIGHTS),
+            )
+    return Adapter(folder, config, tensors, layouts, allow_nonfinite)
 
 
 def write_adapter(
@@ -172,8 +238,9 @@ def write_adapter(
         OSError: The files cannot be written; nothing half-written is left.
     """
     hosts = {path: np.asarray(array) for path, array in arrays.items()}
+    hosts = _in_file(hosts, family)
     _check({path: array.shape for path, array in hosts.items()}, config, family, Path(folder) / WEIGHTS)
-    tensors = {PREFIX + _file_name(path, family): array for path, array in hosts.items()}
+    tensors = {PREFIX + _file_name(path, config, family): array for path, array in hosts.items()}
     with atomic_folder(folder, replaces=("adapter_model.*",)) as temporary:
         write_tensor_file(temporary / WEIGHTS, tensors)
         write_config(temporary / CONFIG, config_to_json(config, family))
@@ -189,8 +256,10 @@ def _tree_names(
         path = None
         for leaf, stored in (*_STORED.items(), *_GROWN):
             if name.startswith(PREFIX) and name.endswith(stored):
+                start = name[len(PREFIX) : -len(stored)]
                 try:
-                    module = family.module_path(name[len(PREFIX) : -len(stored)])
+                    nested = nested_module(start, config, family) if leaf in _PAIRS[0] else None
+                    module = nested or family.module_path(start)
                 except ConvertError:
                     continue
                 if stored == ".weight" and module in TABLES and not _whole(config, module, family):
@@ -207,11 +276,24 @@ def _tree_names(
     return names
 
 
-def _file_name(path: str, family: Family) -> str:
+def _in_file(arrays: Mapping[str, np.ndarray], family: Family) -> dict[str, np.ndarray]:
+    """The arrays with those of adapters on experts as files have them."""
+    found = dict(arrays)
+    for module in {WeightPath.parse(path).module for path in arrays if WeightPath.parse(path).of_experts}:
+        pair = [module.with_leaf(leaf) for leaf in _PAIRS[0]]
+        if all(leaf in arrays and arrays[leaf].ndim == 3 for leaf in pair):
+            a, b = (arrays[leaf] for leaf in pair)
+            found |= zip(pair, written_layout(module, a.shape, b.shape, family).to_file(a, b), strict=True)
+    return found
+
+
+def _file_name(path: str, config: AdapterConfig, family: Family) -> str:
     array = WeightPath.parse(path)
     if array.leaf not in _STORED:
         raise ConvertError(f"{path}: expected an ending of {', '.join(_STORED)}")
-    return family.module_name(array.module) + _STORED[array.leaf]
+    of_experts = array.of_experts and array.leaf in _PAIRS[0]
+    name = nested_name(array.module, config, family) if of_experts else family.module_name(array.module)
+    return name + _STORED[array.leaf]
 
 
 def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family: Family, file: Path) -> None:
@@ -232,7 +314,9 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family:
             wrong.append(f"{module} (trained whole, but not in modules_to_save)")
         if "trainable_tokens_delta" in leaves and config.trainable_token_indices is None:
             wrong.append(f"{module} (has rows of tokens, but trainable_token_indices is null)")
-        if adapter and not any(targets(config, twin, family=family) for twin in twins):
+        if module.of_experts and adapter and not targets_parameter(config, name):
+            wrong.append(f"{module} (an adapter, but no target of target_parameters)")
+        elif adapter and not module.of_experts and not any(targets(config, twin, family=family) for twin in twins):
             wrong.append(f"{module} (an adapter, but no target of target_modules)")
         if adapter and not any(set(pair) <= leaves for pair in _PAIRS):
             wrong.append(f"{module} (needs both A and B)")
@@ -240,7 +324,8 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family:
             if first in leaves and second in leaves:
                 rank, _ = rank_and_alpha(config, name)
                 a, b = shapes[module.with_leaf(first)], shapes[module.with_leaf(second)]
-                if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
+                experts = a[0] // rank if module.of_experts and a else 1
+                if len(a) != 2 or len(b) != 2 or a[0] != experts * rank or b[1] != a[0]:
                     wrong.append(f"{module} (expected rank {rank} from {CONFIG}, got shapes {list(a)} and {list(b)})")
                 if config.use_dora != ("lora_magnitude_vector" in leaves):
                     state = "needs" if config.use_dora else "must not have"

@@ -32,6 +32,13 @@ def row_ranges(shape: Sequence[int], group: int = GROUP) -> Iterator[tuple[int, 
         yield first, min(first + step, rows)
 
 
+def in_blocks(values: np.ndarray) -> Iterator[Block]:
+    """An array in memory as blocks."""
+    rows = values.reshape(len(values), -1)
+    for begin, end in row_ranges(rows.shape):
+        yield rows[begin:end].astype(np.float32, copy=False)
+
+
 def array_blocks(name: str, info: TensorInfo, first: int = 0) -> Iterator[Block]:
     """An array of 16 or 32 bits as blocks.
 

@@ -76,9 +76,9 @@ def inspect(folder: str | os.PathLike[str]) -> Inspection:
     text = config.get("text_config")
     shown = text if isinstance(text, dict) else config
     quantization = config.get("quantization_config")
-    settings = {
-        name: shown[name] for name in (*sizes, "head_dim", "vocab_size", "max_position_embeddings") if name in shown
-    }
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
+    named = (*sizes, "head_dim", "vocab_size", "max_position_embeddings", *experts)
+    settings = {name: shown[name] for name in named if name in shown}
     if isinstance(quantization, dict):
         settings["quantization"] = quantization.get("quant_method")
     return Inspection(
@@ -131,9 +131,9 @@ def _adapter(folder: Path) -> Inspection:
 
 def _formats(weights: Weights) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
-    for path in weights.specs:
-        kind = weights.format(path)
-        size = sum(weights.checkpoint.info(name).nbytes for name in weights.stored_names(path))
+    for tensor in weights.tensors:
+        kind = weights.tensor_format(tensor).name
+        size = sum(weights.checkpoint.info(name).nbytes for name in weights.stored_names(tensor))
         count, total = found.get(kind, (0, 0))
         found[kind] = count + 1, total + size
     return found
@@ -150,14 +150,13 @@ def _stored(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
 
 
 def _ignored(weights: Weights) -> dict[str, str]:
-    claimed = {name for path in weights.specs for name in weights.stored_names(path)}
     file = weights.checkpoint.folder / CONFIG
     reasons = {}
-    for name in weights.checkpoint.names:
-        rule = None if name in claimed else weights.family.ignores(name, weights.checkpoint.config, file)
+    for name, tensor in weights.in_files():
+        rule = None if tensor else weights.family.ignores(name, weights.checkpoint.config, file)
         if rule is not None:
             reasons[name] = rule.reason
-    return reasons
+    return dict(sorted(reasons.items()))
 
 
 def _has_template(folder: Path) -> bool:

@@ -16,16 +16,20 @@ from typing import Any
 import numpy as np
 
 from convert.adapters import Adapter, open_adapter
-from convert.blocks import copied
+from convert.blocks import Blocks, copied
 from convert.card import write_card
 from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
+from convert.derived import derived_tensors, tensor_blocks
 from convert.errors import unexpected
 from convert.formats import FLOATS, FORMATS, Format
 from convert.model.paths import TABLES
+from convert.model.spec import MODULES, QUANTIZED, WHOLE
+from convert.model.tensors import TensorSpec
 from convert.output import Job, Monitor, Written, write_folder
-from convert.plan_merge import Change, Changes, changes
+from convert.plan_merge import Changes, changes
+from convert.saving import copy_side_files
 from convert.source import TOKENIZER_FILES, check_apart, count_tokens, fingerprint
-from convert.weights import Weights, copy_side_files, open_weights
+from convert.weights import Weights, open_weights
 
 PACKED = FORMATS["nf4-nested"]
 """The format of matrices that the base has plain."""
@@ -60,6 +64,7 @@ def merge(
     *,
     dtype: str | None = None,
     base_in_nf4: bool = False,
+    unsloth_expert_layout: bool = False,
     config: Mapping[str, Any] | None = None,
     recipe: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -78,6 +83,8 @@ def merge(
             rest as it is; None: each tensor keeps its dtype, or takes the one that it decodes to.
         base_in_nf4: The base has 16 bits but the adapter was trained with its layers' matrices quantised to NF4 as
             they were read (``load_in_4bit``): they are quantised and decoded before the adapter is added.
+        unsloth_expert_layout: The adapter is on experts and from an Unsloth before September 2026, which ordered B
+            otherwise than PEFT.
         config: Contents of config.json in place of the base's.
         recipe: How the adapter was trained, in Markdown, for the model card.
         max_shard_bytes: A shard is closed before it would grow beyond this.
@@ -99,7 +106,13 @@ def merge(
         raise unexpected(folder, "dtype", f"one of {', '.join(DTYPES)}", dtype)
     check_apart(folder, base, adapter)
     weights = open_weights(base)
-    opened = open_adapter(adapter, family=weights.family, allow_nonfinite=allow_nonfinite)
+    opened = open_adapter(
+        adapter,
+        family=weights.family,
+        specs=weights.specs.values(),
+        unsloth_expert_layout=unsloth_expert_layout,
+        allow_nonfinite=allow_nonfinite,
+    )
     found = changes(weights, opened, base_in_nf4=base_in_nf4)
     plan = _Plan(weights, found, dtype)
     jobs = list(plan.jobs())
@@ -119,7 +132,7 @@ def merge(
     made_from = {
         "base": fingerprint(base),
         "adapter": fingerprint(adapter),
-        "settings": [dtype, base_in_nf4, max_shard_bytes, allow_nonfinite, recipe],
+        "settings": [dtype, base_in_nf4, unsloth_expert_layout, max_shard_bytes, allow_nonfinite, recipe],
         "config": new_config,
     }
     written = write_folder(
@@ -150,14 +163,11 @@ class _Plan:
     def jobs(self) -> Iterator[Job]:
         """In the order of the base's files."""
         weights = self.weights
-        paths = {row.name: path for path, row in weights.specs.items()}
-        beside = {name for path in weights.specs for name in weights.stored_names(path)} - set(paths)
         stale = any(f"{module}.weight" in self.found.tensors for module in TABLES)
-        for name in weights.checkpoint.tensors:
-            if name in beside:
-                continue
-            if name in paths:
-                yield self._job(paths[name])
+        apart = self.dtype == PACKED.target and not self.packed
+        for name, tensor, place in derived_tensors(weights, apart=apart):
+            if tensor is not None and place is not None:
+                yield self._job(tensor, place)
                 continue
             rule = weights.family.ignores(name, weights.checkpoint.config, weights.checkpoint.folder / CONFIG)
             if rule is not None and rule.same_as is not None and stale:
@@ -167,35 +177,40 @@ class _Plan:
         for path, change in self.found.tensors.items():
             if path not in weights.specs:  # the head that is no longer tied
                 self.changed += 1
-                yield self._written(change, None)
+                yield self._written(change.name, change.shape, change.dtype, change.values(path, None), None)
 
-    def _job(self, path: str) -> Job:
-        weights, row = self.weights, self.weights.specs[path]
-        form = FORMATS[weights.format(path)]
-        own, matrix, packs = form.target == PACKED.target, row.kind == "matrix", self.dtype == PACKED.target
-        into = None if not packs else form if own else PACKED if matrix and not self.packed else None
-        change = self.found.tensors.get(path)
-        if matrix and into is None:
-            self.unpacked.append(path)
-        if change is not None:
+    def _job(self, tensor: TensorSpec, place: TensorSpec) -> Job:
+        """A tensor of the base in its place."""
+        weights, spec = self.weights, place.weights[0]
+        form, decoded = weights.tensor_format(tensor.name), weights.tensor_dtype(tensor.name)
+        own, quantized, packs = form.target == PACKED.target, spec.kind in QUANTIZED, self.dtype == PACKED.target
+        into = None if not packs else form if own else PACKED if quantized and not self.packed else None
+        if spec.kind in MODULES and into is None:
+            self.unpacked += [part.path for part in place.weights]
+        changes = [self.found.tensors.get(part.path) for part in place.weights]
+        if not any(changes):
+            self.copied += 1
+            same = form.name == self._target(decoded).name and place.name == tensor.name
+            if into is form or (into is None and same):
+                if into is not None:
+                    self.written = self.written or (form, decoded)
+                return copied(weights.checkpoint, weights.stored_names(tensor.name))
+        else:
             self.changed += 1
-            return self._written(change, into)
-        self.copied += 1
-        decoded = weights.decoded_dtype(path)
-        if into is not None and into is form:
-            self.written = self.written or (form, decoded)
-            return copied(weights.checkpoint, weights.stored_names(path))
-        if into is not None or form.name != self._target(decoded).name:
-            return self._written(Change(row.name, row.shape, decoded, weights.blocks(path)), into)
-        return copied(weights.checkpoint, [row.name])
+        shape = next((change.shape for change in changes if change and tensor.layout == WHOLE), place.shape)
+        return self._written(place.name, shape, decoded, tensor_blocks(place, self._values), into)
 
-    def _written(self, change: Change, into: Format | None) -> Job:
+    def _values(self, path: str, expert: int | None) -> Blocks:
+        change = self.found.tensors.get(path)
+        return self.weights.blocks(path, expert) if change is None else change.values(path, expert)
+
+    def _written(self, name: str, shape: tuple[int, ...], dtype: np.dtype, blocks: Blocks, into: Format | None) -> Job:
         """A tensor from its values, packed `into` a format or plain."""
-        target = self._target(change.dtype)
+        target = self._target(dtype)
         if into is not None:
             self.written = self.written or (into, target)
         form = into or FORMATS[target.name]
-        return form.job(self.weights.checkpoint.folder, change.name, change.blocks, change.shape, target)
+        return form.job(self.weights.checkpoint.folder, name, blocks, shape, target)
 
     def _target(self, own: np.dtype) -> np.dtype:
         return own if self.dtype in (None, PACKED.target) else np.dtype(self.dtype)

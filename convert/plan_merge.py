@@ -5,18 +5,22 @@ grown vocabularies. An adapter that treats tied embedding and head differently u
 PEFT's forward pass does.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, scaling, targets
+from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, scaling, targets, targets_parameter
 from convert.adapters import WEIGHTS, Adapter
 from convert.blocks import Block, Blocks, array_blocks
+from convert.derived import Values
 from convert.errors import ConvertError
+from convert.expert_adapters import expert_module, expert_shapes
 from convert.formats import FORMATS
 from convert.formats.nf4_format import through_nf4
 from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
+from convert.model.spec import QUANTIZED, WeightSpec
 from convert.vocabulary import head_follows, table_rows, token_ids
 from convert.weights import Weights
 
@@ -27,19 +31,19 @@ _LOOKUP = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 
 @dataclass(frozen=True)
 class Change:
-    """A merged tensor.
+    """A merged weight.
 
     Attributes:
-        name: The tensor's name in the checkpoint.
+        name: The weight's name in the checkpoint.
         shape: Its shape, including the rows of a grown vocabulary.
         dtype: The base's dtype.
-        blocks: The new values.
+        values: The new values; of a mixture's weight those of an expert.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    blocks: Blocks
+    values: Values
 
 
 @dataclass(frozen=True)
@@ -75,23 +79,84 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
         listed = "; ".join(problems[:12]) + (f"; and {len(problems) - 12} more" if len(problems) > 12 else "")
         raise ConvertError(f"{adapter.folder / WEIGHTS}: does not fit {weights.checkpoint.folder}: {listed}")
     found: dict[str, Change] = {}
+    expert_deltas = _ExpertDeltas(weights, adapter)
     for row in weights.specs.values():
         path, module = row.path, row.path.module
         if row.kind == "table":
             continue
-        blocks = weights.blocks(path)
         dtype = weights.decoded_dtype(path)
-        in_nf4 = base_in_nf4 and row.kind == "matrix" and FORMATS[weights.format(path)].target != "nf4"
-        if in_nf4:
-            blocks = through_nf4(weights.checkpoint.folder, row.name, blocks, row.shape, dtype)
+        in_nf4 = base_in_nf4 and row.kind in QUANTIZED and FORMATS[weights.format(path)].target != "nf4"
+        base = _through_nf4(weights) if in_nf4 else weights.blocks
         whole = path.with_leaf(f"modules_to_save.{path.leaf}")
         if whole in adapter.tensors:
-            found[path] = Change(row.name, row.shape, dtype, _of_adapter(adapter, whole))
+            found[path] = Change(row.name, row.shape, dtype, _only(_of_adapter(adapter, whole)))
+        elif row.kind == "experts" and (lora := expert_deltas.of(path)) is not None:
+            found[path] = Change(row.name, row.shape, dtype, _with_expert_lora(lora, row, base))
         elif path.leaf == "weight" and path.with_leaf("lora_A") in adapter.tensors:
-            found[path] = Change(row.name, row.shape, dtype, _with_lora(adapter, weights, module, blocks))
+            blocks = _with_lora(adapter, weights, module, base(path, None))
+            found[path] = Change(row.name, row.shape, dtype, _only(blocks))
         elif in_nf4:
-            found[path] = Change(row.name, row.shape, dtype, blocks)
+            found[path] = Change(row.name, row.shape, dtype, base)
     return Changes(found | tables.changed(), tables.untied, tables.rows)
+
+
+class _ExpertDeltas:
+    """The arrays of adapters on experts, read once for all experts."""
+
+    def __init__(self, weights: Weights, adapter: Adapter):
+        self.weights, self.adapter = weights, adapter
+        self.read = functools.lru_cache(4)(self._read)  # gate and up of one layer, in two threads
+
+    def of(self, path: WeightPath) -> "Callable[[int], tuple[np.ndarray, np.ndarray]] | None":
+        """Number of an expert -> A and s · B of a projection; None without an adapter."""
+        module, rows = expert_module(self.weights.specs, path)
+        if module not in self.adapter.layouts:
+            return None
+        scale = np.float32(scaling(self.adapter.config, self.weights.family.module_name(module)))
+
+        def factors(expert: int) -> tuple[np.ndarray, np.ndarray]:
+            a, b = self.read(module)
+            return a[expert], b[expert][rows] * scale
+
+        return factors
+
+    def _read(self, module: WeightPath) -> list[np.ndarray]:
+        return [array for array in _arrays(self.adapter, module, _LINEAR[:2]) if array is not None]
+
+
+def _with_expert_lora(
+    factors: Callable[[int], tuple[np.ndarray, np.ndarray]], spec: WeightSpec, base: Values
+) -> Values:
+    """W + s · B · A of each expert."""
+
+    def values(path: str, expert: int | None) -> Blocks:
+        def run() -> Iterator[Block]:
+            for number in range(spec.shape[0]) if expert is None else (expert,):
+                a, b = factors(number)
+                first = 0
+                for block in base(path, number)():
+                    yield product(b[first : first + len(block)], a) + block
+                    first += len(block)
+
+        return run
+
+    return values
+
+
+def _only(blocks: Blocks) -> Values:
+    """The values of a weight without experts."""
+    return lambda path, expert: blocks
+
+
+def _through_nf4(weights: Weights) -> Values:
+    """The base's values after quantisation to NF4, each expert's by itself."""
+
+    def values(path: str, expert: int | None) -> Blocks:
+        spec, dtype = weights.specs[path], weights.decoded_dtype(path)
+        shape = spec.shape if expert is None else spec.shape[1:]
+        return through_nf4(weights.checkpoint.folder, spec.name, weights.blocks(path, expert), shape, dtype)
+
+    return values
 
 
 class _Tables:
@@ -136,7 +201,7 @@ class _Tables:
         if "trainable_tokens_delta" in kinds:
             blocks = _with_rows(adapter, module, self.tokens[module], blocks)
         name = next(row.name for row in weights.family.table if row.path.module == place)
-        return {f"{place}.weight": Change(name, (self.rows, self.width), weights.decoded_dtype(source), blocks)}
+        return {f"{place}.weight": Change(name, (self.rows, self.width), weights.decoded_dtype(source), _only(blocks))}
 
     def _changes(self, module: str) -> set[str]:
         kinds = ("modules_to_save.weight", "lora_A", "lora_embedding_A", "trainable_tokens_delta")
@@ -192,6 +257,8 @@ def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
     problems = []
     for name, info in adapter.tensors.items():
         path = WeightPath.parse(name)
+        if path.module in adapter.layouts:  # fits, or is refused when the adapter is opened
+            continue
         module, leaf, shape = path.module, path.leaf, modules.get(path.module)
         bias = weights.specs.get(path.with_leaf("bias"))
         if leaf == "modules_to_save.bias" and bias is not None:
@@ -216,6 +283,10 @@ def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
         small = leaf == "base_layer.weight" and info.shape[1:] == wanted[1:] and info.shape[0] >= tables.base_rows
         if info.shape != wanted and not small:
             problems.append(f"{path}: expected {list(wanted)}, got {list(info.shape)}")
+    for module in expert_shapes(weights.specs.values()):
+        name = weights.family.module_name(module)
+        if module not in adapter.layouts and targets_parameter(adapter.config, name):
+            problems.append(f"{name}: a target of {CONFIG} without arrays")
     for module, shape in modules.items():
         name = weights.family.module_name(module)
         if len(shape) == 2 and targets(adapter.config, name, family=weights.family):

@@ -10,11 +10,14 @@ import numpy as np
 
 from convert.blocks import copied
 from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
+from convert.derived import derived_tensors, tensor_blocks
 from convert.errors import ConvertError, unexpected
 from convert.formats import FLOATS, FORMATS, Format
+from convert.model.spec import MODULES, QUANTIZED
 from convert.output import Job, Monitor, Written, write_folder
+from convert.saving import copy_side_files
 from convert.source import check_apart, fingerprint
-from convert.weights import Weights, copy_side_files, open_weights
+from convert.weights import Weights, open_weights
 
 
 def quantize(
@@ -62,7 +65,7 @@ def quantize(
             f"{source}: expected weights of 16 bits or more, got {small[0].label}: it is quantised already"
         )
     kept = _kept(weights, skip)
-    packed = [path for path, row in weights.specs.items() if row.kind == "matrix" and path not in kept]
+    packed = [path for path, row in weights.specs.items() if row.kind in QUANTIZED and path not in kept]
     if not packed:
         raise ConvertError(f"{source}: expected a matrix to quantise, got none that is not skipped")
     config = _config(weights, packed, form, dtype)
@@ -87,21 +90,20 @@ def quantize(
 
 
 def _jobs(weights: Weights, packed: set[str], form: Format, dtype: str | None) -> Iterator[Job]:
-    paths = {row.name: path for path, row in weights.specs.items()}
-    beside = {name for path in weights.specs for name in weights.stored_names(path)} - set(paths)
-    for name in weights.checkpoint.tensors:
-        path = paths.get(name)
-        if path is None:
-            if name not in beside:
-                yield copied(weights.checkpoint, [name])
-            continue
-        row, own = weights.specs[path], weights.decoded_dtype(path)
-        target = own if dtype is None else np.dtype(dtype)
-        if path not in packed and weights.format(path) == target.name:
+    apart = any(weights.specs[path].kind == "experts" for path in packed)
+    for name, tensor, place in derived_tensors(weights, apart=apart):
+        if tensor is None or place is None:
             yield copied(weights.checkpoint, [name])
             continue
-        written = form if path in packed else FORMATS[target.name]
-        yield written.job(weights.checkpoint.folder, name, weights.blocks(path), row.shape, target)
+        own, stored = weights.tensor_dtype(tensor.name), weights.tensor_format(tensor.name).name
+        target = own if dtype is None else np.dtype(dtype)
+        packs = place.weights[0].path in packed
+        if not packs and stored == target.name and place.name == tensor.name:
+            yield copied(weights.checkpoint, [name])
+            continue
+        written = form if packs else FORMATS[target.name]
+        blocks = tensor_blocks(place, weights.blocks)
+        yield written.job(weights.checkpoint.folder, place.name, blocks, place.shape, target)
 
 
 def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:
@@ -111,7 +113,8 @@ def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:
         matching = {
             path
             for path, row in weights.specs.items()
-            if f".{row.name}".endswith(f".{entry}.weight") or f".{path}".endswith(f".{entry}.weight")
+            if any(f".{name}".endswith(f".{entry}.weight") for name in (row.name, path))
+            or (row.path.of_experts and f".{path}".endswith(f".{entry}.{row.path.part}.{row.path.leaf}"))
         }
         if not matching:
             raise ConvertError(f"{weights.checkpoint.folder}: skip: no module is named {entry}, or ends with it")
@@ -121,7 +124,7 @@ def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:
 
 def _config(weights: Weights, packed: Sequence[str], form: Format, dtype: str | None) -> dict[str, Any]:
     target = weights.decoded_dtype(packed[0]).name if dtype is None else dtype
-    left = [path for path, row in weights.specs.items() if row.kind == "matrix" and path not in set(packed)]
+    left = [path for path, row in weights.specs.items() if row.kind in MODULES and path not in set(packed)]
     config = dict(weights.checkpoint.config)
     config["quantization_config"] = form.quantization_config(target, weights.family.unquantized(left))
     if dtype is not None:

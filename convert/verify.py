@@ -9,6 +9,7 @@ import numpy as np
 
 from convert.blocks import array_blocks, whole_groups
 from convert.checkpoint import Checkpoint, open_checkpoint
+from convert.derived import tensor_blocks
 from convert.errors import ConvertError
 from convert.formats import FLOATS
 from convert.weights import Weights, open_weights
@@ -87,6 +88,9 @@ def compare(
         ConvertError: A folder is damaged.
     """
     sides = [_Side(first), _Side(second)]
+    if len({side.weights.family.mixture for side in sides if side.weights is not None}) == 2:
+        for side in sides:
+            side.by_path = True
     names = [side.names() for side in sides]
     both = [name for name in names[0] if name in names[1]]
     differences = []
@@ -110,36 +114,42 @@ class _Side:
             self.weights = open_weights(folder)
         except ConvertError:
             pass
-        rows = {} if self.weights is None else self.weights.specs
-        self.paths = {row.name: path for path, row in rows.items()}
+        self.by_path = False
 
     def names(self) -> list[str]:
-        """Tensor names, without the scales of packed tensors."""
+        """Tensor names, without the scales of packed tensors; paths of weights with `by_path`."""
         if self.weights is None:
             return list(self.checkpoint.names)
-        beside = {name for path in self.weights.specs for name in self.weights.stored_names(path)} - set(self.paths)
-        return [name for name in self.checkpoint.names if name not in beside]
+        found = {tensor.name if tensor else name: tensor for name, tensor in self.weights.in_files()}
+        if self.by_path:
+            others = [name for name, tensor in found.items() if tensor is None]
+            return sorted([*self.weights.specs, *others])
+        return sorted(found)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if self.weights is not None and name in self.paths:
-            return self.weights.specs[self.paths[name]].shape
+        if self.weights is not None and self.by_path and name in self.weights.specs:
+            return self.weights.specs[name].shape
+        if self.weights is not None and name in self.weights.tensors:
+            return self.weights.tensors[name].shape
         return self.checkpoint.info(name).shape
 
     def format(self, name: str) -> str:
-        if self.weights is not None and name in self.paths:
-            return self.weights.format(self.paths[name])
+        if self.weights is not None and self.by_path and name in self.weights.specs:
+            return self.weights.format(name)
+        if self.weights is not None and name in self.weights.tensors:
+            return self.weights.tensor_format(name).name
         return self.checkpoint.info(name).dtype
 
     def values(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
         """Consecutive flat float32 arrays of a fixed length."""
+        if self.weights is not None and self.by_path and name in self.weights.specs:
+            return _regular(self.weights.blocks(name)())
+        if self.weights is not None and name in self.weights.tensors:
+            return _regular(tensor_blocks(self.weights.tensors[name], self.weights.blocks)())
         info = self.checkpoint.info(name)
-        if self.weights is not None and name in self.paths:
-            blocks = self.weights.blocks(self.paths[name])()
-        elif info.shape == () or info.dtype not in FLOATS:
+        if info.shape == () or info.dtype not in FLOATS:
             return iter([(0, self.checkpoint.read(name).astype(np.float64).reshape(-1))])
-        else:
-            blocks = array_blocks(name, info)
-        return _regular(blocks)
+        return _regular(array_blocks(name, info))
 
 
 def _regular(blocks: Iterable[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:

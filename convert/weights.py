@@ -3,36 +3,27 @@
 The family's table says which tensors there are and under what names, `convert.formats` what each is stored in.
 """
 
+import itertools
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from convert.blocks import Blocks
+from convert.blocks import Blocks, in_blocks
 from convert.checkpoint import (
     CONFIG,
-    MAX_SHARD_BYTES,
-    WEIGHT_FILES,
     Checkpoint,
     open_checkpoint,
-    write_config,
-    write_shards,
 )
 from convert.errors import ConvertError, listed, unexpected
 from convert.families import Family, family_for
-from convert.files import atomic_folder, read_json
-from convert.formats import FLOATS, FORMATS, Format, Stored, format_of, format_of_tensor
+from convert.formats import FLOATS, FORMATS, Format, StackedTensor, Stored, format_of
 from convert.model.paths import WeightPath
-from convert.model.spec import WeightSpec
-
-SIDE_FILES = (
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*"),
-)
+from convert.model.spec import APART, WHOLE, WeightSpec
+from convert.model.tensors import TensorSpec, expert_name, tensors_of
 
 
 @dataclass(frozen=True)
@@ -43,37 +34,53 @@ class Weights:
         checkpoint: The open folder.
         family: Its table.
         specs: Tree path -> weight, in the order of the stream.
+        tensors: Name in the checkpoint -> tensor, with the weights in it.
     """
 
     checkpoint: Checkpoint
     family: Family
     specs: Mapping[str, WeightSpec]
+    tensors: Mapping[str, TensorSpec]
 
     def format(self, path: str) -> str:
-        """The name of a tensor's format in `convert.formats.FORMATS`; nothing is read."""
-        return self._format(path).name
+        """The name of a weight's format in `convert.formats.FORMATS`; nothing is read."""
+        return self.tensor_format(self._first(path)).name
 
     def formats(self) -> list[Format]:
-        """The formats of all tensors, in the order of `FORMATS`."""
+        """The formats of all weights, in the order of `FORMATS`."""
         found = {self.format(path) for path in self.specs}
         return [form for name, form in FORMATS.items() if name in found]
 
     def decoded_dtype(self, path: str) -> np.dtype:
+        """The dtype of a weight's values: float32, bfloat16 or float16."""
+        return self.tensor_dtype(self._first(path))
+
+    def tensor_format(self, name: str) -> Format:
+        """The format of a tensor, by its name in the checkpoint; nothing is read."""
+        form = format_of(self._stored(name))
+        assert form is not None, "formats are checked when a folder is opened"
+        return form
+
+    def tensor_dtype(self, name: str) -> np.dtype:
         """The dtype of a tensor's values: float32, bfloat16 or float16."""
-        return self._format(path).decoded_dtype(self.stored(path))
+        return self.tensor_format(name).decoded_dtype(self._stored(name))
 
-    def stored(self, path: str) -> Stored:
-        """A tensor by its tree path, as its format reads it."""
-        spec = self.specs[path]
-        return Stored(self.checkpoint, spec.name, spec.shape)
+    def stored_names(self, name: str) -> list[str]:
+        """The names of a tensor's parts in the checkpoint: its values or codes, and its scales."""
+        return [part for part in self.tensor_format(name).claims(name) if part in self.checkpoint.tensors]
 
-    def stored_names(self, path: str) -> list[str]:
-        """The names of a tensor and of its scales in the checkpoint."""
-        names = self._format(path).claims(self.specs[path].name)
-        return [name for name in names if name in self.checkpoint.tensors]
+    def in_files(self) -> Iterator[tuple[str, TensorSpec | None]]:
+        """Names of the checkpoint in the order of its files, scales left out; with the model's tensor, if it is one."""
+        tensors, beside = {}, set()
+        for name, tensor in self.tensors.items():
+            tensors[self.tensor_format(name).codes_name(name)] = tensor
+            beside.update(self.stored_names(name))
+        for name in self.checkpoint.tensors:
+            if name in tensors or name not in beside:
+                yield name, tensors.get(name)
 
     def read(self, path: str, *, packed: bool | None = None) -> Any:
-        """Read one tensor by its tree path, in the tree's layout.
+        """Read one weight by its tree path, in the tree's layout.
 
         Args:
             path: Its path.
@@ -81,30 +88,68 @@ class Weights:
                 writable.
 
         Returns:
-            An array, or for a packed tensor an instance of its format's class.
+            An array, or for a packed weight an instance of its format's class; of experts that are packed one by one a
+            `StackedTensor`.
 
         Raises:
             ConvertError: A file was cut short, or the parts of a packed tensor do not fit together.
         """
-        form = self._format(path)
-        tensor = form.read(self.stored(path))
-        return tensor if (form.writable if packed is None else packed) else form.decode(tensor)
+        spec, name = self.specs[path], self._first(path)
+        form = self.tensor_format(name)
+        packed = form.writable if packed is None else packed
+        if self.tensors[name].shared:
+            return self._read_share(form, self.tensors[name], spec, packed)
+        if spec.layout == APART:
+            parts = (form.read(self._stored(expert_name(spec, number))) for number in range(spec.shape[0]))
+            if packed and not form.plain:
+                return StackedTensor(tuple(parts))
+            return np.stack([form.decode(part) for part in parts])
+        tensor = form.read(self._stored(name))
+        return tensor if packed else form.decode(tensor)
 
     def stream(self, *, packed: bool | None = None) -> Iterator[tuple[WeightPath, Any]]:
-        """All tensors in the model's order, each read when its turn comes; as `stream`."""
+        """All weights in the model's order, each read when its turn comes; as `stream`."""
         _check_copies(self)
         for path, spec in self.specs.items():
             yield spec.path, self.read(path, packed=packed)
 
-    def blocks(self, path: str) -> Blocks:
-        """A tensor's values as blocks, rounded to the dtype that they decode to."""
-        form = self._format(path)
-        return lambda: form.blocks(self.stored(path))
+    def blocks(self, path: str, expert: int | None = None) -> Blocks:
+        """A weight's values as blocks, rounded to the dtype that they decode to, in the tree's layout.
 
-    def _format(self, path: str) -> Format:
-        form = format_of(self.stored(path))
-        assert form is not None, "formats are checked when a folder is opened"
-        return form
+        Args:
+            path: Its path.
+            expert: Of a mixture's weight, the number of the expert; None: all, one after the other.
+        """
+        spec, name = self.specs[path], self._first(path)
+        if spec.layout == WHOLE:
+            form, stored = self.tensor_format(name), self._stored(name)
+            return lambda: form.blocks(stored)
+        if expert is None:
+            every = [self.blocks(path, number) for number in range(spec.shape[0])]
+            return lambda: itertools.chain.from_iterable(blocks() for blocks in every)
+        if spec.layout == APART:
+            name = expert_name(spec, expert)
+            form, stored = self.tensor_format(name), self._stored(name)
+            return lambda: form.blocks(stored)
+        tensor, form = self.tensors[name], self.tensor_format(name)
+        return lambda: in_blocks(tensor.share(spec, form.expert(self._stored(name), expert)[None])[0])
+
+    def _read_share(self, form: Format, tensor: TensorSpec, spec: WeightSpec, packed: bool) -> Any:
+        """A weight out of a tensor with all experts of several."""
+        stored = self._stored(tensor.name)
+        if packed and not form.plain:
+            return form.read(stored).turns(tensor.weights.index(spec), len(tensor.weights))
+        result = np.empty(spec.shape, form.decoded_dtype(stored))
+        for number in range(spec.shape[0]):  # an expert at a time: the tensor may be large
+            result[number] = tensor.share(spec, form.expert(stored, number)[None])[0]
+        return result
+
+    def _stored(self, name: str) -> Stored:
+        return Stored(self.checkpoint, name, self.tensors[name].shape)
+
+    def _first(self, path: str) -> str:
+        """The name of a weight's tensor, or of its first expert's."""
+        return expert_name(self.specs[path], 0)
 
 
 def open_weights(folder: str | os.PathLike[str] | Checkpoint) -> Weights:
@@ -124,9 +169,11 @@ def open_weights(folder: str | os.PathLike[str] | Checkpoint) -> Weights:
     file = checkpoint.folder / CONFIG
     _check_quantization(checkpoint.config, file)
     family = family_for(checkpoint.config, file).named_as(checkpoint.names)
-    rows: dict[str, WeightSpec] = {spec.path: spec for spec in family.specs(checkpoint.config, file)}
-    _check_names(checkpoint, family, rows)
-    return Weights(checkpoint, family, rows)
+    specs: dict[str, WeightSpec] = {spec.path: spec for spec in family.specs(checkpoint.config, file)}
+    _check_experts(checkpoint, specs)
+    weights = Weights(checkpoint, family, specs, tensors_of(specs.values()))
+    _check_names(weights)
+    return weights
 
 
 def stream(folder: str | os.PathLike[str], *, packed: bool | None = None) -> Iterator[tuple[WeightPath, Any]]:
@@ -145,99 +192,7 @@ def stream(folder: str | os.PathLike[str], *, packed: bool | None = None) -> Ite
     yield from open_weights(folder).stream(packed=packed)
 
 
-def save(
-    folder: str | os.PathLike[str],
-    tensors: Iterable[tuple[str, Any]],
-    config: Mapping[str, Any] | None = None,
-    *,
-    source: str | os.PathLike[str] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Write a model folder from a stream, whole or not at all, holding one shard in memory.
-
-    Every array is written with the bytes it has. config.json's quantization_config follows the stream: it is added
-    for packed tensors and dropped without them; otherwise the source's config.json is copied byte for byte.
-
-    Args:
-        folder: The final place; weight files of an earlier save there are replaced, other files stay.
-        tensors: (tree path, array or packed tensor), each of the family's paths once, in any order.
-        config: Contents of config.json; None for the source's.
-        source: Folder to copy tokenizer, generation config, licence and the family's ignored tensors from, or None.
-        max_shard_bytes: A shard is closed before it would grow beyond this.
-
-    Raises:
-        ConvertError: Neither config nor source; a path that the family lacks, that is missing or comes twice, or an
-            array of another shape; the message lists them.
-        OSError: The files cannot be written; nothing half-written is left.
-    """
-    origin = None if source is None else Path(source)
-    if config is None and origin is None:
-        raise ConvertError(f"{folder}: expected a config, or a source folder with {CONFIG}, got neither")
-    original = read_json(origin / CONFIG) if origin is not None and (origin / CONFIG).exists() else None
-    if config is None:
-        config = read_json(Path(origin or "") / CONFIG)
-    family = family_for(config)
-    if family.others and origin is not None:
-        family = family.named_as(open_checkpoint(origin).names)
-    rows: dict[str, WeightSpec] = {spec.path: spec for spec in family.specs(config)}
-    seen: dict[str, Format | None] = {}  # None: a plain array
-    storage: list[tuple[str, str]] = []  # of packed tensors, the dtype that they decode to and that of their codes
-
-    def groups() -> Iterator[dict[str, np.ndarray]]:
-        for path, tensor in tensors:
-            row = rows.get(path)
-            if row is None or path in seen:
-                reason = f"no such path in the table of {family.model_type}" if row is None else "came twice"
-                raise ConvertError(f"{folder}: {path}: {reason}")
-            if tuple(tensor.shape) != row.shape:
-                raise unexpected(folder, f"{path}: shape", str(list(row.shape)), list(tensor.shape))
-            form = seen[path] = format_of_tensor(tensor)
-            if form is None:
-                yield {row.name: np.asarray(tensor)}
-            else:
-                storage.append((tensor.dtype, tensor.storage_dtype))
-                yield form.to_tensors(row.name, tensor)
-        if origin is not None and any(rule.copied for rule in family.ignored):
-            checkpoint = open_checkpoint(origin)
-            for name in checkpoint.names:
-                rule = family.ignores(name, checkpoint.config)
-                if rule is not None and rule.copied:
-                    yield {name: checkpoint.read(name)}
-
-    with atomic_folder(folder, replaces=WEIGHT_FILES) as temporary:
-        write_shards(temporary, groups(), max_shard_bytes=max_shard_bytes)
-        missing = [path for path in rows if path not in seen]
-        if missing:
-            raise ConvertError(f"{folder}: expected all of the model's tensors, missing {', '.join(missing)}")
-        config = dict(config)
-        packed = [form for form in seen.values() if form is not None]
-        quantization = config.get("quantization_config")
-        if packed and quantization is None:
-            left = [path for path, row in rows.items() if row.kind == "matrix" and seen[path] is None]
-            dtype, codes = storage[0]
-            config["quantization_config"] = packed[0].quantization_config(dtype, family.unquantized(left), codes)
-        elif not packed and isinstance(quantization, dict) and quantization.get("quant_method") in _methods():
-            del config["quantization_config"]
-        if origin is not None:
-            copy_side_files(origin, temporary)
-        if origin is not None and config == original:
-            shutil.copyfile(origin / CONFIG, temporary / CONFIG)
-        else:
-            write_config(temporary / CONFIG, config)
-
-
-def copy_side_files(source: Path, target: Path) -> None:
-    """Copy tokenizer, chat template, generation config and licence.
-
-    Args:
-        source: A model folder.
-        target: A folder that is there.
-    """
-    for file in sorted({file for pattern in SIDE_FILES for file in source.glob(pattern) if file.is_file()}):
-        shutil.copyfile(file, target / file.name)
-
-
-def _methods() -> dict[Any, Format]:
+def quantization_methods() -> dict[Any, Format]:
     """``quant_method`` in config.json -> the first format of its folders."""
     found: dict[Any, Format] = {}
     for form in FORMATS.values():
@@ -253,31 +208,46 @@ def _check_quantization(config: Mapping[str, Any], file: Path) -> None:
         return
     if not isinstance(quantization, dict):
         raise unexpected(file, "quantization_config", "an object or null", quantization)
-    method, known = quantization.get("quant_method"), _methods()
+    method, known = quantization.get("quant_method"), quantization_methods()
     if method not in known:
         expected = f"{', '.join(map(repr, known))} or no quantization"
         raise unexpected(file, "quantization_config.quant_method", expected, method)
     known[method].check_config(quantization, file)
 
 
-def _check_names(checkpoint: Checkpoint, family: Family, rows: Mapping[str, WeightSpec]) -> None:
+def _check_experts(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> None:
+    """Refuse more experts than tensors, before anything is made for each expert."""
+    for spec in specs.values():
+        if spec.layout == APART and spec.shape[0] > len(checkpoint.tensors):
+            expected = f"at most {len(checkpoint.tensors)}, as there are no more tensors beside it"
+            raise unexpected(checkpoint.folder / CONFIG, "number of experts", expected, spec.shape[0])
+
+
+def _check_names(weights: Weights) -> None:
     """Every name has a row and every row a tensor of its shape and a float dtype, or one error lists the others."""
+    checkpoint, family = weights.checkpoint, weights.family
     file = checkpoint.folder / CONFIG
     claimed: set[str] = set()
     missing: list[str] = []
     wrong: list[str] = []
-    for row in rows.values():
-        if row.name not in checkpoint.tensors:
-            missing.append(row.name)
-            continue
-        stored = Stored(checkpoint, row.name, row.shape)
+    formats: dict[str, Format] = {}
+    for tensor in weights.tensors.values():
+        stored = Stored(checkpoint, tensor.name, tensor.shape)
         form = format_of(stored)
-        claimed.update([row.name] if form is None else form.claims(row.name))
-        info = stored.info
-        wanted = f"expected a dtype of {', '.join(FLOATS)}, got {info.dtype} in {info.file.name}"
-        misfit = wanted if form is None else form.misfit(stored)
+        if form is None and tensor.name not in checkpoint.tensors:
+            missing.append(tensor.name)
+            continue
+        claimed.update([tensor.name] if form is None else form.claims(tensor.name))
+        if form is None or (tensor.shared and not form.shared_experts):
+            info = stored.info
+            misfit = f"expected a dtype of {', '.join(FLOATS)}, got {info.dtype} in {info.file.name}"
+        else:
+            misfit = form.misfit(stored)
+            first = formats.setdefault(tensor.weights[0].path, form)
+            if misfit is None and first is not form:
+                misfit = f"expected {first.name} as for the other experts, got {form.name}"
         if misfit is not None:
-            wrong.append(f"{row.name} ({misfit})")
+            wrong.append(f"{tensor.name} ({misfit})")
     unknown = [
         name
         for name in checkpoint.names

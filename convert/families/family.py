@@ -34,6 +34,7 @@ from convert.model.spec import (
     norm,
     table,
 )
+from convert.model.tensors import TensorSpec, tensors_of
 
 if TYPE_CHECKING:
     from convert.model.config import ModelConfig
@@ -222,6 +223,10 @@ class Family:
                 here = None if i is None else sparse[i]
                 specs += [row.spec(i, sizes) for row in rows if row.sparse in (None, here)]
         return tuple(specs)
+
+    def tensors(self, config: Config, file: str | os.PathLike[str] = "config.json") -> dict[str, TensorSpec]:
+        """The tensors of a checkpoint, by name; as `specs`."""
+        return tensors_of(self.specs(config, file))
 
     def ignores(self, name: str, config: Config, file: str | os.PathLike[str] = "config.json") -> Ignored | None:
         """The rule that ignores a checkpoint name, or None."""

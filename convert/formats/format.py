@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
@@ -37,6 +38,28 @@ class Stored(NamedTuple):
         return self.checkpoint.info(self.name)
 
 
+class StackedTensor(NamedTuple):
+    """A packed weight of a mixture whose experts are packed one by one.
+
+    Attributes:
+        tensors: One an expert, of one format's class.
+    """
+
+    tensors: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the decoded weight, [X, out, in]."""
+        return len(self.tensors), *self.tensors[0].shape
+
+
+def configured_dtype(stored: Stored) -> np.dtype:
+    """The dtype of config.json, to which formats without one of their own decode; bfloat16 without an entry."""
+    config = stored.checkpoint.config
+    named = config.get("dtype", config.get("torch_dtype"))
+    return np.dtype(named if named in ("float32", "bfloat16", "float16") else ml_dtypes.bfloat16)
+
+
 class Format(abc.ABC):
     """A format of weights on disk.
 
@@ -48,6 +71,7 @@ class Format(abc.ABC):
         packed: Exact class of its tensors as they are stored; NumPy arrays for plain ones.
         methods: ``quantization_config.quant_method`` of folders in this format.
         writable: Whether folders are written in it; what is not, streams decode.
+        shared_experts: Whether a tensor may hold all experts of a mixture.
     """
 
     name: str
@@ -57,6 +81,7 @@ class Format(abc.ABC):
     packed: type
     methods: tuple[str, ...] = ()
     writable: bool = False
+    shared_experts: bool = False
 
     @property
     def plain(self) -> bool:
@@ -70,6 +95,10 @@ class Format(abc.ABC):
     def misfit(self, stored: Stored) -> str | None:
         """Why a weight in this format is not the model's, by names, dtypes and shapes alone; None if it may be."""
         return None
+
+    def codes_name(self, name: str) -> str:
+        """The name of the tensor with a weight's values or codes; without it the weight is not in this format."""
+        return name
 
     @abc.abstractmethod
     def claims(self, name: str) -> tuple[str, ...]:
@@ -98,6 +127,14 @@ class Format(abc.ABC):
         Raises:
             ConvertError: As `read`.
         """
+
+    def expert(self, stored: Stored, number: int) -> Float[np.ndarray, "..."]:
+        """The values of one expert in a tensor of all, in the dtype that they decode to.
+
+        Raises:
+            ConvertError: As `read`.
+        """
+        raise NotImplementedError(self.name)
 
     def check_config(self, quantization: Mapping[str, Any], file: str | os.PathLike[str]) -> None:  # noqa: B027
         """Refuse a ``quantization_config`` of one of `methods` that names another format.

@@ -20,8 +20,7 @@ from jaxtyping import Float, Shaped
 from convert.blocks import Block, row_ranges
 from convert.checkpoint import CONFIG
 from convert.errors import ConvertError, unexpected
-from convert.formats.format import Format, Stored
-from convert.formats.plain import FLOATS
+from convert.formats.format import Format, Stored, configured_dtype
 from convert.tensor_file import read_range
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
@@ -149,9 +148,7 @@ class _FP8(Format):
         return (name, *(name + suffix for suffix in SCALES), *(module + suffix for suffix in UNUSED))
 
     def decoded_dtype(self, stored: Stored) -> np.dtype:
-        config = stored.checkpoint.config
-        named = config.get("dtype", config.get("torch_dtype"))
-        return np.dtype(ml_dtypes.bfloat16) if named not in FLOATS else np.dtype(named)
+        return configured_dtype(stored)
 
     def read(self, stored: Stored) -> FP8Tensor:
         return FP8Tensor(stored.checkpoint.read(stored.name), _scale(stored), self.decoded_dtype(stored).name)

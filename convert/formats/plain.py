@@ -1,5 +1,6 @@
 """Plain arrays of 16 or 32 bits."""
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -9,11 +10,11 @@ from convert.blocks import Block, Blocks, array_blocks
 from convert.checkpoint import CONFIG
 from convert.formats.format import Format, Stored
 from convert.shard import Job, Part
-from convert.tensor_file import DTYPES
+from convert.tensor_file import DTYPES, read_range
 
 
 class _Plain(Format):
-    packed, writable = np.ndarray, True
+    packed, writable, shared_experts = np.ndarray, True, True
 
     def __init__(self, name: str, code: str):
         self.name = self.label = self.target = name
@@ -40,6 +41,11 @@ class _Plain(Format):
 
     def decode(self, tensor: np.ndarray) -> np.ndarray:
         return tensor
+
+    def expert(self, stored: Stored, number: int) -> np.ndarray:
+        shape = stored.shape[1:]
+        size = math.prod(shape)
+        return read_range(stored.name, stored.info, number * size, (number + 1) * size).reshape(shape)
 
     def blocks(self, stored: Stored) -> Iterator[Block]:
         return array_blocks(stored.name, stored.info)

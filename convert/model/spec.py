@@ -24,6 +24,8 @@ VECTORS = frozenset(("norm", "bias", "choice_bias", "sinks"))
 QUANTIZED = frozenset(("matrix", "experts"))
 #: Kinds that are linear modules in transformers' layers.
 LINEAR = frozenset(("matrix", "gate"))
+#: Kinds of modules that a quantised folder names where they are not quantised.
+MODULES = QUANTIZED | LINEAR | {"router"}
 #: Dimension of a row -> its logical axis.
 AXES = {
     "V": "vocabulary",

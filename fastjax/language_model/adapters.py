@@ -70,7 +70,8 @@ def load_adapter(
 ) -> "LanguageModel":
     """`FastLanguageModel.load_adapter`."""
     _check_bare(model)
-    opened = open_adapter(folder, family=family_for(model.hf_config), allow_nonfinite=allow_nonfinite)
+    family, specs = family_for(model.hf_config), model.config.specs
+    opened = open_adapter(folder, family=family, specs=specs, allow_nonfinite=allow_nonfinite)
     return attach_opened(model, opened, own_tokenizer(folder), lora_dropout)
 
 

@@ -13,7 +13,7 @@ from convert.checkpoint import WEIGHT_FILES
 from convert.families import family_for
 from convert.files import atomic_folder, scratch_folder
 from convert.merge import merge
-from convert.weights import save
+from convert.saving import save
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.lora.export import export_adapters

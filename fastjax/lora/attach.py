@@ -10,11 +10,13 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convert.adapters import AdapterConfig
+from convert.expert_adapters import expert_shapes
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, WeightPath
+from convert.model.spec import LINEAR
 from fastjax.errors import ConfigError
 from fastjax.lora.initial import initial_arrays, initial_embedding
-from fastjax.lora.params import LoraEmbedding, LoraLinear, SavedParam
+from fastjax.lora.params import LoraEmbedding, LoraExperts, LoraLinear, SavedParam
 from fastjax.lora.sites import AdapterSite, adapter_sites
 from fastjax.lora.tables import TrainedTable, trained_tables
 from fastjax.lora.token_rows import TrainableTokens
@@ -61,10 +63,12 @@ def make_adapters(
         ConfigError: arrays that are missing, left over, or of the wrong shape (all named).
     """
     source = _Source(adapter, config, None if arrays is None else dict(arrays), key, frozen, dtype)
-    layers: list[dict[WeightPath, LoraLinear]] = [{} for _ in range(config.num_hidden_layers)]
+    layers: list[dict[WeightPath, LoraLinear | LoraExperts]] = [{} for _ in range(config.num_hidden_layers)]
     tables: dict[str, Any] = {"embedding": None, "head": None, "whole": {}, "rows": {}}
     for site in adapter_sites(adapter, config):
-        if site.path.layer is not None:
+        if site.path.of_experts:
+            layers[site.path.layer or 0][site.path.inside] = source.experts(site)
+        elif site.path.layer is not None:
             layers[site.path.layer][site.path.inside] = source.linear(site)
         elif site.path == EMBEDDING:
             tables["embedding"] = source.embedding(site)
@@ -85,12 +89,13 @@ class _Source:
     def __init__(self, adapter, config, arrays: dict[str, Any] | None, key, frozen, dtype):
         self.adapter, self.config, self.arrays, self.key = adapter, config, arrays, key
         self.frozen, self.dtype, self.problems = frozen, dtype, []
+        self._shapes = {spec.path.module: spec.shape for spec in config.specs if spec.kind in LINEAR}
+        self._experts = expert_shapes(config.specs)
 
     def linear(self, site: AdapterSite) -> LoraLinear:
         rows, columns = self._shape(site.path)
         if self.arrays is None:
-            key = jax.random.fold_in(self.key, zlib.crc32(site.path.encode()) & 0x7FFFFFFF)
-            a, b = initial_arrays(key, self.adapter.init_lora_weights, site.rank, columns, rows)
+            a, b = initial_arrays(self._key(site.path), self.adapter.init_lora_weights, site.rank, columns, rows)
         else:
             a = self._take(site.path, "lora_A", (site.rank, columns))
             b = self._take(site.path, "lora_B", (rows, site.rank))
@@ -98,11 +103,23 @@ class _Source:
         held = self._held(site.path, a, b, magnitude)
         return LoraLinear(*held, scaling=site.scaling, dropout=self.adapter.lora_dropout)
 
+    def experts(self, site: AdapterSite) -> LoraExperts:
+        experts, rows, columns, *_ = self._experts[site.path]
+        shapes = (experts, site.rank, columns), (experts, rows, site.rank)
+        if self.arrays is None:
+            keys = jax.random.split(self._key(site.path), experts)
+            method = self.adapter.init_lora_weights
+            a, b = jax.vmap(lambda key: initial_arrays(key, method, site.rank, columns, rows))(keys)
+        else:
+            a, b = (
+                self._take(site.path, leaf, shape) for leaf, shape in zip(("lora_A", "lora_B"), shapes, strict=True)
+            )
+        return LoraExperts(*self._held(site.path, a, b), scaling=site.scaling)
+
     def embedding(self, site: AdapterSite) -> LoraEmbedding:
         vocabulary, width = self._shape(site.path)
         if self.arrays is None:
-            key = jax.random.fold_in(self.key, zlib.crc32(b"embed_tokens") & 0x7FFFFFFF)
-            a, b = initial_embedding(key, self.adapter.init_lora_weights, site.rank, vocabulary, width)
+            a, b = initial_embedding(self._key(site.path), self.adapter.init_lora_weights, site.rank, vocabulary, width)
         else:
             a = self._take(site.path, "lora_embedding_A", (site.rank, vocabulary))
             b = self._take(site.path, "lora_embedding_B", (width, site.rank))
@@ -133,6 +150,9 @@ class _Source:
         if problems:
             listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise ConfigError(f"adapter does not fit the model: {listed}")
+
+    def _key(self, module: WeightPath) -> PRNGKeyArray:
+        return jax.random.fold_in(self.key, zlib.crc32(module.encode()) & 0x7FFFFFFF)
 
     def _magnitude(self, site: AdapterSite, b: Array, a: Array, *, axis: int) -> Array | None:
         """DoRA's magnitudes: of the outputs (axis 1 of W), or of an embedding's features (axis 0)."""
@@ -166,8 +186,8 @@ class _Source:
     def _shape(self, path: WeightPath) -> tuple[int, int]:
         if path.layer is None:
             return self.config.vocab_size, self.config.hidden_size
-        group = self.config.group_of(path)
-        return dict(group.parts)[path.part], group.columns
+        rows, columns = self._shapes[path]
+        return rows, columns
 
     def _table(self, path: WeightPath) -> Array:
         """The frozen table of a use; a tied head has the embedding's."""

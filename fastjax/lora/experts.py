@@ -171,7 +171,7 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
     h, pullback = jax.vjp(block.activated, kept.gate_up)
     dy = dout[order.rows]  # before the weights: what the router's gradient needs as well
     dh = as_weight(arrays.down).grouped_transposed(dy, sizes)
-    if block.down.rank:
+    if kept.outer is not None:
         a, b = _scaled(block.down, arrays, dtype)
         douter = grouped_matmul_dx(dy, b, sizes)
         dh = dh + grouped_matmul_dx(douter, a, sizes)
@@ -185,7 +185,7 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
         dweight = dweight + jnp.einsum("me,me->m", dy.astype(jnp.float32), bias.astype(jnp.float32))
     (dgate_up,) = pullback(weighted(dh))
     dx = as_weight(arrays.gate_up).grouped_transposed(dgate_up, sizes)
-    if block.gate_up.rank:
+    if kept.inner is not None:
         a, b = _scaled(block.gate_up, arrays, dtype)
         dinner = grouped_matmul_dx(dgate_up, b, sizes)
         dx = dx + grouped_matmul_dx(dinner, a, sizes)

@@ -38,11 +38,13 @@ def export_adapters(
     return arrays
 
 
-def _in_layer(blocks: Mapping[str, Any]) -> Iterator[tuple[WeightPath, Any]]:
-    for block, groups in blocks.items():
-        for group in groups.values():
-            for part, leaves in group["adapters"].items():
-                yield from _of_module(WeightPath(None, block, part, ""), leaves)
+def _in_layer(tree: Mapping[str, Any], *block: str) -> Iterator[tuple[WeightPath, Any]]:
+    for name, inside in tree.items():
+        if "adapters" not in inside:
+            yield from _in_layer(inside, *block, name)
+            continue
+        for part, leaves in inside["adapters"].items():
+            yield from _of_module(WeightPath(None, ".".join(block), part, ""), leaves)
 
 
 def _of_tables(trainable: Mapping[str, Any]) -> Iterator[tuple[WeightPath, Any]]:

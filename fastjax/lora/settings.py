@@ -16,7 +16,7 @@ from convert.model.config import ModelConfig
 from convert.model.paths import TABLES
 from convert.patterns import match
 from fastjax.errors import ConfigError
-from fastjax.lora.sites import AdapterSite, adapter_sites, candidates, module_names, projections
+from fastjax.lora.sites import AdapterSite, adapter_sites, candidates, expert_parameters, module_names, projections
 from fastjax.lora.tables import saved_modules, trained_tables, with_new_rows
 
 
@@ -31,6 +31,8 @@ class LoraSettings:
             adapter to start from.
         target_modules: names of the projections that get an adapter; null: all of them. A name here, or a pattern
             below, that no module has is an error.
+        target_parameters: of a mixture of experts: the experts' matrices that get an adapter for each expert,
+            "mlp.experts.gate_up_proj" (gate and up, as one) and "mlp.experts.down_proj"; null: none.
         use_rslora: scale by lora_alpha / √r instead.
         use_dora: train the magnitude of each weight row apart from its direction (DoRA).
         rank_pattern: ranks for modules that match a name or pattern, in place of r.
@@ -50,6 +52,7 @@ class LoraSettings:
     lora_alpha: float = 16
     lora_dropout: float | None = None
     target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
     use_rslora: bool = False
     use_dora: bool = False
     rank_pattern: dict[str, int] | None = None
@@ -142,6 +145,12 @@ def _check_names(adapter: AdapterConfig, config: ModelConfig) -> None:
         raise ConfigError(
             f"target_modules: expected names of modules, got {shown(unknown)}, which none has; there are {known}"
         )
+    experts = [family.module_name(path) for path in candidates(config) if path.of_experts]
+    listed = adapter.target_parameters or []
+    unknown = [name for name in listed if not any(f".{parameter}".endswith(f".{name}") for parameter in experts)]
+    if unknown:
+        known = ", ".join(expert_parameters(config)) or "no experts in this model"
+        raise ConfigError(f"target_parameters: expected experts' parameters, got {shown(unknown)}; there are {known}")
     layers = adapter.layers_to_transform if isinstance(adapter.layers_to_transform, list) else []
     if beyond := [layer for layer in layers if layer >= config.num_hidden_layers]:
         last = config.num_hidden_layers - 1

@@ -38,12 +38,15 @@ def build_adapters(
     Raises:
         ConfigError: arrays that are missing, left over, or of the wrong shape (all named).
     """
+    alone = {spec.path.module for spec in config.specs if spec.group is None}
 
     def frozen(module: WeightPath) -> Array:
         if module.layer is None:
             return weights[module.part]["weight"]
-        group = config.group_of(module)
         layer = layer_of(weights["layers"], plan, module.layer)
+        if module in alone:
+            return dequantize(array_at(layer, module.inside.with_leaf("weight")), jnp.float32)
+        group = config.group_of(module)
         return dequantize(array_at(layer, group.path), jnp.float32)[group.place(module.part)[1]]
 
     def dtype(module: WeightPath) -> jnp.dtype:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from convert.families import FAMILIES
 from convert.model import spec
-from convert.model.paths import NORM, TABLES, WeightPath
+from convert.model.paths import EXPERTS, NORM, TABLES, WeightPath
 
 #: Kinds that are vectors in a layer.
 VECTORS = spec.VECTORS | {"magnitude"}
@@ -21,6 +21,7 @@ _KINDS = {
     for row in family.table
     if row.path.leaf == "weight" and row.path.layer is not None
 }
+_EXPERTS = WeightPath(None, EXPERTS, "", "").keys
 #: The two halves of a low-rank product.
 LORA_A, LORA_B = frozenset(("lora_A", "lora_embedding_A")), frozenset(("lora_B", "lora_embedding_B"))
 
@@ -47,6 +48,11 @@ class Leaf(NamedTuple):
     def of_table(self) -> bool:
         """Whether it belongs to the embeddings or the head, except the head's adapter, which is a linear layer's."""
         return self.keys[0] in TABLES and self.keys[1:2] != ("adapters",)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each expert of a mixture has its own."""
+        return self.keys[: len(_EXPERTS)] == _EXPERTS
 
     @property
     def is_vector(self) -> bool:

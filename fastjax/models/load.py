@@ -78,7 +78,8 @@ def load_weights(
         except ConvertError as error:
             raise ConvertError(f"{opened.checkpoint.folder}: {path}: {error}") from None
         keeps = held[path].format == opened.format(path)
-        ready = weight.held if keeps else weight.dequantize(held[path].dtype)
+        decode = weight.experts if opened.specs[path].path.of_experts else weight.dequantize
+        ready = weight.held if keeps else decode(held[path].dtype)
         # Computed on the device and looked at in the end: nothing waits for it.
         finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(ready) if leaf.dtype != jnp.uint8])
         return _quantize(ready) if quantizes(path) else ready
@@ -200,7 +201,8 @@ def random_weights(
 @jax.jit
 def _is_finite(arrays: Sequence[Array]) -> Array:
     """Whether all values are finite. Maxima do not tell: XLA's own on a CPU pass NaN by."""
-    return functools.reduce(jnp.logical_and, [jnp.isfinite(array.astype(jnp.float32)).all() for array in arrays])
+    finite = [jnp.isfinite(array.astype(jnp.float32)).all() for array in arrays]
+    return functools.reduce(jnp.logical_and, finite, jnp.array(True))
 
 
 def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) -> ConvertError:

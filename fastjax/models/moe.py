@@ -16,12 +16,10 @@ from convert.model.config import ModelConfig
 from convert.model.moe import RouterConfig
 from convert.model.paths import EXPERTS, ROUTER, WeightPath
 from fastjax.lora.experts import Arrays, Block, Clamp, routed_experts
-from fastjax.lora.params import BaseParam, Constant, LoraExperts
-from fastjax.lora.rank_products import Part
+from fastjax.lora.params import Constant
 from fastjax.models.layer_loop import Sums
 from fastjax.models.mlp import MLP
-from fastjax.models.projection import Projection
-from fastjax.quantization import WeightLike
+from fastjax.models.projection import ExpertsProjection, Projection
 from fastjax.residuals import name_residual
 from pallas_kernels.moe_routing import Load, RouterSettings, Routing, measure_load, route
 
@@ -47,37 +45,6 @@ class Router(Projection):
         (logits,) = self(x.astype(jnp.float32), key)
         bias = None if self.choice_bias is None else self.choice_bias[...]
         return route(logits.reshape(-1, logits.shape[-1]), self.settings, bias)
-
-
-class ExpertsProjection(nnx.Module):
-    """One matrix product of every expert.
-
-    Attributes:
-        part: name of the projection that its adapter is of, "gate_up_proj" or "down_proj".
-        rows: of one expert's output.
-        weight: [X, out, in] in any format with an axis of experts.
-        bias: [X, out], or None.
-        adapters: by the part's name.
-    """
-
-    def __init__(
-        self, part: str, rows: int, weight: WeightLike, bias: Array | None, adapters: Mapping[str, LoraExperts]
-    ):
-        self.part, self.rows = part, rows
-        self.weight = BaseParam(weight)
-        self.bias = None if bias is None else BaseParam(bias)
-        self.adapters = nnx.Dict(dict(adapters))
-
-    def describe(self) -> Part:
-        """The static description for the unit."""
-        adapter = self.adapters.get(self.part)
-        if adapter is None:
-            return Part(self.part, self.rows)
-        return Part(self.part, self.rows, adapter.lora_A[...].shape[1], adapter.scaling)
-
-    def matrices(self) -> dict[str, tuple[Array, Array]]:
-        """A and B by the part's name."""
-        return {part: (adapter.lora_A[...], adapter.lora_B[...]) for part, adapter in self.adapters.items()}
 
 
 class Experts(nnx.Module):
@@ -177,10 +144,15 @@ def build_mixture(
         own = {part: adapters[path]} if path in adapters else {}
         return ExpertsProjection(part, rows, tree["weight"], tree.get("bias"), own)
 
+    def projection(part: str, rows: int) -> Projection:
+        path = WeightPath(None, "mlp", part, "")
+        own = {part: adapters[path]} if path in adapters else {}
+        return Projection([(part, rows)], weights[part]["weight"], None, own, [part] if path in float32 else ())
+
     chosen, path = weights[ROUTER], WeightPath(None, "mlp", ROUTER, "")
     own = {ROUTER: adapters[path]} if path in adapters else {}
     router = Router(moe.router, chosen["weight"], chosen.get("bias"), own, choice_bias=chosen.get("choice_bias"))
-    gate = Projection([("shared_expert_gate", 1)], weights["shared_expert_gate"]["weight"]) if moe.shared_gate else None
+    gate = projection("shared_expert_gate", 1) if moe.shared_gate else None
     wide = any(WeightPath.parse(module).of_experts for module in float32)
     gate_up = experts("gate_up", "gate_up_proj", 2 * moe.intermediate_size)
     routed = Experts(config, gate_up, experts("down", "down_proj", config.hidden_size), wide)

@@ -6,10 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from fastjax.lora.params import LoraLinear
+from convert.model.paths import EXPERTS
+from fastjax.lora.params import LoraExperts, LoraLinear
 from fastjax.models.decoder import Decoder
 from fastjax.models.mlp import MLP
-from fastjax.models.projection import Projection
+from fastjax.models.moe import Mixture
+from fastjax.models.projection import ExpertsProjection, Projection
 from fastjax.quantization import as_weight
 from pallas_kernels import dispatch
 from pallas_kernels.glu import lora
@@ -43,13 +45,30 @@ def _layer(layer: Any, dtype: jnp.dtype, tokens: int) -> Iterator[str]:
     inner = jnp.dtype(jnp.float32) if attention.float32 else dtype
     for projection in (attention.qkv, attention.o):
         yield _projection("self_attn", projection, inner)
+    if isinstance(mlp, Mixture):
+        yield from _mixture(mlp, dtype, tokens)
+    else:
+        yield from _mlp("mlp", mlp, dtype, tokens)
+
+
+def _mixture(mixture: Mixture, dtype: jnp.dtype, tokens: int) -> Iterator[str]:
+    yield _projection("mlp", mixture.router, jnp.dtype(jnp.float32))
+    parts = (mixture.experts.gate_up, mixture.experts.down)
+    adapters = {part: adapter for each in parts for part, adapter in each.adapters.items()}
+    line = f"{_names(EXPERTS, (each.part for each in parts))}: one unit of {_formats(*parts)}, grouped by expert"
+    yield f"{line}, and {_adapters(adapters)}" if adapters else f"{line}; no adapter is on it"
+    if mixture.shared_expert is not None:
+        yield from _mlp("mlp.shared_expert", mixture.shared_expert, dtype, tokens)
+
+
+def _mlp(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> Iterator[str]:
     inner = jnp.dtype(jnp.float32) if mlp.float32 else dtype
     reason = mlp.why_not_fused(inner)
     if reason is None:
-        yield _block(mlp, inner, tokens)
+        yield _block(block, mlp, inner, tokens)
         return
     for projection in (mlp.gate_up, mlp.down):
-        line = _projection("mlp", projection, inner)
+        line = _projection(block, projection, inner)
         yield f"{line}; not one unit with the rest of the block: {reason}" if projection.adapters else line
 
 
@@ -74,8 +93,8 @@ def _projection(block: str, projection: Projection, dtype: jnp.dtype) -> str:
     return f"{names}: one unit of {weights} and {_adapters(projection.adapters)}"
 
 
-def _block(mlp: MLP, dtype: jnp.dtype, tokens: int) -> str:
-    names = _names("mlp", (name for part in (mlp.gate_up, mlp.down) for name, _ in part.parts))
+def _block(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> str:
+    names = _names(block, (name for part in (mlp.gate_up, mlp.down) for name, _ in part.parts))
     adapters = {**mlp.gate_up.adapters, **mlp.down.adapters}
     line = f"{names}: one unit of {_formats(mlp.gate_up, mlp.down)} and {_adapters(adapters)}"
     inner = max((_rank(adapter) for adapter in mlp.gate_up.adapters.values()), default=0)
@@ -91,22 +110,23 @@ def _block(mlp: MLP, dtype: jnp.dtype, tokens: int) -> str:
     return f"{line} ({'; '.join(reasons)})" if reasons else line
 
 
-def _adapters(adapters: Mapping[str, LoraLinear]) -> str:
+def _adapters(adapters: Mapping[str, LoraLinear | LoraExperts]) -> str:
     """Adapters in words: ranks, DoRA, dropout."""
     ranks = sorted({_rank(adapter) for adapter in adapters.values()})
     words = [f"adapters of rank {', '.join(map(str, ranks))} on {', '.join(adapters)}"]
-    if any(adapter.magnitude is not None for adapter in adapters.values()):
+    linear = [adapter for adapter in adapters.values() if isinstance(adapter, LoraLinear)]
+    if any(adapter.magnitude is not None for adapter in linear):
         words.append("DoRA")
-    if any(adapter.dropout for adapter in adapters.values()):
+    if any(adapter.dropout for adapter in linear):
         words.append("dropout, with an input each")
     return "; ".join(words)
 
 
-def _rank(adapter: LoraLinear) -> int:
-    return adapter.lora_A.get_value().shape[-2]  # of one layer, or of several stacked
+def _rank(adapter: LoraLinear | LoraExperts) -> int:
+    return adapter.lora_A.get_value().shape[-2]  # of one layer, or of several stacked, and of experts
 
 
-def _formats(*projections: Projection) -> str:
+def _formats(*projections: Projection | ExpertsProjection) -> str:
     """The formats of the weights, as "NF4 weights"."""
     weights = (as_weight(projection.weight.get_value()) for projection in projections)
     found = dict.fromkeys(name for weight in weights for name in weight.formats)

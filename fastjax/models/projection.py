@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.errors import ConfigError
 from fastjax.lora.linear import project
-from fastjax.lora.params import BaseParam, LoraEmbedding, LoraLinear, SavedParam
+from fastjax.lora.params import BaseParam, LoraEmbedding, LoraExperts, LoraLinear, SavedParam
+from fastjax.lora.rank_products import Part
 from fastjax.lora.token_rows import TrainableTokens
 from fastjax.quantization import WeightLike, rows_of
 
@@ -91,6 +92,37 @@ class Projection(nnx.Module):
         return outputs
 
 
+class ExpertsProjection(nnx.Module):
+    """One matrix product of every expert.
+
+    Attributes:
+        part: name of the projection that its adapter is of, "gate_up_proj" or "down_proj".
+        rows: of one expert's output.
+        weight: [X, out, in] in any format with an axis of experts.
+        bias: [X, out], or None.
+        adapters: by the part's name.
+    """
+
+    def __init__(
+        self, part: str, rows: int, weight: WeightLike, bias: Array | None, adapters: Mapping[str, LoraExperts]
+    ):
+        self.part, self.rows = part, rows
+        self.weight = BaseParam(weight)
+        self.bias = None if bias is None else BaseParam(bias)
+        self.adapters = nnx.Dict(dict(adapters))
+
+    def describe(self) -> Part:
+        """The static description for the unit."""
+        adapter = self.adapters.get(self.part)
+        if adapter is None:
+            return Part(self.part, self.rows)
+        return Part(self.part, self.rows, adapter.lora_A[...].shape[1], adapter.scaling)
+
+    def matrices(self) -> dict[str, tuple[Array, Array]]:
+        """A and B by the part's name."""
+        return {part: (adapter.lora_A[...], adapter.lora_B[...]) for part, adapter in self.adapters.items()}
+
+
 class Embedding(nnx.Module):
     """The table of token embeddings [V, E].
 
@@ -156,6 +188,8 @@ def without_adapters(module: M) -> M:
     graphdef, state = nnx.split(module)
     base = nnx.merge(graphdef, state)
     for _, found in nnx.iter_modules(base):
+        if isinstance(found, ExpertsProjection):
+            found.adapters = nnx.Dict({})
         if not isinstance(found, Projection | Embedding):
             continue
         if isinstance(found.weight, SavedParam):

@@ -14,10 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from convert.errors import ConvertError
+from convert.formats import StackedTensor
 from convert.formats.fp8 import FP8Tensor
+from convert.formats.mxfp4 import MXFP4Tensor
 from convert.formats.nf4 import NF4Tensor
 from fastjax.quantization.dense import DenseWeight, linear
 from fastjax.quantization.fp8 import FP8Weight
+from fastjax.quantization.mxfp4 import MXFP4Weight
 from fastjax.quantization.nf4 import NF4Weight
 from fastjax.quantization.weight import Axes, Weight
 
@@ -39,7 +43,7 @@ __all__ = [
 #: A packed weight, or the array of a dense one.
 WeightLike = Array | Weight
 #: Class of a tensor on disk -> class of its weight, with `from_tensor`.
-WEIGHTS: dict[type, Any] = {NF4Tensor: NF4Weight, FP8Tensor: FP8Weight}
+WEIGHTS: dict[type, Any] = {NF4Tensor: NF4Weight, FP8Tensor: FP8Weight, MXFP4Tensor: MXFP4Weight}
 
 
 def as_weight(weight: WeightLike) -> Weight:
@@ -51,8 +55,13 @@ def from_tensor(tensor: Any) -> Weight:
     """A tensor as `convert` reads it, without loss.
 
     Raises:
-        ConvertError: its format has a form that the weight's class does not serve.
+        ConvertError: its format has a form that the weight's class does not serve, or experts differ in theirs.
     """
+    if isinstance(tensor, StackedTensor):
+        experts = [from_tensor(part) for part in tensor.tensors]
+        if len({jax.tree.structure(expert) for expert in experts}) > 1:
+            raise ConvertError("expected experts of one format, blocks and dtype, got several")
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
     packed = WEIGHTS.get(type(tensor))
     return DenseWeight(jnp.asarray(tensor)) if packed is None else packed.from_tensor(tensor)
 

@@ -82,9 +82,16 @@ def peak_flops(device_kind: str, dtype: Any) -> float | None:
 
 
 def matrix_parameters(config: ModelConfig) -> int:
-    """Elements of the matrices in every token's products: the layers' and the head's."""
-    layers = sum(math.prod(spec.shape) for spec in config.specs if spec.kind == "matrix")
+    """Elements of the matrices in a token's products: the layers', of a mixture the chosen experts', and the head's."""
+    products = ("matrix", "router", "gate", "experts")
+    sizes = ((math.prod(spec.shape), spec.kind) for spec in config.specs if spec.kind in products)
+    layers = sum(size if kind != "experts" else round(size * _chosen(config)) for size, kind in sizes)
     return layers + config.hidden_size * config.vocab_size
+
+
+def _chosen(config: ModelConfig) -> float:
+    """The share of a mixture's experts that a token passes through."""
+    return 1.0 if config.moe is None else config.moe.router.experts_per_token / config.moe.router.num_experts
 
 
 def attended_length(lengths: Sequence[int] | Int[np.ndarray, " D"]) -> float:
@@ -122,7 +129,7 @@ def step_flops(
         tokens: tokens of the step, padding not counted.
         document_length: S, the length of a document, the reach of attention; `attended_length` of documents of several
             lengths.
-        adapter_parameters: trained elements of LoRA's A and B.
+        adapter_parameters: trained elements of LoRA's A and B; of experts those of the chosen ones.
         trained_parameters: trained elements of the model's own matrices; `matrix_parameters` in full fine-tuning.
     """
     products = 4 * matrix_parameters(config) + 2 * trained_parameters + 6 * adapter_parameters
@@ -140,9 +147,10 @@ def flops_per_token(config: ModelConfig, trainable: Any, document_length: float)
         trainable: its tree of trained arrays (`LanguageModel.trainable`).
         document_length: as for `step_flops`.
     """
-    leaves = [(leaf_at(path), leaf.size) for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)]
+    found = [(leaf_at(path), leaf.size) for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)]
+    leaves = [(leaf, round(size * _chosen(config)) if leaf.of_experts else size) for leaf, size in found]
     adapter = sum(size for leaf, size in leaves if leaf.kind in ("lora_A", "lora_B"))
-    own = sum(size for leaf, size in leaves if leaf.kind in ("matrix", "table"))
+    own = sum(size for leaf, size in leaves if leaf.kind in ("matrix", "experts", "router", "gate", "table"))
     # An embedding is looked up, not multiplied, unless it is the head as well.
     tables = {leaf.keys[0]: size for leaf, size in leaves if leaf.kind == "table"}
     if not config.tie_word_embeddings or HEAD in tables:

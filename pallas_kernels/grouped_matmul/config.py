@@ -21,15 +21,6 @@ class MatmulConfig(NamedTuple):
     stages: int = 4
     cluster: int = 2
 
-    @property
-    def delay(self) -> int:
-        """Gathered pieces under way before the oldest is awaited.
-
-        A stage is released when the piece after it has come, so the loading warpgroup must announce that piece before
-        it waits for the stage: two fewer than the stages, or both wait forever.
-        """
-        return self.stages - 2
-
 
 def matmul_config(columns: int, rows_per_group: float) -> MatmulConfig:
     """Block sizes of the product with x or of its gradient in x.

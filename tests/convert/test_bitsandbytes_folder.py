@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from convert.formats import nf4
-from convert.weights import open_weights, save, stream
+from convert.saving import save
+from convert.weights import open_weights, stream
 
 pytestmark = pytest.mark.torch
 

@@ -14,7 +14,8 @@ from convert.families.llama import LLAMA as FAMILY
 from convert.formats import nf4
 from convert.merge import merge
 from convert.plan_merge import product
-from convert.weights import open_weights, save, stream
+from convert.saving import save
+from convert.weights import open_weights, stream
 from tests.convert.conftest import CONFIG
 from tests.support.families import CONFIGS as FAMILIES_CONFIGS
 

@@ -11,7 +11,8 @@ from convert.checkpoint import open_checkpoint
 from convert.families import FAMILIES
 from convert.merge import merge
 from convert.quantize import quantize
-from convert.weights import save, stream
+from convert.saving import save
+from convert.weights import stream
 from tests.support import tiny
 from tests.support.families import NESTED
 

@@ -15,7 +15,8 @@ from convert.errors import ConvertError
 from convert.families import Family, Ignored, family_for
 from convert.formats import nf4
 from convert.model.spec import QKV
-from convert.weights import open_weights, save, stream
+from convert.saving import save
+from convert.weights import open_weights, stream
 
 
 def quantized(folder, *, nested=True, keep=(), **options):
@@ -280,7 +281,8 @@ def test_converting_does_not_import_jax(make_folder, tmp_path):
     script = """
 import sys
 from convert.adapters import read_adapter
-from convert.weights import save, stream
+from convert.saving import save
+from convert.weights import stream
 save(sys.argv[2], stream(sys.argv[1]), source=sys.argv[1])
 unwanted = {"jax", "flax", "torch", "transformers"} & set(sys.modules)
 assert not unwanted, unwanted

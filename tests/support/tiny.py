@@ -17,6 +17,8 @@ from tokenizers import Tokenizer, models
 
 from convert.checkpoint import write_checkpoint
 from convert.families import family_for
+from convert.model.spec import VECTORS
+from convert.model.tensors import tensors_of
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.adapters import attach_adapter
@@ -75,13 +77,13 @@ def arrays(config, seed=0):
     rng = np.random.default_rng(seed)
     found = {}
     scale = text_config(config)["initializer_range"]
-    for row in family_for(config).specs(config):
-        noise = rng.standard_normal(row.shape)
-        if "norm" in row.name:
+    for tensor in tensors_of(family_for(config).specs(config)).values():
+        noise = rng.standard_normal(tensor.shape)
+        if tensor.weights[0].kind == "norm":
             value = 1 + 0.2 * noise
         else:
-            value = noise * (0.2 if row.name.endswith(".bias") else scale)
-        found[row.name] = value.astype(np.float32)
+            value = noise * (0.2 if tensor.weights[0].kind in VECTORS else scale)
+        found[tensor.name] = value.astype(np.float32)
     return found
 
 

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from convert.families import family_for
+from convert.model.spec import WHOLE
+from convert.model.tensors import tensors_of
 
 torch.set_num_threads(1)
 
@@ -22,16 +24,31 @@ def build(config, arrays):
     settings = AutoConfig.for_model(config["model_type"], **fields)
     kind = AutoModelForCausalLM if family.section is None else AutoModelForImageTextToText
     model = kind.from_config(settings, attn_implementation="eager", dtype=torch.float32)
-    tensors = {}
-    for row in family.specs(config):
-        module, _, kind = row.path.rpartition(".")
-        tensors[f"{family.module_name(module)}.{kind}"] = torch.from_numpy(arrays[row.name].copy())
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in _in_memory(family, config, arrays)}
     left = model.load_state_dict(tensors, strict=False)
     missing = [name for name in left.missing_keys if not any(part in name for part in ("vision_tower", "multi_modal"))]
     tied = ["lm_head.weight"] if family.text_config(config)["tie_word_embeddings"] else []
     assert left.unexpected_keys == [] and missing in ([], tied), left
     model.tie_weights()
     return model.eval()
+
+
+def _in_memory(family, config, arrays):
+    """Names and arrays as the model holds them: all experts of a mixture together."""
+    weights = {}
+    for tensor in tensors_of(family.specs(config)).values():
+        for spec in tensor.weights:
+            share = tensor.share(spec, arrays[tensor.name])
+            weights.setdefault(spec.path, []).append(share)
+    for tensor in tensors_of(family.in_memory.specs(config)).values():
+        if tensor.layout == WHOLE and family.mixture is None:
+            path = tensor.weights[0].path
+            yield f"{family.module_name(path.module)}.{path.leaf}", arrays[tensor.name]
+        elif tensor.layout == WHOLE:
+            yield tensor.name, weights[tensor.weights[0].path][0]
+        else:
+            shares = [weights[spec.path] for spec in tensor.weights]
+            yield tensor.name, tensor.join([np.stack(own) if len(own) > 1 else own[0] for own in shares])
 
 
 def logits(model, document):

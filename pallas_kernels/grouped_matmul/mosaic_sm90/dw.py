@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.grouped_matmul.config import TERMS, MatmulConfig
 from pallas_kernels.grouped_matmul.mosaic_sm90 import rows as rows_at
-from pallas_kernels.grouped_matmul.mosaic_sm90.stages import arrive, stay
+from pallas_kernels.grouped_matmul.mosaic_sm90.stages import announce, announce_rest, arrive, stay
 
 _UNIT = 64  # columns of x of a warpgroup
 _CONSUMERS = 2
@@ -132,10 +132,7 @@ def _kernel(*arguments, names, config: MatmulConfig, clusters: int, interpreted:
         load = functools.partial(_load, refs, rank, config=config)
         count = lax.fori_loop(0, turns, lambda turn, count: load(tile_of(turn), count), jnp.int32(0))
         if hasattr(refs, "rows"):
-            rows_at.gather_wait(0)
-            plgpu.commit_smem()
-            for back in range(config.delay, 0, -1):
-                pl.when(count >= back)(functools.partial(arrive, refs.x_full, count - back, config.stages))
+            announce_rest(refs.x_full, count, config.stages)
         if config.cluster > 1:
             stay(refs.free, count, config.stages)
 
@@ -145,8 +142,11 @@ def _load(refs, rank, tile, count, *, config: MatmulConfig):
     _, begin, end, column, n_column, pieces = tile
     gathered = hasattr(refs, "rows")
 
-    def load(index, count):
+    def load(index, carry):
+        count, chosen = carry
         slot, row = lax.rem(count, jnp.int32(config.stages)), begin + index * TERMS
+        if gathered:
+            announce(refs.x_full, count, config.stages)
         # Every product with the stage is done, in both thread blocks of a cluster: the copy of dy below writes half of
         # the stage here and half in the neighbour. The first round of stages starts empty.
         pl.when(count >= config.stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
@@ -156,19 +156,17 @@ def _load(refs, rank, tile, count, *, config: MatmulConfig):
         for part in range(_CONSUMERS):
             own = column + (rank * _CONSUMERS + part) * _UNIT
             if gathered:
-                rows_at.gather(refs.x, refs.rows, refs.x_smem.at[slot, part], row, end - 1, own)
+                rows_at.gather(refs.x, chosen, refs.x_smem.at[slot, part], own)
             else:
                 source = refs.x.at[pl.ds(row, TERMS), pl.ds(own, _UNIT)]
                 plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot, part], refs.x_full.at[slot])
         if gathered:
             rows_at.gather_commit()
-            rows_at.gather_wait(config.delay)
-            plgpu.commit_smem()
-            before = functools.partial(arrive, refs.x_full, count - config.delay, config.stages)
-            pl.when(count >= config.delay)(before)
-        return count + 1
+            chosen = rows_at.choose(refs.rows, row + TERMS, end - 1)
+        return count + 1, chosen
 
-    return lax.fori_loop(0, pieces, load, count)
+    chosen = rows_at.choose(refs.rows, begin, end - 1) if gathered else None
+    return lax.fori_loop(0, pieces, load, (count, chosen))[0]
 
 
 def _multiply(refs, consumer, count, pieces, rows, config: MatmulConfig):

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.config import TERMS, MatmulConfig
 from pallas_kernels.grouped_matmul.mosaic_sm90 import rows as rows_at
-from pallas_kernels.grouped_matmul.mosaic_sm90.stages import arrive, stay
+from pallas_kernels.grouped_matmul.mosaic_sm90.stages import announce, announce_rest, arrive, stay
 from pallas_kernels.grouped_matmul.schedule import schedule
 
 _UNIT = 64  # rows of a warpgroup
@@ -152,10 +152,7 @@ def _kernel(*arguments, names, transposed: bool, config: MatmulConfig, clusters:
         load = functools.partial(_load, refs, rank, transposed=transposed, config=config)
         count = lax.fori_loop(0, turns, lambda turn, count: load(tile_of(turn), count), jnp.int32(0))
         if hasattr(refs, "rows"):
-            rows_at.gather_wait(0)
-            plgpu.commit_smem()
-            for back in range(config.delay, 0, -1):
-                pl.when(count >= back)(functools.partial(arrive, refs.x_full, count - back, config.stages))
+            announce_rest(refs.x_full, count, config.stages)
         if config.cluster > 1:
             stay(refs.free, count, config.stages)
 
@@ -175,41 +172,42 @@ def _load(refs, rank, tile, count, *, transposed: bool, config: MatmulConfig):
     group, row, end, column, pieces = tile
     gathered = hasattr(refs, "rows")
     first = [row + (part * config.cluster + rank) * _UNIT for part in range(_CONSUMERS)]
+    chosen = [rows_at.choose(refs.rows, row, end - 1) for row in first] if gathered else None
 
     def load(index, count):
         slot = lax.rem(count, jnp.int32(config.stages))
+        if gathered:
+            announce(refs.x_full, count, config.stages)
         # Every product with the stage is done, in both thread blocks of a cluster: the copy of w below writes half of
         # the stage here and half in the neighbour. The first round of stages starts empty.
         pl.when(count >= config.stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
         columns = pl.ds(column, config.columns)
 
-        def copy(x, w, rows, term):
+        def copy(x, w, term, chosen):
             terms = pl.ds(term, TERMS)
             source = w.at[group, terms, columns] if transposed else w.at[group, columns, terms]
             axes = "rank" if config.cluster > 1 else None
             plgpu.copy_gmem_to_smem(source, refs.w_smem.at[slot], refs.w_full.at[slot], collective_axes=axes)
             for part in range(_CONSUMERS):
-                if gathered:
-                    rows_at.gather(x, rows, refs.x_smem.at[slot, part], first[part], end - 1, term)
+                if chosen is not None:
+                    rows_at.gather(x, chosen[part], refs.x_smem.at[slot, part], term)
                 else:
                     source = x.at[pl.ds(first[part], _UNIT), terms]
                     plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot, part], refs.x_full.at[slot])
 
-        rows = refs.rows if gathered else None
+        def copy_more(term):
+            # All pieces of a sum come in one way, so that one barrier counts them.
+            own = [rows_at.choose(None, row, end - 1) for row in first] if gathered else None
+            copy(refs.z, refs.b, term, own)
+
         if hasattr(refs, "z"):
             more = index - _main_pieces(refs)
-            pl.when(more < 0)(functools.partial(copy, refs.x, refs.w, rows, index * TERMS))
-            pl.when(more >= 0)(functools.partial(copy, refs.z, refs.b, None, more * TERMS))
+            pl.when(more < 0)(lambda: copy(refs.x, refs.w, index * TERMS, chosen))
+            pl.when(more >= 0)(lambda: copy_more(more * TERMS))
         else:
-            copy(refs.x, refs.w, rows, index * TERMS)
+            copy(refs.x, refs.w, index * TERMS, chosen)
         if gathered:
-            # The copies of `delay` pieces are under way; those of the piece before them are done, by this thread and,
-            # after the barrier in `commit_smem`, by all of them. That also shows plain writes to the tensor cores.
             rows_at.gather_commit()
-            rows_at.gather_wait(config.delay)
-            plgpu.commit_smem()
-            before = functools.partial(arrive, refs.x_full, count - config.delay, config.stages)
-            pl.when(count >= config.delay)(before)
         return count + 1
 
     return lax.fori_loop(0, pieces, load, count)
@@ -251,7 +249,8 @@ def _write(refs, consumer, sums, row, end, column, config: MatmulConfig, interpr
 
         @pl.when(jnp.logical_and(inside, whole))
         def _(tile=tile, start=start):
-            plgpu.copy_smem_to_gmem(tile, refs.out.at[pl.ds(row, _UNIT), pl.ds(column + start, 64)])
+            target = refs.out.at[pl.ds(row, _UNIT), pl.ds(column + start, 64)]
+            plgpu.copy_smem_to_gmem(tile, target, commit_group=False)
 
         @pl.when(jnp.logical_and(inside, jnp.logical_not(whole)))
         def _(tile=tile, start=start):
@@ -264,3 +263,6 @@ def _write(refs, consumer, sums, row, end, column, config: MatmulConfig, interpr
             else:
                 rows_at.store(tile, refs.out, row, end - row, column + start)
                 plgpu.commit_smem()  # all have read the buffer before it is written again
+
+        # One set of copies for each buffer in turn, be it empty: how many are under way says which buffer is free.
+        plgpu.commit_smem_to_gmem_group()

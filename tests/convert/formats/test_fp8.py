@@ -9,7 +9,8 @@ import pytest
 from convert.checkpoint import write_checkpoint
 from convert.errors import ConvertError
 from convert.formats import fp8
-from convert.weights import open_weights, save, stream
+from convert.saving import save
+from convert.weights import open_weights, stream
 from tests.convert.conftest import CONFIG
 
 BLOCK = [8, 16]

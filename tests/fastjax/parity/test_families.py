@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from convert.expert_adapters import PARAMETERS
 from convert.formats.nf4 import decode
 from convert.quantize import quantize
 from convert.weights import open_weights
@@ -13,7 +14,7 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 from tests.support import tiny
-from tests.support.families import CONFIGS, NESTED, SPELLINGS, VARIANTS
+from tests.support.families import CONFIGS, MIXTURE_VARIANTS, MIXTURES, NESTED, SPELLINGS, VARIANTS
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -33,9 +34,14 @@ PACKED = ("qwen2", "phi3", "cohere")
 STEPS = {
     **dict.fromkeys(("qwen3", "gemma2", "phi3", "granite", "olmo2", "cohere"), 10),
     **dict.fromkeys(("qwen2", "smollm3", "beside a vision tower"), 3),
+    **dict.fromkeys(("qwen2_moe", "gpt_oss"), 10),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "glm4_moe"), 3),
 }
 #: Shorter and longer than the lengths and windows of the configs.
 LENGTHS = (45, 1, 15)
+
+
+EVERY = VARIANTS | SPELLINGS | MIXTURE_VARIANTS
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,7 @@ def made(tmp_path_factory):
 
     @functools.cache
     def make(variant):
-        _, config = (VARIANTS | SPELLINGS)[variant]
+        _, config = EVERY[variant]
         arrays = tiny.arrays(config, seed=len(variant))
         folder = tiny.write_folder(tmp_path_factory.mktemp("family") / "model", config, arrays)
         reference = torch_family.build(config, arrays)
@@ -54,10 +60,10 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *SPELLINGS])
+@pytest.mark.parametrize("variant", EVERY)
 def test_logits(variant, made):
     """Documents packed into a row, each as transformers has it by itself."""
-    _, config = (VARIANTS | SPELLINGS)[variant]
+    _, config = EVERY[variant]
     folder, _, expected = made(variant)
     assert expected.std() > 0.5
     tokens, _, segments, positions = tiny.rows([tiny.documents(config, LENGTHS)], sum(LENGTHS) + 3)
@@ -100,8 +106,8 @@ def test_a_four_bit_folder_has_the_logits_of_what_it_decodes_to(family, tmp_path
 
 @pytest.mark.parametrize("family", STEPS)
 def test_lora_steps(family, tmp_path):
-    """AdamW on adapters of every projection, which PEFT names and starts."""
-    config = CONFIGS.get(family, NESTED)
+    """AdamW on adapters of every projection and of the experts, which PEFT names and starts."""
+    config = (CONFIGS | MIXTURES).get(family, NESTED)
     arrays = tiny.arrays(config)
     torch.manual_seed(7)
     reference = peft.get_peft_model(
@@ -110,7 +116,8 @@ def test_lora_steps(family, tmp_path):
             task_type="CAUSAL_LM",
             r=4,
             lora_alpha=8,
-            target_modules="all-linear" if family in CONFIGS else r".*language_model.*_proj",
+            target_modules=r".*language_model.*_proj" if config is NESTED else "all-linear",
+            target_parameters=[f"experts.{part}" for part in PARAMETERS] if family in MIXTURES else None,
         ),
     ).train()
     reference.save_pretrained(tmp_path / "start")

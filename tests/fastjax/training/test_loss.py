@@ -1,14 +1,20 @@
-"""What the cross-entropy is not: auxiliary losses of the layers, and dropout between a layer and the residual."""
+"""What the cross-entropy is not: the routers' losses, and dropout between a layer and the residual."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from flax import nnx
 
 from fastjax.lora.dropout import drop
 from fastjax.models import layer as layers
+from fastjax.models import moe
 from fastjax.training.loss import loss_sums
+from pallas_kernels import moe_routing
+from pallas_kernels.moe_routing import reference
 from tests.support import families, tiny
 
 
@@ -18,20 +24,63 @@ def sums(model, *, key=None):
     return jax.device_get(loss_sums(model.module(), model.trainable_filter, rows, key=key))
 
 
-def test_auxiliary_losses_weigh_as_much_as_the_target_tokens(monkeypatch):
-    model = tiny.model(tiny.shared_folder(), tiny.CONFIG, full_finetuning=True)
-    before, call = sums(model), layers.DecoderLayer.__call__
+def test_routers_losses_weigh_as_much_as_the_target_tokens(tmp_path):
+    """Added where there is a key, over all mixtures together, without padding, with gradients for the routers."""
+    config = families.MIXTURES["olmoe"] | {"attention_dropout": 0.0}
+    model = tiny.model(tmp_path, config, full_finetuning=True)
+    (batch,) = tiny.batches(config, 1)
+    rows = jax.tree.map(lambda array: array[0], batch)
+    assert np.any(rows.segment_ids == 0)
+    coefficients = {"router_aux_loss_coef": 0.25, "router_z_loss_coef": 0.125}
 
-    def with_losses(self, x, context, key, cache):
-        y, cache, losses = call(self, x, context, key, cache)
-        return y, cache, losses | {"balance": jnp.float32(0.25), "z": jnp.float32(2.0)}
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(coefficients, trainable, key):
+        def loss(trainable):
+            decoder = nnx.merge(model.graphdef, trainable, model.frozen)
+            found = loss_sums(decoder, model.trainable_filter, rows, key=key, **dict(coefficients))
+            return found.loss_sum, found
 
-    monkeypatch.setattr(layers.DecoderLayer, "__call__", with_losses)
-    after = sums(model)
-    count = before.metrics["num_targets"]
-    assert count > 0 and after.metrics["num_targets"] == count
-    added = model.config.num_hidden_layers * 2.25 * count
-    np.testing.assert_allclose(after.loss_sum - before.loss_sum, added, rtol=1e-6)  # float32 of a few hundred
+        return jax.value_and_grad(loss, has_aux=True)(trainable)
+
+    key = jax.random.key(0)
+    (_, plain), before = run((), model.trainable, key)
+    (_, added), after = run(tuple(coefficients.items()), model.trainable, key)
+    (_, evaluated), _ = run(tuple(coefficients.items()), model.trainable, None)
+    plain, added, evaluated = jax.device_get((plain, added, evaluated))
+    count, mask = plain.metrics["num_targets"], (rows.segment_ids != 0).reshape(-1)
+    assert evaluated.loss_sum == plain.loss_sum and count > 0
+    logits, chosen = recorded(model, rows)
+    layers = np.tile(mask, len(logits) // mask.size)
+    balance = reference.load_balancing_loss(logits, chosen, layers)
+    expected = 0.25 * balance + 0.125 * reference.z_loss(logits, layers)
+    # float32 of a few hundred
+    np.testing.assert_allclose((added.loss_sum - plain.loss_sum) / count, expected, rtol=1e-4)
+    np.testing.assert_allclose(plain.metrics["router_load_balancing_loss"] / count, balance, rtol=1e-5)
+    shares = [own[mask].astype(bool).mean(0) / 3 for own in np.split(chosen, len(logits) // mask.size)]
+    largest, entropy = (plain.metrics[f"router_{name}"] / count for name in ("largest_share", "entropy"))
+    np.testing.assert_allclose(largest, np.mean([share.max() for share in shares]), rtol=1e-5)
+    even = np.mean([-np.sum(share * np.log(share)) / np.log(4) for share in shares])
+    np.testing.assert_allclose(entropy, even, rtol=1e-5)
+    routers = [tree["layers"][0][0]["mlp"]["router"]["weight"] for tree in (before, after)]
+    assert np.any(np.abs(routers[0] - routers[1]) > 1e-3)
+
+
+def recorded(model, rows):
+    """Logits and dense weights of the routers, layer after layer: the block's own, caught where they are measured."""
+    caught = []
+
+    def measured(routing, mask):
+        jax.debug.callback(lambda *arrays: caught.append(arrays), routing.logits, routing.experts, ordered=True)
+        return moe_routing.measure_load(routing, mask)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "measure_load", measured)
+        model.module().forward(rows.tokens, rows.positions, rows.segment_ids).sums["chosen"].block_until_ready()
+    jax.effects_barrier()
+    logits, experts = (np.concatenate(arrays) for arrays in zip(*caught, strict=True))
+    chosen = np.zeros(logits.shape)
+    np.put_along_axis(chosen, experts, 1.0, axis=1)
+    return logits, chosen
 
 
 def test_residual_dropout_is_of_both_blocks_and_of_training_alone(monkeypatch, tmp_path):

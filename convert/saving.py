@@ -1,0 +1,153 @@
+"""Model folders from a stream of weights: the way back from `convert.weights.stream`."""
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, WEIGHT_FILES, open_checkpoint, write_config, write_shards
+from convert.errors import ConvertError, unexpected
+from convert.families import family_for
+from convert.files import atomic_folder, read_json
+from convert.formats import Format, StackedTensor, format_of_tensor
+from convert.formats.mxfp4 import interleave
+from convert.model.spec import APART, MODULES, WeightSpec
+from convert.model.tensors import expert_name, tensors_of
+from convert.weights import quantization_methods
+
+SIDE_FILES = (
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template*", "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+
+
+def save(
+    folder: str | os.PathLike[str],
+    tensors: Iterable[tuple[str, Any]],
+    config: Mapping[str, Any] | None = None,
+    *,
+    source: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a model folder from a stream, whole or not at all, holding one shard in memory.
+
+    Every array is written with the bytes it has. config.json's quantization_config follows the stream: it is added
+    for packed tensors and dropped without them; otherwise the source's config.json is copied byte for byte.
+
+    Args:
+        folder: The final place; weight files of an earlier save there are replaced, other files stay.
+        tensors: (tree path, array or packed tensor), each of the family's paths once, in any order.
+        config: Contents of config.json; None for the source's.
+        source: Folder to copy tokenizer, generation config, licence and the family's ignored tensors from, or None.
+        max_shard_bytes: A shard is closed before it would grow beyond this.
+
+    Raises:
+        ConvertError: Neither config nor source; a path that the family lacks, that is missing or comes twice, or an
+            array of another shape; the message lists them.
+        OSError: The files cannot be written; nothing half-written is left.
+    """
+    origin = None if source is None else Path(source)
+    if config is None and origin is None:
+        raise ConvertError(f"{folder}: expected a config, or a source folder with {CONFIG}, got neither")
+    original = read_json(origin / CONFIG) if origin is not None and (origin / CONFIG).exists() else None
+    if config is None:
+        config = read_json(Path(origin or "") / CONFIG)
+    family = family_for(config)
+    if (family.others or family.mixture) and origin is not None:
+        family = family.named_as(open_checkpoint(origin).names)
+    rows: dict[str, WeightSpec] = {spec.path: spec for spec in family.specs(config)}
+    places = _Places(rows)
+    seen: dict[str, Format | None] = {}  # None: a plain array
+    storage: list[tuple[str, str]] = []  # of packed tensors, the dtype that they decode to and that of their codes
+
+    def groups() -> Iterator[dict[str, np.ndarray]]:
+        for path, tensor in tensors:
+            row = rows.get(path)
+            if row is None or path in seen:
+                reason = f"no such path in the table of {family.model_type}" if row is None else "came twice"
+                raise ConvertError(f"{folder}: {path}: {reason}")
+            if tuple(tensor.shape) != row.shape:
+                raise unexpected(folder, f"{path}: shape", str(list(row.shape)), list(tensor.shape))
+            form = seen[path] = format_of_tensor(tensor)
+            if form is not None:
+                first = tensor.tensors[0] if isinstance(tensor, StackedTensor) else tensor
+                storage.append((first.dtype, first.storage_dtype))
+            yield from places.put(row, tensor, form)
+        if origin is not None and any(rule.copied for rule in family.ignored):
+            checkpoint = open_checkpoint(origin)
+            for name in checkpoint.names:
+                rule = family.ignores(name, checkpoint.config)
+                if rule is not None and rule.copied:
+                    yield {name: checkpoint.read(name)}
+
+    with atomic_folder(folder, replaces=WEIGHT_FILES) as temporary:
+        write_shards(temporary, groups(), max_shard_bytes=max_shard_bytes)
+        missing = [path for path in rows if path not in seen]
+        if missing:
+            raise ConvertError(f"{folder}: expected all of the model's tensors, missing {', '.join(missing)}")
+        config = dict(config)
+        packed = [form for form in seen.values() if form is not None]
+        quantization = config.get("quantization_config")
+        if packed and quantization is None:
+            left = [path for path, row in rows.items() if row.kind in MODULES and seen[path] is None]
+            dtype, codes = storage[0]
+            config["quantization_config"] = packed[0].quantization_config(dtype, family.unquantized(left), codes)
+        elif (
+            not packed and isinstance(quantization, dict) and quantization.get("quant_method") in quantization_methods()
+        ):
+            del config["quantization_config"]
+        if origin is not None:
+            copy_side_files(origin, temporary)
+        if origin is not None and config == original:
+            shutil.copyfile(origin / CONFIG, temporary / CONFIG)
+        else:
+            write_config(temporary / CONFIG, config)
+
+
+class _Places:
+    """Weights of the tree put into a checkpoint's tensors; those of a shared one wait for each other."""
+
+    def __init__(self, specs: Mapping[str, WeightSpec]):
+        self.tensors, self.waiting = tensors_of(specs.values()), {}
+
+    def put(self, spec: WeightSpec, values: Any, form: Format | None) -> Iterator[dict[str, np.ndarray]]:
+        """The tensors that are whole with a weight, in groups for one shard.
+
+        Args:
+            spec: The weight.
+            values: An array, or a packed weight.
+            form: Its format; None: an array.
+        """
+        if spec.layout == APART:
+            parts = values.tensors if isinstance(values, StackedTensor) else values
+            for number, part in enumerate(parts):
+                yield self._written(expert_name(spec, number), part, form)
+            return
+        tensor = self.tensors[spec.name]
+        waiting = self.waiting.setdefault(spec.name, {})
+        waiting[spec.path] = values
+        if len(waiting) == len(tensor.weights):
+            shares = [self.waiting[spec.name][other.path] for other in tensor.weights]
+            del self.waiting[spec.name]
+            if form is None:
+                yield self._written(spec.name, tensor.join([np.asarray(share) for share in shares]), form)
+            else:
+                yield self._written(spec.name, interleave(shares) if tensor.shared else shares[0], form)
+
+    @staticmethod
+    def _written(name: str, values: Any, form: Format | None) -> dict[str, np.ndarray]:
+        return {name: np.asarray(values)} if form is None else form.to_tensors(name, values)
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy tokenizer, chat template, generation config and licence.
+
+    Args:
+        source: A model folder.
+        target: A folder that is there.
+    """
+    for file in sorted({file for pattern in SIDE_FILES for file in source.glob(pattern) if file.is_file()}):
+        shutil.copyfile(file, target / file.name)

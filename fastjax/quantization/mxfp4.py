@@ -1,0 +1,103 @@
+"""The MXFP4 weight: experts of gpt-oss as they are stored, 4 bits a value and a power of two for 32 of them.
+
+References: Open Compute Project, Microscaling Formats (MX) Specification 1.0.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, UInt8
+
+from convert.errors import ConvertError
+from convert.formats.mxfp4 import BLOCK, MXFP4Tensor
+from fastjax.quantization.dense import linear
+from fastjax.quantization.weight import Weight
+from pallas_kernels.rounding import round_through
+
+#: The values of E2M1 by code.
+_VALUES = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+#: The largest scale at which every code is finite in float32.
+_LARGEST_SCALE = 127 + 125
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MXFP4Weight(Weight):
+    """A frozen matrix [out, in] in 4 bits; its arrays lead with an axis of experts.
+
+    Attributes:
+        codes: uint8 [X, out, in/2], two values a byte, the even one in the low nibble.
+        scales: uint8 [X, out, in/32], exponents with a bias of 127.
+        shape: (out, in).
+        dtype: of the decoded weight, "bfloat16", "float16" or "float32".
+    """
+
+    codes: UInt8[Array, "X out in/2"]
+    scales: UInt8[Array, "X out in/32"]
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """MXFP4."""
+        return ("MXFP4",)
+
+    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
+        """x·Wᵀ in the dtype of x, of one expert's arrays."""
+        return linear(x, self.dequantize(x.dtype))
+
+    def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
+        """One expert's matrix in `dtype`: float32 value × power of two in its own dtype, cast."""
+        pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1).reshape(self.shape)
+        values = jnp.take(jnp.asarray(_VALUES), pairs.astype(jnp.int32), axis=0)
+        factors = jnp.repeat(_power_of_two(self.scales), BLOCK, axis=-1)
+        return round_through(values * factors, None if self.dtype == jnp.dtype(dtype).name else self.dtype).astype(
+            dtype
+        )
+
+    def rows(self, rows: slice) -> "MXFP4Weight":
+        """Some of the output rows."""
+        shape = (rows.stop - rows.start, self.shape[1])
+        return dataclasses.replace(self, codes=self.codes[..., rows, :], scales=self.scales[..., rows, :], shape=shape)
+
+    def concatenate(self, others: "list[MXFP4Weight]") -> "MXFP4Weight | None":
+        """One weight below the other, or None where they decode to different dtypes."""
+        weights = [self, *others]
+        if len({(weight.shape[1], weight.dtype) for weight in weights}) > 1:
+            return None
+        return MXFP4Weight(
+            jnp.concatenate([weight.codes for weight in weights], axis=-2),
+            jnp.concatenate([weight.scales for weight in weights], axis=-2),
+            (sum(weight.shape[0] for weight in weights), self.shape[1]),
+            self.dtype,
+        )
+
+    def axes(self, out: str | None, into: str | None) -> "MXFP4Weight":
+        """Codes and scales have the matrix's axes."""
+        return dataclasses.replace(self, codes=P(out, into), scales=P(out, into))
+
+    @classmethod
+    def from_tensor(cls, tensor: MXFP4Tensor) -> "MXFP4Weight":
+        """From a checkpoint's tensor, without loss.
+
+        Args:
+            tensor: codes and scales of all experts as `convert` reads them.
+
+        Raises:
+            ConvertError: a scale that is NaN or makes infinity.
+        """
+        if (largest := int(tensor.scales.max(initial=0))) > _LARGEST_SCALE:
+            raise ConvertError(
+                f"an MXFP4 tensor {list(tensor.shape)}: expected finite values, got the scale 2^{largest - 127}"
+            )
+        codes = tensor.codes.reshape(*tensor.codes.shape[:2], -1)
+        return cls(jnp.asarray(codes), jnp.asarray(tensor.scales), tensor.shape[1:], tensor.dtype)
+
+
+def _power_of_two(scales: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """2^(scale - 127) by its bits; the least is subnormal."""
+    bits = scales.astype(jnp.int32) << 23
+    return jax.lax.bitcast_convert_type(jnp.where(scales == 0, 1 << 22, bits), jnp.float32)
