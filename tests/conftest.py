@@ -7,6 +7,7 @@ the environments. A test marked `optimized` or `aot` has XLA's defaults for its 
 them jaxlib 0.11 compiles in half the time, to programs with wrong results.
 """
 
+import collections
 import ctypes
 import gc
 import os
@@ -66,6 +67,13 @@ def bounded_memory():
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def pytest_collection_finish(session):
+    """Modules and tests live to the end: looking through them for garbage again and again takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
 def pytest_addoption(parser):
     """How long tests look that are never done."""
     parser.addoption("--mutations", type=int, default=25, metavar="N", help="mutations of a checkpoint's files")
@@ -93,7 +101,6 @@ ONE_WORLD = (
     "fastjax/cli/test_hub_names.py",
     "fastjax/cli/test_preview.py",
     "fastjax/cli/test_quickstart.py",
-    "fastjax/cli/test_resume.py",
     "fastjax/cli/test_run_import.py",
     "fastjax/cli/test_train.py",
     "fastjax/data",
@@ -102,6 +109,8 @@ ONE_WORLD = (
     "fastjax/training/test_report.py",
     "fuzz",
 )
+#: Processes that import transformers, which imports torch for seconds where there is one.
+NEWER_WORLD = ("fastjax/cli/test_resume.py",)
 #: Modules and folders that take more than ten seconds of a core.
 SLOW = (
     "fastjax/cli/test_bench.py",
@@ -127,22 +136,49 @@ SLOW = (
 
 
 def pytest_ignore_collect(collection_path, config):
-    """A module that `-m "not slow"` or `-m "not one_world"` leaves out is not imported either."""
-    left_out = {"not slow": SLOW, "not one_world": ONE_WORLD}.get(config.option.markexpr, ())
+    """A module that `-m` with "not slow", "not one_world" or "not newer_world" leaves out is not imported either."""
+    lists = {"not slow": SLOW, "not one_world": ONE_WORLD, "not newer_world": NEWER_WORLD}
+    left_out = lists.get(config.option.markexpr, ())
     return True if str(collection_path.relative_to(Path(__file__).parent)) in left_out else None
 
 
+def _mark_cases(item):
+    """The cases of a test that `both_worlds` does not name are left to one world."""
+    for mark in item.iter_markers("both_worlds"):
+        if item.callspec.id not in mark.args:
+            item.add_marker(mark.kwargs.get("others", "one_world"))
+
+
+def _check_names(items):
+    """A name that no case has would silently leave a case to one world."""
+    named, found = collections.defaultdict(set), collections.defaultdict(set)
+    for item in items:
+        for mark in item.iter_markers("both_worlds"):
+            test = item.nodeid.partition("[")[0]
+            named[test] |= set(mark.args)
+            found[test].add(item.callspec.id)
+    if wrong := {test: names - found[test] for test, names in named.items() if names - found[test]}:
+        raise pytest.UsageError(f"both_worlds names cases that do not exist: {wrong}")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks by folder; tests marked gpu run only where there is one, elsewhere they are skipped with the reason."""
+    """Marks by folder; tests marked gpu run only where there is one, elsewhere they are skipped with the reason.
+
+    What takes long comes first, so that no worker ends long after the others.
+    """
+    if not any("::" in argument for argument in config.args):
+        _check_names(items)
     here = Path(__file__).parent
     anywhere = jax.default_backend() == "gpu" or config.getoption("gpu_tests_anywhere")
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU: run with JAX_PLATFORMS=cuda pytest -m gpu")
     for item in items:
         module = item.path.relative_to(here)
         parents = {str(path) for path in (module, *module.parents)}
-        if parents & set(ONE_WORLD):
-            item.add_marker("one_world")
-        if parents & set(SLOW):
-            item.add_marker("slow")
+        for mark, listed in (("one_world", ONE_WORLD), ("newer_world", NEWER_WORLD), ("slow", SLOW)):
+            if parents & set(listed):
+                item.add_marker(mark)
         if "gpu" in item.keywords and not anywhere:
             item.add_marker(skip)
+        _mark_cases(item)
+    items.sort(key=lambda item: "slow" not in item.keywords)

@@ -128,6 +128,7 @@ def folders(tmp_path_factory):
     return folder
 
 
+@pytest.mark.both_worlds("gemma3_text")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_folder_there_and_back_bit_for_bit(family, folders, tmp_path):
     model = tiny.model(folders(family), None, full_finetuning=True)
@@ -140,6 +141,7 @@ def test_a_folder_there_and_back_bit_for_bit(family, folders, tmp_path):
     assert model.num_parameters() == (elements, elements)
 
 
+@pytest.mark.both_worlds("phi3")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_an_adapter_there_and_back_bit_for_bit(family, folders, tmp_path):
     base = tiny.model(folders(family), None)
@@ -151,6 +153,7 @@ def test_an_adapter_there_and_back_bit_for_bit(family, folders, tmp_path):
     assert all(np.array_equal(first[path], second[path]) for path in first)
 
 
+@pytest.mark.both_worlds("qwen3", "gemma3_text", "granite", "cohere")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_one_model_however_it_is_run(family, folders):
     """Scanned and unrolled, several documents a row and one."""
@@ -166,6 +169,7 @@ def test_one_model_however_it_is_run(family, folders):
         np.testing.assert_allclose(packed, alone, rtol=0, atol=1e-4)
 
 
+@pytest.mark.both_worlds("gemma3_text", "phi3")
 @pytest.mark.parametrize("family", ["gemma3_text", "phi3", "granite", "smollm3", "cohere"])
 def test_greedy_answers_are_the_likeliest_tokens(family, folders):
     """Token by token through the cache, which turns a key once: so not with positions that change as a row grows."""
@@ -222,6 +226,7 @@ def test_scaling_is_replaced_where_the_layers_see_everything():
         assert set(of(changed)) == set(of(config))
 
 
+@pytest.mark.both_worlds("gemma3_text")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_random_weights_fill_the_table(family):
     """Norms start as the identity's scale, whatever is added to their weights."""

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fastjax.lora.dropout import drop
 from fastjax.models import layer as layers
@@ -34,6 +35,7 @@ def test_auxiliary_losses_weigh_as_much_as_the_target_tokens(monkeypatch):
     np.testing.assert_allclose(after.loss_sum - before.loss_sum, added, rtol=1e-6)  # float32 of a few hundred
 
 
+@pytest.mark.one_world
 def test_residual_dropout_is_of_both_blocks_and_of_training_alone(monkeypatch, tmp_path):
     rate = 0.3
     config = families.CONFIGS["seed_oss"] | {"residual_dropout": rate}
