@@ -20,7 +20,7 @@ CASES = {
     "dropout": ({"dropout_rate": 0.1}, False),
     "documents and dropout": ({"query_offset": None, "dropout_rate": 0.1}, True),
 }
-pytestmark = needs_cuda_plugin
+pytestmark = [pytest.mark.aot, needs_cuda_plugin]
 
 
 @pytest.fixture(scope="module")
