@@ -55,7 +55,7 @@ def config_of(size: float) -> dict:
     """Of a model of about `size` bytes."""
     table = 2 * CONFIG["vocab_size"] * CONFIG["hidden_size"]
     one = {**CONFIG, "num_hidden_layers": 1}
-    layer = sum(int(np.prod(row.shape)) for row in family_for(one).rows(one) if row.path.startswith("layers."))
+    layer = sum(int(np.prod(spec.shape)) for spec in family_for(one).specs(one) if spec.path.layer is not None)
     return {**CONFIG, "num_hidden_layers": max(1, round((size / 2 - table) / layer))}
 
 
@@ -63,11 +63,10 @@ def make_adapter(folder: Path, model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     rng = np.random.default_rng(0)
     arrays = {}
-    for row in family_for(config).rows(config):
-        module = row.path.removesuffix(".weight")
-        if module.rpartition(".")[2] in PROJECTIONS:
-            arrays[f"{module}.lora_A"] = rng.standard_normal((16, row.shape[1]), np.float32)
-            arrays[f"{module}.lora_B"] = rng.standard_normal((row.shape[0], 16), np.float32)
+    for spec in family_for(config).specs(config):
+        if spec.path.part in PROJECTIONS:
+            arrays[f"{spec.path.module}.lora_A"] = rng.standard_normal((16, spec.shape[1]), np.float32)
+            arrays[f"{spec.path.module}.lora_B"] = rng.standard_normal((spec.shape[0], 16), np.float32)
     write_adapter(folder, AdapterConfig(r=16, target_modules=PROJECTIONS), arrays)
 
 

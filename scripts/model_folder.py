@@ -25,11 +25,11 @@ def make_model(folder: Path, config: Mapping[str, Any], shard_bytes: int, fill: 
     """
     folder.mkdir(parents=True)
     shards: list[dict[str, Any]] = [{}]
-    for row in family_for(config).rows(config):
+    for spec in family_for(config).specs(config):
         filled = sum(2 * int(np.prod(shape)) for _, shape in shards[-1].values())
-        if shards[-1] and filled + 2 * int(np.prod(row.shape)) > shard_bytes:
+        if shards[-1] and filled + 2 * int(np.prod(spec.shape)) > shard_bytes:
             shards.append({})
-        shards[-1][row.name] = (DTYPES["BF16"], row.shape)
+        shards[-1][spec.name] = (DTYPES["BF16"], spec.shape)
     names, total = {}, 0
     for number, tensors in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -1,0 +1,5 @@
+"""Matrix products over groups of rows: the experts of a mixture."""
+
+from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
+
+__all__ = ["grouped_matmul", "grouped_matmul_dw", "grouped_matmul_dx"]

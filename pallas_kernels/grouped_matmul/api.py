@@ -1,0 +1,160 @@
+"""Products of sorted rows with one matrix a group, for experts of a mixture; groups may have any size, also none.
+
+Rows [0, group_sizes[0]) belong to group 0, the next group_sizes[1] to group 1, and so on. Sums are taken in float32.
+
+The backward pass has two products, which choose their own implementations: in x (`grouped_matmul_dx`) and in w
+(`grouped_matmul_dw`). Rows may be gathered in the load of x (`rows`), so that a token's copies for several experts
+never exist; their gradient is summed over the copies. A low-rank product may be added inside the same sum.
+
+Implementations, in order of preference:
+
+- ``mosaic``: Hopper, 16 bits;
+- ``xla``: everything else, by `jax.lax.ragged_dot`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.grouped_matmul.implementations import DW, DX, MATMUL, Case
+
+
+def grouped_matmul(
+    x: Float[Array, "T K"],
+    w: Float[Array, "X N K"],
+    group_sizes: Int[Array, " X"],
+    *,
+    rows: Int[Array, " M"] | None = None,
+    low_rank: tuple[Float[Array, "M R"], Float[Array, "X N R"]] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "M N"]:
+    """y_i = w[g(i)] x_i + b[g(i)] z_i, with x_i = x[rows[i]]; differentiable in x, w, z and b.
+
+    Args:
+        x: float32, bfloat16 or float16.
+        w: one matrix a group, of x's dtype.
+        group_sizes: int32, rows of each group, in all at most M; rows past the last group give zeros.
+        rows: int32, row of x for each row of the result, in [0, T); None: x's own rows, M = T.
+        low_rank: z and b, of x's dtype; None: no second product.
+        implementation: None, "mosaic" or "xla", for all three products.
+
+    Returns:
+        The products, in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    _check("grouped_matmul", x, w, group_sizes, rows, low_rank, summed=2)
+    return _matmul(x, w, group_sizes, rows, low_rank, implementation)
+
+
+def grouped_matmul_dx(
+    dy: Float[Array, "T N"],
+    w: Float[Array, "X N K"],
+    group_sizes: Int[Array, " X"],
+    *,
+    rows: Int[Array, " M"] | None = None,
+    low_rank: tuple[Float[Array, "M R"], Float[Array, "X R K"]] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "M K"]:
+    """dx_i = dy_i w[g(i)] + z_i a[g(i)], with dy_i = dy[rows[i]]; not differentiable.
+
+    Arguments and errors as of `grouped_matmul`.
+    """
+    _check("grouped_matmul_dx", dy, w, group_sizes, rows, low_rank, summed=1)
+    case = Case(dispatch.target(), (dy if rows is None else rows).shape[0], w.shape, (dy.dtype, dy.dtype))
+    return DX[DX.choose(case, implementation)].forward(dy, w, group_sizes, rows, low_rank)
+
+
+def grouped_matmul_dw(
+    dy: Float[Array, "M N"],
+    x: Float[Array, "T K"],
+    group_sizes: Int[Array, " X"],
+    *,
+    rows: Int[Array, " M"] | None = None,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "X N K"]:
+    """dw[g] = Σ dy_i x_iᵀ over the rows of group g; zeros for an empty one. Not differentiable.
+
+    Args:
+        dy: gradient of the products.
+        x: of dy's dtype.
+        group_sizes: as in `grouped_matmul`.
+        rows: likewise, for x.
+        dtype: of the result; None: dy's.
+        implementation: None, "mosaic" or "xla".
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    op = "grouped_matmul_dw"
+    count = (x if rows is None else rows).shape[0]
+    if dy.ndim != 2 or x.ndim != 2 or dy.shape[0] != count or dy.dtype != x.dtype:
+        raise ValueError(f"{op}: expected dy of {count} rows in {x.dtype}, given {dy.shape} in {dy.dtype}")
+    _check_groups(op, group_sizes, rows)
+    dtype = jnp.dtype(dy.dtype if dtype is None else dtype)
+    shape = (group_sizes.shape[0], dy.shape[1], x.shape[1])
+    case = Case(dispatch.target(), count, shape, (dy.dtype, dtype))
+    return DW[DW.choose(case, implementation)].forward(dy, x, group_sizes, rows, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _matmul(x, w, group_sizes, rows, low_rank, implementation: str | None) -> Array:
+    case = Case(dispatch.target(), (x if rows is None else rows).shape[0], w.shape, (x.dtype, x.dtype))
+    return MATMUL[MATMUL.choose(case, implementation)].forward(x, w, group_sizes, rows, low_rank)
+
+
+def _matmul_forward(x, w, group_sizes, rows, low_rank, implementation):
+    return _matmul(x, w, group_sizes, rows, low_rank, implementation), (x, w, group_sizes, rows, low_rank)
+
+
+def _matmul_backward(implementation, kept, dy):
+    x, w, group_sizes, rows, low_rank = kept
+    transposed = functools.partial(grouped_matmul_dx, dy, group_sizes=group_sizes, implementation=implementation)
+    outer = functools.partial(grouped_matmul_dw, dy, group_sizes=group_sizes, implementation=implementation)
+    dx = transposed(w)
+    if rows is not None:
+        dx = jnp.zeros(x.shape, jnp.float32).at[rows].add(dx.astype(jnp.float32)).astype(x.dtype)
+    more = None if low_rank is None else (transposed(low_rank[1]), outer(low_rank[0]))
+    no_gradient = jax.tree.map(lambda array: np.zeros(array.shape, jax.dtypes.float0), (group_sizes, rows))
+    return dx, outer(x, rows=rows), *no_gradient, more
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _check(op: str, x: Array, w: Array, group_sizes: Array, rows, low_rank, *, summed: int) -> None:
+    count = (x if rows is None else rows).shape[0]
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[summed]:
+        wanted = "[X, N, K] beside x [T, K]" if summed == 2 else "[X, N, K] beside dy [T, N]"
+        raise ValueError(f"{op}: expected w {wanted}, given w {w.shape} and {x.shape}")
+    if low_rank is not None:
+        z, b = low_rank
+        written = w.shape[3 - summed]
+        wanted = (w.shape[0], written, z.shape[-1]) if summed == 2 else (w.shape[0], z.shape[-1], written)
+        if z.ndim != 2 or z.shape[0] != count or b.shape != wanted:
+            raise ValueError(
+                f"{op}: expected low_rank of [{count}, R] and, with R = {z.shape[-1]}, {wanted}, given {z.shape} and "
+                f"{b.shape}"
+            )
+    dtypes = [array.dtype for array in (x, w, *(low_rank or ()))]
+    if len(set(dtypes)) > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{op}: expected operands of one floating dtype, given {', '.join(map(str, dtypes))}")
+    if group_sizes.shape != w.shape[:1]:
+        raise ValueError(f"{op}: expected {w.shape[0]} group_sizes, one a matrix, given shape {group_sizes.shape}")
+    _check_groups(op, group_sizes, rows)
+
+
+def _check_groups(op: str, group_sizes: Array, rows: Array | None) -> None:
+    for name, array in (("group_sizes", group_sizes), ("rows", rows)):
+        if array is not None and (array.ndim != 1 or array.dtype != jnp.int32):
+            raise ValueError(f"{op}: expected {name} of one axis in int32, given {array.shape} in {array.dtype}")

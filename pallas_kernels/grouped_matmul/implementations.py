@@ -1,0 +1,58 @@
+"""The implementations of the three products over groups by name, in order of preference.
+
+    matmul(x, w, group_sizes, rows, low_rank) -> y
+    dx(dy, w, group_sizes, rows, low_rank) -> dx
+    dw(dy, x, group_sizes, rows, dtype) -> dw
+
+Each product chooses its own.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.grouped_matmul import mosaic, xla
+
+
+class Case(NamedTuple):
+    """A product and its device.
+
+    Attributes:
+        target: the device.
+        rows: of all groups.
+        shape: of the matrices, (groups, out, in).
+        dtypes: of the operands and of the result.
+    """
+
+    target: Target
+    rows: int
+    shape: tuple[int, ...]
+    dtypes: tuple[DTypeLike, DTypeLike]
+
+
+def _why_not_mosaic(case: Case) -> str | None:
+    operands, result = (jnp.dtype(dtype) for dtype in case.dtypes)
+    if case.target.platform != "cuda" or case.target.compute_capability != (9, 0):
+        return f"it needs an NVIDIA GPU of compute capability 9.0, the target is {case.target}"
+    if operands not in (jnp.bfloat16, jnp.float16):
+        return f"it multiplies bfloat16 and float16, not {operands}"
+    if result not in (operands, jnp.float32):
+        return f"it writes {operands} or float32, not {result}"
+    if not case.rows or 0 in case.shape:
+        return f"it takes no empty arrays, these are {case.rows} rows and matrices {case.shape}"
+    return None
+
+
+def _registry(op: str, of_mosaic, of_xla) -> Registry[Case]:
+    implementations = {
+        "mosaic": Implementation(_why_not_mosaic, of_mosaic),
+        "xla": Implementation(lambda case: None, of_xla),
+    }
+    return Registry(op, implementations, lambda case: ("mosaic", "xla"))
+
+
+MATMUL = _registry("grouped_matmul", mosaic.matmul, xla.matmul)
+DX = _registry("grouped_matmul_dx", mosaic.dx, xla.dx)
+DW = _registry("grouped_matmul_dw", mosaic.dw, xla.dw)

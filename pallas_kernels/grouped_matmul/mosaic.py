@@ -1,0 +1,66 @@
+"""Hopper's kernels for operands of any size: padding, block sizes, the number of multiprocessors."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from pallas_kernels import dispatch
+from pallas_kernels.grouped_matmul import mosaic_sm90
+from pallas_kernels.grouped_matmul.config import TERMS, dw_config, matmul_config
+
+_ROWS = 8  # the copy engine's tiles are eight rows high
+_H100_CORES = 132
+
+
+def matmul(x: Array, w: Array, group_sizes: Array, rows: Array | None, low_rank: tuple[Array, Array] | None) -> Array:
+    """y_i = w[g(i)] x_i + b[g(i)] z_i."""
+    return _matmul(x, w, group_sizes, rows, low_rank, transposed=False)
+
+
+def dx(dy: Array, w: Array, group_sizes: Array, rows: Array | None, low_rank: tuple[Array, Array] | None) -> Array:
+    """dx_i = dy_i w[g(i)] + z_i a[g(i)]."""
+    return _matmul(dy, w, group_sizes, rows, low_rank, transposed=True)
+
+
+def dw(dy: Array, x: Array, group_sizes: Array, rows: Array | None, dtype: DTypeLike) -> Array:
+    """dw[g] = Σ dy_i x_iᵀ over the rows of the group."""
+    if x.shape[1] < dy.shape[1] and rows is None:  # the smaller one takes the tile's width, a thin one a thin tile
+        return dw(x, dy, group_sizes, None, dtype).swapaxes(1, 2)
+    shape = (dy.shape[1], x.shape[1])
+    dy, x = _padded(dy, (_ROWS, TERMS)), _padded(x, (1 if rows is not None else _ROWS, TERMS))
+    config = dw_config(dy.shape[1], jnp.dtype(dtype).itemsize)
+    out = mosaic_sm90.dw(dy, x, group_sizes, _padded_rows(rows, dy), dtype=dtype, config=config, cores=_cores())
+    return out[:, : shape[0], : shape[1]]
+
+
+def _matmul(
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    rows: Array | None,
+    low_rank: tuple[Array, Array] | None,
+    *,
+    transposed: bool,
+) -> Array:
+    count, columns = (x if rows is None else rows).shape[0], w.shape[2 if transposed else 1]
+    x, w = _padded(x, (1 if rows is not None else _ROWS, TERMS)), _padded(w, (1, TERMS, TERMS))
+    if low_rank is not None:
+        low_rank = (_padded(low_rank[0], (_ROWS, TERMS)), _padded(low_rank[1], (1, TERMS, TERMS)))
+    rows = None if rows is None else _padded(rows, (_ROWS,))
+    config = matmul_config(columns, count / w.shape[0])
+    out = mosaic_sm90.matmul(x, w, group_sizes, rows, low_rank, transposed=transposed, config=config, cores=_cores())
+    return out[:count, :columns]
+
+
+def _padded(array: Array, multiples: tuple[int, ...]) -> Array:
+    """Zeros behind every axis, up to a multiple."""
+    missing = [(0, -size % multiple) for size, multiple in zip(array.shape, multiples, strict=True)]
+    return jnp.pad(array, missing) if any(after for _, after in missing) else array
+
+
+def _padded_rows(rows: Array | None, beside: Array) -> Array | None:
+    return None if rows is None else jnp.pad(rows, (0, beside.shape[0] - rows.shape[0]))
+
+
+def _cores() -> int:
+    return dispatch.target().num_cores or _H100_CORES

@@ -1,0 +1,219 @@
+"""dw[g] = Σ dy_i x_iᵀ over the rows of group g on Hopper: persistent, warp-specialised.
+
+A tile is 256 columns of x by 256 of dy, summed over the group's rows in pieces of 64. Its two halves in x's columns go
+to the two thread blocks of a cluster, and dy's piece is loaded once and multicast to both. The tensor cores get both
+operands transposed, and the sums, x's columns down, are transposed as they are written. The rows of the next group in a
+piece that ends a group are made zeros in shared memory.
+"""
+
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.grouped_matmul.config import TERMS, MatmulConfig
+from pallas_kernels.grouped_matmul.mosaic_sm90 import rows as rows_at
+from pallas_kernels.grouped_matmul.mosaic_sm90.stages import arrive, stay
+
+_UNIT = 64  # columns of x of a warpgroup
+_CONSUMERS = 2
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "config", "cores", "interpret"))
+def dw(
+    dy: Array,
+    x: Array,
+    group_sizes: Array,
+    rows: Array | None = None,
+    *,
+    dtype: DTypeLike,
+    config: MatmulConfig,
+    cores: int,
+    interpret: Any = None,
+) -> Array:
+    """The gradient of every group's matrix.
+
+    Args:
+        dy: bfloat16 or float16, [M, N]; rows are a multiple of 8, columns of 64.
+        x: of dy's dtype, [T, K]; likewise.
+        group_sizes: int32 [X].
+        rows: int32 [M], row of x for each row of dy; None: x's own.
+        dtype: of the result, of 16 bits or float32.
+        config: block sizes; the interpreter takes no clusters.
+        cores: multiprocessors; each runs one thread block.
+        interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
+    """
+    if interpret is not None and rows is not None:  # its loads are assembly
+        x, rows = x[rows], None
+    groups, (count, n), k = group_sizes.shape[0], dy.shape, x.shape[1]
+    ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), count)
+    bounds = jnp.pad(ends, (1, 0))
+    cluster = config.cluster
+    out_columns = 128 // jnp.dtype(dtype).itemsize
+    scratch = {
+        "x_smem": plgpu.SMEM((config.stages, _CONSUMERS, TERMS, _UNIT), x.dtype, transforms=rows_at.SWIZZLED),
+        "dy_smem": plgpu.SMEM((config.stages, TERMS, config.columns), x.dtype, transforms=rows_at.SWIZZLED),
+        "out_smem": plgpu.SMEM(
+            (_CONSUMERS, 2, 64, _UNIT),
+            dtype,
+            transforms=(plgpu.TilingTransform((8, out_columns)), plgpu.SwizzleTransform(128)),
+        ),
+        "x_full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=_CONSUMERS if rows is None else 1),
+        "dy_full": plgpu.Barrier(num_barriers=config.stages),
+        "free": plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=config.stages, num_arrivals=_CONSUMERS)
+        if cluster > 1
+        else plgpu.Barrier(num_barriers=config.stages, num_arrivals=_CONSUMERS),
+    }
+    body = functools.partial(
+        _kernel,
+        names=("dy", "x", "bounds", *(() if rows is None else ("rows",)), "out", *scratch),
+        config=config,
+        clusters=cores // cluster,
+        interpreted=interpret is not None,
+    )
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((groups, n, k), dtype),
+        scratch_types=tuple(scratch.values()),
+        grid=(cores // cluster,),
+        grid_names=("cluster",),
+        **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        kernel_name="grouped_matmul_dw",
+        interpret=interpret,
+    )
+    return kernel(dy, x, bounds, *(() if rows is None else (rows,)))
+
+
+def _kernel(*arguments, names, config: MatmulConfig, clusters: int, interpreted: bool):
+    refs = types.SimpleNamespace(**dict(zip(names, arguments, strict=True)))
+    cluster, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+    rank = lax.axis_index("rank") if config.cluster > 1 else 0
+    groups, n, k = refs.out.shape
+    width = _CONSUMERS * _UNIT * config.cluster
+    down, across = pl.cdiv(k, width), pl.cdiv(n, config.columns)
+    turns = lax.div(groups * down * across - cluster + clusters - 1, jnp.int32(clusters))
+
+    def tile_of(turn):
+        tile = cluster + turn * clusters
+        group, own = lax.div(tile, jnp.int32(down * across)), lax.rem(tile, jnp.int32(down * across))
+        begin, end = refs.bounds[group], refs.bounds[group + 1]
+        column, n_column = lax.rem(own, jnp.int32(down)) * width, lax.div(own, jnp.int32(down)) * config.columns
+        return group, begin, end, column, n_column, lax.div(end - begin + TERMS - 1, jnp.int32(TERMS))
+
+    @pl.when(warpgroup < _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+
+        def compute(turn, count):
+            group, begin, end, column, n_column, pieces = tile_of(turn)
+            column = column + (rank * _CONSUMERS + warpgroup) * _UNIT
+            sums = _multiply(refs, warpgroup, count, pieces, end - begin, config)
+            _write(refs, warpgroup, sums, group, n_column, column, config, interpreted)
+            return count + pieces
+
+        lax.fori_loop(0, turns, compute, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)  # shared memory must outlive the last tile's stores
+
+    @pl.when(warpgroup == _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        load = functools.partial(_load, refs, rank, config=config)
+        count = lax.fori_loop(0, turns, lambda turn, count: load(tile_of(turn), count), jnp.int32(0))
+        if hasattr(refs, "rows"):
+            rows_at.gather_wait(0)
+            plgpu.commit_smem()
+            for back in range(config.delay, 0, -1):
+                pl.when(count >= back)(functools.partial(arrive, refs.x_full, count - back, config.stages))
+        if config.cluster > 1:
+            stay(refs.free, count, config.stages)
+
+
+def _load(refs, rank, tile, count, *, config: MatmulConfig):
+    """The loading warpgroup's part of a tile: x and dy of every piece, as far ahead as there are free stages."""
+    _, begin, end, column, n_column, pieces = tile
+    gathered = hasattr(refs, "rows")
+
+    def load(index, count):
+        slot, row = lax.rem(count, jnp.int32(config.stages)), begin + index * TERMS
+        # Every product with the stage is done, in both thread blocks of a cluster: the copy of dy below writes half of
+        # the stage here and half in the neighbour. The first round of stages starts empty.
+        pl.when(count >= config.stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+        axes = "rank" if config.cluster > 1 else None
+        source = refs.dy.at[pl.ds(row, TERMS), pl.ds(n_column, config.columns)]
+        plgpu.copy_gmem_to_smem(source, refs.dy_smem.at[slot], refs.dy_full.at[slot], collective_axes=axes)
+        for part in range(_CONSUMERS):
+            own = column + (rank * _CONSUMERS + part) * _UNIT
+            if gathered:
+                rows_at.gather(refs.x, refs.rows, refs.x_smem.at[slot, part], row, end - 1, own)
+            else:
+                source = refs.x.at[pl.ds(row, TERMS), pl.ds(own, _UNIT)]
+                plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot, part], refs.x_full.at[slot])
+        if gathered:
+            rows_at.gather_commit()
+            rows_at.gather_wait(config.delay)
+            plgpu.commit_smem()
+            before = functools.partial(arrive, refs.x_full, count - config.delay, config.stages)
+            pl.when(count >= config.delay)(before)
+        return count + 1
+
+    return lax.fori_loop(0, pieces, load, count)
+
+
+def _multiply(refs, consumer, count, pieces, rows, config: MatmulConfig):
+    """A warpgroup's sums of a tile, [columns of x, columns of dy]."""
+
+    def products(sums_ref):
+        def step(index, _):
+            slot = lax.rem(count + index, jnp.int32(config.stages))
+            plgpu.barrier_wait(refs.x_full.at[slot])
+            plgpu.barrier_wait(refs.dy_full.at[slot])
+            x = refs.x_smem.at[slot, consumer]
+            left = rows - index * TERMS
+
+            if not hasattr(refs, "rows"):  # gathered rows behind the group are zeros already
+
+                @pl.when(left < TERMS)
+                def _():
+                    values = x[...]
+                    row = plgpu.broadcasted_iota(jnp.int32, (TERMS, _UNIT), 0, layout=plgpu.Layout.WGMMA)
+                    x[...] = jnp.where(row < left, values, jnp.zeros_like(values))
+                    plgpu.commit_smem()
+
+            plgpu.wgmma(sums_ref, x.T, refs.dy_smem.at[slot])
+            # One product stays in flight; the one before is done, and its stage is released.
+            plgpu.wgmma_wait(1)
+            pl.when(index > 0)(lambda: arrive(refs.free, count + index - 1, config.stages))
+
+        lax.fori_loop(0, pieces, step, None)
+        sums = sums_ref[...]  # waits for the product in flight
+        pl.when(pieces > 0)(lambda: arrive(refs.free, count + pieces - 1, config.stages))
+        return sums
+
+    accumulator = plgpu.ACC((_UNIT, config.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(products, accumulator)
+
+
+def _write(refs, consumer, sums, group, n_column, column, config: MatmulConfig, interpreted: bool):
+    """Write a warpgroup's columns of x, 64 rows of the result at a time."""
+    for number, start in enumerate(range(0, config.columns, 64)):
+        tile = refs.out_smem.at[consumer, number % 2]
+        values = sums[:, start : start + 64].astype(tile.dtype)
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # of two buffers the other one's store may be in flight
+        if interpreted:
+            tile[...] = values.T
+        else:
+            tile.T[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile, refs.out.at[group, pl.ds(n_column + start, 64), pl.ds(column, _UNIT)])

@@ -1,0 +1,266 @@
+"""y_i = w[g(i)] x_i and dx_i = dy_i w[g(i)] on Hopper: persistent, warp-specialised, a cluster a tile of rows.
+
+Two thread blocks form a cluster and take 256 rows of one group: the pieces of its matrix are loaded once and multicast
+to both, which brings the traffic of the L2 cache under what it can give (128×256 tiles alone need 48 KB for 4.2 MFLOP;
+a cluster 32 KB). A thread block has three warpgroups: one loads, two multiply 64 rows each. The four quarters of a tile
+go to the thread blocks in turn, so that a tile with few rows left keeps both busy; a warpgroup without rows multiplies
+nothing, and the tensor cores are the other's.
+
+Rows of x come by TMA where they are contiguous, and by `rows.gather` where an index chooses them.
+"""
+
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul.config import TERMS, MatmulConfig
+from pallas_kernels.grouped_matmul.mosaic_sm90 import rows as rows_at
+from pallas_kernels.grouped_matmul.mosaic_sm90.stages import arrive, stay
+from pallas_kernels.grouped_matmul.schedule import schedule
+
+_UNIT = 64  # rows of a warpgroup
+_CONSUMERS = 2
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
+
+
+# Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
+@functools.partial(jax.jit, static_argnames=("transposed", "config", "cores", "interpret"))
+def matmul(
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    rows: Array | None = None,
+    low_rank: tuple[Array, Array] | None = None,
+    *,
+    transposed: bool,
+    config: MatmulConfig,
+    cores: int,
+    interpret: Any = None,
+) -> Array:
+    """The product of rows with their group's matrix.
+
+    Args:
+        x: bfloat16 or float16, [T, K]; for the gradient dy [M, N]. Rows are a multiple of 8, columns of 64.
+        w: [X, N, K].
+        group_sizes: int32 [X].
+        rows: int32 [M], row of x for each row of the result; None: x's own.
+        low_rank: z [M, R] and b [X, N, R] ([X, R, K] for the gradient), more terms of the sum; None: none.
+        transposed: whether to sum over N instead of K, as the gradient in x does.
+        config: block sizes; the interpreter takes no clusters.
+        cores: multiprocessors; each runs one thread block.
+        interpret: parameters of Mosaic's interpreter, to run on any device; None compiles.
+    """
+    if interpret is not None and rows is not None:  # its loads are assembly
+        x, rows = x[rows], None
+    count = x.shape[0] if rows is None else rows.shape[0]
+    inputs = {"x": x, "w": w}
+    if low_rank is not None:
+        inputs |= {"z": low_rank[0], "b": low_rank[1]}
+    columns = w.shape[2] if transposed else w.shape[1]
+    cluster = config.cluster
+    tile_rows = _CONSUMERS * _UNIT * cluster
+    column_tiles = pl.cdiv(columns, config.columns)
+    table, tiles = schedule(group_sizes, count, tile_rows, column_tiles, config.columns)
+    inputs |= {"table": table, "tiles": tiles} | ({} if rows is None else {"rows": rows})
+    free = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if cluster > 1 else plgpu.Barrier
+    w_tile = (TERMS, config.columns) if transposed else (config.columns, TERMS)
+    scratch = {
+        "x_smem": plgpu.SMEM((config.stages, _CONSUMERS, _UNIT, TERMS), x.dtype, transforms=rows_at.SWIZZLED),
+        "w_smem": plgpu.SMEM((config.stages, *w_tile), x.dtype, transforms=rows_at.SWIZZLED),
+        "out_smem": plgpu.SMEM((_CONSUMERS, 2, _UNIT, 64), x.dtype, transforms=rows_at.SWIZZLED),
+        "x_full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=_CONSUMERS if rows is None else 1),
+        "w_full": plgpu.Barrier(num_barriers=config.stages),
+        "free": free(num_barriers=config.stages, num_arrivals=_CONSUMERS),
+    }
+    body = functools.partial(
+        _kernel,
+        names=(*inputs, "out", *scratch),
+        transposed=transposed,
+        config=config,
+        clusters=cores // cluster,
+        interpreted=interpret is not None,
+    )
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((count, columns), x.dtype),
+        scratch_types=tuple(scratch.values()),
+        grid=(cores // cluster,),
+        grid_names=("cluster",),
+        **({"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        kernel_name="grouped_matmul_dx" if transposed else "grouped_matmul",
+        interpret=interpret,
+    )
+    return kernel(*inputs.values())
+
+
+def _kernel(*arguments, names, transposed: bool, config: MatmulConfig, clusters: int, interpreted: bool):
+    refs = types.SimpleNamespace(**dict(zip(names, arguments, strict=True)))
+    cluster, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+    rank = lax.axis_index("rank") if config.cluster > 1 else 0
+    groups, all_pieces = refs.w.shape[0], _main_pieces(refs) + _more_pieces(refs)
+    turns = lax.div(refs.tiles[0] - cluster + clusters - 1, jnp.int32(clusters))
+
+    def tile_of(turn):
+        tile = cluster + turn * clusters
+        group = refs.table[tile, 0]
+        # Rows past the last group are summed over nothing: they are zeros.
+        pieces = lax.select(group < groups, jnp.int32(all_pieces), jnp.int32(0))
+        return group, refs.table[tile, 1], refs.table[tile, 2], refs.table[tile, 3], pieces
+
+    @pl.when(warpgroup < _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+
+        def compute(turn, count):
+            _, row, end, column, pieces = tile_of(turn)
+            row = row + (warpgroup * config.cluster + rank) * _UNIT
+
+            @pl.when(row < end)
+            def _():
+                sums = _multiply(refs, warpgroup, count, pieces, transposed, config)
+                _write(refs, warpgroup, sums, row, end, column, config, interpreted)
+
+            @pl.when(row >= end)
+            def _():
+                def skip(index, _):
+                    slot = lax.rem(count + index, jnp.int32(config.stages))
+                    plgpu.barrier_wait(refs.x_full.at[slot])
+                    plgpu.barrier_wait(refs.w_full.at[slot])
+                    plgpu.barrier_arrive(refs.free.at[slot])
+
+                lax.fori_loop(0, pieces, skip, None)
+
+            return count + pieces
+
+        lax.fori_loop(0, turns, compute, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)  # shared memory must outlive the last tile's stores
+
+    @pl.when(warpgroup == _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        load = functools.partial(_load, refs, rank, transposed=transposed, config=config)
+        count = lax.fori_loop(0, turns, lambda turn, count: load(tile_of(turn), count), jnp.int32(0))
+        if hasattr(refs, "rows"):
+            rows_at.gather_wait(0)
+            plgpu.commit_smem()
+            for back in range(config.delay, 0, -1):
+                pl.when(count >= back)(functools.partial(arrive, refs.x_full, count - back, config.stages))
+        if config.cluster > 1:
+            stay(refs.free, count, config.stages)
+
+
+def _main_pieces(refs) -> int:
+    """Pieces of x and w."""
+    return refs.x.shape[1] // TERMS
+
+
+def _more_pieces(refs) -> int:
+    """Pieces of z and b."""
+    return refs.z.shape[1] // TERMS if hasattr(refs, "z") else 0
+
+
+def _load(refs, rank, tile, count, *, transposed: bool, config: MatmulConfig):
+    """The loading warpgroup's part of a tile: x and w of every piece, as far ahead as there are free stages."""
+    group, row, end, column, pieces = tile
+    gathered = hasattr(refs, "rows")
+    first = [row + (part * config.cluster + rank) * _UNIT for part in range(_CONSUMERS)]
+
+    def load(index, count):
+        slot = lax.rem(count, jnp.int32(config.stages))
+        # Every product with the stage is done, in both thread blocks of a cluster: the copy of w below writes half of
+        # the stage here and half in the neighbour. The first round of stages starts empty.
+        pl.when(count >= config.stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
+        columns = pl.ds(column, config.columns)
+
+        def copy(x, w, rows, term):
+            terms = pl.ds(term, TERMS)
+            source = w.at[group, terms, columns] if transposed else w.at[group, columns, terms]
+            axes = "rank" if config.cluster > 1 else None
+            plgpu.copy_gmem_to_smem(source, refs.w_smem.at[slot], refs.w_full.at[slot], collective_axes=axes)
+            for part in range(_CONSUMERS):
+                if gathered:
+                    rows_at.gather(x, rows, refs.x_smem.at[slot, part], first[part], end - 1, term)
+                else:
+                    source = x.at[pl.ds(first[part], _UNIT), terms]
+                    plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot, part], refs.x_full.at[slot])
+
+        rows = refs.rows if gathered else None
+        if hasattr(refs, "z"):
+            more = index - _main_pieces(refs)
+            pl.when(more < 0)(functools.partial(copy, refs.x, refs.w, rows, index * TERMS))
+            pl.when(more >= 0)(functools.partial(copy, refs.z, refs.b, None, more * TERMS))
+        else:
+            copy(refs.x, refs.w, rows, index * TERMS)
+        if gathered:
+            # The copies of `delay` pieces are under way; those of the piece before them are done, by this thread and,
+            # after the barrier in `commit_smem`, by all of them. That also shows plain writes to the tensor cores.
+            rows_at.gather_commit()
+            rows_at.gather_wait(config.delay)
+            plgpu.commit_smem()
+            before = functools.partial(arrive, refs.x_full, count - config.delay, config.stages)
+            pl.when(count >= config.delay)(before)
+        return count + 1
+
+    return lax.fori_loop(0, pieces, load, count)
+
+
+def _multiply(refs, consumer, count, pieces, transposed: bool, config: MatmulConfig):
+    """A warpgroup's sums of a tile."""
+
+    def products(sums_ref):
+        def step(index, _):
+            slot = lax.rem(count + index, jnp.int32(config.stages))
+            plgpu.barrier_wait(refs.x_full.at[slot])
+            plgpu.barrier_wait(refs.w_full.at[slot])
+            w = refs.w_smem.at[slot]
+            plgpu.wgmma(sums_ref, refs.x_smem.at[slot, consumer], w if transposed else w.T)
+            # One product stays in flight; the one before is done, and its stage is released.
+            plgpu.wgmma_wait(1)
+            pl.when(index > 0)(lambda: arrive(refs.free, count + index - 1, config.stages))
+
+        lax.fori_loop(0, pieces, step, None)
+        sums = sums_ref[...]  # waits for the product in flight
+        pl.when(pieces > 0)(lambda: arrive(refs.free, count + pieces - 1, config.stages))
+        return sums
+
+    accumulator = plgpu.ACC((_UNIT, config.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(products, accumulator)
+
+
+def _write(refs, consumer, sums, row, end, column, config: MatmulConfig, interpreted: bool):
+    """Write a warpgroup's rows that belong to the group; of two buffers the other one's store may be in flight."""
+    whole = row + _UNIT <= end
+    for number, start in enumerate(range(0, config.columns, 64)):
+        tile = refs.out_smem.at[consumer, number % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        tile[...] = sums[:, start : start + 64].astype(tile.dtype)
+        plgpu.commit_smem()
+
+        inside = column + start < refs.out.shape[1]
+
+        @pl.when(jnp.logical_and(inside, whole))
+        def _(tile=tile, start=start):
+            plgpu.copy_smem_to_gmem(tile, refs.out.at[pl.ds(row, _UNIT), pl.ds(column + start, 64)])
+
+        @pl.when(jnp.logical_and(inside, jnp.logical_not(whole)))
+        def _(tile=tile, start=start):
+            if interpreted:
+
+                def one(index, _):
+                    refs.out[row + index, pl.ds(column + start, 64)] = tile[index]
+
+                lax.fori_loop(0, end - row, one, None)
+            else:
+                rows_at.store(tile, refs.out, row, end - row, column + start)
+                plgpu.commit_smem()  # all have read the buffer before it is written again

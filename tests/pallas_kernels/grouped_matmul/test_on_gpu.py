@@ -1,0 +1,93 @@
+"""The products on the card against sums in float64, with fresh inputs, and bit for bit again."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx, mosaic_sm90
+from pallas_kernels.grouped_matmul.config import MatmulConfig
+from tests.pallas_kernels.grouped_matmul import exact
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-11}  # one rounding to the dtype of a sum in float32, of the largest
+SIZES = {
+    "uneven": [130, 0, 257, 63, 64, 5],
+    "one takes all": [0, 0, 0, 600, 0, 0],
+    "one row each": [1, 1, 1, 1, 1, 1],
+    "rows of no group": [100, 1, 0, 0, 300, 7],
+    "large": [3000, 0, 1, 2500, 700, 999],
+}
+
+
+def draw(dtype, *shapes):
+    rng = np.random.default_rng(time.time_ns())
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def assert_close(found, expected, dtype):
+    assert found.dtype == jnp.dtype(dtype) and found.shape == expected.shape
+    found = np.asarray(found, np.float64)
+    assert np.isfinite(found).all()
+    assert np.abs(found - expected).max() <= TOLERANCE[dtype] * max(np.abs(expected).max(), 1e-30)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("n, k", [(328, 264), (512, 192), (24, 320)], ids=str)
+def test_products(sizes, n, k):
+    dtype = "float16" if n == 512 else "bfloat16"
+    count, tokens = max(601, sum(sizes)), 300
+    x, full, w, dy, z, b, a = draw(
+        dtype, (tokens, k), (count, k), (6, n, k), (count, n), (count, 16), (6, n, 16), (6, 16, k)
+    )
+    rows = jnp.asarray(np.random.default_rng(time.time_ns()).integers(0, tokens, count), jnp.int32)
+    sizes = jnp.asarray(sizes, jnp.int32)
+    cases = {
+        "contiguous": (grouped_matmul, exact.matmul, (full, w, sizes), {}),
+        "gathered": (grouped_matmul, exact.matmul, (x, w, sizes), {"rows": rows, "low_rank": (z, b)}),
+        "dx": (grouped_matmul_dx, exact.dx, (dy, w, sizes), {"low_rank": (z, a)}),
+        "dx gathered": (grouped_matmul_dx, exact.dx, (dy[:tokens], w, sizes), {"rows": rows}),
+        "dw": (grouped_matmul_dw, exact.dw, (dy, full, sizes), {}),
+        "dw gathered": (grouped_matmul_dw, exact.dw, (dy, x, sizes), {"rows": rows}),
+    }
+    for name, (function, plain, arguments, options) in cases.items():
+        found = jax.jit(lambda *arrays, f=function, **options: f(*arrays, implementation="mosaic", **options))
+        assert_close(found(*arguments, **options), plain(*arguments, **options), dtype), name
+
+
+@pytest.mark.parametrize("cluster, columns", [(1, 256), (2, 256), (1, 128), (2, 128), (1, 64)])
+def test_every_configuration(cluster, columns):
+    x, w, dy = draw("bfloat16", (648, 256), (6, 320, 256), (648, 320))
+    sizes = jnp.asarray([130, 0, 257, 63, 64, 5], jnp.int32)
+    config = MatmulConfig(columns, cluster=cluster)
+    options = {"config": config, "cores": 132}
+    found = mosaic_sm90.matmul(x, w, sizes, transposed=False, **options)
+    assert_close(found, exact.matmul(x, w, sizes), "bfloat16")
+    assert_close(mosaic_sm90.matmul(dy, w, sizes, transposed=True, **options), exact.dx(dy, w, sizes), "bfloat16")
+    found = mosaic_sm90.dw(dy, x, sizes, dtype=jnp.bfloat16, **options)
+    assert_close(found, exact.dw(dy, x, sizes), "bfloat16")
+
+
+def test_repetitions_are_equal_bit_for_bit():
+    """A missing wait shows as a rare difference."""
+    tokens, k, n, groups = 8192, 768, 512, 64
+    rng = np.random.default_rng(time.time_ns())
+    chosen = np.sort(rng.integers(0, groups, 4 * tokens))
+    sizes = jnp.asarray(np.bincount(chosen, minlength=groups), jnp.int32)
+    rows = jnp.asarray(rng.permutation(4 * tokens) % tokens, jnp.int32)
+    x, w, dy = draw("bfloat16", (tokens, k), (groups, n, k), (4 * tokens, n))
+
+    @jax.jit
+    def products(x, w, dy):
+        return (
+            grouped_matmul(x, w, sizes, rows=rows),
+            grouped_matmul_dx(dy, w, sizes),
+            grouped_matmul_dw(dy, x, sizes, rows=rows),
+        )
+
+    first = jax.tree.map(np.asarray, products(x, w, dy))
+    for _ in range(100):
+        for one, other in zip(products(x, w, dy), first, strict=True):
+            assert bool(jnp.array_equal(one, other))
