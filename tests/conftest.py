@@ -111,6 +111,7 @@ ONE_WORLD = (
     "fastjax/training/test_progress.py",
     "fastjax/training/test_report.py",
     "fuzz",
+    "scripts",
 )
 #: Processes that import transformers, which imports torch for seconds where there is one.
 NEWER_WORLD = ("fastjax/cli/test_resume.py",)
