@@ -13,6 +13,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+# Modules are compiled once, not once a process: half of what importing JAX, transformers and torch takes.
+export PYTHONDONTWRITEBYTECODE="" PYTHONPYCACHEPREFIX="$PWD/.venv-test-bytecode"
 
 # What each world pins. JAX's CUDA plugin is installed without CUDA itself: it compiles for a GPU that is not there.
 declare -A PINS=(

@@ -102,6 +102,7 @@ ONE_WORLD = (
     "fastjax/cli/test_hub_names.py",
     "fastjax/cli/test_preview.py",
     "fastjax/cli/test_quickstart.py",
+    "fastjax/cli/test_resume.py",
     "fastjax/cli/test_run_import.py",
     "fastjax/cli/test_train.py",
     "fastjax/data",
@@ -114,8 +115,6 @@ ONE_WORLD = (
     "fuzz",
     "scripts",
 )
-#: Processes that import transformers, which imports torch for seconds where there is one.
-NEWER_WORLD = ("fastjax/cli/test_resume.py",)
 #: Modules and folders that take more than ten seconds of a core.
 SLOW = (
     "fastjax/cli/test_bench.py",
@@ -141,9 +140,8 @@ SLOW = (
 
 
 def pytest_ignore_collect(collection_path, config):
-    """A module that `-m` with "not slow", "not one_world" or "not newer_world" leaves out is not imported either."""
-    lists = {"not slow": SLOW, "not one_world": ONE_WORLD, "not newer_world": NEWER_WORLD}
-    left_out = lists.get(config.option.markexpr, ())
+    """A module that `-m "not slow"` or `-m "not one_world"` leaves out is not imported either."""
+    left_out = {"not slow": SLOW, "not one_world": ONE_WORLD}.get(config.option.markexpr, ())
     return True if str(collection_path.relative_to(Path(__file__).parent)) in left_out else None
 
 
@@ -198,9 +196,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         module = item.path.relative_to(here)
         parents = {str(path) for path in (module, *module.parents)}
-        for mark, listed in (("one_world", ONE_WORLD), ("newer_world", NEWER_WORLD), ("slow", SLOW)):
-            if parents & set(listed):
-                item.add_marker(mark)
+        if parents & set(ONE_WORLD):
+            item.add_marker("one_world")
+        if parents & set(SLOW):
+            item.add_marker("slow")
         if "gpu" in item.keywords and not anywhere:
             item.add_marker(skip)
         _mark_cases(item)
