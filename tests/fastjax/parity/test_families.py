@@ -23,9 +23,8 @@ torch_llama = pytest.importorskip("tests.support.torch_llama")
 pytestmark = [
     pytest.mark.torch,
     *torch_llama.NOTES_OF_PEFT,
-    pytest.mark.filterwarnings(
-        "ignore:The following (rank|alpha)_pattern keys did not match"
-    ),  # it counts modules alone
+    # PEFT counts modules alone.
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match"),
 ]
 
 #: float32 through up to seven layers, logits of a few units.
