@@ -26,7 +26,7 @@ CONFIG = "adapter_config.json"
 PEFT_VERSION = "0.21.2"  # of the written format
 #: Parameters that `target_parameters` may name: those of a mixture's experts, the inner one of PEFT's wrappers first.
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-#: Likewise: its router's.
+#: Likewise, those of its router.
 ROUTER_PARAMETERS = ("gate.weight", "router.weight")
 INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
 
@@ -295,9 +295,9 @@ def _check(config: AdapterConfig) -> None:
         need(name, value is None or isinstance(value, str) or _strings(value), "a list of strings, a string or null")
     parameters = config.target_parameters
     need("target_parameters", parameters is None or _strings(parameters), "a list of strings or null")
-    ends = (*EXPERT_PARAMETERS, *ROUTER_PARAMETERS)
-    known = all(f".{name}".endswith(tuple(f".{end}" for end in ends)) for name in parameters or ())
-    need("target_parameters", known, f"parameters of experts or routers, which end with {', '.join(ends)}")
+    served = (*EXPERT_PARAMETERS, *ROUTER_PARAMETERS)
+    known = all(f".{name}".endswith(tuple(f".{one}" for one in served)) for name in parameters or ())
+    need("target_parameters", known, f"parameters of experts or routers, which end with {', '.join(served)}")
     need("use_dora", not (parameters and config.use_dora is True), "false with target_parameters, as in PEFT")
     need("lora_dropout", not (parameters and config.lora_dropout), "0 with target_parameters, as in PEFT")
     need("modules_to_save", config.modules_to_save is None or _strings(config.modules_to_save), "a list of strings")

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from convert.expert_adapters import PARAMETERS
+from convert.adapter_config import EXPERT_PARAMETERS
 from convert.formats.nf4 import decode
 from convert.quantize import quantize
 from convert.weights import open_weights
@@ -23,7 +23,8 @@ torch_llama = pytest.importorskip("tests.support.torch_llama")
 pytestmark = [
     pytest.mark.torch,
     *torch_llama.NOTES_OF_PEFT,
-    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match"),  # but parameters
+    # PEFT counts modules alone.
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match"),
 ]
 
 #: float32 through up to seven layers, logits of a few units.
@@ -41,8 +42,8 @@ STEPS = {
     **dict.fromkeys(("qwen2_moe", "gpt_oss"), 10),
     **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "glm4_moe"), 3),
 }
-#: Mixtures whose linear modules PEFT takes at their word. Of the others it reads "all-linear" as attention, router and
-#: experts, with twice the rank for gate and up together, and passes over dense layers and shared experts.
+#: Of these mixtures PEFT takes linear modules at their word; of the others it reads "all-linear" as attention, router
+#: and experts, with twice the rank for gate and up together, and passes over dense layers and shared experts.
 APART = ("qwen2_moe", "gpt_oss")
 #: Shorter and longer than the lengths and windows of the configs.
 LENGTHS = (45, 1, 15)
@@ -124,7 +125,7 @@ def test_lora_steps(family, tmp_path):
             r=4,
             lora_alpha=8,
             target_modules=r".*language_model.*_proj" if config is NESTED else "all-linear",
-            target_parameters=[f"experts.{part}" for part in PARAMETERS] if family in APART else None,
+            target_parameters=[f"experts.{part}" for part in EXPERT_PARAMETERS] if family in APART else None,
         ),
     ).train()
     reference.save_pretrained(tmp_path / "start")
