@@ -174,7 +174,7 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
     h, pullback = jax.vjp(block.activated, kept.gate_up)
     # dy = dout[order.rows] is gathered in the loads: before the weights, as the router's gradient needs it.
     low_rank = None
-    if block.down.rank:
+    if kept.outer is not None:
         a, b = _scaled(block.down, arrays, dtype)
         douter = grouped_matmul_dx(dout, b, sizes, rows=order.rows)
         low_rank = (douter, a)
@@ -191,7 +191,7 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
         dweight = dweight + jnp.einsum("me,me->m", dy.astype(jnp.float32), bias.astype(jnp.float32))
     (dgate_up,) = pullback(weighted(dh))
     low_rank = None
-    if block.gate_up.rank:
+    if kept.inner is not None:
         a, b = _scaled(block.gate_up, arrays, dtype)
         dinner = grouped_matmul_dx(dgate_up, b, sizes)
         low_rank = (dinner, a)

@@ -18,7 +18,7 @@ from fastjax.quantization.weight import Weight
 from pallas_kernels.rounding import round_through
 
 #: The values of E2M1 by code.
-_VALUES = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_VALUES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 #: The largest scale at which every code is finite in float32.
 _LARGEST_SCALE = 127 + 125
 

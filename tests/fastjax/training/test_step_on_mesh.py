@@ -1,6 +1,8 @@
 """The same step on eight fake devices: data parallel, and with the frozen weights split."""
 
 import functools
+import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ from fastjax.errors import ConfigError
 from fastjax.parallel import make_mesh
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_eval_step, make_train_step
-from tests.support import steps, tiny
+from tests.support import families, steps, tiny
 
 #: float32: a sum over eight devices is another order of the same terms.
 LOSS_TOLERANCE = 1e-6
@@ -21,10 +23,24 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, adam_epsilon=
 
 MESHES = {"data": {"data": 8}, "data and fsdp": {"data": 2, "fsdp": 4}, "fsdp": {"fsdp": 8}}
 CONFIG = tiny.config(hidden_size=64, intermediate_size=128, tie_word_embeddings=False, attention_dropout=0.2)
+#: Experts' rows enough to be split, and a shared expert, in both layers.
+MIXTURE = families.MIXTURES["qwen2_moe"] | {
+    "hidden_size": 64,
+    "moe_intermediate_size": 64,
+    "vocab_size": CONFIG["vocab_size"],
+    "num_hidden_layers": 2,
+    "layer_types": [families.FULL] * 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
 
 
 @functools.cache
 def model(kind):
+    if kind == "mixture":
+        with tempfile.TemporaryDirectory() as folder:
+            return tiny.adapted(tiny.model(Path(folder), MIXTURE), target_parameters=EXPERTS)
     changed = ("hidden_size", "intermediate_size", "tie_word_embeddings", "attention_dropout")
     folder = tiny.shared_folder(**{name: CONFIG[name] for name in changed})
     base = tiny.model(folder, CONFIG, load_in_4bit=kind == "qlora", full_finetuning=kind == "full")
@@ -64,7 +80,7 @@ def trained(kind, mesh=None):
 @pytest.mark.both_worlds("qlora-data and fsdp")
 @pytest.mark.parametrize(
     ("kind", "mesh"),
-    [("lora", "data"), ("full", "data"), ("qlora", "data and fsdp"), ("lora", "fsdp")],
+    [("lora", "data"), ("full", "data"), ("qlora", "data and fsdp"), ("lora", "fsdp"), ("mixture", "data and fsdp")],
 )
 def test_eight_devices_equal_one(kind, mesh):
     expected, arrays = trained(kind)
