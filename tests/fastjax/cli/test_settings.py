@@ -113,8 +113,9 @@ def test_mistakes_in_the_file(write, text, message):
         (["--lora.alpha", "4"], "--lora.alpha: unknown; did you mean lora_alpha? `fastjax train --help` lists the keys "
          "of lora"),
         (["--lora.quick", "4"], "--lora.quick: unknown; expected one of the keys of lora: adapter, r, lora_alpha, "
-         "lora_dropout, target_modules, use_rslora, use_dora, rank_pattern, alpha_pattern, layers_to_transform, "
-         "modules_to_save, trainable_token_indices, ensure_weight_tying, init_lora_weights, bias, random_state"),
+         "lora_dropout, target_modules, target_parameters, use_rslora, use_dora, rank_pattern, alpha_pattern, "
+         "layers_to_transform, modules_to_save, trainable_token_indices, ensure_weight_tying, init_lora_weights, bias, "
+         "random_state"),
         (["--optimiser.learning_rate", "1"], "--optimiser.learning_rate: unknown; did you mean optimizer? `fastjax "
          "train --help` lists the sections"),
         (["7"], "7: expected --section.key value"),
