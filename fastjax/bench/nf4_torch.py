@@ -27,7 +27,7 @@ def decodes(shape: tuple[int, int], dtype: str, count: int, rounds: int) -> dict
     found = {}
     for name, decode in _decoders(dtype).items():
         weights = _weights(torch, shape, dtype, count)
-        found[name] = _time(torch, [lambda w=w, decode=decode: decode(*w) for w in weights], rounds)
+        found[name] = time_calls(torch, [lambda w=w, decode=decode: decode(*w) for w in weights], rounds)
     return found
 
 
@@ -43,17 +43,17 @@ def products(
     weights = _weights(torch, shape, dtype, count)
     for name, decode in _decoders(dtype).items():
         if name == "bitsandbytes" and not gradient:
-            multiply = _import("bitsandbytes").matmul_4bit
+            multiply = import_module("bitsandbytes").matmul_4bit
             calls = [lambda w=w, multiply=multiply: multiply(x, w[0].t(), quant_state=w[1]) for w in weights]
         else:  # as both libraries do
             calls = [
                 lambda w=w, decode=decode: torch.matmul(x, decode(*w) if gradient else decode(*w).t()) for w in weights
             ]
-        found[name] = _time(torch, calls, rounds)
+        found[name] = time_calls(torch, calls, rounds)
     return found
 
 
-def _import(name: str) -> Any:
+def import_module(name: str) -> Any:
     """A module, or None where it is missing or cannot be imported here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # their imports' warnings are not this project's
@@ -64,25 +64,34 @@ def _import(name: str) -> Any:
 
 
 def _torch() -> Any:
-    torch = _import("torch")
-    return torch if torch is not None and torch.cuda.is_available() and _import("bitsandbytes") is not None else None
+    torch = import_module("torch")
+    return (
+        torch if torch is not None and torch.cuda.is_available() and import_module("bitsandbytes") is not None else None
+    )
 
 
 def _decoders(dtype: str) -> dict[str, Callable[..., Any]]:
-    found = {"bitsandbytes": _import("bitsandbytes.functional").dequantize_4bit}
-    unsloth = _import("unsloth.kernels.utils") if dtype != "float32" else None
+    found = {"bitsandbytes": import_module("bitsandbytes.functional").dequantize_4bit}
+    unsloth = import_module("unsloth.kernels.utils") if dtype != "float32" else None
     if unsloth is not None:
         found["unsloth"] = unsloth.fast_dequantize
     return found
 
 
 def _weights(torch, shape: tuple[int, int], dtype: str, count: int) -> list[tuple[Any, Any]]:
-    quantize = _import("bitsandbytes.functional").quantize_4bit
+    quantize = import_module("bitsandbytes.functional").quantize_4bit
     made = (torch.randn(*shape, device="cuda", dtype=getattr(torch, dtype)) for _ in range(count))
     return [quantize(weight, quant_type="nf4", blocksize=64) for weight in made]
 
 
-def _time(torch, calls: list[Callable[[], Any]], rounds: int) -> Timing:
+def time_calls(torch, calls: list[Callable[[], Any]], rounds: int) -> Timing:
+    """Seconds of one call, by events around the replay of a CUDA graph of all of them.
+
+    Args:
+        torch: the module.
+        calls: without arguments.
+        rounds: runs; their median counts.
+    """
     for call in calls:
         call()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""The whole QLoRA train step, AdamW included, of a model of a known shape with random weights.
+"""The whole LoRA or QLoRA train step, AdamW included, of a model of a known shape with random weights.
 
 Every case runs in a fresh process, because a device's peak memory cannot be reset. Weights are drawn and quantised on
 the device, layer by layer. Rows are full and one document each, or packed with documents of the lengths in a file. The
@@ -62,6 +62,29 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
         "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "initializer_range": 0.02,
+        "max_position_embeddings": 40960,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     "tiny": _LLAMA
     | {
         "vocab_size": 512,
@@ -85,7 +108,7 @@ class StepCase:
         preset: a key of PRESETS.
         batch: rows.
         seq: tokens a row.
-        rank: of the adapters, on all seven projections.
+        rank: of the adapters, on all projections, a mixture's experts included.
         checkpointing: "full", "projections" or "none".
         layer_loop: "scan" or "unroll".
         dtype: of the computation; None: by the device.
@@ -93,6 +116,8 @@ class StepCase:
         warmup: steps before these.
         attention: its implementation; None: the model's own choice.
         lengths: of documents, packed into the rows; None: rows of one document.
+        layers: instead of the preset's; None: all.
+        weights: "nf4", or "16bit".
     """
 
     preset: str
@@ -106,6 +131,8 @@ class StepCase:
     warmup: int
     attention: str | None = None
     lengths: tuple[int, ...] | None = None
+    layers: int | None = None
+    weights: str = "nf4"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,15 +182,17 @@ def measure(case: StepCase) -> StepResult:
 
 
 def _measure(case: StepCase, device: Any) -> StepResult:
+    config = PRESETS[case.preset] | ({} if case.layers is None else {"num_hidden_layers": case.layers})
     model = FastLanguageModel.from_config(
-        PRESETS[case.preset],
+        config,
         max_seq_length=case.seq,
         dtype=case.dtype,
-        load_in_4bit=True,
+        load_in_4bit=case.weights == "nf4",
         use_gradient_checkpointing=case.checkpointing,
         layer_loop=case.layer_loop,  # pyright: ignore[reportArgumentType]
     )
-    model = FastLanguageModel.get_peft_model(model, r=case.rank)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if model.config.moe else None
+    model = FastLanguageModel.get_peft_model(model, r=case.rank, target_parameters=experts)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-4), case.warmup + case.steps)
     state = init_state(model.trainable, optimizer, jax.random.key(0))
     frozen = model.frozen
@@ -254,7 +283,9 @@ def run(cases: Sequence[StepCase], output: Path | None = None, console: Console 
 def _show(console: Console, cases: Sequence[StepCase], results: Sequence[StepResult]) -> None:
     first, found = cases[0], results[0]
     rows = f"{first.batch}×{first.seq}{' packed' if first.lengths else ''}"
-    title = f"QLoRA step · {first.preset} · {rows} · r={first.rank} · {found.device} · jax {found.jax}"
+    method = "QLoRA" if first.weights == "nf4" else "LoRA"
+    layers = "" if first.layers is None else f", {first.layers} layers"
+    title = f"{method} step · {first.preset}{layers} · {rows} · r={first.rank} · {found.device} · jax {found.jax}"
     counted = any(result.peak_bytes is not None for result in results)
     memory = "peak GiB" if counted else "plan GiB"
     numbers = ("step ms", "tokens/s", "TFLOP/s", "compile s", memory, "loss")

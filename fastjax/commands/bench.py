@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: `attention`, `nf4`, `lora`, `step` or `data`, and its arguments.
+        argv: `attention`, `nf4`, `lora`, `moe`, `step` or `data`, and its arguments.
     """
     arguments = _parser().parse_args(argv)
     arguments.run(arguments)
@@ -66,13 +66,28 @@ def _parser() -> argparse.ArgumentParser:
     lora.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     lora.set_defaults(run=_lora)
 
+    moe = commands.add_parser(
+        "moe",
+        help="mixtures of experts: products over groups, 4-bit experts, the whole block",
+        description="Time products over groups of rows and their gradients, experts in 4 bits, and a Qwen3-MoE block "
+        "forward and backward, with tokens routed at random. The defaults suit a GPU.",
+    )
+    moe.add_argument("--parts", nargs="+", choices=("products", "formats", "few", "block"), help="(default: all four)")
+    moe.add_argument("--ranks", type=int, nargs="+", metavar="R", help="of the block's adapters (default: 0 16)")
+    moe.add_argument("--dtype", choices=dtypes, help="of the activations (default: bfloat16)")
+    moe.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
+    moe.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    moe.set_defaults(run=_moe)
+
     step = commands.add_parser(
         "step",
         help="the whole QLoRA train step of a model with random weights",
         description="Time the whole QLoRA train step, AdamW included, of a model with random weights, in a process of "
         "its own for each combination of checkpointing, layer loop and attention.",
     )
-    step.add_argument("--preset", choices=("llama3-8b", "llama1b", "tiny"), default="llama3-8b", help="shape")
+    step.add_argument(
+        "--preset", choices=("llama3-8b", "llama1b", "qwen3-30b-a3b", "tiny"), default="llama3-8b", help="shape"
+    )
     step.add_argument("--batch", type=positive, default=4, metavar="N", help="rows (default: %(default)s)")
     step.add_argument("--seq", type=positive, default=2048, metavar="N", help="tokens a row (default: %(default)s)")
     step.add_argument(
@@ -92,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--lengths", type=Path, metavar="FILE", help="pack documents of these lengths: .npy, or a number a line"
     )
+    step.add_argument("--layers", type=positive, metavar="N", help="instead of the preset's")
+    step.add_argument("--weights", choices=("nf4", "16bit"), default="nf4", help="of the base (default: %(default)s)")
     step.add_argument("--dtype", choices=dtypes, help="default: by the device")
     step.add_argument("--steps", type=positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
     step.add_argument(
@@ -133,6 +150,12 @@ def _lora(arguments: argparse.Namespace) -> None:
     run(_changed(LoraCase(), arguments), arguments.output)
 
 
+def _moe(arguments: argparse.Namespace) -> None:
+    from fastjax.bench.moe import MoeCase, run
+
+    run(_changed(MoeCase(), arguments), arguments.output)
+
+
 def _changed(case: Any, arguments: argparse.Namespace) -> Any:
     """The case with the command line's values."""
     names = (field.name for field in dataclasses.fields(case))
@@ -162,6 +185,8 @@ def _step(arguments: argparse.Namespace) -> None:
             warmup=arguments.warmup,
             attention=attention,
             lengths=lengths,
+            layers=arguments.layers,
+            weights=arguments.weights,
         )
         for checkpointing, layer_loop, attention in itertools.product(*choices)
     ]
