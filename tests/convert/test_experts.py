@@ -12,6 +12,7 @@ from convert.checkpoint import open_checkpoint, write_checkpoint
 from convert.errors import ConvertError
 from convert.families import family_for
 from convert.formats import mxfp4, nf4
+from convert.formats.fp8 import FP8
 from convert.inspect import inspect
 from convert.merge import merge
 from convert.quantize import quantize
@@ -19,7 +20,7 @@ from convert.saving import save
 from convert.verify import compare
 from convert.weights import open_weights, stream
 from tests.support.families import MIXTURES
-from tests.support.tiny import arrays
+from tests.support.tiny import arrays, write_fp8_folder
 
 #: Name of an expert's projection in files -> what it is.
 PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
@@ -136,6 +137,23 @@ def test_experts_are_quantised_one_by_one(tmp_path):
         left.format(path) == "bfloat16" and left.format("layers.3.mlp.shared_expert.down_proj.weight") == "nf4-nested"
     )
     assert "model.layers.3.mlp.experts" in left.checkpoint.config["quantization_config"]["llm_int8_skip_modules"]
+
+
+def test_experts_in_fp8(tmp_path):
+    """One by one with scales of blocks, as the published FP8 folders have them."""
+    config = MIXTURES["qwen3_moe"]
+    (tmp_path / "model").mkdir()
+    weights = open_weights(write_fp8_folder(tmp_path / "model", config, (16, 16)))
+    path = "layers.3.mlp.experts.gate_proj.weight"
+    stacked, values = weights.read(path, packed=True), weights.read(path)
+    assert stacked.shape == values.shape == (4, 12, 32) and weights.format(path) == "fp8"
+    for number, tensor in enumerate(stacked.tensors):
+        assert np.array_equal(FP8.decode(tensor), values[number])
+        blocks = np.concatenate(list(weights.blocks(path, number)()))
+        assert np.array_equal(blocks, values[number])
+    quantize(tmp_path / "model", tmp_path / "packed")
+    expected = np.stack([nf4.decode(nf4.encode(expert, nested=True)) for expert in values])
+    assert np.array_equal(open_weights(tmp_path / "packed").read(path, packed=False), expected)
 
 
 def test_mxfp4_folders(tmp_path):
