@@ -19,12 +19,15 @@ from convert.errors import ConvertError, unexpected
 from convert.families import Family
 from convert.families.llama import LLAMA
 from convert.limits import PATTERN_LENGTH, PATTERNS
+from convert.model.paths import WeightPath
 from convert.patterns import fullmatch, match, mistake
 
 CONFIG = "adapter_config.json"
 PEFT_VERSION = "0.21.2"  # of the written format
 #: Parameters that `target_parameters` may name: those of a mixture's experts, the inner one of PEFT's wrappers first.
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+#: Likewise, those of its router.
+ROUTER_PARAMETERS = ("gate.weight", "router.weight")
 INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
 
 # PEFT's other fields: their "off" value. Fields that only qualify one of these may hold anything.
@@ -51,7 +54,7 @@ class AdapterConfig:
         target_modules: Module names (whole, or the last parts), a regular expression for the whole name, or
             "all-linear" for every matrix in the layers.
         target_parameters: Names of parameters (whole, or the last parts) with adapters: those of a mixture's experts,
-            "mlp.experts.gate_up_proj" and "mlp.experts.down_proj".
+            "mlp.experts.gate_up_proj" and "mlp.experts.down_proj", and of its router, "mlp.gate.weight".
         exclude_modules: Modules without an adapter, likewise.
         modules_to_save: Modules trained whole and saved with the adapter.
         layers_to_transform: The only layers with adapters.
@@ -195,6 +198,20 @@ def targets_parameter(config: AdapterConfig, parameter: str) -> bool:
     return _named(config.target_parameters or [], parameter)
 
 
+def selects(config: AdapterConfig, module: WeightPath, family: Family) -> bool:
+    """Whether PEFT would put an adapter on a module: experts' matrices and routers are parameters to it.
+
+    Args:
+        config: The settings.
+        module: The module's path in the tree.
+        family: The model's table.
+    """
+    name = family.module_name(module)
+    if module.of_experts:
+        return targets_parameter(config, name)
+    return targets_parameter(config, f"{name}.weight") if module.is_router else targets(config, name, family=family)
+
+
 def rank_and_alpha(config: AdapterConfig, module: str) -> tuple[int, float]:
     """A module's rank and alpha, after `rank_pattern` and `alpha_pattern`.
 
@@ -278,8 +295,9 @@ def _check(config: AdapterConfig) -> None:
         need(name, value is None or isinstance(value, str) or _strings(value), "a list of strings, a string or null")
     parameters = config.target_parameters
     need("target_parameters", parameters is None or _strings(parameters), "a list of strings or null")
-    known = all(f".{name}".endswith(tuple(f".{one}" for one in EXPERT_PARAMETERS)) for name in parameters or ())
-    need("target_parameters", known, f"parameters of experts, which end with {' or '.join(EXPERT_PARAMETERS)}")
+    served = (*EXPERT_PARAMETERS, *ROUTER_PARAMETERS)
+    known = all(f".{name}".endswith(tuple(f".{one}" for one in served)) for name in parameters or ())
+    need("target_parameters", known, f"parameters of experts or routers, which end with {', '.join(served)}")
     need("use_dora", not (parameters and config.use_dora is True), "false with target_parameters, as in PEFT")
     need("lora_dropout", not (parameters and config.lora_dropout), "0 with target_parameters, as in PEFT")
     need("modules_to_save", config.modules_to_save is None or _strings(config.modules_to_save), "a list of strings")

@@ -32,8 +32,8 @@ from convert.adapter_config import (
     rank_and_alpha,
     saves_whole,
     scaling,
+    selects,
     targets,
-    targets_parameter,
 )
 from convert.checkpoint import write_config
 from convert.errors import ConvertError, shorten, unexpected
@@ -314,10 +314,10 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family:
             wrong.append(f"{module} (trained whole, but not in modules_to_save)")
         if "trainable_tokens_delta" in leaves and config.trainable_token_indices is None:
             wrong.append(f"{module} (has rows of tokens, but trainable_token_indices is null)")
-        if module.of_experts and adapter and not targets_parameter(config, name):
-            wrong.append(f"{module} (an adapter, but no target of target_parameters)")
-        elif adapter and not module.of_experts and not any(targets(config, twin, family=family) for twin in twins):
-            wrong.append(f"{module} (an adapter, but no target of target_modules)")
+        chosen = selects(config, module, family) or any(targets(config, twin, family=family) for twin in twins)
+        if adapter and not chosen:
+            field = "target_parameters" if module.of_experts or module.is_router else "target_modules"
+            wrong.append(f"{module} (an adapter, but no target of {field})")
         if adapter and not any(set(pair) <= leaves for pair in _PAIRS):
             wrong.append(f"{module} (needs both A and B)")
         for first, second in _PAIRS:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, targets, targets_parameter
+from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, selects
 from convert.adapters import WEIGHTS, Adapter
 from convert.blocks import Block, Blocks, array_blocks
 from convert.derived import Values
@@ -203,7 +203,7 @@ class _Tables:
 
 def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
     """Mismatches of adapter and model: unknown or missing arrays, and other sizes."""
-    modules = {row.path.module: row.shape for row in weights.specs.values() if row.kind != "bias"}
+    modules = {row.path.module: row.shape for row in weights.specs.values() if row.path.leaf == "weight"}
     tables_shape = (tables.rows, tables.width)
     modules |= {WeightPath(None, "", table, ""): tables_shape for table in TABLES}
     problems = []
@@ -237,11 +237,11 @@ def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
             problems.append(f"{path}: expected {list(wanted)}, got {list(info.shape)}")
     for module in expert_shapes(weights.specs.values()):
         name = weights.family.module_name(module)
-        if module not in adapter.layouts and targets_parameter(adapter.config, name):
+        if module not in adapter.layouts and selects(adapter.config, module, weights.family):
             problems.append(f"{name}: a target of {CONFIG} without arrays")
     for module, shape in modules.items():
         name = weights.family.module_name(module)
-        if len(shape) == 2 and targets(adapter.config, name, family=weights.family):
+        if len(shape) == 2 and selects(adapter.config, module, weights.family):
             found = any(f"{module}.{kind}" in adapter.tensors for kind in ("lora_A", "lora_embedding_A"))
             twin = adapter.config.ensure_weight_tying and tables.tied and module in TABLES
             if not found and not twin:

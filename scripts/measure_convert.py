@@ -77,11 +77,11 @@ def disk_rate(folder: Path, size: int) -> float:
     for start in range(0, size, SHARD):
         with open(file, "wb", buffering=0) as stream:
             for _ in range(min(SHARD, size - start) // data.nbytes):
-                stream.write(data)
+                stream.write(data.data)
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with open(file, "rb", buffering=0) as stream:
-            while stream.readinto(data):
+            while stream.readinto(data.data):
                 pass
     seconds = time.perf_counter() - begin
     file.unlink()

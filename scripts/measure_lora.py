@@ -73,9 +73,10 @@ def check() -> None:
     for rank in (16, 64):
         both, thin, b, dh, a, dthin = operands(rank, 512, 1024)
         wide = [array.astype(jnp.float32) for array in (both, thin, b, dh, a, dthin)]
+        inner = Inner(wide[1], wide[2])
         exact = (
-            *xla.forward(wide[0], Inner(wide[1], wide[2]), wide[4], "silu"),
-            *xla.backward(wide[0], Inner(wide[1], wide[2]), *wide[3:], "silu"),
+            *xla.forward(wide[0], inner, wide[4], "silu"),
+            *xla.backward(wide[0], inner, wide[3], wide[4], wide[5], "silu"),
         )
         by_triton = (
             *triton.forward(both, thin, b, a, "silu", config.forward_config(capability, rank)),
@@ -125,7 +126,7 @@ def tiles() -> None:
             ),
             ("forward", 0, "XLA, frozen"): (lambda both: xla.forward(both, None, None, "silu"), (both,)),
             ("backward", rank, "XLA, with adapters"): (
-                lambda both, inner, *rest: xla.backward(both, inner, *rest, "silu"),
+                lambda both, inner, dh, a, dthin: xla.backward(both, inner, dh, a, dthin, "silu"),
                 (both, inner, dh, a, dthin),
             ),
             ("backward", 0, "XLA, frozen"): (

@@ -147,9 +147,11 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Callable[[ast.AST], None]]]:
         for index in range(len(node.ifs)):
             yield negated("ifs", index)
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield f"{node.value} → {not node.value}", lambda copied: setattr(copied, "value", not copied.value)
+        value = node.value
+        yield f"{value} → {not value}", lambda copied: setattr(copied, "value", not value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-        yield f"{node.value} → {node.value + 1}", lambda copied: setattr(copied, "value", copied.value + 1)
+        number = node.value
+        yield f"{number} → {number + 1}", lambda copied: setattr(copied, "value", number + 1)
     elif isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
         yield "return → None", lambda copied: setattr(copied, "value", ast.Constant(None))
 
@@ -186,8 +188,11 @@ def mutants(source: str, functions: tuple[str, ...]) -> list[tuple[str, str]]:
             copied = copy.deepcopy(tree)
             node = list(ast.walk(copied))[place]
             change(node)
-            line = getattr(nodes[place], "lineno", None) or getattr(nodes[place], "target", nodes[place]).lineno
-            found.append((f"line {line}: {name}", ast.unparse(ast.fix_missing_locations(copied))))
+            mutated = nodes[place]
+            located = mutated.target if isinstance(mutated, ast.comprehension) else mutated
+            found.append(
+                (f"line {getattr(located, 'lineno', None)}: {name}", ast.unparse(ast.fix_missing_locations(copied)))
+            )
     return found
 
 

@@ -40,7 +40,7 @@ def make_model(folder: Path, config: Mapping[str, Any], shard_bytes: int, fill: 
                 stream.truncate(layout.size)
             else:
                 for start in range(len(layout.header), layout.size, fill.nbytes):
-                    stream.write(fill.view(np.uint8)[: layout.size - start])
+                    stream.write(fill.view(np.uint8)[: layout.size - start].data)
         names |= dict.fromkeys(tensors, name)
         total += layout.size
     write_config(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": names})

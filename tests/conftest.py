@@ -7,8 +7,10 @@ the environments. A test marked `optimized` or `aot` has XLA's defaults for its 
 them jaxlib 0.11 compiles in half the time, to programs with wrong results.
 """
 
+import collections
 import ctypes
 import gc
+import itertools
 import os
 import sys
 from importlib.metadata import version
@@ -66,6 +68,13 @@ def bounded_memory():
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def pytest_collection_finish(session):
+    """Modules and tests live to the end: looking through them for garbage again and again takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
 def pytest_addoption(parser):
     """How long tests look that are never done."""
     parser.addoption("--mutations", type=int, default=25, metavar="N", help="mutations of a checkpoint's files")
@@ -98,9 +107,13 @@ ONE_WORLD = (
     "fastjax/cli/test_train.py",
     "fastjax/data",
     "fastjax/lora/test_models.py",
+    "fastjax/training/test_accumulation.py",
+    "fastjax/training/test_device_steps.py",
+    "fastjax/training/test_packed_data.py",
     "fastjax/training/test_progress.py",
     "fastjax/training/test_report.py",
     "fuzz",
+    "scripts",
 )
 #: Modules and folders that take more than ten seconds of a core.
 SLOW = (
@@ -132,8 +145,51 @@ def pytest_ignore_collect(collection_path, config):
     return True if str(collection_path.relative_to(Path(__file__).parent)) in left_out else None
 
 
+def _mark_cases(item):
+    """The cases of a test that `both_worlds` does not name are left to one world."""
+    for mark in item.iter_markers("both_worlds"):
+        if item.callspec.id not in mark.args:
+            item.add_marker(mark.kwargs.get("others", "one_world"))
+
+
+def _check_names(items):
+    """A name that no case has would silently leave a case to one world."""
+    named, found = collections.defaultdict(set), collections.defaultdict(set)
+    for item in items:
+        for mark in item.iter_markers("both_worlds"):
+            test = item.nodeid.partition("[")[0]
+            named[test] |= set(mark.args)
+            found[test].add(item.callspec.id)
+    if wrong := {test: names - found[test] for test, names in named.items() if names - found[test]}:
+        raise pytest.UsageError(f"both_worlds names cases that do not exist: {wrong}")
+
+
+def _longest_first(items):
+    """Every worker begins with an equal share of the list, in order, and takes from the others' ends when it is done.
+
+    So each share has slow modules first, and quick tests are left for the end.
+    """
+    workers, left = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)), [i for i in items if "slow" not in i.keywords]
+    modules = itertools.groupby((item for item in items if "slow" in item.keywords), key=lambda item: item.path)
+    slow = [list(tests) for _, tests in modules]
+    size = -(-len(items) // workers)
+    ordered = []
+    for worker in range(workers):
+        share = list(itertools.chain.from_iterable(slow[worker::workers]))
+        quick = max(0, size - len(share)) if worker < workers - 1 else len(left)
+        ordered += share + left[:quick]
+        left = left[quick:]
+    items[:] = ordered
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks by folder; tests marked gpu run only where there is one, elsewhere they are skipped with the reason."""
+    """Marks by folder; tests marked gpu run only where there is one, elsewhere they are skipped with the reason.
+
+    The order is that of the tests that are left by -k and -m.
+    """
+    if not any("::" in argument for argument in config.args):
+        _check_names(items)
     here = Path(__file__).parent
     anywhere = jax.default_backend() == "gpu" or config.getoption("gpu_tests_anywhere")
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU: run with JAX_PLATFORMS=cuda pytest -m gpu")
@@ -146,3 +202,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
         if "gpu" in item.keywords and not anywhere:
             item.add_marker(skip)
+        _mark_cases(item)
+    yield
+    _longest_first(items)

@@ -82,6 +82,11 @@ class WeightPath(str):
         return self.block == EXPERTS
 
     @property
+    def is_router(self) -> bool:
+        """Whether it is the router of a mixture, or an array of it."""
+        return (self.block, self.part) == ("mlp", ROUTER)
+
+    @property
     def inside(self) -> "WeightPath":
         """The path inside its layer: "self_attn.q_proj.weight"."""
         return self.in_layer(None)

@@ -28,6 +28,8 @@ LINEAR = frozenset(("matrix", "gate"))
 UNCAST = frozenset(("choice_bias",))
 #: Kinds of modules that a quantised folder names where they are not quantised.
 MODULES = QUANTIZED | LINEAR | {"router"}
+#: Kinds of a layer's matrices of their own that adapters can be on.
+ADAPTED = LINEAR | {"router"}
 #: Dimension of a row -> its logical axis.
 AXES = {
     "V": "vocabulary",

@@ -166,6 +166,7 @@ class FastLanguageModel:
         alpha_pattern: Mapping[str, float] | None = None,
         ensure_weight_tying: bool = False,
         trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+        target_parameters: Sequence[str] | None = None,
     ) -> LanguageModel:
         """Attach fresh LoRA adapters; everything else is frozen.
 
@@ -191,6 +192,8 @@ class FastLanguageModel:
             trainable_token_indices: tokens whose rows of the embedding are trained, and no others (with tied embeddings
                 the head's too); or ids for "embed_tokens" and for "lm_head". The rows of the model's new tokens are
                 always among them, unless `modules_to_save` trains the whole table.
+            target_parameters: matrices of a mixture's experts, "mlp.experts.gate_up_proj" and "mlp.experts.down_proj",
+                that get an adapter for each expert; and the router's, such as "mlp.gate.weight".
 
         Raises:
             ConfigError: a value that is not supported, or settings that match no module.
@@ -217,6 +220,7 @@ class FastLanguageModel:
             alpha_pattern=alpha_pattern,
             ensure_weight_tying=ensure_weight_tying,
             trainable_token_indices=trainable_token_indices,
+            target_parameters=target_parameters,
         )
         return attach_adapter(model, adapter, None, jax.random.key(random_state))
 

@@ -10,13 +10,14 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convert.adapters import AdapterConfig
+from convert.expert_adapters import expert_shapes
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, WeightPath
-from convert.model.spec import LINEAR
+from convert.model.spec import ADAPTED
 from fastjax.errors import ConfigError
 from fastjax.lora.initial import initial_arrays, initial_embedding
 from fastjax.lora.params import LoraEmbedding, LoraExperts, LoraLinear, SavedParam
-from fastjax.lora.sites import AdapterSite, adapter_sites, expert_module
+from fastjax.lora.sites import AdapterSite, adapter_sites
 from fastjax.lora.tables import TrainedTable, trained_tables
 from fastjax.lora.token_rows import TrainableTokens
 
@@ -88,7 +89,8 @@ class _Source:
     def __init__(self, adapter, config, arrays: dict[str, Any] | None, key, frozen, dtype):
         self.adapter, self.config, self.arrays, self.key = adapter, config, arrays, key
         self.frozen, self.dtype, self.problems = frozen, dtype, []
-        self._shapes = {spec.path.module: spec.shape for spec in config.specs if spec.kind in LINEAR}
+        self._shapes = {spec.path.module: spec.shape for spec in config.specs if spec.kind in ADAPTED}
+        self._experts = expert_shapes(config.specs)
 
     def linear(self, site: AdapterSite) -> LoraLinear:
         rows, columns = self._shape(site.path)
@@ -102,15 +104,12 @@ class _Source:
         return LoraLinear(*held, scaling=site.scaling, dropout=self.adapter.lora_dropout)
 
     def experts(self, site: AdapterSite) -> LoraExperts:
-        assert site.path.layer is not None
-        groups = self.config.groups(site.path.layer).values()
-        group = next(group for group in groups if expert_module(group) == site.path.inside)
-        assert group.experts is not None
-        shapes = (group.experts, site.rank, group.columns), (group.experts, group.rows, site.rank)
+        experts, rows, columns, *_ = self._experts[site.path]
+        shapes = (experts, site.rank, columns), (experts, rows, site.rank)
         if self.arrays is None:
-            keys = jax.random.split(self._key(site.path), group.experts)
+            keys = jax.random.split(self._key(site.path), experts)
             method = self.adapter.init_lora_weights
-            a, b = jax.vmap(lambda key: initial_arrays(key, method, site.rank, group.columns, group.rows))(keys)
+            a, b = jax.vmap(lambda key: initial_arrays(key, method, site.rank, columns, rows))(keys)
         else:
             a, b = (
                 self._take(site.path, leaf, shape) for leaf, shape in zip(("lora_A", "lora_B"), shapes, strict=True)

@@ -140,22 +140,25 @@ _unit.defvjp(_forward, _backward)
 def _products(block: Block, x, weights, experts, arrays: Arrays) -> tuple[Array, _Kept]:
     """The forward pass of one device's tokens."""
     order = sort_by_expert(experts, block.num_experts)
-    sizes, dtype, inner, outer = order.group_sizes, x.dtype, None, None
-    gate_up = as_weight(arrays.gate_up).grouped_matmul(x, sizes, order.rows)
-    if block.gate_up.rank:
-        a, b = _scaled(block.gate_up, arrays, dtype)
-        inner = grouped_matmul(x, a, sizes, rows=order.rows)
-        gate_up = gate_up + grouped_matmul(inner, b, sizes)
+    sizes = order.group_sizes
     own = _expert_of_rows(experts, order)
+    inner, low_rank = _rank_products(block.gate_up, arrays, x, sizes, order.rows)
+    gate_up = as_weight(arrays.gate_up).grouped_matmul(x, sizes, rows=order.rows, low_rank=low_rank)
     gate_up = _biased(gate_up, arrays.gate_up_bias, own)
     h = block.activated(gate_up)
-    y = as_weight(arrays.down).grouped_matmul(h, sizes)
-    if block.down.rank:
-        a, b = _scaled(block.down, arrays, dtype)
-        outer = grouped_matmul(h, a, sizes)
-        y = y + grouped_matmul(outer, b, sizes)
+    outer, low_rank = _rank_products(block.down, arrays, h, sizes)
+    y = as_weight(arrays.down).grouped_matmul(h, sizes, low_rank=low_rank)
     out = combine(_biased(y, arrays.down_bias, own), weights, order)
     return out, _Kept(order._replace(group_sizes=sizes[None]), gate_up, inner, outer)
+
+
+def _rank_products(part: Part, arrays: Arrays, x, sizes, rows=None):
+    """x·Aᵀ of a part, and beside it s·B as products over groups take them; None and None without an adapter."""
+    if not part.rank:
+        return None, None
+    a, b = _scaled(part, arrays, x.dtype)
+    products = grouped_matmul(x, a, sizes, rows=rows)
+    return products, (products, b)
 
 
 def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, dout):
@@ -169,30 +172,34 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
         return (array.astype(jnp.float32) * weight).astype(dtype)
 
     h, pullback = jax.vjp(block.activated, kept.gate_up)
-    dy = dout[order.rows]  # before the weights: what the router's gradient needs as well
-    dh = as_weight(arrays.down).grouped_transposed(dy, sizes)
-    if kept.outer is not None:
+    # dy = dout[order.rows] is gathered in the loads: before the weights, as the router's gradient needs it.
+    low_rank = None
+    if block.down.rank:
         a, b = _scaled(block.down, arrays, dtype)
-        douter = grouped_matmul_dx(dy, b, sizes)
-        dh = dh + grouped_matmul_dx(douter, a, sizes)
+        douter = grouped_matmul_dx(dout, b, sizes, rows=order.rows)
+        low_rank = (douter, a)
         matrices[block.down.name] = (
             grouped_matmul_dw(weighted(douter), h, sizes, dtype=jnp.float32),
-            grouped_matmul_dw(dy, weighted(kept.outer), sizes, dtype=jnp.float32) * block.down.scaling,
+            grouped_matmul_dw(weighted(kept.outer), dout, sizes, rows=order.rows, dtype=jnp.float32).swapaxes(1, 2)
+            * block.down.scaling,
         )
+    dh = as_weight(arrays.down).grouped_transposed(dout, sizes, rows=order.rows, low_rank=low_rank)
     dweight = jnp.einsum("mf,mf->m", dh.astype(jnp.float32), h.astype(jnp.float32))
+    dy = dout[order.rows]
     if arrays.down_bias is not None:
         bias = arrays.down_bias.astype(dtype)[own]
         dweight = dweight + jnp.einsum("me,me->m", dy.astype(jnp.float32), bias.astype(jnp.float32))
     (dgate_up,) = pullback(weighted(dh))
-    dx = as_weight(arrays.gate_up).grouped_transposed(dgate_up, sizes)
-    if kept.inner is not None:
+    low_rank = None
+    if block.gate_up.rank:
         a, b = _scaled(block.gate_up, arrays, dtype)
         dinner = grouped_matmul_dx(dgate_up, b, sizes)
-        dx = dx + grouped_matmul_dx(dinner, a, sizes)
+        low_rank = (dinner, a)
         matrices[block.gate_up.name] = (
             grouped_matmul_dw(dinner, x, sizes, rows=order.rows, dtype=jnp.float32),
             grouped_matmul_dw(dgate_up, kept.inner, sizes, dtype=jnp.float32) * block.gate_up.scaling,
         )
+    dx = as_weight(arrays.gate_up).grouped_transposed(dgate_up, sizes, low_rank=low_rank)
     shares = Arrays(
         as_weight(arrays.gate_up).grouped_gradient(dgate_up, x, sizes, order.rows),
         _bias_gradient(arrays.gate_up_bias, dgate_up, own),
@@ -200,7 +207,7 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
         _bias_gradient(arrays.down_bias, weighted(dy), own),
         into_dtypes(matrices, arrays.matrices),
     )
-    dx = jnp.sum(dx[order.inverse], axis=1, dtype=jnp.float32).astype(dtype)
+    dx = jnp.sum(dx[order.inverse].astype(jnp.float32), axis=1).astype(dtype)
     dweights = dweight[order.inverse].astype(weights.dtype)
     return dx, dweights, jax.tree.map(lambda share: share[None], shares)
 

@@ -16,7 +16,7 @@ from convert.model.config import ModelConfig
 from convert.model.paths import TABLES
 from convert.patterns import match
 from fastjax.errors import ConfigError
-from fastjax.lora.sites import AdapterSite, adapter_sites, candidates, module_names, projections
+from fastjax.lora.sites import AdapterSite, adapter_sites, candidates, module_names, parameters, projections
 from fastjax.lora.tables import saved_modules, trained_tables, with_new_rows
 
 
@@ -31,6 +31,9 @@ class LoraSettings:
             adapter to start from.
         target_modules: names of the projections that get an adapter; null: all of them. A name here, or a pattern
             below, that no module has is an error.
+        target_parameters: of a mixture of experts: the ends of names of experts' matrices, which get an adapter for
+            each expert, "mlp.experts.gate_up_proj" (gate and up, as one) and "mlp.experts.down_proj", and of the
+            router's, such as "mlp.gate.weight"; null: none.
         use_rslora: scale by lora_alpha / √r instead.
         use_dora: train the magnitude of each weight row apart from its direction (DoRA).
         rank_pattern: ranks for modules that match a name or pattern, in place of r.
@@ -50,6 +53,7 @@ class LoraSettings:
     lora_alpha: float = 16
     lora_dropout: float | None = None
     target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
     use_rslora: bool = False
     use_dora: bool = False
     rank_pattern: dict[str, int] | None = None
@@ -134,13 +138,20 @@ def _check_names(adapter: AdapterConfig, config: ModelConfig) -> None:
     """Refuse names in a fresh adapter's settings that match nothing; PEFT passes over them."""
     family = family_for({"model_type": config.model_type})
     targeted = [family.module_name(site.path) for site in adapter_sites(adapter, config)]
-    modules = [family.module_name(path) for path in candidates(config)]
+    modules = [family.module_name(path) for path in candidates(config) if not path.of_experts and not path.is_router]
     known = ", ".join(module_names(config))
     listed = adapter.target_modules if isinstance(adapter.target_modules, list) else []
     unknown = [name for name in listed if not any(f".{module}".endswith(f".{name}") for module in modules)]
     if unknown:
         raise ConfigError(
             f"target_modules: expected names of modules, got {shown(unknown)}, which none has; there are {known}"
+        )
+    listed, found = adapter.target_parameters or [], parameters(config)
+    unknown = [name for name in listed if not any(f".{parameter}".endswith(f".{name}") for parameter in found)]
+    if unknown:
+        there = f"there are {', '.join(found[:3])} and so on" if found else "the model has no mixture of experts"
+        raise ConfigError(
+            f"target_parameters: expected the ends of parameters' names, got {shown(unknown)}, which none has; {there}"
         )
     layers = adapter.layers_to_transform if isinstance(adapter.layers_to_transform, list) else []
     if beyond := [layer for layer in layers if layer >= config.num_hidden_layers]:

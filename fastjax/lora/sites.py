@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from convert.adapters import AdapterConfig, rank_and_alpha, scaling, targets
+from convert.adapter_config import selects
+from convert.adapters import AdapterConfig, rank_and_alpha, scaling
 from convert.errors import shown
+from convert.expert_adapters import expert_shapes
 from convert.families import family_for
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
-from convert.model.spec import LINEAR, Group
+from convert.model.spec import ADAPTED
 from fastjax.errors import ConfigError
 from fastjax.lora.tables import saved_modules
 
@@ -37,11 +39,12 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
     saved = saved_modules(adapter)
     if unknown := [name for name in adapter.modules_to_save or () if name.removeprefix("model.") not in TABLES]:
         raise ConfigError(f"modules_to_save: expected some of {list(TABLES)}, got {shown(unknown)}")
+    _check_experts(adapter)
     sites = []
     family = family_for({"model_type": config.model_type})
     for path in candidates(config):
         name = family.module_name(path)
-        if targets(adapter, name, family=family) and path not in saved:
+        if selects(adapter, path, family) and path not in saved:
             rank, _ = rank_and_alpha(adapter, name)
             sites.append(AdapterSite(path, rank, scaling(adapter, name)))
     if not sites and not adapter.modules_to_save:
@@ -57,26 +60,35 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
 
 def candidates(config: ModelConfig) -> list[WeightPath]:
     """The paths of all modules that can have an adapter, in the order of the model."""
-    layers = [spec.path.module for spec in config.specs if spec.kind in LINEAR]
+    modules = (spec.path.module for spec in config.specs if spec.kind in ADAPTED)
+    layers = sorted((*modules, *expert_shapes(config.specs)), key=lambda path: path.layer or 0)
     return [WeightPath(None, "", EMBEDDING, ""), *layers, WeightPath(None, "", HEAD, "")]
-
-
-def expert_module(group: Group) -> WeightPath | None:
-    """The path in its layer of the module that an adapter on a group of experts belongs to; None: no experts.
-
-    Gate and up have one adapter, as in PEFT, where they are one parameter.
-    """
-    return None if group.experts is None else WeightPath(None, group.block, f"{group.name}_proj", "")
 
 
 def projections(config: ModelConfig) -> list[str]:
     """The names of the projections in a layer."""
-    return list(dict.fromkeys(path.part for path in candidates(config) if path.layer is not None))
+    return list(dict.fromkeys(spec.path.part for spec in config.specs if spec.kind == "matrix"))
+
+
+def parameters(config: ModelConfig) -> list[str]:
+    """The whole names of what `target_parameters` can select: routers' weights and experts' matrices."""
+    family = family_for({"model_type": config.model_type})
+    found = [path for path in candidates(config) if path.of_experts or path.is_router]
+    return [family.module_name(path) + ("" if path.of_experts else ".weight") for path in found]
+
+
+def _check_experts(adapter: AdapterConfig) -> None:
+    """Refuse what adapters on experts cannot have; `AdapterConfig` refuses DoRA and dropout."""
+    if adapter.target_parameters and adapter.init_lora_weights == "orthogonal":
+        raise ConfigError(
+            "init_lora_weights: expected true, false or 'gaussian' with target_parameters, got 'orthogonal'"
+        )
 
 
 def module_names(config: ModelConfig) -> list[str]:
     """The names that `target_modules` can list."""
-    return [*projections(config), *TABLES]
+    modules = (path for path in candidates(config) if not path.of_experts and not path.is_router)
+    return list(dict.fromkeys(path.part for path in modules))
 
 
 def layer_signatures(sites: Sequence[AdapterSite], layers: int) -> list[tuple[Any, ...]]:

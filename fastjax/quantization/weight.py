@@ -50,7 +50,12 @@ class Weight(abc.ABC):
         return jax.vmap(lambda weight: weight.dequantize(dtype))(self)
 
     def grouped_matmul(
-        self, x: Float[Array, "T in"], group_sizes: Int[Array, " X"], rows: Int[Array, " M"] | None = None
+        self,
+        x: Float[Array, "T in"],
+        group_sizes: Int[Array, " X"],
+        *,
+        rows: Int[Array, " M"] | None = None,
+        low_rank: tuple[Float[Array, "M R"], Float[Array, "X out R"]] | None = None,
     ) -> Float[Array, "M out"]:
         """The products of sorted rows with their experts' matrices, in the dtype of x.
 
@@ -58,14 +63,22 @@ class Weight(abc.ABC):
             x: rows in the order of the experts, or to be gathered.
             group_sizes: rows of each expert.
             rows: row of x for each row of the result; None: x's own.
+            low_rank: z and b, whose product over the groups is added; None: none.
         """
         x, matrices = self._decoded(x)
-        return grouped_matmul(x, matrices, group_sizes, rows=rows)
+        return grouped_matmul(x, matrices, group_sizes, rows=rows, low_rank=low_rank)
 
-    def grouped_transposed(self, dy: Float[Array, "M out"], group_sizes: Int[Array, " X"]) -> Float[Array, "M in"]:
-        """The gradient that `grouped_matmul` passes to its rows, in the dtype of dy."""
+    def grouped_transposed(
+        self,
+        dy: Float[Array, "T out"],
+        group_sizes: Int[Array, " X"],
+        *,
+        rows: Int[Array, " M"] | None = None,
+        low_rank: tuple[Float[Array, "M R"], Float[Array, "X R in"]] | None = None,
+    ) -> Float[Array, "M in"]:
+        """The gradient that `grouped_matmul` passes to its rows, in the dtype of dy; arguments likewise."""
         dy, matrices = self._decoded(dy)
-        return grouped_matmul_dx(dy, matrices, group_sizes)
+        return grouped_matmul_dx(dy, matrices, group_sizes, rows=rows, low_rank=low_rank)
 
     def grouped_gradient(
         self,

@@ -75,6 +75,7 @@ def open_model(config: TrainConfig, *, weights: bool = True) -> OpenModel:
             rope_scaling=model.rope_scaling,
             weights=weights or source.name is None,
         )
+    _check_routers(config, outline)
     if config.lora.adapter is not None:
         adapter = _open_adapter(config, outline, weights)
         return OpenModel(source, outline, adapter, _larger(outline.tokenizer, adapter.tokenizer))
@@ -84,6 +85,13 @@ def open_model(config: TrainConfig, *, weights: bool = True) -> OpenModel:
         with _within("lora", config.lora):
             fresh_adapter(outline.config, outline.new_token_ids, **settings)
     return OpenModel(source, outline, None, outline.tokenizer)
+
+
+def _check_routers(config: TrainConfig, outline: Outline) -> None:
+    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        value = getattr(config.training, name)
+        if value and outline.config.moe is None:
+            raise ConfigError(f"training.{name}: expected 0, since the model has no mixture of experts, got {value}")
 
 
 def lora_arguments(lora: LoraSection) -> dict[str, Any]:

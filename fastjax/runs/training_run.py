@@ -73,7 +73,12 @@ class TrainingRun:
     ):
         self.config, self.console, self.folder, self.checkpoints, self.data = config, console, folder, checkpoints, data
         training, self.identity, self.user_evaluate = config.training, identity, evaluate
-        self.loss = loss or functools.partial(loss_sums, neftune_noise_alpha=training.neftune_noise_alpha)
+        self.loss = loss or functools.partial(
+            loss_sums,
+            neftune_noise_alpha=training.neftune_noise_alpha,
+            router_aux_loss_coef=training.router_aux_loss_coef,
+            router_z_loss_coef=training.router_z_loss_coef,
+        )
         options = compiler_options(training.deterministic, folder.path)
         optimizer = make_optimizer(config.optimizer, data.total_steps)
         self.train_step = make_train_step(

@@ -15,13 +15,11 @@ class MatmulConfig(NamedTuple):
         columns: of a thread block's tile, beside its 128 rows (128 columns of x in the gradient of the matrices).
         stages: pieces of 64 terms in shared memory at a time.
         cluster: thread blocks that share a tile's second operand, 1 or 2.
-        delay: gathered rows: pieces under way before the oldest is awaited; fewer than the stages.
     """
 
     columns: int = 256
     stages: int = 4
     cluster: int = 2
-    delay: int = 3
 
 
 def matmul_config(columns: int, rows_per_group: float) -> MatmulConfig:
@@ -47,4 +45,4 @@ def dw_config(columns: int, result_bytes: int) -> MatmulConfig:
     wide = result_bytes > 2
     if columns <= 64:
         return MatmulConfig(64, stages=6 if wide else 8, cluster=1)
-    return MatmulConfig(stages=3, delay=2) if wide else MatmulConfig()
+    return MatmulConfig(stages=3 if wide else 4)

@@ -7,8 +7,8 @@ from jax.typing import DTypeLike
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import mosaic_sm90
 from pallas_kernels.grouped_matmul.config import TERMS, dw_config, matmul_config
+from pallas_kernels.grouped_matmul.schedule import ALIGNED
 
-_ROWS = 8  # the copy engine's tiles are eight rows high
 _H100_CORES = 132
 
 
@@ -27,7 +27,7 @@ def dw(dy: Array, x: Array, group_sizes: Array, rows: Array | None, dtype: DType
     if x.shape[1] < dy.shape[1] and rows is None:  # the smaller one takes the tile's width, a thin one a thin tile
         return dw(x, dy, group_sizes, None, dtype).swapaxes(1, 2)
     shape = (dy.shape[1], x.shape[1])
-    dy, x = _padded(dy, (_ROWS, TERMS)), _padded(x, (1 if rows is not None else _ROWS, TERMS))
+    dy, x = _padded(dy, (ALIGNED, TERMS)), _padded(x, (1 if rows is not None else ALIGNED, TERMS))
     config = dw_config(dy.shape[1], jnp.dtype(dtype).itemsize)
     out = mosaic_sm90.dw(dy, x, group_sizes, _padded_rows(rows, dy), dtype=dtype, config=config, cores=_cores())
     return out[:, : shape[0], : shape[1]]
@@ -43,10 +43,10 @@ def _matmul(
     transposed: bool,
 ) -> Array:
     count, columns = (x if rows is None else rows).shape[0], w.shape[2 if transposed else 1]
-    x, w = _padded(x, (1 if rows is not None else _ROWS, TERMS)), _padded(w, (1, TERMS, TERMS))
+    x, w = _padded(x, (1 if rows is not None else ALIGNED, TERMS)), _padded(w, (1, TERMS, TERMS))
     if low_rank is not None:
-        low_rank = (_padded(low_rank[0], (_ROWS, TERMS)), _padded(low_rank[1], (1, TERMS, TERMS)))
-    rows = None if rows is None else _padded(rows, (_ROWS,))
+        low_rank = (_padded(low_rank[0], (ALIGNED, TERMS)), _padded(low_rank[1], (1, TERMS, TERMS)))
+    rows = None if rows is None else _padded(rows, (ALIGNED,))
     config = matmul_config(columns, count / w.shape[0])
     out = mosaic_sm90.matmul(x, w, group_sizes, rows, low_rank, transposed=transposed, config=config, cores=_cores())
     return out[:count, :columns]

@@ -11,17 +11,21 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int32
 
+#: The copy engine's tiles are eight rows high, and copies begin with one.
+ALIGNED = 8
+
 
 class Schedule(NamedTuple):
     """The tiles of a product.
 
     Attributes:
-        tiles: int32 [most, 4]: group, first row, end of the group's rows, first column. Rows past the last group are
-            tiles of a group whose number is that of the groups.
+        tiles: int32 [most, 5]: group, begin and end of the group's rows, the tile's first row and first column. Rows
+            past the last group are tiles of a group whose number is that of the groups. First rows are multiples of
+            `ALIGNED`, the first one at or before the group's begin.
         count: int32 [1], tiles in use.
     """
 
-    tiles: Int32[Array, "most 4"]
+    tiles: Int32[Array, "most 5"]
     count: Int32[Array, " 1"]
 
 
@@ -40,11 +44,13 @@ def schedule(
     ends = jnp.minimum(jnp.cumsum(group_sizes), rows)
     ends = jnp.append(ends, rows).astype(jnp.int32)
     starts = jnp.pad(ends[:-1], (1, 0))
-    row_tiles = (ends - starts + tile_rows - 1) // tile_rows
+    first = starts // ALIGNED * ALIGNED
+    row_tiles = jnp.where(ends > starts, (ends - first + tile_rows - 1) // tile_rows, 0)
     last = jnp.cumsum(row_tiles * column_tiles, dtype=jnp.int32)
-    tile = jnp.arange((rows // tile_rows + ends.shape[0]) * column_tiles, dtype=jnp.int32)
+    most = (rows + (ALIGNED - 1) * ends.shape[0]) // tile_rows + ends.shape[0]
+    tile = jnp.arange(most * column_tiles, dtype=jnp.int32)
     group = jnp.minimum(jnp.sum(tile[:, None] >= last[None], axis=1, dtype=jnp.int32), ends.shape[0] - 1)
     own = tile - (last - row_tiles * column_tiles)[group]
     below = jnp.maximum(row_tiles[group], 1)
-    row = starts[group] + own % below * tile_rows
-    return Schedule(jnp.stack([group, row, ends[group], own // below * tile_columns], axis=1), last[-1:])
+    row, column = first[group] + own % below * tile_rows, own // below * tile_columns
+    return Schedule(jnp.stack([group, starts[group], ends[group], row, column], axis=1), last[-1:])

@@ -85,6 +85,7 @@ def test_fields_that_are_off_are_accepted():
         ("fan_in_fan_out", True),
         ("lora_bias", True),
         ("layer_replication", [[0, 2]]),
+        ("target_parameters", "mlp.experts.down_proj"),
         ("target_parameters", ["self_attn.q_proj.weight"]),
         ("trainable_token_indices", [-1]),
         ("trainable_token_indices", {"embed_tokens": 3}),

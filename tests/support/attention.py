@@ -57,6 +57,13 @@ def gradients(function, arguments: dict[str, Any], cotangents) -> dict[str, np.n
     return {name: np.asarray(leaf, np.float64) for name, leaf in named.items()}
 
 
+def expected(arguments: dict[str, Any], cotangents, options: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The reference's results and gradients by name, computed in float64."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (arguments, cotangents))
+        return gradients(lambda **a: reference.attention(**a, **options, return_lse=True), *wide)
+
+
 def oracle(q, k, v, dout, **options):
     """The reference's output and gradients of q, k and v in float64."""
     with jax.enable_x64(True):

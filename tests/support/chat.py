@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -16,13 +18,12 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path) -> Path:
-    """A model folder of two layers."""
+def write_model(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
+    """A model folder, by default of a Llama of two layers."""
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     vocab = {token: index for index, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    config = tiny.config(
-        vocab_size=len(vocab), num_hidden_layers=2, hidden_size=64, intermediate_size=64, bos_token_id=1, eos_token_id=2
-    )
+    config = config or tiny.config(num_hidden_layers=2, hidden_size=64, intermediate_size=64)
+    config = {**config, "vocab_size": len(vocab), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     write_checkpoint(folder, tiny.arrays(config).items(), config)
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

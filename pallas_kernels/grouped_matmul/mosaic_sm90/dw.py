@@ -2,13 +2,13 @@
 
 A tile is 256 columns of x by 256 of dy, summed over the group's rows in pieces of 64. Its two halves in x's columns go
 to the two thread blocks of a cluster, and dy's piece is loaded once and multicast to both. The tensor cores get both
-operands transposed, and the sums, x's columns down, are transposed as they are written. The rows of the next group in a
-piece that ends a group are made zeros in shared memory.
+operands transposed, and the sums, x's columns down, are transposed as they are written. Rows of the
+neighbouring groups in a group's first and last piece are made zeros in shared memory.
 """
 
 import functools
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,24 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.grouped_matmul.config import TERMS, MatmulConfig
 from pallas_kernels.grouped_matmul.mosaic_sm90 import rows as rows_at
-from pallas_kernels.grouped_matmul.mosaic_sm90.stages import arrive, stay
+from pallas_kernels.grouped_matmul.mosaic_sm90.stages import announce, announce_rest, arrive, stay
+from pallas_kernels.grouped_matmul.schedule import ALIGNED
 
 _UNIT = 64  # columns of x of a warpgroup
 _CONSUMERS = 2
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
+
+
+class _Tile(NamedTuple):
+    """Rows [begin, end) of a group, read from `first` on; first columns of x and of dy; pieces of the sums."""
+
+    group: Any
+    begin: Any
+    end: Any
+    first: Any
+    column: Any
+    n_column: Any
+    pieces: Any
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "config", "cores", "interpret"))
@@ -109,19 +122,21 @@ def _kernel(*arguments, names, config: MatmulConfig, clusters: int, interpreted:
         tile = cluster + turn * clusters
         group, own = lax.div(tile, jnp.int32(down * across)), lax.rem(tile, jnp.int32(down * across))
         begin, end = refs.bounds[group], refs.bounds[group + 1]
+        first = lax.div(begin, jnp.int32(ALIGNED)) * ALIGNED
+        pieces = lax.select(begin < end, lax.div(end - first + TERMS - 1, jnp.int32(TERMS)), jnp.int32(0))
         column, n_column = lax.rem(own, jnp.int32(down)) * width, lax.div(own, jnp.int32(down)) * config.columns
-        return group, begin, end, column, n_column, lax.div(end - begin + TERMS - 1, jnp.int32(TERMS))
+        return _Tile(group, begin, end, first, column, n_column, pieces)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _():
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
 
         def compute(turn, count):
-            group, begin, end, column, n_column, pieces = tile_of(turn)
-            column = column + (rank * _CONSUMERS + warpgroup) * _UNIT
-            sums = _multiply(refs, warpgroup, count, pieces, end - begin, config)
-            _write(refs, warpgroup, sums, group, n_column, column, config, interpreted)
-            return count + pieces
+            tile = tile_of(turn)
+            column = tile.column + (rank * _CONSUMERS + warpgroup) * _UNIT
+            sums = _multiply(refs, warpgroup, count, tile, config)
+            _write(refs, warpgroup, sums, tile.group, tile.n_column, column, config, interpreted)
+            return count + tile.pieces
 
         lax.fori_loop(0, turns, compute, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)  # shared memory must outlive the last tile's stores
@@ -132,46 +147,43 @@ def _kernel(*arguments, names, config: MatmulConfig, clusters: int, interpreted:
         load = functools.partial(_load, refs, rank, config=config)
         count = lax.fori_loop(0, turns, lambda turn, count: load(tile_of(turn), count), jnp.int32(0))
         if hasattr(refs, "rows"):
-            rows_at.gather_wait(0)
-            plgpu.commit_smem()
-            for back in range(config.delay, 0, -1):
-                pl.when(count >= back)(functools.partial(arrive, refs.x_full, count - back, config.stages))
+            announce_rest(refs.x_full, count, config.stages)
         if config.cluster > 1:
             stay(refs.free, count, config.stages)
 
 
 def _load(refs, rank, tile, count, *, config: MatmulConfig):
     """The loading warpgroup's part of a tile: x and dy of every piece, as far ahead as there are free stages."""
-    _, begin, end, column, n_column, pieces = tile
     gathered = hasattr(refs, "rows")
 
-    def load(index, count):
-        slot, row = lax.rem(count, jnp.int32(config.stages)), begin + index * TERMS
+    def load(index, carry):
+        count, chosen = carry
+        slot, row = lax.rem(count, jnp.int32(config.stages)), tile.first + index * TERMS
+        if gathered:
+            announce(refs.x_full, count, config.stages)
         # Every product with the stage is done, in both thread blocks of a cluster: the copy of dy below writes half of
         # the stage here and half in the neighbour. The first round of stages starts empty.
         pl.when(count >= config.stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
         axes = "rank" if config.cluster > 1 else None
-        source = refs.dy.at[pl.ds(row, TERMS), pl.ds(n_column, config.columns)]
+        source = refs.dy.at[pl.ds(row, TERMS), pl.ds(tile.n_column, config.columns)]
         plgpu.copy_gmem_to_smem(source, refs.dy_smem.at[slot], refs.dy_full.at[slot], collective_axes=axes)
         for part in range(_CONSUMERS):
-            own = column + (rank * _CONSUMERS + part) * _UNIT
+            own = tile.column + (rank * _CONSUMERS + part) * _UNIT
             if gathered:
-                rows_at.gather(refs.x, refs.rows, refs.x_smem.at[slot, part], row, end - 1, own)
+                rows_at.gather(refs.x, chosen, refs.x_smem.at[slot, part], own)
             else:
                 source = refs.x.at[pl.ds(row, TERMS), pl.ds(own, _UNIT)]
                 plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot, part], refs.x_full.at[slot])
         if gathered:
             rows_at.gather_commit()
-            rows_at.gather_wait(config.delay)
-            plgpu.commit_smem()
-            before = functools.partial(arrive, refs.x_full, count - config.delay, config.stages)
-            pl.when(count >= config.delay)(before)
-        return count + 1
+            chosen = rows_at.choose(refs.rows, row + TERMS, tile.begin, tile.end)
+        return count + 1, chosen
 
-    return lax.fori_loop(0, pieces, load, count)
+    chosen = rows_at.choose(refs.rows, tile.first, tile.begin, tile.end) if gathered else None
+    return lax.fori_loop(0, tile.pieces, load, (count, chosen))[0]
 
 
-def _multiply(refs, consumer, count, pieces, rows, config: MatmulConfig):
+def _multiply(refs, consumer, count, tile: _Tile, config: MatmulConfig):
     """A warpgroup's sums of a tile, [columns of x, columns of dy]."""
 
     def products(sums_ref):
@@ -180,15 +192,16 @@ def _multiply(refs, consumer, count, pieces, rows, config: MatmulConfig):
             plgpu.barrier_wait(refs.x_full.at[slot])
             plgpu.barrier_wait(refs.dy_full.at[slot])
             x = refs.x_smem.at[slot, consumer]
-            left = rows - index * TERMS
+            row = tile.first + index * TERMS
 
-            if not hasattr(refs, "rows"):  # gathered rows behind the group are zeros already
+            if not hasattr(refs, "rows"):  # gathered rows of other groups are zeros already
 
-                @pl.when(left < TERMS)
+                @pl.when(jnp.logical_or(row < tile.begin, row + TERMS > tile.end))
                 def _():
                     values = x[...]
-                    row = plgpu.broadcasted_iota(jnp.int32, (TERMS, _UNIT), 0, layout=plgpu.Layout.WGMMA)
-                    x[...] = jnp.where(row < left, values, jnp.zeros_like(values))
+                    number = plgpu.broadcasted_iota(jnp.int32, (TERMS, _UNIT), 0, layout=plgpu.Layout.WGMMA)
+                    own = jnp.logical_and(number >= tile.begin - row, number < tile.end - row)
+                    x[...] = jnp.where(own, values, jnp.zeros_like(values))
                     plgpu.commit_smem()
 
             plgpu.wgmma(sums_ref, x.T, refs.dy_smem.at[slot])
@@ -196,9 +209,9 @@ def _multiply(refs, consumer, count, pieces, rows, config: MatmulConfig):
             plgpu.wgmma_wait(1)
             pl.when(index > 0)(lambda: arrive(refs.free, count + index - 1, config.stages))
 
-        lax.fori_loop(0, pieces, step, None)
+        lax.fori_loop(0, tile.pieces, step, None)
         sums = sums_ref[...]  # waits for the product in flight
-        pl.when(pieces > 0)(lambda: arrive(refs.free, count + pieces - 1, config.stages))
+        pl.when(tile.pieces > 0)(lambda: arrive(refs.free, count + tile.pieces - 1, config.stages))
         return sums
 
     accumulator = plgpu.ACC((_UNIT, config.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]

@@ -11,7 +11,7 @@ Rows of x come by TMA where they are contiguous, and by `rows.gather` where an i
 
 import functools
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.config import TERMS, MatmulConfig
 from pallas_kernels.grouped_matmul.mosaic_sm90 import rows as rows_at
-from pallas_kernels.grouped_matmul.mosaic_sm90.stages import arrive, stay
+from pallas_kernels.grouped_matmul.mosaic_sm90.stages import announce, announce_rest, arrive, stay
 from pallas_kernels.grouped_matmul.schedule import schedule
 
 _UNIT = 64  # rows of a warpgroup
 _CONSUMERS = 2
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 224, 56
+
+
+class _Tile(NamedTuple):
+    """A row of the schedule, and the pieces of its sums."""
+
+    group: Any
+    begin: Any
+    end: Any
+    row: Any
+    column: Any
+    pieces: Any
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
@@ -116,22 +127,23 @@ def _kernel(*arguments, names, transposed: bool, config: MatmulConfig, clusters:
         group = refs.table[tile, 0]
         # Rows past the last group are summed over nothing: they are zeros.
         pieces = lax.select(group < groups, jnp.int32(all_pieces), jnp.int32(0))
-        return group, refs.table[tile, 1], refs.table[tile, 2], refs.table[tile, 3], pieces
+        begin, end, row, column = (refs.table[tile, field] for field in range(1, 5))
+        return _Tile(group, begin, end, row, column, pieces)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _():
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
 
         def compute(turn, count):
-            _, row, end, column, pieces = tile_of(turn)
-            row = row + (warpgroup * config.cluster + rank) * _UNIT
+            tile = tile_of(turn)
+            pieces, row = tile.pieces, tile.row + (warpgroup * config.cluster + rank) * _UNIT
 
-            @pl.when(row < end)
+            @pl.when(row < tile.end)
             def _():
                 sums = _multiply(refs, warpgroup, count, pieces, transposed, config)
-                _write(refs, warpgroup, sums, row, end, column, config, interpreted)
+                _write(refs, warpgroup, sums, row, tile, config, interpreted)
 
-            @pl.when(row >= end)
+            @pl.when(row >= tile.end)
             def _():
                 def skip(index, _):
                     slot = lax.rem(count + index, jnp.int32(config.stages))
@@ -152,10 +164,7 @@ def _kernel(*arguments, names, transposed: bool, config: MatmulConfig, clusters:
         load = functools.partial(_load, refs, rank, transposed=transposed, config=config)
         count = lax.fori_loop(0, turns, lambda turn, count: load(tile_of(turn), count), jnp.int32(0))
         if hasattr(refs, "rows"):
-            rows_at.gather_wait(0)
-            plgpu.commit_smem()
-            for back in range(config.delay, 0, -1):
-                pl.when(count >= back)(functools.partial(arrive, refs.x_full, count - back, config.stages))
+            announce_rest(refs.x_full, count, config.stages)
         if config.cluster > 1:
             stay(refs.free, count, config.stages)
 
@@ -172,47 +181,47 @@ def _more_pieces(refs) -> int:
 
 def _load(refs, rank, tile, count, *, transposed: bool, config: MatmulConfig):
     """The loading warpgroup's part of a tile: x and w of every piece, as far ahead as there are free stages."""
-    group, row, end, column, pieces = tile
     gathered = hasattr(refs, "rows")
-    first = [row + (part * config.cluster + rank) * _UNIT for part in range(_CONSUMERS)]
+    first = [tile.row + (part * config.cluster + rank) * _UNIT for part in range(_CONSUMERS)]
+    chosen = [rows_at.choose(refs.rows, row, tile.begin, tile.end) for row in first] if gathered else None
 
     def load(index, count):
         slot = lax.rem(count, jnp.int32(config.stages))
+        if gathered:
+            announce(refs.x_full, count, config.stages)
         # Every product with the stage is done, in both thread blocks of a cluster: the copy of w below writes half of
         # the stage here and half in the neighbour. The first round of stages starts empty.
         pl.when(count >= config.stages)(lambda: plgpu.barrier_wait(refs.free.at[slot]))
-        columns = pl.ds(column, config.columns)
+        columns = pl.ds(tile.column, config.columns)
 
-        def copy(x, w, rows, term):
+        def copy(x, w, term, chosen):
             terms = pl.ds(term, TERMS)
-            source = w.at[group, terms, columns] if transposed else w.at[group, columns, terms]
+            source = w.at[tile.group, terms, columns] if transposed else w.at[tile.group, columns, terms]
             axes = "rank" if config.cluster > 1 else None
             plgpu.copy_gmem_to_smem(source, refs.w_smem.at[slot], refs.w_full.at[slot], collective_axes=axes)
             for part in range(_CONSUMERS):
-                if gathered:
-                    rows_at.gather(x, rows, refs.x_smem.at[slot, part], first[part], end - 1, term)
+                if chosen is not None:
+                    rows_at.gather(x, chosen[part], refs.x_smem.at[slot, part], term)
                 else:
                     source = x.at[pl.ds(first[part], _UNIT), terms]
                     plgpu.copy_gmem_to_smem(source, refs.x_smem.at[slot, part], refs.x_full.at[slot])
 
-        rows = refs.rows if gathered else None
+        def copy_more(term):
+            # All pieces of a sum come in one way, so that one barrier counts them.
+            own = [rows_at.choose(None, row, tile.begin, tile.end) for row in first] if gathered else None
+            copy(refs.z, refs.b, term, own)
+
         if hasattr(refs, "z"):
             more = index - _main_pieces(refs)
-            pl.when(more < 0)(functools.partial(copy, refs.x, refs.w, rows, index * TERMS))
-            pl.when(more >= 0)(functools.partial(copy, refs.z, refs.b, None, more * TERMS))
+            pl.when(more < 0)(lambda: copy(refs.x, refs.w, index * TERMS, chosen))
+            pl.when(more >= 0)(lambda: copy_more(more * TERMS))
         else:
-            copy(refs.x, refs.w, rows, index * TERMS)
+            copy(refs.x, refs.w, index * TERMS, chosen)
         if gathered:
-            # The copies of `delay` pieces are under way; those of the piece before them are done, by this thread and,
-            # after the barrier in `commit_smem`, by all of them. That also shows plain writes to the tensor cores.
             rows_at.gather_commit()
-            rows_at.gather_wait(config.delay)
-            plgpu.commit_smem()
-            before = functools.partial(arrive, refs.x_full, count - config.delay, config.stages)
-            pl.when(count >= config.delay)(before)
         return count + 1
 
-    return lax.fori_loop(0, pieces, load, count)
+    return lax.fori_loop(0, tile.pieces, load, count)
 
 
 def _multiply(refs, consumer, count, pieces, transposed: bool, config: MatmulConfig):
@@ -238,29 +247,34 @@ def _multiply(refs, consumer, count, pieces, transposed: bool, config: MatmulCon
     return pl.run_scoped(products, accumulator)
 
 
-def _write(refs, consumer, sums, row, end, column, config: MatmulConfig, interpreted: bool):
+def _write(refs, consumer, sums, row, tile: _Tile, config: MatmulConfig, interpreted: bool):
     """Write a warpgroup's rows that belong to the group; of two buffers the other one's store may be in flight."""
-    whole = row + _UNIT <= end
+    whole = jnp.logical_and(row >= tile.begin, row + _UNIT <= tile.end)
     for number, start in enumerate(range(0, config.columns, 64)):
-        tile = refs.out_smem.at[consumer, number % 2]
+        buffer = refs.out_smem.at[consumer, number % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        tile[...] = sums[:, start : start + 64].astype(tile.dtype)
+        buffer[...] = sums[:, start : start + 64].astype(buffer.dtype)
         plgpu.commit_smem()
 
-        inside = column + start < refs.out.shape[1]
+        column = tile.column + start
+        inside = column < refs.out.shape[1]
 
         @pl.when(jnp.logical_and(inside, whole))
-        def _(tile=tile, start=start):
-            plgpu.copy_smem_to_gmem(tile, refs.out.at[pl.ds(row, _UNIT), pl.ds(column + start, 64)])
+        def _(buffer=buffer, column=column):
+            target = refs.out.at[pl.ds(row, _UNIT), pl.ds(column, 64)]
+            plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
 
         @pl.when(jnp.logical_and(inside, jnp.logical_not(whole)))
-        def _(tile=tile, start=start):
+        def _(buffer=buffer, column=column):
             if interpreted:
 
                 def one(index, _):
-                    refs.out[row + index, pl.ds(column + start, 64)] = tile[index]
+                    refs.out[index, pl.ds(column, 64)] = buffer[index - row]
 
-                lax.fori_loop(0, end - row, one, None)
+                lax.fori_loop(lax.max(row, tile.begin), lax.min(row + _UNIT, tile.end), one, None)
             else:
-                rows_at.store(tile, refs.out, row, end - row, column + start)
+                rows_at.store(buffer, refs.out, row, tile.begin, tile.end, column)
                 plgpu.commit_smem()  # all have read the buffer before it is written again
+
+        # One set of copies for each buffer in turn, be it empty: how many are under way says which buffer is free.
+        plgpu.commit_smem_to_gmem_group()

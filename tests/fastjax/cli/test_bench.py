@@ -17,7 +17,8 @@ from fastjax.bench.step import PRESETS, StepCase, measure
 from fastjax.cli import main
 
 
-def test_step_in_its_own_process(tmp_path, capsys):
+def test_step_in_its_own_process(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     output = tmp_path / "step.json"
     size = ["--preset", "tiny", "--batch", "2", "--seq", "32", "--rank", "4", "--steps", "2", "--warmup", "1"]
     assert main(["bench", "step", *size, "--checkpointing", "full", "--output", str(output)]) == 0

@@ -54,6 +54,7 @@ def compiled(kind, rank):
     return aot.compile(forward_and_backward(apply), *specs, x, x, options=options)
 
 
+@pytest.mark.both_worlds("16-1150000000.0-nf4", others="newer_world")
 @pytest.mark.parametrize("kind", ["nf4", "bfloat16"])
 @pytest.mark.parametrize(("rank", "most"), [(16, 1.15e9), (64, 1.45e9)])
 def test_adapters_add_one_pass_over_a_large_array(kind, rank, most):
@@ -68,6 +69,7 @@ def test_adapters_add_one_pass_over_a_large_array(kind, rank, most):
     assert grown < 0.5 * LARGE, "partial sums, and no copy of h, gate or up"
 
 
+@pytest.mark.both_worlds("nf4", others="newer_world")
 @pytest.mark.parametrize("kind", ["nf4", "bfloat16"])
 def test_no_dense_update_is_formed(kind):
     text = compiled(kind, 16).as_text()
@@ -79,6 +81,7 @@ def test_no_dense_update_is_formed(kind):
     assert len(products) == 4 + 7
 
 
+@pytest.mark.both_worlds("projections", others="newer_world")
 @pytest.mark.parametrize("remat", ["projections", "full"])
 def test_a_product_that_is_kept_is_computed_once(remat):
     """In the scan over the layers; with "full" its recomputation is the second time."""

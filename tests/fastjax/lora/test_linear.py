@@ -51,6 +51,7 @@ def functions(adapters, weight, sizes=SIZES, **options):
     return of(project), of(reference.project), nnx.to_pure_dict(state)
 
 
+@pytest.mark.both_worlds("float32-float32-dropout", "float32-float32-DoRA with dropout", "bfloat16-bfloat16-a subset")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("dtype", "kind"), [(jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16)])
 def test_equals_plain_lora(compare, name, dtype, kind):
@@ -62,6 +63,7 @@ def test_equals_plain_lora(compare, name, dtype, kind):
     compare(*functions(adapters, weight, **options), x, dy)
 
 
+@pytest.mark.both_worlds("nf4-DoRA", "mixed-dropout")
 @pytest.mark.parametrize("name", ["a subset", "dropout", "DoRA", "DoRA with dropout"])
 @pytest.mark.parametrize("kind", ["nf4", "fp8", "mixed"])
 def test_equals_plain_lora_on_packed_weights(compare, name, kind):
@@ -82,6 +84,7 @@ def test_adapters_in_16_bits_get_gradients_in_16_bits(compare):
     compare(*functions(adapters, weight), x, dy)
 
 
+@pytest.mark.both_worlds("True")
 @pytest.mark.parametrize("dora", [False, True])
 def test_an_input_that_is_dropped_before(compare, dora):
     maker = Maker(3)

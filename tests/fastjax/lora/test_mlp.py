@@ -60,6 +60,7 @@ def functions(block, dropout):
     return of(lambda block, x, key: block(x, key)), of(plain_lora.mlp), nnx.to_pure_dict(trained)
 
 
+@pytest.mark.both_worlds("float32-all", "float32-one projection for both", "bfloat16-dropout")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_equals_plain_lora(compare, name, dtype):
@@ -70,6 +71,7 @@ def test_equals_plain_lora(compare, name, dtype):
     compare(*functions(block, options.get("dropout")), x, dy)
 
 
+@pytest.mark.both_worlds("nf4-dropout", "fp8-all")
 @pytest.mark.parametrize("name", ["all", "dropout"])
 @pytest.mark.parametrize("kind", ["nf4", "fp8", "mixed"])
 def test_equals_plain_lora_on_packed_weights(compare, name, kind):
@@ -79,6 +81,7 @@ def test_equals_plain_lora_on_packed_weights(compare, name, kind):
     compare(*functions(block, options.get("dropout")), x, dy)
 
 
+@pytest.mark.both_worlds("gelu")
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "relu"])
 def test_other_activations(compare, activation):
     maker = Maker(2)
@@ -104,6 +107,7 @@ def test_why_a_block_is_not_one_unit():
     assert "different dtypes" in block.why_not_fused(jnp.bfloat16) and block.why_not_fused(jnp.float32) is None
 
 
+@pytest.mark.both_worlds("ranks0-relu2")
 @pytest.mark.parametrize("activation", ["relu2", "silu"])
 @pytest.mark.parametrize("ranks", [(8, 8), (0, 8), (0, 0)])
 def test_a_block_without_a_gate_goes_projection_by_projection(compare, activation, ranks):

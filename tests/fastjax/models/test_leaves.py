@@ -12,9 +12,9 @@ def leaves(tree):
     return [(leaf_at(path), array) for path, array in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "cohere", "smollm3"])
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "cohere", "smollm3", "qwen2_moe", "gpt_oss"])
 def test_kinds_are_those_of_the_specs(family, tmp_path):
-    model = tiny.model(tmp_path, families.CONFIGS[family], full_finetuning=True)
+    model = tiny.model(tmp_path, (families.CONFIGS | families.MIXTURES)[family], full_finetuning=True)
     found = {}
     for leaf, array in leaves(model.trainable):
         stacked = leaf.stack is not None and model.plan[leaf.stack].count > 1
@@ -22,6 +22,7 @@ def test_kinds_are_those_of_the_specs(family, tmp_path):
         found[leaf.kind] = found.get(leaf.kind, 0) + array.size
         assert array.shape[0] == count or not stacked
         assert leaf.is_vector == (leaf.kind in VECTORS)
+        assert leaf.of_experts == ("mlp.experts" in leaf.name)
     wanted = {}
     for spec in model.config.specs:
         size = 1

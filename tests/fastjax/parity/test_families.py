@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from convert.adapter_config import EXPERT_PARAMETERS
 from convert.formats.nf4 import decode
 from convert.quantize import quantize
 from convert.weights import open_weights
@@ -13,13 +14,18 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 from tests.support import tiny
-from tests.support.families import CONFIGS, MIXTURE_VARIANTS, NESTED, SPELLINGS, VARIANTS
+from tests.support.families import CONFIGS, MIXTURE_VARIANTS, MIXTURES, NESTED, SPELLINGS, VARIANTS
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 torch_family = pytest.importorskip("tests.support.torch_family")
 torch_llama = pytest.importorskip("tests.support.torch_llama")
-pytestmark = [pytest.mark.torch, *torch_llama.NOTES_OF_PEFT]
+pytestmark = [
+    pytest.mark.torch,
+    *torch_llama.NOTES_OF_PEFT,
+    # PEFT counts modules alone.
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match"),
+]
 
 #: float32 through up to seven layers, logits of a few units.
 TOLERANCE = 1e-4
@@ -33,7 +39,12 @@ PACKED = ("qwen2", "phi3", "cohere")
 STEPS = {
     **dict.fromkeys(("qwen3", "gemma2", "phi3", "granite", "olmo2", "cohere"), 10),
     **dict.fromkeys(("qwen2", "smollm3", "beside a vision tower"), 3),
+    **dict.fromkeys(("qwen2_moe", "gpt_oss"), 10),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "glm4_moe"), 3),
 }
+#: Of these mixtures PEFT takes linear modules at their word; of the others it reads "all-linear" as attention, router
+#: and experts, with twice the rank for gate and up together, and passes over dense layers and shared experts.
+APART = ("qwen2_moe", "gpt_oss")
 #: Shorter and longer than the lengths and windows of the configs.
 LENGTHS = (45, 1, 15)
 
@@ -103,8 +114,8 @@ def test_a_four_bit_folder_has_the_logits_of_what_it_decodes_to(family, tmp_path
 
 @pytest.mark.parametrize("family", STEPS)
 def test_lora_steps(family, tmp_path):
-    """AdamW on adapters of every projection, which PEFT names and starts."""
-    config = CONFIGS.get(family, NESTED)
+    """AdamW on adapters of every projection, of routers and experts, which PEFT names and starts."""
+    config = (CONFIGS | MIXTURES).get(family, NESTED)
     arrays = tiny.arrays(config)
     torch.manual_seed(7)
     reference = peft.get_peft_model(
@@ -113,7 +124,8 @@ def test_lora_steps(family, tmp_path):
             task_type="CAUSAL_LM",
             r=4,
             lora_alpha=8,
-            target_modules="all-linear" if family in CONFIGS else r".*language_model.*_proj",
+            target_modules=r".*language_model.*_proj" if config is NESTED else "all-linear",
+            target_parameters=[f"experts.{part}" for part in EXPERT_PARAMETERS] if family in APART else None,
         ),
     ).train()
     reference.save_pretrained(tmp_path / "start")

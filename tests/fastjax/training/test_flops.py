@@ -15,6 +15,7 @@ from fastjax.training.flops import (
     peak_flops,
     step_flops,
 )
+from tests.support.families import MIXTURES
 
 CONFIG = ModelConfig.from_hf(PRESETS["llama3-8b"])
 
@@ -32,6 +33,19 @@ def test_trained_parts():
     frozen = step_flops(CONFIG, tokens=10, document_length=0)
     assert step_flops(CONFIG, tokens=10, document_length=0, adapter_parameters=7) - frozen == 10 * 6 * 7
     assert step_flops(CONFIG, tokens=10, document_length=0, trained_parameters=7) - frozen == 10 * 2 * 7
+
+
+def test_a_mixture_counts_the_chosen_experts():
+    """Three of four experts, a shared one with its gate, the router; a dense layer as it is."""
+    hf = MIXTURES["qwen2_moe"] | {"num_hidden_layers": 2, "decoder_sparse_step": 2, "mlp_only_layers": []}
+    full = FastLanguageModel.from_config(hf | {"layer_types": None}, full_finetuning=True)
+    width, heads, keys, size = 32, 4 * 8, 2 * 8, 97
+    attention = 2 * (2 * width * heads + 2 * width * keys)
+    mixture = 3 * width * (3 * 12 + 20) + width + 4 * width
+    assert matrix_parameters(full.config) == attention + 3 * width * 44 + mixture + size * width
+    forward_and_back = step_flops(full.config, tokens=1, document_length=0)
+    trained = flops_per_token(full.config, full.trainable, 0)
+    assert trained - forward_and_back == 2 * matrix_parameters(full.config)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -63,6 +63,7 @@ def batch(arrays, accumulation=1):
     return Batch(*(array.reshape(accumulation, -1, array.shape[-1]) for array in arrays))
 
 
+@pytest.mark.both_worlds("lora", "qlora")
 @pytest.mark.parametrize("kind", ["full", "lora", "qlora", "mixed ranks", "tied"])
 def test_packed_equals_unpacked_in_loss_and_every_gradient(kind):
     metrics, grads = steps.gradients(model(kind), batch(packed_rows()))
@@ -92,6 +93,7 @@ def test_what_lies_in_the_padding_does_not_matter():
     steps.assert_same(other, grads)
 
 
+@pytest.mark.both_worlds("lora")
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_accumulation_does_not_change_loss_and_gradients(kind):
     """Microbatches have very different numbers of targets: a mean of means would be off by far."""
@@ -133,6 +135,7 @@ def test_evaluation_draws_no_dropout():
     assert drops.metrics == keeps.metrics
 
 
+@pytest.mark.one_world
 def test_the_size_of_the_chunks_does_not_matter():
     rows = packed_rows()
     metrics, grads = steps.gradients(model("tied"), batch(rows))
@@ -143,6 +146,7 @@ def test_the_size_of_the_chunks_does_not_matter():
     steps.assert_close(chunked, grads, TOLERANCE)
 
 
+@pytest.mark.both_worlds("qlora-scan-projections")
 @pytest.mark.parametrize(
     ("kind", "layer_loop", "remat"),
     [
@@ -161,6 +165,7 @@ def test_neither_loop_nor_rematerialisation_changes_the_gradients(kind, layer_lo
     steps.assert_close(tiny.by_layer(found, other.plan), tiny.by_layer(grads, reference.plan), TOLERANCE)
 
 
+@pytest.mark.both_worlds("qlora-float16")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("full", "bfloat16"), ("lora", "bfloat16"), ("tied", "bfloat16"), ("qlora", "float16")],
@@ -253,6 +258,7 @@ def data(state):
     return state._replace(key=jax.random.key_data(state.key))
 
 
+@pytest.mark.one_world
 @pytest.mark.parametrize(
     "options",
     [{"use_dora": True}, {"target_modules": ["embed_tokens", "lm_head", "o_proj"]}],
@@ -291,6 +297,7 @@ def weighted(model, trainable_filter, rows, *, key):
     return LossSums((squares * rows.extra["weights"]).sum(), rows.extra["weights"].sum(), metrics)
 
 
+@pytest.mark.one_world
 def test_a_loss_of_ones_own_has_its_own_weight_and_its_own_fields():
     """The denominator is the sum of all weights, however the rows are divided into microbatches and devices."""
     weights = np.asarray([2.0, 0.0, 0.5, 3.0, 0.0, 0.25, 0.0, 1.0], np.float32)
@@ -309,7 +316,7 @@ def test_a_loss_of_ones_own_has_its_own_weight_and_its_own_fields():
         one = jax.tree.map(lambda array: jnp.asarray(array[0]), rows)
         return weighted(module, ours.trainable_filter, one, key=None).loss_sum / 6.75
 
-    steps.assert_close(grads, jax.grad(loss_of)(ours.trainable), TOLERANCE)
+    steps.assert_close(grads, jax.jit(jax.grad(loss_of))(ours.trainable), TOLERANCE)
     split = jax.tree.map(lambda array: array.reshape(4, 2, *array.shape[2:]), rows)
     split_metrics, split_grads = steps.gradients(ours, split, loss=weighted)
     np.testing.assert_allclose(split_metrics["loss"], metrics["loss"], rtol=1e-6)
@@ -319,6 +326,7 @@ def test_a_loss_of_ones_own_has_its_own_weight_and_its_own_fields():
     steps.assert_close(mesh_grads, grads, TOLERANCE)
 
 
+@pytest.mark.one_world
 def test_rows_that_weigh_nothing_change_nothing():
     ours = model("lora")
     rows = batch(packed_rows())._replace(extra={"weights": np.zeros((1, 8), np.float32)})

@@ -61,6 +61,7 @@ def trained(kind, mesh=None):
     return seen, jax.device_get(state.trainable)
 
 
+@pytest.mark.both_worlds("qlora-data and fsdp")
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [("lora", "data"), ("full", "data"), ("qlora", "data and fsdp"), ("lora", "fsdp")],

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import api, attention, config, reference, segment_ranges, xla
+from pallas_kernels.attention import api, attention, config, segment_ranges, xla
 from pallas_kernels.attention.implementations import on_ranges
-from tests.support.attention import PACKED, assert_close, gradients, inputs, once, oracle, value_and_gradients
+from tests.support.attention import PACKED, assert_close, expected, gradients, inputs, once, oracle, value_and_gradients
 
 # Keys for PACKED's queries: a first document that is shorter, a second that no key belongs to, a third that is longer.
 KEYS = np.array([[1] * 3 + [0] * 2 + [3] * 15, [0] * 4 + [1] * 16, [1] * 20], np.int32)
@@ -55,37 +55,32 @@ def problem(case, seed=0, dtype=jnp.float32):
     return arguments, (dout, dlse), options
 
 
-def expected_results(arguments, cotangents, options):
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (arguments, cotangents))
-        return gradients(lambda **a: reference.attention(**a, **options, return_lse=True), *wide)
-
-
-def assert_matches(ours, expected, tolerance):
-    assert ours.keys() == expected.keys()
+def assert_matches(ours, wanted, tolerance):
+    assert ours.keys() == wanted.keys()
     for name, actual in ours.items():
-        finite = np.isfinite(expected[name])
-        np.testing.assert_array_equal(actual[~finite], expected[name][~finite], err_msg=name)
-        largest = np.abs(expected[name][finite]).max(initial=0.0)
+        finite = np.isfinite(wanted[name])
+        np.testing.assert_array_equal(actual[~finite], wanted[name][~finite], err_msg=name)
+        largest = np.abs(wanted[name][finite]).max(initial=0.0)
         np.testing.assert_allclose(
-            actual[finite], expected[name][finite], rtol=tolerance, atol=tolerance * largest, err_msg=name
+            actual[finite], wanted[name][finite], rtol=tolerance, atol=tolerance * largest, err_msg=name
         )
 
 
+@pytest.mark.both_worlds("window", "sinks", "an offset a row", "keys with documents of their own")
 @pytest.mark.parametrize("name", CASES)
 def test_matches_float64(name):
     seed = list(CASES).index(name)
     arguments, cotangents, options = problem(CASES[name], seed)
     ours = gradients(lambda **a: attention(**a, **options, return_lse=True), arguments, cotangents)
     # float32 over at most 21 keys: sums of as many products, exponentials of numbers below 10
-    assert_matches(ours, expected_results(arguments, cotangents, options), 1e-5)
+    assert_matches(ours, expected(arguments, cotangents, options), 1e-5)
 
 
 @pytest.mark.parametrize("ranges", [False, True])
 def test_all_features_at_once_in_blocks_of_queries(ranges, monkeypatch):
     monkeypatch.setattr(config, "_LOGITS_BYTES", 4 * 3 * 4 * 20 * 6)  # three blocks of 6 queries, the last one of 4
     arguments, cotangents, options = problem(EVERYTHING, 100)
-    expected = expected_results(arguments, cotangents, options)
+    wanted = expected(arguments, cotangents, options)
     if ranges:
         made = once(segment_ranges, options.pop("segment_ids"), options.pop("kv_segment_ids"))
         options["segment_ranges"] = made
@@ -93,7 +88,7 @@ def test_all_features_at_once_in_blocks_of_queries(ranges, monkeypatch):
     def attend(**arguments):
         return attention(**arguments, **options, return_lse=True)
 
-    assert_matches(gradients(attend, arguments, cotangents), expected, 1e-5)
+    assert_matches(gradients(attend, arguments, cotangents), wanted, 1e-5)
     assert "scan" in str(jax.make_jaxpr(lambda a: attend(**a))(arguments))
 
 
@@ -101,9 +96,9 @@ def test_all_features_at_once_in_blocks_of_queries(ranges, monkeypatch):
 def test_all_features_in_16_bits(dtype, tolerance):
     arguments, cotangents, options = problem(EVERYTHING, 200, dtype)
     ours = gradients(lambda **a: attention(**a, **options, return_lse=True), arguments, cotangents)
-    expected = expected_results(arguments, cotangents, options)
+    wanted = expected(arguments, cotangents, options)
     # weights, logits' gradients and results are rounded to 16 bits: one unit of the largest result
-    assert_matches(ours, expected, tolerance)
+    assert_matches(ours, wanted, tolerance)
 
 
 def test_ranges_and_ids_say_the_same():
@@ -123,6 +118,7 @@ def test_documents_in_several_pieces_are_served_as_ids():
     assert_close(ours, oracle(*arrays, segment_ids=ids), 3e-6)  # float32 over 8 keys
 
 
+@pytest.mark.both_worlds("True-3")
 @pytest.mark.parametrize("causal, window", [(True, None), (True, 3), (False, 3), (False, None)])
 def test_no_query_depends_on_a_key_it_does_not_see(causal, window):
     """The gradients of each query in every key and value are zero exactly where it sees none, documents included."""

@@ -20,7 +20,7 @@ CASES = {
     "dropout": ({"dropout_rate": 0.1}, False),
     "documents and dropout": ({"query_offset": None, "dropout_rate": 0.1}, True),
 }
-pytestmark = needs_cuda_plugin
+pytestmark = [pytest.mark.aot, needs_cuda_plugin]
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +65,14 @@ def compiled(aot, size, value_size, options, documents, folder, monkeypatch):
     return found
 
 
+@pytest.mark.both_worlds("128-128", others="newer_world")
 @pytest.mark.parametrize(("size", "value_size"), SIZES)
 def test_head_sizes(size, value_size, aot, tmp_path, monkeypatch):
     found = compiled(aot, size, value_size, {}, False, tmp_path, monkeypatch)
     assert found["forward"].spill_bytes == found["backward"].spill_bytes == 0
 
 
+@pytest.mark.both_worlds("documents and sinks", others="newer_world")
 @pytest.mark.parametrize("name", CASES)
 def test_options(name, aot, tmp_path, monkeypatch):
     options, documents = CASES[name]

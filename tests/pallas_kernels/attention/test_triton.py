@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import attention, config, reference, segment_ranges, triton
+from pallas_kernels.attention import attention, config, segment_ranges, triton
 from pallas_kernels.attention.call import Call
 from pallas_kernels.attention.implementations import REGISTRY, on_ranges
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.triton.config import Tiles, TritonConfig
 from pallas_kernels.dispatch import Target
-from tests.support.attention import QUICK, gradients, inputs
+from tests.support.attention import QUICK, expected, gradients, inputs
 
 A100 = Target("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), 108)
 SMALL = TritonConfig(forward=Tiles(16, 32, 4, 2), dkv=Tiles(32, 16, 4, 2), dq=Tiles(16, 32, 4, 2))
@@ -92,18 +92,17 @@ def problem(case, dtype):
 def check(case, dtype, tolerance):
     arguments, cotangents, options = problem(case, dtype)
     ours = gradients(functools.partial(attention, return_lse=True, **options), arguments, cotangents)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (arguments, cotangents))
-        expected = gradients(functools.partial(reference.attention, return_lse=True, **options), *wide)
-    assert ours.keys() == expected.keys()
+    wanted = expected(arguments, cotangents, options)
+    assert ours.keys() == wanted.keys()
     for name, actual in ours.items():
-        finite = np.isfinite(expected[name])
-        np.testing.assert_array_equal(actual[~finite], expected[name][~finite], err_msg=name)
-        atol = tolerance * np.abs(expected[name][finite]).max(initial=0.0)
-        np.testing.assert_allclose(actual[finite], expected[name][finite], rtol=tolerance, atol=atol, err_msg=name)
+        finite = np.isfinite(wanted[name])
+        np.testing.assert_array_equal(actual[~finite], wanted[name][~finite], err_msg=name)
+        atol = tolerance * np.abs(wanted[name][finite]).max(initial=0.0)
+        np.testing.assert_allclose(actual[finite], wanted[name][finite], rtol=tolerance, atol=atol, err_msg=name)
 
 
 # Weights, logits' gradients and results are rounded to 16 bits: one unit of the largest result.
+@pytest.mark.both_worlds("whole tiles", "more keys", "window", "cap and sinks", "documents", "dropout")
 @pytest.mark.parametrize("name", CASES)
 def test_matches_float64(name, interpreted):
     check(CASES[name], jnp.float16, 2**-10)
@@ -115,6 +114,7 @@ def test_all_features_at_once(dtype, tolerance, interpreted):
 
 
 # Whole tiles of keys and of queries that rows 64 to 95 of 128 never meet.
+@pytest.mark.both_worlds("documents")
 @pytest.mark.parametrize(
     "options, documents, keys, queries",
     [

@@ -31,6 +31,7 @@ def passes(aot, size, options):
     }
 
 
+@pytest.mark.both_worlds("h200-128-everything-forward", "h200-128-everything-backward", others="newer_world")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(
     "card, size, options",

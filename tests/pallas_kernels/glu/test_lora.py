@@ -80,6 +80,9 @@ def test_xla_matches_float64(case, activation):
     close(found, exact(arrays, activation), 1e-6)
 
 
+@pytest.mark.both_worlds(
+    "capability1-silu-case0", "capability1-silu-case1", "capability1-silu-case3", "capability0-relu-case2"
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("activation", config.ACTIVATIONS[:1] + config.ACTIVATIONS[3:4] + config.ACTIVATIONS[-1:])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
@@ -106,6 +109,7 @@ def test_a_run_of_several_tiles_is_added_up():
 
 @pytest.mark.aot
 @needs_cuda_plugin
+@pytest.mark.both_worlds("16-h200", others="newer_world")
 @pytest.mark.parametrize("card", ["h200", "a100", "rtx4090"])
 @pytest.mark.parametrize("rank", config.RANKS)
 def test_nothing_spills(card, rank, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels.compat import JAX_VERSION
 from pallas_kernels.grouped_matmul import mosaic_sm90
 from pallas_kernels.grouped_matmul.config import MatmulConfig
+from tests.pallas_kernels.grouped_matmul import exact
 from tests.support.interpreter import mosaic_interpreter
 
 pytestmark = pytest.mark.skipif(
@@ -20,20 +21,15 @@ CONFIG = MatmulConfig(columns=128, cluster=1, stages=3)
 @pytest.fixture(scope="module")
 def arrays():
     rng = np.random.default_rng(0)
-    shapes = {"x": (208, 128), "w": (4, 192, 128), "dy": (208, 192), "z": (208, 64), "b": (4, 192, 64)}
+    shapes = {
+        "x": (208, 128),
+        "w": (4, 192, 128),
+        "dy": (208, 192),
+        "z": (208, 64),
+        "b": (4, 192, 64),
+        "a": (4, 64, 128),
+    }
     return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-
-
-def rounded(dtype, *arrays):
-    """Arrays in a dtype, and the same values in float64."""
-    given = [jnp.asarray(array, dtype) for array in arrays]
-    return given, [np.asarray(array, np.float64) for array in given]
-
-
-def products(x, w):
-    """x_i wₓᵀ."""
-    w = np.concatenate([w, np.zeros_like(w[:1])])
-    return np.einsum("mk,mnk->mn", x, w[np.repeat(np.arange(5), [*SIZES, 8])])
 
 
 def assert_close(found, expected, dtype):
@@ -46,12 +42,10 @@ def assert_close(found, expected, dtype):
 )
 def test_matmul(arrays, transposed, dtype):
     """The forward pass with a low-rank product inside, the gradient without."""
-    matrices = [arrays[name].swapaxes(1, 2) if transposed else arrays[name] for name in ("w", "b")]
-    (x, w, z, b), exact = rounded(dtype, arrays["x"], matrices[0], arrays["z"], matrices[1])
-    expected = products(exact[0], exact[1].swapaxes(1, 2) if transposed else exact[1])
-    if not transposed:
-        expected = expected + products(exact[2], exact[3])
+    names = ("dy", "w", "z", "a") if transposed else ("x", "w", "z", "b")
+    x, w, z, b = (jnp.asarray(arrays[name], dtype) for name in names)
     low_rank = None if transposed else (z, b)
+    expected = (exact.dx if transposed else exact.matmul)(x, w, SIZES, low_rank=low_rank)
     options = {"transposed": transposed, "config": CONFIG, "cores": 2}
     with mosaic_interpreter() as interpret:
         found = mosaic_sm90.matmul(x, w, jnp.asarray(SIZES, jnp.int32), None, low_rank, interpret=interpret, **options)
@@ -59,11 +53,9 @@ def test_matmul(arrays, transposed, dtype):
 
 
 def test_dw(arrays):
-    (x, dy), exact = rounded("bfloat16", arrays["x"], arrays["dy"])
-    starts = np.cumsum([0, *SIZES])
-    expected = [exact[1][i:j].T @ exact[0][i:j] for i, j in zip(starts, starts[1:], strict=False)]
+    x, dy = (jnp.asarray(arrays[name], "bfloat16") for name in ("x", "dy"))
     with mosaic_interpreter() as interpret:
         found = mosaic_sm90.dw(
             dy, x, jnp.asarray(SIZES, jnp.int32), dtype="bfloat16", config=CONFIG, cores=2, interpret=interpret
         )
-    assert_close(found, np.stack(expected), "bfloat16")
+    assert_close(found, exact.dw(dy, x, SIZES), "bfloat16")

@@ -28,6 +28,7 @@ def decode(shape, dtype, implementation):
     return lambda c, a: nf4.dequantize(c, a, shape=shape, dtype=dtype, implementation=implementation)
 
 
+@pytest.mark.both_worlds("benchmark-bfloat16", others="newer_world")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [BENCHMARK.shape, (37, 192)], ids=["benchmark", "tile and a bit"])
 def test_mosaic_for_hopper(shape, dtype, tmp_path, monkeypatch):
@@ -53,6 +54,13 @@ def multiply(gradient, rows, shape, dtype, aot):
     return backward if gradient else forward, (x, *specs(aot, shape))
 
 
+@pytest.mark.both_worlds(
+    "False-16-shape0-bfloat16-128",
+    "False-64-shape2-float16-128",
+    "False-512-shape8-bfloat16-168",
+    "True-512-shape9-bfloat16-168",
+    others="newer_world",
+)
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, registers",
     [
@@ -80,6 +88,7 @@ def test_products_for_hopper(gradient, rows, shape, dtype, registers, tmp_path, 
     assert used.registers <= registers
 
 
+@pytest.mark.newer_world
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, sizes",
     [
@@ -98,6 +107,7 @@ def test_matmul_rs_for_hopper(gradient, rows, shape, dtype, sizes, tmp_path, mon
     assert used.spill_bytes == used.stack_bytes == 0
 
 
+@pytest.mark.both_worlds("matmul_rs", others="newer_world")
 @pytest.mark.parametrize(
     "rows, shape, dtype, registers",
     [
@@ -127,6 +137,7 @@ def test_rounding_twice_takes_the_same_kernels(rows, shape, dtype, registers, tm
     assert used.registers <= registers
 
 
+@pytest.mark.both_worlds("h200-bfloat16", "a100-float32", others="newer_world")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("card", ["h200", "a100", "rtx4090"])
 def test_triton(card, dtype, tmp_path):
@@ -171,6 +182,7 @@ def loss_of(shape, implementation):
     return unrolled, scanned
 
 
+@pytest.mark.both_worlds("mosaic", others="newer_world")
 @pytest.mark.parametrize("implementation", ["mosaic", "triton", "xla"])
 def test_unrolled_layers_keep_no_decoded_weight(implementation):
     """Neither may the two passes' decodes be merged, nor those of all layers be done at once."""

@@ -1,5 +1,7 @@
 """The product with a packed weight: values and gradient against the dense product, and the saved residuals."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +16,19 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
 SHAPES = [((96, 192), "split"), ((96, 192), "bitsandbytes"), ((7, 13), "bitsandbytes")]
 
 
-def case(shape, order, dtype, rows=(2, 5)):
-    rng = np.random.default_rng(0)
-    weight = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def quantised(weight, order, dtype):
+    """Codes, scales, and the matrix that they decode to."""
+    rows, columns = weight.shape
     codes, absmax = nf4.quantize(weight)
     if order == "split":
-        codes = nf4.reorder(codes, "bitsandbytes", "split").reshape(shape[0], shape[1] // 2)
-    dense = reference.dequantize(codes, absmax, shape=shape, dtype=dtype, order=order)
+        codes = nf4.reorder(codes, "bitsandbytes", "split").reshape(rows, columns // 2)
+    return codes, absmax, reference.dequantize(codes, absmax, shape=weight.shape, dtype=dtype, order=order)
+
+
+def case(shape, order, dtype, rows=(2, 5)):
+    rng = np.random.default_rng(0)
+    codes, absmax, dense = quantised(rng.standard_normal(shape).astype(np.float32), order, dtype)
     x, dy = (jnp.asarray(rng.standard_normal((*rows, size)), dtype) for size in (shape[1], shape[0]))
     return x, dy, codes, absmax, dense
 
