@@ -15,6 +15,7 @@ from convert.formats import mxfp4, nf4
 from convert.formats.fp8 import FP8
 from convert.inspect import inspect
 from convert.merge import merge
+from convert.model.paths import WeightPath
 from convert.quantize import quantize
 from convert.saving import save
 from convert.verify import compare
@@ -173,6 +174,20 @@ def test_mxfp4_folders(tmp_path):
     assert first.keys() == second.keys() and all(np.array_equal(first[path], second[path]) for path in first)
     found = inspect(folder)
     assert found.formats["mxfp4"][0] == 8 and found.unsupported == () and compare(folder, other).largest == 0
+    a, b = np.ones((4, 1, 64), np.float32), np.full((4, 64, 1), 0.5, np.float32)
+    down = WeightPath.parse("layers.1.mlp.experts.down_proj")
+    adapter = AdapterConfig(r=1, lora_alpha=1, target_parameters=["layers.1.mlp.experts.down_proj"])
+    arrays_of = {down.with_leaf("lora_A"): a, down.with_leaf("lora_B"): b}
+    write_adapter(tmp_path / "adapter", adapter, arrays_of, family=weights.family)
+    for place in (folder, other):
+        merge(place, tmp_path / "adapter", tmp_path / f"merged-{place.name}")
+    merged = open_weights(tmp_path / "merged-packed")
+    assert {form.name for form in merged.formats()} == {"bfloat16"}
+    assert compare(tmp_path / "merged-packed", tmp_path / "merged-plain").largest == 0
+    change = merged.read(down.with_leaf("weight")).astype(np.float32) - first[down.with_leaf("weight")].astype(
+        np.float32
+    )
+    assert np.abs(change - 0.5).max() < 0.02  # bfloat16, values of up to 6 / 2
     save(tmp_path / "saved", weights.stream(), source=folder)
     assert compare(folder, tmp_path / "saved").same_form and compare(folder, tmp_path / "saved").largest == 0
     for place in (folder, other):
