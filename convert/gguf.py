@@ -1,7 +1,7 @@
 """Export of a model folder to one GGUF file for llama.cpp, with the `gguf` library's names, quantisers and writer.
 
-Vectors stay in float32; matrices take the requested type. With 4 and 5 bits the head (or the tied embedding) takes
-Q8_0, as the library writes no K-quants; a matrix whose rows are not whole blocks stays in F16.
+Vectors and routers stay in float32; matrices take the requested type. With 4 and 5 bits the head (or the tied
+embedding) takes Q8_0, as the library writes no K-quants; a matrix whose rows are not whole blocks stays in F16.
 """
 
 import functools
@@ -36,6 +36,8 @@ from convert.weights import Weights, open_weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+#: Kinds that stay in float32: vectors, and what chooses and weighs experts.
+_EXACT = VECTORS | {"router", "gate"}
 _FORMAT = 1  # version of an interrupted conversion's records; another version starts anew
 _WHOLE = 2**16  # fewest elements of a quantiser call, and a multiple of every block
 
@@ -178,7 +180,8 @@ class _Plan:
             name = names.get_name(f"{prefix}{path}", (".weight", ".bias"))
             if name is None or row.kind == "bias" and row.group not in found.architecture.biases:
                 raise ConvertError(f"{self.file.parent}: {row.name}: {self.name} of llama.cpp has no such tensor")
-            self.tensors[name] = row, self._type_of(row), row.shape
+            shape = row.shape[1:] if row.kind == "gate" else row.shape  # a vector there
+            self.tensors[name] = row, self._type_of(row), shape
 
     def add_metadata(self, writer: Any) -> None:
         gguf = self.gguf
@@ -242,7 +245,7 @@ class _Plan:
 
     def _type_of(self, spec: WeightSpec) -> Any:
         kinds, columns = self.gguf.GGMLQuantizationType, spec.shape[-1]
-        if spec.kind in VECTORS:
+        if spec.kind in _EXACT:
             return kinds.F32
         tied = f"{HEAD}.weight" not in self.weights.specs
         kind = self.type

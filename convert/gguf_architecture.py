@@ -67,6 +67,7 @@ def hyper_parameters(family: Family, config: Mapping[str, Any], file: str) -> Hy
         "head_count_kv": model.num_key_value_heads,
         "key_length": model.head_dim,
         "value_length": model.head_dim,
+        **_mixture_keys(model),
         **{key: get.positive(name) for name, key in found.numbers.items()},
         **rope,
         **windows,
@@ -95,11 +96,31 @@ def _check(found: Architecture, family: Family, model: ModelConfig, get: Reader)
             raise get.wrong(cap, "null, for GGUF")
     if not found.tied and model.tie_word_embeddings:
         raise get.wrong("tie_word_embeddings", f"false: llama.cpp's {name} has a head of its own")
+    if not found.grouped and model.num_key_value_heads != heads:
+        raise get.wrong("num_key_value_heads", f"{heads}, one a head, {means}")
+    if model.moe is not None and model.moe.router.normalize != found.normalizes:
+        raise get.wrong("norm_topk_prob", f"{str(found.normalizes).lower()}, {means}")
+    dense = [number for number, layer in enumerate(model.layers) if model.moe is not None and not layer.moe]
+    if dense:
+        raise unexpected(get.where, "mixtures", f"one in every layer, {means}", f"layers {dense[:8]} without")
     if found.qk_norm_from is not None and (model.qk_norm is not None) != (layers >= found.qk_norm_from):
         raise get.wrong("use_qk_norm", f"{str(layers >= found.qk_norm_from).lower()} with {layers} layers, {means}")
     free = [i for i in range(layers) if found.position_free is not None and (i + 1) % found.position_free == 0]
     if free != [i for i, layer in enumerate(model.layers) if layer.rope is None]:
         raise get.wrong("no_rope_layers", f"0 for each {found.position_free}th layer alone, for GGUF")
+
+
+def _mixture_keys(model: ModelConfig) -> dict[str, Any]:
+    """Keys of mixtures of experts."""
+    if model.moe is None:
+        return {}
+    shared = model.moe.shared_intermediate_size
+    return {
+        "expert_count": model.moe.router.num_experts,
+        "expert_used_count": model.moe.router.experts_per_token,
+        "expert_feed_forward_length": model.moe.intermediate_size,
+        **({"expert_shared_feed_forward_length": shared} if shared else {}),
+    }
 
 
 def _windows(found: Architecture, model: ModelConfig, get: Reader, length: int) -> tuple[dict[str, Any], list[str]]:

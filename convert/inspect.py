@@ -111,7 +111,16 @@ def _adapter(folder: Path) -> Inspection:
         return empty
     counts = Counter(info.dtype for info in adapter.tensors.values())
     sizes = {dtype: sum(i.nbytes for i in adapter.tensors.values() if i.dtype == dtype) for dtype in counts}
-    names = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "revision")
+    names = (
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "use_dora",
+        "target_modules",
+        "target_parameters",
+        "modules_to_save",
+        "revision",
+    )
     values = {name: getattr(adapter.config, name) for name in names}
     return Inspection(
         folder,

@@ -34,6 +34,8 @@ class Architecture:
         window: Whether the window is a key although llama.cpp ignores it.
         tied: Whether the head may be the embedding.
         qk_norm_from: Fewest layers with normalised queries and keys; None: as in the family.
+        normalizes: Whether the weights of a token's experts are divided by their sum; None: no mixtures.
+        grouped: Whether several query heads may share a key head.
         position_free: n: every n-th layer has no rotary positions; None: all have.
     """
 
@@ -53,4 +55,6 @@ class Architecture:
     window: bool = False
     tied: bool = True
     qk_norm_from: int | None = None
+    normalizes: bool | None = None
+    grouped: bool = True
     position_free: int | None = None

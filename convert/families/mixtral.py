@@ -1,6 +1,7 @@
 """Mixtral: Mistral with a mixture of experts in every layer."""
 
 from convert.families.family import Family
+from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture, everywhere, softmax_router, softmax_to_hf
 from convert.families.windows import window_everywhere, window_to_hf
 from convert.model.moe import MoeConfig
@@ -30,5 +31,5 @@ MIXTRAL = Family(
     read=window_everywhere,
     write=lambda config: {**window_to_hf(config), **softmax_to_hf(config, "num_local_experts")},
     neutral={"router_jitter_noise": (0,)},
-    gguf="its files have not been compared with llama.cpp",
+    gguf=Architecture("LLAMA", paired=True, normalizes=True),
 )

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from convert.families.family import Family
+from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture, everywhere, softmax_router, softmax_to_hf
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
@@ -38,5 +39,5 @@ OLMOE = Family(
     constants={"qk_norm": "projection"},
     mixture=Mixture(_mixture),
     write=_to_hf,
-    gguf="its files have not been compared with llama.cpp",
+    gguf=Architecture("OLMOE", square=True, tied=False, normalizes=False, grouped=False),
 )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from convert.families import qwen3_moe
 from convert.families.family import Family
+from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture
 from convert.families.windows import switched_types_to_hf
 from convert.model.moe import MoeConfig
@@ -54,5 +55,5 @@ QWEN2_MOE = Family(
     mixture=Mixture(_mixture, dense=True),
     read=_read,
     write=_to_hf,
-    gguf="its files have not been compared with llama.cpp",
+    gguf=Architecture("QWEN2MOE", biases=(QKV,), square=True, tied=False, normalizes=False),
 )

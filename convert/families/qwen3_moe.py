@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from convert.families.family import Family
+from convert.families.gguf import Architecture
 from convert.families.mixture import Mixture, softmax_router, softmax_to_hf, sparse_steps, sparse_steps_to_hf
 from convert.model.moe import MoeConfig
 from convert.model.reader import Reader
@@ -69,5 +70,5 @@ QWEN3_MOE = Family(
     mixture=Mixture(mixture, dense=True),
     read=_read,
     write=_to_hf,
-    gguf="its files have not been compared with llama.cpp",
+    gguf=Architecture("QWEN3MOE", normalizes=True),
 )

@@ -56,6 +56,11 @@ class FP8Tensor(NamedTuple):
     scale: Scale
     dtype: str
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.codes.shape
+
 
 def block_shape(config: Mapping[str, Any], file: str | os.PathLike[str]) -> tuple[int, int]:
     """Rows and columns of a block by config.json; 128 × 128 without an entry.

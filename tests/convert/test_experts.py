@@ -12,14 +12,16 @@ from convert.checkpoint import open_checkpoint, write_checkpoint
 from convert.errors import ConvertError
 from convert.families import family_for
 from convert.formats import mxfp4, nf4
+from convert.formats.fp8 import FP8
 from convert.inspect import inspect
 from convert.merge import merge
+from convert.model.paths import WeightPath
 from convert.quantize import quantize
 from convert.saving import save
 from convert.verify import compare
 from convert.weights import open_weights, stream
 from tests.support.families import MIXTURES
-from tests.support.tiny import arrays
+from tests.support.tiny import arrays, write_fp8_folder
 
 #: Name of an expert's projection in files -> what it is.
 PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
@@ -138,6 +140,23 @@ def test_experts_are_quantised_one_by_one(tmp_path):
     assert "model.layers.3.mlp.experts" in left.checkpoint.config["quantization_config"]["llm_int8_skip_modules"]
 
 
+def test_experts_in_fp8(tmp_path):
+    """One by one with scales of blocks, as the published FP8 folders have them."""
+    config = MIXTURES["qwen3_moe"]
+    (tmp_path / "model").mkdir()
+    weights = open_weights(write_fp8_folder(tmp_path / "model", config, (16, 16)))
+    path = "layers.3.mlp.experts.gate_proj.weight"
+    stacked, values = weights.read(path, packed=True), weights.read(path)
+    assert stacked.shape == values.shape == (4, 12, 32) and weights.format(path) == "fp8"
+    for number, tensor in enumerate(stacked.tensors):
+        assert np.array_equal(FP8.decode(tensor), values[number])
+        blocks = np.concatenate(list(weights.blocks(path, number)()))
+        assert np.array_equal(blocks, values[number])
+    quantize(tmp_path / "model", tmp_path / "packed")
+    expected = np.stack([nf4.decode(nf4.encode(expert, nested=True)) for expert in values])
+    assert np.array_equal(open_weights(tmp_path / "packed").read(path, packed=False), expected)
+
+
 def test_mxfp4_folders(tmp_path):
     config = MIXTURES["gpt_oss"] | {
         "hidden_size": 64,
@@ -155,6 +174,20 @@ def test_mxfp4_folders(tmp_path):
     assert first.keys() == second.keys() and all(np.array_equal(first[path], second[path]) for path in first)
     found = inspect(folder)
     assert found.formats["mxfp4"][0] == 8 and found.unsupported == () and compare(folder, other).largest == 0
+    a, b = np.ones((4, 1, 64), np.float32), np.full((4, 64, 1), 0.5, np.float32)
+    down = WeightPath.parse("layers.1.mlp.experts.down_proj")
+    adapter = AdapterConfig(r=1, lora_alpha=1, target_parameters=["layers.1.mlp.experts.down_proj"])
+    arrays_of = {down.with_leaf("lora_A"): a, down.with_leaf("lora_B"): b}
+    write_adapter(tmp_path / "adapter", adapter, arrays_of, family=weights.family)
+    for place in (folder, other):
+        merge(place, tmp_path / "adapter", tmp_path / f"merged-{place.name}")
+    merged = open_weights(tmp_path / "merged-packed")
+    assert {form.name for form in merged.formats()} == {"bfloat16"}
+    assert compare(tmp_path / "merged-packed", tmp_path / "merged-plain").largest == 0
+    change = merged.read(down.with_leaf("weight")).astype(np.float32) - first[down.with_leaf("weight")].astype(
+        np.float32
+    )
+    assert np.abs(change - 0.5).max() < 0.02  # bfloat16, values of up to 6 / 2
     save(tmp_path / "saved", weights.stream(), source=folder)
     assert compare(folder, tmp_path / "saved").same_form and compare(folder, tmp_path / "saved").largest == 0
     for place in (folder, other):

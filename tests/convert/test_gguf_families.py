@@ -8,7 +8,6 @@ from convert.families import FAMILIES
 from convert.gguf import export_gguf
 from convert.gguf_architecture import ARCHITECTURES
 from convert.gguf_header import read_gguf_header
-from tests.support.families import MIXTURES
 from tests.support.gguf_models import (
     FAMILY_CASES,
     FULL,
@@ -48,9 +47,15 @@ MODULES = {
     "self_attn.o_proj": "attn_output",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
+    **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
+    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "mlp.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-INTERLEAVED = ("llama", "mistral", "granite", "smollm3")
+INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "mixtral")
+#: Matrices that stay in float32.
+EXACT = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
 
 
 def name_in_file(kind, path):
@@ -78,7 +83,17 @@ def in_llama_cpp(kind, path, values):
     return values[order]
 
 
-NOT_EXPORTED = {"ministral", "ministral3", "olmo3", "exaone4", "seed_oss", "arcee", "hunyuan_v1_dense", *MIXTURES}
+NOT_EXPORTED = {
+    "ministral",
+    "ministral3",
+    "olmo3",
+    "exaone4",
+    "seed_oss",
+    "arcee",
+    "hunyuan_v1_dense",
+    "gpt_oss",
+    "glm4_moe",
+}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 UNSCALED = {"head_dim": 24, "rope_scaling": None}
 
@@ -127,7 +142,7 @@ def test_names_values_and_keys(kind, type, tmp_path):
     for path, array in arrays.items():
         tensor, right = found[name_in_file(kind, path)], in_llama_cpp(kind, path, array)
         values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(right.shape)
-        if type == "f32" or right.ndim == 1:
+        if type == "f32" or right.ndim == 1 or path.endswith(EXACT):
             assert tensor.tensor_type.name == "F32", path
             np.testing.assert_array_equal(values, right, path)
         else:
@@ -186,6 +201,14 @@ def test_what_comes_out_otherwise_is_noted(kind, changes, note, tmp_path):
         ("olmo2", {"tie_word_embeddings": True}, "tie_word_embeddings: expected false: llama.cpp's OLMO2 has a head"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected 0 for each 4th layer alone, for GGUF"),
         ("qwen3", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor: expected 1 \(every pair turns\), got 0.5"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob: expected true, which QWEN3MOE means in llama.cpp"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob: expected false, which QWEN2MOE means in llama.cpp"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mixtures: expected one in every layer, which QWEN3MOE means"),
+        (
+            "olmoe",
+            {"num_key_value_heads": KEY_HEADS},
+            f"num_key_value_heads: expected {HEADS}, one a head",
+        ),
         ("granite", {"logits_scaling": "8"}, "logits_scaling: expected a number >= 0 and below 1e30, got '8'"),
         (
             "qwen2",

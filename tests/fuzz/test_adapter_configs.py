@@ -46,7 +46,9 @@ def test_adapter_configs(tmp_path, pytestconfig, monkeypatch):
             tree[name] = hostile.value(draw)
         if draw.random() < 0.2:
             text = draw.choice((*EXPRESSIONS, hostile.text(draw)))
-            name = draw.choice(("target_modules", "exclude_modules", "modules_to_save", "rank_pattern"))
+            name = draw.choice(
+                ("target_modules", "target_parameters", "exclude_modules", "modules_to_save", "rank_pattern")
+            )
             tree |= {name: draw.choice((text, [text], {text: 3}))}
         return json.dumps(tree if number % 4 == 1 else hostile.changed(draw, tree)).encode()
 

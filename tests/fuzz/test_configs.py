@@ -25,6 +25,7 @@ FURTHER = (
     *("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "layer_types", "sliding_window"),
     *("sliding_window_pattern", "original_max_position_embeddings", "attention_dropout", "head_dim", "model_type"),
     *("hidden_act", "hidden_activation", "max_window_layers", "model_max_length", "no_rope_layer_interval"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"),
     *("attention_bias", "mlp_bias", "logit_scale", "logits_scaling", "use_qk_norm", "clip_qkv", "text_config"),
 )
 SETTINGS = (

@@ -42,6 +42,8 @@ GEMMA3 = {
 }
 LONG, SHORT = [1.5, 3.0, 6.0, 7.0, 8.0, 9.0], [1.0, 1.2, 1.5, 1.6, 1.7, 1.8]
 LONGROPE = {"rope_type": "longrope", "rope_theta": 300.0, "long_factor": LONG, "short_factor": SHORT}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+EXPERT_KEYS = {"expert_count": 5, "expert_used_count": 3, "expert_feed_forward_length": 32}
 #: model_type -> fields of config.json, architecture, keys under it.
 FAMILY_CASES = {
     "llama": ({"attention_bias": True, "mlp_bias": True} | LINEAR, "llama", {"rope.scaling.factor": 1.5}),
@@ -110,6 +112,22 @@ FAMILY_CASES = {
         {"logit_scale": 1.7, "attention.layer_norm_epsilon": 3e-2, "rope.freq_base": 5e5, "rope.scaling.type": "none"},
     ),
     "smollm3": ({}, "smollm3", {"rope.freq_base": 2e6}),
+    "mixtral": (
+        LINEAR | {"num_local_experts": 5},
+        "llama",
+        {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 96},
+    ),
+    "qwen2_moe": (
+        EXPERTS | {"shared_expert_intermediate_size": 64},
+        "qwen2moe",
+        EXPERT_KEYS | {"expert_shared_feed_forward_length": 64},
+    ),
+    "qwen3_moe": (EXPERTS | {"norm_topk_prob": True, "head_dim": SIZE}, "qwen3moe", EXPERT_KEYS),
+    "olmoe": (
+        {"num_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": HEADS},
+        "olmoe",
+        EXPERT_KEYS | {"expert_feed_forward_length": 96, "attention.head_count_kv": HEADS},
+    ),
 }
 
 
@@ -144,6 +162,15 @@ def write_model(folder, config):
         row.path: (0.15 * rng.standard_normal(row.shape) + ("norm" in row.path)).astype(ml_dtypes.bfloat16)
         for row in rows
     }
-    write_checkpoint(folder, [(row.name, arrays[row.path]) for row in rows], config)
+    write_checkpoint(folder, stored(config, arrays).items(), config)
     write_tokenizer(folder)
     return arrays
+
+
+def stored(config, arrays):
+    """A folder's arrays by name, from those of the tree."""
+    found = {}
+    for tensor in family_for(config).tensors(config).values():
+        whole = arrays[tensor.weights[0].path]
+        found[tensor.name] = whole if tensor.expert is None else whole[tensor.expert]
+    return found

@@ -8,6 +8,8 @@ import numpy as np
 
 #: Architectures whose rotary pairs are neighbours; in the others a pair has one of each half.
 NEIGHBOURS = ("llama", "granite", "smollm3", "command-r")
+#: Architectures that divide the weights of a token's experts by their sum.
+NORMALIZED = ("llama", "qwen3moe")
 _GEMMA = ("gemma", "gemma2", "gemma3")
 
 
@@ -48,7 +50,8 @@ def logits(file, tokens, *, neighbours=None):
             continue
         residual = keys.get("residual_scale", 1.0)
         x = x + residual * change
-        change = _mlp(arch, own, _norm(arch, keys, x, own.get("ffn_norm.weight")))
+        inner = _norm(arch, keys, x, own.get("ffn_norm.weight"))
+        change = _experts(arch, keys, own, inner) if "ffn_gate_inp.weight" in own else _mlp(arch, own, inner)
         x = x + residual * _norm(arch, keys, change, own.get("post_ffw_norm.weight"))
     x = _norm(arch, keys, x, tensors["output_norm.weight"])
     out = x @ tensors.get("output.weight", tensors["token_embd.weight"]).T
@@ -82,12 +85,12 @@ def _attention(arch, keys, own, x, layer, neighbours):
     turned = []
     for part, values in zip("qk", parts, strict=False):
         weight = own.get(f"attn_{part}_norm.weight")
-        if arch == "olmo2":
+        if arch in ("olmo2", "olmoe"):
             values = _norm(arch, keys, values, weight)
         values = values.reshape(length, -1, size).swapaxes(0, 1)
         if arch == "command-r" and weight is not None:
             values = _norm(arch, keys, values, weight[:, None])
-        elif arch != "olmo2":
+        elif arch not in ("olmo2", "olmoe"):
             values = _norm(arch, keys, values, weight)
         if arch != "smollm3" or (layer + 1) % 4 != 0:
             values = _rotate(keys, own, values, local and arch == "gemma3", neighbours)
@@ -131,6 +134,23 @@ def _rotate(keys, own, x, local, neighbours):
     out = x.copy()
     out[..., first] = x[..., first] * cos - x[..., second] * sin
     out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def _experts(arch, keys, own, x):
+    """Weighted sums of each token's best experts, and a shared expert with a gate."""
+    gates = np.exp(x @ own["ffn_gate_inp.weight"].T)
+    gates /= gates.sum(-1, keepdims=True)
+    out = np.zeros_like(x)
+    for token, row in enumerate(x):
+        chosen = np.argsort(-gates[token])[: keys["expert_used_count"]]
+        shares = gates[token, chosen] / (gates[token, chosen].sum() if arch in NORMALIZED else 1.0)
+        for number, share in zip(chosen, shares, strict=True):
+            one = {f"{name}.weight": own[f"{name}_exps.weight"][number] for name in ("ffn_gate", "ffn_up", "ffn_down")}
+            out[token] += share * _mlp(arch, one, row[None])[0]
+    if "ffn_up_shexp.weight" in own:
+        one = {f"{name}.weight": own[f"{name}_shexp.weight"] for name in ("ffn_gate", "ffn_up", "ffn_down")}
+        out += _mlp(arch, one, x) / (1 + np.exp(-x @ own["ffn_gate_inp_shexp.weight"]))[:, None]
     return out
 
 

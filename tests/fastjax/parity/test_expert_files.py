@@ -1,11 +1,13 @@
-"""PEFT's adapters on experts: its files are read, merged as it does, and written so that it reads them."""
+"""Mixtures' folders and PEFT's adapters on experts: read and written as transformers and PEFT do."""
 
 import numpy as np
 import pytest
 
 from convert.adapters import read_adapter, write_adapter
 from convert.families import family_for
+from convert.formats import mxfp4
 from convert.merge import merge
+from convert.verify import compare
 from convert.weights import open_weights
 from tests.support import tiny
 from tests.support.families import MIXTURES
@@ -19,6 +21,8 @@ pytestmark = [
     *torch_llama.NOTES_OF_PEFT,
     pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match"),  # it counts modules alone
 ]
+
+transformers = pytest.importorskip("transformers")
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
@@ -53,3 +57,29 @@ def test_what_peft_writes_and_merges(family, tmp_path):
     again = peft.PeftModel.from_pretrained(torch_family.build(config, tiny.arrays(config)), tmp_path / "ours")
     for name, tensor in again.merge_and_unload().state_dict().items():
         assert torch.equal(tensor, merged[name]), name
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_folders_of_transformers(family, tmp_path):
+    """A folder with a tensor an expert is what its classes load, and what they save is that folder again."""
+    config = MIXTURES[family]
+    tensors = tiny.arrays(config)
+    tiny.write_folder(tmp_path / "ours", config, tensors)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    expected = torch_family.build(config, tensors).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in theirs.state_dict().items())
+    theirs.save_pretrained(tmp_path / "theirs")
+    result = compare(tmp_path / "ours", tmp_path / "theirs")
+    assert result.same_form and result.largest == 0
+
+
+def test_mxfp4_decodes_as_in_transformers():
+    """Every code with every scale whose products float32 holds."""
+    mxfp4_of_transformers = pytest.importorskip("transformers.integrations.mxfp4")
+    codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16).repeat(253, axis=1)
+    scales = np.arange(253, dtype=np.uint8)[None, :, None].repeat(16, axis=2)
+    ours = mxfp4.MXFP4.decode(mxfp4.MXFP4Tensor(codes, scales, "float32"))
+    theirs = mxfp4_of_transformers.convert_moe_packed_tensors(
+        torch.from_numpy(codes), torch.from_numpy(scales), dtype=torch.float32
+    )
+    assert np.array_equal(ours.swapaxes(1, 2), theirs.numpy())

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from convert.families import family_for
 from convert.gguf import export_gguf
-from tests.support.gguf_models import FAMILY_CASES, config_of, write_model
+from tests.support.gguf_models import FAMILY_CASES, config_of, stored, write_model
 
 pytest.importorskip("torch")
 pytest.importorskip("gguf")
@@ -38,7 +37,7 @@ def test_llama_cpp_computes_transformers_logits(case, tmp_path):
     config = config_of(kind, **changes)
     arrays = write_model(tmp_path / "model", config)
     export_gguf(tmp_path / "model", tmp_path / "m.gguf", type="f32")
-    named = {row.name: arrays[row.path].astype(np.float32) for row in family_for(config).specs(config)}
+    named = {name: array.astype(np.float32) for name, array in stored(config, arrays).items()}
     tokens = np.random.default_rng(3).integers(0, config["vocab_size"], length)
     theirs = torch_family.logits(torch_family.build(config, named), tokens)
     ours = llama_cpp.logits(tmp_path / "m.gguf", tokens)

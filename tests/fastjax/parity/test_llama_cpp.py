@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from convert.families import family_for
 from convert.gguf import export_gguf
-from tests.support.gguf_models import config_of, write_model
+from tests.support.gguf_models import config_of, stored, write_model
 
 pytest.importorskip("torch")
 pytest.importorskip("gguf")
@@ -39,7 +38,7 @@ def pair(case, folder, type):
     config = config_of(kind, **changes, **SHORT.get(case, {}))
     arrays = write_model(folder / "model", config)
     export_gguf(folder / "model", folder / "m.gguf", type=type)
-    named = {row.name: arrays[row.path].astype(np.float32) for row in family_for(config).specs(config)}
+    named = {name: array.astype(np.float32) for name, array in stored(config, arrays).items()}
     tokens = np.random.default_rng(3).integers(0, config["vocab_size"], length)
     return logits(folder / "m.gguf", tokens), torch_family.logits(torch_family.build(config, named), tokens)
 
