@@ -9,6 +9,7 @@ never exist; their gradient is summed over the copies. A low-rank product may be
 Implementations, in order of preference:
 
 - ``mosaic``: Hopper, 16 bits;
+- ``triton``: NVIDIA GPUs of compute capability 8.0 or more, 16 bits;
 - ``xla``: everything else, by `jax.lax.ragged_dot`.
 """
 
@@ -42,7 +43,7 @@ def grouped_matmul(
         group_sizes: int32, rows of each group, in all at most M; rows past the last group give zeros.
         rows: int32, row of x for each row of the result, in [0, T); None: x's own rows, M = T.
         low_rank: z and b, of x's dtype; None: no second product.
-        implementation: None, "mosaic" or "xla", for all three products.
+        implementation: None, "mosaic", "triton" or "xla", for all three products.
 
     Returns:
         The products, in x's dtype.
@@ -90,7 +91,7 @@ def grouped_matmul_dw(
         group_sizes: as in `grouped_matmul`.
         rows: likewise, for x.
         dtype: of the result; None: dy's.
-        implementation: None, "mosaic" or "xla".
+        implementation: None, "mosaic", "triton" or "xla".
 
     Raises:
         ValueError: shapes or dtypes that do not fit.

@@ -1,15 +1,15 @@
-"""Block sizes of Hopper's kernels and the rule that chooses them."""
+"""Block sizes of the kernels and the rules that choose them."""
 
 from typing import NamedTuple
 
-#: Terms of a piece of a sum, and the multiple that every summed or written dimension is padded to.
+#: On Hopper: terms of a piece of a sum, and the multiple that every summed or written dimension is padded to.
 TERMS = 64
-#: Rows of the tile of one thread block, half of them each multiplying warpgroup's.
+#: On Hopper: rows of the tile of one thread block, half of them each multiplying warpgroup's.
 ROWS = 128
 
 
 class MatmulConfig(NamedTuple):
-    """Block sizes of a product.
+    """Block sizes of a product on Hopper.
 
     Attributes:
         columns: of a thread block's tile, beside its 128 rows (128 columns of x in the gradient of the matrices).
@@ -46,3 +46,37 @@ def dw_config(columns: int, result_bytes: int) -> MatmulConfig:
     if columns <= 64:
         return MatmulConfig(64, stages=6 if wide else 8, cluster=1)
     return MatmulConfig(stages=3 if wide else 4)
+
+
+class TritonConfig(NamedTuple):
+    """Block sizes of a product in Pallas-Triton.
+
+    Attributes:
+        rows: of a program's tile; of dw's, columns of dy.
+        columns: of a program's tile.
+        terms: of a sum that are multiplied at a time.
+        num_warps: warps of a program.
+        num_stages: pieces of the sum in flight.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    terms: int = 32
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def triton_config(rows_per_group: float) -> TritonConfig:
+    """Block sizes of the product with x or of its gradient in x, by the average number of a group's rows.
+
+    The number of rows is the smallest that most groups fit in: a tile costs the same however many of its rows are the
+    group's own.
+    """
+    if rows_per_group > 64:
+        return TritonConfig()
+    return TritonConfig(rows=64 if rows_per_group > 24 else 32, columns=64, terms=64)
+
+
+def triton_dw_config() -> TritonConfig:
+    """Block sizes of the gradient of the matrices."""
+    return TritonConfig()

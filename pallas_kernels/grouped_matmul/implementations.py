@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, Registry, Target
-from pallas_kernels.grouped_matmul import mosaic, xla
+from pallas_kernels.grouped_matmul import mosaic, triton, xla
 
 
 class Case(NamedTuple):
@@ -33,9 +33,20 @@ class Case(NamedTuple):
 
 
 def _why_not_mosaic(case: Case) -> str | None:
-    operands, result = (jnp.dtype(dtype) for dtype in case.dtypes)
     if case.target.platform != "cuda" or case.target.compute_capability != (9, 0):
         return f"it needs an NVIDIA GPU of compute capability 9.0, the target is {case.target}"
+    return _why_not_any_kernel(case)
+
+
+def _why_not_triton(case: Case) -> str | None:
+    capability = case.target.compute_capability
+    if case.target.platform != "cuda" or capability is None or capability < (8, 0):
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
+    return _why_not_any_kernel(case)
+
+
+def _why_not_any_kernel(case: Case) -> str | None:
+    operands, result = (jnp.dtype(dtype) for dtype in case.dtypes)
     if operands not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 and float16, not {operands}"
     if result not in (operands, jnp.float32):
@@ -45,14 +56,15 @@ def _why_not_mosaic(case: Case) -> str | None:
     return None
 
 
-def _registry(op: str, of_mosaic, of_xla) -> Registry[Case]:
+def _registry(op: str, of_mosaic, of_triton, of_xla) -> Registry[Case]:
     implementations = {
         "mosaic": Implementation(_why_not_mosaic, of_mosaic),
+        "triton": Implementation(_why_not_triton, of_triton),
         "xla": Implementation(lambda case: None, of_xla),
     }
-    return Registry(op, implementations, lambda case: ("mosaic", "xla"))
+    return Registry(op, implementations, lambda case: ("mosaic", "triton", "xla"))
 
 
-MATMUL = _registry("grouped_matmul", mosaic.matmul, xla.matmul)
-DX = _registry("grouped_matmul_dx", mosaic.dx, xla.dx)
-DW = _registry("grouped_matmul_dw", mosaic.dw, xla.dw)
+MATMUL = _registry("grouped_matmul", mosaic.matmul, triton.matmul, xla.matmul)
+DX = _registry("grouped_matmul_dx", mosaic.dx, triton.dx, xla.dx)
+DW = _registry("grouped_matmul_dw", mosaic.dw, triton.dw, xla.dw)

@@ -166,7 +166,7 @@ TWO_HEADS = {
 @pytest.mark.parametrize("name", ["packed", "window, packed", "more keys", "an offset a row"])
 def test_tiles_in_turn(name, configs, interpreted):
     """Thread blocks that take several tiles, of whose blocks one of the two warpgroups may not need all."""
-    check(name, interpreted, configs, {} if "length" in CASES[name] else {"length": 320})
+    check(name, interpreted, configs, {} if "length" in CASES[name] else {"length": 450})
 
 
 @pytest.mark.parametrize(("size", "cap", "packed"), [(64, None, False), (64, 1.5, True), (192, None, False)])
