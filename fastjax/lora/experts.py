@@ -184,11 +184,11 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
             * block.down.scaling,
         )
     dh = as_weight(arrays.down).grouped_transposed(dout, sizes, rows=order.rows, low_rank=low_rank)
-    dweight = jnp.einsum("mf,mf->m", dh.astype(jnp.float32), h.astype(jnp.float32))
+    dweight = jnp.sum(dh.astype(jnp.float32) * h.astype(jnp.float32), axis=1)
     dy = dout[order.rows]
     if arrays.down_bias is not None:
         bias = arrays.down_bias.astype(dtype)[own]
-        dweight = dweight + jnp.einsum("me,me->m", dy.astype(jnp.float32), bias.astype(jnp.float32))
+        dweight = dweight + jnp.sum(dy.astype(jnp.float32) * bias.astype(jnp.float32), axis=1)
     (dgate_up,) = pullback(weighted(dh))
     low_rank = None
     if kept.inner is not None:

@@ -112,7 +112,9 @@ def dw(
     interpret: bool = False,
 ) -> Array:
     """dw[g] = Σ dy_i x_iᵀ over the rows of the group; `interpret` as in `matmul`."""
-    return _dw(dy, x, group_sizes, rows, dtype=jnp.dtype(dtype), config=config or triton_dw_config(), interpret=interpret)
+    return _dw(
+        dy, x, group_sizes, rows, dtype=jnp.dtype(dtype), config=config or triton_dw_config(), interpret=interpret
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "config", "interpret"))

@@ -21,11 +21,18 @@ def matmul(x: Array, w: Array, group_sizes: Array, rows: Array | None, low_rank:
 def dx(dy: Array, w: Array, group_sizes: Array, rows: Array | None, low_rank: tuple[Array, Array] | None) -> Array:
     """dx_i = dy_i w[g(i)] + z_i a[g(i)]."""
     pairs = [(dy if rows is None else dy[rows], w), *([] if low_rank is None else [low_rank])]
-    products = [lax.ragged_dot(*pair, group_sizes, preferred_element_type=jnp.float32) for pair in pairs]
+    options = {"precision": _precision(dy), "preferred_element_type": jnp.float32}
+    products = [lax.ragged_dot(*pair, group_sizes, **options) for pair in pairs]
     return sum(products[1:], products[0]).astype(dy.dtype)
 
 
 def dw(dy: Array, x: Array, group_sizes: Array, rows: Array | None, dtype: DTypeLike) -> Array:
     """dw[g] = Σ dy_i x_iᵀ over the rows of the group."""
     x = x if rows is None else x[rows]
-    return lax.ragged_dot_general(dy, x, group_sizes, _OUTER, preferred_element_type=jnp.float32).astype(dtype)
+    options = {"precision": _precision(dy), "preferred_element_type": jnp.float32}
+    return lax.ragged_dot_general(dy, x, group_sizes, _OUTER, **options).astype(dtype)
+
+
+def _precision(x: Array) -> lax.Precision | None:
+    """True float32 for float32, not TF32."""
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

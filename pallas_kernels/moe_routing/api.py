@@ -150,7 +150,7 @@ def _combine_forward(y, weights, order: Order):
 def _combine_backward(residuals, dout):
     y, weights, order = residuals
     dy = dout[order.rows].astype(jnp.float32) * weights.reshape(-1)[order.order].astype(jnp.float32)[:, None]
-    dweights = jnp.einsum("nke,ne->nk", y[order.inverse].astype(jnp.float32), dout.astype(jnp.float32))
+    dweights = jnp.sum(y[order.inverse].astype(jnp.float32) * dout.astype(jnp.float32)[:, None, :], axis=2)
     return dy.astype(y.dtype), dweights.astype(weights.dtype), None
 
 
@@ -169,8 +169,8 @@ def measure_load(routing: Routing, mask: Bool[Array, " N"] | None = None) -> Loa
     chosen = (routing.experts[:, :, None] == jnp.arange(experts, dtype=jnp.int32)[None, None, :]).astype(logits.dtype)
     sums = jax.nn.logsumexp(logits, axis=1)
     return Load(
-        jnp.einsum("nkx,n->x", chosen, counted),
-        jnp.einsum("nx,n->x", jax.nn.softmax(logits, axis=1), counted),
+        jnp.sum(chosen * counted[:, None, None], axis=(0, 1)),
+        jnp.sum(jax.nn.softmax(logits, axis=1) * counted[:, None], axis=0),
         jnp.sum(jnp.square(sums) * counted),
         jnp.sum(counted),
     )

@@ -30,8 +30,8 @@ pytestmark = [
 #: float32 through up to seven layers, logits of a few units.
 TOLERANCE = 1e-4
 #: Families whose blocks round differently in bfloat16: biases and heads' norms under a scaled RoPE, norms of 1 + w and
-#: soft caps, multipliers, norms behind the blocks, LayerNorm with attention and MLP side by side.
-ROUNDED = ("qwen3", "gemma2", "granite", "olmo2", "cohere")
+#: soft caps, multipliers, norms behind the blocks, LayerNorm with attention and MLP side by side, experts with biases.
+ROUNDED = ("qwen3", "gemma2", "granite", "olmo2", "cohere", "gpt_oss")
 #: Families whose matrices lie differently in a 4-bit folder: apart and biased, fused, rows in pairs.
 PACKED = ("qwen2", "phi3", "cohere")
 #: LoRA steps: ten where the blocks' gradients differ. Where only the layers' plan or the names do, three, which reach
@@ -83,7 +83,7 @@ def test_logits(variant, made):
 @pytest.mark.parametrize("variant", ROUNDED)
 def test_bfloat16_is_as_exact_as_transformers(variant, made):
     """In bfloat16 the logits are no farther from those in float32 than transformers' are."""
-    _, config = VARIANTS[variant]
+    _, config = EVERY[variant]
     folder, arrays, exact = made(variant)
     documents = tiny.documents(config, LENGTHS)
     reference = torch_family.build(config, arrays).bfloat16()

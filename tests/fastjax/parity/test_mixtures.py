@@ -1,8 +1,14 @@
-"""Adapters on experts cross over: PEFT loads ours with our logits, and transformers the merged folder."""
+"""Adapters on experts cross over: PEFT loads ours with our logits, and transformers the merged folder. Gradients of all
+weights equal torch's."""
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+from convert.checkpoint import open_checkpoint
+from convert.families import family_for
+from fastjax.training.loss import loss_sums
 from tests.support import tiny
 from tests.support.families import MIXTURES
 
@@ -49,3 +55,33 @@ def test_peft_loads_what_we_write_and_transformers_what_is_merged(family, tmp_pa
     np.testing.assert_allclose(torch_family.logits(merged.eval(), tokens), found, rtol=0, atol=TOLERANCE)
     again = tiny.logits(tiny.model(tmp_path / "merged", None), tokens[None])[0]
     np.testing.assert_allclose(again, found, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "qwen2_moe"])
+def test_gradients_of_every_weight(family, tmp_path):
+    """Routers, biases, attention sinks, shared experts and their gates; but not a router's bias for the choice."""
+    config = MIXTURES[family]
+    model = tiny.model(tmp_path / "model", config, full_finetuning=True)
+    (batch,) = tiny.batches(config, 1)
+    reference = torch_family.build(config, tiny.arrays(config)).train()
+    expected = torch_family.backward(reference, batch)
+
+    @jax.jit
+    def gradients(trainable, rows):
+        def loss(trainable):
+            sums = loss_sums(nnx.merge(model.graphdef, trainable, model.frozen), model.trainable_filter, rows, key=None)
+            return sums.loss_sum / sums.metrics["num_targets"].astype(sums.loss_sum.dtype)
+
+        return jax.value_and_grad(loss)(trainable)
+
+    found, trained = gradients(model.trainable, jax.tree.map(lambda array: array[0], batch))
+    assert abs(float(found) - expected) < TOLERANCE
+    model.replace(trainable=trained).save_pretrained(tmp_path / "gradients")  # in the names and layout of weights
+    checkpoint = open_checkpoint(tmp_path / "gradients")
+    arrays = {name: checkpoint.read(name) for name in checkpoint.names}
+    ours = dict(torch_family.in_memory(family_for(config), config, arrays))
+    for name, parameter in reference.named_parameters():
+        theirs = parameter.grad.numpy()
+        # float32: sums over layers and tokens in another order
+        np.testing.assert_allclose(ours[name], theirs, rtol=0, atol=2e-5 * np.abs(theirs).max(), err_msg=name)
+        assert np.abs(theirs).max() > 0, name
