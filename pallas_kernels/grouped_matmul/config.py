@@ -88,14 +88,14 @@ class NF4Config(NamedTuple):
     Attributes:
         rows: of a program's tile.
         out: rows of the matrix at a time: columns of the tile, or in the gradient terms of the sum.
-        blocks: of each, of 64 columns: in the gradient those of the tile. From 2 on (`nf4.triton.look_up` says why).
+        blocks: of 64 columns of each: terms of the sum, or in the gradient columns of the tile.
         num_warps: warps of a program.
         num_stages: pieces of the sum in flight.
     """
 
     rows: int = 16
-    out: int = 64
-    blocks: int = 2
+    out: int = 128
+    blocks: int = 1
     num_warps: int = 4
     num_stages: int = 3
 
@@ -104,6 +104,7 @@ class NF4Config(NamedTuple):
 NF4_MOST_ROWS = 64
 
 
-def nf4_config(rows_per_group: float) -> NF4Config:
+def nf4_config(rows_per_group: float, gradient: bool) -> NF4Config:
     """Block sizes by the average number of a group's rows: every tile of its rows decodes the matrix once more."""
-    return NF4Config(rows=16 if rows_per_group <= 6 else 32 if rows_per_group <= 18 else 64)
+    rows = 16 if rows_per_group <= 6 else 32 if rows_per_group <= 18 else 64
+    return NF4Config(rows, out=64, blocks=2) if gradient else NF4Config(rows)

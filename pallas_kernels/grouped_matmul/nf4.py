@@ -82,13 +82,11 @@ def grouped_nf4_matmul(
 
 
 def _triton(x, codes, absmax, group_sizes, rows, *, gradient: bool, weight_dtype: DTypeLike | None) -> Array:
-    config = nf4_config((x if rows is None else rows).shape[0] / codes.shape[0])
+    config = nf4_config((x if rows is None else rows).shape[0] / codes.shape[0], gradient)
     through = None if weight_dtype is None else jnp.dtype(weight_dtype).name
     if through in ("float32", x.dtype.name):
         through = None
-    return triton_nf4.matmul(
-        x, codes, absmax, group_sizes, rows, gradient=gradient, through=through, config=config
-    )
+    return triton_nf4.matmul(x, codes, absmax, group_sizes, rows, gradient=gradient, through=through, config=config)
 
 
 def _decode_first(x, codes, absmax, group_sizes, rows, *, gradient: bool, weight_dtype: DTypeLike | None) -> Array:

@@ -19,6 +19,7 @@ from pallas_kernels.grouped_matmul.config import TritonConfig, triton_config, tr
 from pallas_kernels.grouped_matmul.schedule import schedule
 from pallas_kernels.grouped_matmul.triton_tiles import Ref, load_tile, numbers, store_tile
 
+
 def matmul(
     x: Array,
     w: Array,
@@ -109,7 +110,9 @@ def dw(
     interpret: bool = False,
 ) -> Array:
     """dw[g] = Σ dy_i x_iᵀ over the rows of the group; `interpret` as in `matmul`."""
-    return _dw(dy, x, group_sizes, rows, dtype=jnp.dtype(dtype), config=config or triton_dw_config(), interpret=interpret)
+    return _dw(
+        dy, x, group_sizes, rows, dtype=jnp.dtype(dtype), config=config or triton_dw_config(), interpret=interpret
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "config", "interpret"))

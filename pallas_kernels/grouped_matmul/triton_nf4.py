@@ -17,6 +17,7 @@ from pallas_kernels import compat
 from pallas_kernels.grouped_matmul.config import NF4Config
 from pallas_kernels.grouped_matmul.schedule import schedule
 from pallas_kernels.grouped_matmul.triton_tiles import Ref, load_tile, numbers, store_tile
+from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
 from pallas_kernels.nf4.triton import look_up
 
@@ -89,11 +90,19 @@ def _kernel(
         # Rows past the last group are of a group that has no matrix: their sums have no terms.
         filled = (group < groups).astype(jnp.int32)
 
-        def decode(out_tile: Array, block_tile: Array) -> list[Array]:
-            refs, places = (codes_ref, absmax_ref), (group, out_tile * config.out, block_tile * config.blocks)
-            codes, absmax = _load_blocks(*refs, *places, config)
-            halves = [look_up(codes, absmax, x_ref.dtype, half, through, interpret) for half in ("low", "high")]
-            return [half.reshape(config.out, config.blocks * BLOCK_BYTES) for half in halves]
+        def decode(out_tile: Array, block_tile: Array) -> tuple[Array, ...]:
+            places = group, out_tile * config.out, block_tile * config.blocks
+            codes, absmax = _load_blocks(codes_ref, absmax_ref, *places, config)
+            shape = config.out, config.blocks * BLOCK_BYTES
+
+            def halves() -> tuple[Array, ...]:
+                found = (look_up(codes, absmax, x_ref.dtype, half, through, interpret) for half in ptx.HALVES)
+                return tuple(half.reshape(shape) for half in found)
+
+            # It does begin inside. But out of a branch Triton moves no operation to the registers of the product, where
+            # the four codes of a word are of several blocks in the gradient, and the look-up takes them for one's.
+            begins_inside = (places[1] < out) & (places[2] < blocks)
+            return lax.cond(begins_inside, halves, lambda: (jnp.zeros(shape, x_ref.dtype),) * 2)
 
         def forward(piece: Array, total: Array) -> Array:
             for half, w in enumerate(decode(column, piece)):
@@ -131,13 +140,13 @@ def _load_blocks(
     row = first_row + lax.div(place, jnp.int32(config.blocks))
     block = first_block + lax.rem(place, jnp.int32(config.blocks))
     _, height, width = absmax_ref.shape
-    inside = (row < height) & (block < width)
-    reaches_behind = height % config.out or width % config.blocks
-    mask = inside if reaches_behind else None
+    inside = (row < height) & (block < width) if height % config.out or width % config.blocks else None
     codes = pltriton.load(
         codes_ref.at[group, row[:, None], block[:, None], lax.iota(jnp.int32, BLOCK_BYTES)[None, :]],
-        mask=inside[:, None] if reaches_behind else None,
-        other=jnp.uint8(0) if reaches_behind else None,
+        mask=None if inside is None else inside[:, None],
+        other=None if inside is None else jnp.uint8(0),
     )
-    absmax = pltriton.load(absmax_ref.at[group, row, block], mask=mask)
-    return codes, jnp.where(inside, absmax, 0.0)[:, None]
+    absmax = pltriton.load(
+        absmax_ref.at[group, row, block], mask=inside, other=None if inside is None else jnp.float32(0)
+    )
+    return codes, absmax[:, None]

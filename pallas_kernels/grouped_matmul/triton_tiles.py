@@ -1,4 +1,4 @@
-"""Loads and stores of the Triton kernels: tiles of any rows and columns of a matrix, masked where they reach too far."""
+"""Loads and stores of the Triton kernels: tiles of any rows and columns of a matrix, masked behind its end."""
 
 from typing import Any
 

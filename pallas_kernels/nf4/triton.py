@@ -74,8 +74,8 @@ def look_up(
 ) -> Float[Array, "blocks 32"]:
     """One half of whole blocks inside a kernel; arguments as of `dequantize`.
 
-    Four codes of a register are taken to be of one block. So they are as they come from memory; let no matrix product
-    follow without a reshape between, or Triton may look up in the product's layout of registers instead.
+    Four codes of a register are taken for one block's. So they are in the order in which they come from memory; a
+    kernel that multiplies what it looks up must keep Triton from looking up in the order that products want instead.
     """
     if interpret:
         return ptx.lookup_in_jax(codes, absmax, dtype, half, through)
