@@ -23,8 +23,9 @@ from fastjax.bench.timing import Program, Timing, measure
 from fastjax.lora.experts import Arrays, Block, routed_experts
 from fastjax.lora.rank_products import Part
 from fastjax.quantization import NF4Weight
+from fastjax.quantization.mxfp4 import MXFP4Weight
 from pallas_kernels import dispatch
-from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx, grouped_nf4_matmul
 from pallas_kernels.grouped_matmul.implementations import DW, DX, MATMUL
 from pallas_kernels.grouped_matmul.shapes import BENCHMARK, BLOCK, FEW, Shape
 from pallas_kernels.moe_routing import Order, RouterSettings, combine, route, sort_by_expert
@@ -175,7 +176,7 @@ def _gathered(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _formats(case: MoeCase, shape: Shape) -> list[MoeResult]:
-    """The product with experts in 16 bits and in NF4, as models compute it."""
+    """The product with experts in 16 and in 4 bits, as models compute it."""
     x, _, w, _, order = _routed(case, shape)
     [(codes, absmax)] = packed_weights((shape.experts * shape.out, shape.into), 1)
     packed = NF4Weight(
@@ -186,6 +187,12 @@ def _formats(case: MoeCase, shape: Shape) -> list[MoeResult]:
         parts=(shape.out,),
         dtype=case.dtype,
     )
+    micro = MXFP4Weight(
+        packed.codes,
+        jnp.full((shape.experts, shape.out, shape.into // 32), 127, jnp.uint8),
+        shape=(shape.out, shape.into),
+        dtype=case.dtype,
+    )
     sizes, rows = order.group_sizes, order.rows
 
     def product(weight, x, sizes, rows):
@@ -194,6 +201,20 @@ def _formats(case: MoeCase, shape: Shape) -> list[MoeResult]:
     operations: dict[tuple[str, str], Operation] = {
         ("16 bits", ""): (_gathered(grouped_matmul), (x, w, sizes, rows)),
         ("NF4", ""): (product, (packed, x, sizes, rows)),
+        ("NF4, decoded first", ""): (
+            lambda weight, x, sizes, rows: grouped_nf4_matmul(
+                x,
+                weight.codes,
+                weight.absmax,
+                sizes,
+                shape=weight.shape,
+                rows=rows,
+                weight_dtype=case.dtype,
+                implementation="decode_first",
+            ),
+            (packed, x, sizes, rows),
+        ),
+        ("MXFP4", ""): (product, (micro, x, sizes, rows)),
     }
     found = _measured(case, operations)
     return [_line(shape, *names, timing, shape.flops) for names, timing in found.items()]

@@ -7,7 +7,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, UInt8
 
@@ -17,8 +16,6 @@ from fastjax.quantization.dense import linear
 from fastjax.quantization.weight import Weight
 from pallas_kernels.rounding import round_through
 
-#: The values of E2M1 by code.
-_VALUES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 #: The largest scale at which every code is finite in float32.
 _LARGEST_SCALE = 127 + 125
 
@@ -52,8 +49,7 @@ class MXFP4Weight(Weight):
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """One expert's matrix in `dtype`: float32 value × power of two in its own dtype, cast."""
         pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1).reshape(self.shape)
-        values = jnp.take(jnp.asarray(_VALUES), pairs.astype(jnp.int32), axis=0)
-        factors = jnp.repeat(_power_of_two(self.scales), BLOCK, axis=-1)
+        values, factors = _values(pairs), jnp.repeat(_power_of_two(self.scales), BLOCK, axis=-1)
         return round_through(values * factors, None if self.dtype == jnp.dtype(dtype).name else self.dtype).astype(
             dtype
         )
@@ -95,6 +91,14 @@ class MXFP4Weight(Weight):
             )
         codes = tensor.codes.reshape(*tensor.codes.shape[:2], -1)
         return cls(jnp.asarray(codes), jnp.asarray(tensor.scales), tensor.shape[1:], tensor.dtype)
+
+
+def _values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """E2M1 by its bits: sign, two of the exponent with a bias of 1, one of the fraction. Faster than a table of 16."""
+    sign, rest = (codes >> 3).astype(jnp.int32) << 31, (codes & 7).astype(jnp.int32)
+    half = jnp.int32(0x3F000000)  # 0.5, the one subnormal number
+    bits = jnp.where(rest > 1, (rest << 22) + (126 << 23), jnp.where(rest == 1, half, 0))
+    return jax.lax.bitcast_convert_type(sign | bits, jnp.float32)
 
 
 def _power_of_two(scales: UInt8[Array, "..."]) -> Float[Array, "..."]:

@@ -19,6 +19,7 @@ from convert.formats.nf4 import NF4Tensor
 from fastjax.parallel import BATCH, local
 from fastjax.quantization.weight import Weight
 from pallas_kernels import nf4
+from pallas_kernels.grouped_matmul import grouped_nf4_matmul
 
 BLOCK = 64
 NESTED_BLOCK = 256
@@ -112,20 +113,22 @@ class NF4Weight(Weight):
             weight_dtype=self.dtype,
         )
 
-    def experts(self, dtype: jax.typing.DTypeLike) -> Float[Array, "X out in"]:
-        """`dequantize` of arrays that lead with an axis of experts: of all of them as one matrix."""
+    def grouped_matmul(self, x, group_sizes, *, rows=None, low_rank=None) -> Float[Array, "M out"]:
+        """The products with experts; with few rows for each the codes are decoded inside the product."""
+        return self._grouped(x, group_sizes, rows=rows, low_rank=low_rank, gradient=False)
+
+    def grouped_transposed(self, dy, group_sizes, *, rows=None, low_rank=None) -> Float[Array, "M in"]:
+        """The gradient that `grouped_matmul` passes to its rows, likewise."""
+        return self._grouped(dy, group_sizes, rows=rows, low_rank=low_rank, gradient=True)
+
+    def _grouped(self, x: Array, group_sizes: Array, *, gradient: bool, **options) -> Array:
         if self.order != "split" or self.quant_map is not None:
-            return super().experts(dtype)
-        scales, columns = jax.vmap(NF4Weight.scales)(self), self.shape[1]
-        decoded = nf4.dequantize(
-            self.codes.reshape(-1, columns // 2),
-            scales.reshape(-1, columns // BLOCK),
-            shape=(scales.shape[0] * self.shape[0], columns),
-            dtype=dtype,
-            order=self.order,
-            weight_dtype=self.dtype,
-        )
-        return decoded.reshape(-1, *self.shape)
+            product = super().grouped_transposed if gradient else super().grouped_matmul
+            return product(x, group_sizes, **options)
+        scales = jax.vmap(NF4Weight.scales)(self)
+        codes = self.codes.reshape(*scales.shape[:-1], -1)
+        options |= {"shape": self.shape, "weight_dtype": self.dtype, "gradient": gradient}
+        return grouped_nf4_matmul(x, codes, scales, group_sizes, **options)
 
     def rows(self, rows: slice) -> "NF4Weight":
         """Some of the output rows, with scales that are not nested; the codes are in split order."""

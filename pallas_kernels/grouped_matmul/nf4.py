@@ -49,6 +49,7 @@ def grouped_nf4_matmul(
     *,
     shape: tuple[int, int],
     rows: Int[Array, " M"] | None = None,
+    low_rank: tuple[Float[Array, "M R"], Float[Array, "X ..."]] | None = None,
     gradient: bool = False,
     weight_dtype: DTypeLike | None = None,
     implementation: str | None = None,
@@ -64,6 +65,7 @@ def grouped_nf4_matmul(
         group_sizes: int32, rows of each group, in all at most M; rows past the last group give zeros.
         shape: (out, in) of each matrix; in is a multiple of 64.
         rows: int32, row of x for each row of the result, in [0, T); None: x's own rows, M = T.
+        low_rank: a second product to add, as of `grouped_matmul`, or `grouped_matmul_dx` for the gradient; None: none.
         gradient: multiply by the matrices instead of their transposes.
         weight_dtype: that values are rounded to before x's dtype, as in `nf4.dequantize`.
         implementation: None, "triton" or "decode_first".
@@ -78,18 +80,23 @@ def grouped_nf4_matmul(
     _check(x, codes, absmax, group_sizes, shape, rows, gradient)
     case = Case(dispatch.target(), (x if rows is None else rows).shape[0], (codes.shape[0], *shape), x.dtype)
     forward = REGISTRY[REGISTRY.choose(case, implementation)].forward
-    return forward(x, codes, absmax, group_sizes, rows, gradient=gradient, weight_dtype=weight_dtype)
+    return forward(x, codes, absmax, group_sizes, rows, low_rank, gradient=gradient, weight_dtype=weight_dtype)
 
 
-def _triton(x, codes, absmax, group_sizes, rows, *, gradient: bool, weight_dtype: DTypeLike | None) -> Array:
+def _triton(x, codes, absmax, group_sizes, rows, low_rank, *, gradient: bool, weight_dtype: DTypeLike | None) -> Array:
     config = nf4_config((x if rows is None else rows).shape[0] / codes.shape[0], gradient)
     through = None if weight_dtype is None else jnp.dtype(weight_dtype).name
     if through in ("float32", x.dtype.name):
         through = None
-    return triton_nf4.matmul(x, codes, absmax, group_sizes, rows, gradient=gradient, through=through, config=config)
+    y = triton_nf4.matmul(x, codes, absmax, group_sizes, rows, gradient=gradient, through=through, config=config)
+    if low_rank is None:
+        return y
+    return y + (grouped_matmul_dx if gradient else grouped_matmul)(*low_rank, group_sizes)
 
 
-def _decode_first(x, codes, absmax, group_sizes, rows, *, gradient: bool, weight_dtype: DTypeLike | None) -> Array:
+def _decode_first(
+    x, codes, absmax, group_sizes, rows, low_rank, *, gradient: bool, weight_dtype: DTypeLike | None
+) -> Array:
     groups, out, blocks = absmax.shape
     # Decoded no earlier than x is there, as in `nf4.products`, and not inside of a product of XLA's.
     absmax, x = lax.optimization_barrier((absmax, x))
@@ -97,7 +104,7 @@ def _decode_first(x, codes, absmax, group_sizes, rows, *, gradient: bool, weight
         codes, absmax, shape=(groups * out, blocks * BLOCK), dtype=x.dtype, weight_dtype=weight_dtype
     )
     matrices = lax.optimization_barrier(matrices).reshape(groups, out, blocks * BLOCK)
-    return (grouped_matmul_dx if gradient else grouped_matmul)(x, matrices, group_sizes, rows=rows)
+    return (grouped_matmul_dx if gradient else grouped_matmul)(x, matrices, group_sizes, rows=rows, low_rank=low_rank)
 
 
 def _why_not_triton(case: Case) -> str | None:

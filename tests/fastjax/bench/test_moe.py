@@ -28,7 +28,7 @@ def test_every_part_has_its_lines(tmp_path, capsys):
     results = moe.run(case, tmp_path / "moe.json", Console(width=100))
     assert [(line.operation, line.implementation) for line in results] == [
         ("even groups", "vendor"),
-        *[("16 bits", ""), ("NF4", "")] * 2,
+        *[(name, "") for name in ("16 bits", "NF4", "NF4, decoded first", "MXFP4")] * 2,
         ("block", "frozen"),
         ("block", "r=4"),
         ("routing and weighted sum", ""),

@@ -100,6 +100,7 @@ def test_order_and_combination(case):
 
 def test_only_numbers_are_scattered():
     """Those of the inverse permutation; gradients are gathered."""
+
     def loss(logits, y):
         routing = moe_routing.route(logits, RouterSettings(2, groups=2, groups_per_token=1))
         return moe_routing.combine(y, routing.weights, moe_routing.sort_by_expert(routing.experts, EXPERTS)).sum()
