@@ -66,20 +66,28 @@ class TritonConfig(NamedTuple):
     num_stages: int = 3
 
 
-def triton_config(rows_per_group: float) -> TritonConfig:
-    """Block sizes of the product with x or of its gradient in x, by the average number of a group's rows.
+def triton_config(rows_per_group: float, columns: int) -> TritonConfig:
+    """Block sizes of the product with x or of its gradient in x.
 
-    The number of rows is the smallest that most groups fit in: a tile costs the same however many of its rows are the
-    group's own.
+    A tile costs the same however many of its rows are its group's own.
+
+    Args:
+        rows_per_group: on average.
+        columns: of the result.
     """
     if rows_per_group > 64:
-        return TritonConfig()
-    return TritonConfig(rows=64 if rows_per_group > 24 else 32, columns=64, terms=64)
+        return TritonConfig(columns=tile_size(columns, 128))
+    return TritonConfig(rows=64 if rows_per_group > 24 else 32, columns=tile_size(columns, 64), terms=64)
 
 
-def triton_dw_config() -> TritonConfig:
-    """Block sizes of the gradient of the matrices."""
-    return TritonConfig()
+def triton_dw_config(shape: tuple[int, int]) -> TritonConfig:
+    """Block sizes of the gradient of the matrices, by their (out, in)."""
+    return TritonConfig(tile_size(shape[0], 128), tile_size(shape[1], 128))
+
+
+def tile_size(size: int, most: int) -> int:
+    """The smallest power of two that holds `size`, from the depth of a matrix instruction up to `most`."""
+    return min(most, max(16, 1 << (size - 1).bit_length()))
 
 
 class NF4Config(NamedTuple):

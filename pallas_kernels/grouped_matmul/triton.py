@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import compat
-from pallas_kernels.grouped_matmul.config import TritonConfig, triton_config, triton_dw_config
+from pallas_kernels.grouped_matmul.config import TritonConfig, tile_size, triton_config, triton_dw_config
 from pallas_kernels.grouped_matmul.schedule import schedule
 from pallas_kernels.grouped_matmul.triton_tiles import Ref, load_tile, numbers, store_tile
 
@@ -53,7 +53,7 @@ def dx(
 def _matmul(x, w, group_sizes, rows, low_rank, *, transposed: bool, config: TritonConfig | None, interpret: bool):
     compat.silence_triton_deprecation()
     count, columns = (x if rows is None else rows).shape[0], w.shape[2 if transposed else 1]
-    config = config or triton_config(count / w.shape[0])
+    config = config or triton_config(count / w.shape[0], columns)
     # Columns are numbered by tiles: their product with a constant is known to be aligned, a number in memory is not.
     table = schedule(group_sizes, count, config.rows, pl.cdiv(columns, config.columns), 1)
     return pl.pallas_call(
@@ -80,7 +80,7 @@ def _matmul_kernel(
 
         def add(total: Array, x_ref: Ref, sources: Array, w_ref: Ref) -> Array:
             summed = x_ref.shape[1]
-            width = min(config.terms, max(16, pl.next_power_of_2(summed)))
+            width = tile_size(summed, config.terms)
 
             def body(piece: Array, total: Array) -> Array:
                 terms = numbers(piece * width, width)
@@ -110,9 +110,8 @@ def dw(
     interpret: bool = False,
 ) -> Array:
     """dw[g] = Σ dy_i x_iᵀ over the rows of the group; `interpret` as in `matmul`."""
-    return _dw(
-        dy, x, group_sizes, rows, dtype=jnp.dtype(dtype), config=config or triton_dw_config(), interpret=interpret
-    )
+    config = config or triton_dw_config((dy.shape[1], x.shape[1]))
+    return _dw(dy, x, group_sizes, rows, dtype=jnp.dtype(dtype), config=config, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "config", "interpret"))

