@@ -10,7 +10,6 @@ them jaxlib 0.11 compiles in half the time, to programs with wrong results.
 import collections
 import ctypes
 import gc
-import itertools
 import os
 import sys
 from importlib.metadata import version
@@ -164,30 +163,9 @@ def _check_names(items):
         raise pytest.UsageError(f"both_worlds names cases that do not exist: {wrong}")
 
 
-def _longest_first(items):
-    """Every worker begins with an equal share of the list, in order, and takes from the others' ends when it is done.
-
-    So each share has slow modules first, and quick tests are left for the end.
-    """
-    workers, left = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)), [i for i in items if "slow" not in i.keywords]
-    modules = itertools.groupby((item for item in items if "slow" in item.keywords), key=lambda item: item.path)
-    slow = [list(tests) for _, tests in modules]
-    size = -(-len(items) // workers)
-    ordered = []
-    for worker in range(workers):
-        share = list(itertools.chain.from_iterable(slow[worker::workers]))
-        quick = max(0, size - len(share)) if worker < workers - 1 else len(left)
-        ordered += share + left[:quick]
-        left = left[quick:]
-    items[:] = ordered
-
-
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks by folder; tests marked gpu run only where there is one, elsewhere they are skipped with the reason.
-
-    The order is that of the tests that are left by -k and -m.
-    """
+    """Marks by folder; tests marked gpu run only where there is one, elsewhere they are skipped with the reason."""
     if not any("::" in argument for argument in config.args):
         _check_names(items)
     here = Path(__file__).parent
@@ -203,5 +181,3 @@ def pytest_collection_modifyitems(config, items):
         if "gpu" in item.keywords and not anywhere:
             item.add_marker(skip)
         _mark_cases(item)
-    yield
-    _longest_first(items)

@@ -207,7 +207,8 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
         _bias_gradient(arrays.down_bias, weighted(dy), own),
         into_dtypes(matrices, arrays.matrices),
     )
-    dx = jnp.sum(dx[order.inverse].astype(jnp.float32), axis=1).astype(dtype)
+    # Apart from what is added to it: fused with the router's share, XLA's kernel reads half as fast.
+    dx = jax.lax.optimization_barrier(jnp.sum(dx[order.inverse].astype(jnp.float32), axis=1).astype(dtype))
     dweights = dweight[order.inverse].astype(weights.dtype)
     return dx, dweights, jax.tree.map(lambda share: share[None], shares)
 

@@ -1,5 +1,6 @@
 """Matrix products over groups of rows: the experts of a mixture."""
 
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
+from pallas_kernels.grouped_matmul.nf4 import grouped_nf4_matmul
 
-__all__ = ["grouped_matmul", "grouped_matmul_dw", "grouped_matmul_dx"]
+__all__ = ["grouped_matmul", "grouped_matmul_dw", "grouped_matmul_dx", "grouped_nf4_matmul"]

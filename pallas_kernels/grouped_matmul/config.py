@@ -80,3 +80,31 @@ def triton_config(rows_per_group: float) -> TritonConfig:
 def triton_dw_config() -> TritonConfig:
     """Block sizes of the gradient of the matrices."""
     return TritonConfig()
+
+
+class NF4Config(NamedTuple):
+    """Block sizes of a product that decodes NF4 as it multiplies.
+
+    Attributes:
+        rows: of a program's tile.
+        out: rows of the matrix at a time: columns of the tile, or in the gradient terms of the sum.
+        blocks: of 64 columns of each: terms of the sum, or in the gradient columns of the tile.
+        num_warps: warps of a program.
+        num_stages: pieces of the sum in flight.
+    """
+
+    rows: int = 16
+    out: int = 128
+    blocks: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+#: Most rows of a group, on average, for which decoding inside the product is preferred to decoding first.
+NF4_MOST_ROWS = 64
+
+
+def nf4_config(rows_per_group: float, gradient: bool) -> NF4Config:
+    """Block sizes by the average number of a group's rows: every tile of its rows decodes the matrix once more."""
+    rows = 16 if rows_per_group <= 6 else 32 if rows_per_group <= 18 else 64
+    return NF4Config(rows, out=64, blocks=2) if gradient else NF4Config(rows)

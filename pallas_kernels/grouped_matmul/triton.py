@@ -6,7 +6,6 @@ gathered in the load.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import compat
 from pallas_kernels.grouped_matmul.config import TritonConfig, triton_config, triton_dw_config
 from pallas_kernels.grouped_matmul.schedule import schedule
-
-Ref = Any
+from pallas_kernels.grouped_matmul.triton_tiles import Ref, load_tile, numbers, store_tile
 
 
 def matmul(
@@ -76,7 +74,7 @@ def _matmul_kernel(
     @pl.when(tile < count_ref[0])
     def _():
         group, begin, end, first, column = (tiles_ref[tile, field] for field in range(5))
-        rows, columns = _numbers(first, config.rows), _numbers(column * config.columns, config.columns)
+        rows, columns = numbers(first, config.rows), numbers(column * config.columns, config.columns)
         own = (rows >= begin) & (rows < end)
         sources = rows if rows_ref is None else pltriton.load(rows_ref.at[rows], mask=own, other=0)
 
@@ -85,10 +83,10 @@ def _matmul_kernel(
             width = min(config.terms, max(16, pl.next_power_of_2(summed)))
 
             def body(piece: Array, total: Array) -> Array:
-                terms = _numbers(piece * width, width)
-                x = _load(x_ref, (), sources, terms, own=own)
+                terms = numbers(piece * width, width)
+                x = load_tile(x_ref, (), sources, terms, own=own)
                 places = (terms, columns) if transposed else (columns, terms)
-                w = _load(w_ref, (group,), *places)
+                w = load_tile(w_ref, (group,), *places)
                 return total + pltriton.dot(x, w, trans_b=not transposed)
 
             # Rows past the last group are of a group that has no matrix: their sums have no terms.
@@ -98,7 +96,7 @@ def _matmul_kernel(
         total = add(jnp.zeros((config.rows, config.columns), jnp.float32), x_ref, sources, w_ref)
         if low_rank_refs is not None:
             total = add(total, low_rank_refs[0], rows, low_rank_refs[1])
-        _store(out_ref, (), rows, columns, total, own=own)
+        store_tile(out_ref, (), rows, columns, total, own=own)
 
 
 def dw(
@@ -137,44 +135,17 @@ def _dw_kernel(bounds_ref, dy_ref, x_ref, rows_ref, out_ref, *, config: TritonCo
     across = pl.cdiv(x_ref.shape[1], config.columns)
     tile, group = pl.program_id(0), pl.program_id(1)
     begin, end = bounds_ref[group], bounds_ref[group + 1]
-    of_dy = _numbers(lax.div(tile, jnp.int32(across)) * config.rows, config.rows)
-    of_x = _numbers(lax.rem(tile, jnp.int32(across)) * config.columns, config.columns)
+    of_dy = numbers(lax.div(tile, jnp.int32(across)) * config.rows, config.rows)
+    of_x = numbers(lax.rem(tile, jnp.int32(across)) * config.columns, config.columns)
 
     def body(piece: Array, total: Array) -> Array:
-        rows = _numbers(begin + piece * config.terms, config.terms)
+        rows = numbers(begin + piece * config.terms, config.terms)
         own = rows < end
         sources = rows if rows_ref is None else pltriton.load(rows_ref.at[rows], mask=own, other=0)
-        dy = _load(dy_ref, (), rows, of_dy, own=own)
-        x = _load(x_ref, (), sources, of_x, own=own)
+        dy = load_tile(dy_ref, (), rows, of_dy, own=own)
+        x = load_tile(x_ref, (), sources, of_x, own=own)
         return total + pltriton.dot(dy, x, trans_a=True)
 
     pieces = lax.div(end - begin + (config.terms - 1), jnp.int32(config.terms))
     total = lax.fori_loop(jnp.int32(0), pieces, body, jnp.zeros((config.rows, config.columns), jnp.float32))
-    _store(out_ref, (group,), of_dy, of_x, total)
-
-
-def _numbers(first: Array, count: int) -> Array:
-    return first + lax.iota(jnp.int32, count)
-
-
-def _load(ref: Ref, group: tuple[Array, ...], rows: Array, columns: Array, *, own: Array | None = None) -> Array:
-    """A tile of a matrix, or of one of a group; zeros in rows that are not `own` and behind the matrix's end."""
-    mask = _mask(ref, rows, columns, own)
-    other = None if mask is None else jnp.zeros((), ref.dtype)
-    return pltriton.load(ref.at[(*group, rows[:, None], columns[None, :])], mask=mask, other=other)
-
-
-def _store(ref: Ref, group: tuple[Array, ...], rows: Array, columns: Array, tile: Array, *, own: Array | None = None):
-    mask = _mask(ref, rows, columns, own)
-    pltriton.store(ref.at[(*group, rows[:, None], columns[None, :])], tile.astype(ref.dtype), mask=mask)
-
-
-def _mask(ref: Ref, rows: Array, columns: Array, own: Array | None) -> Array | None:
-    """None where no tile reaches behind the end; `own` rows are before it."""
-    height, width = ref.shape[-2:]
-    if own is None and height % rows.shape[0]:
-        own = rows < height
-    inside = columns < width if width % columns.shape[0] else None
-    if own is None or inside is None:
-        return own[:, None] if own is not None else None if inside is None else inside[None, :]
-    return own[:, None] & inside[None, :]
+    store_tile(out_ref, (group,), of_dy, of_x, total)

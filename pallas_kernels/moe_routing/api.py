@@ -121,7 +121,7 @@ def sort_by_expert(experts: Int[Array, "N k"], num_experts: int) -> Order:
     flat = experts.reshape(-1).astype(jnp.int32)
     numbers = jnp.arange(flat.size, dtype=jnp.int32)
     _, order = jax.lax.sort((flat, numbers), num_keys=1, is_stable=True)
-    _, inverse = jax.lax.sort((order, numbers), num_keys=1)
+    inverse = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
     sizes = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, :], axis=0, dtype=jnp.int32)
     return Order(order // experts.shape[1], order, inverse.reshape(experts.shape), sizes)
 

@@ -58,13 +58,27 @@ def dequantize(
 
 
 def _kernel(codes_ref, absmax_ref, out_ref, *, through: str | None, interpret: bool):
-    decode = ptx.lookup_in_jax if interpret else _look_up
     codes, absmax = codes_ref[...], absmax_ref[...][:, None]
-    out_ref[:, :BLOCK_BYTES] = decode(codes, absmax, out_ref.dtype, "low", through)
-    out_ref[:, BLOCK_BYTES:] = decode(codes, absmax, out_ref.dtype, "high", through)
+    low, high = (look_up(codes, absmax, out_ref.dtype, half, through, interpret) for half in ptx.HALVES)
+    out_ref[:, :BLOCK_BYTES] = low
+    out_ref[:, BLOCK_BYTES:] = high
 
 
-def _look_up(codes, absmax, dtype, half, through):
+def look_up(
+    codes: UInt8[Array, "blocks 32"],
+    absmax: Float[Array, "blocks 1"],
+    dtype: DTypeLike,
+    half: str,
+    through: str | None,
+    interpret: bool,
+) -> Float[Array, "blocks 32"]:
+    """One half of whole blocks inside a kernel; arguments as of `dequantize`.
+
+    Four codes of a register are taken for one block's. So they are in the order in which they come from memory; a
+    kernel that multiplies what it looks up must keep Triton from looking up in the order that products want instead.
+    """
+    if interpret:
+        return ptx.lookup_in_jax(codes, absmax, dtype, half, through)
     name = jnp.dtype(dtype).name
     count, constraint = ptx.RESULTS[name]
     constraints = [f"={constraint}"] * count + ["r"] + ["f"] * 4  # four codes a word, so absmax comes four times

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from convert import saving
 from convert import weights as convert_weights
 from convert.errors import ConvertError
 from convert.families import family_for
@@ -37,7 +38,7 @@ def write_4bit(folder, config, *, nested, kept=()):
                 array = nf4.encode(array, nested=nested)
         packed.append((row.path, array))
         decoded[row.name] = nf4.decode(array, np.float32) if isinstance(array, nf4.NF4Tensor) else array
-    convert_weights.save(folder / "packed", packed, config)
+    saving.save(folder / "packed", packed, config)
     tiny.write_folder(folder / "decoded", config, decoded)
     tiny.write_tokenizer(folder / "packed", config)
     return folder / "packed", folder / "decoded"
@@ -136,7 +137,7 @@ def test_blocks_of_another_size_are_refused_by_name(tmp_path):
                 assert len(scales) * 128 == tensor.codes.size * 2
             yield path, tensor
 
-    convert_weights.save(tmp_path / "other", rewritten(), source=packed)
+    saving.save(tmp_path / "other", rewritten(), source=packed)
     with pytest.raises(ConvertError, match=r"other: layers\.1\.self_attn\.k_proj\.weight: .*expected blocks of 64"):
         tiny.model(tmp_path / "other", config, load_in_4bit=True)
 
