@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from convert.adapters import AdapterConfig, read_adapter
-from convert.files import atomic_folder, remove_unfinished
+from convert.adapters import CONFIG, AdapterConfig, config_from_json
+from convert.files import atomic_folder, read_json, remove_unfinished
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.language_model.adapters import load_adapter
@@ -51,7 +51,7 @@ def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | 
         raise ConfigError(f"{folder}: expected a new folder for the run, got one that exists")
     if config.model.full_finetuning:
         raise ConfigError("model.full_finetuning: expected false for a run that begins with an adapter, got true")
-    settings, _ = read_adapter(adapter, allow_nonfinite=config.model.allow_nonfinite)
+    settings = config_from_json(read_json(Path(adapter) / CONFIG), Path(adapter) / CONFIG)
     config = pinned(_with_lora_of(config, settings))
     opened = open_model(config)
     data = load_run_data(config, opened.tokenizer, lambda text: say(console, text))

@@ -11,7 +11,9 @@ from convert.adapters import read_adapter
 from convert.families import family_for
 from convert.model.config import ModelConfig
 from fastjax.cli import main
+from fastjax.commands.settings import parse_train_config
 from fastjax.errors import ConfigError
+from fastjax.runs.adapter_import import import_adapter
 from fastjax.runs.opening import open_model
 from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig, TrainingSection
 from tests.support import chat
@@ -84,6 +86,7 @@ def test_resumed_it_is_the_run_that_was_never_stopped(run, tmp_path):
 
 
 def test_trained_on_from_its_adapter(run, tmp_path):
+    """By `lora.adapter`, and as the first checkpoint of a run."""
     file, folder = run
     content = yaml.safe_load(file.read_text())
     content["lora"] = {"adapter": str(folder / "adapter")}
@@ -96,6 +99,9 @@ def test_trained_on_from_its_adapter(run, tmp_path):
         for run in (folder, tmp_path / "run")
     )
     assert abs(first[0] - last[-1]) < abs(first[0] - last[0])
+    command = ["--config", str(file), "--output.output_dir", str(tmp_path / "imported")]
+    import_adapter(parse_train_config(command), folder / "adapter")
+    assert len(list((tmp_path / "imported" / "checkpoints").iterdir())) == 1
 
 
 def test_routers_losses_need_a_mixture(chat_folder, chats):
