@@ -24,7 +24,7 @@ def dx(dy: Array, w: Array, group_sizes: Array, rows: Array | None, low_rank: tu
 
 def dw(dy: Array, x: Array, group_sizes: Array, rows: Array | None, dtype: DTypeLike) -> Array:
     """dw[g] = Σ dy_i x_iᵀ over the rows of the group."""
-    if x.shape[1] < dy.shape[1] and rows is None:  # the smaller one takes the tile's width, a thin one a thin tile
+    if x.shape[1] <= TERMS < dy.shape[1] and rows is None:  # the thin one takes a thin tile; turning it costs little
         return dw(x, dy, group_sizes, None, dtype).swapaxes(1, 2)
     shape = (dy.shape[1], x.shape[1])
     dy, x = _padded(dy, (ALIGNED, TERMS)), _padded(x, (1 if rows is not None else ALIGNED, TERMS))
