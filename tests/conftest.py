@@ -99,6 +99,7 @@ ONE_WORLD = (
     "fastjax/cli/test_convert.py",
     "fastjax/cli/test_documentation.py",
     "fastjax/cli/test_hub_names.py",
+    "fastjax/cli/test_mixture.py",
     "fastjax/cli/test_preview.py",
     "fastjax/cli/test_quickstart.py",
     "fastjax/cli/test_resume.py",
@@ -119,6 +120,7 @@ SLOW = (
     "fastjax/cli/test_bench.py",
     "fastjax/cli/test_broken_runs.py",
     "fastjax/cli/test_hub_names.py",
+    "fastjax/cli/test_mixture.py",
     "fastjax/cli/test_quickstart.py",
     "fastjax/cli/test_resume.py",
     "fastjax/cli/test_run_import.py",
@@ -134,6 +136,7 @@ SLOW = (
     "fastjax/training/test_step_on_mesh.py",
     "pallas_kernels/attention",
     "pallas_kernels/glu",
+    "pallas_kernels/grouped_matmul",
     "pallas_kernels/nf4",
 )
 
