@@ -26,7 +26,8 @@ class MXFP4Weight(Weight):
     """A frozen matrix [out, in] in 4 bits; its arrays lead with an axis of experts.
 
     Attributes:
-        codes: uint8 [X, out, in/2], two values a byte, the even one in the low nibble.
+        codes: uint8 [X, out, in/2]: byte j of a block of 32 holds value j in its low four bits and value j + 16 in its
+            high ones, so that a decoded block is two runs of values. (A file's byte holds two neighbours.)
         scales: uint8 [X, out, in/32], exponents with a bias of 127.
         shape: (out, in).
         dtype: of the decoded weight, "bfloat16", "float16" or "float32".
@@ -48,11 +49,11 @@ class MXFP4Weight(Weight):
 
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """One expert's matrix in `dtype`: float32 value × power of two in its own dtype, cast."""
-        pairs = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1).reshape(self.shape)
-        values, factors = _values(pairs), jnp.repeat(_power_of_two(self.scales), BLOCK, axis=-1)
-        return round_through(values * factors, None if self.dtype == jnp.dtype(dtype).name else self.dtype).astype(
-            dtype
-        )
+        blocks = self.codes.reshape(*self.scales.shape, BLOCK // 2)
+        values = _values(jnp.concatenate([blocks & 15, blocks >> 4], axis=-1))
+        values = (values * _power_of_two(self.scales)[..., None]).reshape(self.shape)
+        through = None if self.dtype == jnp.dtype(dtype).name else self.dtype
+        return round_through(values, through).astype(dtype)
 
     def rows(self, rows: slice) -> "MXFP4Weight":
         """Some of the output rows."""
@@ -89,8 +90,15 @@ class MXFP4Weight(Weight):
             raise ConvertError(
                 f"an MXFP4 tensor {list(tensor.shape)}: expected finite values, got the scale 2^{largest - 127}"
             )
-        codes = tensor.codes.reshape(*tensor.codes.shape[:2], -1)
-        return cls(jnp.asarray(codes), jnp.asarray(tensor.scales), tensor.shape[1:], tensor.dtype)
+        codes = _in_runs(jnp.asarray(tensor.codes)).reshape(*tensor.codes.shape[:2], -1)
+        return cls(codes, jnp.asarray(tensor.scales), tensor.shape[1:], tensor.dtype)
+
+
+@jax.jit
+def _in_runs(codes: UInt8[Array, "X out blocks 16"]) -> UInt8[Array, "X out blocks 16"]:
+    """A file's codes, neighbours in a byte, in the order of `MXFP4Weight`."""
+    values = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], BLOCK)
+    return values[..., : BLOCK // 2] | values[..., BLOCK // 2 :] << 4
 
 
 def _values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
