@@ -23,7 +23,7 @@ from fastjax.bench.attention.cases import packed
 from fastjax.bench.results import make_table, show
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
-from fastjax.training.flops import attended_length, step_flops
+from fastjax.training.flops import attended_length, flops_per_token
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 from pallas_kernels.attention import attention_implementation
@@ -145,7 +145,7 @@ class StepResult:
         dtype: of the computation.
         step_seconds: median.
         tokens_per_second: of the median step.
-        model_tflops_per_second: `step_flops` over the median step.
+        model_tflops_per_second: `flops_per_token` of the step's tokens over the median step.
         compile_seconds: tracing, lowering and compiling.
         peak_bytes: the allocator's peak in this process; None where the device keeps no count.
         step_bytes: arguments and temporaries of the step by the compiler's plan.
@@ -214,12 +214,8 @@ def _measure(case: StepCase, device: Any) -> StepResult:
         losses.append(float(metrics["loss"]))
     median = statistics.median(seconds[case.warmup :])
     tokens = case.batch * case.seq if documents is None else sum(map(sum, documents))
-    flops = step_flops(
-        model.config,
-        tokens=tokens,
-        document_length=case.seq if documents is None else attended_length([n for row in documents for n in row]),
-        adapter_parameters=model.num_parameters()[0],
-    )
+    length = case.seq if documents is None else attended_length([n for row in documents for n in row])
+    flops = tokens * flops_per_token(model.config, model.trainable, length)
     plan = compiled.memory_analysis()
     return StepResult(
         device=device.device_kind,
