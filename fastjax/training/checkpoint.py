@@ -11,6 +11,7 @@ import concurrent.futures
 import functools
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from fastjax.training.silence import silence
 #: Version of the JSON beside the arrays; later ones are refused.
 FORMAT = 2
 _GONE = ".deleted"
+#: After a failed save: looks for what it left, seconds between them, and looks in a row that must find nothing.
+_LOOKS, _PAUSE, _ABSENT = 40, 0.05, 4
 
 
 class SaveFailed(TrainingError):
@@ -231,8 +234,16 @@ class Checkpoints:
                 shutil.rmtree(gone, ignore_errors=True)
 
     def _failed(self, step: int, error: Exception) -> SaveFailed:
-        for left in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(left, ignore_errors=True)
+        # Orbax gives up with the first array; writes of others that are under way make their folder again.
+        absent = 0
+        for _ in range(_LOOKS):
+            lefts = list(self.folder.glob(f"{step}.orbax-checkpoint-tmp*"))
+            for left in lefts:
+                shutil.rmtree(left, ignore_errors=True)
+            absent = 0 if lefts else absent + 1
+            if absent == _ABSENT:
+                break
+            time.sleep(_PAUSE)
         text = " ".join(str(error).split())
         return SaveFailed(f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(text)}")
 

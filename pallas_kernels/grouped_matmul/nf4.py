@@ -91,7 +91,8 @@ def _triton(x, codes, absmax, group_sizes, rows, low_rank, *, gradient: bool, we
     y = triton_nf4.matmul(x, codes, absmax, group_sizes, rows, gradient=gradient, through=through, config=config)
     if low_rank is None:
         return y
-    return y + (grouped_matmul_dx if gradient else grouped_matmul)(*low_rank, group_sizes)
+    z, b = low_rank
+    return y + (grouped_matmul_dx if gradient else grouped_matmul)(z, b, group_sizes)
 
 
 def _decode_first(
