@@ -20,7 +20,8 @@ from convert.families import Family
 from convert.families.llama import LLAMA
 from convert.limits import PATTERN_LENGTH, PATTERNS
 from convert.model.paths import WeightPath
-from convert.patterns import fullmatch, match, mistake
+from convert.patterns import first_match, fullmatch, match, mistake
+from convert.renamed_modules import to_modules
 
 CONFIG = "adapter_config.json"
 PEFT_VERSION = "0.21.2"  # of the written format
@@ -54,7 +55,8 @@ class AdapterConfig:
         target_modules: Module names (whole, or the last parts), a regular expression for the whole name, or
             "all-linear" for every matrix in the layers.
         target_parameters: Names of parameters (whole, or the last parts) with adapters: those of a mixture's experts,
-            "mlp.experts.gate_up_proj" and "mlp.experts.down_proj", and of its router, "mlp.gate.weight".
+            "mlp.experts.gate_up_proj" and "mlp.experts.down_proj", and of its router, "mlp.gate.weight". Files have
+            the weights of some modules here (`convert.renamed_modules`).
         exclude_modules: Modules without an adapter, likewise.
         modules_to_save: Modules trained whole and saved with the adapter.
         layers_to_transform: The only layers with adapters.
@@ -125,12 +127,17 @@ def config_from_json(raw: Mapping[str, Any], file: str | os.PathLike[str]) -> Ad
             raise unexpected(file, name, "null or false: the field is not supported", value)
     for name in ("rank_pattern", "alpha_pattern"):
         values[name] = {} if values.get(name) is None else values[name]
+    values, renamed = to_modules(values)
     try:
         config = AdapterConfig(**values)
     except ConvertError as error:  # its message starts with the file's bare name
         raise ConvertError(f"{Path(file).parent}{os.sep}{error}") from None
     if config.target_modules is None and not config.target_parameters:
         raise unexpected(file, "target_modules", "a list of names or a regular expression", None)
+    for name in renamed:
+        if rank_and_alpha(config, name) != rank_and_alpha(config, f"{name}.weight"):
+            expected = f"the same rank and alpha for {name} and, by its name in target_parameters, {name}.weight"
+            raise unexpected(file, "rank_pattern, alpha_pattern", expected, [config.rank_pattern, config.alpha_pattern])
     return config
 
 
@@ -223,8 +230,8 @@ def rank_and_alpha(config: AdapterConfig, module: str) -> tuple[int, float]:
         (r, lora_alpha).
     """
     return (
-        _pattern(config.rank_pattern, module, config.r),
-        _pattern(config.alpha_pattern, module, config.lora_alpha),
+        first_match(config.rank_pattern, module, config.r),
+        first_match(config.alpha_pattern, module, config.lora_alpha),
     )
 
 
@@ -260,13 +267,6 @@ def _expressions(names: list[str] | str) -> list[str]:
     if isinstance(names, str):
         return [f"(?:{names})"]
     return [rf"(?:.*\.)?{re.escape(name)}" for name in names]
-
-
-def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    for pattern, value in patterns.items():
-        if match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return patterns.get(module, default)
 
 
 def _layer(config: AdapterConfig, module: str) -> int | None:

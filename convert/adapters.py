@@ -51,6 +51,7 @@ from convert.files import atomic_folder, read_json
 from convert.finite import is_finite, nonfinite
 from convert.model.paths import TABLES, WeightPath
 from convert.model.spec import WeightSpec
+from convert.renamed_modules import to_parameters
 from convert.tensor_file import TensorInfo, read_header, read_tensor, write_tensor_file
 
 __all__ = [
@@ -241,9 +242,11 @@ def write_adapter(
     hosts = _in_file(hosts, family)
     _check({path: array.shape for path, array in hosts.items()}, config, family, Path(folder) / WEIGHTS)
     tensors = {PREFIX + _file_name(path, config, family): array for path, array in hosts.items()}
+    paths = [path for path in map(WeightPath.parse, hosts) if path.leaf in {first for first, _ in _PAIRS}]
+    modules = [family.module_name(path.module) for path in paths if not path.of_experts and not path.is_router]
     with atomic_folder(folder, replaces=("adapter_model.*",)) as temporary:
         write_tensor_file(temporary / WEIGHTS, tensors)
-        write_config(temporary / CONFIG, config_to_json(config, family))
+        write_config(temporary / CONFIG, to_parameters(config_to_json(config, family), modules, family))
 
 
 def _tree_names(

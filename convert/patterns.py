@@ -4,6 +4,8 @@ import functools
 import re
 import time
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import regex
 
@@ -82,3 +84,17 @@ def match(text: str, name: str) -> "regex.Match[str] | None":
         ConvertError: As in `fullmatch`.
     """
     return _pattern(text).spend("match", name)
+
+
+def first_match(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The value of a name in PEFT's `rank_pattern` and `alpha_pattern` (``get_pattern_key``).
+
+    Args:
+        patterns: Regular expression for the last parts of a name -> value; the first match counts.
+        name: A module's or parameter's, whole.
+        default: Where none matches.
+    """
+    for pattern, value in patterns.items():
+        if match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return patterns.get(name, default)

@@ -84,7 +84,7 @@ GPT_OSS = Family(
     },
     switches={"attention_bias": ATTENTION_GROUPS},
     constants={"attention_sinks": True, "norm_float32": True, "hidden_act": "clamped_swiglu"},
-    mixture=Mixture(_mixture, layout=INTERLEAVED, router="router"),
+    mixture=Mixture(_mixture, layout=INTERLEAVED, router="router", renamed=False),
     read=_read,
     write=_to_hf,
     gguf="its files have not been compared with llama.cpp",

@@ -45,6 +45,7 @@ class Mixture:
         router: the router's.
         shared: the shared expert's.
         projections: names of gate, up and down of an expert by itself.
+        renamed: whether PEFT takes the names of projections and router for the experts (`convert.renamed_modules`).
     """
 
     read: Callable[[Reader, int], tuple[MoeConfig, tuple[bool, ...]]]
@@ -54,6 +55,7 @@ class Mixture:
     router: str = "gate"
     shared: str = "shared_expert"
     projections: tuple[str, str, str] = _PROJECTIONS
+    renamed: bool = True
 
     def rows(self) -> tuple[Row, ...]:
         """The tensors of one layer's mixture."""

@@ -52,7 +52,7 @@ QWEN2_MOE = Family(
         "router_aux_loss_coef": 0.001,
     },
     switches={"qkv_bias": (QKV,)},
-    mixture=Mixture(_mixture, dense=True),
+    mixture=Mixture(_mixture, dense=True, renamed=False),
     read=_read,
     write=_to_hf,
     gguf=Architecture("QWEN2MOE", biases=(QKV,), square=True, tied=False, normalizes=False),

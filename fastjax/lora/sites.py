@@ -12,6 +12,7 @@ from convert.families import family_for
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
 from convert.model.spec import ADAPTED
+from convert.renamed_modules import is_renamed
 from fastjax.errors import ConfigError
 from fastjax.lora.tables import saved_modules
 
@@ -51,6 +52,12 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
         raise ConfigError(
             f"target_modules: {shown(adapter.target_modules)} matches no module of this model; there are "
             f"{', '.join(module_names(config))}"
+        )
+    names = [family.module_name(site.path) for site in sites]
+    if adapter.use_dora and (renamed := [name for name in names if is_renamed(name, family)]):
+        raise ConfigError(
+            f"use_dora: expected false, or target_modules without {shown(renamed)}: PEFT holds an adapter on these "
+            f"modules of a {config.model_type} model as one on their weights, which cannot have DoRA"
         )
     tied_targets = [site.path for site in sites if site.path in TABLES]
     if adapter.ensure_weight_tying and config.tie_word_embeddings and tied_targets:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -222,6 +223,19 @@ def test_ranks_are_pefts(settings):
         rank = config.rank_pattern.get(key(config.rank_pattern, module), config.r)
         alpha = config.alpha_pattern.get(key(config.alpha_pattern, module), config.lora_alpha)
         assert rank_and_alpha(config, module) == (rank, alpha)
+
+
+def test_weights_of_modules_in_a_file_are_modules_here():
+    """Their rank is found by the weight's name, as PEFT finds it."""
+    weight = "model.layers.0.mlp.gate_proj.weight"
+    parameters = {"target_parameters": ["mlp.gate.weight", weight]}
+    config = read(**parameters, rank_pattern={re.escape(weight): 3, r"layers\.0\.mlp.*": 3})
+    assert config.target_modules == ["q_proj", "model.layers.0.mlp.gate_proj"]
+    assert config.target_parameters == ["mlp.gate.weight"]
+    with pytest.raises(ConvertError, match="expected the same rank and alpha for model.layers.0.mlp.gate_proj and"):
+        read(**parameters, rank_pattern={"gate_proj": 3})
+    with pytest.raises(ConvertError, match="target_parameters: expected parameters of experts or routers"):
+        read(target_parameters=["gate_proj.weight"])
 
 
 @pytest.mark.torch

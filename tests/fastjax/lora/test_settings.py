@@ -3,10 +3,15 @@
 import dataclasses
 import inspect
 
+import pytest
+
 from convert.adapter_config import AdapterConfig
+from convert.model.config import ModelConfig
+from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
-from fastjax.lora.settings import LoraSettings
+from fastjax.lora.settings import LoraSettings, fresh_adapter
 from fastjax.training.config import LoraSection
+from tests.support.families import MIXTURES
 
 SETTINGS = {field.name: field.default for field in dataclasses.fields(LoraSettings)}
 
@@ -25,3 +30,13 @@ def test_get_peft_model_takes_the_same():
 
 def test_all_others_are_pefts():
     assert SETTINGS.keys() - {field.name for field in dataclasses.fields(AdapterConfig)} == {"bias", "random_state"}
+
+
+def test_dora_is_refused_where_peft_holds_an_adapter_on_a_weight():
+    config = ModelConfig.from_hf(MIXTURES["glm4_moe"])
+    assert fresh_adapter(config, use_dora=True, target_modules=["q_proj"]).use_dora
+    with pytest.raises(
+        ConfigError, match=r"use_dora: expected false, .* without .*layers.2.mlp.shared_experts.up_proj"
+    ):
+        fresh_adapter(config, use_dora=True, target_modules=["q_proj", "shared_experts.up_proj"])
+    fresh_adapter(ModelConfig.from_hf(MIXTURES["qwen2_moe"]), use_dora=True)

@@ -5,9 +5,11 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from convert.checkpoint import open_checkpoint
 from convert.families import family_for
+from fastjax.language_model import FastLanguageModel
 from fastjax.training.loss import loss_sums
 from tests.support import tiny
 from tests.support.families import MIXTURES
@@ -55,6 +57,39 @@ def test_peft_loads_what_we_write_and_transformers_what_is_merged(family, tmp_pa
     np.testing.assert_allclose(torch_family.logits(merged.eval(), tokens), found, rtol=0, atol=TOLERANCE)
     again = tiny.logits(tiny.model(tmp_path / "merged", None), tokens[None])[0]
     np.testing.assert_allclose(again, found, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (
+            "glm4_moe",
+            {"lora_dropout": 0.1, "rank_pattern": {"gate_proj": 2}, "alpha_pattern": {"layers.1.*up_proj": 3.5}},
+        ),
+        ("qwen3_moe", {"layers_to_transform": [1, 2], "target_parameters": ["mlp.experts.down_proj", "gate.weight"]}),
+        ("mixtral", {"target_modules": "all-linear", "target_parameters": ["gate_up_proj"]}),
+    ],
+)
+def test_peft_finds_exactly_the_trained_modules(family, options, tmp_path):
+    """Dense layers and shared experts too, whose projections PEFT takes in `target_modules` for the experts."""
+    config = MIXTURES[family]
+    base = tiny.model(tmp_path / "base", config)
+    ours = tiny.adapted(base, **{"r": 4, "lora_alpha": 9, **options})
+    tokens = tiny.documents(config, (40,))[0]
+    found = tiny.logits(ours, tokens[None])[0]
+    ours.save_pretrained(tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(
+        torch_family.build(config, tiny.arrays(config)), tmp_path / "adapter"
+    ).eval()
+    np.testing.assert_allclose(torch_family.logits(theirs, tokens), found, rtol=0, atol=TOLERANCE)
+    written = set(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    assert {name.replace(".default", "") for name in theirs.state_dict() if ".lora_" in name} == written
+
+    again = FastLanguageModel.load_adapter(base, tmp_path / "adapter")
+    np.testing.assert_array_equal(tiny.logits(again, tokens[None])[0], found)
+    first = (tmp_path / "adapter" / "adapter_config.json").read_text()
+    again.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "adapter_config.json").read_text() == first
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "qwen2_moe"])
