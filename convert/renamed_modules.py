@@ -9,7 +9,7 @@ name. `target_parameters` it takes at its word: such a module's weight stands th
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from convert.families import Family
 from convert.patterns import first_match
@@ -72,9 +72,7 @@ def to_modules(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         The settings, and the names of these modules.
     """
     parameters, targets = settings.get("target_parameters"), settings.get("target_modules") or []
-    if not all(
-        isinstance(names, list) and all(isinstance(one, str) for one in names) for names in (parameters, targets)
-    ):
+    if not _strings(parameters) or not _strings(targets):
         return dict(settings), []
     found = {name: match for name in parameters if (match := _WEIGHT.fullmatch(name))}
     modules = [match[1] for match in found.values()]
@@ -83,3 +81,7 @@ def to_modules(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     left = [name for name in parameters if name not in found]
     together = list(dict.fromkeys([*targets, *modules]))
     return {**settings, "target_modules": together, "target_parameters": left or None}, modules
+
+
+def _strings(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
