@@ -39,8 +39,7 @@ PACKED = ("qwen2", "phi3", "cohere")
 STEPS = {
     **dict.fromkeys(("qwen3", "gemma2", "phi3", "granite", "olmo2", "cohere"), 10),
     **dict.fromkeys(("qwen2", "smollm3", "beside a vision tower"), 3),
-    **dict.fromkeys(("qwen2_moe", "gpt_oss"), 10),
-    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "glm4_moe"), 3),
+    **dict.fromkeys(MIXTURES, 10),
 }
 #: Of these mixtures PEFT takes linear modules at their word; of the others it reads "all-linear" as attention, router
 #: and experts, with twice the rank for gate and up together, and passes over dense layers and shared experts.

@@ -34,6 +34,7 @@ CASES = {
     "gpt_oss": {"target_modules": ["v_proj"], "use_rslora": True},
     "glm4_moe": {"target_modules": ["o_proj"], "target_parameters": ["gate.weight", "mlp.experts.down_proj"]},
     "mixtral": {"target_modules": ["k_proj"], "target_parameters": ["gate_up_proj"]},
+    "olmoe": {"target_modules": ["q_proj"], "alpha_pattern": {"experts.down_proj": 2.5}},
 }
 
 
