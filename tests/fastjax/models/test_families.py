@@ -19,7 +19,7 @@ from fastjax.lora.export import export_adapters
 from fastjax.models.layout import LayerStack, plan_layers
 from fastjax.models.rope_override import with_rope_scaling
 from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
-from tests.support import families, tiny
+from tests.support import families, family_fields, tiny
 from tests.support.families import CONFIGS, MIXTURE_VARIANTS, MIXTURES, NESTED, SPELLINGS, VARIANTS
 
 EVERY = {**CONFIGS, **MIXTURES}
@@ -36,7 +36,7 @@ def test_every_field_is_off_its_default(family):
     kind = type(theirs(EVERY[family]))
     default, used = kind().to_dict(), theirs(EVERY[family]).to_dict()
     fields = {field.name for field in dataclasses.fields(kind)} - set(kind.attribute_map) | set(default)
-    compared = {name for name in fields - set(families.IRRELEVANT) if families.refused(family, name) is None}
+    compared = {name for name in fields - set(family_fields.IRRELEVANT) if family_fields.refused(family, name) is None}
     same = sorted(name for name in compared if default.get(name) == used.get(name))
     assert not same, f"these fields are at {kind.__name__}'s default and prove nothing: {same}"
 
@@ -44,10 +44,10 @@ def test_every_field_is_off_its_default(family):
 @pytest.mark.parametrize("family", EVERY)
 def test_fields_that_are_not_supported_are_refused(family):
     fields = [field.name for field in dataclasses.fields(type(theirs(EVERY[family])))] + ["sliding_windows"]
-    tried = [name for name in fields if families.refused(family, name) is not None] + ["sliding_windows"]
+    tried = [name for name in fields if family_fields.refused(family, name) is not None] + ["sliding_windows"]
     for name in tried:
         with pytest.raises(ConvertError, match=f"(do not support here: {name} = |: {name}: expected )"):
-            ModelConfig.from_hf(EVERY[family] | {name: families.refused(family, name) or 3})
+            ModelConfig.from_hf(EVERY[family] | {name: family_fields.refused(family, name) or 3})
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *SPELLINGS, *MIXTURE_VARIANTS])
@@ -94,7 +94,7 @@ def test_activations_are_transformers_functions():
 def test_transformers_reads_what_was_there(family):
     config = EVERY[family]
     before, after = (theirs(found).to_dict() for found in (config, ModelConfig.from_hf(config).to_hf()))
-    left_out = {*families.IRRELEVANT, *_SAID_OTHERWISE, *_OF_THE_TOKENIZER, "rope_parameters"}
+    left_out = {*family_fields.IRRELEVANT, *_SAID_OTHERWISE, *_OF_THE_TOKENIZER, "rope_parameters"}
     for name in set(before) - left_out:
         assert after[name] == before[name], name
     ropes = [found["rope_parameters"] for found in (before, after)]
@@ -106,8 +106,8 @@ def test_transformers_reads_what_was_there(family):
 @pytest.mark.parametrize("family", EVERY)
 def test_what_is_left_out_is_transformers_default(family):
     kind = type(theirs(EVERY[family]))
-    default = {name: value for name, value in kind().to_dict().items() if name not in families.IRRELEVANT}
-    default |= {"model_type": family} | families.DIVISIBLE.get(family, {})
+    default = {name: value for name, value in kind().to_dict().items() if name not in family_fields.IRRELEVANT}
+    default |= {"model_type": family} | family_fields.DIVISIBLE.get(family, {})
     expected = ModelConfig.from_hf(default)
     needed = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
     bare = {name: default[name] for name in needed | {"model_type"}}
