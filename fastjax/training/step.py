@@ -31,6 +31,9 @@ from fastjax.training.loss_scale import LossScale
 IGNORED = -100
 #: Metrics of a loss that are counts of tokens, not means.
 COUNTS = ("num_targets", "num_correct")
+#: XLA's options for a step. Its Triton products hide sums from cuBLAS, which adds a rank product to a large product while
+#: it writes this one; and they take part in the autotuning, the longest part of compiling.
+COMPILER_OPTIONS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 #: Metrics of a step beside those of its loss.
 STEP_METRICS = ("loss", "grad_norm", "squared_norms", "finite", "updates", "loss_scale", "skipped_steps")
 
@@ -102,7 +105,7 @@ def make_train_step(
         donate: reuse the state's memory; the state passed in becomes invalid.
         mesh: spread the batch over these devices (`parallel.make_mesh`). Frozen weights elsewhere are sent to them in
             every step: place them once with `parallel.shard_frozen`.
-        compiler_options: XLA's, for this step alone.
+        compiler_options: XLA's, for this step alone, beside `COMPILER_OPTIONS` and before them.
 
     Returns:
         The step. Its batch holds int32 [A, B, S] arrays, A the accumulation axis; `segment_ids` may be None where
@@ -244,7 +247,7 @@ def _on_mesh(
     donate: tuple[int, ...],
 ) -> Callable[..., Any]:
     """Jit the function; on a mesh: rows over all devices, frozen weights by the table, the rest replicated."""
-    options = None if compiler_options is None else dict(compiler_options)
+    options = {**COMPILER_OPTIONS, **(compiler_options or {})}
     if mesh is None:
         return jax.jit(function, donate_argnums=donate, compiler_options=options)
     whole = NamedSharding(mesh, P())
