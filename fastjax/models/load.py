@@ -88,8 +88,9 @@ def load_weights(
     for path, spec in opened.specs.items():
         if spec.path.layer is not None:
             kinds[spec.path.layer].add((spec.path.inside, held[path]))
-    plan = plan_layers([frozenset(kind) for kind in kinds], layer_loop)
-    tree = _fill(config, plan, ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True)))
+    alike = [frozenset(kind) for kind in kinds]
+    plan = plan_layers(alike, layer_loop)
+    tree = _fill(config, plan, alike, ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True)))
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
             raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))
@@ -195,7 +196,7 @@ def random_weights(
 
     kinds = [precision.layer_kind(config, index) for index in range(config.num_hidden_layers)]
     plan = plan_layers(kinds, layer_loop)
-    return plan, _fill(config, plan, everything())
+    return plan, _fill(config, plan, kinds, everything())
 
 
 @jax.jit
@@ -220,15 +221,18 @@ def _quantize(matrix: Array) -> NF4Weight:
 
 
 def _fill(
-    config: ModelConfig, plan: Sequence[LayerStack], arrays: Iterable[tuple[WeightPath, WeightLike]]
+    config: ModelConfig,
+    plan: Sequence[LayerStack],
+    kinds: Sequence[Hashable],
+    arrays: Iterable[tuple[WeightPath, WeightLike]],
 ) -> dict[str, Any]:
-    """Arrays as they come, in the order of the layers, put in their places of the tree."""
+    """Arrays as they come, in the order of the layers, put in their places of the tree; `kinds` as for the plan."""
     tree: dict[str, Any] = {"layers": [[None] * run.period for run in plan]}
     pending: dict[str, WeightLike] = {}
     current: int | None = None
     for path, value in arrays:
         if current is not None and path.layer != current:
-            _place(tree["layers"], plan, current, fuse_layer(pending, config, current))
+            _place(tree["layers"], plan, kinds, current, fuse_layer(pending, config, current))
             pending = {}
         current = path.layer
         if current is None:
@@ -236,24 +240,44 @@ def _fill(
         else:
             pending[path.inside] = value
     if current is not None:
-        _place(tree["layers"], plan, current, fuse_layer(pending, config, current))
+        _place(tree["layers"], plan, kinds, current, fuse_layer(pending, config, current))
     return tree
 
 
-def _place(runs: list[list[Any]], plan: Sequence[LayerStack], index: int, layer: Any) -> None:
-    number = next(n for n, run in enumerate(plan) if run.start <= index < run.start + run.period * run.count)
-    run = plan[number]
-    position, repeat = (index - run.start) % run.period, (index - run.start) // run.period
-    if run.count == 1:
-        runs[number][position] = layer
-        return
+def _place(
+    runs: list[list[Any]], plan: Sequence[LayerStack], kinds: Sequence[Hashable], index: int, layer: Any
+) -> None:
+    """Copy a layer to its place.
+
+    The places of all layers of a kind are allocated with the first of them: an array made among a layer's temporary
+    ones would come to lie in a hole that these leave, up to twice its size, and hold all of it.
+    """
+    number, position, repeat = _place_of(plan, index)
     if runs[number][position] is None:
-        runs[number][position] = jax.tree.map(lambda leaf: jnp.zeros((run.count, *leaf.shape), leaf.dtype), layer)
-    runs[number][position] = _put(runs[number][position], layer, jnp.int32(repeat))
+        for other in (n for n, kind in enumerate(kinds) if kind == kinds[index]):
+            run, where, _ = _place_of(plan, other)
+            if runs[run][where] is None:
+                lead = () if plan[run].count == 1 else (plan[run].count,)
+                runs[run][where] = jax.tree.map(
+                    lambda leaf, lead=lead: jnp.zeros((*lead, *leaf.shape), leaf.dtype), layer
+                )
+    stacked = plan[number].count > 1
+    runs[number][position] = _put(runs[number][position], layer, jnp.int32(repeat) if stacked else None)
+
+
+def _place_of(plan: Sequence[LayerStack], index: int) -> tuple[int, int, int]:
+    """A layer's run, its position in the period, and the number of the period."""
+    number = next(n for n, run in enumerate(plan) if run.start <= index < run.start + run.period * run.count)
+    offset = index - plan[number].start
+    return number, offset % plan[number].period, offset // plan[number].period
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(stacked: Any, layer: Any, repeat: Array) -> Any:
-    return jax.tree.map(
-        lambda whole, leaf: jax.lax.dynamic_update_index_in_dim(whole, leaf, repeat, axis=0), stacked, layer
-    )
+def _put(places: Any, layer: Any, repeat: Array | None) -> Any:
+    """A layer's arrays in the memory of `places`; of stacks, at the place of period `repeat`."""
+
+    def put(place: Array, leaf: Array) -> Array:
+        start = (0,) * leaf.ndim if repeat is None else (repeat, *(0,) * leaf.ndim)
+        return jax.lax.dynamic_update_slice(place, leaf if repeat is None else leaf[None], start)
+
+    return jax.tree.map(put, places, layer)

@@ -31,7 +31,7 @@ from fastjax.training.loss_scale import LossScale
 IGNORED = -100
 #: Metrics of a loss that are counts of tokens, not means.
 COUNTS = ("num_targets", "num_correct")
-#: XLA's options for a step. Its Triton products hide sums from cuBLAS, which adds a rank product to a large product while
+#: XLA's options for a step. Its Triton products hide sums from cuBLAS, which adds a rank product to a large product as
 #: it writes this one; and they take part in the autotuning, the longest part of compiling.
 COMPILER_OPTIONS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 #: Metrics of a step beside those of its loss.
