@@ -6,6 +6,8 @@ from jaxtyping import Array
 
 #: The names in use: the projections' results, the adapters' rank products, the attention's residuals.
 SAVED = ("projection", "lora", "attention_out", "attention_lse")
+#: The input of a layer, which every policy keeps somewhere.
+LAYER_INPUT = "layer_input"
 
 
 def name_residual(product: Array, name: str) -> Array:

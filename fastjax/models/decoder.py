@@ -50,8 +50,7 @@ class Decoder(nnx.Module):
         lm_head: the output projection; on tied embeddings its weight is the table's own variable.
         plan: the layer stacks.
         precision: of the computation; `precision.dtype` is that of the activations between the layers.
-        remat: "full" (only the layers' inputs are kept for the backward pass), "projections" (the projections' and the
-            attention's results too) or "none".
+        remat: policy of rematerialisation, as `remat.policy_of` takes it.
     """
 
     def __init__(

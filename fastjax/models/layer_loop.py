@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fastjax.models.layout import LayerStack
-from fastjax.models.remat import checkpointed
+from fastjax.models.remat import checkpointed, policy_of
 
 #: Sums over the layers by name, such as the routers' loads; none: an empty dictionary, which compiles to nothing.
 Sums = dict[str, Float[Array, "..."]]
@@ -67,12 +67,14 @@ def run_layers(
         x: the first layer's input.
         shared: arrays that all layers read.
         caches: one a stack, laid out as the state; None: none.
-        remat: policy of `checkpointed`; a pass with caches has no backward pass and keeps nothing.
+        remat: as `policy_of` takes it; a stack's layers are of one policy. A pass with caches has no backward pass and
+            keeps nothing.
     """
     after: list[Any] = []
     total: Sums = {}
     for number, (stack, (block, state)) in enumerate(zip(plan, blocks, strict=True)):
-        block = checkpointed(block, remat if caches is None else "none", scanned=stack.count > 1)
+        policy = policy_of(remat, stack.start) if caches is None else "none"
+        block = checkpointed(block, policy, scanned=stack.count > 1)
         past = None if caches is None else caches[number]
         if stack.count == 1:
             x, cache, sums = block(x, state, shared, jnp.int32(0), past)

@@ -1,32 +1,123 @@
-"""Rematerialisation: the residuals that a layer keeps for the backward pass (Chen et al., arXiv 1604.06174)."""
+"""Rematerialisation: the residuals that a layer keeps for the backward pass (Chen et al., arXiv 1604.06174).
 
-from collections.abc import Callable
-from typing import Any
+A policy says of each named value whether it stays on the device, is moved to pinned host memory and back (Unsloth's
+"unsloth", and Zero-Offload's idea, arXiv 2101.06840), or is computed again.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
-from fastjax.residuals import SAVED
+from fastjax.residuals import LAYER_INPUT, SAVED
 
-POLICIES = ("full", "projections", "none")
+
+class Policy(NamedTuple):
+    """The named values of a layer that outlive its forward pass.
+
+    Attributes:
+        kept: on the device, beside the layer's input unless this is offloaded.
+        offloaded: in pinned host memory.
+    """
+
+    kept: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+
+
+#: By name, from the fastest, which takes the most memory, to the smallest. "none" leaves the choice to JAX, which keeps
+#: everything.
+POLICIES: Mapping[str, Policy | None] = {
+    "none": None,
+    "projections": Policy(SAVED),
+    "attention": Policy(("attention_out", "attention_lse", "lora")),
+    "full": Policy(),
+    "offload_attention": Policy(("attention_lse",), (LAYER_INPUT, "attention_out")),
+    "offload": Policy((), (LAYER_INPUT,)),
+}
+#: Of the steps that offload from layers called one by one: copies between device and host that are far apart stay so.
+#: Without the fences XLA moves them together, and everything is on the device again.
+_FENCES = {
+    "xla_gpu_experimental_scheduler_memory_fencing_threshold_bytes": 1 << 20,
+    "xla_gpu_experimental_scheduler_memory_fencing_slack_windows": 1,
+}
+
+
+def policy_of(remat: str, index: int) -> str:
+    """The policy of a layer.
+
+    Args:
+        remat: a name of `POLICIES`, or "NAME:k": the first k layers by NAME, the others by "full".
+        index: the layer.
+    """
+    name, _, first = remat.partition(":")
+    return name if not first or index < int(first) else "full"
+
+
+def check_policy(remat: str) -> str:
+    """The setting itself.
+
+    Args:
+        remat: as `policy_of` takes it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    name, colon, first = remat.partition(":")
+    if name not in POLICIES or (colon and not (first.isascii() and first.isdigit())):
+        expected = f"one of {list(POLICIES)}, or NAME:k for the first k layers"
+        raise ConfigError(f"use_gradient_checkpointing: expected {expected}, got {remat!r}")
+    return remat
 
 
 def checkpointed(block: Callable[..., Any], remat: str, *, scanned: bool) -> Callable[..., Any]:
     """A block of layers with its rematerialisation.
 
     Args:
-        block: pure; "full" keeps its arguments alone.
-        remat: "full", "projections" (those named in SAVED too) or "none" (JAX decides).
+        block: pure, its first argument the layer's input.
+        remat: a name of `POLICIES`.
         scanned: whether it is a scan's body, whose iterations are apart already.
+    """
+    policy = POLICIES[remat]
+    if policy is None:
+        return block
+    if not policy.offloaded:
+        keep = jax.checkpoint_policies.save_only_these_names(*policy.kept) if policy.kept else None
+        return jax.checkpoint(block, policy=keep, prevent_cse=not scanned)
+    move = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(policy.kept),
+        names_which_can_be_offloaded=list(policy.offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def named(x: Any, *rest: Any) -> Any:
+        return block(checkpoint_name(x, LAYER_INPUT), *rest)
+
+    return jax.checkpoint(named, policy=move, prevent_cse=not scanned)
+
+
+def compiler_options(graphdef: nnx.GraphDef) -> dict[str, Any]:
+    """XLA's options that a decoder's policy needs.
+
+    Args:
+        graphdef: of the decoder.
 
     Raises:
-        ConfigError: an unknown policy.
+        ConfigError: all layers are called one by one and offload, which needs jax 0.11.
     """
-    if remat == "none":
-        return block
-    if remat == "full":
-        return jax.checkpoint(block, prevent_cse=not scanned)
-    if remat == "projections":
-        policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
-        return jax.checkpoint(block, policy=policy, prevent_cse=not scanned)
-    raise ConfigError(f"remat: expected one of {list(POLICIES)}, got {remat!r}")
+    facts = {name: leaf.value for name, leaf in graphdef.attributes if name in ("remat", "plan")}
+    single = [stack for stack in facts["plan"] if stack.count == 1]
+    policies = (POLICIES[policy_of(facts["remat"], stack.start)] for stack in single)
+    if not any(policy.offloaded for policy in policies if policy is not None):
+        return {}
+    if jax.__version_info__ < (0, 11):
+        if len(single) < len(facts["plan"]):
+            return {}
+        raise ConfigError(
+            f"layer_loop: expected 'scan' where activations are offloaded, got layers one by one; with jax "
+            f"{jax.__version__} XLA brings the copies back to the device (jax 0.11 does not)"
+        )
+    return dict(_FENCES)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
+from fastjax.models import remat
 from fastjax.models.layout import logical_axes
 from fastjax.parallel import batch_sharding, shard_frozen
 from fastjax.training.health import squared_norms
@@ -247,7 +248,7 @@ def _on_mesh(
     donate: tuple[int, ...],
 ) -> Callable[..., Any]:
     """Jit the function; on a mesh: rows over all devices, frozen weights by the table, the rest replicated."""
-    options = {**COMPILER_OPTIONS, **(compiler_options or {})}
+    options = {**COMPILER_OPTIONS, **remat.compiler_options(graphdef), **(compiler_options or {})}
     if mesh is None:
         return jax.jit(function, donate_argnums=donate, compiler_options=options)
     whole = NamedSharding(mesh, P())

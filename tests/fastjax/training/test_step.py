@@ -154,6 +154,8 @@ def test_the_size_of_the_chunks_does_not_matter():
         ("qlora", "scan", "projections"),
         ("full", "unroll", "none"),
         ("mixed ranks", "scan", "none"),
+        ("qlora", "scan", "offload_attention"),
+        ("full", "scan", "attention"),
     ],
 )
 def test_neither_loop_nor_rematerialisation_changes_the_gradients(kind, layer_loop, remat):

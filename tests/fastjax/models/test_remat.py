@@ -1,0 +1,34 @@
+"""Policies of rematerialisation by layer, and the compiler's options that they need."""
+
+import jax
+import pytest
+
+from fastjax.errors import ConfigError
+from fastjax.language_model import FastLanguageModel
+from fastjax.models.remat import POLICIES, check_policy, compiler_options, policy_of
+from tests.support import tiny
+
+
+def test_the_first_layers_have_a_policy_of_their_own():
+    assert [policy_of("projections:2", index) for index in range(4)] == ["projections", "projections", "full", "full"]
+    assert [policy_of("offload", index) for index in range(2)] == ["offload", "offload"]
+
+
+@pytest.mark.parametrize("setting", ["everything", "projections:", "projections:-1", "projections:two", ":2", ""])
+def test_an_unknown_policy_is_refused(setting):
+    with pytest.raises(ConfigError, match="expected one of .*NAME:k"):
+        check_policy(setting)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_offloading_layers_one_by_one_needs_fences(policy):
+    model = FastLanguageModel.from_config(
+        tiny.CONFIG, max_seq_length=32, use_gradient_checkpointing=policy, layer_loop="unroll"
+    )
+    if not policy.startswith("offload"):
+        assert compiler_options(model.graphdef) == {}
+    elif jax.__version_info__ < (0, 11):
+        with pytest.raises(ConfigError, match="expected 'scan'"):
+            compiler_options(model.graphdef)
+    else:
+        assert any("fencing" in name for name in compiler_options(model.graphdef))
