@@ -4,7 +4,7 @@ Host memory stays at what the stream holds, device memory at the finished tree p
 """
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -84,12 +84,8 @@ def load_weights(
         finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(ready) if leaf.dtype != jnp.uint8])
         return _quantize(ready) if quantizes(path) else ready
 
-    kinds: list[set[Hashable]] = [{precision.layer_kind(config, index)} for index in range(config.num_hidden_layers)]
-    for path, spec in opened.specs.items():
-        if spec.path.layer is not None:
-            kinds[spec.path.layer].add((spec.path.inside, held[path]))
-    plan = plan_layers([frozenset(kind) for kind in kinds], layer_loop)
-    tree = _fill(config, plan, ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True)))
+    plan = plan_held(config, held, precision, layer_loop)
+    tree = fill_tree(config, plan, ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True)))
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
             raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))
@@ -135,6 +131,25 @@ def hold(
         if not stored.plain and not trained and (stored.bits == 4) == load_in_4bit:
             return Held(stored.name, own)
     return Held(None, dtype_of(spec, precision, trained=trained).name)
+
+
+def plan_held(
+    config: ModelConfig, held: Mapping[str, Held], precision: Precision, layer_loop: str
+) -> tuple[LayerStack, ...]:
+    """Arrange the layers whose weights are held in these ways.
+
+    Args:
+        config: the model's.
+        held: by the weight's path.
+        precision: the dtypes, and the modules that stay in float32.
+        layer_loop: "scan" or "unroll".
+    """
+    kinds: list[set[Hashable]] = [{precision.layer_kind(config, index)} for index in range(config.num_hidden_layers)]
+    for path, how in held.items():
+        place = WeightPath.parse(path)
+        if place.layer is not None:
+            kinds[place.layer].add((place.inside, how))
+    return plan_layers([frozenset(kind) for kind in kinds], layer_loop)
 
 
 def dtype_of(spec: WeightSpec, precision: Precision, *, trained: bool) -> jnp.dtype:
@@ -195,7 +210,7 @@ def random_weights(
 
     kinds = [precision.layer_kind(config, index) for index in range(config.num_hidden_layers)]
     plan = plan_layers(kinds, layer_loop)
-    return plan, _fill(config, plan, everything())
+    return plan, fill_tree(config, plan, everything())
 
 
 @jax.jit
@@ -219,10 +234,16 @@ def _quantize(matrix: Array) -> NF4Weight:
     return NF4Weight.quantize(matrix) if matrix.ndim == 2 else jax.vmap(NF4Weight.quantize)(matrix)
 
 
-def _fill(
+def fill_tree(
     config: ModelConfig, plan: Sequence[LayerStack], arrays: Iterable[tuple[WeightPath, WeightLike]]
 ) -> dict[str, Any]:
-    """Arrays as they come, in the order of the layers, put in their places of the tree."""
+    """Arrays as they come, put in their places of the tree.
+
+    Args:
+        config: the model's.
+        plan: arrangement of the layers.
+        arrays: by path, a layer's beside each other and the layers in their order.
+    """
     tree: dict[str, Any] = {"layers": [[None] * run.period for run in plan]}
     pending: dict[str, WeightLike] = {}
     current: int | None = None
