@@ -1,7 +1,7 @@
 """The cards that a step can be planned for: what a compiler must know of them, and what they move in a second.
 
-Cores, shared memory and cache are those of NVIDIA's architecture papers (Blackwell, Hopper, Ampere GA100 and GA102, Ada,
-Turing). The bandwidth is the data sheet's. The memory is what CUDA reports, a little below or above the data sheet's
+Cores, shared memory and cache are those of NVIDIA's architecture papers (Blackwell, Hopper, Ampere GA100 and GA102,
+Ada, Turing). The bandwidth is the data sheet's. The memory is what CUDA reports, a little below or above the data sheet's
 figure; for the L40S, L4, RTX 3090 and T4 it is rounded down. Peak FLOP/s are in `training.flops.PEAK_FLOPS`, by
 `device_kind`.
 """

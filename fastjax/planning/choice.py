@@ -46,15 +46,24 @@ class Choice(NamedTuple):
         """Whether the step fits; the last policy is taken even if it does not."""
         return self.memory.device <= self.limit
 
+    def row(self) -> dict[str, Any]:
+        """In numbers, for the run's metrics."""
+        return {
+            "policy": self.policy,
+            "device_bytes": self.memory.device,
+            "host_bytes": self.memory.host,
+            "limit_bytes": self.limit,
+            "refused": {one.policy: one.needed for one in self.refused},
+        }
+
     def __str__(self) -> str:
         """In words, for the beginning of a run."""
-        line = f"gradient checkpointing: {self.policy}, {_gib(self.memory.device)} of {_gib(self.limit)} GiB"
+        line = f"gradient checkpointing: {self.policy}, with {_gib(self.memory.device)} of {_gib(self.limit)} GiB"
         if self.memory.host:
-            line += f", {_gib(self.memory.host)} GiB in the host's memory"
-        larger = "; ".join(f"{one.policy} needs {_gib(one.needed)}" for one in self.refused)
+            line += f" and {_gib(self.memory.host)} in the host's memory"
         if not self.fits:
-            return f"{line}: more than there is, and the least of all{f' ({larger})' if larger else ''}"
-        return f"{line}: {f'{larger}' if larger else 'the fastest'}"
+            line += ", which is more than there is"
+        return line + "".join(f"; {one.policy} would need {_gib(one.needed)}" for one in self.refused)
 
 
 def choose(
