@@ -19,6 +19,7 @@ from fastjax.errors import ConfigError, DataError, Interrupted, TrainingError
 COMMANDS = {
     "train": "fine-tune a model as a YAML file says",
     "preview": "show the data of a run as the model will see them",
+    "plan": "memory and speed of a run on a GPU, compiled without one",
     "generate": "let a model, with or without an adapter, answer prompts",
     "convert": "merge adapters, quantise, compare and look into model folders",
     "bench": "measure a kernel or a whole train step on this machine",

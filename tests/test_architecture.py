@@ -15,6 +15,7 @@ FLOORS = (
     ("cli", "__main__", "commands", "bench"),
     ("runs", "preview"),
     ("language_model", "peft", "generation"),
+    ("planning",),
     ("training",),
     ("models",),
     ("lora",),

@@ -1,6 +1,6 @@
 """`FastLanguageModel`: models from folders, from the hub and from a config, with Unsloth's argument names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,7 @@ from fastjax.models.outline import Outline, read_outline, row_length
 from fastjax.models.precision import make_precision
 from fastjax.models.remat import POLICIES
 from fastjax.models.vocabulary import check_vocabulary
+from fastjax.models.zeros import zero_weights
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -59,7 +60,8 @@ class FastLanguageModel:
                 them. Without it those of an FP8 folder keep their 8 bits.
             full_finetuning: train every weight (excludes `load_in_4bit`).
             use_gradient_checkpointing: True or "full": keep only the layers' inputs; False or "projections": keep the
-                projections' and the attention's results too; "none": keep everything.
+                projections' and the attention's results too; "none": keep everything. "auto": "full", until a run
+                (`runs.fine_tune`) takes the fastest that the device has memory for.
             random_state: unused; `get_peft_model` has the seed of the adapters.
             layer_loop: "scan" (short compilation) or "unroll".
             param_dtype: dtype of the trained arrays; frozen weights are held in the compute dtype.
@@ -100,6 +102,7 @@ class FastLanguageModel:
             float32_modules=float32_modules,
             allow_nonfinite=allow_nonfinite,
         )
+        assert outline.tokenizer is not None, "a folder without one was refused"
         return model, outline.tokenizer
 
     @staticmethod
@@ -258,6 +261,7 @@ def load_opened(
     param_dtype: str = "float32",
     float32_modules: Sequence[str] | None = None,
     allow_nonfinite: bool = False,
+    zeros: bool = False,
 ) -> LanguageModel:
     """Load the weights of a folder that is open; the other arguments are those of `FastLanguageModel.from_pretrained`.
 
@@ -272,6 +276,7 @@ def load_opened(
         param_dtype: dtype of the trained arrays.
         float32_modules: modules that stay in float32.
         allow_nonfinite: let NaN and infinity in the weights through.
+        zeros: zeros in the place of the weights, which are not read: for shapes (`shapes_of`).
 
     Raises:
         ConfigError: arguments that contradict each other.
@@ -279,23 +284,40 @@ def load_opened(
     """
     settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
     config, new_ids = outline.config, outline.new_token_ids
-    assert outline.weights is not None, "an outline without weights describes a model that is not downloaded"
     precision = make_precision(dtype, param_dtype, float32_modules, config)
-    plan, weights = load_weights(
-        outline.weights,
-        config,
-        precision=precision,
-        trained=full_finetuning,
-        load_in_4bit=load_in_4bit,
-        layer_loop=layer_loop,
-        allow_nonfinite=allow_nonfinite,
-    )
-    if new_ids:
-        weights = grown(weights, config.vocab_size, outline.known_tokens, new_ids)
+    how: dict[str, Any] = {
+        "precision": precision,
+        "trained": full_finetuning,
+        "load_in_4bit": load_in_4bit,
+        "layer_loop": layer_loop,
+    }
+    if zeros:
+        plan, weights = zero_weights(outline.weights, outline.hf_config, config, **how)
+    else:
+        assert outline.weights is not None, "an outline without weights describes a model that is not downloaded"
+        plan, weights = load_weights(outline.weights, config, allow_nonfinite=allow_nonfinite, **how)
+        if new_ids:
+            weights = grown(weights, config.vocab_size, outline.known_tokens, new_ids)
     settings["max_seq_length"] = outline.max_seq_length
     model = _build(config, outline.hf_config, source.folder, plan, weights, precision, outline.tokenizer, settings)
     name = None if source.name is None or source.revision is None else (source.name, source.revision)
     return model.replace(new_token_ids=new_ids, source=name)
+
+
+def shapes_of(make: Callable[[], LanguageModel]) -> LanguageModel:
+    """A model whose arrays are shapes (`jax.ShapeDtypeStruct`): nothing is computed.
+
+    Args:
+        make: makes the model, of zeros where weights would be read.
+    """
+    made: list[LanguageModel] = []
+
+    def arrays() -> tuple[Any, Any]:
+        made.append(make())
+        return made[0].trainable, made[0].frozen
+
+    trainable, frozen = jax.eval_shape(arrays)
+    return made[0].replace(trainable=trainable, frozen=frozen)
 
 
 def _build(config, hf_config, folder, plan, weights, precision, tokenizer, settings) -> LanguageModel:
@@ -334,9 +356,11 @@ def _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_l
 def _remat(use_gradient_checkpointing: bool | str) -> str:
     if isinstance(use_gradient_checkpointing, bool):
         return "full" if use_gradient_checkpointing else "projections"
+    if use_gradient_checkpointing == "auto":  # of the policies the one that always fits, until a run chooses
+        return "full"
     if use_gradient_checkpointing not in POLICIES:
         raise ConfigError(
-            f"use_gradient_checkpointing: expected True, False or one of {list(POLICIES)}, "
+            f"use_gradient_checkpointing: expected True, False, 'auto' or one of {list(POLICIES)}, "
             f"got {shown(use_gradient_checkpointing)}"
         )
     return use_gradient_checkpointing

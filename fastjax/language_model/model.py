@@ -84,6 +84,14 @@ class LanguageModel:
         """The same model with other fields, for instance `trainable` after training."""
         return dataclasses.replace(self, **changes)
 
+    def with_checkpointing(self, remat: str) -> "LanguageModel":
+        """The same arrays with another rematerialisation policy, one of `models.remat.POLICIES`."""
+        if remat == self.remat:
+            return self
+        module = self.module()
+        module.remat = remat
+        return self.replace(graphdef=nnx.split(module, self.trainable_filter, ...)[0], remat=remat)
+
     def num_parameters(self) -> tuple[int, int]:
         """(trained, all) parameters; a 4-bit weight counts its elements, tied embeddings count once."""
         trained = sum(leaf.size for leaf in jax.tree.leaves(self.trainable))

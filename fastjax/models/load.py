@@ -4,7 +4,7 @@ Host memory stays at what the stream holds, device memory at the finished tree p
 """
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
 from convert.model.spec import QUANTIZED, WeightSpec
 from convert.weights import Weights
-from fastjax.models.layout import LayerStack, fuse_layer, plan_layers
+from fastjax.models.layout import LayerStack, fuse_layer, plan_layers, signature
 from fastjax.models.precision import Precision
 from fastjax.quantization import NF4Weight, WeightLike
 from fastjax.quantization.weights import from_tensor
@@ -84,13 +84,8 @@ def load_weights(
         finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(ready) if leaf.dtype != jnp.uint8])
         return _quantize(ready) if quantizes(path) else ready
 
-    kinds: list[set[Hashable]] = [{precision.layer_kind(config, index)} for index in range(config.num_hidden_layers)]
-    for path, spec in opened.specs.items():
-        if spec.path.layer is not None:
-            kinds[spec.path.layer].add((spec.path.inside, held[path]))
-    alike = [frozenset(kind) for kind in kinds]
-    plan = plan_layers(alike, layer_loop)
-    tree = _fill(config, plan, alike, ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True)))
+    plan = plan_held(config, held, precision, layer_loop)
+    tree = fill_tree(config, plan, ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True)))
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
             raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))
@@ -136,6 +131,25 @@ def hold(
         if not stored.plain and not trained and (stored.bits == 4) == load_in_4bit:
             return Held(stored.name, own)
     return Held(None, dtype_of(spec, precision, trained=trained).name)
+
+
+def plan_held(
+    config: ModelConfig, held: Mapping[str, Held], precision: Precision, layer_loop: str
+) -> tuple[LayerStack, ...]:
+    """Arrange the layers whose weights are held in these ways.
+
+    Args:
+        config: the model's.
+        held: by the weight's path.
+        precision: the dtypes, and the modules that stay in float32.
+        layer_loop: "scan" or "unroll".
+    """
+    kinds: list[set[Hashable]] = [{precision.layer_kind(config, index)} for index in range(config.num_hidden_layers)]
+    for path, how in held.items():
+        place = WeightPath.parse(path)
+        if place.layer is not None:
+            kinds[place.layer].add((place.inside, how))
+    return plan_layers([frozenset(kind) for kind in kinds], layer_loop)
 
 
 def dtype_of(spec: WeightSpec, precision: Precision, *, trained: bool) -> jnp.dtype:
@@ -196,7 +210,7 @@ def random_weights(
 
     kinds = [precision.layer_kind(config, index) for index in range(config.num_hidden_layers)]
     plan = plan_layers(kinds, layer_loop)
-    return plan, _fill(config, plan, kinds, everything())
+    return plan, fill_tree(config, plan, everything())
 
 
 @jax.jit
@@ -220,19 +234,22 @@ def _quantize(matrix: Array) -> NF4Weight:
     return NF4Weight.quantize(matrix) if matrix.ndim == 2 else jax.vmap(NF4Weight.quantize)(matrix)
 
 
-def _fill(
-    config: ModelConfig,
-    plan: Sequence[LayerStack],
-    kinds: Sequence[Hashable],
-    arrays: Iterable[tuple[WeightPath, WeightLike]],
+def fill_tree(
+    config: ModelConfig, plan: Sequence[LayerStack], arrays: Iterable[tuple[WeightPath, WeightLike]]
 ) -> dict[str, Any]:
-    """Arrays as they come, in the order of the layers, put in their places of the tree; `kinds` as for the plan."""
+    """Arrays as they come, put in their places of the tree.
+
+    Args:
+        config: the model's.
+        plan: arrangement of the layers.
+        arrays: by path, a layer's beside each other and the layers in their order.
+    """
     tree: dict[str, Any] = {"layers": [[None] * run.period for run in plan]}
     pending: dict[str, WeightLike] = {}
     current: int | None = None
     for path, value in arrays:
         if current is not None and path.layer != current:
-            _place(tree["layers"], plan, kinds, current, fuse_layer(pending, config, current))
+            _place(tree["layers"], config, plan, current, fuse_layer(pending, config, current))
             pending = {}
         current = path.layer
         if current is None:
@@ -240,28 +257,33 @@ def _fill(
         else:
             pending[path.inside] = value
     if current is not None:
-        _place(tree["layers"], plan, kinds, current, fuse_layer(pending, config, current))
+        _place(tree["layers"], config, plan, current, fuse_layer(pending, config, current))
     return tree
 
 
-def _place(
-    runs: list[list[Any]], plan: Sequence[LayerStack], kinds: Sequence[Hashable], index: int, layer: Any
-) -> None:
+def _place(runs: list[list[Any]], config: ModelConfig, plan: Sequence[LayerStack], index: int, layer: Any) -> None:
     """Copy a layer to its place.
 
-    The places of all layers of a kind are allocated with the first of them: an array made among a layer's temporary
+    The places of single layers of a kind are allocated with the first of them: an array made among a layer's temporary
     ones would come to lie in a hole that these leave, up to twice its size, and hold all of it.
     """
+
+    def allocate(index: int) -> None:
+        number, position, _ = _place_of(plan, index)
+        lead = () if plan[number].count == 1 else (plan[number].count,)
+        runs[number][position] = jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), layer)
+
     number, position, repeat = _place_of(plan, index)
-    if runs[number][position] is None:
-        for other in (n for n, kind in enumerate(kinds) if kind == kinds[index]):
-            run, where, _ = _place_of(plan, other)
-            if runs[run][where] is None:
-                lead = () if plan[run].count == 1 else (plan[run].count,)
-                runs[run][where] = jax.tree.map(
-                    lambda leaf, lead=lead: jnp.zeros((*lead, *leaf.shape), leaf.dtype), layer
-                )
     stacked = plan[number].count > 1
+    if runs[number][position] is None:
+        allocate(index)
+        alike = (n for n in range(index + 1, config.num_hidden_layers) if config.layers[n] == config.layers[index])
+        for other, (run, where, _) in ((n, _place_of(plan, n)) for n in alike if not stacked):
+            if plan[run].count == 1 and runs[run][where] is None:
+                allocate(other)
+    if not stacked and signature(runs[number][position]) != signature(layer):  # held in another format than the first
+        runs[number][position] = None
+        allocate(index)
     runs[number][position] = _put(runs[number][position], layer, jnp.int32(repeat) if stacked else None)
 
 

@@ -15,7 +15,7 @@ from convert.files import read_json
 from convert.model.config import ModelConfig
 from convert.weights import Weights, open_weights
 from fastjax.data.new_tokens import add_tokens, vocabulary_size
-from fastjax.data.tokenizer import load_tokenizer
+from fastjax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from fastjax.errors import ConfigError
 from fastjax.models.module_names import module_paths
 from fastjax.models.rope_override import with_rope_scaling
@@ -33,7 +33,7 @@ class Outline:
     Attributes:
         hf_config: the folder's config.json, with the settings' rotary scaling and the rows of new tokens.
         config: the same, parsed.
-        tokenizer: the folder's, with the new tokens.
+        tokenizer: the folder's, with the new tokens; None: it has none, and none was wanted.
         new_token_ids: ids of the new tokens.
         known_tokens: rows of the folder's tables with a token.
         max_seq_length: longest row.
@@ -42,7 +42,7 @@ class Outline:
 
     hf_config: Mapping[str, Any]
     config: ModelConfig
-    tokenizer: "PreTrainedTokenizerFast"
+    tokenizer: "PreTrainedTokenizerFast | None"
     new_token_ids: tuple[int, ...]
     known_tokens: int
     max_seq_length: int
@@ -57,6 +57,7 @@ def read_outline(
     new_tokens: "Sequence[str | AddedToken] | None" = None,
     rope_scaling: Mapping[str, Any] | None = None,
     weights: bool = True,
+    tokenizer: bool = True,
 ) -> Outline:
     """Open a Hugging Face folder; the arguments are those of `FastLanguageModel.from_pretrained`.
 
@@ -67,6 +68,7 @@ def read_outline(
         new_tokens: tokens to add.
         rope_scaling: replaces the scaling of the rotary positions.
         weights: open the weight files too; they must exist.
+        tokenizer: the folder must have a tokenizer, as it must for new tokens.
 
     Raises:
         ConfigError: arguments that contradict the model, or no fitting tokenizer.
@@ -80,16 +82,18 @@ def read_outline(
         config = ModelConfig.from_hf(hf_config)
     length = row_length(max_seq_length, config)
     module_paths(float32_modules or (), config)
-    tokenizer = load_tokenizer(folder)
-    known = min(vocabulary_size(tokenizer), config.vocab_size)
-    new_ids = add_tokens(tokenizer, new_tokens, config.vocab_size) if new_tokens else []
-    if new_ids:
-        rows = max(config.vocab_size, vocabulary_size(tokenizer))
-        config, hf_config = dataclasses.replace(config, vocab_size=rows), with_vocab_size(hf_config, rows)
-    else:
-        check_vocabulary(tokenizer, config, folder)
+    loaded, known, new_ids = None, config.vocab_size, []
+    if tokenizer or new_tokens or any((folder / name).is_file() for name in TOKENIZER_FILES):
+        loaded = load_tokenizer(folder)
+        known = min(vocabulary_size(loaded), config.vocab_size)
+        new_ids = add_tokens(loaded, new_tokens, config.vocab_size) if new_tokens else []
+        if new_ids:
+            rows = max(config.vocab_size, vocabulary_size(loaded))
+            config, hf_config = dataclasses.replace(config, vocab_size=rows), with_vocab_size(hf_config, rows)
+        else:
+            check_vocabulary(loaded, config, folder)
     opened = None if checkpoint is None else open_weights(checkpoint)
-    return Outline(hf_config, config, tokenizer, tuple(new_ids), known, length, opened)
+    return Outline(hf_config, config, loaded, tuple(new_ids), known, length, opened)
 
 
 def row_length(max_seq_length: int | None, config: ModelConfig) -> int:

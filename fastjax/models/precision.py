@@ -8,7 +8,6 @@ float32 before it and its output back after it; the logits of a float32 head sta
 import dataclasses
 from collections.abc import Hashable, Sequence
 
-import jax
 import jax.numpy as jnp
 
 from convert.errors import shown
@@ -16,6 +15,7 @@ from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
 from fastjax.errors import ConfigError
 from fastjax.models.module_names import module_paths
+from pallas_kernels import dispatch
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 
@@ -61,7 +61,8 @@ def make_precision(
     """Check a user's settings.
 
     Args:
-        dtype: "bfloat16", "float16" or "float32"; None: bfloat16 on a GPU, float32 on a CPU.
+        dtype: "bfloat16", "float16" or "float32"; None: bfloat16 on a GPU (float16 before Ampere, which has no other
+            matrices of 16 bits), float32 on a CPU.
         param_dtype: likewise.
         float32_modules: names of modules, or the ends of names.
         config: the model's.
@@ -70,7 +71,9 @@ def make_precision(
         ConfigError: an unknown dtype; a name that no module has.
     """
     if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        device = dispatch.target()
+        old = device.compute_capability is not None and device.compute_capability < (8, 0)
+        dtype = "float32" if device.platform == "cpu" else "float16" if old else "bfloat16"
     for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
         if value not in DTYPES:
             raise ConfigError(f"{name}: expected one of {list(DTYPES)}, got {shown(value)}")

@@ -98,6 +98,7 @@ def fine_tune(
         check_vocabulary(model, data)
         checkpoints.extra = describe(config, data, identity)
         run = TrainingRun(config, console, folder, checkpoints, data, identity, model, loss, evaluate)
+        del model  # its trained arrays: the run has copies
         return run.train(earlier, changed if resume else None)
 
 

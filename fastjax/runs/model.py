@@ -9,10 +9,10 @@ from rich.console import Console
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel, LanguageModel
 from fastjax.language_model.adapters import attach_opened
-from fastjax.language_model.loading import load_opened
+from fastjax.language_model.loading import load_opened, shapes_of
 from fastjax.runs.datasets import RunData
 from fastjax.runs.messages import say
-from fastjax.runs.opening import OpenModel, lora_arguments
+from fastjax.runs.opening import OpenModel, OpenShapes, lora_arguments
 from fastjax.training.config import TrainConfig
 from fastjax.training.device import device_use
 from fastjax.training.optimizers import make_optimizer
@@ -42,18 +42,29 @@ def load_model(config: TrainConfig, opened: OpenModel, console: Console) -> Lang
     return model.replace(tokenizer=opened.tokenizer)
 
 
-def load_base(config: TrainConfig, opened: OpenModel) -> LanguageModel:
-    """The base model of a run.
+def run_shapes(config: TrainConfig, opened: OpenShapes) -> LanguageModel:
+    """The model of a run as it begins, with shapes for arrays; dtypes are those of the device that is traced for.
 
     Args:
         config: the run.
         opened: its folders.
     """
+    return shapes_of(lambda: with_adapter(load_base(config, opened, zeros=True), config, opened))
+
+
+def load_base(config: TrainConfig, opened: OpenModel | OpenShapes, *, zeros: bool = False) -> LanguageModel:
+    """The base model of a run.
+
+    Args:
+        config: the run.
+        opened: its folders.
+        zeros: in the place of the weights, which are not read.
+    """
     settings = {name: value for name, value in dataclasses.asdict(config.model).items() if name not in _OPENED}
-    return load_opened(opened.source, opened.outline, **settings)
+    return load_opened(opened.source, opened.outline, zeros=zeros, **settings)
 
 
-def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel) -> LanguageModel:
+def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:
     """A run's base model with the adapter that it begins with, fresh or from a folder.
 
     Args:

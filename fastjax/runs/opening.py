@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from convert.adapters import CONFIG, Adapter, config_from_json, open_adapter
+from convert.checkpoint import WEIGHT_FILES
 from convert.families import family_for
 from convert.files import read_json
 from convert.hub import Source
@@ -53,6 +54,20 @@ class OpenModel(NamedTuple):
     tokenizer: "PreTrainedTokenizerFast"
 
 
+class OpenShapes(NamedTuple):
+    """A run's model, of which shapes are wanted.
+
+    Attributes:
+        source: origin of the base.
+        outline: of the base, with its open weights if they are there.
+        adapter: to start from; None: there is none.
+    """
+
+    source: Source
+    outline: Outline
+    adapter: OpenAdapter | None
+
+
 def open_model(config: TrainConfig, *, weights: bool = True) -> OpenModel:
     """Open the model and the adapter of a run.
 
@@ -65,26 +80,57 @@ def open_model(config: TrainConfig, *, weights: bool = True) -> OpenModel:
             not suit the settings.
         ConvertError: what is wrong with their folders.
     """
-    source, model = located(config, "model.model_name", weights=weights), config.model
+    source = located(config, "model.model_name", weights=weights)
+    outline = _outline(config, source, weights=weights or source.name is None)
+    assert outline.tokenizer is not None, "a folder without one was refused"
+    adapter = _adapter(config, outline, weights)
+    tokenizer = outline.tokenizer if adapter is None else _larger(outline.tokenizer, adapter.tokenizer)
+    return OpenModel(source, outline, adapter, tokenizer)
+
+
+def open_shapes(config: TrainConfig) -> OpenShapes:
+    """Open as much of a run's model as its shapes take; what `open_model` would refuse is refused.
+
+    The folder may lack weights, which are then taken to be as config.json says, and a tokenizer. A model on the hub is
+    not downloaded but for its small files, an adapter is.
+
+    Args:
+        config: the settings.
+
+    Raises:
+        ConfigError: as for `open_model`.
+        ConvertError: as for `open_model`.
+    """
+    source = located(config, "model.model_name", weights=False)
+    there = source.name is None and any(any(source.folder.glob(pattern)) for pattern in WEIGHT_FILES)
+    outline = _outline(config, source, weights=there, tokenizer=False)
+    return OpenShapes(source, outline, _adapter(config, outline, True))
+
+
+def _outline(config: TrainConfig, source: Source, **needed: bool) -> Outline:
+    model = config.model
     with _within("model", model):
-        outline = read_outline(
+        return read_outline(
             source.folder,
             max_seq_length=model.max_seq_length,
             float32_modules=model.float32_modules,
             new_tokens=model.new_tokens,
             rope_scaling=model.rope_scaling,
-            weights=weights or source.name is None,
+            **needed,
         )
+
+
+def _adapter(config: TrainConfig, outline: Outline, weights: bool) -> OpenAdapter | None:
+    """The adapter to start from; the settings of a fresh one are looked at."""
     _check_routers(config, outline)
     if config.lora.adapter is not None:
-        adapter = _open_adapter(config, outline, weights)
-        return OpenModel(source, outline, adapter, _larger(outline.tokenizer, adapter.tokenizer))
-    if not model.full_finetuning:
+        return _open_adapter(config, outline, weights)
+    if not config.model.full_finetuning:
         settings = lora_arguments(config.lora)
         del settings["random_state"]
         with _within("lora", config.lora):
             fresh_adapter(outline.config, outline.new_token_ids, **settings)
-    return OpenModel(source, outline, None, outline.tokenizer)
+    return None
 
 
 def _check_routers(config: TrainConfig, outline: Outline) -> None:

@@ -26,6 +26,7 @@ class Earlier(NamedTuple):
         config: the settings of its run.
         identity: fingerprints of its run's inputs.
         position: in the data.
+        checkpointing: policy of rematerialisation; None: an earlier version did not keep it, or no step was taken.
     """
 
     where: Path
@@ -34,6 +35,7 @@ class Earlier(NamedTuple):
     config: Mapping[str, Any]
     identity: Identity
     position: Mapping[str, Any]
+    checkpointing: str | None = None
 
 
 def newest(checkpoints: Checkpoints, console: Console, before: int | None = None) -> Earlier | None:
@@ -66,7 +68,7 @@ def newest(checkpoints: Checkpoints, console: Console, before: int | None = None
         for error in damaged:
             warn(console, f"{error}; looking at the one before")
         checked, progress = found["format"] != UNCHECKED_FORMAT, Progress(**found["progress"])
-        return Earlier(where, checked, progress, identity=identity, **named)
+        return Earlier(where, checked, progress, identity=identity, checkpointing=found.get("checkpointing"), **named)
     if damaged:
         others = f"; nor can the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
         raise TrainingError(

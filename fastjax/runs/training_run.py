@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +13,15 @@ from fastjax.data import Batches
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.language_model import LanguageModel
+from fastjax.runs.checkpointing import RunStep, compile_step, memory_advice, run_policies
 from fastjax.runs.datasets import RunData
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.identity import Identity
+from fastjax.runs.messages import say
 from fastjax.runs.model import initial_state
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
+from fastjax.runs.steps import batch_shapes, run_loss, run_step
 from fastjax.training.cadence import Cadence, Progress
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
@@ -27,13 +29,13 @@ from fastjax.training.determinism import compiler_options
 from fastjax.training.flops import attended_length, flops_per_token, peak_flops
 from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
 from fastjax.training.loop import Fitted, fit, run_evaluation
-from fastjax.training.loss import Loss, loss_sums
+from fastjax.training.loss import Loss
 from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant
-from fastjax.training.optimizers import learning_rates, make_optimizer
+from fastjax.training.optimizers import learning_rates
 from fastjax.training.progress import make_progress
 from fastjax.training.report import default_settings, describe_environment, usage, write_report
 from fastjax.training.signals import StopSignals
-from fastjax.training.step import make_eval_step, make_probe, make_train_step
+from fastjax.training.step import make_eval_step, make_probe
 from fastjax.training.trackers import make_trackers
 
 #: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
@@ -72,27 +74,13 @@ class TrainingRun:
         evaluate: Evaluate | None,
     ):
         self.config, self.console, self.folder, self.checkpoints, self.data = config, console, folder, checkpoints, data
-        training, self.identity, self.user_evaluate = config.training, identity, evaluate
-        self.loss = loss or functools.partial(
-            loss_sums,
-            neftune_noise_alpha=training.neftune_noise_alpha,
-            router_aux_loss_coef=training.router_aux_loss_coef,
-            router_z_loss_coef=training.router_z_loss_coef,
-        )
-        options = compiler_options(training.deterministic, folder.path)
-        optimizer = make_optimizer(config.optimizer, data.total_steps)
-        self.train_step = make_train_step(
-            model.graphdef,
-            optimizer,
-            model.trainable_filter,
-            loss=self.loss,
-            accumulation_dtype=training.accumulation_dtype,
-            loss_scale_window=training.loss_scale_window,
-            compiler_options=options,
-        )
+        self.identity, self.user_evaluate = identity, evaluate
+        self.loss = loss or run_loss(config.training)
+        self.options = compiler_options(config.training.deterministic, folder.path)
         self.eval_step = make_eval_step(
-            model.graphdef, model.trainable_filter, loss=self.loss, compiler_options=options
+            model.graphdef, model.trainable_filter, loss=self.loss, compiler_options=self.options
         )
+        self.step: RunStep | None = None  # compiled when the state is there
         self.state = initial_state(config, model, data.total_steps)
         # Rows of tokens that are not in the first batches get no gradient by right.
         self.check = GradientCheck(
@@ -128,9 +116,13 @@ class TrainingRun:
             stop = stack.enter_context(StopSignals())
             status = "failed"
             stack.callback(lambda: self._report(status))
-            stack.enter_context(_memory_advice())
+            stack.enter_context(self._memory_advice())
+            step = self._compile(None if earlier is None else earlier.checkpointing)
+            if step.choice is not None:
+                say(self.console, str(step.choice))
+                _tell(sinks, start.step, "checkpointing", str(step.choice), **step.choice.row())
             fitted = fit(
-                self.train_step,
+                step.call,
                 self.state,
                 self.model.frozen,
                 self.data.batches.from_step(start.step, total, position),
@@ -168,6 +160,32 @@ class TrainingRun:
             _tell(sinks, fitted.progress.step, status, message, files=files, base=base)
         evaluation = fitted.evaluation or last_evaluation(self.folder)  # where no step was left to take
         return FineTuned(self.model, self.folder.result, evaluation, config)
+
+    def _compile(self, earlier: str | None) -> RunStep:
+        """The train step, with the policy of the settings, of the run before, or the fastest that fits."""
+
+        def make(policy: str) -> Any:
+            model = self.model.replace(trainable=self.state.trainable).with_checkpointing(policy)
+            return run_step(self.config, model, self.data.total_steps, self.loss, self.options)
+
+        policies = run_policies(self.config.model.use_gradient_checkpointing, earlier)
+        self.step = step = compile_step(policies, make, self.state, self.model.frozen, batch_shapes(self.config))
+        model = self.model.replace(trainable=self.state.trainable).with_checkpointing(step.policy)
+        self.model = model.replace(trainable=None)
+        describe = self.checkpoints.extra
+        self.checkpoints.extra = lambda step: {**describe(step), "checkpointing": self.model.remat}
+        return step
+
+    @contextlib.contextmanager
+    def _memory_advice(self) -> Iterator[None]:
+        """Turn a device out of memory into an error with the arrays that take most, and the settings to change."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            choice = None if self.step is None else self.step.choice
+            raise TrainingError(memory_advice(str(error).splitlines()[0], choice)) from error
 
     def _evaluate(self, trainable: Any) -> Evaluation:
         training, held_out = self.config.training, self.data.held_out
@@ -233,12 +251,15 @@ class TrainingRun:
         return usage(self.config, self.folder.result, self.model.hf_config, str(self.model.dtype))
 
     def _report(self, status: str) -> None:
+        environment = describe_environment()
+        if self.step is not None:
+            environment["gradient checkpointing"] = self.step.policy
         write_report(
             self.folder.path,
             config=dataclasses.asdict(self.config),
             defaults=default_settings(),
             statistics=self.data.statistics(),
-            environment=describe_environment(),
+            environment=environment,
             result=self._usage() if status == "finished" else [],
             status=status,
             console=self.console,
@@ -269,18 +290,3 @@ def _whence(step: int, earlier: Earlier | None, changed: list[str]) -> str:
     return f"going on after step {step}, from {earlier.where}" + (
         f"; changed since: {'; '.join(changed)}" if changed else ""
     )
-
-
-@contextlib.contextmanager
-def _memory_advice() -> Iterator[None]:
-    """Turn a device out of memory into an error with the settings to lower."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise TrainingError(
-            f"the device has not enough memory: {str(error).splitlines()[0]}. Lower "
-            "training.per_device_train_batch_size (and raise gradient_accumulation_steps as much), lower "
-            "model.max_seq_length, or set model.use_gradient_checkpointing: true"
-        ) from error

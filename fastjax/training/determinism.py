@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+#: XLA's option for operations that add in one order.
+DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True}
 #: In the output folder.
 KERNELS = "kernels"
 
@@ -29,6 +31,6 @@ def compiler_options(deterministic: bool, folder: Path) -> dict[str, Any] | None
     kept = folder / KERNELS
     kept.mkdir(parents=True, exist_ok=True)
     return {
-        "xla_gpu_exclude_nondeterministic_ops": True,
+        **DETERMINISTIC,
         "xla_gpu_per_fusion_autotune_cache_dir": str(kept.absolute()),
     }

@@ -39,6 +39,7 @@ _H100_NVL = PeakFlops(835.5e12, 417.5e12, 60e12)  # H100 data sheet: 1,671, 835 
 _A100 = PeakFlops(312e12, 156e12, 19.5e12)  # NVIDIA A100 Tensor Core GPU Architecture, table 1
 
 PEAK_FLOPS: dict[str, PeakFlops] = {
+    "NVIDIA B200": PeakFlops(2250e12, 1125e12, 75e12),  # HGX B200 data sheet: 36,000, 18,000 (of eight, sparse), 600
     "NVIDIA H200": _H100_SXM,  # H200 data sheet: the processor of the H100 SXM
     "NVIDIA H200 NVL": _H100_NVL,  # H200 data sheet, the same figures
     "NVIDIA GH200 480GB": _H100_SXM,  # GH200 data sheet, the same figures

@@ -17,8 +17,9 @@ class ModelSection:
         model_name: folder of the base model in Hugging Face format, or its name on the hub, org/model or
             org/model@revision; the run keeps the commit that it took.
         max_seq_length: length of a row, in tokens.
-        dtype: dtype of the computation; null: bfloat16 on a GPU, float32 on a CPU. float16 brings dynamic loss scaling,
-            float32 means float32 in every product; a quantised base keeps the values that its format decodes to.
+        dtype: dtype of the computation; null: bfloat16 on a GPU (float16 before Ampere), float32 on a CPU. float16
+            brings dynamic loss scaling, float32 means float32 in every product; a quantised base keeps the values that
+            its format decodes to.
         param_dtype: dtype of the trained arrays.
         float32_modules: modules whose weights and computation stay in float32 whatever dtype says, by name or by the
             end of it: norm, lm_head, layers.0.mlp.
@@ -30,7 +31,8 @@ class ModelSection:
             {rope_type: yarn, factor: 4.0}; default, linear, dynamic, yarn, longrope or llama3, the factor counted from
             the length that the model was pretrained on.
         use_gradient_checkpointing: the backward pass recomputes: true or "full": all but the layers' inputs; false or
-            "projections": the operations between the projections and the attention; "none": nothing.
+            "projections": the operations between the projections and the attention; "none": nothing. "auto": of all
+            but "none" the fastest that the GPU has memory for, "full" on a CPU; a resumed run keeps its choice.
         allow_nonfinite: let NaN and infinity in the base's or the adapter's weights through instead of refusing them by
             the tensor's name; a matrix that is quantised is refused with any.
         layer_loop: scan over the layers (compile time independent of depth) or unroll them (a few percent faster).
@@ -45,7 +47,7 @@ class ModelSection:
     full_finetuning: bool = False
     new_tokens: list[str] | None = None
     rope_scaling: dict[str, Any] | None = None
-    use_gradient_checkpointing: bool | Literal["full", "projections", "none"] = True
+    use_gradient_checkpointing: bool | Literal["auto", "full", "projections", "none"] = "auto"
     allow_nonfinite: bool = False
     layer_loop: Literal["scan", "unroll"] = "scan"
 

@@ -38,11 +38,11 @@ def passes(aot, size, options):
     [
         ("h200", 128, PLAIN),
         ("b200", 128, PLAIN),
-        ("a100", 128, PLAIN),
-        ("rtx4090", 128, PLAIN),
-        ("rtx4090", 256, PLAIN),
+        ("a100-80", 128, PLAIN),
+        ("4090", 128, PLAIN),
+        ("4090", 256, PLAIN),
         ("h200", 128, EVERYTHING),
-        ("rtx4090", 80, EVERYTHING),
+        ("4090", 80, EVERYTHING),
     ],
     ids=lambda value: "everything" if value == EVERYTHING else "plain" if value == PLAIN else None,
 )

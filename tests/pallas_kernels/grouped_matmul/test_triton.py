@@ -77,7 +77,7 @@ def test_tiles_of_thin_products(arrays):
 @pytest.mark.aot
 @needs_cuda_plugin
 @pytest.mark.parametrize("few", [False, True], ids=["many rows", "few rows"])
-@pytest.mark.parametrize("card", ["a100", "rtx4090"])
+@pytest.mark.parametrize("card", ["a100-80", "4090"])
 def test_nothing_spills(card, few, tmp_path):
     """All three products, as chosen by the card, with gathered rows and a low-rank product, and thin ones."""
     aot = AOT(card)
@@ -99,7 +99,7 @@ def test_nothing_spills(card, few, tmp_path):
 
 @needs_cuda_plugin
 @pytest.mark.parametrize(
-    "card, chosen", [("h200", "mosaic"), ("b200", "triton"), ("a100", "triton"), ("rtx4090", "triton")]
+    "card, chosen", [("h200", "mosaic"), ("b200", "triton"), ("a100-80", "triton"), ("4090", "triton")]
 )
 def test_the_card_chooses(card, chosen):
     with AOT(card).abstract_device():

@@ -137,9 +137,9 @@ def test_rounding_twice_takes_the_same_kernels(rows, shape, dtype, registers, tm
     assert used.registers <= registers
 
 
-@pytest.mark.both_worlds("h200-bfloat16", "a100-float32", others="newer_world")
+@pytest.mark.both_worlds("h200-bfloat16", "a100-80-float32", others="newer_world")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("card", ["h200", "a100", "rtx4090"])
+@pytest.mark.parametrize("card", ["h200", "a100-80", "4090"])
 def test_triton(card, dtype, tmp_path):
     aot = AOT(card)
     used = resources.of_triton(
@@ -150,7 +150,7 @@ def test_triton(card, dtype, tmp_path):
         assert used.registers <= 48
 
 
-@pytest.mark.parametrize("card, kernel", [("h200", "mosaic_gpu"), ("a100", "triton"), ("rtx4090", "triton")])
+@pytest.mark.parametrize("card, kernel", [("h200", "mosaic_gpu"), ("a100-80", "triton"), ("4090", "triton")])
 def test_the_card_chooses_the_kernel_in_both_passes(card, kernel):
     aot = AOT(card)
     shape = (512, 1024)

@@ -1,0 +1,103 @@
+"""A model's tree of zeros, for shapes: traced by `jax.eval_shape` it takes no memory and no time."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from convert.checkpoint import CONFIG
+from convert.formats import FORMATS, Format
+from convert.formats.declared import declared_format
+from convert.formats.fp8 import block_shape
+from convert.formats.mxfp4 import BLOCK
+from convert.model.config import ModelConfig
+from convert.model.paths import WeightPath
+from convert.model.spec import WeightSpec
+from convert.weights import Weights
+from fastjax.models.layout import LayerStack
+from fastjax.models.load import Held, fill_tree, hold, plan_held
+from fastjax.models.precision import Precision
+from fastjax.quantization import NF4Weight, WeightLike
+from fastjax.quantization.fp8 import FP8Weight
+from fastjax.quantization.mxfp4 import MXFP4Weight
+from pallas_kernels.nf4 import DYNAMIC_MAP
+
+
+def zero_weights(
+    opened: Weights | None,
+    hf_config: Mapping[str, Any],
+    config: ModelConfig,
+    *,
+    precision: Precision,
+    trained: bool,
+    load_in_4bit: bool,
+    layer_loop: str,
+) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
+    """What `load_weights` returns, with zeros for values.
+
+    Args:
+        opened: the folder's weights, whose headers say how each is stored; None: as config.json has it.
+        hf_config: contents of config.json.
+        config: the model's, with the rows of new tokens.
+        precision: as for `load_weights`, like the arguments not listed here.
+        trained: whether the weights are trained themselves.
+        load_in_4bit: quantise the layers' matrices.
+        layer_loop: "scan" or "unroll".
+    """
+
+    def stored(spec: WeightSpec) -> tuple[Format, str]:
+        if opened is None:
+            return declared_format(hf_config, spec)
+        return FORMATS[opened.format(spec.path)], opened.decoded_dtype(spec.path).name
+
+    formats = {spec.path: stored(spec) for spec in config.specs}
+    quantized = any(form.bits == 4 for form, _ in formats.values())
+    options = {"precision": precision, "trained": trained, "load_in_4bit": load_in_4bit}
+    held: dict[str, Held] = {
+        spec.path: hold(spec, *formats[spec.path], quantize=load_in_4bit and not quantized, **options)
+        for spec in config.specs
+    }
+    plan = plan_held(config, held, precision, layer_loop)
+    block = _block(hf_config)
+
+    def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
+        for spec in config.specs:
+            yield spec.path, _zeros(spec.shape, held[spec.path], block)
+
+    return plan, fill_tree(config, plan, everything())
+
+
+def _block(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of FP8's blocks; None: one scale a row."""
+    quantization = hf_config.get("quantization_config") or {}
+    return block_shape(hf_config, CONFIG) if quantization.get("quant_method") == "fp8" else None
+
+
+def _zeros(shape: tuple[int, ...], held: Held, block: tuple[int, int] | None) -> WeightLike:
+    *experts, out, into = shape if len(shape) > 1 else (1, *shape)
+    if held.format is None:
+        return jnp.zeros(shape, held.dtype)
+    if held.format == "fp8":
+        rows, columns = block or (1, into)
+        scales = jnp.zeros((*experts, math.ceil(out / rows), math.ceil(into / columns)), jnp.float32)
+        return FP8Weight(jnp.zeros(shape, jnp.float8_e4m3fn), scales, (rows, columns), (out, into), held.dtype)
+    if held.format == "mxfp4":
+        codes, scales = (jnp.zeros((*experts, out, into // n), jnp.uint8) for n in (2, BLOCK))
+        return MXFP4Weight(codes, scales, (out, into), held.dtype)
+    weight = _quantized(jnp.zeros(shape, held.dtype), held.format == "nf4-nested")
+    if weight.nested_quant_map is None:
+        return weight
+    # A constant: parts of one weight are joined where their maps have equal values.
+    return dataclasses.replace(weight, nested_quant_map=np.broadcast_to(DYNAMIC_MAP, weight.nested_quant_map.shape))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _quantized(matrix: Array, nested: bool) -> NF4Weight:
+    quantize = functools.partial(NF4Weight.quantize, nested=nested)
+    return quantize(matrix) if matrix.ndim == 2 else jax.vmap(quantize)(matrix)

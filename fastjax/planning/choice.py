@@ -1,0 +1,100 @@
+"""The choice among policies of rematerialisation: the fastest whose step fits in memory."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from fastjax.models.remat import POLICIES
+from fastjax.planning.memory import StepMemory
+
+
+def candidates() -> tuple[str, ...]:
+    """The policies to choose from, the fastest first. "none" is not among them: it keeps more, and is no faster."""
+    return tuple(name for name in POLICIES if name != "none")
+
+
+class Refused(NamedTuple):
+    """A policy that does not fit.
+
+    Attributes:
+        policy: its name.
+        needed: bytes on the device, at least.
+    """
+
+    policy: str
+    needed: int
+
+
+class Choice(NamedTuple):
+    """A policy, and why it was taken.
+
+    Attributes:
+        policy: its name.
+        memory: of its step.
+        limit: bytes that the step may take.
+        refused: the faster policies, which do not fit.
+        compiled: the step.
+    """
+
+    policy: str
+    memory: StepMemory
+    limit: int
+    refused: Sequence[Refused]
+    compiled: Any
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits; the last policy is taken even if it does not."""
+        return self.memory.device <= self.limit
+
+    def row(self) -> dict[str, Any]:
+        """In numbers, for the run's metrics."""
+        return {
+            "policy": self.policy,
+            "device_bytes": self.memory.device,
+            "host_bytes": self.memory.host,
+            "limit_bytes": self.limit,
+            "refused": {one.policy: one.needed for one in self.refused},
+        }
+
+    def __str__(self) -> str:
+        """In words, for the beginning of a run."""
+        line = f"gradient checkpointing: {self.policy}, with {_gib(self.memory.device)} of {_gib(self.limit)} GiB"
+        if self.memory.host:
+            line += f" and {_gib(self.memory.host)} in the host's memory"
+        if not self.fits:
+            line += ", which is more than there is"
+        return line + "".join(f"; {one.policy} would need {_gib(one.needed)}" for one in self.refused)
+
+
+def choose(
+    policies: Sequence[str],
+    limit: int,
+    *,
+    at_least: Callable[[str], int],
+    compile: Callable[[str], tuple[StepMemory, Any]],
+) -> Choice:
+    """The first policy whose step fits, or the last one.
+
+    Args:
+        policies: the fastest first.
+        limit: bytes that the step may take on the device.
+        at_least: a lower bound of a policy's bytes, without compiling; a policy beyond the limit is not compiled, but
+            the last.
+        compile: compiles a policy's step: its memory, and the step.
+    """
+    refused: list[Refused] = []
+    *faster, last = policies
+    for policy in faster:
+        needed = at_least(policy)
+        if needed <= limit:
+            memory, compiled = compile(policy)
+            if memory.device <= limit:
+                return Choice(policy, memory, limit, refused, compiled)
+            needed = memory.device
+        refused.append(Refused(policy, needed))
+    memory, compiled = compile(last)
+    return Choice(last, memory, limit, refused, compiled)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f}"

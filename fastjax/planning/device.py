@@ -1,0 +1,91 @@
+"""The device that a step is compiled for: a card that is not there (`aot`), or this machine's own."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+
+from fastjax.planning.aot import AOT, WITHOUT_AUTOTUNING
+from fastjax.planning.cards import Card, card_of
+
+
+class Device(Protocol):
+    """A device that steps are compiled for."""
+
+    @property
+    def card(self) -> Card:
+        """Its facts."""
+        ...
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which tracing plans for it."""
+        ...
+
+    def compile(self, jitted: Any, arguments: Any) -> Any:
+        """The executable of a jitted function.
+
+        Args:
+            jitted: it, with its compiler options.
+            arguments: trees of arrays or of their shapes.
+        """
+        ...
+
+
+class Elsewhere:
+    """A card that this machine does not have; products are not autotuned."""
+
+    def __init__(self, name: str):
+        """Describe the card to the compiler.
+
+        Args:
+            name: a key of `CARDS`.
+
+        Raises:
+            ConfigError: an unknown one, or the compiler is not installed.
+        """
+        self._aot = AOT(name)
+
+    @property
+    def card(self) -> Card:
+        """Of the table."""
+        return self._aot.card
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """An abstract device of the card's kind."""
+        return self._aot.abstract_device()
+
+    def compile(self, jitted: Any, arguments: Any) -> Any:
+        """With the whole compiler of the card."""
+        specs = jax.tree.map(lambda leaf: self._aot.spec(leaf.shape, leaf.dtype), arguments)
+        return self._aot.compile(jitted, *specs, options=WITHOUT_AUTOTUNING)
+
+
+class Here:
+    """The GPU of this machine."""
+
+    @property
+    def card(self) -> Card:
+        """Of the table.
+
+        Raises:
+            ConfigError: the GPU is not in it.
+        """
+        return card_of(jax.devices()[0].device_kind)
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """Tracing plans for the device anyway."""
+        return contextlib.nullcontext()
+
+    def compile(self, jitted: Any, arguments: Any) -> Any:
+        """As a run compiles it."""
+        return jitted.lower(*arguments).compile()
+
+
+def memory_limit(stats: Mapping[str, int] | None) -> int | None:
+    """Bytes that JAX's allocator may take of a device; None: unknown, as on a CPU.
+
+    Args:
+        stats: `jax.Device.memory_stats()`.
+    """
+    return (stats or {}).get("bytes_limit")

@@ -1,0 +1,182 @@
+"""A compiled GPU program, read from its text: kernels with what they move and multiply, and the arrays that they make.
+
+A kernel is an instruction that runs by itself: a fusion, a library's or a Pallas kernel, a copy. What it reads of an
+operand that it takes a slice of (a layer's weights out of the stack) is the slice, and of a result that it updates in
+place the part that it writes. Kernels of a loop count as often as the loop runs.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_BYTES = {
+    **{"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8},
+    **{"u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1, "s4": 0.5, "u4": 0.5},
+}
+_FREE = ("parameter", "get-tuple-element", "bitcast", "tuple", "constant", "after-all", "opt-barrier", "partition-id")
+_ENDS = ("-done", "-update")  # of what began in an earlier instruction
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(.*)")
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{")
+
+
+class Kernel(NamedTuple):
+    """A kernel of the program.
+
+    Attributes:
+        scope: the JAX operation that it comes from, as "jit(step)/jvp()/while/body/…".
+        result: type of what it makes, as "bf16[4,2048,4096]".
+        moved: bytes that it reads and writes.
+        flops: of its products by cuBLAS; 0 of others.
+        times: how often it runs in one call of the program.
+    """
+
+    scope: str
+    result: str
+    moved: float
+    flops: float
+    times: int
+
+
+class _Instruction(NamedTuple):
+    root: bool
+    name: str
+    shape: str
+    kind: str
+    between: str
+    rest: str
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the instructions that it takes."""
+        return re.findall(r"%([\w.\-]+)", self.between)
+
+
+def kernels(text: str) -> list[Kernel]:
+    """The kernels of a program.
+
+    Args:
+        text: `compiled.as_text()`.
+    """
+    computations, entry = _read(text)
+    return list(_kernels(computations, entry, 1))
+
+
+def size(shape: str) -> int:
+    """Bytes of an array, or of a tuple of arrays, by its type in HLO.
+
+    Args:
+        shape: as "(bf16[4,2048]{1,0}, s32[])".
+    """
+    found = re.findall(r"(\w+)\[([\d,]*)\]", shape)
+    return math.ceil(
+        sum(math.prod(map(int, filter(None, dims.split(",")))) * _BYTES.get(kind, 0) for kind, dims in found)
+    )
+
+
+def _read(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    """Instructions by computation, and the name of the first computation."""
+    computations: dict[str, list[_Instruction]] = {}
+    entry, current = "", []
+    for line in text.splitlines():
+        if line[:1] not in (" ", "}", "") and (header := _HEADER.match(line)):
+            current = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif line[:1] == " " and (found := _INSTRUCTION.match(line)):
+            current.append(_Instruction(bool(found[1]), *found.groups()[1:]))
+    return computations, entry
+
+
+def _kernels(computations: dict[str, list[_Instruction]], name: str, times: int) -> Iterator[Kernel]:
+    shapes = {one.name: one.shape for one in computations[name]}
+    for one in computations[name]:
+        if one.kind in _FREE or one.kind.endswith(_ENDS):
+            continue
+        called = re.findall(r"(?:body|to_apply|calls|branch_computations)=\{?%?([\w.\-]+)", one.rest)
+        if one.kind in ("while", "call", "conditional"):
+            count = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.rest)
+            for inner in called:
+                yield from _kernels(computations, inner, times * (int(count[1]) if count else 1))
+            continue
+        scope = re.search(r'op_name="([^"]*)"', one.rest)
+        inside = computations.get(called[0], []) if called and one.kind.startswith("fusion") else []
+        reads, written = [size(shapes.get(operand, "")) for operand in one.operands], _result(one)
+        if inside:
+            reads, written = _sliced(inside, reads, written)
+        flops = sum(map(_flops, _with_operands(inside or [one], shapes)))
+        yield Kernel(scope[1] if scope else one.name, _plain(one.shape), sum(reads) + written, flops, times)
+
+
+def _result(one: _Instruction) -> int:
+    """Bytes of the result; a library's workspace behind it is none."""
+    return size(one.shape.split(", s8[")[0] if one.kind == "custom-call" else one.shape)
+
+
+def _sliced(inside: list[_Instruction], reads: list[int], written: int) -> tuple[list[int], int]:
+    """What a fusion reads of each operand and writes, where it takes or sets parts of larger arrays."""
+    named = {one.name: one for one in inside}
+    users: dict[str, list[_Instruction]] = {}
+    for one in inside:
+        for operand in one.operands:
+            users.setdefault(operand, []).append(one)
+
+    def read(name: str, whole: int) -> int:
+        total = 0
+        for user in users.get(name, []):
+            if user.kind == "bitcast":
+                total += read(user.name, whole)
+            elif user.kind in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+                total += size(user.shape)
+            elif user.kind != "dynamic-update-slice" or user.operands[0] != name:
+                return whole
+        return min(total, whole)
+
+    def write(name: str) -> int:
+        one = named[name]
+        if one.kind == "dynamic-update-slice":
+            return size(named[one.operands[1]].shape)
+        if one.kind == "bitcast":
+            return write(one.operands[0])
+        return sum(map(write, one.operands)) if one.kind == "tuple" else _result(one)
+
+    for one in inside:
+        if one.kind == "parameter" and (number := int(one.between)) < len(reads):
+            reads[number] = read(one.name, reads[number])
+        if one.root:
+            written = write(one.name)
+    return reads, written
+
+
+def _with_operands(inside: list[_Instruction], shapes: dict[str, str]) -> Iterator[tuple[_Instruction, list[str]]]:
+    known = shapes | {one.name: one.shape for one in inside}
+    return ((one, [known.get(operand, "") for operand in one.operands]) for one in inside)
+
+
+def _flops(given: tuple[_Instruction, list[str]]) -> float:
+    """FLOPs of a product by cuBLAS: 2·m·n·k a matrix, from the sizes of the operands and of the result."""
+    one, operands = given
+    if one.kind != "custom-call" or "__cublas" not in one.rest or len(operands) < 2:
+        return 0.0
+    sizes = [_elements(shape) for shape in (operands[0], operands[1], one.shape)]
+    batch = re.search(r'"lhs_batch_dimensions":\[([^\]]*)\]', one.rest)
+    axes = [int(axis) for axis in re.findall(r"\d+", batch[1])] if batch else []
+    dims = _dims(operands[0])
+    matrices = math.prod(dims[axis] for axis in axes)
+    return 2.0 * math.sqrt(math.prod(sizes) / matrices)
+
+
+@functools.cache
+def _dims(shape: str) -> tuple[int, ...]:
+    """Dimensions of an array, of a tuple's first one."""
+    found = re.search(r"\w+\[([\d,]*)\]", shape)
+    return tuple(map(int, filter(None, found[1].split(",")))) if found else ()
+
+
+def _elements(shape: str) -> int:
+    return math.prod(_dims(shape))
+
+
+def _plain(shape: str) -> str:
+    """A type without layouts and comments."""
+    return re.sub(r"\{[^}]*\}|/\*[^/]*\*/", "", shape)

@@ -1,0 +1,42 @@
+"""The memory of a compiled step, as the compiler has laid it out."""
+
+from typing import Any, NamedTuple
+
+#: What the allocator's peak is above the compiler's layout: other buffers of the run, and gaps between blocks. With a
+#: scanned layer loop 0.15 to 0.5 GiB were measured on an H200 with models of 8 and 30 billion parameters.
+ALLOCATOR_BYTES = 2**29
+
+
+class StepMemory(NamedTuple):
+    """Bytes of a step.
+
+    Attributes:
+        arguments: weights, state and batch, on the device.
+        temporaries: what the step holds beside them at its peak, and results that do not take an argument's place.
+        host: arguments and temporaries in the host's memory.
+    """
+
+    arguments: int
+    temporaries: int
+    host: int
+
+    @property
+    def device(self) -> int:
+        """All that the device's allocator will hold."""
+        return self.arguments + self.temporaries + ALLOCATOR_BYTES
+
+    @classmethod
+    def of(cls, compiled: Any) -> "StepMemory":
+        """Read it from an executable.
+
+        Args:
+            compiled: of `jax.stages`.
+        """
+        found = compiled.memory_analysis()
+        fresh = max(0, found.output_size_in_bytes - found.alias_size_in_bytes)
+        kept = found.host_argument_size_in_bytes + found.host_output_size_in_bytes - found.host_alias_size_in_bytes
+        return cls(
+            found.argument_size_in_bytes,
+            found.temp_size_in_bytes + fresh + found.generated_code_size_in_bytes,
+            kept + found.host_temp_size_in_bytes,
+        )

@@ -1,0 +1,35 @@
+"""The time of a compiled step by the roofline (Williams et al., 10.1145/1498765.1498785): an estimate.
+
+A product takes its FLOPs at a share of the card's peak, or its bytes at a share of its bandwidth if that is longer; any
+other kernel its bytes. The FLOPs of attention and of the products that Pallas kernels compute are what the step's are
+above those of cuBLAS. Copies to and from the host's memory are taken not to overlap.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fastjax.planning.cards import Card
+from fastjax.planning.hlo import Kernel
+from fastjax.training.flops import peak_flops
+
+#: Share of the peak that products reach, and of the bandwidth that other kernels do.
+PEAK_SHARE, BANDWIDTH_SHARE = 0.7, 0.7
+
+
+def step_seconds(kernels: Sequence[Kernel], *, flops: float, host_bytes: float, card: Card, dtype: np.dtype) -> float:
+    """Seconds of a step.
+
+    Args:
+        kernels: of the compiled step.
+        flops: of the whole step, recomputation included.
+        host_bytes: held in the host's memory, written and read once a step.
+        card: the card.
+        dtype: of the products; one that the card has no rate for is taken to run at float32's.
+    """
+    peak = peak_flops(card.device_kind, dtype) or peak_flops(card.device_kind, np.dtype(np.float32))
+    assert peak is not None, f"{card.device_kind} is in PEAK_FLOPS"
+    rate, bandwidth = PEAK_SHARE * peak, BANDWIDTH_SHARE * card.bandwidth
+    known = sum(kernel.flops * kernel.times for kernel in kernels)
+    seconds = sum(max(kernel.flops / rate, kernel.moved / bandwidth) * kernel.times for kernel in kernels)
+    return seconds + max(0.0, flops - known) / rate + 2 * host_bytes / card.host_bandwidth

@@ -1,0 +1,129 @@
+"""A plan of a run: its real train step compiled for a card with each policy, its memory and its time estimated."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fastjax.errors import ConfigError
+from fastjax.planning.cards import Card
+from fastjax.planning.device import Device
+from fastjax.planning.hlo import kernels
+from fastjax.planning.memory import StepMemory
+from fastjax.planning.speed import step_seconds
+from fastjax.planning.work import plain_path, product_flops
+from fastjax.runs.model import initial_state, run_shapes
+from fastjax.runs.opening import OpenShapes
+from fastjax.runs.steps import batch_shapes, run_loss, run_step
+from fastjax.training.config import TrainConfig
+from fastjax.training.determinism import DETERMINISTIC
+from fastjax.training.flops import flops_per_token, peak_flops
+
+#: Steps of a run whose number is not known: the schedule is a part of the program, not its length.
+_STEPS = 1000
+
+
+class Planned(NamedTuple):
+    """The step with one policy.
+
+    Attributes:
+        policy: of rematerialisation.
+        memory: of the step.
+        flops: of the mathematics, with every row one document.
+        recomputed: further FLOPs, of the backward pass's recomputation.
+        seconds: estimate of the step's time.
+        tokens: of a step, whole rows.
+    """
+
+    policy: str
+    memory: StepMemory
+    flops: float
+    recomputed: float
+    seconds: float
+    tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Estimated speed."""
+        return self.tokens / self.seconds
+
+    def fits(self, limit: float) -> bool:
+        """Whether the step fits in so many bytes of the device."""
+        return self.memory.device <= limit
+
+
+def plan_run(
+    config: TrainConfig,
+    opened: OpenShapes,
+    device: Device,
+    policies: Sequence[str],
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Planned]:
+    """Compile a run's train step with each policy; no weight is read, no array is made.
+
+    Args:
+        config: the run.
+        opened: its model.
+        device: compiled for.
+        policies: of rematerialisation.
+        progress: takes what is being done.
+
+    Returns:
+        The steps, in the order of the policies.
+
+    Raises:
+        ConfigError: settings that do not fit the model or the card.
+    """
+    _check_dtype(config, device.card)
+    progress("shapes of the model")
+    with device.tracing():
+        model = run_shapes(config, opened)
+        state = jax.eval_shape(lambda own: initial_state(config, model.replace(trainable=own), _STEPS), model.trainable)
+    batch = batch_shapes(config)
+    tokens = batch.tokens.size
+    flops = tokens * flops_per_token(model.config, model.trainable, config.model.max_seq_length)
+    options = DETERMINISTIC if config.training.deterministic else None
+
+    def step(policy: str) -> Any:
+        return run_step(config, model.with_checkpointing(policy), _STEPS, run_loss(config.training), options)
+
+    def products(policy: str) -> float:
+        with plain_path():
+            return product_flops(step(policy).trace(state, model.frozen, batch).jaxpr)
+
+    progress("products of the step")
+    once = products("none")
+    found = []
+    for policy in policies:
+        progress(f"compiling for {device.card.device_kind}: {policy}")
+        recomputed = max(0.0, products(policy) - once)
+        compiled = device.compile(step(policy), (state, model.frozen, batch))
+        memory = StepMemory.of(compiled)
+        seconds = step_seconds(
+            kernels(compiled.as_text()),
+            flops=flops + recomputed,
+            host_bytes=memory.host,
+            card=device.card,
+            dtype=model.dtype,
+        )
+        found.append(Planned(policy, memory, flops, recomputed, seconds, tokens))
+    return found
+
+
+def fastest(planned: Sequence[Planned], limit: float) -> Planned | None:
+    """The fastest step that fits; None: none fits.
+
+    Args:
+        planned: the steps.
+        limit: bytes of the device.
+    """
+    return min((one for one in planned if one.fits(limit)), key=lambda one: one.seconds, default=None)
+
+
+def _check_dtype(config: TrainConfig, card: Card) -> None:
+    if config.model.dtype == "bfloat16" and peak_flops(card.device_kind, jnp.bfloat16) is None:
+        raise ConfigError(
+            f"model.dtype: expected float16 or float32 on {card.device_kind}, which has no products in bfloat16, got "
+            "bfloat16; leave it out"
+        )
