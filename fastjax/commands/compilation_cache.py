@@ -41,7 +41,7 @@ def keep_programs(wanted: bool) -> None:
     if not wanted:
         jax.config.update("jax_enable_compilation_cache", False)
         return
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return
     try:
         folder = cache_folder() / "programs"
