@@ -104,7 +104,7 @@ class TrainingRun:
             self.flops_per_token = flops_per_token(model.config, model.trainable, attended_length(lengths))
         self.model = model.replace(trainable=None)  # the state has a copy; of a whole model there should be one
 
-    def train(self, earlier: Earlier | None, changed: list[str] | None) -> FineTuned:
+    def train(self, earlier: Earlier | None, changed: list[str] | None, load_seconds: float) -> FineTuned:
         """Take the steps, from the start or from a checkpoint, and save the result."""
         config, total = self.config, self.data.total_steps
         start, position = Progress(), None
@@ -145,6 +145,7 @@ class TrainingRun:
                 ),
                 sinks=sinks,
                 throughput=self._throughput(start),
+                load_seconds=load_seconds,
                 checkpoints=self.checkpoints,
                 stop=stop,
                 check=self.check,

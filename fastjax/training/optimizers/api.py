@@ -57,8 +57,9 @@ def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
 def _scale_by_rates() -> optax.GradientTransformationExtraArgs:
     """Multiply each leaf by its negative learning rate; the state counts the steps."""
 
-    def update(updates: Any, state: Any, params: Any = None, *, rates: LearningRates, **_: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params
+        rates: LearningRates = extra["rates"]
         rate = -jax.lax.dynamic_index_in_dim(rates.by_step, state, keepdims=False)
         scaled = jax.tree.map(lambda u, group: u * (rate * rates.factors[group]), updates, rate_groups(updates))
         return scaled, state + 1
@@ -75,14 +76,16 @@ def _in_float32(inner: optax.GradientTransformationExtraArgs, rates: LearningRat
     def init(params: Any) -> Any:
         # Shapes suffice to start from zero: no float32 copy of the parameters has to exist.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
-        return (*inner.init(shapes), jax.tree.map(jnp.asarray, rates))
+        parts: Any = inner.init(shapes)
+        return (*parts, jax.tree.map(jnp.asarray, rates))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("update: expected the parameters as third argument, got none; weight decay needs them")
         *parts, here = state
         with jax.numpy_dtype_promotion("standard"):  # optax mixes Python floats with its integer counters
-            wide, parts = inner.update(widen(updates), tuple(parts), widen(params), rates=here)
-        return jax.tree.map(lambda u, p: u.astype(p.dtype), wide, params), (*parts, here)
+            after: Any  # of the chain's parts, a tuple
+            wide, after = inner.update(widen(updates), tuple(parts), widen(params), rates=here)
+        return jax.tree.map(lambda u, p: u.astype(p.dtype), wide, params), (*after, here)
 
     return optax.GradientTransformation(init, update)
