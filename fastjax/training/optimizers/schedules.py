@@ -8,6 +8,7 @@ MiniCPM, Hu et al., arXiv 2404.06395.
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -84,4 +85,5 @@ def learning_rates(config: OptimizerConfig, total_steps: int) -> np.ndarray:
 
 def rates_by_step(config: OptimizerConfig, total_steps: int) -> np.ndarray:
     """The same up to the next multiple of BLOCK, the values of the schedule after its end included."""
-    return np.asarray(make_schedule(config, total_steps)(jnp.arange(-(-total_steps // BLOCK) * BLOCK)))
+    with jax.ensure_compile_time_eval():  # numbers, also where a function that is traced makes the optimizer
+        return np.asarray(make_schedule(config, total_steps)(jnp.arange(-(-total_steps // BLOCK) * BLOCK)))
