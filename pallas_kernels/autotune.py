@@ -56,10 +56,14 @@ class Table(NamedTuple):
     made: Mapping[str, str]
 
 
+def cache_folder() -> Path:
+    """The folder of fastjax in the user's XDG cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastjax"
+
+
 def cache_file() -> Path:
-    """The file of this machine's block sizes, in fastjax's folder of the user's XDG cache."""
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(caches).expanduser() / "fastjax" / "autotune.json"
+    """The file of this machine's block sizes."""
+    return cache_folder() / "autotune.json"
 
 
 def best(kernel: Kernel, facts: str, candidates: Sequence[Config]) -> Config:

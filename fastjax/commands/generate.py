@@ -9,6 +9,7 @@ from typing import Any
 
 from convert.errors import shorten
 from fastjax import strict_yaml
+from fastjax.commands import compilation_cache
 from fastjax.errors import ConfigError, DataError
 from fastjax.strict_yaml import YamlError
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str]) -> None:
     from fastjax.generation.text import answer
     from fastjax.language_model import FastLanguageModel
 
+    compilation_cache.keep_programs(not arguments.no_compilation_cache)
     check_sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     model, _ = FastLanguageModel.from_pretrained(
         arguments.model,
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         help="as model.rope_scaling of the run that made the adapter: '{rope_type: yarn, factor: 4.0}'",
     )
     parser.add_argument("--allow_nonfinite", action="store_true", help="let NaN and infinity in the weights through")
+    compilation_cache.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object a prompt")
     return parser
 

@@ -19,6 +19,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser  # pyright: ignore[rep
 
 from convert.errors import shorten, shown
 from fastjax import strict_yaml
+from fastjax.commands import compilation_cache
 from fastjax.commands.reference import SECTIONS, help_text
 from fastjax.data.settings import DataSource
 from fastjax.errors import ConfigError
@@ -37,6 +38,7 @@ _OPTIONS = {
     "--config FILE": "the YAML file",
     "--resume": "go on from the newest whole checkpoint in output.output_dir; from the start where there is none; "
     "a finished run is left as it is",
+    compilation_cache.OPTION: compilation_cache.HELP,
     "--print_config": "print all settings as they would be used, as a YAML file, and exit",
     "--help": "show this and exit",
 }
@@ -46,7 +48,8 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     """Read the settings of a run.
 
     Args:
-        argv: `--config FILE` and any `--section.key value`; the latter win. `--resume` is no setting and is left out.
+        argv: `--config FILE` and any `--section.key value`; the latter win. The options that are no settings,
+            such as `--resume`, are left out.
 
     Returns:
         The settings.
@@ -58,6 +61,7 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     finder = argparse.ArgumentParser(prog="fastjax train", usage=_USAGE, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     finder.add_argument("--resume", action="store_true")
+    compilation_cache.add_option(finder)
     found, argv = finder.parse_known_args(argv)
     file = found.config
     content = _read(file) if file is not None else {}

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from fastjax.commands.compilation_cache import OPTION, keep_programs
 from fastjax.commands.settings import parse_train_config
 
 
@@ -11,9 +12,10 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: `--config FILE`, `--resume` and overrides.
+        argv: `--config FILE`, `--resume`, `--no_compilation_cache` and overrides.
     """
     config = parse_train_config(argv)
+    keep_programs(OPTION not in argv and not config.training.deterministic)
     from fastjax.runs.fine_tune import fine_tune  # JAX is imported once the settings are right
     from fastjax.training.report import usage
 

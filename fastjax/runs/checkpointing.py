@@ -4,13 +4,10 @@ On a device whose memory is known the compiler's layout of the step is looked at
 is what runs. On a CPU the step is compiled when it is called first.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from fastjax.planning.arrays import largest_arrays
 from fastjax.planning.choice import Choice, candidates, choose
@@ -18,8 +15,6 @@ from fastjax.planning.device import memory_limit
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.planning.work import stacked_bytes
 
-#: Compiled programs, kept for the next run unless JAX has a folder of its own for them.
-_PROGRAMS = Path("~/.cache/fastjax/programs")
 #: Arrays that a message names.
 _SHOWN = 5
 
@@ -75,8 +70,7 @@ def compile_step(policies: Sequence[str], make: Callable[[str], Any], state: Any
 
     def compile(policy: str) -> tuple[StepMemory, Any]:
         program = traced.get(policy) or make(policy).trace(state, frozen, batch)
-        with _kept_programs():
-            compiled = program.lower().compile()
+        compiled = program.lower().compile()
         return StepMemory.of(compiled), compiled
 
     choice = choose(policies, limit - beside, at_least=at_least, compile=compile)
@@ -110,18 +104,3 @@ def _after(policy: str) -> str | None:
     every = ("none", *candidates())
     rest = every[every.index(policy) + 1 :] if policy in every else ()
     return rest[0] if rest else None
-
-
-@contextlib.contextmanager
-def _kept_programs() -> Iterator[None]:
-    """Take programs from earlier runs, and keep new ones, in a folder of JAX's own or in `_PROGRAMS`."""
-    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        yield
-        return
-    jax.config.update("jax_compilation_cache_dir", str(_PROGRAMS.expanduser()))
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", None)
-        compilation_cache.reset_cache()

@@ -5,6 +5,7 @@ and the data are looked at before the weights are loaded.
 """
 
 import dataclasses
+import time
 
 from rich.console import Console
 
@@ -90,7 +91,9 @@ def fine_tune(
         identity = run_identity(data, opened)
         if earlier is not None:
             changed += check_identity(earlier.where, earlier.identity, identity)
+        began = time.perf_counter()
         model = load_model(config, opened, console)
+        load_seconds = time.perf_counter() - began
         if model.lora is not None:
             tokens = config.training.per_device_train_batch_size * config.model.max_seq_length
             for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
@@ -99,7 +102,7 @@ def fine_tune(
         checkpoints.extra = describe(config, data, identity)
         run = TrainingRun(config, console, folder, checkpoints, data, identity, model, loss, evaluate)
         del model  # its trained arrays: the run has copies
-        return run.train(earlier, changed if resume else None)
+        return run.train(earlier, changed if resume else None, load_seconds)
 
 
 def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> FineTuned | str:

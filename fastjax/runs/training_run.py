@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,7 +93,7 @@ class TrainingRun:
             self.flops_per_token = flops_per_token(model.config, model.trainable, attended_length(lengths))
         self.model = model.replace(trainable=None)  # the state has a copy; of a whole model there should be one
 
-    def train(self, earlier: Earlier | None, changed: list[str] | None) -> FineTuned:
+    def train(self, earlier: Earlier | None, changed: list[str] | None, load_seconds: float) -> FineTuned:
         """Take the steps, from the start or from a checkpoint, and save the result."""
         config, total = self.config, self.data.total_steps
         start, position = Progress(), None
@@ -117,7 +118,9 @@ class TrainingRun:
             status = "failed"
             stack.callback(lambda: self._report(status))
             stack.enter_context(self._memory_advice())
+            began = time.perf_counter()
             step = self._compile(None if earlier is None else earlier.checkpointing)
+            compile_seconds = time.perf_counter() - began
             if step.choice is not None:
                 say(self.console, str(step.choice))
                 _tell(sinks, start.step, "checkpointing", str(step.choice), **step.choice.row())
@@ -137,6 +140,8 @@ class TrainingRun:
                 ),
                 sinks=sinks,
                 throughput=self._throughput(start),
+                load_seconds=load_seconds,
+                compile_seconds=compile_seconds,
                 checkpoints=self.checkpoints,
                 stop=stop,
                 check=self.check,

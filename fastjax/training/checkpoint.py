@@ -2,9 +2,9 @@
 
 One folder a step under `checkpoints/`, which Orbax writes under a temporary name and renames when it is whole, so a
 killed run leaves whole checkpoints only. A background thread writes from a copy of the state: on the device if there is
-room, which costs the run a millisecond, otherwise on the host. The arrays are stored under their names in the state;
-beside them, as JSON, a checksum of each, progress, data position and settings. A checkpoint is renamed before it is
-deleted.
+room, which costs the run a millisecond, otherwise on the host. The arrays are stored under their names in the state,
+but for the learning rates, which follow from the settings; beside them, as JSON, a checksum of each, progress, data
+position and settings. A checkpoint is renamed before it is deleted.
 """
 
 import concurrent.futures
@@ -31,6 +31,7 @@ from fastjax.training.checkpoint_files import (
     read_metadata,
     seal,
 )
+from fastjax.training.optimizers import LearningRates
 from fastjax.training.silence import silence
 
 #: Version of the JSON beside the arrays; later ones are refused.
@@ -183,15 +184,15 @@ class Checkpoints:
         arrays, metadata = named_arrays(like), self.metadata(step)
         _check(_described(arrays), metadata["arrays"], self.folder / str(step))
         stored = self._read(step, metadata, arrays)
-        leaves, structure = jax.tree.flatten(like)
-        found = [stored.get(name, array) for name, array in arrays.items()]
-        return jax.tree.unflatten(
-            structure,
-            [
-                jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if _is_key(old) else new
-                for new, old in zip(found, leaves, strict=True)
-            ],
-        )
+        found = iter([stored.get(name, array) for name, array in arrays.items()])
+
+        def value(old: Any) -> Any:
+            if _is_setting(old):
+                return old
+            new = next(found)
+            return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if _is_key(old) else new
+
+        return jax.tree.map(value, like, is_leaf=_is_setting)
 
     def load_part(self, step: int, field: str, like: Any) -> Any:
         """Read one field of a checkpoint's state alone.
@@ -273,13 +274,15 @@ def _copy(arrays: dict[str, jax.Array]) -> dict[str, Any]:
 
 
 def named_arrays(state: Any) -> dict[str, jax.Array]:
-    """The arrays of a state by their path in it; random keys as their data.
+    """The arrays of a state by their path in it, but those of its settings; random keys as their data.
 
     Args:
         state: any tree of arrays.
     """
     named = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_setting)[0]:
+        if _is_setting(leaf):
+            continue
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         named[name] = jax.random.key_data(leaf) if _is_key(leaf) else leaf
     return named
@@ -288,6 +291,10 @@ def named_arrays(state: Any) -> dict[str, jax.Array]:
 def _described(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Shape and dtype of arrays, for JSON."""
     return {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()}
+
+
+def _is_setting(node: Any) -> bool:
+    return isinstance(node, LearningRates)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -7,6 +7,7 @@ nothing. A thread makes batches and sends them to the device.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,12 +53,14 @@ class Fitted(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A dispatched step with unread numbers."""
+    """A dispatched step with unread numbers, and when its call began and returned."""
 
     step: int
     num_tokens: int
     batch: Batch
     metrics: dict[str, jax.Array]
+    called: float
+    returned: float
 
 
 def fit(
@@ -71,6 +74,8 @@ def fit(
     cadence: Cadence = _NEVER,
     sinks: Sequence[Sink] = (),
     throughput: Throughput | None = None,
+    load_seconds: float | None = None,
+    compile_seconds: float = 0.0,
     evaluate: Callable[[Any], Evaluation] | None = None,
     checkpoints: Checkpoints | None = None,
     stop: StopSignals | None = None,
@@ -89,7 +94,9 @@ def fit(
         cadence: when to evaluate, to save, to end early.
         sinks: take the rows, in order.
         throughput: measures the run; None: one that knows the number of steps only.
+        load_seconds: that the model took to load, for the event of the start; None: there is no such event.
         evaluate: the held-out evaluation of a trainable tree; None: there is none.
+        compile_seconds: that compiling the step took before, for that event; compiling in the first call is added.
         checkpoints: take the state; None: nothing is saved.
         stop: the signal that ends the run; the step is finished and, with checkpoints, the state saved.
         check: judges the first gradients.
@@ -102,18 +109,31 @@ def fit(
         TrainingError: a step whose loss or gradient is not finite, weights without gradient, too few batches, or a
             state that cannot be saved when the run is stopped.
     """
-    return _Loop(learning_rates, start, cadence, sinks, throughput, checkpoints, check, explain).run(
-        train_step, state, frozen, batches, evaluate, stop or StopSignals()
-    )
+    return _Loop(
+        learning_rates, start, cadence, sinks, throughput, load_seconds, compile_seconds, checkpoints, check, explain
+    ).run(train_step, state, frozen, batches, evaluate, stop or StopSignals())
 
 
 class _Loop:
     """The impure part of `fit`: the progress so far, and the execution of the cadence's actions."""
 
-    def __init__(self, learning_rates, start, cadence, sinks, throughput, checkpoints, check, explain):
+    def __init__(
+        self,
+        learning_rates,
+        start,
+        cadence,
+        sinks,
+        throughput,
+        load_seconds,
+        compile_seconds,
+        checkpoints,
+        check,
+        explain,
+    ):
         self.rates, self.total = learning_rates, len(learning_rates)
         self.progress, self.cadence, self.sinks = start, cadence, sinks
         self.throughput = throughput or Throughput(self.total)
+        self.load_seconds, self.compile_seconds = load_seconds, compile_seconds
         self.checkpoints, self.check, self.explain = checkpoints, check, explain
         self.pending: _Pending | None = None
         self.saved_step = start.step or None  # this step has a whole checkpoint
@@ -127,13 +147,15 @@ class _Loop:
                         f"the data ended after {self.progress.step} steps; expected batches for {self.total}"
                     )
                 num_tokens, batch = item
+                called = time.perf_counter()
                 state, metrics = train_step(state, frozen, batch)
+                returned = time.perf_counter()
                 if self.checkpoints is not None:
                     self.checkpoints.begin()  # while the device is at work
                 self.report(state)
                 step = self.progress.step + 1
                 self.pending, self.progress = (
-                    _Pending(step, num_tokens, batch, metrics),
+                    _Pending(step, num_tokens, batch, metrics, called, returned),
                     self.progress._replace(step=step),
                 )
                 asked = {"held_out": evaluate is not None, "signalled": stop.received is not None}
@@ -176,10 +198,25 @@ class _Loop:
             row["skipped"] = True
         self.progress = self.progress._replace(seconds=float(row["seconds"] or 0.0))
         self.write(row)
+        self.tell_start(pending)
         if not finite and lost:
             self.fail(state, pending, row)
         if finite and self.check is not None:
             self.check.step(values["squared_norms"], rate, last=pending.step == self.total)
+
+    def tell_start(self, first: _Pending) -> None:
+        """Report the seconds until the end of the first step, whose numbers have just been read."""
+        if self.load_seconds is None:
+            return
+        compiled = self.compile_seconds + first.returned - first.called
+        stepped = time.perf_counter() - first.returned
+        load, self.load_seconds = self.load_seconds, None
+        message = (
+            f"started: the model loaded in {load:.1f} s, the train step compiled in {compiled:.1f} s and taken for the "
+            f"first time in {stepped:.1f} s"
+        )
+        seconds = {"load_seconds": load, "compile_seconds": compiled, "first_step_seconds": stepped}
+        self.write({"step": first.step, "event": "started", "message": message, **seconds})
 
     def fail(self, state: Any, pending: _Pending, row: Row) -> None:
         """Save the state before a step that is not finite, and raise."""

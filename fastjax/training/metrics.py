@@ -10,8 +10,10 @@ A row is a flat mapping, of one of three kinds. All have `step`, the number of u
   `router_load_balancing_loss` (k where they are even).
 - Evaluation: `eval_loss`, `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`, and further `eval_` names of a
   custom loss or evaluation.
-- Event: `event` ("saved", "save_failed", "resumed", "early_stop", "interrupted", "finished" …) and a `message` for
-  people. "finished" has `files`, the SHA-256 of the result's weights, and `base`, fingerprints of the base model.
+- Event: `event` ("started", "saved", "save_failed", "resumed", "early_stop", "interrupted", "finished" …) and a
+  `message` for people. "started" has `load_seconds` of the model, `compile_seconds` of the train step (short where the
+  program was kept) and `first_step_seconds` until the first step's numbers were there; "finished" has `files`, the
+  SHA-256 of the result's weights, and `base`, fingerprints of the base model.
 
 A sink is anything with `write` and `close`, so a tracker is one small class.
 """

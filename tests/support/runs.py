@@ -52,7 +52,7 @@ def rows(folder: Path) -> list[dict]:
 
 def events(folder: Path) -> list[str]:
     """Messages of the events other than saves."""
-    return [row["message"] for row in rows(folder) if row.get("event") not in (None, "saved")]
+    return [row["message"] for row in rows(folder) if row.get("event") not in (None, "started", "saved")]
 
 
 def figures(folder: Path) -> list[list]:

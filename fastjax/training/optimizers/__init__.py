@@ -2,7 +2,16 @@
 
 from fastjax.training.config import OptimizerConfig
 from fastjax.training.optimizers.api import make_optimizer
-from fastjax.training.optimizers.groups import decays, rate_factors
-from fastjax.training.optimizers.schedules import learning_rates, make_schedule
+from fastjax.training.optimizers.groups import decays, group_factors, rate_groups
+from fastjax.training.optimizers.schedules import LearningRates, learning_rates, make_schedule
 
-__all__ = ["OptimizerConfig", "decays", "learning_rates", "make_optimizer", "make_schedule", "rate_factors"]
+__all__ = [
+    "LearningRates",
+    "OptimizerConfig",
+    "decays",
+    "group_factors",
+    "learning_rates",
+    "make_optimizer",
+    "make_schedule",
+    "rate_groups",
+]

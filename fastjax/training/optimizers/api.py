@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fastjax.training.config import OptimizerConfig
 from fastjax.training.optimizers.adafactor import scale_by_factored_rms
 from fastjax.training.optimizers.adam import scale_by_adam
-from fastjax.training.optimizers.groups import decays, rate_factors
-from fastjax.training.optimizers.schedules import make_schedule
+from fastjax.training.optimizers.groups import decays, group_factors, rate_groups
+from fastjax.training.optimizers.schedules import LearningRates, rates_by_step
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
@@ -32,11 +33,15 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
     Returns:
         A transformation of gradients into updates in the dtype of the parameters. All arithmetic is float32, and so
         is the state except 8-bit codes: in bfloat16 a second moment would stand still, because 0.1% of it is below
-        half a unit in its last place. The state consists of arrays alone.
+        half a unit in its last place. The state consists of arrays alone, the learning rates among them.
     """
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     decay = optax.add_decayed_weights(config.weight_decay, mask=lambda params: decays(params, config.no_decay))
-    return _in_float32(optax.chain(clip, _direction(config), decay, _scale_by_rates(config, total_steps)))
+    rates = LearningRates(
+        rates_by_step(config, total_steps),  # pyright: ignore[reportArgumentType]  # on the device in the state
+        np.asarray(group_factors(config), np.float32),  # pyright: ignore[reportArgumentType]
+    )
+    return _in_float32(optax.chain(clip, _direction(config), decay, _scale_by_rates()), rates)
 
 
 def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -49,32 +54,38 @@ def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def _scale_by_rates(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+def _scale_by_rates() -> optax.GradientTransformationExtraArgs:
     """Multiply each leaf by its negative learning rate; the state counts the steps."""
-    schedule = make_schedule(config, total_steps)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params
-        rate = -jnp.asarray(schedule(state))
-        scaled = jax.tree.map(lambda u, factor: u * (rate * factor), updates, rate_factors(config, updates))
+        rates: LearningRates = extra["rates"]
+        rate = -jax.lax.dynamic_index_in_dim(rates.by_step, state, keepdims=False)
+        scaled = jax.tree.map(lambda u, group: u * (rate * rates.factors[group]), updates, rate_groups(updates))
         return scaled, state + 1
 
-    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros((), jnp.int32), update)
 
 
-def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def _in_float32(inner: optax.GradientTransformationExtraArgs, rates: LearningRates) -> optax.GradientTransformation:
+    """The chain in float32, with the learning rates behind the states of its parts."""
+
     def widen(tree: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
     def init(params: Any) -> Any:
         # Shapes suffice to start from zero: no float32 copy of the parameters has to exist.
-        return inner.init(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
+        parts: Any = inner.init(shapes)
+        return (*parts, jax.tree.map(jnp.asarray, rates))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("update: expected the parameters as third argument, got none; weight decay needs them")
+        *parts, here = state
         with jax.numpy_dtype_promotion("standard"):  # optax mixes Python floats with its integer counters
-            wide, state = inner.update(widen(updates), state, widen(params))
-        return jax.tree.map(lambda u, p: u.astype(p.dtype), wide, params), state
+            after: Any  # of the chain's parts, a tuple
+            wide, after = inner.update(widen(updates), tuple(parts), widen(params), rates=here)
+        return jax.tree.map(lambda u, p: u.astype(p.dtype), wide, params), (*after, here)
 
     return optax.GradientTransformation(init, update)

@@ -35,30 +35,42 @@ def decays(params: Any, no_decay: list[str] | None = None) -> Any:
     return jax.tree_util.tree_map_with_path(decay, params)
 
 
-def rate_factors(config: OptimizerConfig, params: Any) -> Any:
-    """The learning rate of each leaf as a multiple of the schedule's.
+def rate_groups(params: Any) -> Any:
+    """The group of each leaf: leaves of a group have one learning rate.
 
-    `loraplus_lr_ratio` holds for every lora_B and lora_embedding_B. `embedding_learning_rate` holds for every trained
-    part of embed_tokens and lm_head: the whole weight, single rows, or the adapter of an embedding, then without the
-    ratio. An adapter on lm_head counts as a linear layer's.
+    Every lora_B and lora_embedding_B is in a group of its own, and so is every trained part of embed_tokens and
+    lm_head: the whole weight, single rows, or the adapter of an embedding. An adapter on lm_head counts as a linear
+    layer's.
 
     Args:
-        config: the settings.
         params: the trainable tree.
 
     Returns:
-        A tree of floats of the same structure.
+        A tree of indices into `group_factors` of the same structure.
     """
 
-    def factor(path: tuple[Any, ...], _leaf: Any) -> float:
+    def group(path: tuple[Any, ...], _leaf: Any) -> int:
         leaf = leaf_at(path)
-        if leaf.of_table and config.embedding_learning_rate is not None:
-            return config.embedding_learning_rate / config.learning_rate
-        if leaf.kind in LORA_B and config.loraplus_lr_ratio is not None:
-            return config.loraplus_lr_ratio
-        return 1.0
+        return 2 * leaf.of_table + (leaf.kind in LORA_B)
 
-    return jax.tree_util.tree_map_with_path(factor, params)
+    return jax.tree_util.tree_map_with_path(group, params)
+
+
+def group_factors(config: OptimizerConfig) -> tuple[float, float, float, float]:
+    """The learning rates of the groups as multiples of the schedule's.
+
+    Args:
+        config: the settings.
+
+    Returns:
+        Of the other weights, of lora_B (`loraplus_lr_ratio`), of tables, and of a table's lora_B
+        (`embedding_learning_rate`, then without the ratio).
+    """
+    lora_b = config.loraplus_lr_ratio or 1.0
+    if config.embedding_learning_rate is None:
+        return 1.0, lora_b, 1.0, lora_b
+    table = config.embedding_learning_rate / config.learning_rate
+    return 1.0, lora_b, table, table
 
 
 def stack_dims(path: tuple[Any, ...], leaf: Any) -> int:

@@ -6,12 +6,32 @@ MiniCPM, Hu et al., arXiv 2404.06395.
 """
 
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float
 
 from fastjax.training.config import OptimizerConfig
+
+#: A run's learning rates are computed for a multiple of so many steps: nearly all runs have arrays of one length.
+BLOCK = 2**16
+
+
+class LearningRates(NamedTuple):
+    """The learning rates of a run, as arguments of its step: a run with others compiles nothing.
+
+    They stand in the optimizer's state and follow from the settings: a checkpoint does not hold them.
+
+    Attributes:
+        by_step: by the number of updates made before; float32 [multiple of BLOCK].
+        factors: of the groups of weights, `groups.group_factors`; float32 [groups].
+    """
+
+    by_step: Float[Array, " steps"]
+    factors: Float[Array, " groups"]
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -58,6 +78,12 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 def learning_rates(config: OptimizerConfig, total_steps: int) -> np.ndarray:
     """The learning rate of every step of a run, on the host: float32 [total_steps].
 
-    It holds for weights of factor 1 in `groups.rate_factors`.
+    It holds for weights of factor 1 in `groups.group_factors`.
     """
-    return np.asarray(make_schedule(config, total_steps)(jnp.arange(total_steps)))
+    return rates_by_step(config, total_steps)[:total_steps]
+
+
+def rates_by_step(config: OptimizerConfig, total_steps: int) -> np.ndarray:
+    """The same up to the next multiple of BLOCK, the values of the schedule after its end included."""
+    with jax.ensure_compile_time_eval():  # numbers, also where a function that is traced makes the optimizer
+        return np.asarray(make_schedule(config, total_steps)(jnp.arange(-(-total_steps // BLOCK) * BLOCK)))

@@ -54,7 +54,8 @@ def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
     assert left_behind(run) == ["adapter", "config.yaml", "metrics.jsonl", "report.html", "report.png"]
     assert "devices 1 to 7 of 8, since a run trains on one device" in (run / "report.html").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], "loss" in row) for row in rows] == [(1, 1), (2, 1), (2, 0), (3, 1), (3, 0), (3, 0)]
+    assert [(row["step"], "loss" in row) for row in rows] == [(1, 1), (1, 0), (2, 1), (2, 0), (3, 1), (3, 0), (3, 0)]
+    assert "step 1/3: started: the model loaded in " in out and rows[1]["message"] in (run / "report.html").read_text()
     assert rows[-2]["eval_loss"] < rows[0]["loss"]
     assert rows[-1]["event"] == "finished"
     adapter, arrays = read_adapter(run / "adapter")

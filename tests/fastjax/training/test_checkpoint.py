@@ -17,6 +17,7 @@ from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint import Checkpoints, SaveFailed, named_arrays
 from fastjax.training.checkpoint_files import Unreadable, seal
 from fastjax.training.loss_scale import LossScale
+from fastjax.training.optimizers import OptimizerConfig, learning_rates, make_optimizer
 from tests.support import steps
 
 
@@ -68,6 +69,21 @@ def test_round_trip(tmp_path, made):
     assert found["position"] == {"step": 12} and found["text"] == "ä"
     steps.assert_same(named_arrays(again.load(12, state(2))), named_arrays(state(1)))
     assert jax.random.key_impl(again.load(12, state(2)).key) == jax.random.key_impl(jax.random.key(0))
+
+
+def test_learning_rates_are_those_of_the_settings(tmp_path, made):
+    """Checkpoints of before the optimizer's state held them have the same names."""
+    params = {"w": jnp.ones((2, 2))}
+    configs = [OptimizerConfig(learning_rate=rate, lr_scheduler_type="constant") for rate in (1.0, 0.25)]
+    first, second = (make_optimizer(config, 10) for config in configs)
+    _, stored = first.update(params, first.init(params), params)
+    checkpoints = made(tmp_path)
+    checkpoints.save(stored, Progress(1))
+    checkpoints.wait()
+    assert set(checkpoints.metadata(1)["arrays"]) == {"1.count", "1.mu.w", "1.nu.w", "3"}
+    again = checkpoints.load(1, second.init(params))
+    steps.assert_same(named_arrays(again), named_arrays(stored))
+    np.testing.assert_array_equal(again[-1].by_step[:10], learning_rates(configs[1], 10))
 
 
 def test_a_state_that_is_donated_after_the_call_is_saved_as_it_was(tmp_path, made):

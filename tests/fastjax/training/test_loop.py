@@ -1,6 +1,7 @@
 """The loop over a toy step: what it reports, saves and evaluates, that it reads a step behind, how it ends."""
 
 import signal
+import time
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -129,6 +130,22 @@ def test_reads_a_step_while_the_next_one_runs():
     run(3, toy_step(log), rows=Log())
     expected = [("dispatch", 1), ("dispatch", 2), ("report", 1), ("dispatch", 3), ("report", 2), ("report", 3)]
     assert log == expected
+
+
+def test_the_start_is_told_once_with_its_seconds():
+    toy = toy_step()
+
+    def slow(state, frozen, batch):
+        if state.step == 0:
+            time.sleep(0.2)  # compiling
+        return toy(state, frozen, batch)
+
+    _, rows = run(3, slow, load_seconds=3.0)
+    assert rows.events() == [(1, "started")]
+    told = rows[1]
+    assert told["load_seconds"] == 3.0
+    assert told["compile_seconds"] >= 0.2 > told["first_step_seconds"] >= 0
+    assert told["message"].startswith("started: the model loaded in 3.0 s, the train step compiled in 0.")
 
 
 def test_evaluates_every_few_steps_and_at_the_end():

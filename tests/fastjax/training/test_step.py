@@ -13,6 +13,7 @@ from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
 from fastjax.parallel import make_mesh
 from fastjax.training.loss import LossSums, loss_sums
+from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_eval_step, make_train_step
 from tests.support import steps, tiny
 
@@ -335,3 +336,19 @@ def test_rows_that_weigh_nothing_change_nothing():
     metrics, grads = steps.gradients(ours, rows, loss=weighted)
     assert metrics["loss"] == 0 and metrics["finite"]
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def test_other_learning_rates_are_the_same_program():
+    """Its text is the key of the compilation cache."""
+    ours = model("lora")
+    settings = [
+        (OptimizerConfig(learning_rate=1e-3, warmup_steps=2, embedding_learning_rate=1e-4), 9),
+        (OptimizerConfig(learning_rate=2e-4, lr_scheduler_type="wsd", loraplus_lr_ratio=4.0, min_lr_ratio=0.1), 5000),
+    ]
+    texts = []
+    for config, total in settings:
+        optimizer = make_optimizer(config, total)
+        step = make_train_step(ours.graphdef, optimizer, ours.trainable_filter)
+        state = init_state(ours.trainable, optimizer, jax.random.key(0))
+        texts.append(step.lower(state, ours.frozen, batch(packed_rows())).as_text())
+    assert texts[0] == texts[1]

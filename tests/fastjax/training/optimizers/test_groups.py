@@ -6,7 +6,7 @@ import numpy as np
 
 from fastjax.language_model import FastLanguageModel
 from fastjax.models.leaves import leaf_at
-from fastjax.training.optimizers import OptimizerConfig, decays, make_optimizer, rate_factors
+from fastjax.training.optimizers import OptimizerConfig, decays, group_factors, make_optimizer, rate_groups
 from fastjax.training.optimizers.groups import stack_dims
 from tests.support import tiny
 
@@ -18,6 +18,12 @@ def trainable(**options):
 
 def named(tree):
     return {leaf_at(path).name: leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def rate_factors(config, tree):
+    """What the schedule's rate is multiplied by, for each weight."""
+    factors = group_factors(config)
+    return {name: factors[group] for name, group in named(rate_groups(tree)).items()}
 
 
 def test_vectors_do_not_decay_even_when_stacked():
@@ -63,22 +69,22 @@ def test_rates_of_loraplus_and_of_embeddings():
         "lm_head.adapters.lm_head.lora_B": 16.0,
         "lm_head.adapters.lm_head.magnitude": 1.0,
     }
-    found = named(rate_factors(config, tree))
+    found = rate_factors(config, tree)
     assert found.keys() == expected.keys()
     for name, factor in expected.items():
         np.testing.assert_allclose(found[name], factor, rtol=1e-12, err_msg=name)
-    without = named(rate_factors(OptimizerConfig(loraplus_lr_ratio=16.0), tree))
+    without = rate_factors(OptimizerConfig(loraplus_lr_ratio=16.0), tree)
     assert without["embed_tokens.adapter.lora_embedding_B"] == 16.0
     assert without["embed_tokens.adapter.lora_embedding_A"] == 1.0
-    assert set(named(rate_factors(OptimizerConfig(), tree)).values()) == {1.0}
+    assert set(rate_factors(OptimizerConfig(), tree).values()) == {1.0}
 
 
 def test_whole_embeddings_have_their_rate():
     config = OptimizerConfig(learning_rate=1e-3, loraplus_lr_ratio=4.0, embedding_learning_rate=1e-4)
-    found = named(rate_factors(config, trainable(modules_to_save=["embed_tokens", "lm_head"])))
+    found = rate_factors(config, trainable(modules_to_save=["embed_tokens", "lm_head"]))
     assert {name for name, factor in found.items() if factor == 0.1} == {"embed_tokens.weight", "lm_head.weight"}
     rows = {"embed_tokens": {"tokens": {"trainable_tokens_delta": jnp.ones((2, 48))}}}
-    assert set(named(rate_factors(config, rows)).values()) == {0.1}
+    assert set(rate_factors(config, rows).values()) == {0.1}
 
 
 def test_rates_multiply_direction_and_decay():
