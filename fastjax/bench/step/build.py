@@ -17,12 +17,11 @@ Documents = Sequence[Sequence[int]]
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def build_model(case: StepCase, *, init_lora_weights: bool = True) -> LanguageModel:
+def build_model(case: StepCase) -> LanguageModel:
     """The model with what the case trains.
 
     Args:
         case: the settings.
-        init_lora_weights: as of `get_peft_model`; False: no half of an adapter is zero.
 
     Raises:
         ConfigError: settings that the model does not take.
@@ -50,7 +49,6 @@ def build_model(case: StepCase, *, init_lora_weights: bool = True) -> LanguageMo
         r=case.rank,
         target_modules=modules,
         target_parameters=experts,
-        init_lora_weights=init_lora_weights,
     )
 
 

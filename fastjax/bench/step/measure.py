@@ -7,7 +7,7 @@ given only for steps that train: every loss and gradient is finite, and every tr
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from fastjax.bench.step.build import build_model, documents_of, make_batch
 from fastjax.bench.step.case import StepCase
+from fastjax.bench.step.check import fault_of
 from fastjax.bench.step.profile import Profile, summarize
 from fastjax.bench.trace import read_kernels
 from fastjax.errors import TrainingError
@@ -79,18 +80,38 @@ def measure(case: StepCase, profile: Path | None = None) -> StepResult:
     Raises:
         ConfigError: settings that the model does not take.
     """
-    device = jax.devices()[0]
+    return _guarded("", _measure, case, profile)
+
+
+def check(case: StepCase) -> StepResult:
+    """Compare the step with the reference: a result without a figure, whose fault or error speaks against one.
+
+    Args:
+        case: the settings.
+
+    Raises:
+        ConfigError: settings that the model does not take.
+    """
+    return _guarded(" beside the reference", _check, case)
+
+
+def _check(case: StepCase) -> StepResult:
+    return StepResult(jax.devices()[0].device_kind, jax.__version__, fault=fault_of(case))
+
+
+def _guarded(where: str, function: Callable[..., StepResult], *arguments: Any) -> StepResult:
     try:
-        return _measure(case, profile, device)
+        return function(*arguments)
     except TrainingError as fault:
-        return StepResult(device.device_kind, jax.__version__, fault=str(fault))
+        return StepResult(jax.devices()[0].device_kind, jax.__version__, fault=str(fault))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return StepResult(device.device_kind, jax.__version__, error="out of memory")
+        return StepResult(jax.devices()[0].device_kind, jax.__version__, error=f"out of memory{where}")
 
 
-def _measure(case: StepCase, profile: Path | None, device: Any) -> StepResult:
+def _measure(case: StepCase, profile: Path | None) -> StepResult:
+    device = jax.devices()[0]
     model, documents = build_model(case), documents_of(case)
     total = case.warmup + case.steps
     optimizer = make_optimizer(OptimizerConfig(name=case.optimizer, learning_rate=_RATE), total)  # pyright: ignore[reportArgumentType]

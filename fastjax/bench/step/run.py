@@ -1,19 +1,20 @@
 """Cases of a step measured one after the other, and what is made of them.
 
-Every case runs in a fresh process, because a device's peak memory cannot be reset.
+Every case runs in a fresh process, because a device's peak memory cannot be reset; so does the comparison with the
+reference before, once for cases whose layers compute the same.
 """
 
 import concurrent.futures
 import dataclasses
 import json
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from fastjax.bench.step.case import StepCase
-from fastjax.bench.step.measure import StepResult, measure
+from fastjax.bench.step.measure import StepResult, check, measure
 from fastjax.bench.step.table import markdown, print_results
 from fastjax.errors import TrainingError
 
@@ -43,13 +44,16 @@ def run(
         TrainingError: steps that do not train, after the tables and files of the others.
     """
     console = console or Console()
-    results = []
+    results, checks = [], {}
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
         for number, case in enumerate(cases):
-            trace = None if profile is None else profile / str(number)
+            trace, key = None if profile is None else profile / str(number), _checked_once(case)
             with console.status(f"{case.preset} {case.rows} {case.checkpointing} {case.layer_loop}"):
-                results.append(pool.submit(measure, case, trace).result())
+                if key not in checks:
+                    checks[key] = pool.submit(check, case).result()
+                bad = checks[key].fault or checks[key].error
+                results.append(checks[key] if bad else pool.submit(measure, case, trace).result())
     measured = list(zip(cases, results, strict=True))
     print_results(console, measured)
     if profile is not None:
@@ -70,3 +74,8 @@ def run(
     if faults:
         raise TrainingError(f"bench step: {faults} of {len(cases)} cases gave no figure: the reasons are above")
     return results
+
+
+def _checked_once(case: StepCase) -> Hashable:
+    """Equal for cases that one comparison with the reference serves."""
+    return case.preset, case.method, case.weights, case.adapters, case.dtype, case.attention

@@ -34,11 +34,15 @@ class Here(concurrent.futures.Executor):
 
 @pytest.fixture
 def here(monkeypatch):
+    """Everything in this process, and a comparison that finds nothing."""
     monkeypatch.setattr(running.concurrent.futures, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(measuring, "fault_of", lambda case: None)
 
 
 def test_in_its_own_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     output, text, traces = tmp_path / "step.json", tmp_path / "step.md", tmp_path / "traces"
     files = ["--output", str(output), "--markdown", str(text), "--profile", str(traces)]
     assert main(["bench", "step", *SIZE, "--rank", "4", *files]) == 0
@@ -91,3 +95,14 @@ def test_a_step_that_does_not_train_has_no_figure(tmp_path, capsys, here, monkey
     assert "trained weights have no gradient" in " ".join(captured.out.split())
     assert "1 of 1 cases gave no figure" in captured.err
     assert "have no gradient" in text.read_text()
+
+
+def test_a_step_off_the_reference_is_not_measured(tmp_path, capsys, here, monkeypatch):
+    """One comparison for two layer loops, whose fault is the result of both."""
+    asked = []
+    monkeypatch.setattr(measuring, "fault_of", lambda case: asked.append(case) or "the first step is off the reference")
+    output = tmp_path / "step.json"
+    assert main(["bench", "step", *SIZE, "--layer_loop", "scan", "unroll", "--output", str(output)]) == 1
+    captured = capsys.readouterr()
+    assert "off the reference" in captured.out and "2 of 2 cases gave no figure" in captured.err
+    assert len(asked) == 1 and [row["tokens_per_second"] for row in json.loads(output.read_text())] == [None, None]
