@@ -21,7 +21,7 @@ from measure_convert import anonymous
 from model_folder import make_model
 from tokenizers import Tokenizer, models
 
-from fastjax.bench.step import PRESETS
+from fastjax.bench.step.presets import PRESETS, preset_config
 
 CHILD = """
 import json, sys, time
@@ -66,9 +66,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="instead of the preset's")
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
-    config = {**PRESETS[arguments.preset], "torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
-    if arguments.layers is not None:
-        config["num_hidden_layers"] = arguments.layers
+    base = preset_config(arguments.preset, arguments.layers, "16bit")
+    config = {**base, "torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
     try:
         fill = (0.02 * np.random.default_rng(0).standard_normal(2**25, np.float32)).astype(ml_dtypes.bfloat16)
         size = make_model(arguments.folder, config, 5 * 2**30, fill)

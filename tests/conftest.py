@@ -117,6 +117,8 @@ ONE_WORLD = (
 )
 #: Modules and folders that take more than ten seconds of a core.
 SLOW = (
+    "fastjax/bench/step/test_check.py",
+    "fastjax/bench/step/test_run.py",
     "fastjax/cli/test_bench.py",
     "fastjax/cli/test_broken_runs.py",
     "fastjax/cli/test_hub_names.py",

@@ -13,12 +13,13 @@ import concurrent.futures
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+
+from fastjax.bench.trace import Kernel, busy_ns, read_kernels
 
 _WORKERS = 12
 
@@ -138,31 +139,14 @@ def _run(
 
 def _kernel_seconds(folder: Path, rounds: int) -> dict[str, list[float]]:
     """Seconds in which a kernel of the program ran, for each run; programs without a clear record are left out."""
-    spans: dict[str, list[tuple[float, float]]] = {}
-    [file] = folder.rglob("*.xplane.pb")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the reader's own types are not quite Python's
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    module = str(dict(event.stats).get("hlo_module", ""))
-                    if module.startswith("jit_"):
-                        span = (event.start_ns, event.start_ns + event.duration_ns)
-                        spans.setdefault(module.removeprefix("jit_"), []).append(span)
-    return {name: _busy(sorted(found), rounds) for name, found in spans.items() if len(found) % rounds == 0}
+    kernels: dict[str, list[Kernel]] = {}
+    for kernel in read_kernels(folder):
+        if kernel.module.startswith("jit_"):
+            kernels.setdefault(kernel.module.removeprefix("jit_"), []).append(kernel)
+    return {name: _busy(found, rounds) for name, found in kernels.items() if len(found) % rounds == 0}
 
 
-def _busy(spans: list[tuple[float, float]], rounds: int) -> list[float]:
-    """The union of the spans in each of `rounds` equal parts, in seconds."""
-    size, totals = len(spans) // rounds, []
-    for first in range(0, len(spans), size):
-        total, end = 0.0, 0.0
-        for start, stop in spans[first : first + size]:
-            total += max(0.0, stop - max(start, end))
-            end = max(end, stop)
-        totals.append(total * 1e-9)
-    return totals
+def _busy(kernels: list[Kernel], rounds: int) -> list[float]:
+    """The busy time in each of `rounds` equal parts, in seconds."""
+    size = len(kernels) // rounds
+    return [busy_ns(kernels[first : first + size]) * 1e-9 for first in range(0, len(kernels), size)]

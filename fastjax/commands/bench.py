@@ -2,12 +2,11 @@
 
 import argparse
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastjax.commands import bench_attention
+from fastjax.commands import bench_attention, bench_step
 from fastjax.commands.arguments import positive
 
 
@@ -79,44 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     moe.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     moe.set_defaults(run=_moe)
 
-    step = commands.add_parser(
-        "step",
-        help="the whole QLoRA train step of a model with random weights",
-        description="Time the whole QLoRA train step, AdamW included, of a model with random weights, in a process of "
-        "its own for each combination of checkpointing, layer loop and attention.",
-    )
-    step.add_argument(
-        "--preset", choices=("llama3-8b", "llama1b", "qwen3-30b-a3b", "tiny"), default="llama3-8b", help="shape"
-    )
-    step.add_argument("--batch", type=positive, default=4, metavar="N", help="rows (default: %(default)s)")
-    step.add_argument("--seq", type=positive, default=2048, metavar="N", help="tokens a row (default: %(default)s)")
-    step.add_argument(
-        "--rank", type=positive, default=16, metavar="N", help="rank of the adapters (default: %(default)s)"
-    )
-    step.add_argument(
-        "--checkpointing",
-        nargs="+",
-        choices=("full", "projections", "none"),
-        default=["projections", "full"],
-        help="what the backward pass recomputes (default: projections full)",
-    )
-    step.add_argument("--layer_loop", nargs="+", choices=("scan", "unroll"), default=["scan"], help="(default: scan)")
-    step.add_argument(
-        "--attention", nargs="+", metavar="NAME", help="implementations of attention (default: the model's own choice)"
-    )
-    step.add_argument(
-        "--lengths", type=Path, metavar="FILE", help="pack documents of these lengths: .npy, or a number a line"
-    )
-    step.add_argument("--layers", type=positive, metavar="N", help="instead of the preset's")
-    step.add_argument("--weights", choices=("nf4", "16bit"), default="nf4", help="of the base (default: %(default)s)")
-    step.add_argument("--dtype", choices=dtypes, help="default: by the device")
-    step.add_argument("--steps", type=positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
-    step.add_argument(
-        "--warmup", type=positive, default=3, metavar="N", help="steps before these (default: %(default)s)"
-    )
-    step.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
-    step.set_defaults(run=_step)
-
+    bench_step.add_parser(commands)
     bench_attention.add_parser(commands)
 
     data = commands.add_parser(
@@ -164,33 +126,6 @@ def _changed(case: Any, arguments: argparse.Namespace) -> Any:
     if "shapes" in lists:
         lists["shapes"] = tuple(map(tuple, lists["shapes"]))
     return dataclasses.replace(case, **(given | lists))
-
-
-def _step(arguments: argparse.Namespace) -> None:
-    from fastjax.bench.attention.cases import read_lengths
-    from fastjax.bench.step import StepCase, run
-
-    lengths = None if arguments.lengths is None else tuple(read_lengths(arguments.lengths))
-    choices = (arguments.checkpointing, arguments.layer_loop, arguments.attention or [None])
-    cases = [
-        StepCase(
-            preset=arguments.preset,
-            batch=arguments.batch,
-            seq=arguments.seq,
-            rank=arguments.rank,
-            checkpointing=checkpointing,
-            layer_loop=layer_loop,
-            dtype=arguments.dtype,
-            steps=arguments.steps,
-            warmup=arguments.warmup,
-            attention=attention,
-            lengths=lengths,
-            layers=arguments.layers,
-            weights=arguments.weights,
-        )
-        for checkpointing, layer_loop, attention in itertools.product(*choices)
-    ]
-    run(cases, arguments.output)
 
 
 def _data(arguments: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from convert.errors import shown
+from convert.formats import FORMATS
 from convert.hub import Source, fetch
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
@@ -125,7 +126,8 @@ class FastLanguageModel:
             config: as in a config.json.
             max_seq_length: as for `from_pretrained`, like the arguments not listed here.
             dtype: compute dtype.
-            load_in_4bit: quantise the layers' matrices.
+            load_in_4bit: quantise the layers' matrices; where the config's quantization_config says "mxfp4", experts
+                are drawn in MXFP4 and the other matrices are not quantised, as in such a folder.
             full_finetuning: train every weight.
             use_gradient_checkpointing: rematerialisation policy.
             random_state: seed of the weights.
@@ -147,6 +149,7 @@ class FastLanguageModel:
             trained=full_finetuning,
             load_in_4bit=load_in_4bit,
             layer_loop=layer_loop,
+            mxfp4=(config.get("quantization_config") or {}).get("quant_method") in FORMATS["mxfp4"].methods,
         )
         return _build(parsed, config, None, plan, weights, precision, tokenizer, settings)
 

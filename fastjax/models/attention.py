@@ -103,6 +103,7 @@ class Attention(nnx.Module):
         self.qkv, self.o, self.sinks = qkv, o, sinks
         self.q_norm, self.k_norm = (None, None) if norms is None else norms
 
+    @jax.named_scope("attention")
     def __call__(
         self,
         x: Float[Array, "B S E"],

@@ -198,6 +198,7 @@ class Decoder(nnx.Module):
         return jnp.concatenate([hidden, drop(hidden, key, HEAD, adapter.dropout)], axis=-1)
 
 
+@jax.named_scope("embed")
 def embed(model: Decoder, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
     """The first layer's input: embeddings in the compute dtype, scaled as the family has it."""
     x = model.embed_tokens(tokens, model.precision.dtype)
@@ -217,6 +218,7 @@ def rotary_tables(config: ModelConfig, positions: Int[Array, "B S"], lengths: In
     return {name: rope_tables(getattr(config, name), config.head_dim, positions, lengths) for name in names}
 
 
+@jax.named_scope("layers")
 def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, caches: Any = None) -> Looped:
     """All layers, before the final normalisation.
 
@@ -249,6 +251,7 @@ def _block(layers: Any, stack: LayerStack) -> tuple[Block, Any]:
     return block, nnx.to_pure_dict(variables)
 
 
+@jax.named_scope("head")
 def lm_logits(head: Head, hidden: Float[Array, "B S C"], *, adapters: bool = True) -> Float[Array, "B S V"]:
     """Logits of `Decoder.head_input`'s result in its dtype, or in float32 where the head is computed in it.
 

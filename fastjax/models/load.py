@@ -20,7 +20,7 @@ from convert.model.spec import QUANTIZED, WeightSpec
 from convert.weights import Weights
 from fastjax.models.layout import LayerStack, fuse_layer, plan_layers, signature
 from fastjax.models.precision import Precision
-from fastjax.quantization import NF4Weight, WeightLike
+from fastjax.quantization import MXFP4Weight, NF4Weight, WeightLike
 from fastjax.quantization.weights import from_tensor
 
 
@@ -166,7 +166,14 @@ def dtype_of(spec: WeightSpec, precision: Precision, *, trained: bool) -> jnp.dt
 
 
 def random_weights(
-    config: ModelConfig, key: PRNGKeyArray, *, precision: Precision, trained: bool, load_in_4bit: bool, layer_loop: str
+    config: ModelConfig,
+    key: PRNGKeyArray,
+    *,
+    precision: Precision,
+    trained: bool,
+    load_in_4bit: bool,
+    layer_loop: str,
+    mxfp4: bool = False,
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """Random weights, normal with the config's initializer_range, norms that scale by one, biases zero.
 
@@ -177,7 +184,10 @@ def random_weights(
         trained: whether the weights are trained themselves.
         load_in_4bit: quantise the layers' matrices, but those of float32 modules, layer by layer.
         layer_loop: "scan" or "unroll".
+        mxfp4: with `load_in_4bit`, the model is one whose files have experts in MXFP4: these are drawn as codes, the
+            other matrices are not quantised (as `load_weights` holds such a folder).
     """
+    options = {"precision": precision, "trained": trained, "load_in_4bit": load_in_4bit}
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
@@ -194,10 +204,13 @@ def random_weights(
         constant = {"zeros": 0.0, "ones": 1.0 - config.norm_offset}.get(spec.init)
         if constant is not None:
             return spec.path, jnp.full(spec.shape, constant, dtype)
+        stored = FORMATS["mxfp4" if mxfp4 and spec.kind == "experts" else dtype.name]
+        held = hold(spec, stored, dtype.name, quantize=load_in_4bit and not mxfp4, **options)
+        if held.format == "mxfp4":
+            experts, out, columns = spec.shape
+            return spec.path, MXFP4Weight.random(own, (experts, out, columns), held.dtype, config.initializer_range)
         drawn = normal(own, spec.shape, dtype)
-        stored = FORMATS[dtype.name]
-        options = {"precision": precision, "trained": trained, "load_in_4bit": load_in_4bit, "quantize": load_in_4bit}
-        return spec.path, drawn if hold(spec, stored, dtype.name, **options).format is None else _quantize(drawn)
+        return spec.path, drawn if held.format is None else _quantize(drawn)
 
     def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
         first, last = ([spec for spec in config.specs if spec.path.part == part] for part in (EMBEDDING, HEAD))

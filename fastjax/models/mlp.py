@@ -1,5 +1,6 @@
 """The feed-forward block of one layer, gated or not."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -28,6 +29,7 @@ class MLP(nnx.Module):
         self.activation, self.gate_up, self.down = activation, gate_up, down
         self.float32, self.gated = float32, gated
 
+    @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S E"]:
         """The block on normalised inputs."""
         inner = x.astype(jnp.float32) if self.float32 else x

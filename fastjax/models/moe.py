@@ -98,6 +98,7 @@ class Mixture(nnx.Module):
         self.router, self.experts, self.float32 = router, experts, float32
         self.shared_expert, self.shared_expert_gate = shared_expert, shared_expert_gate
 
+    @jax.named_scope("mlp")
     def __call__(
         self, x: Float[Array, "B S E"], key: PRNGKeyArray | None, mask: Bool[Array, "B S"] | None
     ) -> tuple[Float[Array, "B S E"], Sums]:

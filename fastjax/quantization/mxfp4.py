@@ -4,11 +4,13 @@ References: Open Compute Project, Microscaling Formats (MX) Specification 1.0.
 """
 
 import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, PRNGKeyArray, UInt8
 
 from convert.errors import ConvertError
 from convert.formats.mxfp4 import BLOCK, MXFP4Tensor
@@ -18,6 +20,8 @@ from pallas_kernels.rounding import round_through
 
 #: The largest scale at which every code is finite in float32.
 _LARGEST_SCALE = 127 + 125
+#: The mean square of E2M1's eight magnitudes, 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+_MEAN_SQUARE = 68.5 / 8
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +96,36 @@ class MXFP4Weight(Weight):
             )
         codes = _in_runs(jnp.asarray(tensor.codes)).reshape(*tensor.codes.shape[:2], -1)
         return cls(codes, jnp.asarray(tensor.scales), tensor.shape[1:], tensor.dtype)
+
+    @classmethod
+    def random(cls, key: PRNGKeyArray, shape: tuple[int, int, int], dtype: str, deviation: float) -> "MXFP4Weight":
+        """Codes at random, without the values of a matrix: all codes alike, each scale one of two neighbours.
+
+        Args:
+            key: random state.
+            shape: (experts, out, in), rows of whole blocks.
+            dtype: of the decoded weight.
+            deviation: standard deviation of the values.
+
+        Raises:
+            ConvertError: rows that are not whole blocks.
+        """
+        if shape[2] % BLOCK:
+            raise ConvertError(f"MXFP4: expected rows of whole blocks of {BLOCK}, got {shape[2]} values")
+        codes, scales = _random(key, shape, deviation)
+        return cls(codes, scales, shape[1:], dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _random(key: PRNGKeyArray, shape: tuple[int, int, int], deviation: float) -> tuple[Array, Array]:
+    """Codes and scales: of two powers of two, the larger as often as the mean square asks."""
+    experts, out, columns = shape
+    square = deviation**2 / _MEAN_SQUARE
+    low = math.floor(math.log2(square) / 2)
+    ours, theirs = jax.random.split(key)
+    codes = jax.random.bits(ours, (experts, out, columns // 2), jnp.uint8)
+    larger = jax.random.bernoulli(theirs, (square / 4.0**low - 1) / 3, (experts, out, columns // BLOCK))
+    return codes, larger.astype(jnp.uint8) + jnp.uint8(127 + low)
 
 
 @jax.jit

@@ -130,7 +130,8 @@ def make_train_step(
         norms = squared_norms(grads, nnx.merge(graphdef, state.trainable, frozen).plan)
         grad_norm = jnp.sqrt(jnp.sum(norms))
         finite = jnp.isfinite(sums.loss_sum) & jnp.isfinite(grad_norm) & ~state.halted
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes Python floats with its integer counters
+        # optax mixes Python floats with its integer counters
+        with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
             trainable = optax.apply_updates(state.trainable, updates)
         updated = state._replace(step=state.step + 1, trainable=trainable, opt_state=opt_state)

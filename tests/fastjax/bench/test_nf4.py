@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from fastjax.bench import nf4, timing
+from fastjax.bench.trace import Kernel
 
 TINY = nf4.NF4Case(
     shapes=((64, 256),), dtypes=("bfloat16", "float32"), rows=(4,), dtype="float32", cold_bytes=2**14, rounds=2
@@ -44,4 +45,5 @@ def test_programs_take_turns_and_are_divided_by_their_calls(monkeypatch):
 
 def test_overlapping_kernels_count_once():
     spans = [(0.0, 10.0), (5.0, 12.0), (20.0, 21.0), (100.0, 101.0), (101.0, 103.0), (102.0, 102.5)]
-    assert timing._busy(spans, 2) == pytest.approx([13e-9, 3e-9])
+    kernels = [Kernel("/device:GPU:0", "kernel", "jit_it", "", *span) for span in spans]
+    assert timing._busy(kernels, 2) == pytest.approx([13e-9, 3e-9])

@@ -1,83 +1,14 @@
 """`fastjax bench` on tiny sizes: every figure is there, and plausible."""
 
-import concurrent.futures
 import json
 import os
 import re
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
 import fastjax
-from convert.model.config import ModelConfig
-from fastjax.bench import step
-from fastjax.bench.step import PRESETS, StepCase, measure
 from fastjax.cli import main
-
-
-def test_step_in_its_own_process(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    output = tmp_path / "step.json"
-    size = ["--preset", "tiny", "--batch", "2", "--seq", "32", "--rank", "4", "--steps", "2", "--warmup", "1"]
-    assert main(["bench", "step", *size, "--checkpointing", "full", "--output", str(output)]) == 0
-    out = capsys.readouterr().out
-    assert "QLoRA step · tiny · 2×32 · r=4" in out
-    (row,) = json.loads(output.read_text())
-    assert (row["checkpointing"], row["layer_loop"], row["dtype"]) == ("full", "scan", "float32")
-    assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
-    assert row["compile_seconds"] > 0
-    assert row["step_bytes"] > 0
-    assert row["error"] is None
-    # Random weights and tokens, a vocabulary of 512: the loss starts near its logarithm and falls on the same batch.
-    assert row["losses"][0] == pytest.approx(np.log(512), rel=0.1)
-    assert row["losses"][-1] < row["losses"][0]
-    assert len(row["losses"]) == 3
-
-
-class Here(concurrent.futures.Executor):
-    """Runs what it is given at once, in this process."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def submit(self, function, *args):
-        future = concurrent.futures.Future()
-        try:
-            future.set_result(function(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-def test_step_of_packed_rows_with_a_forced_attention(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(step.concurrent.futures, "ProcessPoolExecutor", Here)
-    lengths, output = tmp_path / "lengths.txt", tmp_path / "step.json"
-    lengths.write_text("20\n10\n32\n7\n24\n32\n")
-    size = ["--preset", "tiny", "--batch", "2", "--seq", "32", "--rank", "4", "--steps", "2", "--warmup", "1"]
-    given = [*size, "--checkpointing", "full", "--lengths", str(lengths), "--output", str(output)]
-    assert main(["bench", "step", *given, "--attention", "xla"]) == 0
-    assert "tiny · 2×32 packed" in capsys.readouterr().out
-    (row,) = json.loads(output.read_text())
-    assert row["attention"] == "xla" and row["losses"][-1] < row["losses"][0]
-    assert 2 * 28 < row["tokens_per_second"] * row["step_seconds"] <= 2 * 32  # padding is not counted
-    with pytest.raises(NotImplementedError, match="'mosaic' cannot serve"):
-        main(["bench", "step", *given, "--attention", "mosaic"])
-
-
-def test_a_device_without_enough_memory_is_a_result(monkeypatch):
-    def exhausted(case, device):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
-
-    monkeypatch.setattr(step, "_measure", exhausted)
-    assert measure(StepCase("tiny", 1, 8, 4, "full", "scan", None, 1, 1)).error == "out of memory"
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_models(preset):
-    config = ModelConfig.from_hf(PRESETS[preset])
-    assert config.tie_word_embeddings == (preset == "llama1b")
 
 
 def test_lora(tmp_path, capsys):

@@ -8,8 +8,9 @@ import pytest
 from convert.errors import ConvertError
 from convert.formats import mxfp4
 from convert.quantize import quantize
+from fastjax.language_model import FastLanguageModel
 from fastjax.models.layout import layer_of
-from fastjax.quantization import MXFP4Weight, NF4Weight, as_weight
+from fastjax.quantization import MXFP4Weight, NF4Weight, Weight, as_weight
 from tests.convert.test_experts import in_mxfp4
 from tests.support import tiny
 from tests.support.families import MIXTURES
@@ -62,6 +63,23 @@ def test_mxfp4(tmp_path):
     kept, decoded, expected = (tiny.logits(model, tokens) for model in models)
     np.testing.assert_allclose(kept, expected, rtol=0, atol=1e-4)  # float32 sums in another order
     np.testing.assert_array_equal(decoded, expected)
+
+
+def test_random_mxfp4():
+    """A config of such a folder: experts as codes of the config's deviation, every other matrix an array."""
+    config = MIXTURES["gpt_oss"] | {"hidden_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
+    model = FastLanguageModel.from_config(config, load_in_4bit=True)
+    weight = experts(model)
+    assert isinstance(weight, MXFP4Weight)
+    packed = [leaf for leaf in jax.tree.leaves(model.frozen, is_leaf=lambda x: isinstance(x, Weight))]
+    assert {type(leaf) for leaf in packed if isinstance(leaf, Weight)} == {MXFP4Weight}
+    large = MXFP4Weight.random(jax.random.key(1), (4, 64, 1024), "float32", 0.05)
+    values = np.asarray(large.experts(jnp.float32))
+    # 262,144 values of a kurtosis of 2: the deviation of their deviation is 0.1%
+    assert values.std() == pytest.approx(0.05, rel=0.01) and abs(values.mean()) < 1e-3
+    assert np.unique(np.asarray(large.scales)).size == 2
+    with pytest.raises(ConvertError, match="whole blocks of 32, got 48"):
+        MXFP4Weight.random(jax.random.key(1), (4, 64, 48), "float32", 0.05)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from convert.model.config import ModelConfig
-from fastjax.bench.step import PRESETS
+from fastjax.bench.step.presets import PRESETS
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.flops import (
     PEAK_FLOPS,

@@ -1,0 +1,86 @@
+"""A case's model with random weights, drawn on the device layer by layer, and its rows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fastjax.bench.attention.cases import packed
+from fastjax.bench.step.case import StepCase
+from fastjax.bench.step.presets import preset_config
+from fastjax.data.batches import Batch
+from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.model import LanguageModel
+from fastjax.lora.sites import projections
+
+#: Documents of each row.
+Documents = Sequence[Sequence[int]]
+_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def build_model(case: StepCase) -> LanguageModel:
+    """The model with what the case trains.
+
+    Args:
+        case: the settings.
+
+    Raises:
+        ConfigError: settings that the model does not take.
+    """
+    model = FastLanguageModel.from_config(
+        preset_config(case.preset, case.layers, case.weights),
+        max_seq_length=case.seq,
+        dtype=case.dtype,
+        load_in_4bit=case.weights != "16bit",
+        full_finetuning=case.full,
+        use_gradient_checkpointing=case.checkpointing,
+        layer_loop=case.layer_loop,  # pyright: ignore[reportArgumentType]
+        param_dtype=case.param_dtype,
+    )
+    if case.full:
+        return model
+    modules = experts = None
+    if case.adapters == "attention":
+        inside = {spec.path.part for spec in model.config.specs if spec.path.block == "self_attn"}
+        modules = [name for name in projections(model.config) if name in inside]
+    elif model.config.moe is not None:
+        experts = _EXPERTS
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=case.rank,
+        target_modules=modules,
+        target_parameters=experts,
+    )
+
+
+def documents_of(case: StepCase) -> Documents | None:
+    """The documents of packed rows; None: every row is one.
+
+    Raises:
+        ConfigError: there are not enough of them.
+    """
+    return None if case.lengths is None else packed(case.lengths, case.batch, case.seq)
+
+
+def make_batch(case: StepCase, vocab_size: int, documents: Documents | None) -> Batch:
+    """Random rows of one document or several, the last place of each without a target.
+
+    Args:
+        case: the settings.
+        vocab_size: number of tokens.
+        documents: of `documents_of`.
+    """
+    shape = (1, case.batch, case.seq)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
+    targets = np.full(shape, -100, np.int32)
+    targets[..., :-1] = tokens[..., 1:]
+    positions = np.array(np.broadcast_to(np.arange(case.seq, dtype=np.int32), shape))
+    if documents is None:
+        return Batch(tokens, targets, None, positions)  # pyright: ignore[reportArgumentType]  # None: whole rows
+    segments = np.zeros(shape, np.int32)
+    for row, lengths in enumerate(documents):
+        ends = np.cumsum(lengths)
+        segments[0, row, : ends[-1]] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        positions[0, row, : ends[-1]] -= np.repeat(ends - lengths, lengths)
+        targets[0, row, ends - 1] = -100
+        targets[0, row, ends[-1] :] = -100
+    return Batch(tokens, targets, segments, positions)

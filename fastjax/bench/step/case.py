@@ -1,0 +1,126 @@
+"""The settings of a measurement, and named sets of them; no JAX."""
+
+import dataclasses
+from typing import NamedTuple
+
+from fastjax.errors import ConfigError
+
+#: Method -> the formats that its base's weights may have, the usual one first.
+METHODS = {"qlora": ("nf4", "mxfp4"), "lora": ("16bit",), "full": ("16bit",)}
+#: What adapters are on: the attention's projections; or every projection, a mixture's experts included.
+ADAPTERS = ("all", "attention")
+OPTIMIZERS = ("adamw", "adamw_8bit")
+PARAM_DTYPES = ("bfloat16", "float32")
+
+
+class Layout(NamedTuple):
+    """The part of a case that a regime sets.
+
+    Attributes:
+        batch: rows.
+        seq: tokens a row.
+        checkpointing: as of `StepCase`.
+        layer_loop: as of `StepCase`.
+    """
+
+    batch: int
+    seq: int
+    checkpointing: str
+    layer_loop: str
+
+
+#: Name -> what is measured: the fastest step, one in little memory, and long rows.
+REGIMES = {
+    "speed": (Layout(4, 2048, "projections", "unroll"), Layout(4, 2048, "projections", "scan")),
+    "small": (Layout(4, 2048, "full", "scan"),),
+    "long": (Layout(1, 16384, "full", "scan"), Layout(1, 65536, "full", "scan")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCase:
+    """Settings of the measurement.
+
+    Attributes:
+        preset: a key of PRESETS.
+        batch: rows.
+        seq: tokens a row.
+        checkpointing: what the backward pass recomputes, as `use_gradient_checkpointing`.
+        layer_loop: "scan" or "unroll".
+        method: a key of METHODS.
+        weights: of the base: "nf4", "mxfp4" (experts, the rest in 16 bits) or "16bit".
+        rank: of the adapters.
+        adapters: one of ADAPTERS.
+        optimizer: one of OPTIMIZERS.
+        param_dtype: of what is trained.
+        dtype: of the computation; None: by the device.
+        steps: timed steps.
+        warmup: steps before these.
+        attention: its implementation; None: the model's own choice.
+        lengths: of documents, packed into the rows; None: rows of one document.
+        layers: the preset's first ones alone; None: all.
+    """
+
+    preset: str
+    batch: int
+    seq: int
+    checkpointing: str
+    layer_loop: str
+    method: str = "qlora"
+    weights: str = "nf4"
+    rank: int = 16
+    adapters: str = "all"
+    optimizer: str = "adamw"
+    param_dtype: str = "float32"
+    dtype: str | None = None
+    steps: int = 10
+    warmup: int = 3
+    attention: str | None = None
+    lengths: tuple[int, ...] | None = None
+    layers: int | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether every weight is trained."""
+        return self.method == "full"
+
+    @property
+    def model(self) -> str:
+        """The preset, and its layers where they are not all."""
+        return self.preset if self.layers is None else f"{self.preset}, {self.layers} layers"
+
+    @property
+    def trained(self) -> str:
+        """The method, the format of the base's weights, and what is trained."""
+        base = {"qlora": f"QLoRA, {self.weights.upper()}", "lora": "LoRA", "full": f"full, {self.param_dtype}"}
+        parts = [base[self.method]]
+        if not self.full:
+            parts.append(f"r={self.rank}" + (" on attention" if self.adapters == "attention" else ""))
+        if self.optimizer != "adamw":
+            parts.append(self.optimizer)
+        return ", ".join(parts)
+
+    @property
+    def rows(self) -> str:
+        """Rows × tokens."""
+        return f"{self.batch}×{self.seq:,}" + (" packed" if self.lengths else "")
+
+
+def resolve_method(method: str | None, weights: str | None) -> tuple[str, str]:
+    """Method and weights, where one or both are given: the one follows from the other.
+
+    Args:
+        method: a key of METHODS, or None.
+        weights: of the base, or None.
+
+    Raises:
+        ConfigError: weights that the method does not have.
+    """
+    if method is None:
+        method = next(name for name, formats in METHODS.items() if weights is None or weights in formats)
+    if weights is None:
+        return method, METHODS[method][0]
+    if weights not in METHODS[method]:
+        expected = " or ".join(METHODS[method])
+        raise ConfigError(f"bench step: --weights: expected {expected} with --method {method}, got {weights}")
+    return method, weights

@@ -1,0 +1,166 @@
+"""One case, in this process: model, compilation, steps, and a profile of three more.
+
+The time of a step is the median over steps that each end with the device idle; compiling is timed apart. A figure is
+given only for steps that train: every loss and gradient is finite, and every trained array has a gradient.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fastjax.bench.step.build import build_model, documents_of, make_batch
+from fastjax.bench.step.case import StepCase
+from fastjax.bench.step.check import fault_of
+from fastjax.bench.step.profile import Profile, summarize
+from fastjax.bench.trace import read_kernels
+from fastjax.errors import TrainingError
+from fastjax.training.flops import attended_length, flops_per_token
+from fastjax.training.health import GradientCheck, leaf_names
+from fastjax.training.optimizers import OptimizerConfig, make_optimizer
+from fastjax.training.step import init_state, make_train_step
+from pallas_kernels.attention import attention_implementation
+
+_RATE = 1e-4
+_PROFILED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """Result of a case; without a figure `error` or `fault` says why.
+
+    Attributes:
+        device: its name.
+        jax: version.
+        dtype: of the computation.
+        step_seconds: median.
+        tokens_per_second: of the median step.
+        model_tflops_per_second: `flops_per_token` of the step's tokens over the median step.
+        compile_seconds: tracing, lowering and compiling.
+        peak_bytes: the allocator's peak in this process; None where the device keeps no count.
+        step_bytes: arguments and temporaries of the step by the compiler's plan.
+        losses: of every step, warm-up included.
+        profile: where the time of further steps goes; None: none was asked for, or there is no GPU.
+        error: the device cannot serve the case.
+        fault: the step does not train, or not what the reference does.
+    """
+
+    device: str
+    jax: str
+    dtype: str | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    model_tflops_per_second: float | None = None
+    compile_seconds: float | None = None
+    peak_bytes: int | None = None
+    step_bytes: int | None = None
+    losses: Sequence[float] = ()
+    profile: Profile | None = None
+    error: str | None = None
+    fault: str | None = None
+
+    @property
+    def held_bytes(self) -> int | None:
+        """The allocator's peak, or what the compiler plans where there is no count."""
+        return self.step_bytes if self.peak_bytes is None else self.peak_bytes
+
+
+def measure(case: StepCase, profile: Path | None = None) -> StepResult:
+    """Build the model, compile the step, time it.
+
+    Args:
+        case: the settings.
+        profile: folder for a trace of further steps; None: no trace.
+
+    Raises:
+        ConfigError: settings that the model does not take.
+    """
+    return _guarded("", _measure, case, profile)
+
+
+def check(case: StepCase) -> StepResult:
+    """Compare the step with the reference: a result without a figure, whose fault or error speaks against one.
+
+    Args:
+        case: the settings.
+
+    Raises:
+        ConfigError: settings that the model does not take.
+    """
+    return _guarded(" beside the reference", _check, case)
+
+
+def _check(case: StepCase) -> StepResult:
+    return StepResult(jax.devices()[0].device_kind, jax.__version__, fault=fault_of(case))
+
+
+def _guarded(where: str, function: Callable[..., StepResult], *arguments: Any) -> StepResult:
+    try:
+        return function(*arguments)
+    except TrainingError as fault:
+        return StepResult(jax.devices()[0].device_kind, jax.__version__, fault=str(fault))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return StepResult(jax.devices()[0].device_kind, jax.__version__, error=f"out of memory{where}")
+
+
+def _measure(case: StepCase, profile: Path | None) -> StepResult:
+    device = jax.devices()[0]
+    model, documents = build_model(case), documents_of(case)
+    total = case.warmup + case.steps
+    optimizer = make_optimizer(OptimizerConfig(name=case.optimizer, learning_rate=_RATE), total)  # pyright: ignore[reportArgumentType]
+    state = init_state(model.trainable, optimizer, jax.random.key(0))
+    tokens = case.batch * case.seq if documents is None else sum(map(sum, documents))
+    length = case.seq if documents is None else attended_length([n for row in documents for n in row])
+    flops = tokens * flops_per_token(model.config, model.trainable, length)
+    names, dtype = leaf_names(model.trainable, model.plan), str(model.dtype)
+    batch = make_batch(case, model.config.vocab_size, documents)
+    model = model.replace(trainable=None)  # the state has a copy; of a whole model there should be one
+
+    start = time.perf_counter()
+    step = make_train_step(model.graphdef, optimizer, model.trainable_filter)
+    with attention_implementation(case.attention):
+        compiled = step.lower(state, model.frozen, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    compile_seconds = time.perf_counter() - start
+
+    check, seconds, losses = GradientCheck(names), [], []
+    for number in range(total):
+        start = time.perf_counter()
+        state, metrics = compiled(state, model.frozen, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(metrics["loss"]))
+        if not metrics["finite"]:
+            raise TrainingError(f"step {number}: loss {losses[-1]:g}, or a gradient that is not finite")
+        check.step(np.asarray(metrics["squared_norms"]), _RATE, last=number == total - 1)
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    found = None if profile is None else _profiled(compiled, state, (model.frozen, batch), profile)
+    median, plan = statistics.median(seconds[case.warmup :]), compiled.memory_analysis()
+    return StepResult(
+        device=device.device_kind,
+        jax=jax.__version__,
+        dtype=dtype,
+        step_seconds=median,
+        tokens_per_second=tokens / median,
+        model_tflops_per_second=flops / median / 1e12,
+        compile_seconds=compile_seconds,
+        peak_bytes=peak,
+        step_bytes=None if plan is None else plan.argument_size_in_bytes + plan.temp_size_in_bytes,
+        losses=losses,
+        profile=found,
+    )
+
+
+def _profiled(compiled: Any, state: Any, others: tuple[Any, Any], folder: Path) -> Profile | None:
+    """Trace steps into the folder, and summarize the kernels there."""
+    with jax.profiler.trace(str(folder)):
+        for _ in range(_PROFILED):
+            state, metrics = compiled(state, *others)
+        jax.block_until_ready((state, metrics))
+    return summarize(read_kernels(folder), _PROFILED)

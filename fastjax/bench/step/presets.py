@@ -1,0 +1,166 @@
+"""Shapes of known models as their config.json has them; no JAX."""
+
+from typing import Any
+
+from fastjax.errors import ConfigError
+
+_LLAMA = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+}
+_LLAMA3 = _LLAMA | {"vocab_size": 128256, "rope_theta": 500000.0}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": _LLAMA
+    | {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+    "llama3.2-1b": _LLAMA3
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "llama3-8b": _LLAMA3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+    "llama3-70b": _LLAMA3
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "initializer_range": 0.02,
+        "max_position_embeddings": 40960,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "max_position_embeddings": 131072,
+        "initial_context_length": 4096,
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "sliding_window": 128,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "tie_word_embeddings": False,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.9,
+        "swiglu_limit": 7.0,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    },
+}
+"""Name -> config.json. Llama 3 has the positions of 3.1, so that rows can be long."""
+
+
+def preset_config(preset: str, layers: int | None, weights: str) -> dict[str, Any]:
+    """The config.json of a model with random weights.
+
+    Args:
+        preset: a key of PRESETS.
+        layers: its first ones alone; None: all.
+        weights: of the base: "nf4", "mxfp4" or "16bit".
+
+    Raises:
+        ConfigError: more layers than there are; MXFP4 of a model that is not published in it.
+    """
+    config = dict(PRESETS[preset])
+    known = config["num_hidden_layers"]
+    if layers is not None:
+        if layers > known:
+            raise ConfigError(f"bench step: --layers: expected at most the {known} of {preset}, got {layers}")
+        config["num_hidden_layers"] = layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:layers]
+    published = config.pop("quantization_config", None)
+    if weights == "mxfp4":
+        if published is None:
+            having = ", ".join(name for name, fields in PRESETS.items() if "quantization_config" in fields)
+            raise ConfigError(
+                f"bench step: --weights mxfp4: expected a preset with experts in MXFP4 ({having}), got {preset}"
+            )
+        config["quantization_config"] = published
+    return config

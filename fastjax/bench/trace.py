@@ -1,0 +1,65 @@
+"""The kernels of a profiler's trace."""
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+
+class Kernel(NamedTuple):
+    """One run of a kernel, or one copy.
+
+    Attributes:
+        device: name of its plane, such as "/device:GPU:0".
+        name: its own.
+        module: the compiled program's, such as "jit_step".
+        op: the instruction of that program.
+        start: in nanoseconds.
+        end: likewise.
+    """
+
+    device: str
+    name: str
+    module: str
+    op: str
+    start: float
+    end: float
+
+
+def read_kernels(folder: Path) -> list[Kernel]:
+    """Every kernel of the one trace in a folder, in the order of their starts; none where the device is no GPU.
+
+    Args:
+        folder: of `jax.profiler.trace`.
+    """
+    [file] = folder.rglob("*.xplane.pb")
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reader's own types are not quite Python's
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    facts = dict(event.stats)
+                    module, op = str(facts.get("hlo_module", "")), str(facts.get("hlo_op", ""))
+                    end = event.start_ns + event.duration_ns
+                    found.append(Kernel(plane.name, event.name, module, op, event.start_ns, end))
+    return sorted(found, key=lambda kernel: kernel.start)
+
+
+def busy_ns(kernels: Iterable[Kernel]) -> float:
+    """Nanoseconds in which at least one of a device's kernels runs.
+
+    Args:
+        kernels: in the order of their starts.
+    """
+    total, end = 0.0, 0.0
+    for kernel in kernels:
+        total += max(0.0, kernel.end - max(kernel.start, end))
+        end = max(end, kernel.end)
+    return total

@@ -1,0 +1,142 @@
+"""`fastjax bench step`: the whole train step of a model with random weights."""
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import Any
+
+from fastjax.bench.step.case import (
+    ADAPTERS,
+    METHODS,
+    OPTIMIZERS,
+    PARAM_DTYPES,
+    REGIMES,
+    Layout,
+    StepCase,
+    resolve_method,
+)
+from fastjax.bench.step.presets import PRESETS
+from fastjax.commands.arguments import positive
+from fastjax.errors import ConfigError
+
+_REGIMES = "; ".join(
+    f"{name}: " + ", ".join(f"{part.batch}×{part.seq} {part.checkpointing} {part.layer_loop}" for part in parts)
+    for name, parts in REGIMES.items()
+)
+#: What `--regime` sets, with the values that hold without it.
+_LAYOUT: dict[str, Any] = {
+    "batch": 4,
+    "seq": 2048,
+    "checkpointing": ["projections", "full"],
+    "layer_loop": ["scan"],
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command.
+
+    Args:
+        commands: argparse's, from `add_subparsers`.
+    """
+    parser = commands.add_parser(
+        "step",
+        help="the whole train step of a model with random weights",
+        description="Time the whole train step, optimizer included, of a model with random weights, in a process of "
+        "its own for each combination of checkpointing, layer loop and attention. Steps that do not train give no "
+        "figure and exit status 1.",
+        epilog=f"regimes: {_REGIMES}.",
+    )
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="llama3-8b", help="shape (default: %(default)s)")
+    parser.add_argument("--layers", type=positive, metavar="N", help="the preset's first ones alone")
+    parser.add_argument(
+        "--method", choices=tuple(METHODS), help="full: every weight is trained (default: qlora, or by --weights)"
+    )
+    formats = tuple(dict.fromkeys(name for known in METHODS.values() for name in known))
+    parser.add_argument(
+        "--weights", choices=formats, help="of the base; mxfp4: a mixture's experts alone (default: by --method)"
+    )
+    parser.add_argument("--rank", type=positive, metavar="N", help="of the adapters (default: 16)")
+    parser.add_argument(
+        "--adapters", choices=ADAPTERS, help="all: on every projection, experts included (default: all)"
+    )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
+    parser.add_argument(
+        "--param_dtype", choices=PARAM_DTYPES, help="of what is trained (default: bfloat16 with full, else float32)"
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: by the device")
+    parser.add_argument("--regime", choices=tuple(REGIMES), help="rows, checkpointing and layer loop by name")
+    parser.add_argument("--batch", type=positive, metavar="N", help="rows (default: 4)")
+    parser.add_argument("--seq", type=positive, metavar="N", help="tokens a row (default: 2048)")
+    parser.add_argument(
+        "--checkpointing",
+        nargs="+",
+        metavar="NAME",
+        help="what the backward pass recomputes, as model.use_gradient_checkpointing (default: projections full)",
+    )
+    parser.add_argument("--layer_loop", nargs="+", choices=("scan", "unroll"), help="(default: scan)")
+    parser.add_argument(
+        "--attention", nargs="+", metavar="NAME", help="implementations of attention (default: the model's own choice)"
+    )
+    parser.add_argument(
+        "--lengths", type=Path, metavar="FILE", help="pack documents of these lengths: .npy, or a number a line"
+    )
+    parser.add_argument("--steps", type=positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
+    parser.add_argument(
+        "--warmup", type=positive, default=3, metavar="N", help="steps before these (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FOLDER",
+        help="trace three more steps there, for xprof and Perfetto, and print kernels by kind",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from fastjax.bench.step.run import run
+
+    files = {"output": arguments.output, "text": arguments.markdown, "profile": arguments.profile}
+    run(_cases(arguments), **files)
+
+
+def _cases(arguments: argparse.Namespace) -> list[StepCase]:
+    from fastjax.bench.attention.cases import read_lengths
+
+    method, weights = resolve_method(arguments.method, arguments.weights)
+    if method == "full":
+        for name in ("rank", "adapters"):
+            if (value := getattr(arguments, name)) is not None:
+                raise ConfigError(f"bench step: --{name} is for methods with adapters, got {value} with --method full")
+    common = {
+        "preset": arguments.preset,
+        "method": method,
+        "weights": weights,
+        "rank": arguments.rank or 16,
+        "adapters": arguments.adapters or "all",
+        "optimizer": arguments.optimizer,
+        "param_dtype": arguments.param_dtype or ("bfloat16" if method == "full" else "float32"),
+        "dtype": arguments.dtype,
+        "steps": arguments.steps,
+        "warmup": arguments.warmup,
+        "lengths": None if arguments.lengths is None else tuple(read_lengths(arguments.lengths)),
+        "layers": arguments.layers,
+    }
+    attention = arguments.attention or [None]
+    return [
+        StepCase(**layout._asdict(), attention=name, **common)
+        for layout, name in itertools.product(_layouts(arguments), attention)
+    ]
+
+
+def _layouts(arguments: argparse.Namespace) -> list[Layout]:
+    given = {name: value for name in _LAYOUT if (value := getattr(arguments, name)) is not None}
+    if arguments.regime is None:
+        chosen = _LAYOUT | given
+        kept = itertools.product(chosen["checkpointing"], chosen["layer_loop"])
+        return [Layout(chosen["batch"], chosen["seq"], *names) for names in kept]
+    if given:
+        raise ConfigError(f"bench step: --{next(iter(given))}: expected it without --regime, which sets it")
+    return list(REGIMES[arguments.regime])

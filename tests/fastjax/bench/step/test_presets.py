@@ -1,0 +1,105 @@
+"""The presets are the models that they are named after, and the command line's options their cases."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from convert.model.config import ModelConfig
+from fastjax.bench.step.case import resolve_method
+from fastjax.bench.step.presets import preset_config
+from fastjax.commands.bench import _parser
+from fastjax.commands.bench_step import _cases
+from fastjax.errors import ConfigError
+from fastjax.models.load import random_weights
+from fastjax.models.precision import make_precision
+
+#: Published counts of parameters.
+PARAMETERS = {
+    "llama3.2-1b": 1_235_814_400,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
+}
+
+
+def sizes(preset, weights):
+    """The weights' shapes, without making them."""
+    config = ModelConfig.from_hf(preset_config(preset, None, weights))
+    options = {"precision": make_precision("bfloat16", "float32", None, config), "trained": False}
+    options |= {"load_in_4bit": weights != "16bit", "layer_loop": "scan", "mxfp4": weights == "mxfp4"}
+    return jax.eval_shape(lambda key: random_weights(config, key, **options)[1], jax.random.key(0))
+
+
+@pytest.mark.parametrize("preset", PARAMETERS)
+def test_parameters(preset):
+    assert sum(leaf.size for leaf in jax.tree.leaves(sizes(preset, "16bit"))) == PARAMETERS[preset]
+
+
+def test_experts_in_mxfp4():
+    """As the published files: the experts in 4.25 bits a value, the rest in bfloat16."""
+    tree = sizes("gpt-oss-20b", "mxfp4")
+    by_dtype = {}
+    for leaf in jax.tree.leaves(tree):
+        by_dtype[leaf.dtype] = by_dtype.get(leaf.dtype, 0) + leaf.size * leaf.dtype.itemsize
+    experts = 24 * 32 * 3 * 2880 * 2880
+    assert by_dtype == {
+        jnp.dtype("uint8"): experts * 17 // 32,  # 9.46 GiB of all 12.8
+        jnp.dtype("bfloat16"): 2 * (PARAMETERS["gpt-oss-20b"] - experts),
+    }
+
+
+def test_layers_keep_their_kinds():
+    config = ModelConfig.from_hf(preset_config("gpt-oss-20b", 3, "nf4"))
+    assert [layer.sliding_window for layer in config.layers] == [128, None, 128]
+    assert config.rope.factor == 32 and config.attention_sinks
+    with pytest.raises(ConfigError, match="--layers: expected at most the 24 of gpt-oss-20b, got 25"):
+        preset_config("gpt-oss-20b", 25, "nf4")
+    with pytest.raises(ConfigError, match=r"mxfp4: expected a preset .* \(gpt-oss-20b\), got tiny"):
+        preset_config("tiny", None, "mxfp4")
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ((None, None), ("qlora", "nf4")),
+        ((None, "16bit"), ("lora", "16bit")),
+        ((None, "mxfp4"), ("qlora", "mxfp4")),
+        (("full", None), ("full", "16bit")),
+    ],
+)
+def test_method_and_weights(given, expected):
+    assert resolve_method(*given) == expected
+
+
+def cases(*arguments):
+    return _cases(_parser().parse_args(["step", *arguments]))
+
+
+def test_cases():
+    speed = cases("--regime", "speed", "--method", "full", "--preset", "llama3.2-1b", "--optimizer", "adamw_8bit")
+    assert [(case.rows, case.checkpointing, case.layer_loop) for case in speed] == [
+        ("4×2,048", "projections", "unroll"),
+        ("4×2,048", "projections", "scan"),
+    ]
+    assert {(case.trained, case.weights) for case in speed} == {("full, bfloat16, adamw_8bit", "16bit")}
+    plain = cases("--adapters", "attention", "--weights", "16bit", "--layers", "4", "--attention", "xla", "cudnn")
+    assert [(case.checkpointing, case.attention) for case in plain] == [
+        ("projections", "xla"), ("projections", "cudnn"), ("full", "xla"), ("full", "cudnn"),
+    ]  # fmt: skip
+    assert {(case.model, case.trained, case.param_dtype) for case in plain} == {
+        ("llama3-8b, 4 layers", "LoRA, r=16 on attention", "float32")
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--method", "lora", "--weights", "nf4"], "--weights: expected 16bit with --method lora, got nf4"),
+        (["--method", "full", "--rank", "8"], "--rank is for methods with adapters, got 8"),
+        (["--regime", "long", "--seq", "8"], "--seq: expected it without --regime"),
+    ],
+)
+def test_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        cases(*arguments)

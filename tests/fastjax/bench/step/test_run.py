@@ -1,0 +1,108 @@
+"""`fastjax bench step` on a tiny model: every figure is there, and none of a step that does not train."""
+
+import concurrent.futures
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from fastjax.bench.step import measure as measuring
+from fastjax.bench.step import run as running
+from fastjax.bench.step.case import StepCase
+from fastjax.cli import main
+from fastjax.training import loss
+
+SIZE = ("--preset", "tiny", "--batch", "2", "--seq", "32", "--steps", "2", "--warmup", "1", "--checkpointing", "full")
+CASE = StepCase("tiny", 2, 32, "full", "scan", rank=4, steps=2, warmup=1)
+
+
+class Here(concurrent.futures.Executor):
+    """Runs what it is given at once, in this process."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def submit(self, function, *args):
+        future = concurrent.futures.Future()
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Everything in this process, and a comparison that finds nothing."""
+    monkeypatch.setattr(running.concurrent.futures, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(measuring, "fault_of", lambda case: None)
+
+
+def test_in_its_own_process(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    output, text, traces = tmp_path / "step.json", tmp_path / "step.md", tmp_path / "traces"
+    files = ["--output", str(output), "--markdown", str(text), "--profile", str(traces)]
+    assert main(["bench", "step", *SIZE, "--rank", "4", *files]) == 0
+    out = capsys.readouterr().out
+    assert "step · tiny · QLoRA, NF4, r=4" in out and "without kernels: there is no GPU" in out
+    assert list(traces.rglob("*.xplane.pb"))
+    (row,) = json.loads(output.read_text())
+    assert (row["checkpointing"], row["layer_loop"], row["dtype"]) == ("full", "scan", "float32")
+    assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
+    assert row["compile_seconds"] > 0
+    assert row["step_bytes"] > 0
+    assert row["error"] is row["fault"] is None
+    # Random weights and tokens, a vocabulary of 512: the loss starts near its logarithm and falls on the same batch.
+    assert row["losses"][0] == pytest.approx(np.log(512), rel=0.1)
+    assert row["losses"][-1] < row["losses"][0]
+    assert len(row["losses"]) == 3
+    line = text.read_text().splitlines()[2]
+    assert line.startswith("| tiny | QLoRA, NF4, r=4 | 2×32 | full | scan | ")
+    assert f"| {row['tokens_per_second']:,.0f} |" in line
+
+
+def test_packed_rows_with_a_forced_attention(tmp_path, capsys, here):
+    lengths, output = tmp_path / "lengths.txt", tmp_path / "step.json"
+    lengths.write_text("20\n10\n32\n7\n24\n32\n")
+    given = [*SIZE, "--rank", "4", "--lengths", str(lengths), "--output", str(output)]
+    assert main(["bench", "step", *given, "--attention", "xla"]) == 0
+    assert "2×32 packed" in capsys.readouterr().out
+    (row,) = json.loads(output.read_text())
+    assert row["attention"] == "xla" and row["losses"][-1] < row["losses"][0]
+    assert 2 * 28 < row["tokens_per_second"] * row["step_seconds"] <= 2 * 32  # padding is not counted
+    with pytest.raises(NotImplementedError, match="'mosaic' cannot serve"):
+        main(["bench", "step", *given, "--attention", "mosaic"])
+
+
+def test_a_device_without_enough_memory_is_a_result(monkeypatch):
+    def exhausted(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+
+    monkeypatch.setattr(measuring, "_measure", exhausted)
+    assert measuring.measure(CASE).error == "out of memory"
+
+
+def test_a_step_that_does_not_train_has_no_figure(tmp_path, capsys, here, monkeypatch):
+    """A weight that is cut off from the loss: a line says so, and the exit status."""
+    project = loss.lm_logits
+    monkeypatch.setattr(loss, "lm_logits", lambda head, hidden: project(head, jax.lax.stop_gradient(hidden)))
+    text = tmp_path / "step.md"
+    assert main(["bench", "step", *SIZE, "--method", "full", "--markdown", str(text)]) == 1
+    captured = capsys.readouterr()
+    assert "trained weights have no gradient" in " ".join(captured.out.split())
+    assert "1 of 1 cases gave no figure" in captured.err
+    assert "have no gradient" in text.read_text()
+
+
+def test_a_step_off_the_reference_is_not_measured(tmp_path, capsys, here, monkeypatch):
+    """One comparison for two layer loops, whose fault is the result of both."""
+    asked = []
+    monkeypatch.setattr(measuring, "fault_of", lambda case: asked.append(case) or "the first step is off the reference")
+    output = tmp_path / "step.json"
+    assert main(["bench", "step", *SIZE, "--layer_loop", "scan", "unroll", "--output", str(output)]) == 1
+    captured = capsys.readouterr()
+    assert "off the reference" in captured.out and "2 of 2 cases gave no figure" in captured.err
+    assert len(asked) == 1 and [row["tokens_per_second"] for row in json.loads(output.read_text())] == [None, None]
