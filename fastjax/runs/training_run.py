@@ -29,7 +29,7 @@ from fastjax.training.config import TrainConfig
 from fastjax.training.determinism import compiler_options
 from fastjax.training.flops import attended_length, flops_per_token, peak_flops
 from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
-from fastjax.training.loop import Fitted, fit, run_evaluation
+from fastjax.training.loop import Fitted, Startup, fit, run_evaluation
 from fastjax.training.loss import Loss
 from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant
 from fastjax.training.optimizers import learning_rates
@@ -140,8 +140,7 @@ class TrainingRun:
                 ),
                 sinks=sinks,
                 throughput=self._throughput(start),
-                load_seconds=load_seconds,
-                compile_seconds=compile_seconds,
+                startup=Startup(load_seconds, compile_seconds),
                 checkpoints=self.checkpoints,
                 stop=stop,
                 check=self.check,

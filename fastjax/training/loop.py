@@ -52,6 +52,18 @@ class Fitted(NamedTuple):
     complete: bool
 
 
+class Startup(NamedTuple):
+    """Seconds before the first step.
+
+    Attributes:
+        load_seconds: to load the model.
+        compile_seconds: to compile the step, where it was compiled before its first call.
+    """
+
+    load_seconds: float
+    compile_seconds: float = 0.0
+
+
 class _Pending(NamedTuple):
     """A dispatched step with unread numbers, and when its call began and returned."""
 
@@ -74,8 +86,7 @@ def fit(
     cadence: Cadence = _NEVER,
     sinks: Sequence[Sink] = (),
     throughput: Throughput | None = None,
-    load_seconds: float | None = None,
-    compile_seconds: float = 0.0,
+    startup: Startup | None = None,
     evaluate: Callable[[Any], Evaluation] | None = None,
     checkpoints: Checkpoints | None = None,
     stop: StopSignals | None = None,
@@ -94,9 +105,8 @@ def fit(
         cadence: when to evaluate, to save, to end early.
         sinks: take the rows, in order.
         throughput: measures the run; None: one that knows the number of steps only.
-        load_seconds: that the model took to load, for the event of the start; None: there is no such event.
+        startup: what came before, for the event of the start; None: there is no such event.
         evaluate: the held-out evaluation of a trainable tree; None: there is none.
-        compile_seconds: that compiling the step took before, for that event; compiling in the first call is added.
         checkpoints: take the state; None: nothing is saved.
         stop: the signal that ends the run; the step is finished and, with checkpoints, the state saved.
         check: judges the first gradients.
@@ -133,7 +143,7 @@ class _Loop:
         self.rates, self.total = learning_rates, len(learning_rates)
         self.progress, self.cadence, self.sinks = start, cadence, sinks
         self.throughput = throughput or Throughput(self.total)
-        self.load_seconds, self.compile_seconds = load_seconds, compile_seconds
+        self.startup = startup
         self.checkpoints, self.check, self.explain = checkpoints, check, explain
         self.pending: _Pending | None = None
         self.saved_step = start.step or None  # this step has a whole checkpoint
@@ -206,11 +216,11 @@ class _Loop:
 
     def tell_start(self, first: _Pending) -> None:
         """Report the seconds until the end of the first step, whose numbers have just been read."""
-        if self.load_seconds is None:
+        if self.startup is None:
             return
-        compiled = self.compile_seconds + first.returned - first.called
+        compiled = self.startup.compile_seconds + first.returned - first.called
         stepped = time.perf_counter() - first.returned
-        load, self.load_seconds = self.load_seconds, None
+        load, self.startup = self.startup.load_seconds, None
         message = (
             f"started: the model loaded in {load:.1f} s, the train step compiled in {compiled:.1f} s and taken for the "
             f"first time in {stepped:.1f} s"

@@ -140,7 +140,7 @@ def test_the_start_is_told_once_with_its_seconds():
             time.sleep(0.2)  # compiling
         return toy(state, frozen, batch)
 
-    _, rows = run(3, slow, load_seconds=3.0)
+    _, rows = run(3, slow, startup=Startup(3.0))
     assert rows.events() == [(1, "started")]
     told = rows[1]
     assert told["load_seconds"] == 3.0
