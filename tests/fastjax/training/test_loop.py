@@ -13,7 +13,7 @@ from fastjax.errors import TrainingError
 from fastjax.training.cadence import Cadence, Progress
 from fastjax.training.checkpoint import SaveFailed
 from fastjax.training.health import GradientCheck
-from fastjax.training.loop import fit, run_evaluation
+from fastjax.training.loop import Startup, fit, run_evaluation
 from fastjax.training.loss import LossSums
 from fastjax.training.metrics import Evaluation
 from fastjax.training.signals import StopSignals
