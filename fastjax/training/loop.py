@@ -119,9 +119,9 @@ def fit(
         TrainingError: a step whose loss or gradient is not finite, weights without gradient, too few batches, or a
             state that cannot be saved when the run is stopped.
     """
-    return _Loop(
-        learning_rates, start, cadence, sinks, throughput, load_seconds, compile_seconds, checkpoints, check, explain
-    ).run(train_step, state, frozen, batches, evaluate, stop or StopSignals())
+    return _Loop(learning_rates, start, cadence, sinks, throughput, startup, checkpoints, check, explain).run(
+        train_step, state, frozen, batches, evaluate, stop or StopSignals()
+    )
 
 
 class _Loop:
