@@ -127,19 +127,7 @@ def fit(
 class _Loop:
     """The impure part of `fit`: the progress so far, and the execution of the cadence's actions."""
 
-    def __init__(
-        self,
-        learning_rates,
-        start,
-        cadence,
-        sinks,
-        throughput,
-        load_seconds,
-        compile_seconds,
-        checkpoints,
-        check,
-        explain,
-    ):
+    def __init__(self, learning_rates, start, cadence, sinks, throughput, startup, checkpoints, check, explain):
         self.rates, self.total = learning_rates, len(learning_rates)
         self.progress, self.cadence, self.sinks = start, cadence, sinks
         self.throughput = throughput or Throughput(self.total)
