@@ -29,9 +29,6 @@ from pallas_kernels.compat import JAX_VERSION
 
 _TARGETS = Path(__file__).with_name("targets")
 
-#: GEMMs as they are without autotuning, which needs the card.
-WITHOUT_AUTOTUNING = {"xla_gpu_enable_triton_gemm": False}
-
 
 def why_not() -> str | None:
     """Why nothing can be compiled for a card here, with the way out; None: it can."""
@@ -149,6 +146,6 @@ class AOT:
         Args:
             function: as for `lower`.
             specs: its arguments, of `spec`.
-            options: XLA's.
+            options: XLA's, beside those that a jitted function has.
         """
         return self.lower(function, *specs).compile(compiler_options=dict(options or {}))

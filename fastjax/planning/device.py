@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
-from fastjax.planning.aot import AOT, WITHOUT_AUTOTUNING
+from fastjax.planning.aot import AOT
 from fastjax.planning.cards import Card, card_of
 
 
@@ -58,7 +58,7 @@ class Elsewhere:
     def compile(self, jitted: Any, arguments: Any) -> Any:
         """With the whole compiler of the card."""
         specs = jax.tree.map(lambda leaf: self._aot.spec(leaf.shape, leaf.dtype), arguments)
-        return self._aot.compile(jitted, *specs, options=WITHOUT_AUTOTUNING)
+        return self._aot.compile(jitted, *specs)
 
 
 class Here:

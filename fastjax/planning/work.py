@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh
 
 
@@ -38,20 +39,12 @@ def product_flops(jaxpr: Any) -> float:
         if name == "ragged_dot_general":  # each row meets one group's matrix, in the product or in its gradient
             total += 2.0 * math.prod(equation.invars[0].aval.shape) * equation.outvars[0].aval.shape[-1]
             continue
-        inside = [product_flops(inner) for inner in _inner(params)]
+        inside = [product_flops(inner) for inner in jaxprs_in_params(params)]
         if name == "cond":
             total += max(inside, default=0.0)
         else:
             total += sum(inside) * (params["length"] if name == "scan" else 1)
     return total
-
-
-def _inner(params: dict[str, Any]) -> Iterator[Any]:
-    """The jaxprs of an equation."""
-    for value in params.values():
-        for part in value if isinstance(value, list | tuple) else [value]:
-            if hasattr(getattr(part, "jaxpr", part), "eqns"):
-                yield part
 
 
 def stacked_bytes(jaxpr: Any) -> int:
@@ -63,13 +56,14 @@ def stacked_bytes(jaxpr: Any) -> int:
     Returns:
         The largest sum of the stacked results of one scan that stay on the device; 0 without a scan.
     """
-    largest = 0
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    largest, program = 0, getattr(jaxpr, "jaxpr", jaxpr)
+    used = {id(one) for one in [*program.outvars, *(one for equation in program.eqns for one in equation.invars)]}
+    for equation in program.eqns:
         if equation.primitive.name == "scan":
             body = equation.params["jaxpr"]
-            results = zip(equation.outvars, getattr(body, "jaxpr", body).outvars, strict=True)
-            stacked = [whole.aval for whole, one in results if whole.aval.ndim > one.aval.ndim]
+            pairs = zip(equation.outvars, getattr(body, "jaxpr", body).outvars, strict=True)
+            stacked = [whole.aval for whole, one in pairs if id(whole) in used and whole.aval.ndim > one.aval.ndim]
             here = [aval for aval in stacked if aval.memory_space != jax.memory.Space.Host]
             largest = max(largest, sum(aval.size * aval.dtype.itemsize for aval in here))
-        largest = max([largest, *(stacked_bytes(inner) for inner in _inner(equation.params))])
+        largest = max([largest, *(stacked_bytes(inner) for inner in jaxprs_in_params(equation.params))])
     return largest

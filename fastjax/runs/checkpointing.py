@@ -4,7 +4,7 @@ On a device whose memory is known the compiler's layout of the step is looked at
 is what runs. On a CPU the step is compiled when it is called first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +42,12 @@ def run_policies(setting: bool | str, earlier: str | None) -> tuple[str, ...]:
     """
     if setting == "auto":
         return candidates() if earlier is None else (earlier,)
-    return ({True: "full", False: "projections"}.get(setting) or str(setting),)
+    return ("full" if setting is True else "projections" if setting is False else setting,)
+
+
+def device_stats() -> Mapping[str, int] | None:
+    """Figures of the run's device, for its allocator; None: it keeps none."""
+    return jax.local_devices()[0].memory_stats()
 
 
 def compile_step(policies: Sequence[str], make: Callable[[str], Any], state: Any, frozen: Any, batch: Any) -> RunStep:
@@ -55,7 +60,7 @@ def compile_step(policies: Sequence[str], make: Callable[[str], Any], state: Any
         frozen: the frozen weights.
         batch: the shapes of a batch.
     """
-    stats = jax.local_devices()[0].memory_stats()
+    stats = device_stats()
     limit = memory_limit(stats)
     if stats is None or limit is None:
         policy = "full" if len(policies) > 1 else policies[0]

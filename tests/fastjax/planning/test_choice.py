@@ -1,0 +1,34 @@
+"""Which policy is taken, with made-up memories."""
+
+import pytest
+
+from fastjax.planning.choice import choose
+from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
+
+GIB = 2**30
+NEEDS = {"much": 30, "some": 12, "least": 9}
+
+
+@pytest.mark.parametrize(
+    ("limit", "policy", "compiled", "words"),
+    [
+        (40, "much", ["much"], "gradient checkpointing: much, with 30.5 of 40.0 GiB"),
+        (30, "some", ["much", "some"], "some, with 12.5 of 30.0 GiB; much would need 30.5"),
+        (20, "some", ["some"], "some, with 12.5 of 20.0 GiB; much would need 25.0"),
+        (10, "least", ["some", "least"], "least, with 9.5 of 10.0 GiB; much would need 25.0; some would need 12.5"),
+        (2, "least", ["least"], "least, with 9.5 of 2.0 GiB, which is more than there is; much would need 25.0"),
+    ],
+)
+def test_the_fastest_that_fits(limit, policy, compiled, words):
+    """What cannot fit by the estimate is not compiled, but the last."""
+    asked = []
+
+    def compile(name):
+        asked.append(name)
+        return StepMemory(0, NEEDS[name] * GIB, 0), f"step {name}"
+
+    at_least = {"much": 25, "some": 3, "least": 3}
+    choice = choose(list(NEEDS), limit * GIB, at_least=lambda name: at_least[name] * GIB, compile=compile)
+    assert (choice.policy, asked, choice.compiled) == (policy, compiled, f"step {policy}")
+    assert choice.memory.device == NEEDS[policy] * GIB + ALLOCATOR_BYTES
+    assert words in str(choice)

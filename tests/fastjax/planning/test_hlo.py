@@ -1,0 +1,58 @@
+"""A program of a few lines, read."""
+
+from fastjax.planning.arrays import largest_arrays
+from fastjax.planning.hlo import kernels
+
+TEXT = """HloModule jit_step, is_scheduled=true
+
+%slice_computation (param_0: bf16[8,512,256], param_1: s32[]) -> f32[512,256] {
+  %param_0 = bf16[8,512,256]{2,1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %one = bf16[1,512,256]{2,1,0} dynamic-slice(%param_0, %param_1, %zero, %zero), dynamic_slice_sizes={1,512,256}
+  %flat = bf16[512,256]{1,0} bitcast(%one)
+  ROOT %wide = f32[512,256]{1,0} convert(%flat)
+}
+
+%update_computation (param_0.1: f32[8,512,256], param_1.1: f32[512,256], param_2.1: s32[]) -> f32[8,512,256] {
+  %param_0.1 = f32[8,512,256]{2,1,0} parameter(0)
+  %param_1.1 = f32[512,256]{1,0} parameter(1)
+  %param_2.1 = s32[] parameter(2)
+  %new = f32[1,512,256]{2,1,0} bitcast(%param_1.1)
+  ROOT %set = f32[8,512,256]{2,1,0} dynamic-update-slice(%param_0.1, %new, %param_2.1, %param_2.1, %param_2.1)
+}
+
+%body (state: (s32[], bf16[8,512,256], f32[8,512,256])) -> (s32[], bf16[8,512,256], f32[8,512,256]) {
+  %state = (s32[], bf16[8,512,256]{2,1,0}, f32[8,512,256]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %weights = bf16[8,512,256]{2,1,0} get-tuple-element(%state), index=1
+  %kept = f32[8,512,256]{2,1,0} get-tuple-element(%state), index=2
+  %taken = f32[512,256]{1,0} fusion(%weights, %i), kind=kLoop, calls=%slice_computation, metadata={op_name="jit(step)/jvp()/while/body/eval_jaxpr/take"}
+  %put = f32[8,512,256]{2,1,0} fusion(%kept, %taken, %i), kind=kLoop, calls=%update_computation, metadata={op_name="jit(step)/transpose(jvp())/while/body/checkpoint/mlp/put"}
+  ROOT %next = (s32[], bf16[8,512,256]{2,1,0}, f32[8,512,256]{2,1,0}) tuple(%i, %weights, %put)
+}
+
+ENTRY %main (a: bf16[128,512], b: bf16[512,256]) -> bf16[128,256] {
+  %a = bf16[128,512]{1,0} parameter(0)
+  %b = bf16[512,256]{1,0} parameter(1)
+  %start = (s32[], bf16[8,512,256]{2,1,0}, f32[8,512,256]{2,1,0}) custom-call(), custom_call_target="made"
+  %loop = (s32[], bf16[8,512,256]{2,1,0}, f32[8,512,256]{2,1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"8"}}
+  ROOT %product = (bf16[128,256]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"lhs_batch_dimensions":[]}
+}
+"""  # noqa: E501
+
+
+def test_kernels_count_slices_and_loops():
+    found = {kernel.scope.split("/")[-1]: kernel for kernel in kernels(TEXT)}
+    assert set(found) == {"start", "take", "put", "product"}
+    piece = 512 * 256
+    assert found["take"].times == 8 and found["take"].moved == 2 * piece + 4 + 4 * piece
+    assert found["put"].moved == 4 * piece + 4 + 4 * piece, "what is updated in place is not read"
+    product = found["product"]
+    assert (product.times, product.flops) == (1, 2 * 128 * 256 * 512)
+    assert product.moved == 2 * (128 * 512 + piece + 128 * 256), "its workspace is not moved"
+
+
+def test_the_largest_arrays_are_named():
+    first, *_ = largest_arrays(TEXT.replace("%start = (s32[], bf16[8,512,256]{2,1,0}, ", "%start = ("), 3)
+    assert first.type == "f32[8,512,256]" and first.bytes == 4 * 8 * 512 * 256
