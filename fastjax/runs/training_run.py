@@ -18,7 +18,6 @@ from fastjax.runs.checkpointing import RunStep, compile_step, memory_advice, run
 from fastjax.runs.datasets import RunData
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.identity import Identity
-from fastjax.runs.messages import say
 from fastjax.runs.model import initial_state
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
@@ -122,7 +121,6 @@ class TrainingRun:
             step = self._compile(None if earlier is None else earlier.checkpointing)
             compile_seconds = time.perf_counter() - began
             if step.choice is not None:
-                say(self.console, str(step.choice))
                 _tell(sinks, start.step, "checkpointing", str(step.choice), **step.choice.row())
             fitted = fit(
                 step.call,

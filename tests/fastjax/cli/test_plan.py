@@ -1,0 +1,75 @@
+"""`fastjax plan`: a plan for a card that is not there, and what it refuses."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from fastjax.cli import main
+from fastjax.planning import aot
+from fastjax.planning.choice import candidates
+from tests.support.aot import needs_cuda_plugin
+
+
+@pytest.fixture
+def settings(chat_folder, tmp_path):
+    """A file of settings; its data and its tokenizer do not matter."""
+    content = {
+        "model": {"model_name": str(chat_folder), "max_seq_length": 128},
+        "data": {"train": "nowhere.jsonl"},
+        "lora": {"r": 4},
+        "output": {"output_dir": str(tmp_path / "out")},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return str(file)
+
+
+@needs_cuda_plugin
+@pytest.mark.aot
+@pytest.mark.newer_world
+def test_a_plan_without_a_card(settings, tmp_path, capsys):
+    output = tmp_path / "plan.json"
+    policies = [candidates()[0], candidates()[-1]]
+    options = ["--gpu", "t4", "--memory", "2.5", "--checkpointing", *policies, "--output", str(output)]
+    assert main(["plan", settings, *options]) == 0
+    plan = json.loads(output.read_text())
+    assert plan["gpu"] == "Tesla T4" and plan["memory_limit"] == 2.5e9 and plan["chosen"] in policies
+    assert not (tmp_path / "out").exists()
+    for row, policy in zip(plan["policies"], policies, strict=True):
+        assert row["policy"] == policy and row["fits"] and row["host_bytes"] == 0
+        assert row["device_bytes"] > row["argument_bytes"] > 68_928 / 2, "at least four bits a parameter"
+        assert row["step_seconds"] > row["model_flops"] / 65e12
+    costs = {row["policy"]: row["recomputed_flops"] for row in plan["policies"]}
+    assert 0 < costs["full"] < plan["policies"][0]["model_flops"]
+    said = capsys.readouterr().out
+    assert "Tesla T4" in said and f"model.use_gradient_checkpointing: {plan['chosen']}" in said
+    if len(candidates()) > 1:
+        assert plan["chosen"] == min(plan["policies"], key=lambda row: row["step_seconds"])["policy"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--gpu: expected one of b200, h200, .*, t4, since JAX sees no GPU on this machine"),
+        (["--gpu", "gt 710"], "--gpu: expected one of b200, h200, .*, t4, got gt 710"),
+        (["--gpu", "t4", "--memory", "much"], "--memory: expected a number of GB greater than 0, got much"),
+        (["--gpu", "t4", "--checkpointing", "some"], "--checkpointing: expected some of .*full.*, got 'some'"),
+        (["--gpu", "t4", "--model.dtype", "bfloat16"], "model.dtype: expected float16 or float32 on Tesla T4, which"),
+    ],
+)
+def test_refusals(settings, options, message, capsys, monkeypatch):
+    monkeypatch.setattr(aot, "why_not", lambda: None)
+    monkeypatch.setattr(aot.topologies, "get_topology_desc", lambda **_: None)
+    monkeypatch.setattr(aot.topologies, "make_mesh", lambda **_: None)
+    assert main(["plan", settings, *options]) == 2
+
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_missing_compiler_is_named(settings, capsys, monkeypatch):
+    monkeypatch.setattr(aot, "_installed", lambda name: False)
+    assert main(["plan", settings, "--gpu", "h200"]) == 2
+    said = capsys.readouterr().err
+    assert "pip install --no-deps jax-cuda13-plugin==" in said and " jax-cuda13-pjrt==" in said

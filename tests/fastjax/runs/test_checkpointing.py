@@ -1,0 +1,73 @@
+"""A run chooses what its backward pass recomputes by the memory of the device, here of one that is made up."""
+
+import jax
+import pytest
+
+from fastjax.errors import TrainingError
+from fastjax.planning.choice import candidates
+from fastjax.runs import checkpointing, training_run
+from fastjax.runs.fine_tune import fine_tune
+from tests.support import chat
+from tests.support.runs import config, rows
+
+pytestmark = pytest.mark.one_world
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    return {
+        "model": {"model_name": str(chat.write_model(folder / "model")), "max_seq_length": 48, "load_in_4bit": False},
+        "data": {"train": str(chat.write_chats(folder / "chats.jsonl")), "cache_dir": None},
+        "lora": {"r": 4, "target_modules": ["q_proj", "down_proj"]},
+    }
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets the bytes that the device's allocator may take."""
+
+    def of(limit):
+        monkeypatch.setattr(checkpointing, "device_stats", lambda: {"bytes_limit": limit, "bytes_in_use": 0})
+
+    return of
+
+
+def run(settings, output, steps, resume=False):
+    sections = {
+        "training": {"max_steps": steps, "per_device_train_batch_size": 2},
+        "optimizer": {"lr_scheduler_type": "constant"},
+        "output": {"output_dir": str(output), "save_steps": 2},
+    }
+    return fine_tune(config(**settings, **sections), resume=resume)
+
+
+def chosen(folder):
+    return [row for row in rows(folder) if row.get("event") == "checkpointing"]
+
+
+def test_the_choice_and_its_resumption(settings, memory, tmp_path):
+    fastest, *_, least = candidates()
+    memory(2**40)
+    assert run(settings, tmp_path / "run", 2).model.remat == fastest
+    (row,) = chosen(tmp_path / "run")
+    assert row["policy"] == fastest and row["refused"] == {} and 0 < row["device_bytes"] < row["limit_bytes"] == 2**40
+    assert "gradient checkpointing" in (tmp_path / "run" / "report.html").read_text()
+    memory(2**20)  # of which no policy fits: a new run would take the last
+    assert run(settings, tmp_path / "run", 4, resume=True).model.remat == fastest
+    assert [row["step"] for row in rows(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
+    assert run(settings, tmp_path / "small", 1).model.remat == least
+    assert set(chosen(tmp_path / "small")[0]["refused"]) == set(candidates()) - {least}
+
+
+def test_out_of_memory_names_the_arrays_and_the_way_out(settings, memory, tmp_path, monkeypatch):
+    memory(2**40)
+
+    def fit(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore")
+
+    monkeypatch.setattr(training_run, "fit", fit)
+    fastest, after, *_ = candidates()
+    said = rf"allocate 9 bytes\.\. The step \({fastest}\) holds .* GiB of weights .* GiB f32\[.*Set model\."
+    with pytest.raises(TrainingError, match=rf"{said}use_gradient_checkpointing: {after}, or lower"):
+        run(settings, tmp_path / "run", 1)
