@@ -8,7 +8,6 @@ import yaml
 
 from fastjax.cli import main
 from fastjax.planning import aot
-from fastjax.planning.choice import candidates
 from tests.support.aot import needs_cuda_plugin
 
 
@@ -31,22 +30,17 @@ def settings(chat_folder, tmp_path):
 @pytest.mark.newer_world
 def test_a_plan_without_a_card(settings, tmp_path, capsys):
     output = tmp_path / "plan.json"
-    policies = [candidates()[0], candidates()[-1]]
-    options = ["--gpu", "t4", "--memory", "2.5", "--checkpointing", *policies, "--output", str(output)]
+    options = ["--gpu", "t4", "--memory", "2.5", "--checkpointing", "full", "--output", str(output)]
     assert main(["plan", settings, *options]) == 0
     plan = json.loads(output.read_text())
-    assert plan["gpu"] == "Tesla T4" and plan["memory_limit"] == 2.5e9 and plan["chosen"] in policies
+    assert (plan["gpu"], plan["memory_limit"], plan["chosen"]) == ("Tesla T4", 2.5e9, "full")
+    (row,) = plan["policies"]
+    assert row["policy"] == "full" and row["fits"] and row["host_bytes"] == 0
+    assert row["device_bytes"] > row["argument_bytes"] > 68_928 / 2, "at least four bits a parameter"
+    assert 0 < row["recomputed_flops"] < row["model_flops"] < 65e12 * row["step_seconds"]
     assert not (tmp_path / "out").exists()
-    for row, policy in zip(plan["policies"], policies, strict=True):
-        assert row["policy"] == policy and row["fits"] and row["host_bytes"] == 0
-        assert row["device_bytes"] > row["argument_bytes"] > 68_928 / 2, "at least four bits a parameter"
-        assert row["step_seconds"] > row["model_flops"] / 65e12
-    costs = {row["policy"]: row["recomputed_flops"] for row in plan["policies"]}
-    assert 0 < costs["full"] < plan["policies"][0]["model_flops"]
     said = capsys.readouterr().out
-    assert "Tesla T4" in said and f"model.use_gradient_checkpointing: {plan['chosen']}" in said
-    if len(candidates()) > 1:
-        assert plan["chosen"] == min(plan["policies"], key=lambda row: row["step_seconds"])["policy"]
+    assert "Tesla T4" in said and "model.use_gradient_checkpointing: full" in said
 
 
 @pytest.mark.parametrize(
