@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from convert.errors import shorten, shown
+from convert.errors import shorten
 from convert.files import atomic_file
 from fastjax.commands.settings import parse_train_config
 from fastjax.errors import ConfigError
@@ -72,14 +72,14 @@ def plan(
 
     if gpu is not None:
         jax.config.update("jax_platforms", "cpu")  # shapes are traced, and nothing runs
-    from fastjax.models.remat import POLICIES
+    from fastjax.models.remat import check_policy
     from fastjax.planning.choice import candidates
     from fastjax.runs.opening import open_shapes
     from fastjax.runs.plan import fastest, plan_run
 
     policies = policies or candidates()
-    if wrong := [name for name in policies if name not in POLICIES]:
-        raise ConfigError(f"--checkpointing: expected some of {', '.join(POLICIES)}, got {shown(wrong[0], 80)}")
+    for name in policies:
+        check_policy(name)
     device = _device(gpu)
     opened = open_shapes(config)
     if limit is None:

@@ -22,6 +22,7 @@ from fastjax.models.adapters import build_adapters
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import layer_of, plan_layers, rearrange, signature
 from fastjax.models.new_rows import grown
+from fastjax.models.remat import policy_of
 from fastjax.models.vocabulary import with_vocab_size
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def attach_adapter(
     runs = [[model.frozen["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
     own = layer_signatures(sites, count)
     shapes = [jax.eval_shape(lambda i=i: layer_of(runs, model.plan, i)) for i in range(count)]
-    signatures = [(signature(shapes[i]), own[i], model.precision.layer_kind(model.config, i)) for i in range(count)]
-    plan = plan_layers(signatures, model.layer_loop)
+    kinds = [(model.precision.layer_kind(model.config, i), policy_of(model.remat, i)) for i in range(count)]
+    plan = plan_layers([(signature(shapes[i]), own[i], kinds[i]) for i in range(count)], model.layer_loop)
     weights = {**model.frozen, "layers": rearrange(runs, model.plan, plan)}
     adapters = build_adapters(adapter, model.config, plan, weights, arrays, key, model.precision)
     decoder = Decoder(model.config, plan, weights, adapters, precision=model.precision, remat=model.remat)

@@ -20,7 +20,7 @@ from fastjax.models.load import load_weights, random_weights
 from fastjax.models.new_rows import grown
 from fastjax.models.outline import Outline, read_outline, row_length
 from fastjax.models.precision import make_precision
-from fastjax.models.remat import POLICIES
+from fastjax.models.remat import check_policy
 from fastjax.models.vocabulary import check_vocabulary
 from fastjax.models.zeros import zero_weights
 
@@ -61,8 +61,9 @@ class FastLanguageModel:
                 them. Without it those of an FP8 folder keep their 8 bits.
             full_finetuning: train every weight (excludes `load_in_4bit`).
             use_gradient_checkpointing: True or "full": keep only the layers' inputs; False or "projections": keep the
-                projections' and the attention's results too; "none": keep everything. "auto": "full", until a run
-                (`runs.fine_tune`) takes the fastest that the device has memory for.
+                projections' and the attention's results too; or another name of `models.remat.POLICIES`, or "NAME:k":
+                the first k layers by NAME, the others by "full". "auto": "full"; a run (`runs.fine_tune`) with this
+                setting takes the fastest that the device has memory for.
             random_state: unused; `get_peft_model` has the seed of the adapters.
             layer_loop: "scan" (short compilation) or "unroll".
             param_dtype: dtype of the trained arrays; frozen weights are held in the compute dtype.
@@ -149,6 +150,7 @@ class FastLanguageModel:
             trained=full_finetuning,
             load_in_4bit=load_in_4bit,
             layer_loop=layer_loop,
+            remat=settings["remat"],
             mxfp4=(config.get("quantization_config") or {}).get("quant_method") in FORMATS["mxfp4"].methods,
         )
         return _build(parsed, config, None, plan, weights, precision, tokenizer, settings)
@@ -293,6 +295,7 @@ def load_opened(
         "trained": full_finetuning,
         "load_in_4bit": load_in_4bit,
         "layer_loop": layer_loop,
+        "remat": settings["remat"],
     }
     if zeros:
         plan, weights = zero_weights(outline.weights, outline.hf_config, config, **how)
@@ -359,11 +362,6 @@ def _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_l
 def _remat(use_gradient_checkpointing: bool | str) -> str:
     if isinstance(use_gradient_checkpointing, bool):
         return "full" if use_gradient_checkpointing else "projections"
-    if use_gradient_checkpointing == "auto":  # of the policies the one that always fits, until a run chooses
+    if use_gradient_checkpointing == "auto":  # a run chooses before it loads its model
         return "full"
-    if use_gradient_checkpointing not in POLICIES:
-        raise ConfigError(
-            f"use_gradient_checkpointing: expected True, False, 'auto' or one of {list(POLICIES)}, "
-            f"got {shown(use_gradient_checkpointing)}"
-        )
-    return use_gradient_checkpointing
+    return check_policy(use_gradient_checkpointing)

@@ -20,6 +20,7 @@ from convert.model.spec import QUANTIZED, WeightSpec
 from convert.weights import Weights
 from fastjax.models.layout import LayerStack, fuse_layer, plan_layers, signature
 from fastjax.models.precision import Precision
+from fastjax.models.remat import policy_of
 from fastjax.quantization import MXFP4Weight, NF4Weight, WeightLike
 from fastjax.quantization.weights import from_tensor
 
@@ -32,6 +33,7 @@ def load_weights(
     trained: bool,
     load_in_4bit: bool,
     layer_loop: str,
+    remat: str = "full",
     allow_nonfinite: bool = False,
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """Read an open Hugging Face folder into the tree that `Decoder` takes.
@@ -46,6 +48,7 @@ def load_weights(
             `load_in_4bit` they are dequantised. In an FP8 folder they keep their 8 bits, unless they are quantised
             or trained.
         layer_loop: "scan" or "unroll".
+        remat: policy of rematerialisation; layers of one stack have one.
         allow_nonfinite: let NaN and infinity through; a matrix that is quantised is refused with any.
 
     Returns:
@@ -84,7 +87,7 @@ def load_weights(
         finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(ready) if leaf.dtype != jnp.uint8])
         return _quantize(ready) if quantizes(path) else ready
 
-    plan = plan_held(config, held, precision, layer_loop)
+    plan = plan_held(config, held, precision, layer_loop, remat)
     tree = fill_tree(config, plan, ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True)))
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
@@ -134,7 +137,7 @@ def hold(
 
 
 def plan_held(
-    config: ModelConfig, held: Mapping[str, Held], precision: Precision, layer_loop: str
+    config: ModelConfig, held: Mapping[str, Held], precision: Precision, layer_loop: str, remat: str
 ) -> tuple[LayerStack, ...]:
     """Arrange the layers whose weights are held in these ways.
 
@@ -143,8 +146,10 @@ def plan_held(
         held: by the weight's path.
         precision: the dtypes, and the modules that stay in float32.
         layer_loop: "scan" or "unroll".
+        remat: as `remat.policy_of` takes it; layers of one stack have one policy.
     """
-    kinds: list[set[Hashable]] = [{precision.layer_kind(config, index)} for index in range(config.num_hidden_layers)]
+    count = config.num_hidden_layers
+    kinds: list[set[Hashable]] = [{precision.layer_kind(config, i), policy_of(remat, i)} for i in range(count)]
     for path, how in held.items():
         place = WeightPath.parse(path)
         if place.layer is not None:
@@ -173,6 +178,7 @@ def random_weights(
     trained: bool,
     load_in_4bit: bool,
     layer_loop: str,
+    remat: str = "full",
     mxfp4: bool = False,
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """Random weights, normal with the config's initializer_range, norms that scale by one, biases zero.
@@ -184,6 +190,7 @@ def random_weights(
         trained: whether the weights are trained themselves.
         load_in_4bit: quantise the layers' matrices, but those of float32 modules, layer by layer.
         layer_loop: "scan" or "unroll".
+        remat: policy of rematerialisation; layers of one stack have one.
         mxfp4: with `load_in_4bit`, the model is one whose files have experts in MXFP4: these are drawn as codes, the
             other matrices are not quantised (as `load_weights` holds such a folder).
     """
@@ -221,8 +228,7 @@ def random_weights(
         for spec in (*between, *last):
             yield weight(spec, jax.random.fold_in(key, 1))
 
-    kinds = [precision.layer_kind(config, index) for index in range(config.num_hidden_layers)]
-    plan = plan_layers(kinds, layer_loop)
+    plan = plan_held(config, {}, precision, layer_loop, remat)
     return plan, fill_tree(config, plan, everything())
 
 

@@ -38,6 +38,7 @@ def zero_weights(
     trained: bool,
     load_in_4bit: bool,
     layer_loop: str,
+    remat: str,
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """What `load_weights` returns, with zeros for values.
 
@@ -49,6 +50,7 @@ def zero_weights(
         trained: whether the weights are trained themselves.
         load_in_4bit: quantise the layers' matrices.
         layer_loop: "scan" or "unroll".
+        remat: policy of rematerialisation; layers of one stack have one.
     """
 
     def stored(spec: WeightSpec) -> tuple[Format, str]:
@@ -63,7 +65,7 @@ def zero_weights(
         spec.path: hold(spec, *formats[spec.path], quantize=load_in_4bit and not quantized, **options)
         for spec in config.specs
     }
-    plan = plan_held(config, held, precision, layer_loop)
+    plan = plan_held(config, held, precision, layer_loop, remat)
     block = _block(hf_config)
 
     def everything() -> Iterator[tuple[WeightPath, WeightLike]]:

@@ -31,7 +31,7 @@ class Choice(NamedTuple):
         policy: its name.
         memory: of its step.
         limit: bytes that the step may take.
-        refused: the faster policies, which do not fit.
+        refused: other policies, which do not fit.
         compiled: the step.
     """
 
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits; the last policy is taken even if it does not."""
+        """Whether the step fits; if none does, the one that needs least is taken."""
         return self.memory.device <= self.limit
 
     def row(self) -> dict[str, Any]:
@@ -70,30 +70,34 @@ def choose(
     policies: Sequence[str],
     limit: int,
     *,
-    at_least: Callable[[str], int],
+    at_least: Callable[[str], int | None],
     compile: Callable[[str], tuple[StepMemory, Any]],
 ) -> Choice:
-    """The first policy whose step fits, or the last one.
+    """The first policy whose step fits, or the one that needs least.
 
     Args:
         policies: the fastest first.
         limit: bytes that the step may take on the device.
-        at_least: a lower bound of a policy's bytes, without compiling; a policy beyond the limit is not compiled, but
-            the last.
+        at_least: a lower bound of a policy's bytes, without compiling, or None where the policy cannot be taken; one
+            beyond the limit is not compiled.
         compile: compiles a policy's step: its memory, and the step.
     """
     refused: list[Refused] = []
-    *faster, last = policies
-    for policy in faster:
+    tried: dict[str, tuple[StepMemory, Any]] = {}
+    for policy in policies:
         needed = at_least(policy)
+        if needed is None:
+            continue
         if needed <= limit:
-            memory, compiled = compile(policy)
+            memory, compiled = tried[policy] = compile(policy)
             if memory.device <= limit:
                 return Choice(policy, memory, limit, refused, compiled)
             needed = memory.device
         refused.append(Refused(policy, needed))
-    memory, compiled = compile(last)
-    return Choice(last, memory, limit, refused, compiled)
+    least = min(reversed(refused), key=lambda one: one.needed).policy
+    memory, compiled = tried.get(least) or compile(least)
+    others = [one for one in refused if one.policy != least]
+    return Choice(least, memory, limit, others, compiled)
 
 
 def _gib(count: int) -> str:

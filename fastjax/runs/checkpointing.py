@@ -1,35 +1,40 @@
-"""The train step of a run, compiled before its first batch, with a policy of rematerialisation that fits.
+"""The train step of a run, compiled before its model is loaded, with a policy of rematerialisation that fits.
 
-On a device whose memory is known the compiler's layout of the step is looked at before it runs, and what was compiled
-is what runs. On a CPU the step is compiled when it is called first.
+On a device whose memory is known the compiler's layout of the step is looked at, and what was compiled is what runs. On
+a CPU the step is compiled when it is called first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
+from fastjax.errors import ConfigError, TrainingError
 from fastjax.planning.arrays import largest_arrays
 from fastjax.planning.choice import Choice, candidates, choose
 from fastjax.planning.device import memory_limit
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.planning.work import stacked_bytes
+from fastjax.runs.opening import OpenModel
+from fastjax.runs.steps import RunShapes
+from fastjax.training.config import TrainConfig
+from fastjax.training.loss import Loss
 
 #: Arrays that a message names.
 _SHOWN = 5
 
 
 class RunStep(NamedTuple):
-    """The train step of a run.
+    """The train step of a run before its model is loaded.
 
     Attributes:
         policy: of rematerialisation.
-        call: the step.
-        choice: how the policy was chosen; None: the device's memory is not known.
+        choice: how it was chosen, with the compiled step; None: the device's memory is not known.
     """
 
     policy: str
-    call: Callable[..., Any]
     choice: Choice | None
 
 
@@ -50,45 +55,75 @@ def device_stats() -> Mapping[str, int] | None:
     return jax.local_devices()[0].memory_stats()
 
 
-def compile_step(policies: Sequence[str], make: Callable[[str], Any], state: Any, frozen: Any, batch: Any) -> RunStep:
-    """The step with the first policy that fits on the device.
+def compile_step(
+    config: TrainConfig,
+    opened: OpenModel,
+    total_steps: int,
+    loss: Loss | None,
+    compiler_options: Mapping[str, Any] | None,
+    earlier: str | None,
+    progress: Callable[[str], None],
+) -> RunStep:
+    """Compile the step of a run with the first policy that fits on the device.
 
     Args:
-        policies: the fastest first.
-        make: the jitted step of a policy.
-        state: the run's.
-        frozen: the frozen weights.
-        batch: the shapes of a batch.
+        config: the run.
+        opened: its model, of which shapes are made.
+        total_steps: of the run.
+        loss: in place of the settings' own.
+        compiler_options: XLA's.
+        earlier: policy of the run that is resumed; None: there is none.
+        progress: takes a message for people before each compilation.
     """
+    policies = run_policies(config.model.use_gradient_checkpointing, earlier)
     stats = device_stats()
     limit = memory_limit(stats)
     if stats is None or limit is None:
-        policy = "full" if len(policies) > 1 else policies[0]
-        return RunStep(policy, make(policy), None)
-    arguments = sum(leaf.nbytes for leaf in jax.tree.leaves((state, frozen)))
-    beside = max(0, stats["bytes_in_use"] - arguments)
-    traced: dict[str, Any] = {}
+        return RunStep("full" if len(policies) > 1 else policies[0], None)
+    shapes = RunShapes(config, opened, total_steps, loss, compiler_options)
 
-    def at_least(policy: str) -> int:
-        traced[policy] = make(policy).trace(state, frozen, batch)
-        return arguments + stacked_bytes(traced[policy].jaxpr) + ALLOCATOR_BYTES
+    @functools.cache
+    def traced(policy: str) -> Any:
+        step, arguments = shapes.step(policy)
+        leaves: list[Any] = jax.tree.leaves(arguments)
+        return step.trace(*arguments), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    def at_least(policy: str) -> int | None:
+        try:
+            program, arguments = traced(policy)
+        except ConfigError:  # it does not suit the model
+            return None
+        return arguments + stacked_bytes(program.jaxpr) + ALLOCATOR_BYTES
 
     def compile(policy: str) -> tuple[StepMemory, Any]:
-        program = traced.get(policy) or make(policy).trace(state, frozen, batch)
+        progress(f"compiling the train step, gradient checkpointing: {policy}")
+        program, _ = traced(policy)
         compiled = program.lower().compile()
         return StepMemory.of(compiled), compiled
 
-    choice = choose(policies, limit - beside, at_least=at_least, compile=compile)
-    return RunStep(choice.policy, choice.compiled, choice)
+    choice = choose(policies, limit - stats["bytes_in_use"], at_least=at_least, compile=compile)
+    return RunStep(choice.policy, choice)
 
 
-def memory_advice(message: str, choice: Choice | None) -> str:
-    """What to do about a device that is out of memory.
+@contextlib.contextmanager
+def memory_advice(step: RunStep) -> Iterator[None]:
+    """Turn a device out of memory into an error with the arrays that take most, and the settings to change.
 
     Args:
-        message: the allocator's.
-        choice: the step that ran, if its memory was looked at.
+        step: of the run.
+
+    Raises:
+        TrainingError: the device is out of memory.
     """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise TrainingError(_advice(str(error).splitlines()[0], step.choice)) from error
+
+
+def _advice(message: str, choice: Choice | None) -> str:
     lower = (
         "lower training.per_device_train_batch_size (and raise gradient_accumulation_steps as much) or "
         "model.max_seq_length"

@@ -13,6 +13,7 @@ from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.models.paths import adapter_paths
+from fastjax.runs.checkpointing import compile_step, memory_advice
 from fastjax.runs.datasets import load_run_data
 from fastjax.runs.folder import RunFolder, claimed
 from fastjax.runs.hub_names import located, pinned
@@ -23,9 +24,12 @@ from fastjax.runs.opening import open_model
 from fastjax.runs.result import check_result, damage, finished, last_evaluation
 from fastjax.runs.resume import newest
 from fastjax.runs.settings_changes import check_settings
+from fastjax.runs.steps import with_policy
 from fastjax.runs.training_run import Evaluate, FineTuned, TrainingRun, describe
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import LoraSection, TrainConfig
+from fastjax.training.determinism import compiler_options
+from fastjax.training.loop import Startup
 from fastjax.training.loss import Loss
 from fastjax.training.metrics import read_rows
 from fastjax.training.trackers import check_trackers
@@ -92,17 +96,22 @@ def fine_tune(
         if earlier is not None:
             changed += check_identity(earlier.where, earlier.identity, identity)
         began = time.perf_counter()
-        model = load_model(config, opened, console)
-        load_seconds = time.perf_counter() - began
+        options = compiler_options(config.training.deterministic, folder.path)
+        before = None if earlier is None else earlier.checkpointing
+        step = compile_step(config, opened, data.total_steps, loss, options, before, lambda text: say(console, text))
+        compiled = time.perf_counter()
+        with memory_advice(step):
+            model = load_model(with_policy(config, step.policy), opened, console)
+        startup = Startup(load_seconds=time.perf_counter() - compiled, compile_seconds=compiled - began)
         if model.lora is not None:
             tokens = config.training.per_device_train_batch_size * config.model.max_seq_length
             for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
                 say(console, line)
         check_vocabulary(model, data)
-        checkpoints.extra = describe(config, data, identity)
-        run = TrainingRun(config, console, folder, checkpoints, data, identity, model, loss, evaluate)
+        checkpoints.extra = describe(config, data, identity, step.policy)
+        run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, loss, evaluate)
         del model  # its trained arrays: the run has copies
-        return run.train(earlier, changed if resume else None, load_seconds)
+        return run.train(earlier, changed if resume else None, startup)
 
 
 def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> FineTuned | str:

@@ -42,7 +42,7 @@ def load_model(config: TrainConfig, opened: OpenModel, console: Console) -> Lang
     return model.replace(tokenizer=opened.tokenizer)
 
 
-def run_shapes(config: TrainConfig, opened: OpenShapes) -> LanguageModel:
+def run_shapes(config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:
     """The model of a run as it begins, with shapes for arrays; dtypes are those of the device that is traced for.
 
     Args:

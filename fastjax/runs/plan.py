@@ -1,9 +1,8 @@
 """A plan of a run: its real train step compiled for a card with each policy, its memory and its time estimated."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from fastjax.errors import ConfigError
@@ -13,9 +12,8 @@ from fastjax.planning.hlo import kernels
 from fastjax.planning.memory import StepMemory
 from fastjax.planning.speed import step_seconds
 from fastjax.planning.work import plain_path, product_flops
-from fastjax.runs.model import initial_state, run_shapes
 from fastjax.runs.opening import OpenShapes
-from fastjax.runs.steps import batch_shapes, run_loss, run_step
+from fastjax.runs.steps import RunShapes
 from fastjax.training.config import TrainConfig
 from fastjax.training.determinism import DETERMINISTIC
 from fastjax.training.flops import flops_per_token, peak_flops
@@ -78,19 +76,14 @@ def plan_run(
     _check_dtype(config, device.card)
     progress("shapes of the model")
     with device.tracing():
-        model = run_shapes(config, opened)
-        state = jax.eval_shape(lambda own: initial_state(config, model.replace(trainable=own), _STEPS), model.trainable)
-    batch = batch_shapes(config)
-    tokens = batch.tokens.size
+        run = RunShapes(config, opened, _STEPS, None, DETERMINISTIC if config.training.deterministic else None)
+    model, tokens = run.model("full"), run.batch.tokens.size
     flops = tokens * flops_per_token(model.config, model.trainable, config.model.max_seq_length)
-    options = DETERMINISTIC if config.training.deterministic else None
-
-    def step(policy: str) -> Any:
-        return run_step(config, model.with_checkpointing(policy), _STEPS, run_loss(config.training), options)
 
     def products(policy: str) -> float:
+        step, arguments = run.step(policy)
         with plain_path():
-            return product_flops(step(policy).trace(state, model.frozen, batch).jaxpr)
+            return product_flops(step.trace(*arguments).jaxpr)
 
     progress("products of the step")
     once = products("none")
@@ -98,7 +91,7 @@ def plan_run(
     for policy in policies:
         progress(f"compiling for {device.card.device_kind}: {policy}")
         recomputed = max(0.0, products(policy) - once)
-        compiled = device.compile(step(policy), (state, model.frozen, batch))
+        compiled = device.compile(*run.step(policy))
         memory = StepMemory.of(compiled)
         seconds = step_seconds(
             kernels(compiled.as_text()),

@@ -1,5 +1,6 @@
 """A run's train step, from its settings: what training compiles and what a plan compiles are one."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 
 from fastjax.data.batches import Batch
 from fastjax.language_model import LanguageModel
+from fastjax.runs.model import initial_state, run_shapes
+from fastjax.runs.opening import OpenModel, OpenShapes
 from fastjax.training.config import TrainConfig
 from fastjax.training.config.training import TrainingSection
 from fastjax.training.loss import Loss, loss_sums
@@ -57,17 +60,66 @@ def run_step(
     )
 
 
-def batch_shapes(config: TrainConfig) -> Batch:
-    """The shapes of a run's batches.
+class RunShapes:
+    """A run's train step by policy of rematerialisation, with shapes for arrays: no weight is read, no array is made.
+
+    Attributes:
+        config: the run, its compute dtype settled.
+        batch: shapes of a batch.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        opened: OpenModel | OpenShapes,
+        total_steps: int,
+        loss: Loss | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+    ):
+        """Make the shapes, for the device that is traced for here.
+
+        Args:
+            config: the run.
+            opened: its model.
+            total_steps: of the run.
+            loss: in place of the settings' own.
+            compiler_options: XLA's.
+        """
+        training, length = config.training, config.model.max_seq_length
+        shape = (training.gradient_accumulation_steps, training.per_device_train_batch_size, length)
+        array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+        self.batch = Batch(array, array, array, array)
+        self._opened, self._total_steps, self._options = opened, total_steps, compiler_options
+        self._loss = loss or run_loss(training)
+        self._whole = run_shapes(with_policy(config, "full"), opened)
+        self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=str(self._whole.dtype)))
+
+    def model(self, policy: str) -> LanguageModel:
+        """The model; layers of one stack have one policy, so "NAME:k" may have stacks of its own."""
+        if ":" in policy:
+            return run_shapes(with_policy(self.config, policy), self._opened)
+        return self._whole.with_checkpointing(policy)
+
+    def step(self, policy: str) -> tuple[Any, tuple[Any, Any, Batch]]:
+        """The jitted step, and the shapes of its state, frozen weights and batch.
+
+        Raises:
+            ConfigError: the policy does not suit the model.
+        """
+        model, config = self.model(policy), self.config
+        step = run_step(config, model, self._total_steps, self._loss, self._options)
+        state = jax.eval_shape(
+            lambda trainable: initial_state(config, model.replace(trainable=trainable), self._total_steps),
+            model.trainable,
+        )
+        return step, (state, model.frozen, self.batch)
+
+
+def with_policy(config: TrainConfig, policy: str) -> TrainConfig:
+    """The settings with a policy of rematerialisation.
 
     Args:
         config: the run.
+        policy: its name.
     """
-    training = config.training
-    shape = (
-        training.gradient_accumulation_steps,
-        training.per_device_train_batch_size,
-        config.model.max_seq_length,
-    )
-    array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return Batch(array, array, array, array)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, use_gradient_checkpointing=policy))

@@ -2,8 +2,7 @@
 
 import contextlib
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +13,14 @@ from fastjax.data import Batches
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.language_model import LanguageModel
-from fastjax.runs.checkpointing import RunStep, compile_step, memory_advice, run_policies
+from fastjax.runs.checkpointing import RunStep, memory_advice
 from fastjax.runs.datasets import RunData
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.identity import Identity
 from fastjax.runs.model import initial_state
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
-from fastjax.runs.steps import batch_shapes, run_loss, run_step
+from fastjax.runs.steps import run_loss, run_step
 from fastjax.training.cadence import Cadence, Progress
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
@@ -70,17 +69,20 @@ class TrainingRun:
         data: RunData,
         identity: Identity,
         model: LanguageModel,
+        step: RunStep,
         loss: Loss | None,
         evaluate: Evaluate | None,
     ):
         self.config, self.console, self.folder, self.checkpoints, self.data = config, console, folder, checkpoints, data
         self.identity, self.user_evaluate = identity, evaluate
         self.loss = loss or run_loss(config.training)
-        self.options = compiler_options(config.training.deterministic, folder.path)
+        options = compiler_options(config.training.deterministic, folder.path)
+        self.step, self.train_step = step, run_step(config, model, data.total_steps, self.loss, options)
+        if step.choice is not None:
+            self.train_step = step.choice.compiled
         self.eval_step = make_eval_step(
-            model.graphdef, model.trainable_filter, loss=self.loss, compiler_options=self.options
+            model.graphdef, model.trainable_filter, loss=self.loss, compiler_options=options
         )
-        self.step: RunStep | None = None  # compiled when the state is there
         self.state = initial_state(config, model, data.total_steps)
         # Rows of tokens that are not in the first batches get no gradient by right.
         self.check = GradientCheck(
@@ -92,7 +94,7 @@ class TrainingRun:
             self.flops_per_token = flops_per_token(model.config, model.trainable, attended_length(lengths))
         self.model = model.replace(trainable=None)  # the state has a copy; of a whole model there should be one
 
-    def train(self, earlier: Earlier | None, changed: list[str] | None, load_seconds: float) -> FineTuned:
+    def train(self, earlier: Earlier | None, changed: list[str] | None, startup: Startup) -> FineTuned:
         """Take the steps, from the start or from a checkpoint, and save the result."""
         config, total = self.config, self.data.total_steps
         start, position = Progress(), None
@@ -116,14 +118,11 @@ class TrainingRun:
             stop = stack.enter_context(StopSignals())
             status = "failed"
             stack.callback(lambda: self._report(status))
-            stack.enter_context(self._memory_advice())
-            began = time.perf_counter()
-            step = self._compile(None if earlier is None else earlier.checkpointing)
-            compile_seconds = time.perf_counter() - began
-            if step.choice is not None:
-                _tell(sinks, start.step, "checkpointing", str(step.choice), **step.choice.row())
+            stack.enter_context(memory_advice(self.step))
+            if (choice := self.step.choice) is not None:
+                _tell(sinks, start.step, "checkpointing", str(choice), **choice.row())
             fitted = fit(
-                step.call,
+                self.train_step,
                 self.state,
                 self.model.frozen,
                 self.data.batches.from_step(start.step, total, position),
@@ -138,7 +137,7 @@ class TrainingRun:
                 ),
                 sinks=sinks,
                 throughput=self._throughput(start),
-                startup=Startup(load_seconds, compile_seconds),
+                startup=startup,
                 checkpoints=self.checkpoints,
                 stop=stop,
                 check=self.check,
@@ -162,32 +161,6 @@ class TrainingRun:
             _tell(sinks, fitted.progress.step, status, message, files=files, base=base)
         evaluation = fitted.evaluation or last_evaluation(self.folder)  # where no step was left to take
         return FineTuned(self.model, self.folder.result, evaluation, config)
-
-    def _compile(self, earlier: str | None) -> RunStep:
-        """The train step, with the policy of the settings, of the run before, or the fastest that fits."""
-
-        def make(policy: str) -> Any:
-            model = self.model.replace(trainable=self.state.trainable).with_checkpointing(policy)
-            return run_step(self.config, model, self.data.total_steps, self.loss, self.options)
-
-        policies = run_policies(self.config.model.use_gradient_checkpointing, earlier)
-        self.step = step = compile_step(policies, make, self.state, self.model.frozen, batch_shapes(self.config))
-        model = self.model.replace(trainable=self.state.trainable).with_checkpointing(step.policy)
-        self.model = model.replace(trainable=None)
-        describe = self.checkpoints.extra
-        self.checkpoints.extra = lambda step: {**describe(step), "checkpointing": self.model.remat}
-        return step
-
-    @contextlib.contextmanager
-    def _memory_advice(self) -> Iterator[None]:
-        """Turn a device out of memory into an error with the arrays that take most, and the settings to change."""
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            choice = None if self.step is None else self.step.choice
-            raise TrainingError(memory_advice(str(error).splitlines()[0], choice)) from error
 
     def _evaluate(self, trainable: Any) -> Evaluation:
         training, held_out = self.config.training, self.data.held_out
@@ -253,9 +226,7 @@ class TrainingRun:
         return usage(self.config, self.folder.result, self.model.hf_config, str(self.model.dtype))
 
     def _report(self, status: str) -> None:
-        environment = describe_environment()
-        if self.step is not None:
-            environment["gradient checkpointing"] = self.step.policy
+        environment = describe_environment() | {"gradient checkpointing": self.step.policy}
         write_report(
             self.folder.path,
             config=dataclasses.asdict(self.config),
@@ -268,15 +239,18 @@ class TrainingRun:
         )
 
 
-def describe(config: TrainConfig, data: RunData, identity: Identity) -> Callable[[int], dict[str, Any]]:
+def describe(
+    config: TrainConfig, data: RunData, identity: Identity, policy: str | None = None
+) -> Callable[[int], dict[str, Any]]:
     """The JSON that a checkpoint of a run keeps beside its state, by step.
 
     Args:
         config: the run.
         data: its data.
         identity: of the run.
+        policy: of rematerialisation; None: it is not chosen yet.
     """
-    stored = {"config": dataclasses.asdict(config), **identity._asdict()}
+    stored = {"config": dataclasses.asdict(config), **identity._asdict(), "checkpointing": policy}
     return lambda step: {**stored, "position": data.batches.position(step)}
 
 

@@ -1,12 +1,17 @@
 """The sections `model` and `lora`: the arguments of `FastLanguageModel.from_pretrained` and `.get_peft_model`."""
 
 import dataclasses
+import re
 from typing import Any, Literal
 
+from convert.errors import shown
 from fastjax.errors import ConfigError
 from fastjax.limits import MAX_RANK, MAX_ROW_TOKENS
 from fastjax.lora.settings import LoraSettings
 from fastjax.training.config.checks import check_section, expect
+
+#: The policies of `models.remat.POLICIES`, which needs JAX.
+CHECKPOINTING = ("none", "projections", "attention", "full", "offload_attention", "offload")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +35,11 @@ class ModelSection:
         rope_scaling: replaces the scaling of the rotary positions, for longer contexts, as config.json has it:
             {rope_type: yarn, factor: 4.0}; default, linear, dynamic, yarn, longrope or llama3, the factor counted from
             the length that the model was pretrained on.
-        use_gradient_checkpointing: the backward pass recomputes: true or "full": all but the layers' inputs; false or
-            "projections": the operations between the projections and the attention; "none": nothing. "auto": of all
-            but "none" the fastest that the GPU has memory for, "full" on a CPU; a resumed run keeps its choice.
+        use_gradient_checkpointing: the backward pass recomputes: none: nothing; false or projections: the operations
+            between the projections and the attention; attention: all but the attention; true or full: all but the
+            layers' inputs; offload_attention, offload: as these two, with what is kept in the host's memory;
+            projections:8: the first eight layers by projections, the others by full. auto: of all but none the fastest
+            that the GPU has memory for, full on a CPU; a resumed run keeps its choice.
         allow_nonfinite: let NaN and infinity in the base's or the adapter's weights through instead of refusing them by
             the tensor's name; a matrix that is quantised is refused with any.
         layer_loop: scan over the layers (compile time independent of depth) or unroll them (a few percent faster).
@@ -47,13 +54,19 @@ class ModelSection:
     full_finetuning: bool = False
     new_tokens: list[str] | None = None
     rope_scaling: dict[str, Any] | None = None
-    use_gradient_checkpointing: bool | Literal["auto", "full", "projections", "none"] = "auto"
+    use_gradient_checkpointing: bool | str = "auto"
     allow_nonfinite: bool = False
     layer_loop: Literal["scan", "unroll"] = "scan"
 
     def __post_init__(self) -> None:
         check_section("model", self)
         expect("model.max_seq_length", self.max_seq_length, self.max_seq_length >= 2, "at least 2")
+        policy = self.use_gradient_checkpointing
+        if isinstance(policy, str) and not re.fullmatch(rf"auto|({'|'.join(CHECKPOINTING)})(:[0-9]{{1,6}})?", policy):
+            raise ConfigError(
+                f"model.use_gradient_checkpointing: expected true or false or one of auto, {', '.join(CHECKPOINTING)}, "
+                f"or NAME:k for the first k layers, got {shown(policy, 80)}"
+            )
         fits = self.max_seq_length <= MAX_ROW_TOKENS
         expect("model.max_seq_length", self.max_seq_length, fits, f"of at most {MAX_ROW_TOKENS}")
         if self.full_finetuning and self.load_in_4bit:

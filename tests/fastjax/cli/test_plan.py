@@ -49,7 +49,10 @@ def test_a_plan_without_a_card(settings, tmp_path, capsys):
         ([], "--gpu: expected one of b200, h200, .*, t4, since JAX sees no GPU on this machine"),
         (["--gpu", "gt 710"], "--gpu: expected one of b200, h200, .*, t4, got gt 710"),
         (["--gpu", "t4", "--memory", "much"], "--memory: expected a number of GB greater than 0, got much"),
-        (["--gpu", "t4", "--checkpointing", "some"], "--checkpointing: expected some of .*full.*, got 'some'"),
+        (
+            ["--gpu", "t4", "--checkpointing", "some"],
+            "use_gradient_checkpointing: expected one of .*full.*, or NAME:k .* got 'some'",
+        ),
         (["--gpu", "t4", "--model.dtype", "bfloat16"], "model.dtype: expected float16 or float32 on Tesla T4, which"),
     ],
 )
