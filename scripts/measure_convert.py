@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-from model_folder import make_model
 
 from convert.adapters import AdapterConfig, write_adapter
 from convert.families import family_for
+from fastjax.bench.model_folder import make_model
 
 CONFIG = {
     "model_type": "llama",

@@ -18,9 +18,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from measure_convert import anonymous
-from model_folder import make_model
 from tokenizers import Tokenizer, models
 
+from fastjax.bench.model_folder import make_model
 from fastjax.bench.step.presets import PRESETS, preset_config
 
 CHILD = """

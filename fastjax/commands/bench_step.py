@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         help="the whole train step of a model with random weights",
         description="Time the whole train step, optimizer included, of a model with random weights, in a process of "
         "its own for each combination of checkpointing, layer loop and attention. Steps that do not train give no "
-        "figure and exit status 1.",
+        "figure and exit status 1. Unsloth is measured beside it where it is installed.",
         epilog=f"regimes: {_REGIMES}.",
     )
     parser.add_argument("--preset", choices=tuple(PRESETS), default="llama3-8b", help="shape (default: %(default)s)")
@@ -92,14 +92,20 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw tokens/s and memory as PNG")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> None:
     from fastjax.bench.step.run import run
 
-    files = {"output": arguments.output, "text": arguments.markdown, "profile": arguments.profile}
-    run(_cases(arguments), **files)
+    run(
+        _cases(arguments),
+        output=arguments.output,
+        text=arguments.markdown,
+        plot=arguments.plot,
+        profile=arguments.profile,
+    )
 
 
 def _cases(arguments: argparse.Namespace) -> list[StepCase]:

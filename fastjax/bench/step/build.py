@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from convert.model.config import ModelConfig
 from fastjax.bench.attention.cases import packed
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.presets import preset_config
@@ -38,18 +39,24 @@ def build_model(case: StepCase) -> LanguageModel:
     )
     if case.full:
         return model
-    modules = experts = None
-    if case.adapters == "attention":
-        inside = {spec.path.part for spec in model.config.specs if spec.path.block == "self_attn"}
-        modules = [name for name in projections(model.config) if name in inside]
-    elif model.config.moe is not None:
-        experts = _EXPERTS
+    with_experts = case.adapters == "all" and model.config.moe is not None
     return FastLanguageModel.get_peft_model(
         model,
         r=case.rank,
-        target_modules=modules,
-        target_parameters=experts,
+        target_modules=adapted_modules(model.config, case.adapters),
+        target_parameters=_EXPERTS if with_experts else None,
     )
+
+
+def adapted_modules(config: ModelConfig, adapters: str) -> list[str]:
+    """The projections that get an adapter, by name, without a mixture's experts.
+
+    Args:
+        config: the model's.
+        adapters: "all" or "attention".
+    """
+    inside = {spec.path.part for spec in config.specs if adapters == "all" or spec.path.block == "self_attn"}
+    return [name for name in projections(config) if name in inside]
 
 
 def documents_of(case: StepCase) -> Documents | None:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fastjax.bench.step import peers
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.measure import StepResult, check, measure
-from fastjax.bench.step.table import markdown, print_results
+from fastjax.bench.step.table import Line, Measured, markdown, print_results
 from fastjax.errors import TrainingError
 
 
@@ -24,15 +25,17 @@ def run(
     *,
     output: Path | None = None,
     text: Path | None = None,
+    plot: Path | None = None,
     profile: Path | None = None,
     console: Console | None = None,
 ) -> list[StepResult]:
-    """Measure each case in a process of its own, show tables, write files.
+    """Measure each case in a process of its own, show tables, write files; then Unsloth where it is installed.
 
     Args:
         cases: of one model.
         output: JSON file for cases and results; None: no file.
         text: Markdown file for the table; None: no file.
+        plot: PNG for speed and memory; None: no picture.
         profile: folder for a trace of each case, numbered as the cases are; None: no traces.
         console: for the tables.
 
@@ -44,7 +47,7 @@ def run(
         TrainingError: steps that do not train, after the tables and files of the others.
     """
     console = console or Console()
-    results, checks = [], {}
+    measured, checks = [], {}
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
         for number, case in enumerate(cases):
@@ -53,27 +56,41 @@ def run(
                 if key not in checks:
                     checks[key] = pool.submit(check, case).result()
                 bad = checks[key].fault or checks[key].error
-                results.append(checks[key] if bad else pool.submit(measure, case, trace).result())
-    measured = list(zip(cases, results, strict=True))
+                measured.append(Line(case, checks[key] if bad else pool.submit(measure, case, trace).result()))
+        absent = peers.why_not(cases[0])
+        for case in () if absent else peers.cases_of(cases):
+            with console.status(f"{peers.label()} {case.preset} {case.rows} {case.checkpointing}"):
+                measured.append(Line(case, pool.submit(peers.measure_unsloth, case).result(), peers.label()))
     print_results(console, measured)
+    if absent:
+        console.print(f"Unsloth: {absent}", highlight=False)
     if profile is not None:
-        traced = any(result.profile is not None for result in results)
-        console.print(
-            f"traces in {profile}" + ("" if traced else ", without kernels: there is no GPU"), highlight=False
-        )
-    files = {}
-    if output is not None:
-        rows = [dataclasses.asdict(case) | dataclasses.asdict(result) for case, result in measured]
-        files[output] = (json.dumps(rows, indent=1) + "\n").encode()
-    if text is not None:
-        files[text] = markdown(measured).encode()
-    for file, content in files.items():
-        file.write_bytes(content)
-        console.print(f"written to {file}", highlight=False)
-    faults = sum(result.fault is not None for result in results)
+        traced = any(line.result.profile is not None for line in measured)
+        console.print(f"traces in {profile}{'' if traced else ', without kernels: there is no GPU'}", highlight=False)
+    for file, content in ((output, _json), (text, _markdown), (plot, _png)):
+        if file is not None:
+            file.write_bytes(content(measured))
+            console.print(f"written to {file}", highlight=False)
+    faults = sum(line.result.fault is not None for line in measured)
     if faults:
-        raise TrainingError(f"bench step: {faults} of {len(cases)} cases gave no figure: the reasons are above")
-    return results
+        raise TrainingError(f"bench step: {faults} of {len(measured)} cases gave no figure: the reasons are above")
+    return [line.result for line in measured[: len(cases)]]
+
+
+def _json(measured: Measured) -> bytes:
+    rows = [{"by": line.by} | dataclasses.asdict(line.case) | dataclasses.asdict(line.result) for line in measured]
+    return (json.dumps(rows, indent=1) + "\n").encode()
+
+
+def _markdown(measured: Measured) -> bytes:
+    return markdown(measured).encode()
+
+
+def _png(measured: Measured) -> bytes:
+    from fastjax.bench.step.plot import draw
+
+    case, result = measured[0].case, measured[0].result
+    return draw(measured, f"Step · {case.model} · {case.trained} · {result.device} · jax {result.jax}")
 
 
 def _checked_once(case: StepCase) -> Hashable:

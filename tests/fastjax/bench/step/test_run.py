@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fastjax.bench.step import measure as measuring
+from fastjax.bench.step import peers
 from fastjax.bench.step import run as running
 from fastjax.bench.step.case import StepCase
 from fastjax.cli import main
@@ -39,16 +40,24 @@ def here(monkeypatch):
     monkeypatch.setattr(measuring, "fault_of", lambda case: None)
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """No other library, whatever is installed."""
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+
+
 def test_in_its_own_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    output, text, traces = tmp_path / "step.json", tmp_path / "step.md", tmp_path / "traces"
-    files = ["--output", str(output), "--markdown", str(text), "--profile", str(traces)]
+    output, text = tmp_path / "step.json", tmp_path / "step.md"
+    picture, traces = tmp_path / "step.png", tmp_path / "traces"
+    files = ["--output", str(output), "--markdown", str(text), "--profile", str(traces), "--plot", str(picture)]
     assert main(["bench", "step", *SIZE, "--rank", "4", *files]) == 0
     out = capsys.readouterr().out
-    assert "step · tiny · QLoRA, NF4, r=4" in out and "without kernels: there is no GPU" in out
-    assert list(traces.rglob("*.xplane.pb"))
+    assert "step · tiny · QLoRA, NF4, r=4 · 2×32 · cpu" in out and "without kernels: there is no GPU" in out
+    assert "Unsloth: not installed" in out
+    assert list(traces.rglob("*.xplane.pb")) and picture.stat().st_size > 1000
     (row,) = json.loads(output.read_text())
     assert (row["checkpointing"], row["layer_loop"], row["dtype"]) == ("full", "scan", "float32")
     assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
@@ -60,7 +69,7 @@ def test_in_its_own_process(tmp_path, capsys, monkeypatch):
     assert row["losses"][-1] < row["losses"][0]
     assert len(row["losses"]) == 3
     line = text.read_text().splitlines()[2]
-    assert line.startswith("| tiny | QLoRA, NF4, r=4 | 2×32 | full | scan | ")
+    assert line.startswith("| fastjax | tiny | QLoRA, NF4, r=4 | 2×32 | full | scan | ")
     assert f"| {row['tokens_per_second']:,.0f} |" in line
 
 

@@ -1,0 +1,207 @@
+"""Unsloth at a case's step, in a process of its own: models in a folder, random values, its own settings.
+
+The folder is written first, in 16 bits or as bitsandbytes' NF4, so that loading is the peer's own and counts in its
+peak. Rows, ranks, optimizer and dtypes are the case's: adapters in float32 under autocast, PyTorch's fused AdamW. Where
+the case is `full` it offloads the layers' inputs ("unsloth"), else it recomputes nothing.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from tokenizers import Tokenizer, models
+
+from convert.families import family_for
+from convert.model.config import ModelConfig
+from convert.quantize import quantize
+from fastjax.bench.model_folder import make_model
+from fastjax.bench.nf4_torch import import_module
+from fastjax.bench.step.build import adapted_modules, make_batch
+from fastjax.bench.step.case import StepCase
+from fastjax.bench.step.measure import StepResult
+from fastjax.bench.step.presets import preset_config
+from fastjax.training.flops import matrix_parameters, step_flops
+
+_SHARD_BYTES = 4 * 2**30
+_RATE = 1e-4
+_SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "UNSLOTH_DISABLE_STATISTICS": "1",
+}
+
+
+def why_not(case: StepCase) -> str | None:
+    """The reason that Unsloth is not measured at a case; None: it is.
+
+    Args:
+        case: the settings.
+    """
+    if importlib.util.find_spec("unsloth") is None:
+        return "not installed"
+    if _config(case).moe is not None:
+        return "a mixture's adapters are on other modules there"
+    if case.lengths is not None:
+        return "rows of several documents are prepared otherwise there"
+    if case.dtype not in (None, "bfloat16"):
+        return f"measured in bfloat16 alone, not in {case.dtype}"
+    usual = "bfloat16" if case.full else "float32"
+    if case.param_dtype != usual:
+        return f"what it trains is in {usual}, not in {case.param_dtype}"
+    return None
+
+
+def label() -> str:
+    """Its name with its version."""
+    return f"Unsloth {importlib.metadata.version('unsloth')}"
+
+
+def cases_of(cases: Sequence[StepCase]) -> list[StepCase]:
+    """The cases that differ for it, with its own name of what it recomputes.
+
+    Args:
+        cases: this project's.
+    """
+    changes: dict[str, Any] = {"layer_loop": "", "attention": None}
+    kept = [("unsloth" if case.checkpointing == "full" else "none", case) for case in cases]
+    return list(dict.fromkeys(dataclasses.replace(case, checkpointing=name, **changes) for name, case in kept))
+
+
+def measure_unsloth(case: StepCase) -> StepResult:
+    """Write a folder, load it, time the steps.
+
+    Args:
+        case: of `cases_of`.
+    """
+    os.environ.update(_SETTINGS)
+    with tempfile.TemporaryDirectory(prefix="fastjax-bench-") as folder:
+        os.chdir(folder)  # it writes what it compiles into the working directory
+        try:
+            return _measure(case, _write_model(case, Path(folder)))
+        except Exception as error:  # whatever another library raises is a line of the table
+            return StepResult("", jax.__version__, error=f"{type(error).__name__}: {error}"[:300])
+        finally:
+            os.chdir("/")
+
+
+def _config(case: StepCase) -> ModelConfig:
+    return ModelConfig.from_hf(preset_config(case.preset, case.layers, case.weights))
+
+
+def _matrices(config: ModelConfig) -> int:
+    return sum(spec.kind == "matrix" for spec in config.specs)
+
+
+def _write_model(case: StepCase, folder: Path) -> Path:
+    """A model folder with a tokenizer, of normal values."""
+    config = preset_config(case.preset, case.layers, case.weights)
+    config |= {"architectures": [family_for(config).architecture], "torch_dtype": "bfloat16"}
+    fill = (0.02 * np.random.default_rng(0).standard_normal(2**25, np.float32)).astype(ml_dtypes.bfloat16)
+    plain, packed = folder / "16bit", folder / "nf4"
+    make_model(plain, config, _SHARD_BYTES, fill)
+    if case.weights == "nf4":
+        quantize(plain, packed)
+    chosen = packed if case.weights == "nf4" else plain
+    words = {f"w{number}": number for number in range(config["vocab_size"])}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(chosen / "tokenizer.json"))
+    special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w3"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (chosen / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return chosen
+
+
+def _load(case: StepCase, folder: Path) -> Any:
+    import torch
+    from unsloth import FastLanguageModel  # pyright: ignore[reportMissingImports]
+
+    recomputed = "unsloth" if case.checkpointing == "unsloth" else False
+    form = {"qlora": "load_in_4bit", "lora": "load_in_16bit", "full": "full_finetuning"}[case.method]
+    options = {"load_in_4bit": False} | {form: True}
+    model, _ = FastLanguageModel.from_pretrained(
+        model_name=str(folder),
+        max_seq_length=case.seq,
+        dtype=torch.bfloat16,
+        use_gradient_checkpointing=recomputed,
+        local_files_only=True,
+        **options,
+    )
+    if not case.full:
+        modules = adapted_modules(_config(case), case.adapters)
+        model = FastLanguageModel.get_peft_model(
+            model,
+            r=case.rank,
+            lora_alpha=16,
+            lora_dropout=0,
+            bias="none",
+            target_modules=modules,
+            use_gradient_checkpointing=recomputed,
+            random_state=3407,
+        )
+    FastLanguageModel.for_training(model, use_gradient_checkpointing=recomputed)
+    return model
+
+
+def _measure(case: StepCase, folder: Path) -> StepResult:
+    model = _load(case, folder)
+    import torch  # Unsloth sets up PyTorch's allocator as it is imported
+
+    config = _config(case)
+    packed = sum(getattr(weight, "quant_state", None) is not None for weight in model.parameters())
+    if packed != (expected := _matrices(config) if case.weights == "nf4" else 0):
+        # it goes on in 16 bits where bitsandbytes cannot be used
+        raise RuntimeError(f"expected {expected} weights in 4 bits, got {packed}")
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    if case.optimizer == "adamw_8bit":
+        optimizer = import_module("bitsandbytes").optim.AdamW8bit(trained, lr=_RATE)
+    else:
+        optimizer = torch.optim.AdamW(trained, lr=_RATE, weight_decay=0.0, fused=True)
+    tokens = torch.from_numpy(make_batch(case, config.vocab_size, None).tokens[0]).long().cuda()
+
+    def gradients() -> Any:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not case.full):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss.detach()
+
+    seconds, losses = [], []
+    for _ in range(case.warmup + case.steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        losses.append(gradients())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak, values = torch.cuda.max_memory_allocated(), [float(loss) for loss in losses]
+    gradients()
+    found = StepResult(torch.cuda.get_device_name(), jax.__version__, dtype="bfloat16", losses=values)
+    if not all(map(math.isfinite, values)):
+        return dataclasses.replace(found, fault=f"loss {values[-1]}")
+    # B alone has a gradient before the first step; these are after the last
+    dead = sum(weight.grad is None or not float(weight.grad.float().norm()) > 0 for weight in trained)
+    if dead:
+        return dataclasses.replace(found, fault=f"{dead} of {len(trained)} trained weights have no gradient")
+    count = sum(weight.numel() for weight in trained)
+    own = {"trained_parameters": matrix_parameters(config)} if case.full else {"adapter_parameters": count}
+    median, rows = statistics.median(seconds[case.warmup :]), case.batch * case.seq
+    flops = step_flops(config, tokens=rows, document_length=case.seq, **own)
+    return dataclasses.replace(
+        found,
+        step_seconds=median,
+        tokens_per_second=rows / median,
+        model_tflops_per_second=flops / median / 1e12,
+        peak_bytes=peak,
+    )
