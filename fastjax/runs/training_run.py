@@ -75,6 +75,8 @@ class TrainingRun:
         training, self.identity, self.user_evaluate = config.training, identity, evaluate
         self.loss = loss or functools.partial(
             loss_sums,
+            label_smoothing_factor=training.label_smoothing_factor,
+            z_loss_coef=training.z_loss_coef,
             neftune_noise_alpha=training.neftune_noise_alpha,
             router_aux_loss_coef=training.router_aux_loss_coef,
             router_z_loss_coef=training.router_z_loss_coef,
