@@ -20,13 +20,15 @@ from fastjax.training.step import make_train_step
 
 
 def run_loss(training: TrainingSection) -> Loss:
-    """The cross-entropy of a run, with the settings' noise and routers' losses.
+    """The cross-entropy of a run, with the settings' smoothing, noise and further losses.
 
     Args:
         training: the section.
     """
     return functools.partial(
         loss_sums,
+        label_smoothing_factor=training.label_smoothing_factor,
+        z_loss_coef=training.z_loss_coef,
         neftune_noise_alpha=training.neftune_noise_alpha,
         router_aux_loss_coef=training.router_aux_loss_coef,
         router_z_loss_coef=training.router_z_loss_coef,

@@ -1,16 +1,17 @@
 """The loss of a batch: cross-entropy summed over target tokens, never the whole logits at once."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax import nnx
 from flax.nnx.filterlib import Filter
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.models.decoder import Decoder, lm_logits
 from fastjax.models.moe import load_of, router_statistics
-from fastjax.parallel import batch_devices
+from fastjax.parallel import BATCH, batch_devices, local
 from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy
 from pallas_kernels.moe_routing import load_balancing_loss, z_loss
 
@@ -56,6 +57,8 @@ def loss_sums(
     *,
     key: PRNGKeyArray | None,
     chunk_size: int | None = None,
+    label_smoothing_factor: float = 0.0,
+    z_loss_coef: float = 0.0,
     neftune_noise_alpha: float | None = None,
     router_aux_loss_coef: float = 0.0,
     router_z_loss_coef: float = 0.0,
@@ -69,12 +72,15 @@ def loss_sums(
             segment_ids (or None: every row is one document) and positions.
         key: dropout key; None in an evaluation.
         chunk_size: sequence places whose logits exist at once; None: by the size of the vocabulary.
+        label_smoothing_factor: share of the loss that is the mean of −log p over the vocabulary where there is a key.
+        z_loss_coef: factor of the square of the logits' logsumexp, which is added where there is a key.
         neftune_noise_alpha: magnitude of the noise on the embeddings where there is a key; None: none.
         router_aux_loss_coef: factor of the routers' load-balancing loss where there is a key.
         router_z_loss_coef: likewise of the loss of their logits' size.
 
     Returns:
-        The sums, whose weight is the number of target tokens, with the metrics num_targets and num_correct, and of
+        The sums, whose weight is the number of target tokens, with the metrics num_targets and num_correct; where the
+        loss is more than the cross-entropy, this alone as cross_entropy, and z_loss, without its factor; and of
         mixtures of experts router_largest_share, router_entropy (`router_statistics`) and
         router_load_balancing_loss. The routers' losses, means over a microbatch's tokens, are added with that weight.
     """
@@ -88,11 +94,21 @@ def loss_sums(
 
     local_rows = -(-rows.tokens.shape[0] // batch_devices())
     size = chunk_size or chunk_size_for(local_rows, rows.tokens.shape[1], model.config.vocab_size)
+    terms = {} if key is None else {"label_smoothing": label_smoothing_factor, "z_loss": z_loss_coef}
     sums = chunked_cross_entropy(
-        project, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen), hidden, rows.targets, chunk_size=size
+        project,
+        nnx.to_pure_dict(trained),
+        nnx.to_pure_dict(frozen),
+        hidden,
+        rows.targets,
+        chunk_size=size,
+        island=_on_each_device,
+        **terms,
     )
-    loss_sum, num_targets, num_correct = (jax.numpy.asarray(value) for value in sums)
-    metrics = {"num_targets": num_targets, "num_correct": num_correct}
+    loss_sum, num_targets = jax.numpy.asarray(sums.loss_sum), jax.numpy.asarray(sums.num_targets)
+    metrics = {"num_targets": num_targets, "num_correct": jax.numpy.asarray(sums.num_correct)}
+    if any(terms.values()):
+        metrics |= {"cross_entropy": sums.cross_entropy_sum, "z_loss": sums.z_loss_sum}
     if not forward.sums:
         return LossSums(loss_sum, None, metrics)
     load, weight = load_of(forward.sums), num_targets.astype(jax.numpy.float32)
@@ -101,3 +117,8 @@ def loss_sums(
         loss_sum = loss_sum + weight * (router_aux_loss_coef * balance + router_z_loss_coef * z_loss(load))
     routers = router_statistics(forward.sums) | {"router_load_balancing_loss": balance}
     return LossSums(loss_sum, None, metrics | {name: weight * value for name, value in routers.items()})
+
+
+def _on_each_device(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation on arrays that lead with the batch axis, on each device's own rows."""
+    return local(op, in_specs=(P(BATCH), P(BATCH)), out_specs=P(BATCH))

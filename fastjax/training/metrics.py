@@ -5,9 +5,10 @@ A row is a flat mapping, of one of three kinds. All have `step`, the number of u
 - Train step: `loss` (nats a target token), `grad_norm`, `learning_rate`, `token_accuracy`, `num_targets`, `num_tokens`,
   `epoch` (passes over the data), `tokens_per_second`, `model_flops_utilization`, `memory_bytes`, `seconds` (since the
   start) and `seconds_left`, None where unknown; with float16 `loss_scale`, `skipped_steps` (so far), and `skipped`
-  (True) on a step that changed nothing; of a mixture of experts `router_largest_share` (the busiest expert's share of
-  the choices, mean over the layers), `router_entropy` (of the experts' shares, 1 where they are even) and
-  `router_load_balancing_loss` (k where they are even).
+  (True) on a step that changed nothing; with label smoothing or z-loss `cross_entropy` alone and `z_loss` (mean square
+  of the logits' logsumexp), where `loss` has all terms; of a mixture of experts `router_largest_share` (the busiest
+  expert's share of the choices, mean over the layers), `router_entropy` (of the experts' shares, 1 where they are even)
+  and `router_load_balancing_loss` (k where they are even).
 - Evaluation: `eval_loss`, `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`, and further `eval_` names of a
   custom loss or evaluation.
 - Event: `event` ("started", "saved", "save_failed", "resumed", "early_stop", "interrupted", "finished" …) and a

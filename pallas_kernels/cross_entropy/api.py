@@ -5,9 +5,12 @@ whole. A scan over pieces of the sequence projects one piece, takes its loss, an
 differentiated, sends the gradient of its logits straight back through the projection. The backward pass then only
 multiplies by the incoming number. A frozen head costs two GEMMs this way, where recomputing the logits costs three.
 
-With p = softmax(logits), the gradient of the summed loss in the logits is p − onehot(target), zero at ignored
-positions. It is rounded to the logits' dtype before it goes back: were it float32 beside a bfloat16 head, the GEMMs
-of the backward pass would run in tf32, several times slower.
+What is done with a piece's logits is in `rows.py`. Their gradient is rounded to the logits' dtype before it goes back:
+were it float32 beside a bfloat16 head, the GEMMs of the backward pass would run in tf32, several times slower.
+Implementations, in order of preference:
+
+- ``triton``: NVIDIA GPUs of compute capability 8.0 or more; one read and one write of the logits, in place;
+- ``xla``: everything else.
 
 The pieces are cut along the sequence, so the batch axis keeps its sharding. References: Liger Kernel (arXiv
 2410.10989), Cut Cross-Entropy (arXiv 2411.09009).
@@ -15,16 +18,31 @@ The pieces are cut along the sequence, so the batch axis keeps its sharding. Ref
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from pallas_kernels import dispatch
+from pallas_kernels.cross_entropy.implementations import REGISTRY, Case
 from pallas_kernels.cross_entropy.reference import IGNORE_INDEX, CrossEntropy
+from pallas_kernels.cross_entropy.rows import Terms, sums_of
 
 Project = Callable[[Any, Any, Float[Array, "B C E"]], Float[Array, "B C V"]]
+#: Makes of an operation on arrays that lead with the batch axis the same on each device's own rows.
+Island = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class _Call(NamedTuple):
+    """The static part of a call; the arguments of `chunked_cross_entropy`."""
+
+    project: Project
+    chunk_size: int
+    terms: Terms
+    implementation: str | None
+    island: Island | None
 
 
 def chunked_cross_entropy(
@@ -35,6 +53,10 @@ def chunked_cross_entropy(
     targets: Int[Array, "B S"],
     *,
     chunk_size: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    implementation: str | None = None,
+    island: Island | None = None,
 ) -> CrossEntropy:
     """Cross-entropy of ``project(trainable, frozen, hidden)`` against targets, without the whole logits.
 
@@ -49,13 +71,20 @@ def chunked_cross_entropy(
         targets: index of the right word at each position, int32; ``IGNORE_INDEX`` (−100) where there is no loss. Any
             other index outside the vocabulary makes the loss NaN.
         chunk_size: positions a chunk, see ``chunk_size_for``. A sequence that it does not divide is padded.
+        label_smoothing: share of the loss that is the mean of −log p over the vocabulary, in [0, 1).
+        z_loss: factor, at least 0, of logsumexp(logits)², which is added to each position's loss.
+        implementation: None, "triton" or "xla".
+        island: on several devices, what runs a kernel on each one's rows; None: there is one, or the call is inside a
+            shard_map.
 
     Returns:
         The sums; ``loss_sum`` alone is differentiable, in trainable and hidden. The gradient of trainable is
         accumulated over the chunks in float32 and returned in each leaf's dtype.
 
     Raises:
-        ValueError: shapes that do not fit, a chunk size below 1, or a trainable leaf that is not floating-point.
+        ValueError: shapes that do not fit, a chunk size below 1, terms out of range, or a trainable leaf that is not
+            floating-point.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     if hidden.ndim != 3 or targets.shape != hidden.shape[:2] or not hidden.shape[1]:
         raise ValueError(
@@ -64,58 +93,64 @@ def chunked_cross_entropy(
         )
     if chunk_size < 1:
         raise ValueError(f"chunked_cross_entropy: chunk_size must be at least 1, got {chunk_size}")
+    if not 0 <= label_smoothing < 1 or not z_loss >= 0:
+        raise ValueError(
+            "chunked_cross_entropy: label_smoothing must be in [0, 1) and z_loss at least 0, got "
+            f"{label_smoothing} and {z_loss}"
+        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(trainable):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 "chunked_cross_entropy: trainable leaves must be floating-point, got "
                 f"{leaf.dtype} at {jax.tree_util.keystr(path) or 'the root'}; pass it in frozen"
             )
-    return _cross_entropy(project, min(chunk_size, hidden.shape[1]), trainable, frozen, hidden, targets)
+    call = _Call(project, min(chunk_size, hidden.shape[1]), Terms(label_smoothing, z_loss), implementation, island)
+    return _cross_entropy(call, trainable, frozen, hidden, targets)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _cross_entropy(
-    project: Project, chunk_size: int, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array
-) -> CrossEntropy:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(call: _Call, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array) -> CrossEntropy:
     """The loss alone, without differentiation."""
-    padded_hidden, padded_targets = _pad(hidden, targets, chunk_size)
+    padded_hidden, padded_targets = _pad(hidden, targets, call.chunk_size)
 
     def step(sums: CrossEntropy, start: Array) -> tuple[CrossEntropy, None]:
-        logits = project(trainable, frozen, _slice(padded_hidden, start, chunk_size))
-        chunk_sums, _ = _loss(logits, _slice(padded_targets, start, chunk_size))
-        return _add(sums, chunk_sums), None
+        logits = call.project(trainable, frozen, _slice(padded_hidden, start, call.chunk_size))
+        chunk_targets = _slice(padded_targets, start, call.chunk_size)
+        rows = _rows(call, logits, chunk_targets, differentiated=False)
+        return _add(sums, sums_of(rows, chunk_targets, logits.shape[2], call.terms)), None
 
-    sums, _ = lax.scan(step, _zeros(hidden), _starts(padded_hidden, chunk_size))
+    sums, _ = lax.scan(step, _zeros(hidden), _starts(padded_hidden, call.chunk_size))
     return sums
 
 
 def _forward(
-    project: Project, chunk_size: int, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array
+    call: _Call, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array
 ) -> tuple[CrossEntropy, tuple[PyTree, Array]]:
     """The loss, and as residuals its gradients in trainable and hidden."""
-    padded_hidden, padded_targets = _pad(hidden, targets, chunk_size)
+    padded_hidden, padded_targets = _pad(hidden, targets, call.chunk_size)
 
     def step(
         carry: tuple[CrossEntropy, PyTree, Array], start: Array
     ) -> tuple[tuple[CrossEntropy, PyTree, Array], None]:
         sums, dtrainable, dhidden = carry
-        piece = _slice(padded_hidden, start, chunk_size)
-        logits, pull_back = jax.vjp(lambda trainable, piece: project(trainable, frozen, piece), trainable, piece)
-        chunk_sums, dlogits = _loss(logits, _slice(padded_targets, start, chunk_size))
+        piece = _slice(padded_hidden, start, call.chunk_size)
+        logits, pull_back = jax.vjp(lambda trainable, piece: call.project(trainable, frozen, piece), trainable, piece)
+        chunk_targets = _slice(padded_targets, start, call.chunk_size)
+        rows, dlogits = _rows(call, logits, chunk_targets, differentiated=True)
         dtrainable_chunk, dpiece = pull_back(dlogits)
         dtrainable = jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dtrainable, dtrainable_chunk)
         dhidden = lax.dynamic_update_slice_in_dim(dhidden, dpiece, start, axis=1)
-        return (_add(sums, chunk_sums), dtrainable, dhidden), None
+        return (_add(sums, sums_of(rows, chunk_targets, logits.shape[2], call.terms)), dtrainable, dhidden), None
 
     zeros = jax.tree.map(lambda leaf: lax.full_like(hidden, 0, jnp.float32, leaf.shape), trainable)
     carry = (_zeros(hidden), zeros, jnp.zeros_like(padded_hidden))
-    (sums, dtrainable, dhidden), _ = lax.scan(step, carry, _starts(padded_hidden, chunk_size))
+    (sums, dtrainable, dhidden), _ = lax.scan(step, carry, _starts(padded_hidden, call.chunk_size))
     dtrainable = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), dtrainable, trainable)
     return sums, (dtrainable, dhidden[:, : hidden.shape[1]])
 
 
 def _backward(
-    project: Project, chunk_size: int, residuals: tuple[PyTree, Array], cotangent: CrossEntropy
+    call: _Call, residuals: tuple[PyTree, Array], cotangent: CrossEntropy
 ) -> tuple[PyTree, None, Array, None]:
     dtrainable, dhidden = jax.tree.map(
         lambda gradient: (cotangent.loss_sum * gradient.astype(jnp.float32)).astype(gradient.dtype), residuals
@@ -126,29 +161,12 @@ def _backward(
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _loss(logits: Float[Array, "B C V"], targets: Int[Array, "B C"]) -> tuple[CrossEntropy, Float[Array, "B C V"]]:
-    """The sums of one chunk and the gradient of its loss in the logits, in the logits' dtype.
-
-    All maths is float32. A row is read three times (its maximum; its exponentials' sum, target and first maximum; its
-    gradient): comparisons with an index that is counted along, no gather and no scatter, so XLA fuses each pass.
-    """
-    logits32 = logits.astype(jnp.float32)
-    words = lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    vocab = logits.shape[2]
-    counted = targets != IGNORE_INDEX
-    is_target = words == targets[:, :, None]
-    maximum = jnp.max(logits32, axis=-1, keepdims=True)
-    logsumexp = maximum + jnp.log(jnp.sum(jnp.exp(logits32 - maximum), axis=-1, keepdims=True))  # [B, C, 1]
-    target_logit = jnp.sum(jnp.where(is_target, logits32, 0.0), axis=-1)
-    first_maximum = jnp.min(jnp.where(logits32 == maximum, words, vocab), axis=-1)
-    losses = jnp.where((targets >= 0) & (targets < vocab), logsumexp[:, :, 0] - target_logit, jnp.nan)
-    sums = CrossEntropy(
-        jnp.sum(jnp.where(counted, losses, 0.0)),
-        jnp.sum(counted, dtype=jnp.int32),
-        jnp.sum(counted & (first_maximum == targets), dtype=jnp.int32),
-    )
-    dlogits = jnp.exp(logits32 - logsumexp) - is_target.astype(jnp.float32)
-    return sums, jnp.where(counted[:, :, None], dlogits, 0.0).astype(logits.dtype)
+def _rows(call: _Call, logits: Float[Array, "B C V"], targets: Int[Array, "B C"], *, differentiated: bool) -> Any:
+    """`Rows` of a chunk's logits, and where it is differentiated their gradient behind them."""
+    chosen = REGISTRY.choose(Case(dispatch.target(), logits.shape, logits.dtype), call.implementation)
+    operation = REGISTRY[chosen].backward if differentiated else REGISTRY[chosen].forward
+    operation = partial(operation, terms=call.terms)
+    return (operation if call.island is None else call.island(operation))(logits, targets)
 
 
 def _pad(hidden: Array, targets: Array, chunk_size: int) -> tuple[Array, Array]:
@@ -170,8 +188,8 @@ def _starts(padded: Array, chunk_size: int) -> Array:
 
 def _zeros(like: Array) -> CrossEntropy:
     """Zero sums that vary over the same devices as ``like`` (inside shard_map a scan's carry must say so)."""
-    count = lax.full_like(like, 0, jnp.int32, ())
-    return CrossEntropy(lax.full_like(like, 0, jnp.float32, ()), count, count)
+    count, total = (lax.full_like(like, 0, dtype, ()) for dtype in (jnp.int32, jnp.float32))
+    return CrossEntropy(total, count, count, total, total)
 
 
 def _add(left: CrossEntropy, right: CrossEntropy) -> CrossEntropy:

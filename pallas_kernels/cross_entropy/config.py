@@ -1,4 +1,6 @@
-"""How many positions go through the head at once."""
+"""How many positions go through the head at once, and the block sizes of the Triton kernel."""
+
+import dataclasses
 
 _TOKENS = 2048
 _LOGITS_BYTES = 2**30
@@ -23,3 +25,22 @@ def chunk_size_for(batch: int, length: int, vocab: int) -> int:
     most = min(length, max(1, tokens // batch))
     chunks = -(-length // most)
     return -(-length // chunks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Block sizes of a program, which owns a row of logits.
+
+    Attributes:
+        columns: words of a block; a power of two.
+        num_warps: warps of a program.
+        num_stages: blocks in flight.
+    """
+
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+#: A block is 16 words a thread: the sums of all its words stay in registers, and few blocks are behind one maximum.
+TILES = Tiles(columns=4096, num_warps=8, num_stages=2)

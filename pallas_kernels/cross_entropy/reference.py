@@ -14,22 +14,30 @@ class CrossEntropy(NamedTuple):
     """Sums over the positions that have a target; divide by ``num_targets`` of the whole batch for the mean.
 
     Attributes:
-        loss_sum: Σ (logsumexp(logits) − logits[target]) in nats, float32 (float64 for float64 logits).
+        loss_sum: of the loss, label smoothing and z-loss included, float32 (float64 for float64 logits).
         num_targets: number of positions whose target is not ``IGNORE_INDEX``, int32.
         num_correct: how many of them have their target as the first largest logit, int32.
+        cross_entropy_sum: Σ (logsumexp(logits) − logits[target]) in nats, in the dtype of `loss_sum`.
+        z_loss_sum: Σ logsumexp(logits)², without its coefficient, likewise.
     """
 
     loss_sum: Float[Array, ""]
     num_targets: Int[Array, ""]
     num_correct: Int[Array, ""]
+    cross_entropy_sum: Float[Array, ""]
+    z_loss_sum: Float[Array, ""]
 
 
-def cross_entropy(logits: Float[Array, "B S V"], targets: Int[Array, "B S"]) -> CrossEntropy:
+def cross_entropy(
+    logits: Float[Array, "B S V"], targets: Int[Array, "B S"], *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> CrossEntropy:
     """Cross-entropy of logits that are all in memory, computed in float32 (float64 for float64).
 
     Args:
         logits: unnormalised log-probabilities.
         targets: the index of the right word, or ``IGNORE_INDEX``.
+        label_smoothing: share ε of the loss that is the mean of −log p over the vocabulary.
+        z_loss: factor of logsumexp(logits)², which is added.
 
     Returns:
         The sums.
@@ -38,10 +46,19 @@ def cross_entropy(logits: Float[Array, "B S V"], targets: Int[Array, "B S"]) -> 
     counted = targets != IGNORE_INDEX
     words = jnp.where(counted, targets, 0)
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
-    losses = -jnp.take_along_axis(log_probabilities, words[:, :, None], axis=-1)[:, :, 0]
+    right = -jnp.take_along_axis(log_probabilities, words[:, :, None], axis=-1)[:, :, 0]
+    squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+    losses = (1 - label_smoothing) * right + z_loss * squares
+    if label_smoothing:  # without it a word may have no probability at all
+        losses = losses - label_smoothing * jnp.mean(log_probabilities, axis=-1)
     correct = counted & (jnp.argmax(logits, axis=-1).astype(words.dtype) == words)
+    loss_sum, cross_entropy_sum, z_loss_sum = (
+        jnp.sum(jnp.where(counted, values, 0.0)) for values in (losses, right, squares)
+    )
     return CrossEntropy(
-        jnp.sum(jnp.where(counted, losses, 0.0)),
+        loss_sum,
         jnp.sum(counted, dtype=jnp.int32),
         jnp.sum(correct, dtype=jnp.int32),
+        cross_entropy_sum,
+        z_loss_sum,
     )

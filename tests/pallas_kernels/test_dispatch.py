@@ -4,6 +4,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention.implementations import REGISTRY as attention
+from pallas_kernels.cross_entropy.implementations import REGISTRY as cross_entropy
 from pallas_kernels.glu.lora import REGISTRY as glu_lora
 from pallas_kernels.nf4.implementations import DEQUANTIZE, MATMUL
 
@@ -117,6 +118,6 @@ def test_a_registry_never_downgrades_and_names_the_pass():
         registry(a=0)["a"].backward(1)
 
 
-@pytest.mark.parametrize("found", [attention, DEQUANTIZE, MATMUL, glu_lora], ids=lambda found: found.op)
+@pytest.mark.parametrize("found", [attention, cross_entropy, DEQUANTIZE, MATMUL, glu_lora], ids=lambda found: found.op)
 def test_every_registry_has_a_choice_and_an_implementation_for_every_target(found):
     assert len(found.implementations) > 1 and "xla" in found.implementations

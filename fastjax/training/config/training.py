@@ -25,6 +25,9 @@ class TrainingSection:
         initial_loss_scale: with model.dtype float16: the first factor of the loss.
         loss_scale_window: with float16: after so many steps without an overflow the scale doubles; an overflow halves
             it, and that step changes nothing.
+        label_smoothing_factor: share of the training loss that is the mean of −log p over the vocabulary (label
+            smoothing); evaluations are plain cross-entropy.
+        z_loss_coef: factor of the mean square of the logits' logsumexp, which is added to the training loss (z-loss).
         neftune_noise_alpha: magnitude of the noise on the embeddings in training (NEFTune); null: none.
         router_aux_loss_coef: of a mixture of experts: factor of the load-balancing loss that is added to the loss.
         router_z_loss_coef: likewise: factor of the mean square of the router logits' logsumexp.
@@ -45,6 +48,8 @@ class TrainingSection:
     accumulation_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     initial_loss_scale: float = 65536.0
     loss_scale_window: int = 1000
+    label_smoothing_factor: float = 0.0
+    z_loss_coef: float = 0.0
     neftune_noise_alpha: float | None = None
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
@@ -72,7 +77,9 @@ class TrainingSection:
         for name in ("num_train_epochs", "neftune_noise_alpha"):
             value = getattr(self, name)
             expect(f"training.{name}", value, value is None or value > 0, "greater than 0")
-        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        smoothing = self.label_smoothing_factor
+        expect("training.label_smoothing_factor", smoothing, 0 <= smoothing < 1, "in [0, 1)")
+        for name in ("z_loss_coef", "router_aux_loss_coef", "router_z_loss_coef"):
             value = getattr(self, name)
             expect(f"training.{name}", value, value >= 0, "at least 0")
         scale = self.initial_loss_scale

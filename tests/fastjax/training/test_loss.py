@@ -1,4 +1,4 @@
-"""What the cross-entropy is not: the routers' losses, and dropout between a layer and the residual."""
+"""Beside the cross-entropy: label smoothing, z-loss, the routers' losses, dropout between a layer and the residual."""
 
 import dataclasses
 import functools
@@ -12,16 +12,53 @@ from flax import nnx
 from fastjax.lora.dropout import drop
 from fastjax.models import layer as layers
 from fastjax.models import moe
+from fastjax.models.decoder import lm_logits
 from fastjax.training.loss import loss_sums
 from pallas_kernels import moe_routing
+from pallas_kernels.cross_entropy.reference import cross_entropy
 from pallas_kernels.moe_routing import reference
-from tests.support import families, tiny
+from tests.support import families, steps, tiny
 
 
 def sums(model, *, key=None):
     (batch,) = tiny.batches(dataclasses.asdict(model.config), 1)
     rows = jax.tree.map(lambda array: array[0], batch)
     return jax.device_get(loss_sums(model.module(), model.trainable_filter, rows, key=key))
+
+
+@pytest.mark.parametrize("kind", ["frozen", "trained and tied", "adapted"])
+def test_smoothing_and_z_loss_are_of_training_alone_and_reported_apart(kind):
+    """Beside whole logits of the same model, in value and in the gradient of every trained array."""
+    full = kind == "trained and tied"
+    folder = tiny.shared_folder(tie_word_embeddings=full)
+    model = tiny.model(folder, tiny.CONFIG, full_finetuning=full)
+    if not full:
+        model = tiny.adapted(model, target_modules=["q_proj", "lm_head"] if kind == "adapted" else ["q_proj"])
+    (batch,) = tiny.batches(tiny.CONFIG, 1)
+    rows = jax.tree.map(lambda array: array[0], batch)
+
+    def ours(trainable, key):
+        decoder = nnx.merge(model.graphdef, trainable, model.frozen)
+        terms = {"label_smoothing_factor": 0.2, "z_loss_coef": 0.05}
+        found = loss_sums(decoder, model.trainable_filter, rows, key=key, chunk_size=7, **terms)
+        return found.loss_sum, found
+
+    def whole(trainable):
+        decoder = nnx.merge(model.graphdef, trainable, model.frozen)
+        hidden = decoder.head_input(decoder.forward(rows.tokens, rows.positions, rows.segment_ids).hidden, None)
+        logits = lm_logits(decoder.lm_head, hidden)
+        found = cross_entropy(logits, rows.targets, label_smoothing=0.2, z_loss=0.05)
+        return found.loss_sum, found
+
+    (_, found), gradients = jax.jit(jax.value_and_grad(ours, has_aux=True))(model.trainable, jax.random.key(0))
+    (_, expected), wanted = jax.jit(jax.value_and_grad(whole, has_aux=True))(model.trainable)
+    np.testing.assert_allclose(found.loss_sum, expected.loss_sum, rtol=1e-5)
+    np.testing.assert_allclose(found.metrics["cross_entropy"], expected.cross_entropy_sum, rtol=1e-5)
+    np.testing.assert_allclose(found.metrics["z_loss"], expected.z_loss_sum, rtol=1e-5)
+    steps.assert_close(gradients, wanted, 1e-4)  # float32 sums over the vocabulary and the tokens, in another order
+    _, evaluated = ours(model.trainable, None)
+    np.testing.assert_allclose(evaluated.loss_sum, expected.cross_entropy_sum, rtol=1e-5)
+    assert set(evaluated.metrics) == {"num_targets", "num_correct"}
 
 
 def test_routers_losses_weigh_as_much_as_the_target_tokens(tmp_path):

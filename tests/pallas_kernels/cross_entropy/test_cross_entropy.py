@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.cross_entropy import IGNORE_INDEX, CrossEntropy, chunk_size_for, chunked_cross_entropy
+from pallas_kernels.cross_entropy import IGNORE_INDEX, CrossEntropy, chunk_size_for, chunked_cross_entropy, triton
+from pallas_kernels.cross_entropy.config import Tiles
 from pallas_kernels.cross_entropy.reference import cross_entropy
+from pallas_kernels.cross_entropy.rows import Terms, sums_of
 
 B, S, E, V = 2, 12, 16, 37
 
@@ -45,23 +47,28 @@ def inputs(dtype=jnp.float32, seed=0, batch=B):
     return trainable, frozen, hidden, jnp.asarray(targets)
 
 
-def chunked_loss(chunk_size):
+def capped(trainable, frozen, hidden):
+    """The same with a soft cap."""
+    return 5.0 * jnp.tanh(project(trainable, frozen, hidden) / 5.0)
+
+
+def chunked_loss(chunk_size, head=project, **terms):
     """The mean loss of chunks, as a train step takes it."""
 
     def loss(trainable, hidden, frozen, targets):
-        sums = chunked_cross_entropy(project, trainable, frozen, hidden, targets, chunk_size=chunk_size)
+        sums = chunked_cross_entropy(head, trainable, frozen, hidden, targets, chunk_size=chunk_size, **terms)
         return sums.loss_sum / sums.num_targets.astype(sums.loss_sum.dtype), sums
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
 
-def full_loss(trainable, hidden, frozen, targets):
-    sums = cross_entropy(project(trainable, frozen, hidden), targets)
-    return sums.loss_sum / sums.num_targets.astype(sums.loss_sum.dtype), sums
-
-
-def oracle(trainable, hidden, frozen, targets):
+def oracle(trainable, hidden, frozen, targets, head=project, **terms):
     """Whole logits in float64, with gradients."""
+
+    def full_loss(trainable, hidden, frozen, targets):
+        sums = cross_entropy(head(trainable, frozen, hidden), targets, **terms)
+        return sums.loss_sum / sums.num_targets.astype(sums.loss_sum.dtype), sums
+
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (trainable, hidden, frozen))
         results = jax.jit(jax.value_and_grad(full_loss, argnums=(0, 1), has_aux=True))(*wide, targets)
@@ -88,6 +95,63 @@ def test_chunks_equal_the_whole_in_value_and_gradient(chunk_size):
     trainable, frozen, hidden, targets = inputs()
     ours = chunked_loss(chunk_size)(trainable, hidden, frozen, targets)
     assert_close(ours, default_oracle(), 2e-6)  # float32
+
+
+@pytest.mark.parametrize(
+    "terms", [{"label_smoothing": 0.1}, {"z_loss": 0.05}, {"label_smoothing": 0.3, "z_loss": 1e-3}]
+)
+def test_terms_of_the_loss_in_value_and_gradient(terms):
+    """Through a soft cap and an adapted head; the cross-entropy and the squares are counted apart."""
+    trainable, frozen, hidden, targets = inputs()
+    ours = chunked_loss(5, capped, **terms)(trainable, hidden, frozen, targets)
+    expected = oracle(trainable, hidden, frozen, targets, capped, **terms)
+    assert_close(ours, expected, 2e-6)  # float32
+    (loss, sums), gradients = ours
+    (_, plain), plain_gradients = oracle(trainable, hidden, frozen, targets, capped)
+    assert_close(sums.cross_entropy_sum, plain.loss_sum, 2e-6)
+    assert abs(float(sums.loss_sum) - float(plain.loss_sum)) > 0.01
+    assert np.abs(gradients[1] - plain_gradients[1]).max() > 1e-4  # of hidden
+
+
+@pytest.mark.torch
+def test_label_smoothing_is_that_of_transformers():
+    torch = pytest.importorskip("torch")
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    logits, targets = inputs()[2], inputs()[3] % E
+    targets = targets.at[0, :3].set(IGNORE_INDEX)
+    labels = torch.from_numpy(np.array(targets, np.int64))
+    theirs = LabelSmoother(0.2)({"logits": torch.from_numpy(np.array(logits))}, labels)
+    ours = cross_entropy(logits, targets, label_smoothing=0.2)
+    np.testing.assert_allclose(ours.loss_sum / ours.num_targets.astype(jnp.float32), theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize("terms", [Terms(), Terms(0.1, 0.01)], ids=["plain", "terms"])
+@pytest.mark.parametrize("vocab, columns", [(37, 16), (64, 16), (37, 64)])  # a rest, none, less than a block
+def test_rows_of_the_triton_kernel(vocab, columns, terms):
+    """The kernel in the interpreter, beside float64: numbers and gradient, rows without a target included."""
+    rng = np.random.default_rng(2)
+    logits = (4 * rng.standard_normal((2, 5, vocab))).astype(np.float32)
+    logits[0, 1] = 3.0  # all equal: the first is the prediction
+    logits[1, 3, :20] = -np.inf  # a block and more
+    targets = rng.integers(20, vocab, (2, 5)).astype(np.int32)
+    targets[0, :2] = IGNORE_INDEX, 0
+    if terms.label_smoothing:
+        logits[1, 3, :20] = -50.0  # their mean is finite
+    tiles = Tiles(columns, 1, 1)
+    rows, gradient = triton.backward(jnp.asarray(logits), jnp.asarray(targets), terms, tiles, interpret=True)
+
+    def loss(logits):
+        return cross_entropy(logits, targets, label_smoothing=terms.label_smoothing, z_loss=terms.z_loss).loss_sum
+
+    with jax.enable_x64(True):
+        wide = jnp.asarray(logits, jnp.float64)
+        expected = jax.tree.map(np.asarray, (cross_entropy(wide, targets, **terms._asdict()), jax.grad(loss)(wide)))
+    sums = sums_of(rows, jnp.asarray(targets), vocab, terms)
+    assert_close(sums, expected[0], 1e-6)
+    np.testing.assert_allclose(gradient, expected[1], rtol=0, atol=1e-6)
+    alone = triton.forward(jnp.asarray(logits), jnp.asarray(targets), terms, tiles, interpret=True)
+    jax.tree.map(np.testing.assert_array_equal, alone, rows)
 
 
 def test_bfloat16_keeps_a_float32_loss():
@@ -220,7 +284,7 @@ def test_rows_sharded_over_eight_devices():
 
     def local(trainable, frozen, hidden, targets):
         sums = chunked_cross_entropy(project, trainable, frozen, hidden, targets, chunk_size=5)
-        return CrossEntropy(*(jax.lax.psum(part, "data") for part in sums))
+        return CrossEntropy(*(jax.lax.psum(part, "data") for part in sums))  # all are sums
 
     def loss(trainable, hidden, check):
         specs = (everywhere, everywhere, rows, rows)
@@ -240,6 +304,7 @@ def test_rows_sharded_over_eight_devices():
     [
         ({"targets": jnp.zeros((B, S + 1), jnp.int32)}, r"got \(2, 12, 16\) and \(2, 13\)"),
         ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\) and z_loss at least 0, got 1.0 and 0.0"),
         ({"trainable": {"codes": jnp.zeros((3,), jnp.uint8)}}, r"got uint8 at \['codes'\]; pass it in frozen"),
     ],
 )

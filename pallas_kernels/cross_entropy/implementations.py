@@ -1,0 +1,64 @@
+"""The implementations of a chunk's rows of logits, by name, in order of preference.
+
+Each is a pair of functions:
+
+    forward(logits, targets, terms) -> rows
+    backward(logits, targets, terms) -> (rows, gradient of the loss in the logits)
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from pallas_kernels import compat
+from pallas_kernels.cross_entropy import config, triton, xla
+from pallas_kernels.cross_entropy.rows import Rows, Terms
+from pallas_kernels.dispatch import Implementation, Registry, Target
+
+
+class Case(NamedTuple):
+    """A chunk and its device.
+
+    Attributes:
+        target: the device.
+        shape: of the logits, [B, C, V].
+        dtype: theirs.
+    """
+
+    target: Target
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+
+
+def _why_not_triton(case: Case) -> str | None:
+    capability = case.target.compute_capability if case.target.platform == "cuda" else None
+    if capability is None or capability < (8, 0):
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
+    if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"it computes with bfloat16, float16 or float32, not with {jnp.dtype(case.dtype)}"
+    batch, length, vocab = case.shape
+    if batch * length * vocab >= 2**31:
+        return f"its offsets are of 32 bits, and {batch} × {length} × {vocab} logits have more"
+    return None
+
+
+def _triton_forward(logits: Array, targets: Array, terms: Terms) -> Rows:
+    compat.silence_triton_deprecation()
+    return triton.forward(logits, targets, terms, config.TILES)
+
+
+def _triton_backward(logits: Array, targets: Array, terms: Terms) -> tuple[Rows, Array]:
+    compat.silence_triton_deprecation()
+    return triton.backward(logits, targets, terms, config.TILES)
+
+
+REGISTRY: Registry[Case] = Registry(
+    "cross_entropy",
+    {
+        "triton": Implementation(_why_not_triton, _triton_forward, _triton_backward),
+        "xla": Implementation(lambda case: None, xla.forward, xla.backward),
+    },
+    lambda case: ("triton", "xla"),
+)
