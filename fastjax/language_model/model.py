@@ -16,14 +16,34 @@ from flax import nnx
 
 from convert.adapters import AdapterConfig
 from convert.model.config import ModelConfig
+from convert.model.paths import EMBEDDING
+from fastjax.errors import ConfigError
 from fastjax.language_model import saving
 from fastjax.lora.params import LoraParam, SavedParam
+from fastjax.lora.sites import adapter_sites
 from fastjax.models.decoder import Decoder
+from fastjax.models.host_table import to_host_memory
 from fastjax.models.layout import LayerStack
 from fastjax.models.precision import Precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def check_host_embedding(config: ModelConfig, adapter: AdapterConfig | None) -> None:
+    """Check that the table of embeddings may lie in the host's memory.
+
+    Args:
+        config: the model's.
+        adapter: its adapter, or None.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    if config.tie_word_embeddings:
+        raise ConfigError("offload_embedding: expected false with tied embeddings, got true; the head needs the table")
+    if adapter is not None and any(site.path.part == EMBEDDING for site in adapter_sites(adapter, config)):
+        raise ConfigError("offload_embedding: expected false with an adapter on the embedding, got true")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +111,19 @@ class LanguageModel:
         module = self.module()
         module.remat = remat
         return self.replace(graphdef=nnx.split(module, self.trainable_filter, ...)[0], remat=remat)
+
+    def with_host_embedding(self) -> "LanguageModel":
+        """The same model with the table of embeddings in the host's pinned memory (`models.host_table`).
+
+        Raises:
+            ConfigError: the table is also the head's, or something is trained on it beside rows of single tokens.
+        """
+        table = self.frozen.get(EMBEDDING, {}).get("weight")
+        check_host_embedding(self.config, self.lora)
+        if table is None or self.full_finetuning:
+            raise ConfigError("offload_embedding: expected false where the embedding is trained whole, got true")
+        embedding = {**self.frozen[EMBEDDING], "weight": to_host_memory(table)}
+        return self.replace(frozen={**self.frozen, EMBEDDING: embedding})
 
     def num_parameters(self) -> tuple[int, int]:
         """(trained, all) parameters; a 4-bit weight counts its elements, tied embeddings count once."""

@@ -13,6 +13,7 @@ from fastjax.lora.linear import project
 from fastjax.lora.params import BaseParam, LoraEmbedding, LoraExperts, LoraLinear, SavedParam
 from fastjax.lora.rank_products import Part
 from fastjax.lora.token_rows import TrainableTokens
+from fastjax.models.host_table import take_rows
 from fastjax.quantization import WeightLike, rows_of
 
 M = TypeVar("M", bound=nnx.Module)
@@ -146,7 +147,7 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: Int[Array, "B S"], dtype: jnp.dtype) -> Float[Array, "B S E"]:
         """The tokens' embeddings in `dtype`."""
         table = self.weight.get_value()
-        out = jnp.take(table, tokens, axis=0).astype(jnp.float32 if self.float32 else dtype)
+        out = take_rows(table, tokens).astype(jnp.float32 if self.float32 else dtype)
         if self.adapter is not None:
             out = self.adapter(tokens, out, table)
         if self.tokens is not None:

@@ -57,7 +57,12 @@ class Elsewhere:
 
     def compile(self, jitted: Any, arguments: Any) -> Any:
         """With the whole compiler of the card."""
-        specs = jax.tree.map(lambda leaf: self._aot.spec(leaf.shape, leaf.dtype), arguments)
+
+        def spec(leaf: Any) -> jax.ShapeDtypeStruct:
+            kind = getattr(leaf.sharding, "memory_kind", None)
+            return self._aot.spec(leaf.shape, leaf.dtype, memory_kind=kind if kind == "pinned_host" else None)
+
+        specs = jax.tree.map(spec, arguments)
         return self._aot.compile(jitted, *specs)
 
 

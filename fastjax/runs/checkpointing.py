@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fastjax.errors import ConfigError, TrainingError
+from fastjax.models.host_table import in_host_memory
 from fastjax.planning.arrays import largest_arrays
 from fastjax.planning.choice import Choice, candidates, choose
 from fastjax.planning.device import memory_limit
@@ -85,7 +86,7 @@ def compile_step(
     @functools.cache
     def traced(policy: str) -> Any:
         step, arguments = shapes.step(policy)
-        leaves: list[Any] = jax.tree.leaves(arguments)
+        leaves: list[Any] = [leaf for leaf in jax.tree.leaves(arguments) if not in_host_memory(leaf)]
         return step.trace(*arguments), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def at_least(policy: str) -> int | None:

@@ -19,7 +19,7 @@ from fastjax.training.optimizers import make_optimizer
 from fastjax.training.step import TrainState, init_state
 
 #: Keys of the section `model` that opening its folder has used up.
-_OPENED = ("model_name", "max_seq_length", "new_tokens", "rope_scaling")
+_OPENED = ("model_name", "max_seq_length", "new_tokens", "rope_scaling", "offload_embedding")
 
 
 def load_model(config: TrainConfig, opened: OpenModel, console: Console) -> LanguageModel:
@@ -30,7 +30,7 @@ def load_model(config: TrainConfig, opened: OpenModel, console: Console) -> Lang
         opened: its folders.
         console: for a line about the model.
     """
-    model = with_adapter(load_base(config, opened), config, opened)
+    model = _embedded(with_adapter(load_base(config, opened), config, opened), config)
     trained, total = model.num_parameters()
     device = device_use()
     say(
@@ -49,7 +49,11 @@ def run_shapes(config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageM
         config: the run.
         opened: its folders.
     """
-    return shapes_of(lambda: with_adapter(load_base(config, opened, zeros=True), config, opened))
+    return _embedded(shapes_of(lambda: with_adapter(load_base(config, opened, zeros=True), config, opened)), config)
+
+
+def _embedded(model: LanguageModel, config: TrainConfig) -> LanguageModel:
+    return model.with_host_embedding() if config.model.offload_embedding else model
 
 
 def load_base(config: TrainConfig, opened: OpenModel | OpenShapes, *, zeros: bool = False) -> LanguageModel:
