@@ -73,19 +73,17 @@ def plan(
     if gpu is not None:
         jax.config.update("jax_platforms", "cpu")  # shapes are traced, and nothing runs
     from fastjax.models.remat import check_policy
-    from fastjax.planning.choice import candidates
     from fastjax.runs.opening import open_shapes
     from fastjax.runs.plan import fastest, plan_run
 
-    policies = policies or candidates()
-    for name in policies:
+    for name in policies or ():
         check_policy(name)
     device = _device(gpu)
     opened = open_shapes(config)
     if limit is None:
         limit = _share(device, gpu)
     with console.status("opening the model") as status:
-        planned = plan_run(config, opened, device, policies, status.update)
+        planned = plan_run(config, opened, device, policies, limit, status.update)
     best = fastest(planned, limit)
     _show(console, config, device, planned, limit, best)
     if output is not None:

@@ -100,5 +100,21 @@ def choose(
     return Choice(least, memory, limit, others, compiled)
 
 
+def first_layers(limit: float, full: float, rich: float, layers: int) -> str | None:
+    """The policy that keeps projections in as many layers as fit, by memory that grows by as much with each.
+
+    Args:
+        limit: bytes that the step may take.
+        full: bytes of the step with "full".
+        rich: of the step with "projections".
+        layers: of the model.
+
+    Returns:
+        "projections:k" with k from 1 to layers - 1; None: there is no such k.
+    """
+    count = int((limit - full) * layers / (rich - full)) if rich > full else 0
+    return f"projections:{count}" if 0 < count < layers else None
+
+
 def _gib(count: int) -> str:
     return f"{count / 2**30:.1f}"

@@ -2,7 +2,7 @@
 
 A product takes its FLOPs at a share of the card's peak, or its bytes at a share of its bandwidth if that is longer; any
 other kernel its bytes. The FLOPs of attention and of the products that Pallas kernels compute are what the step's are
-above those of cuBLAS. Copies to and from the host's memory are taken not to overlap.
+above those of cuBLAS. Copies to and from the host's memory are taken to overlap with the rest.
 """
 
 from collections.abc import Sequence
@@ -32,4 +32,5 @@ def step_seconds(kernels: Sequence[Kernel], *, flops: float, host_bytes: float, 
     rate, bandwidth = PEAK_SHARE * peak, BANDWIDTH_SHARE * card.bandwidth
     known = sum(kernel.flops * kernel.times for kernel in kernels)
     seconds = sum(max(kernel.flops / rate, kernel.moved / bandwidth) * kernel.times for kernel in kernels)
-    return seconds + max(0.0, flops - known) / rate + 2 * host_bytes / card.host_bandwidth
+    seconds += max(0.0, flops - known) / rate
+    return max(seconds, 2 * host_bytes / card.host_bandwidth)

@@ -14,10 +14,10 @@ import jax
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.models.host_table import in_host_memory
 from fastjax.planning.arrays import largest_arrays
-from fastjax.planning.choice import Choice, candidates, choose
+from fastjax.planning.choice import Choice, candidates, choose, first_layers
 from fastjax.planning.device import memory_limit
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
-from fastjax.planning.work import stacked_bytes
+from fastjax.planning.work import plain_path, product_flops, stacked_bytes
 from fastjax.runs.opening import OpenModel
 from fastjax.runs.steps import RunShapes
 from fastjax.training.config import TrainConfig
@@ -93,6 +93,8 @@ def compile_step(
         try:
             program, arguments = traced(policy)
         except ConfigError:  # it does not suit the model
+            if len(policies) == 1:
+                raise
             return None
         return arguments + stacked_bytes(program.jaxpr) + ALLOCATOR_BYTES
 
@@ -102,8 +104,49 @@ def compile_step(
         compiled = program.lower().compile()
         return StepMemory.of(compiled), compiled
 
-    choice = choose(policies, limit - stats["bytes_in_use"], at_least=at_least, compile=compile)
+    limit -= stats["bytes_in_use"]
+    choice = choose(policies, limit, at_least=at_least, compile=compile)
+    if len(policies) > 1 and choice.fits and choice.policy in ("attention", "full"):
+        choice = _filled(choice, shapes, at_least, compile)
     return RunStep(choice.policy, choice)
+
+
+def _filled(
+    choice: Choice,
+    shapes: RunShapes,
+    at_least: Callable[[str], int | None],
+    compile: Callable[[str], tuple[StepMemory, Any]],
+) -> Choice:
+    """The choice, or the step that keeps projections in the first layers, if that fits and recomputes less."""
+    layers = shapes.model("full").config.num_hidden_layers
+    bounds = [at_least(policy) for policy in (choice.policy, "full", "projections")]
+    refused = [one.needed for one in choice.refused if one.policy == "projections"]
+    if None in bounds or not refused:
+        return choice
+    chosen, full, rich = (bound for bound in bounds if bound is not None)
+    least = choice.memory.device - (chosen - full)
+    policy = first_layers(choice.limit, least, max(refused[0], least + rich - full), layers)
+    for _ in range(2):
+        if policy is None or _less(shapes, choice.policy, policy, layers):
+            return choice
+        memory, compiled = compile(policy)
+        if memory.device <= choice.limit:
+            return choice._replace(policy=policy, memory=memory, compiled=compiled)
+        count = int(policy.partition(":")[2])
+        policy = first_layers(choice.limit, least, least + (memory.device - least) * layers / count, layers)
+    return choice
+
+
+def _less(shapes: RunShapes, policy: str, partial: str, layers: int) -> bool:
+    """Whether a policy recomputes less than one that keeps projections in the first layers."""
+    if policy == "full":
+        return False
+    with plain_path():
+        own, full, rich = (
+            product_flops(step.trace(*arguments).jaxpr)
+            for step, arguments in map(shapes.step, (policy, "full", "projections"))
+        )
+    return full - own >= (full - rich) * int(partial.partition(":")[2]) / layers
 
 
 @contextlib.contextmanager
@@ -142,6 +185,8 @@ def _advice(message: str, choice: Choice | None) -> str:
 
 def _after(policy: str) -> str | None:
     """The policy that takes less memory than this one; None: there is none."""
+    if ":" in policy:
+        return "full"
     every = ("none", *candidates())
     rest = every[every.index(policy) + 1 :] if policy in every else ()
     return rest[0] if rest else None

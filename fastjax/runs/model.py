@@ -49,6 +49,8 @@ def run_shapes(config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageM
         config: the run.
         opened: its folders.
     """
+    if config.lora.adapter is None:  # all starts have one shape, and an orthogonal one is drawn by NumPy
+        config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, init_lora_weights=True))
     return _embedded(shapes_of(lambda: with_adapter(load_base(config, opened, zeros=True), config, opened)), config)
 
 

@@ -1,5 +1,6 @@
 """A plan of a run: its real train step compiled for a card with each policy, its memory and its time estimated."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from fastjax.errors import ConfigError
 from fastjax.planning.cards import Card
+from fastjax.planning.choice import candidates, first_layers
 from fastjax.planning.device import Device
 from fastjax.planning.hlo import kernels
 from fastjax.planning.memory import StepMemory
@@ -55,8 +57,9 @@ def plan_run(
     config: TrainConfig,
     opened: OpenShapes,
     device: Device,
-    policies: Sequence[str],
-    progress: Callable[[str], None] = lambda text: None,
+    policies: Sequence[str] | None,
+    limit: float,
+    progress: Callable[[str], None],
 ) -> list[Planned]:
     """Compile a run's train step with each policy; no weight is read, no array is made.
 
@@ -64,7 +67,9 @@ def plan_run(
         config: the run.
         opened: its model.
         device: compiled for.
-        policies: of rematerialisation.
+        policies: of rematerialisation; None: all to choose from that suit the model, and where there is room left,
+            projections in as many layers as fit.
+        limit: bytes that the step may take.
         progress: takes what is being done.
 
     Returns:
@@ -87,8 +92,8 @@ def plan_run(
 
     progress("products of the step")
     once = products("none")
-    found = []
-    for policy in policies:
+
+    def planned(policy: str) -> Planned:
         progress(f"compiling for {device.card.device_kind}: {policy}")
         recomputed = max(0.0, products(policy) - once)
         compiled = device.compile(*run.step(policy))
@@ -100,8 +105,18 @@ def plan_run(
             card=device.card,
             dtype=model.dtype,
         )
-        found.append(Planned(policy, memory, flops, recomputed, seconds, tokens))
-    return found
+        return Planned(policy, memory, flops, recomputed, seconds, tokens)
+
+    if policies is not None:
+        return [planned(policy) for policy in policies]
+    found = {}
+    for policy in candidates():
+        with contextlib.suppress(ConfigError):  # it does not suit the model
+            found[policy] = planned(policy)
+    needs = [found[policy].memory.device for policy in ("full", "projections")]
+    if (partial := first_layers(limit, *needs, model.config.num_hidden_layers)) is not None:
+        found[partial] = planned(partial)
+    return list(found.values())
 
 
 def fastest(planned: Sequence[Planned], limit: float) -> Planned | None:

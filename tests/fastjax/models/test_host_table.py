@@ -8,7 +8,6 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.models.host_table import in_host_memory
 from tests.support import steps, tiny
 
-
 CONFIG = tiny.config(tie_word_embeddings=False)
 
 

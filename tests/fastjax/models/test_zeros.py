@@ -38,22 +38,24 @@ def described(model):
 
 
 @pytest.mark.parametrize(
-    ("write", "options", "lora"),
+    ("write", "options", "lora", "stacks"),
     [
-        (plain, {"new_tokens": ["<a>", "<b>"]}, {"r": 4}),
-        (plain, {"load_in_4bit": False, "full_finetuning": True}, {}),
-        (nf4, {"layer_loop": "unroll"}, {"r": 4}),
-        (fp8, {"load_in_4bit": False}, {"r": 4}),
-        (mxfp4, {}, {"r": 4, "target_modules": ["q_proj"]}),
+        (plain, {"new_tokens": ["<a>", "<b>"]}, {"r": 4, "use_dora": True, "init_lora_weights": "orthogonal"}, 1),
+        (plain, {"use_gradient_checkpointing": "projections:1"}, {"r": 4}, 2),
+        (plain, {"load_in_4bit": False, "full_finetuning": True}, {}, 1),
+        (nf4, {"layer_loop": "unroll"}, {"r": 4}, 2),
+        (fp8, {"load_in_4bit": False}, {"r": 4}, 1),
+        (mxfp4, {}, {"r": 4, "target_modules": ["q_proj"]}, 1),
     ],
-    ids=["plain", "whole", "nf4", "fp8", "mxfp4"],
+    ids=["plain", "first layer", "whole", "nf4", "fp8", "mxfp4"],
 )
-def test_shapes_are_those_of_the_loaded_model(write, options, lora, tmp_path):
+def test_shapes_are_those_of_the_loaded_model(write, options, lora, stacks, tmp_path):
     folder = tmp_path / "model"
     write(folder)
     settings = config(model={"model_name": str(folder), "max_seq_length": 48, **options}, lora=lora)
     opened = open_model(settings)
     loaded = with_adapter(load_base(settings, opened), settings, opened)
+    assert len(loaded.plan) == stacks
     assert described(run_shapes(settings, open_shapes(settings))) == described(loaded)
     for file in [*folder.glob("*.safetensors*"), *([] if "new_tokens" in options else folder.glob("tokenizer*"))]:
         file.unlink()

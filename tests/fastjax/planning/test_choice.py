@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastjax.planning.choice import choose
+from fastjax.planning.choice import candidates, choose, first_layers
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 
 GIB = 2**30
@@ -17,10 +17,11 @@ NEEDS = {"much": 30, "some": 12, "least": 9}
         (20, "some", ["some"], "some, with 12.5 of 20.0 GiB; much would need 25.0"),
         (10, "least", ["some", "least"], "least, with 9.5 of 10.0 GiB; much would need 25.0; some would need 12.5"),
         (2, "least", ["least"], "least, with 9.5 of 2.0 GiB, which is more than there is; much would need 25.0"),
+        (9, "least", ["some", "least"], "least, with 9.5 of 9.0 GiB, which is more than there is; much would need"),
     ],
 )
 def test_the_fastest_that_fits(limit, policy, compiled, words):
-    """What cannot fit by the estimate is not compiled, but the last."""
+    """What cannot fit by the estimate is not compiled, but what needs least where nothing fits; nothing is twice."""
     asked = []
 
     def compile(name):
@@ -32,3 +33,16 @@ def test_the_fastest_that_fits(limit, policy, compiled, words):
     assert (choice.policy, asked, choice.compiled) == (policy, compiled, f"step {policy}")
     assert choice.memory.device == NEEDS[policy] * GIB + ALLOCATOR_BYTES
     assert words in str(choice)
+
+
+def test_candidates_begin_with_the_fastest():
+    assert candidates()[:3] == ("projections", "attention", "full") and "none" not in candidates()
+
+
+@pytest.mark.parametrize(
+    ("limit", "policy"), [(20, "projections:16"), (10.7, "projections:1"), (10.5, None), (9, None), (40, None)]
+)
+def test_memory_left_over_is_filled(limit, policy):
+    """Ten units with nothing kept, thirty with all thirty-two layers' projections."""
+    assert first_layers(limit, 10, 30, 32) == policy
+    assert first_layers(limit, 10, 10, 32) is None

@@ -1,10 +1,13 @@
 """A run chooses what its backward pass recomputes by the memory of the device, here of one that is made up."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
 from fastjax.errors import TrainingError
-from fastjax.planning.choice import candidates
+from fastjax.planning.choice import Choice, Refused, candidates
+from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.runs import checkpointing, training_run
 from fastjax.runs.fine_tune import fine_tune
 from tests.support import chat
@@ -71,3 +74,30 @@ def test_out_of_memory_names_the_arrays_and_the_way_out(settings, memory, tmp_pa
     said = rf"allocate 9 bytes\.\. The step \({fastest}\) holds .* GiB of weights .* GiB f32\[.*Set model\."
     with pytest.raises(TrainingError, match=rf"{said}use_gradient_checkpointing: {after}, or lower"):
         run(settings, tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize(
+    ("at_k", "policy", "compiled"),
+    [
+        (lambda k: 10 + 0.5 * k, "projections:4", ["projections:4"]),
+        (lambda k: 10 + k, "projections:2", ["projections:4", "projections:2"]),
+        (lambda k: 13, "full", ["projections:4", "projections:2"]),
+    ],
+    ids=["as estimated", "more a layer", "never"],
+)
+def test_memory_left_over_keeps_projections_in_the_first_layers(at_k, policy, compiled):
+    """Of eight layers, which by the estimate add half a unit each to ten; there are twelve units."""
+    unit, asked = 2**30, []
+
+    def memory(units):
+        return StepMemory(0, int(units * unit) - ALLOCATOR_BYTES, 0)
+
+    def compile(name):
+        asked.append(name)
+        return memory(at_k(int(name.removeprefix("projections:")))), name
+
+    choice = Choice("full", memory(10), 12 * unit, [Refused("projections", 14 * unit)], "full")
+    shapes = SimpleNamespace(model=lambda _: SimpleNamespace(config=SimpleNamespace(num_hidden_layers=8)))
+    at_least = {"full": 3 * unit, "projections": 7 * unit}
+    filled = checkpointing._filled(choice, shapes, at_least.get, compile)
+    assert (filled.policy, filled.compiled, asked) == (policy, policy, compiled)
