@@ -18,6 +18,7 @@ from fastjax.bench.step.build import build_model, documents_of, make_batch
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.check import fault_of
 from fastjax.bench.step.profile import Profile, summarize
+from fastjax.bench.step.scopes import scopes
 from fastjax.bench.trace import read_kernels
 from fastjax.errors import TrainingError
 from fastjax.training.flops import attended_length, flops_per_token
@@ -163,4 +164,4 @@ def _profiled(compiled: Any, state: Any, others: tuple[Any, Any], folder: Path) 
         for _ in range(_PROFILED):
             state, metrics = compiled(state, *others)
         jax.block_until_ready((state, metrics))
-    return summarize(read_kernels(folder), _PROFILED)
+    return summarize(read_kernels(folder), _PROFILED, scopes(compiled.as_text()))

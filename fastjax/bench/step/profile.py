@@ -7,7 +7,7 @@ exceed the busy time.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fastjax.bench.trace import Kernel, busy_ns
 
@@ -59,12 +59,14 @@ class Profile:
         step_milliseconds: from the first kernel's start to the last one's end, by the number of steps.
         busy: the share of it in which a kernel runs.
         kinds: by falling time, then "idle".
+        scopes: of the kernels' instructions, by falling time, "unknown" for kernels without one.
         longest: kernels by name, by falling time.
     """
 
     step_milliseconds: float
     busy: float
     kinds: Sequence[Share]
+    scopes: Sequence[Share]
     longest: Sequence[Share]
 
 
@@ -77,12 +79,13 @@ def kind_of(name: str) -> str:
     return next(kind for kind, pattern in _KINDS.items() if re.search(pattern, name, re.IGNORECASE))
 
 
-def summarize(kernels: Sequence[Kernel], steps: int) -> Profile | None:
+def summarize(kernels: Sequence[Kernel], steps: int, scopes: Mapping[str, str]) -> Profile | None:
     """The profile of steps that ran one after the other.
 
     Args:
         kernels: of the steps, in the order of their starts.
         steps: their number.
+        scopes: of the program's instructions (`scopes.scopes`).
 
     Returns:
         The profile; None without kernels.
@@ -108,5 +111,6 @@ def summarize(kernels: Sequence[Kernel], steps: int) -> Profile | None:
         step_milliseconds=window / count * 1e-6,
         busy=busy / window,
         kinds=[*shares((kind_of(kernel.name), kernel) for kernel in kernels), idle],
+        scopes=shares((scopes.get(kernel.op, "unknown"), kernel) for kernel in kernels),
         longest=shares((kernel.name, kernel) for kernel in kernels)[:_LONGEST],
     )

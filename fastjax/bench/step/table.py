@@ -98,7 +98,8 @@ def _figures(result: StepResult) -> tuple[str, ...]:
 def _print_profile(console: Console, case: StepCase, profile: Profile) -> None:
     busy = f"{profile.step_milliseconds:,.1f} ms a step, busy {profile.busy:.1%}"
     console.print(f"profile · {case.rows} {case.checkpointing} {case.layer_loop} · {busy}", highlight=False)
-    for title, shares in (("kinds of kernels", profile.kinds), ("longest kernels", profile.longest)):
+    parts = {"kinds of kernels": profile.kinds, "parts of the step": profile.scopes, "longest kernels": profile.longest}
+    for title, shares in parts.items():
         table = make_table(title, ("",), ("ms", "share", "runs"))
         for share in shares:
             table.add_row(*_cells(share))

@@ -17,7 +17,7 @@ CASES = [StepCase("llama3-8b", 4, 2048, kept, loop) for kept in ("projections", 
 KERNEL = Kernel("/device:GPU:0", "loop_" + "add_" * 30 + "fusion", "jit_step", "", 0.0, 4e8)
 FOUND = StepResult(
     "NVIDIA H200", "0.11.2", "bfloat16", 0.5089, 16091.2, 412.25, 115.6, int(130.56 * 2**30), None, [12.5, 11.123],
-    summarize([KERNEL], 1),
+    summarize([KERNEL], 1, {}),
 )  # fmt: skip
 MEASURED = [
     Line(CASES[0], FOUND),
