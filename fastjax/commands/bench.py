@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: `attention`, `nf4`, `lora`, `moe`, `step` or `data`, and its arguments.
+        argv: `attention`, `nf4`, `lora`, `loss`, `moe`, `step` or `data`, and its arguments.
     """
     arguments = _parser().parse_args(argv)
     arguments.run(arguments)
@@ -65,6 +65,26 @@ def _parser() -> argparse.ArgumentParser:
     lora.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     lora.set_defaults(run=_lora)
 
+    loss = commands.add_parser(
+        "loss",
+        help="the head and its loss, beside the two matrix products alone",
+        description="Time a frozen head with its loss, forward and backward to the input, by implementation and size "
+        "of the chunks, beside the two matrix products alone; and the rows of one chunk by the kernel's block sizes. "
+        "The defaults suit a GPU.",
+    )
+    loss.add_argument("--tokens", type=positive, nargs=2, metavar=("ROWS", "LENGTH"), help="(default: 4 2048)")
+    loss.add_argument(
+        "--shape", type=positive, nargs=2, metavar=("WIDTH", "WORDS"), help="of the head (default: 4096 128256)"
+    )
+    loss.add_argument("--chunks", type=positive, nargs="+", metavar="N", help="tokens at once (default: 512 1024 2048)")
+    loss.add_argument(
+        "--implementations", nargs="+", choices=("triton", "xla"), help="(default: all that the device has)"
+    )
+    loss.add_argument("--dtype", choices=dtypes, help="of activations and head (default: bfloat16)")
+    loss.add_argument("--rounds", type=positive, metavar="N", help="runs of which the median counts (default: 9)")
+    loss.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
+    loss.set_defaults(run=_loss)
+
     moe = commands.add_parser(
         "moe",
         help="mixtures of experts: products over groups, 4-bit experts, the whole block",
@@ -110,6 +130,12 @@ def _lora(arguments: argparse.Namespace) -> None:
     from fastjax.bench.lora import LoraCase, run
 
     run(_changed(LoraCase(), arguments), arguments.output)
+
+
+def _loss(arguments: argparse.Namespace) -> None:
+    from fastjax.bench.loss import LossCase, run
+
+    run(_changed(LossCase(), arguments), arguments.output)
 
 
 def _moe(arguments: argparse.Namespace) -> None:

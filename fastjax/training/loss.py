@@ -94,7 +94,7 @@ def loss_sums(
 
     local_rows = -(-rows.tokens.shape[0] // batch_devices())
     size = chunk_size or chunk_size_for(local_rows, rows.tokens.shape[1], model.config.vocab_size)
-    terms = {} if key is None else {"label_smoothing": label_smoothing_factor, "z_loss": z_loss_coef}
+    smoothing, coefficient = (0.0, 0.0) if key is None else (label_smoothing_factor, z_loss_coef)
     sums = chunked_cross_entropy(
         project,
         nnx.to_pure_dict(trained),
@@ -102,12 +102,13 @@ def loss_sums(
         hidden,
         rows.targets,
         chunk_size=size,
+        label_smoothing=smoothing,
+        z_loss=coefficient,
         island=_on_each_device,
-        **terms,
     )
     loss_sum, num_targets = jax.numpy.asarray(sums.loss_sum), jax.numpy.asarray(sums.num_targets)
     metrics = {"num_targets": num_targets, "num_correct": jax.numpy.asarray(sums.num_correct)}
-    if any(terms.values()):
+    if smoothing or coefficient:
         metrics |= {"cross_entropy": sums.cross_entropy_sum, "z_loss": sums.z_loss_sum}
     if not forward.sums:
         return LossSums(loss_sum, None, metrics)
