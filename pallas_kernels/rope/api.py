@@ -14,16 +14,16 @@ def rope(
 ) -> Float[Array, "B S H D"]:
     """Rotate the pairs (x[r], x[r + R/2]) among the first R features of each head by the angles of its position.
 
-    With x = [x₁, x₂, rest], the first two R/2 wide: y = [x₁ · cos − x₂ · sin, x₂ · cos + x₁ · sin, rest]. This is Hugging
-    Face's ``rotate_half`` convention, whose tables hold each angle twice; here they hold it once. The products are
-    float32. The backward pass is the rotation by the opposite angles and keeps the two tables alone.
+    With x = [x₁, x₂, rest], the first two R/2 wide: y = [x₁ · cos − x₂ · sin, x₂ · cos + x₁ · sin, rest]. This is
+    Hugging Face's ``rotate_half`` convention, whose tables hold each angle twice; here they hold it once. The products
+    are float32. The backward pass is the rotation by the opposite angles and keeps the two tables alone.
 
     Args:
         x: queries or keys.
         cos: cosines of the angles of each position, times the scaling of attention if the model has one.
         sin: sines of the same.
-        interleaved: whether the pairs of x are neighbours, (x[2r], x[2r + 1]). Those of the result are R/2 apart all the
-            same: queries and keys alike, so that their products stay what they are.
+        interleaved: whether the pairs of x are neighbours, (x[2r], x[2r + 1]). Those of the result are R/2 apart all
+            the same: in queries and keys alike, so that their products stay what they are.
 
     Returns:
         The rotated heads in x's dtype. Differentiable in x; the tables are constants.

@@ -1,4 +1,4 @@
-"""Queries, keys and values out of one product in plain jax.numpy: the oracle, and by differentiation of its gradient."""
+"""Queries, keys and values out of one product in plain jax.numpy: the oracle, its gradient's by differentiation."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, split_rope as package
-from pallas_kernels.split_rope import REGISTRY, Case, reference, split_rope, triton
+from pallas_kernels.split_rope import reference, split_rope, triton
 from pallas_kernels.split_rope.config import Tiles
 
 HEADS, KEY_HEADS = 6, 2
@@ -23,7 +22,10 @@ CASES = {
 def operands(tokens, size, turning, interleaved, scaled, dtype):
     rng = np.random.default_rng(tokens + size)
     angles = rng.uniform(0, 6, (2, tokens, turning // 2))
-    make = lambda *shape: jnp.asarray(rng.standard_normal((2, tokens, *shape)), dtype)
+
+    def make(*shape):
+        return jnp.asarray(rng.standard_normal((2, tokens, *shape)), dtype)
+
     qkv = make((HEADS + 2 * KEY_HEADS) * size)
     gradients = tuple(make(count, size) for count in (HEADS, KEY_HEADS, KEY_HEADS))
     tables = tuple(jnp.asarray(table, jnp.float32) for table in (np.cos(angles), np.sin(angles))) if turning else None
