@@ -31,7 +31,8 @@ def rope(
     Raises:
         ValueError: the tables do not fit x.
     """
-    check_tables("rope", cos, sin, (*x.shape[:2], x.shape[-1]))
+    batch, length, _, size = x.shape
+    check_tables("rope", cos, sin, (batch, length, size))
     return xla.rope(x, cos, sin, interleaved)
 
 

@@ -11,14 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     """``api.rope`` without its checks."""
-    half = cos.shape[-1]
-    turned = x[..., : 2 * half]
-    if interleaved:
-        turned = turned.reshape(*x.shape[:3], half, 2).swapaxes(-1, -2).reshape(turned.shape)
-    return _joined(_rotate(turned, cos, sin), x)
+    return _rope(x, cos, sin, interleaved)  # pyright: ignore[reportReturnType]
 
 
 def transpose(dy: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
@@ -28,6 +23,15 @@ def transpose(dy: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     if interleaved:
         turned = turned.reshape(*dy.shape[:3], 2, half).swapaxes(-1, -2).reshape(turned.shape)
     return _joined(turned, dy)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rope(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    half = cos.shape[-1]
+    turned = x[..., : 2 * half]
+    if interleaved:
+        turned = turned.reshape(*x.shape[:3], half, 2).swapaxes(-1, -2).reshape(turned.shape)
+    return _joined(_rotate(turned, cos, sin), x)
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
@@ -43,11 +47,11 @@ def _joined(turned: Array, x: Array) -> Array:
 
 
 def _forward(x: Array, cos: Array, sin: Array, interleaved: bool) -> tuple[Array, tuple[Array, Array]]:
-    return rope(x, cos, sin, interleaved), (cos, sin)
+    return _rope(x, cos, sin, interleaved), (cos, sin)
 
 
 def _backward(interleaved: bool, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, None, None]:
     return transpose(dy, *residuals, interleaved), None, None
 
 
-rope.defvjp(_forward, _backward)
+_rope.defvjp(_forward, _backward)

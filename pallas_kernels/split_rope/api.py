@@ -87,7 +87,7 @@ def _head_size(qkv, cos, sin, heads: int, key_heads: int, scales) -> int:
     if (cos is None) != (sin is None):
         raise ValueError("split_rope: cos and sin must be given together, got one of them")
     if cos is not None:
-        check_tables("split_rope", cos, sin, (*qkv.shape[:2], size))
+        check_tables("split_rope", cos, sin, (qkv.shape[0], qkv.shape[1], size))
     if scales is not None and scales.shape != qkv.shape[:2]:
         raise ValueError(f"split_rope: query_scales must be {list(qkv.shape[:2])}, got {list(scales.shape)}")
     return size
