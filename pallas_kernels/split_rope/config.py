@@ -21,10 +21,10 @@ class Tiles:
 def tiles(heads: int, key_heads: int, size: int) -> Tiles:
     """Block sizes by the numbers of query and key heads and the head size.
 
-    A tile has 16 KiB of 16-bit features: each of 128 threads has four loads of 16 bytes in flight twice.
+    A tile has 8 KiB of 16-bit features: each of 128 threads has four loads of 16 bytes in flight.
     """
     own = min(common(heads, key_heads), 8)
-    return Tiles(rows=max(1, power_of_2(8192 // (own * size))), heads=own, num_warps=4)
+    return Tiles(rows=max(1, power_of_2(4096 // (own * size))), heads=own, num_warps=4)
 
 
 def common(heads: int, key_heads: int) -> int:
