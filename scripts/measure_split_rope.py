@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from fastjax.bench.timing import Program, compile_all, measure
 from pallas_kernels import compat
 from pallas_kernels.split_rope import reference, split_rope, triton
-from pallas_kernels.split_rope.config import Tiles, tiles
+from pallas_kernels.split_rope.config import Tiles, common, tiles
 from pallas_kernels.split_rope.implementations import REGISTRY
 
 #: Operands of a run, together larger than the cache.
@@ -66,11 +66,12 @@ CASES = {
     "14 and 2 heads of 64": Case(4, 2048, (14, 2), 64, 64),
     "16 and 8 heads of 256": Case(4, 2048, (16, 8), 256, 256),
     "32 and 32 heads of 80": Case(4, 2048, (32, 32), 80, 32),
+    "9 and 3 heads of 64": Case(4, 2048, (9, 3), 64, 64),
     "1001 tokens": Case(1, 1001, (32, 8), 128, 128),
 }
-#: Block sizes beside the chosen ones: tokens, heads, warps.
-OTHERS = [(1, 8, 1), (1, 8, 2), (2, 8, 2), (4, 8, 2), (2, 8, 4), (4, 8, 4), (8, 8, 4), (8, 8, 8), (16, 8, 8)]
-OTHERS += [(8, 4, 4), (16, 4, 4), (16, 2, 4), (32, 2, 8), (32, 1, 4)]
+#: Block sizes beside the chosen ones, where the heads allow them: tokens, heads, warps.
+OTHERS = [(16, 2, 4), (32, 2, 8), (32, 2, 4), (64, 2, 8), (8, 2, 2), (8, 2, 4), (4, 2, 1), (1, 8, 1), (8, 8, 4)]
+OTHERS_OF_ONE = [(16, 1, 4), (32, 1, 8), (64, 1, 8), (16, 1, 1), (8, 1, 1)]
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
@@ -140,10 +141,12 @@ def check() -> None:
 
 
 def speed() -> None:
-    """Block sizes for the first case, the chosen ones for the others."""
+    """The chosen block sizes and others."""
     for title, case in CASES.items():
         chosen = tiles(*case.heads, case.size)
-        blocks = [chosen, *(Tiles(*other) for other in OTHERS if case == LARGE and Tiles(*other) != chosen)]
+        others = OTHERS if chosen.heads > 1 else OTHERS_OF_ONE
+        fitting = (Tiles(*other) for other in others if other[1] <= common(*case.heads))
+        blocks = list(dict.fromkeys([chosen, *fitting]))
         data = [operands(case, number) for number in range(COPIES)]
         for backward in (False, True):
             calls = {"XLA": plain(case, backward)}
