@@ -38,8 +38,8 @@ def project(
     x: Float[Array, "B S in"],
     key: PRNGKeyArray | None,
     dropped: Float[Array, "B S in"] | None = None,
-) -> tuple[Float[Array, "B S out"], ...]:
-    """The parts' outputs without bias, in the dtype of x.
+) -> Float[Array, "B S out"]:
+    """The parts' outputs side by side, without bias, in the dtype of x; `parted` takes them apart.
 
     Args:
         sizes: (name, output rows) of the parts of `weight`, from the top row down.
@@ -51,7 +51,7 @@ def project(
     """
     own = {name: adapters[name] for name, _ in sizes if name in adapters}
     if not own:
-        return _parted(name_residual(matmul(x, weight), "projection"), sizes)
+        return name_residual(matmul(x, weight), "projection")
     scales, start = {}, 0
     for name, rows in sizes:
         if name in own:
@@ -65,7 +65,7 @@ def project(
     return _run(parts, x, dropped, weight, matrices_of(own), present, None if dropped is not None else key)
 
 
-def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> tuple[Array, ...]:
+def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> Array:
     """DoRA scales W and adapter on the dropped input d; W alone sees the rest: W(x - d) is added."""
     outputs, start = [], 0
     for name, rows in sizes:
@@ -77,9 +77,30 @@ def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> tuple[Arr
         adapter = adapters[name]
         d = drop(x, key, name, adapter.dropout) if dropped is None else dropped
         own = tuple(described._replace(dropout=0.0) for described in describe([(name, rows)], {name: adapter}))
-        (scaled,) = _run(own, d, None, mine, matrices_of({name: adapter}), {name: scales[name]}, None)
+        scaled = _run(own, d, None, mine, matrices_of({name: adapter}), {name: scales[name]}, None)
         outputs.append(scaled + matmul(x - d, mine))
+    return jnp.concatenate(outputs, axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def parted(y: Float[Array, "B S out"], sizes: Sequence[tuple[str, int]]) -> tuple[Float[Array, "B S rows"], ...]:
+    """The columns of each part; the gradient is one concatenation.
+
+    Args:
+        y: the parts' outputs side by side.
+        sizes: as in `project`; hashable.
+    """
+    outputs, start = [], 0
+    for _, rows in sizes:
+        outputs.append(y if len(sizes) == 1 else y[..., start : start + rows])
+        start += rows
     return tuple(outputs)
+
+
+parted.defvjp(
+    lambda y, sizes: (parted(y, sizes), None),
+    lambda sizes, _, dys: (dys[0] if len(sizes) == 1 else jnp.concatenate(dys, axis=-1),),
+)
 
 
 def matrices_of(adapters: Mapping[str, LoraLinear]) -> Matrices:
@@ -104,7 +125,7 @@ def describe(sizes: Sequence[tuple[str, int]], adapters: Mapping[str, LoraLinear
     return tuple(found)
 
 
-def _run(parts, *arguments: Any) -> tuple[Array, ...]:
+def _run(parts, *arguments: Any) -> Array:
     return _unit(parts, *arguments)  # pyright: ignore[reportReturnType]
 
 
@@ -119,13 +140,11 @@ def _forward(parts, x, dropped, weight, matrices, scales, key):
     before = y = name_residual(matmul(x, weight) + linear(inner, block_B(parts, matrices, x.dtype)), "projection")
     if scales:
         y = (before.astype(jnp.float32) * _columns(parts, scales)).astype(x.dtype)
-    sizes = [(part.name, part.rows) for part in parts]
-    return _parted(y, sizes), (x, dropped, inner, before if scales else None, weight, matrices, scales, key)
+    return y, (x, dropped, inner, before if scales else None, weight, matrices, scales, key)
 
 
-def _backward(parts, residuals, dys):
+def _backward(parts, residuals, dy):
     x, dropped, inner, before, weight, matrices, scales, key = residuals
-    dy = dys[0] if len(parts) == 1 else jnp.concatenate(dys, axis=-1)
     dscales = {}
     if scales:
         wide = dy.astype(jnp.float32)
@@ -158,12 +177,3 @@ def _columns(parts: Sequence[Part], scales: Mapping[str, Array]) -> Float[Array,
 def _rows(parts: Sequence[Part]) -> list[slice]:
     ends = [sum(part.rows for part in parts[: number + 1]) for number in range(len(parts))]
     return [slice(end - part.rows, end) for end, part in zip(ends, parts, strict=True)]
-
-
-def _parted(y: Array, sizes: Sequence[tuple[str, int]]) -> tuple[Array, ...]:
-    """The columns of each part."""
-    outputs, start = [], 0
-    for _, rows in sizes:
-        outputs.append(y if len(sizes) == 1 else y[..., start : start + rows])
-        start += rows
-    return tuple(outputs)

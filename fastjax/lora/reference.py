@@ -28,8 +28,8 @@ def project(
     x: Float[Array, "B S in"],
     key: PRNGKeyArray | None,
     dropped: Float[Array, "B S in"] | None = None,
-) -> tuple[Float[Array, "B S out"], ...]:
-    """x·Wᵀ + s·(d·Aᵀ)·Bᵀ of each part, d the dropped input; with DoRA the part of d scaled by m / ‖W + s·B·A‖.
+) -> Float[Array, "B S out"]:
+    """The parts' x·Wᵀ + s·(d·Aᵀ)·Bᵀ, d the dropped input; with DoRA the part of d scaled by m / ‖W + s·B·A‖.
 
     Args:
         sizes: as in `linear.project`.
@@ -58,7 +58,7 @@ def project(
         scale = _scale(adapter.magnitude[...].astype(wide), full, axis=1, dtype=x.dtype)
         inner = base if read is x else _product(read, weight)[..., here]
         outputs.append(base + (scale - 1) * inner + scale * delta)
-    return tuple(outputs)
+    return jnp.concatenate(outputs, axis=-1)
 
 
 def gated_block(block: Block, x: Float[Array, "B S E"], arrays: Arrays) -> Float[Array, "B S E"]:
@@ -160,7 +160,7 @@ def _parts(parts: Sequence[Part], weight: WeightLike, matrices: Matrices, x: Arr
         for part in parts
         if part.rank
     }
-    return jnp.concatenate(project(sizes, weight, adapters, x, key), axis=-1)
+    return project(sizes, weight, adapters, x, key)
 
 
 def _by_expert(x: Float[Array, "X N in"], w: Float[Array, "X out in"]) -> Float[Array, "X N out"]:

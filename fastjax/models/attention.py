@@ -15,8 +15,10 @@ from fastjax.lora.params import BaseParam
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, batch_part, local
+from fastjax.residuals import name_residual
 from pallas_kernels.attention import SegmentRanges, attention, segment_ranges
 from pallas_kernels.rope import rope
+from pallas_kernels.split_rope import split_rope
 
 #: Attention's part of a layer's key, whose other parts are the adapters' (`fastjax.lora.dropout`).
 _OWN_KEY = zlib.crc32(b"self_attn") & 0x7FFFFFFF
@@ -112,17 +114,10 @@ class Attention(nnx.Module):
         cache: LayerCache | None,
     ) -> tuple[Float[Array, "B S E"], LayerCache | None]:
         """Attention of normalised inputs; with a cache, over the cached tokens too, which then include these."""
-        heads, key_heads, size = self.shape
         batch, length = x.shape[:2]
         dtype = x.dtype
         x = x.astype(jnp.float32) if self.float32 else x
-        parts = self.qkv(x, key)
-        if len(parts) == 1:
-            parts = jnp.split(parts[0], [heads * size, (heads + key_heads) * size], axis=-1)
-        q, k = self._heads(parts[0], self.q_norm, context), self._heads(parts[1], self.k_norm, context)
-        if (scales := context.query_scales.get(self.layer.rope or "")) is not None:
-            q = q * scales.astype(q.dtype)[:, :, None, None]
-        v = parts[2].reshape(batch, length, key_heads, size)
+        q, k, v = self._heads(x, context, key)
         if cache is None:
             out = self._attend(q, k, v, context.segment_ranges, key)
         else:
@@ -142,10 +137,41 @@ class Attention(nnx.Module):
                 sinks=self._sink_logits(),
                 **self._options(),
             )
-        (out,) = self.o(out.reshape(batch, length, heads * size), key)
+        (out,) = self.o(out.reshape(batch, length, -1), key)
         return out.astype(dtype), cache
 
-    def _heads(self, x: Float[Array, "B S N"], norm: Norm | None, context: Context) -> Float[Array, "B S H D"]:
+    def _heads(
+        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None
+    ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
+        """Queries, keys and values by head, ready for attention.
+
+        Without normalisations they come out of one product in one pass, and are residuals in its place: the backward
+        pass needs it no more. A normalisation needs its input there.
+        """
+        heads, key_heads, size = self.shape
+        rotary = (None, None) if self.layer.rope is None else context.rotary[self.layer.rope]
+        scales = context.query_scales.get(self.layer.rope or "")
+        whole = self.qkv.whole(x, key) if self.q_norm is None else None
+        if whole is not None:
+            options: dict[str, Any] = {"heads": heads, "key_heads": key_heads, "interleaved": self.interleaved}
+
+            def own(product, cos, sin, scales):
+                return split_rope(product, cos, sin, query_scales=scales, **options)
+
+            island = local(own, in_specs=(P(BATCH),) * 4, out_specs=P(BATCH))
+            q, k, v = (name_residual(part, "projection") for part in island(whole, *rotary, scales))
+            return q, k, v
+        parts = self.qkv(x, key)
+        if len(parts) == 1:
+            parts = jnp.split(parts[0], [heads * size, (heads + key_heads) * size], axis=-1)
+        q, k = self._turned(parts[0], self.q_norm, *rotary), self._turned(parts[1], self.k_norm, *rotary)
+        if scales is not None:
+            q = q * scales.astype(q.dtype)[:, :, None, None]
+        return q, k, parts[2].reshape(*x.shape[:2], key_heads, size)
+
+    def _turned(
+        self, x: Float[Array, "B S N"], norm: Norm | None, cos: Array | None, sin: Array | None
+    ) -> Float[Array, "B S H D"]:
         """Queries or keys by head: normalised and turned, or the other way round."""
         batch, length, size = *x.shape[:2], self.shape[2]
         if norm is not None and self.whole and not self.norm_last:
@@ -153,19 +179,11 @@ class Attention(nnx.Module):
         x = x.reshape(batch, length, -1, size)
         if norm is not None and not self.whole and not self.norm_last:
             x = norm(x)
-        if self.layer.rope is not None:
-            x = self._turned(x, *context.rotary[self.layer.rope])
+        if cos is not None and sin is not None:
+            x = rope(x, cos, sin, interleaved=self.interleaved)
         if norm is not None and self.norm_last:
             x = norm(x.reshape(batch, length, -1)).reshape(x.shape) if self.whole else norm(x)
         return x
-
-    def _turned(self, x: Float[Array, "B S H D"], cos: Array, sin: Array) -> Float[Array, "B S H D"]:
-        size, turning = x.shape[-1], 2 * cos.shape[-1]
-        turned, rest = x[..., :turning], x[..., turning:]
-        if self.interleaved:  # into halves: queries and keys alike, so that their products stay what they are
-            turned = turned.reshape(*x.shape[:3], turning // 2, 2).swapaxes(-1, -2).reshape(turned.shape)
-        turned = rope(turned, cos, sin)
-        return turned if turning == size else jnp.concatenate([turned, rest], axis=-1)
 
     def _attend(self, q, k, v, ranges: SegmentRanges | None, key: PRNGKeyArray | None):
         """Causal attention of whole rows, on each device's own rows."""

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.errors import ConfigError
-from fastjax.lora.linear import project
+from fastjax.lora.linear import parted, project
 from fastjax.lora.params import BaseParam, LoraEmbedding, LoraExperts, LoraLinear, SavedParam
 from fastjax.lora.rank_products import Part
 from fastjax.lora.token_rows import TrainableTokens
@@ -72,6 +72,22 @@ class Projection(nnx.Module):
             start += rows
         return tuple(outputs)
 
+    def whole(self, x: Float[Array, "B S in"], key: PRNGKeyArray | None = None) -> Float[Array, "B S out"] | None:
+        """The parts' outputs side by side in the dtype of x; None where these are computed in several dtypes.
+
+        Args:
+            x: the input.
+            key: the layer's dropout key; None switches dropout off.
+        """
+        dtypes = set(self.dtypes(x.dtype))
+        if len(dtypes) > 1:
+            return None
+        assert self.tokens is None, "trained rows belong to a head"
+        out = self._unit(self.parts, self.weight.get_value(), x.astype(dtypes.pop()), key, None)
+        if self.bias is not None:
+            out = out + self.bias[...].astype(out.dtype)[None, None, :]
+        return out.astype(x.dtype)
+
     def dtypes(self, dtype: jnp.dtype) -> list[jnp.dtype]:
         """The dtype in which each part is computed, for an input's dtype."""
         return [jnp.dtype(jnp.float32) if name in self.float32 else jnp.dtype(dtype) for name, _ in self.parts]
@@ -79,18 +95,20 @@ class Projection(nnx.Module):
     def _products(self, x: Array, key: PRNGKeyArray | None, dropped: Array | None) -> list[Array]:
         """The parts' outputs without bias, each in its own dtype: one unit where all are equal."""
         weight, dtypes = self.weight.get_value(), self.dtypes(x.dtype)
-
-        def unit(sizes, weight, dtype):
-            drawn = None if dropped is None else dropped.astype(dtype)
-            return project(sizes, weight, self.adapters, x.astype(dtype), key, drawn)
-
         if len(set(dtypes)) == 1:
-            return list(unit(self.parts, weight, dtypes[0]))
+            return list(parted(self._unit(self.parts, weight, x.astype(dtypes[0]), key, dropped), self.parts))
         outputs, start = [], 0
         for size, dtype in zip(self.parts, dtypes, strict=True):
-            outputs += unit([size], rows_of(weight, slice(start, start + size[1])), dtype)
+            rows = rows_of(weight, slice(start, start + size[1]))
+            outputs.append(self._unit([size], rows, x.astype(dtype), key, dropped))
             start += size[1]
         return outputs
+
+    def _unit(
+        self, sizes: Sequence[tuple[str, int]], weight: WeightLike, x: Array, key: PRNGKeyArray | None, dropped
+    ) -> Array:
+        """The outputs of some parts side by side without bias, in the dtype of x."""
+        return project(sizes, weight, self.adapters, x, key, None if dropped is None else dropped.astype(x.dtype))
 
 
 class ExpertsProjection(nnx.Module):

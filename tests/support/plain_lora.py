@@ -14,8 +14,7 @@ def mlp(block, x, key):
         return y if block.down.bias is None else y + block.down.bias[...].astype(x.dtype)[None, None]
 
     def projection(module, x):
-        parts = reference.project(module.parts, module.weight.get_value(), module.adapters, x, key)
-        whole = jnp.concatenate(parts, axis=-1)
+        whole = reference.project(module.parts, module.weight.get_value(), module.adapters, x, key)
         return whole if module.bias is None else whole + module.bias[...].astype(x.dtype)[None, None]
 
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32

@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 
 from fastjax.lora import reference
-from fastjax.lora.linear import project
+from fastjax.lora.linear import parted, project
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, value_and_gradients
 
-SIZES = [("q_proj", 128), ("k_proj", 64), ("v_proj", 64)]
+SIZES = (("q_proj", 128), ("k_proj", 64), ("v_proj", 64))
 #: name -> ranks of q, k and v (0: no adapter), options
 CASES = {
     "all": ((8, 8, 8), {}),
@@ -41,14 +41,19 @@ def functions(adapters, weight, sizes=SIZES, **options):
     """The unit, plain LoRA, and what they train."""
     graphdef, state = nnx.split(adapters)
 
-    def of(implementation):
+    def of(implementation, split):
         def run(trained, x):
             key = jax.random.key(3) if options.get("dropout") else None
-            return implementation(sizes, weight, nnx.merge(graphdef, trained), x, key)
+            return split(implementation(sizes, weight, nnx.merge(graphdef, trained), x, key), sizes)
 
         return run
 
-    return of(project), of(reference.project), nnx.to_pure_dict(state)
+    return of(project, parted), of(reference.project, columns), nnx.to_pure_dict(state)
+
+
+def columns(y, sizes):
+    """Plainly, of each part."""
+    return tuple(jnp.split(y, np.cumsum([rows for _, rows in sizes])[:-1].tolist(), axis=-1))
 
 
 @pytest.mark.both_worlds("float32-float32-dropout", "float32-float32-DoRA with dropout", "bfloat16-bfloat16-a subset")
@@ -94,7 +99,7 @@ def test_an_input_that_is_dropped_before(compare, dora):
 
     def of(implementation):
         def run(trained, pair):
-            return implementation(SIZES, weight, nnx.merge(graphdef, trained), pair[0], None, pair[1])
+            return columns(implementation(SIZES, weight, nnx.merge(graphdef, trained), pair[0], None, pair[1]), SIZES)
 
         return run
 
@@ -121,8 +126,7 @@ def test_a_plain_weight_gets_its_gradient_where_it_is_asked_for(kind):
         leaves = list(floats)
         for n, leaf in zip(chosen, plain, strict=True):
             leaves[n] = leaf
-        outputs = implementation(SIZES, jax.tree.unflatten(treedef, leaves), adapters, x, None)
-        return sum(jnp.sum(jnp.sin(y)) for y in outputs)
+        return jnp.sum(jnp.sin(implementation(SIZES, jax.tree.unflatten(treedef, leaves), adapters, x, None)))
 
     plain = [floats[n] for n in chosen]
     found = jax.grad(lambda p: loss(project, p))(plain)
