@@ -8,17 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.experimental import compute_on
 from jaxtyping import Array, Float, Int
 
 #: jax 0.10 has it beside a context manager of the shorter name.
-_compute_on = getattr(compute_on, "compute_on2", compute_on.compute_on)
+_compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
 _KIND = "pinned_host"
 
 
 def in_host_memory(array: Any) -> bool:
     """Whether an array, a traced one or a shape lies in the host's memory."""
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         return jax.typeof(array).memory_space == jax.memory.Space.Host
     return getattr(getattr(array, "sharding", None), "memory_kind", None) == _KIND
 

@@ -108,7 +108,9 @@ def compiler_options(graphdef: nnx.GraphDef) -> dict[str, Any]:
     Raises:
         ConfigError: all layers are called one by one and offload, which needs jax 0.11.
     """
-    facts = {name: leaf.value for name, leaf in graphdef.attributes if name in ("remat", "plan")}
+    facts: dict[str, Any] = {
+        name: getattr(leaf, "value", None) for name, leaf in graphdef.attributes if name in ("remat", "plan")
+    }
     single = [stack for stack in facts["plan"] if stack.count == 1]
     policies = (POLICIES[policy_of(facts["remat"], stack.start)] for stack in single)
     if not any(policy.offloaded for policy in policies if policy is not None):

@@ -80,7 +80,7 @@ def compile_step(
     stats = device_stats()
     limit = memory_limit(stats)
     if stats is None or limit is None:
-        return RunStep("full" if len(policies) > 1 else policies[0], None)
+        return RunStep(policies[0] if len(policies) == 1 else "full", None)
     shapes = RunShapes(config, opened, total_steps, loss, compiler_options)
 
     @functools.cache

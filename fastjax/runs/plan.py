@@ -113,8 +113,8 @@ def plan_run(
     for policy in candidates():
         with contextlib.suppress(ConfigError):  # it does not suit the model
             found[policy] = planned(policy)
-    needs = [found[policy].memory.device for policy in ("full", "projections")]
-    if (partial := first_layers(limit, *needs, model.config.num_hidden_layers)) is not None:
+    full, projections = (found[policy].memory.device for policy in ("full", "projections"))
+    if (partial := first_layers(limit, full, projections, model.config.num_hidden_layers)) is not None:
         found[partial] = planned(partial)
     return list(found.values())
 
