@@ -52,7 +52,7 @@ def test_a_run_opens_its_folders_once(tmp_path, monkeypatch, opened):
     def stop(run, earlier, changed):
         stopped.append(run.model)
 
-    def saved(run, earlier, changed):
+    def saved(run, earlier, changed, startup):
         run.model.replace(trainable=run.state.trainable).save_pretrained(tmp_path / "adapter")
 
     stopped = []
