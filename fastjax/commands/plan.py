@@ -68,6 +68,7 @@ def plan(
         output: JSON file; None: none.
         console: for the table.
     """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of every program that does not fit
     import jax
 
     if gpu is not None:
@@ -135,6 +136,7 @@ def _show(
     limit: float,
     best: "Planned | None",
 ) -> None:
+    from rich import box
     from rich.table import Table
 
     card, training = device.card, config.training
@@ -143,7 +145,7 @@ def _show(
         rows = f"{training.gradient_accumulation_steps}×{rows}"
     name = Path(config.model.model_name).name
     title = f"{name} · {rows} tokens · {config.model.layer_loop} · {card.device_kind} · memory in GB"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column("checkpointing", no_wrap=True)
     for title in ("held", "step", "in all", "host", "again", "ms", "tokens/s", "fits"):
         table.add_column(title, justify="right")

@@ -6,7 +6,11 @@ from typing import NamedTuple
 from fastjax.planning.hlo import kernels, size
 
 #: Parts of an operation's name that JAX's transformations add.
-_GENERIC = re.compile(r"(jit\(step\)|jvp\(\)|while|body|eval_jaxpr|closed_call|checkpoint|rematted_computation)")
+_GENERIC = re.compile(r"jit\(step\)|while|body|eval_jaxpr|closed_call|checkpoint|rematted_computation")
+_WRAPPED = re.compile(r"(?:jvp|transpose)\(([^()]*)\)")
+
+#: Operations that move what others have made.
+_COPIES = ("dynamic_update_slice", "dynamic_slice", "broadcast_in_dim", "copy")
 
 
 class LargeArray(NamedTuple):
@@ -14,7 +18,7 @@ class LargeArray(NamedTuple):
 
     Attributes:
         type: its dtype and shape, as "bf16[32,4,2048,4096]".
-        scope: the operation that makes it.
+        scope: the operation that makes it, or makes a layer's part of it.
         bytes: its size.
     """
 
@@ -35,16 +39,28 @@ def largest_arrays(text: str, count: int) -> list[LargeArray]:
         count: at most so many.
     """
     found: dict[str, LargeArray] = {}
+    parts: dict[tuple[str, str, int], str] = {}
     for kernel in kernels(text):
         for type_ in re.findall(r"\w+\[[\d,]*\]", kernel.result):
-            found.setdefault(type_, LargeArray(type_, _short(kernel.scope), size(type_)))
-    return sorted(found.values(), key=lambda array: -array.bytes)[:count]
+            whole = size(type_)
+            found.setdefault(type_, LargeArray(type_, _short(kernel.scope), whole))
+            if kernel.times > 1 and not any(copied in kernel.scope for copied in _COPIES):
+                parts.setdefault((*_ends(type_), whole * kernel.times), _short(kernel.scope))
+    largest = sorted(found.values(), key=lambda array: -array.bytes)[:count]
+    # What a loop stacks begins as zeros, and is named by what each turn puts into it.
+    return [one._replace(scope=parts.get((*_ends(one.type), one.bytes), one.scope)) for one in largest]
+
+
+def _ends(type_: str) -> tuple[str, str]:
+    """Dtype and last dimension."""
+    dtype, _, dims = type_.removesuffix("]").partition("[")
+    return dtype, dims.rpartition(",")[2]
 
 
 def _short(scope: str) -> str:
     """The telling part of an operation's name."""
     passes = "backward" if "transpose(" in scope else "forward"
-    parts = [
-        part for part in re.sub(r"transpose\(|\)\)+", "/", scope).split("/") if part and not _GENERIC.fullmatch(part)
-    ]
+    while (plain := _WRAPPED.sub(r"\1", scope)) != scope:
+        scope = plain
+    parts = [part for part in scope.split("/") if part and not _GENERIC.fullmatch(part)]
     return f"{'/'.join(parts[-3:]) or scope} ({passes})"

@@ -60,3 +60,11 @@ def test_shapes_are_those_of_the_loaded_model(write, options, lora, stacks, tmp_
     for file in [*folder.glob("*.safetensors*"), *([] if "new_tokens" in options else folder.glob("tokenizer*"))]:
         file.unlink()
     assert described(run_shapes(settings, open_shapes(settings))) == described(loaded)
+
+
+def test_shapes_of_an_adapter_to_start_from(tmp_path):
+    base = config(model={"model_name": str(tiny.shared_folder()), "max_seq_length": 48}, lora={"r": 3})
+    started = with_adapter(load_base(base, open_model(base)), base, open_model(base))
+    started.save_pretrained(tmp_path / "adapter")
+    settings = config(model=vars(base.model), lora={"adapter": str(tmp_path / "adapter")})
+    assert described(run_shapes(settings, open_shapes(settings))) == described(started)

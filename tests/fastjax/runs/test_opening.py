@@ -49,10 +49,10 @@ def test_a_run_opens_its_folders_once(tmp_path, monkeypatch, opened):
     }
     base = {("model", name): 1 for name in ("config.json", "model.safetensors", "tokenizer")}
 
-    def stop(run, earlier, changed):
+    def stop(run, *_):
         stopped.append(run.model)
 
-    def saved(run, earlier, changed, startup):
+    def saved(run, *_):
         run.model.replace(trainable=run.state.trainable).save_pretrained(tmp_path / "adapter")
 
     stopped = []
