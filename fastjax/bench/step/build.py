@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from convert.model.config import ModelConfig
 from fastjax.bench.attention.cases import packed
@@ -12,6 +15,7 @@ from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.model import LanguageModel
 from fastjax.lora.sites import projections
+from fastjax.training.step import TrainState, init_state
 
 #: Documents of each row.
 Documents = Sequence[Sequence[int]]
@@ -57,6 +61,16 @@ def adapted_modules(config: ModelConfig, adapters: str) -> list[str]:
     """
     inside = {spec.path.part for spec in config.specs if adapters == "all" or spec.path.block == "self_attn"}
     return [name for name in projections(config) if name in inside]
+
+
+def first_state(model: LanguageModel, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step; under float16 with a loss scale that no gradient of such a model exceeds.
+
+    Args:
+        model: with the trained arrays.
+        optimizer: of the step.
+    """
+    return init_state(model.trainable, optimizer, jax.random.key(0), 2.0**12 if model.dtype == jnp.float16 else None)
 
 
 def documents_of(case: StepCase) -> Documents | None:

@@ -8,10 +8,9 @@ compared, since the loss alone, of random weights, is near the logarithm of the 
 An adapter's B starts at zero, which leaves A without a gradient: here it starts small.
 """
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh
 
-from fastjax.bench.step.build import build_model, make_batch
+from fastjax.bench.step.build import build_model, first_state, make_batch
 from fastjax.bench.step.case import StepCase
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.language_model.model import LanguageModel
 from fastjax.models.leaves import LORA_B, leaf_at
+from fastjax.planning.work import plain_path
 from fastjax.training.health import leaf_names, squared_norms
-from fastjax.training.step import init_state, make_train_step
+from fastjax.training.step import make_train_step
 from pallas_kernels.attention import attention_implementation
 
 _LAYERS = 2
@@ -53,8 +52,6 @@ _ALLOWED = {
     "float32": _Allowance(2.0**-16, 1e-5),
 }
 _B_DEVIATION = 0.02
-#: With float16, whose gradients underflow without.
-_LOSS_SCALE = 2.0**12
 #: Keeps the gradients as its state and changes nothing.
 _RECORDER = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
@@ -89,20 +86,12 @@ def fault_of(case: StepCase) -> str | None:
     if model.config.moe is not None:
         cut = dataclasses.replace(cut, seq=min(tokens, _TOKENS_OF_MIXTURES))
     batch = make_batch(cut, model.config.vocab_size, None)
-    with _plain_operations():
+    with plain_path():
         exact = _step(_in_dtype(model, "float32"), batch, {})
         rounded = _step(model, batch, {"xla_allow_excess_precision": False})
     with attention_implementation(case.attention):
         found = _step(_in_dtype(model, dtype), batch, {})
     return _judged(model, dtype, found=found, rounded=rounded, exact=exact)
-
-
-@contextlib.contextmanager
-def _plain_operations() -> Iterator[None]:
-    """A context whose traces plan for a device of no known kind: every operation then takes its XLA path."""
-    device = AbstractDevice(device_kind="plain", num_cores=None, platform="cpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        yield
 
 
 def _with_gradients(model: LanguageModel) -> LanguageModel:
@@ -137,10 +126,8 @@ def _in_dtype(model: LanguageModel, dtype: str) -> LanguageModel:
 
 
 def _step(model: LanguageModel, batch: Batch, options: Mapping[str, Any]) -> _Outcome:
-    scale = _LOSS_SCALE if model.dtype == jnp.float16 else None
-    state = init_state(model.trainable, _RECORDER, jax.random.key(0), scale)
     step = make_train_step(model.graphdef, _RECORDER, model.trainable_filter, compiler_options=options)
-    state, metrics = step(state, model.frozen, batch)
+    state, metrics = step(first_state(model, _RECORDER), model.frozen, batch)
     if not metrics["finite"]:
         raise TrainingError(
             f"the first step in {model.dtype}: loss {float(metrics['loss']):g}, or a gradient not finite"

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fastjax.bench.step.build import build_model, documents_of, make_batch
+from fastjax.bench.step.build import build_model, documents_of, first_state, make_batch
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.check import fault_of
 from fastjax.bench.step.profile import Profile, summarize
@@ -24,7 +24,7 @@ from fastjax.errors import TrainingError
 from fastjax.training.flops import attended_length, flops_per_token
 from fastjax.training.health import GradientCheck, leaf_names
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
-from fastjax.training.step import init_state, make_train_step
+from fastjax.training.step import make_train_step
 from pallas_kernels.attention import attention_implementation
 
 _RATE = 1e-4
@@ -116,7 +116,7 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
     model, documents = build_model(case), documents_of(case)
     total = case.warmup + case.steps
     optimizer = make_optimizer(OptimizerConfig(name=case.optimizer, learning_rate=_RATE), total)  # pyright: ignore[reportArgumentType]
-    state = init_state(model.trainable, optimizer, jax.random.key(0))
+    state = first_state(model, optimizer)
     tokens = case.batch * case.seq if documents is None else sum(map(sum, documents))
     length = case.seq if documents is None else attended_length([n for row in documents for n in row])
     flops = tokens * flops_per_token(model.config, model.trainable, length)

@@ -2,7 +2,7 @@
 
 The folder is written first, in 16 bits or as bitsandbytes' NF4, so that loading is the peer's own and counts in its
 peak. Rows, ranks, optimizer and dtypes are the case's: adapters in float32 under autocast, PyTorch's fused AdamW. Where
-the case is `full` it offloads the layers' inputs ("unsloth"), else it recomputes nothing.
+the case recomputes products it offloads the layers' inputs ("unsloth"), else it keeps everything.
 """
 
 import dataclasses
@@ -36,6 +36,8 @@ from fastjax.training.flops import matrix_parameters, step_flops
 
 _SHARD_BYTES = 4 * 2**30
 _RATE = 1e-4
+#: Policies that recompute no product; beside the others stands its offloading of the layers' inputs.
+_KEEPING = ("none", "projections")
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -76,7 +78,7 @@ def cases_of(cases: Sequence[StepCase]) -> list[StepCase]:
         cases: this project's.
     """
     changes: dict[str, Any] = {"layer_loop": "", "attention": None}
-    kept = [("unsloth" if case.checkpointing == "full" else "none", case) for case in cases]
+    kept = [("none" if case.checkpointing in _KEEPING else "unsloth", case) for case in cases]
     return list(dict.fromkeys(dataclasses.replace(case, checkpointing=name, **changes) for name, case in kept))
 
 

@@ -15,16 +15,16 @@ _LONGEST = 25
 #: Kind -> pattern of its kernels' names, in the order in which they are tried.
 _KINDS = {
     "collectives": r"nccl|all.?reduce|all.?gather|reduce.?scatter|all.?to.?all|collective",
-    "copies D2D": r"^memcpy.?D2D",
+    "copies D2D": r"^memcpy(.?D2D|\d)",  # of a command buffer by kernels, memcpy128 and memcpy32_post
     "copies H2D": r"^memcpy.?H2D",
     "copies D2H": r"^memcpy.?D2H",
-    "copies, other": r"^memcpy|^memset",
+    "zeros": r"^memset",
     "attention": r"attention|sdpa|flash|fmha",
     "NF4 decode": r"nf4_dequantize",
     "grouped products": r"grouped_",
     "NF4 products": r"nf4_",
     "gated block": r"^glu_",
-    "rank products": r"gemm_fusion|triton_gemm",
+    "Triton GEMM, rank products": r"gemm_fusion|triton_gemm",
     "cuBLAS, GEMM": r"nvjet|gemm|cublas|cutlass|xmma|splitk",
     "sorting, gathering": r"sort|scatter|gather|cub::",
     "norms, reductions": r"reduc|norm|softmax",
