@@ -27,7 +27,7 @@ from pallas_kernels.cross_entropy.implementations import REGISTRY, Case
 from pallas_kernels.cross_entropy.rows import Terms
 
 #: Block sizes of the kernel to compare.
-CANDIDATES = (Tiles(2048, 4, 2), Tiles(4096, 4, 2), Tiles(4096, 8, 2), Tiles(8192, 8, 2), Tiles(8192, 16, 2))
+CANDIDATES = tuple(Tiles(columns, warps, 1) for columns, warps in ((4096, 8), (4096, 16), (8192, 16), (8192, 32)))
 
 
 @dataclasses.dataclass(frozen=True)

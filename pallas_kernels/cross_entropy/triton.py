@@ -72,25 +72,26 @@ def _kernel(
     target = logits_ref[row, jnp.clip(word, 0, vocab - 1)].astype(jnp.float32)
     blocks, offsets = pl.cdiv(vocab, columns), lax.iota(jnp.int32, columns)
 
-    def load(block) -> tuple[Array, Array, Array]:
-        """The words of a block, which of them to look at, and their logits; −∞ for the others."""
-        words = block * columns + offsets
-        seen = (words < vocab) & counted
+    def load(block) -> Array:
+        """The logits of a block; −∞ behind the last word, and in a row without a target, which is not read."""
+        seen = (block * columns + offsets < vocab) & counted
         cell = logits_ref.at[row, pl.ds(block * columns, columns)]
-        logits = pltriton.load(cell, mask=seen, other=jnp.asarray(-jnp.inf, logits_ref.dtype))
-        return words, seen, logits.astype(jnp.float32)
+        return pltriton.load(cell, mask=seen, other=jnp.asarray(-jnp.inf, logits_ref.dtype))
 
     def add(block, carry):
-        highest, total, ahead, *plain = carry
-        words, seen, logits = load(block)
+        ready, highest, total, ahead, *plain = carry
+        following = load(block + 1)  # under way while this block is computed
+        words, logits = block * columns + offsets, ready.astype(jnp.float32)
         new = jnp.maximum(highest, jnp.max(logits))
         total = total * jnp.exp(highest - new) + jnp.exp(logits - new)
         ahead = ahead + ((logits > target) | ((logits == target) & (words < word))).astype(jnp.int32)
-        return new, total, ahead, *(sums + jnp.where(seen, logits, 0.0) for sums in plain)
+        plain = [sums + jnp.where(words < vocab, logits, 0.0) for sums in plain]
+        return following, new, total, ahead, *plain
 
     zeros = jnp.zeros((columns,), jnp.float32)
-    start = (jnp.float32(_LOWEST), zeros, jnp.zeros((columns,), jnp.int32), *[zeros] * bool(terms.label_smoothing))
-    highest, total, ahead, *plain = lax.fori_loop(jnp.int32(0), jnp.where(counted, jnp.int32(blocks), 0), add, start)
+    sums = zeros, jnp.zeros((columns,), jnp.int32), *[zeros] * bool(terms.label_smoothing)
+    start = load(0), jnp.float32(_LOWEST), *sums
+    _, highest, total, ahead, *plain = lax.fori_loop(jnp.int32(0), jnp.where(counted, jnp.int32(blocks), 0), add, start)
     logsumexp = jnp.where(counted, highest + jnp.log(jnp.sum(total)), 0.0)
     logsumexp_ref[row], target_ref[row] = logsumexp, target
     correct_ref[row] = (jnp.sum(ahead) == 0).astype(jnp.int32)
@@ -99,15 +100,17 @@ def _kernel(
     if gradient_ref is None:
         return
 
-    def differentiate(block, _):
-        words, seen, logits = load(block)
-        gradient = jnp.exp(logits - logsumexp)
+    def differentiate(block, ready):
+        following = load(block + 1)
+        words = block * columns + offsets
+        gradient = jnp.exp(ready.astype(jnp.float32) - logsumexp)
         if terms.z_loss:
             gradient = gradient * (1.0 + 2.0 * terms.z_loss * logsumexp)
         gradient = gradient - jnp.where(words == word, 1.0 - terms.label_smoothing, 0.0)
         if terms.label_smoothing:
             gradient = gradient - terms.label_smoothing / vocab
-        gradient = jnp.where(seen, gradient, 0.0).astype(gradient_ref.dtype)
+        gradient = jnp.where(counted, gradient, 0.0).astype(gradient_ref.dtype)
         pltriton.store(gradient_ref.at[row, pl.ds(block * columns, columns)], gradient, mask=words < vocab)
+        return following
 
-    lax.fori_loop(0, blocks, differentiate, None)
+    lax.fori_loop(0, blocks, differentiate, load(0))

@@ -58,7 +58,7 @@ def test_gradient_takes_two_bfloat16_products_and_one_chunk_of_logits(implementa
 
 
 @pytest.mark.both_worlds("128256-h200", others="newer_world")
-@pytest.mark.parametrize("card", ["h200", "a100", "rtx4090"])
+@pytest.mark.parametrize("card", ["h200", "a100-80", "4090"])
 @pytest.mark.parametrize("vocab", [128_256, 50_257])  # whole vectors, and a row that begins anywhere
 def test_the_kernel_stays_in_its_registers(vocab, card, tmp_path):
     aot = AOT(card)
@@ -68,7 +68,7 @@ def test_the_kernel_stays_in_its_registers(vocab, card, tmp_path):
     )
     if used is not None:
         assert used.spill_bytes == used.stack_bytes == 0
-        assert used.registers <= 128  # two programs of 256 threads share the registers of a multiprocessor
+        assert used.registers * 32 * TILES.num_warps <= 65536
 
 
 def test_evaluation_takes_one_product_and_one_chunk_of_logits():

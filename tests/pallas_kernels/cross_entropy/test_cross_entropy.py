@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.cross_entropy import IGNORE_INDEX, CrossEntropy, chunk_size_for, chunked_cross_entropy, triton
 from pallas_kernels.cross_entropy.config import Tiles
+from pallas_kernels.cross_entropy.implementations import REGISTRY
 from pallas_kernels.cross_entropy.reference import cross_entropy
 from pallas_kernels.cross_entropy.rows import Terms, sums_of
 
@@ -152,6 +153,25 @@ def test_rows_of_the_triton_kernel(vocab, columns, terms):
     np.testing.assert_allclose(gradient, expected[1], rtol=0, atol=1e-6)
     alone = triton.forward(jnp.asarray(logits), jnp.asarray(targets), terms, tiles, interpret=True)
     jax.tree.map(np.testing.assert_array_equal, alone, rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", [Terms(), Terms(0.1, 1e-3)], ids=["plain", "terms"])
+@pytest.mark.parametrize("vocab", [128_256, 50_257])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
+def test_rows_of_the_triton_kernel_on_a_card(dtype, vocab, terms):
+    """Beside XLA's rows on the same card, through the operation that chooses it."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    logits = 4 * jax.random.normal(keys[0], (3, 64, vocab), dtype)
+    targets = jax.random.randint(keys[1], (3, 64), 0, vocab, jnp.int32).at[1, 7:30].set(IGNORE_INDEX)
+    found, expected = (
+        jax.jit(REGISTRY[name].backward, static_argnums=2)(logits, targets, terms) for name in ("triton", "xla")
+    )
+    sums, wanted = (sums_of(rows, targets, vocab, terms) for rows, _ in (found, expected))
+    assert_close(sums, wanted, 1e-5)  # float32 sums of the vocabulary in another order
+    # an exponential of a float32 logit near 20: 20 · 2⁻²⁴, and bfloat16's half unit
+    tolerance = 4e-6 if dtype == jnp.float32 else 2**-7
+    np.testing.assert_allclose(*(np.asarray(d, np.float32) for d in (found[1], expected[1])), rtol=tolerance, atol=1e-9)
 
 
 def test_bfloat16_keeps_a_float32_loss():
