@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy, triton
 from pallas_kernels.cross_entropy.config import TILES
-from pallas_kernels.cross_entropy.rows import Terms
+from pallas_kernels.cross_entropy.rows import Options
 from pallas_kernels.cross_entropy.shapes import HEADS
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
@@ -64,7 +64,7 @@ def test_the_kernel_stays_in_its_registers(vocab, card, tmp_path):
     aot = AOT(card)
     logits, targets = aot.spec((1, 512, vocab), jnp.bfloat16), aot.spec((1, 512), jnp.int32)
     used = resources.of_triton(
-        aot, lambda *arrays: triton.backward(*arrays, Terms(0.1, 1e-4), TILES), logits, targets, folder=tmp_path
+        aot, lambda *arrays: triton.backward(*arrays, Options(0.1, 1e-4), TILES), logits, targets, folder=tmp_path
     )
     if used is not None:
         assert used.spill_bytes == used.stack_bytes == 0
