@@ -24,10 +24,10 @@ from pallas_kernels import dispatch
 from pallas_kernels.cross_entropy import chunked_cross_entropy, triton, xla
 from pallas_kernels.cross_entropy.config import Tiles
 from pallas_kernels.cross_entropy.implementations import REGISTRY, Case
-from pallas_kernels.cross_entropy.rows import Terms
+from pallas_kernels.cross_entropy.rows import Options
 
 #: Block sizes of the kernel to compare.
-CANDIDATES = (Tiles(2048, 4, 2), Tiles(4096, 4, 2), Tiles(4096, 8, 2), Tiles(8192, 8, 2), Tiles(8192, 16, 2))
+CANDIDATES = tuple(Tiles(columns, warps, 1) for columns, warps in ((4096, 8), (4096, 16), (8192, 16), (8192, 32)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +145,8 @@ def programs(case: LossCase) -> Iterator[tuple[str, str | None, int, Program]]:
             continue
         for tiles in CANDIDATES:
 
-            def backward(logits, targets, terms, tiles=tiles):
-                return triton.backward(logits, targets, terms, tiles)
+            def backward(logits, targets, options, tiles=tiles):
+                return triton.backward(logits, targets, options, tiles)
 
             label = f"{tiles.columns}×{tiles.num_warps}"
             program = Program(f"rows_{tiles.columns}_{tiles.num_warps}", rows(backward, vocab), arguments, 1)
@@ -202,7 +202,7 @@ def rows(backward: Callable[..., Any] | None, vocab: int) -> Callable[..., Any]:
 
     def filled(number, targets):
         logits = lax.optimization_barrier(jnp.broadcast_to(number[None, :, None], (*targets.shape, vocab)))
-        return logits if backward is None else backward(logits, targets, Terms())
+        return logits if backward is None else backward(logits, targets, Options())
 
     return filled
 

@@ -90,7 +90,9 @@ def loss_sums(
     graphdef, trained, frozen = nnx.split(model.lm_head, trainable_filter, ...)
 
     def project(trained: nnx.State, frozen: nnx.State, hidden: Array) -> Array:
-        return lm_logits(nnx.merge(graphdef, trained, frozen), hidden)
+        head = nnx.merge(graphdef, trained, frozen)
+        head.scale, head.soft_cap = 1.0, None  # the operation scales and caps where it reads the logits anyway
+        return lm_logits(head, hidden)
 
     local_rows = -(-rows.tokens.shape[0] // batch_devices())
     size = chunk_size or chunk_size_for(local_rows, rows.tokens.shape[1], model.config.vocab_size)
@@ -104,6 +106,8 @@ def loss_sums(
         chunk_size=size,
         label_smoothing=smoothing,
         z_loss=coefficient,
+        logits_scale=model.lm_head.scale,
+        logits_soft_cap=model.lm_head.soft_cap,
         island=_on_each_device,
     )
     loss_sum, num_targets = jax.numpy.asarray(sums.loss_sum), jax.numpy.asarray(sums.num_targets)

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from pallas_kernels import dispatch
 from pallas_kernels.cross_entropy.implementations import REGISTRY, Case
 from pallas_kernels.cross_entropy.reference import IGNORE_INDEX, CrossEntropy
-from pallas_kernels.cross_entropy.rows import Terms, sums_of
+from pallas_kernels.cross_entropy.rows import Options, sums_of
 
 Project = Callable[[Any, Any, Float[Array, "B C E"]], Float[Array, "B C V"]]
 #: Makes of an operation on arrays that lead with the batch axis the same on each device's own rows.
@@ -40,7 +40,7 @@ class _Call(NamedTuple):
 
     project: Project
     chunk_size: int
-    terms: Terms
+    options: Options
     implementation: str | None
     island: Island | None
 
@@ -55,6 +55,8 @@ def chunked_cross_entropy(
     chunk_size: int,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    logits_scale: float = 1.0,
+    logits_soft_cap: float | None = None,
     implementation: str | None = None,
     island: Island | None = None,
 ) -> CrossEntropy:
@@ -63,8 +65,9 @@ def chunked_cross_entropy(
     Do not wrap it in ``jax.checkpoint``: its forward pass already leaves nothing to recompute, and would run twice.
 
     Args:
-        project: (trainable, frozen, hidden [B, C, E]) -> logits [B, C, V], for any C; positions must be independent.
-            Every array that it needs goes through trainable or frozen: it must not close over traced values.
+        project: (trainable, frozen, hidden [B, C, E]) -> logits [B, C, V], before scale and cap, for any C; positions
+            must be independent. Every array that it needs goes through trainable or frozen: it must not close over
+            traced values.
         trainable: the head's differentiated arrays: a pytree of floating-point arrays, or an empty one.
         frozen: the head's other arrays: any pytree, packed codes included. Its gradient is zero by definition.
         hidden: the decoder's last activations.
@@ -73,6 +76,8 @@ def chunked_cross_entropy(
         chunk_size: positions a chunk, see ``chunk_size_for``. A sequence that it does not divide is padded.
         label_smoothing: share of the loss that is the mean of −log p over the vocabulary, in [0, 1).
         z_loss: factor, at least 0, of logsumexp(logits)², which is added to each position's loss.
+        logits_scale: factor, greater than 0, of what project returns.
+        logits_soft_cap: the scaled logits become cap · tanh(logits / cap); None: they stay.
         implementation: None, "triton" or "xla".
         island: on several devices, what runs a kernel on each one's rows; None: there is one, or the call is inside a
             shard_map.
@@ -82,8 +87,7 @@ def chunked_cross_entropy(
         accumulated over the chunks in float32 and returned in each leaf's dtype.
 
     Raises:
-        ValueError: shapes that do not fit, a chunk size below 1, terms out of range, or a trainable leaf that is not
-            floating-point.
+        ValueError: shapes that do not fit, a number out of range, or a trainable leaf that is not floating-point.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     if hidden.ndim != 3 or targets.shape != hidden.shape[:2] or not hidden.shape[1]:
@@ -98,13 +102,19 @@ def chunked_cross_entropy(
             "chunked_cross_entropy: label_smoothing must be in [0, 1) and z_loss at least 0, got "
             f"{label_smoothing} and {z_loss}"
         )
+    if not logits_scale > 0 or (logits_soft_cap is not None and not logits_soft_cap > 0):
+        raise ValueError(
+            "chunked_cross_entropy: logits_scale and logits_soft_cap must be greater than 0, got "
+            f"{logits_scale} and {logits_soft_cap}"
+        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(trainable):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 "chunked_cross_entropy: trainable leaves must be floating-point, got "
                 f"{leaf.dtype} at {jax.tree_util.keystr(path) or 'the root'}; pass it in frozen"
             )
-    call = _Call(project, min(chunk_size, hidden.shape[1]), Terms(label_smoothing, z_loss), implementation, island)
+    options = Options(label_smoothing, z_loss, logits_scale, logits_soft_cap)
+    call = _Call(project, min(chunk_size, hidden.shape[1]), options, implementation, island)
     return _cross_entropy(call, trainable, frozen, hidden, targets)
 
 
@@ -117,7 +127,7 @@ def _cross_entropy(call: _Call, trainable: PyTree, frozen: PyTree, hidden: Array
         logits = call.project(trainable, frozen, _slice(padded_hidden, start, call.chunk_size))
         chunk_targets = _slice(padded_targets, start, call.chunk_size)
         rows = _rows(call, logits, chunk_targets, differentiated=False)
-        return _add(sums, sums_of(rows, chunk_targets, logits.shape[2], call.terms)), None
+        return _add(sums, sums_of(rows, chunk_targets, logits.shape[2], call.options)), None
 
     sums, _ = lax.scan(step, _zeros(hidden), _starts(padded_hidden, call.chunk_size))
     return sums
@@ -140,7 +150,7 @@ def _forward(
         dtrainable_chunk, dpiece = pull_back(dlogits)
         dtrainable = jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dtrainable, dtrainable_chunk)
         dhidden = lax.dynamic_update_slice_in_dim(dhidden, dpiece, start, axis=1)
-        return (_add(sums, sums_of(rows, chunk_targets, logits.shape[2], call.terms)), dtrainable, dhidden), None
+        return (_add(sums, sums_of(rows, chunk_targets, logits.shape[2], call.options)), dtrainable, dhidden), None
 
     zeros = jax.tree.map(lambda leaf: lax.full_like(hidden, 0, jnp.float32, leaf.shape), trainable)
     carry = (_zeros(hidden), zeros, jnp.zeros_like(padded_hidden))
@@ -165,7 +175,7 @@ def _rows(call: _Call, logits: Float[Array, "B C V"], targets: Int[Array, "B C"]
     """`Rows` of a chunk's logits, and where it is differentiated their gradient behind them."""
     chosen = REGISTRY.choose(Case(dispatch.target(), logits.shape, logits.dtype), call.implementation)
     operation = REGISTRY[chosen].backward if differentiated else REGISTRY[chosen].forward
-    operation = partial(operation, terms=call.terms)
+    operation = partial(operation, options=call.options)
     return (operation if call.island is None else call.island(operation))(logits, targets)
 
 

@@ -2,8 +2,8 @@
 
 Each is a pair of functions:
 
-    forward(logits, targets, terms) -> rows
-    backward(logits, targets, terms) -> (rows, gradient of the loss in the logits)
+    forward(logits, targets, options) -> rows
+    backward(logits, targets, options) -> (rows, gradient of the loss in the logits)
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import compat
 from pallas_kernels.cross_entropy import config, triton, xla
-from pallas_kernels.cross_entropy.rows import Rows, Terms
+from pallas_kernels.cross_entropy.rows import Options, Rows
 from pallas_kernels.dispatch import Implementation, Registry, Target
 
 
@@ -44,14 +44,14 @@ def _why_not_triton(case: Case) -> str | None:
     return None
 
 
-def _triton_forward(logits: Array, targets: Array, terms: Terms) -> Rows:
+def _triton_forward(logits: Array, targets: Array, options: Options) -> Rows:
     compat.silence_triton_deprecation()
-    return triton.forward(logits, targets, terms, config.TILES)
+    return triton.forward(logits, targets, options, config.TILES)
 
 
-def _triton_backward(logits: Array, targets: Array, terms: Terms) -> tuple[Rows, Array]:
+def _triton_backward(logits: Array, targets: Array, options: Options) -> tuple[Rows, Array]:
     compat.silence_triton_deprecation()
-    return triton.backward(logits, targets, terms, config.TILES)
+    return triton.backward(logits, targets, options, config.TILES)
 
 
 REGISTRY: Registry[Case] = Registry(

@@ -1,7 +1,8 @@
-"""What a row of logits gives: numbers for the loss and, where it is differentiated, the gradient in the logits.
+"""What a row of the head's products gives: numbers for the loss and, where it is differentiated, its gradient in them.
 
-With p = softmax(logits), Z = Σ exp(logits), ε the label smoothing and c the coefficient of the z-loss, a row's loss and
-its gradient are
+The logits are the products times a scale, and then cap · tanh(· / cap) where there is a soft cap. With p =
+softmax(logits), Z = Σ exp(logits), ε the label smoothing and c the coefficient of the z-loss, a row's loss and its
+gradient in the logits are
 
     (1 − ε)·(log Z − logits[target]) + ε·(log Z − mean(logits)) + c·log² Z
     p·(1 + 2c·log Z) − (1 − ε)·onehot(target) − ε/V
@@ -18,16 +19,31 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.cross_entropy.reference import IGNORE_INDEX, CrossEntropy
 
 
-class Terms(NamedTuple):
-    """The loss's terms beside the cross-entropy.
+class Options(NamedTuple):
+    """The static part of a call.
 
     Attributes:
         label_smoothing: ε.
         z_loss: c.
+        scale: factor of the products, greater than 0.
+        soft_cap: of the scaled products; None: none.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    def logits(self, products: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
+        """The logits of products, both float32."""
+        scaled = products * self.scale if self.scale != 1.0 else products
+        return scaled if self.soft_cap is None else self.soft_cap * jnp.tanh(scaled / self.soft_cap)
+
+    def through(self, gradient: Float[Array, "*rows V"], logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
+        """The gradient in the products from that in the logits."""
+        if self.soft_cap is not None:
+            gradient = gradient * (1.0 - jnp.square(logits / self.soft_cap))
+        return gradient * self.scale if self.scale != 1.0 else gradient
 
 
 class Rows(NamedTuple):
@@ -46,23 +62,23 @@ class Rows(NamedTuple):
     correct: Bool[Array, "B C"]
 
 
-def sums_of(rows: Rows, targets: Int[Array, "B C"], vocab: int, terms: Terms) -> CrossEntropy:
+def sums_of(rows: Rows, targets: Int[Array, "B C"], vocab: int, options: Options) -> CrossEntropy:
     """The sums over rows; NaN where a target is outside the vocabulary.
 
     Args:
         rows: their numbers.
         targets: the index of the right word, or ``IGNORE_INDEX``.
         vocab: V.
-        terms: of the loss.
+        options: of the call.
     """
     counted = targets != IGNORE_INDEX
     right = jnp.where((targets >= 0) & (targets < vocab), rows.logsumexp - rows.target, jnp.nan)
     losses, squares = right, jnp.square(rows.logsumexp)
     if rows.mean is not None:
         smooth = rows.logsumexp - rows.mean
-        losses = (1.0 - terms.label_smoothing) * right + terms.label_smoothing * smooth
-    if terms.z_loss:
-        losses = losses + terms.z_loss * squares
+        losses = (1.0 - options.label_smoothing) * right + options.label_smoothing * smooth
+    if options.z_loss:
+        losses = losses + options.z_loss * squares
     loss_sum, cross_entropy_sum, z_loss_sum = (
         jnp.sum(jnp.where(counted, values, 0.0)) for values in (losses, right, squares)
     )

@@ -17,39 +17,39 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.cross_entropy.config import Tiles
 from pallas_kernels.cross_entropy.reference import IGNORE_INDEX
-from pallas_kernels.cross_entropy.rows import Rows, Terms
+from pallas_kernels.cross_entropy.rows import Options, Rows
 
 #: Below every logit, and finite: a block of logits that are all −∞ gives no NaN.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def forward(
-    logits: Float[Array, "B C V"], targets: Int[Array, "B C"], terms: Terms, tiles: Tiles, interpret: bool = False
+    logits: Float[Array, "B C V"], targets: Int[Array, "B C"], options: Options, tiles: Tiles, interpret: bool = False
 ) -> Rows:
     """The numbers of the rows."""
-    return _call(logits, targets, terms, tiles, False, interpret)[0]
+    return _call(logits, targets, options, tiles, False, interpret)[0]
 
 
 def backward(
-    logits: Float[Array, "B C V"], targets: Int[Array, "B C"], terms: Terms, tiles: Tiles, interpret: bool = False
+    logits: Float[Array, "B C V"], targets: Int[Array, "B C"], options: Options, tiles: Tiles, interpret: bool = False
 ) -> tuple[Rows, Float[Array, "B C V"]]:
     """The numbers of the rows, and the gradient of the loss in the logits."""
-    return _call(logits, targets, terms, tiles, True, interpret)
+    return _call(logits, targets, options, tiles, True, interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _call(
-    logits: Array, targets: Array, terms: Terms, tiles: Tiles, differentiated: bool, interpret: bool
+    logits: Array, targets: Array, options: Options, tiles: Tiles, differentiated: bool, interpret: bool
 ) -> tuple[Rows, Any]:
     count, vocab = targets.size, logits.shape[-1]
     numbers = jax.ShapeDtypeStruct((count,), jnp.float32)
     gradient, logsumexp, target, mean, correct = pl.pallas_call(
-        functools.partial(_kernel, terms=terms, columns=tiles.columns),
+        functools.partial(_kernel, options=options, columns=tiles.columns),
         out_shape=(
             jax.ShapeDtypeStruct((count, vocab), logits.dtype) if differentiated else None,
             numbers,
             numbers,
-            numbers if terms.label_smoothing else None,
+            numbers if options.label_smoothing else None,
             jax.ShapeDtypeStruct((count,), jnp.int32),
         ),
         grid=(count,),
@@ -64,33 +64,36 @@ def _call(
 
 
 def _kernel(
-    logits_ref, targets_ref, gradient_ref, logsumexp_ref, target_ref, mean_ref, correct_ref, *, terms, columns: int
+    logits_ref, targets_ref, gradient_ref, logsumexp_ref, target_ref, mean_ref, correct_ref, *, options, columns: int
 ):
     row, vocab = pl.program_id(0), logits_ref.shape[1]
     word = targets_ref[row]
     counted = word != IGNORE_INDEX
-    target = logits_ref[row, jnp.clip(word, 0, vocab - 1)].astype(jnp.float32)
+    target = options.logits(logits_ref[row, jnp.clip(word, 0, vocab - 1)].astype(jnp.float32))
     blocks, offsets = pl.cdiv(vocab, columns), lax.iota(jnp.int32, columns)
 
-    def load(block) -> tuple[Array, Array, Array]:
-        """The words of a block, which of them to look at, and their logits; −∞ for the others."""
-        words = block * columns + offsets
-        seen = (words < vocab) & counted
+    def load(block) -> Array:
+        """The logits of a block; −∞ behind the last word, and in a row without a target, which is not read."""
+        seen = (block * columns + offsets < vocab) & counted
         cell = logits_ref.at[row, pl.ds(block * columns, columns)]
-        logits = pltriton.load(cell, mask=seen, other=jnp.asarray(-jnp.inf, logits_ref.dtype))
-        return words, seen, logits.astype(jnp.float32)
+        return pltriton.load(cell, mask=seen, other=jnp.asarray(-jnp.inf, logits_ref.dtype))
 
     def add(block, carry):
-        highest, total, ahead, *plain = carry
-        words, seen, logits = load(block)
+        ready, highest, total, ahead, *plain = carry
+        following = load(block + 1)  # under way while this block is computed
+        words, logits = block * columns + offsets, options.logits(ready.astype(jnp.float32))
+        if options.soft_cap is not None and vocab % columns:
+            logits = jnp.where(words < vocab, logits, -jnp.inf)  # the cap would lift it
         new = jnp.maximum(highest, jnp.max(logits))
         total = total * jnp.exp(highest - new) + jnp.exp(logits - new)
         ahead = ahead + ((logits > target) | ((logits == target) & (words < word))).astype(jnp.int32)
-        return new, total, ahead, *(sums + jnp.where(seen, logits, 0.0) for sums in plain)
+        plain = [sums + jnp.where(words < vocab, logits, 0.0) for sums in plain]
+        return following, new, total, ahead, *plain
 
     zeros = jnp.zeros((columns,), jnp.float32)
-    start = (jnp.float32(_LOWEST), zeros, jnp.zeros((columns,), jnp.int32), *[zeros] * bool(terms.label_smoothing))
-    highest, total, ahead, *plain = lax.fori_loop(jnp.int32(0), jnp.where(counted, jnp.int32(blocks), 0), add, start)
+    sums = zeros, jnp.zeros((columns,), jnp.int32), *[zeros] * bool(options.label_smoothing)
+    start = load(0), jnp.float32(_LOWEST), *sums
+    _, highest, total, ahead, *plain = lax.fori_loop(jnp.int32(0), jnp.where(counted, jnp.int32(blocks), 0), add, start)
     logsumexp = jnp.where(counted, highest + jnp.log(jnp.sum(total)), 0.0)
     logsumexp_ref[row], target_ref[row] = logsumexp, target
     correct_ref[row] = (jnp.sum(ahead) == 0).astype(jnp.int32)
@@ -99,15 +102,17 @@ def _kernel(
     if gradient_ref is None:
         return
 
-    def differentiate(block, _):
-        words, seen, logits = load(block)
+    def differentiate(block, ready):
+        following = load(block + 1)
+        words, logits = block * columns + offsets, options.logits(ready.astype(jnp.float32))
         gradient = jnp.exp(logits - logsumexp)
-        if terms.z_loss:
-            gradient = gradient * (1.0 + 2.0 * terms.z_loss * logsumexp)
-        gradient = gradient - jnp.where(words == word, 1.0 - terms.label_smoothing, 0.0)
-        if terms.label_smoothing:
-            gradient = gradient - terms.label_smoothing / vocab
-        gradient = jnp.where(seen, gradient, 0.0).astype(gradient_ref.dtype)
+        if options.z_loss:
+            gradient = gradient * (1.0 + 2.0 * options.z_loss * logsumexp)
+        gradient = gradient - jnp.where(words == word, 1.0 - options.label_smoothing, 0.0)
+        if options.label_smoothing:
+            gradient = gradient - options.label_smoothing / vocab
+        gradient = jnp.where(counted, options.through(gradient, logits), 0.0).astype(gradient_ref.dtype)
         pltriton.store(gradient_ref.at[row, pl.ds(block * columns, columns)], gradient, mask=words < vocab)
+        return following
 
-    lax.fori_loop(0, blocks, differentiate, None)
+    lax.fori_loop(0, blocks, differentiate, load(0))

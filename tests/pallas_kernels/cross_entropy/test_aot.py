@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy, triton
 from pallas_kernels.cross_entropy.config import TILES
-from pallas_kernels.cross_entropy.rows import Terms
+from pallas_kernels.cross_entropy.rows import Options
 from pallas_kernels.cross_entropy.shapes import HEADS
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
@@ -58,17 +58,17 @@ def test_gradient_takes_two_bfloat16_products_and_one_chunk_of_logits(implementa
 
 
 @pytest.mark.both_worlds("128256-h200", others="newer_world")
-@pytest.mark.parametrize("card", ["h200", "a100", "rtx4090"])
+@pytest.mark.parametrize("card", ["h200", "a100-80", "4090"])
 @pytest.mark.parametrize("vocab", [128_256, 50_257])  # whole vectors, and a row that begins anywhere
 def test_the_kernel_stays_in_its_registers(vocab, card, tmp_path):
     aot = AOT(card)
     logits, targets = aot.spec((1, 512, vocab), jnp.bfloat16), aot.spec((1, 512), jnp.int32)
     used = resources.of_triton(
-        aot, lambda *arrays: triton.backward(*arrays, Terms(0.1, 1e-4), TILES), logits, targets, folder=tmp_path
+        aot, lambda *arrays: triton.backward(*arrays, Options(0.1, 1e-4), TILES), logits, targets, folder=tmp_path
     )
     if used is not None:
         assert used.spill_bytes == used.stack_bytes == 0
-        assert used.registers <= 128  # two programs of 256 threads share the registers of a multiprocessor
+        assert used.registers * 32 * TILES.num_warps <= 65536
 
 
 def test_evaluation_takes_one_product_and_one_chunk_of_logits():

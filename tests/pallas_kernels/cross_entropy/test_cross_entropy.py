@@ -10,8 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.cross_entropy import IGNORE_INDEX, CrossEntropy, chunk_size_for, chunked_cross_entropy, triton
 from pallas_kernels.cross_entropy.config import Tiles
+from pallas_kernels.cross_entropy.implementations import REGISTRY
 from pallas_kernels.cross_entropy.reference import cross_entropy
-from pallas_kernels.cross_entropy.rows import Terms, sums_of
+from pallas_kernels.cross_entropy.rows import Options, sums_of
 
 B, S, E, V = 2, 12, 16, 37
 
@@ -48,8 +49,11 @@ def inputs(dtype=jnp.float32, seed=0, batch=B):
 
 
 def capped(trainable, frozen, hidden):
-    """The same with a soft cap."""
-    return 5.0 * jnp.tanh(project(trainable, frozen, hidden) / 5.0)
+    """The same with a scale and a soft cap."""
+    return 5.0 * jnp.tanh(project(trainable, frozen, hidden) * 0.75 / 5.0)
+
+
+CAPPED = {"logits_scale": 0.75, "logits_soft_cap": 5.0}
 
 
 def chunked_loss(chunk_size, head=project, **terms):
@@ -103,7 +107,7 @@ def test_chunks_equal_the_whole_in_value_and_gradient(chunk_size):
 def test_terms_of_the_loss_in_value_and_gradient(terms):
     """Through a soft cap and an adapted head; the cross-entropy and the squares are counted apart."""
     trainable, frozen, hidden, targets = inputs()
-    ours = chunked_loss(5, capped, **terms)(trainable, hidden, frozen, targets)
+    ours = chunked_loss(5, **terms, **CAPPED)(trainable, hidden, frozen, targets)
     expected = oracle(trainable, hidden, frozen, targets, capped, **terms)
     assert_close(ours, expected, 2e-6)  # float32
     (loss, sums), gradients = ours
@@ -126,32 +130,50 @@ def test_label_smoothing_is_that_of_transformers():
     np.testing.assert_allclose(ours.loss_sum / ours.num_targets.astype(jnp.float32), theirs, rtol=1e-6)
 
 
-@pytest.mark.parametrize("terms", [Terms(), Terms(0.1, 0.01)], ids=["plain", "terms"])
+@pytest.mark.parametrize("options", [Options(), Options(0.1, 0.01, 0.75, 6.0)], ids=["plain", "all"])
 @pytest.mark.parametrize("vocab, columns", [(37, 16), (64, 16), (37, 64)])  # a rest, none, less than a block
-def test_rows_of_the_triton_kernel(vocab, columns, terms):
+def test_rows_of_the_triton_kernel(vocab, columns, options):
     """The kernel in the interpreter, beside float64: numbers and gradient, rows without a target included."""
     rng = np.random.default_rng(2)
-    logits = (4 * rng.standard_normal((2, 5, vocab))).astype(np.float32)
-    logits[0, 1] = 3.0  # all equal: the first is the prediction
-    logits[1, 3, :20] = -np.inf  # a block and more
+    products = (4 * rng.standard_normal((2, 5, vocab))).astype(np.float32)
+    products[0, 1] = 3.0  # all equal: the first is the prediction
+    if not options.label_smoothing:  # the mean would be infinite
+        products[1, 3, :20] = -np.inf  # a block and more
     targets = rng.integers(20, vocab, (2, 5)).astype(np.int32)
     targets[0, :2] = IGNORE_INDEX, 0
-    if terms.label_smoothing:
-        logits[1, 3, :20] = -50.0  # their mean is finite
-    tiles = Tiles(columns, 1, 1)
-    rows, gradient = triton.backward(jnp.asarray(logits), jnp.asarray(targets), terms, tiles, interpret=True)
+    given = jnp.asarray(products), jnp.asarray(targets), options, Tiles(columns, 1, 1)
+    rows, gradient = triton.backward(*given, interpret=True)
 
-    def loss(logits):
-        return cross_entropy(logits, targets, label_smoothing=terms.label_smoothing, z_loss=terms.z_loss).loss_sum
+    def loss(products):
+        logits = options.logits(products)
+        sums = cross_entropy(logits, targets, label_smoothing=options.label_smoothing, z_loss=options.z_loss)
+        return sums.loss_sum, sums
 
     with jax.enable_x64(True):
-        wide = jnp.asarray(logits, jnp.float64)
-        expected = jax.tree.map(np.asarray, (cross_entropy(wide, targets, **terms._asdict()), jax.grad(loss)(wide)))
-    sums = sums_of(rows, jnp.asarray(targets), vocab, terms)
-    assert_close(sums, expected[0], 1e-6)
-    np.testing.assert_allclose(gradient, expected[1], rtol=0, atol=1e-6)
-    alone = triton.forward(jnp.asarray(logits), jnp.asarray(targets), terms, tiles, interpret=True)
-    jax.tree.map(np.testing.assert_array_equal, alone, rows)
+        wide = jnp.asarray(products, jnp.float64)
+        (_, expected), wanted = jax.tree.map(np.asarray, jax.value_and_grad(loss, has_aux=True)(wide))
+    assert_close(sums_of(rows, jnp.asarray(targets), vocab, options), expected, 1e-6)
+    np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, triton.forward(*given, interpret=True), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [Options(), Options(0.1, 1e-3, 0.75, 30.0)], ids=["plain", "all"])
+@pytest.mark.parametrize("vocab", [128_256, 50_257])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
+def test_rows_of_the_triton_kernel_on_a_card(dtype, vocab, options):
+    """Beside XLA's rows on the same card, through the operation that chooses it."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    logits = 4 * jax.random.normal(keys[0], (3, 64, vocab), dtype)
+    targets = jax.random.randint(keys[1], (3, 64), 0, vocab, jnp.int32).at[1, 7:30].set(IGNORE_INDEX)
+    found, expected = (
+        jax.jit(REGISTRY[name].backward, static_argnums=2)(logits, targets, options) for name in ("triton", "xla")
+    )
+    sums, wanted = (sums_of(rows, targets, vocab, options) for rows, _ in (found, expected))
+    assert_close(sums, wanted, 1e-5)  # float32 sums of the vocabulary in another order
+    # an exponential of a float32 logit near 20: 20 · 2⁻²⁴, and bfloat16's half unit
+    tolerance = 4e-6 if dtype == jnp.float32 else 2**-7
+    np.testing.assert_allclose(*(np.asarray(d, np.float32) for d in (found[1], expected[1])), rtol=tolerance, atol=1e-9)
 
 
 def test_bfloat16_keeps_a_float32_loss():
@@ -304,6 +326,7 @@ def test_rows_sharded_over_eight_devices():
     [
         ({"targets": jnp.zeros((B, S + 1), jnp.int32)}, r"got \(2, 12, 16\) and \(2, 13\)"),
         ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"logits_soft_cap": 0.0}, "logits_soft_cap must be greater than 0, got 1.0 and 0.0"),
         ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\) and z_loss at least 0, got 1.0 and 0.0"),
         ({"trainable": {"codes": jnp.zeros((3,), jnp.uint8)}}, r"got uint8 at \['codes'\]; pass it in frozen"),
     ],
