@@ -4,7 +4,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-#: The names in use: the projections' results, the adapters' rank products, the attention's residuals.
+#: The names in use: the projections' results, or the turned heads made of them, the adapters' rank products, the
+#: attention's residuals.
 SAVED = ("projection", "lora", "attention_out", "attention_lse")
 #: The input of a layer, which every policy keeps somewhere.
 LAYER_INPUT = "layer_input"

@@ -114,7 +114,7 @@ def _backward(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, scale_ref, dqkv_ref, *, 
         if half:
             cos, sin = _angles(cos_ref, sin_ref, rows, half)
             halves = (read.load(start, 1, half) for start in (0, half))
-            first, second = (_scaled(values, scale, part_ref.dtype).astype(jnp.float32) for values in halves)
+            first, second = (_scaled(values, scale, part_ref.dtype) for values in halves)
             turned = (first * cos + second * sin, second * cos - first * sin)
             for (start, step), values in zip(_pairs(half, static.interleaved), turned, strict=True):
                 write.store(start, step, half, values)
@@ -208,5 +208,5 @@ def _scale(scale_ref: Ref | None, rows: Array, part: int, like: Ref) -> Array | 
 
 
 def _scaled(values: Array, scale: Array | None, dtype: Any) -> Array:
-    """The values rounded to a dtype, and times the scale."""
+    """The values, or with a scale what it makes of them rounded to the dtype; float32."""
     return values if scale is None else values.astype(dtype).astype(jnp.float32) * scale
