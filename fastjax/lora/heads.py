@@ -3,8 +3,8 @@
     [q | k | v] = turn(x·Wᵀ + (x·Aᵀ)·(s·B)ᵀ)
 
 B is applied, and queries and keys are turned by their positions, where x·Wᵀ is read and parted
-(`pallas_kernels.rope.lora`). The backward pass keeps x and the rank products; a policy that goes by name keeps the
-turned heads, which attention's own backward pass needs, and not what they were before.
+(`pallas_kernels.split_rope.lora`). The backward pass keeps x and the rank products; a policy that goes by name keeps
+the turned heads, which attention's own backward pass needs, and not what they were before.
 """
 
 import functools
@@ -28,7 +28,7 @@ from fastjax.lora.rank_products import (
 from fastjax.parallel import BATCH, local
 from fastjax.quantization.weights import WeightLike, matmul, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
-from pallas_kernels.rope.lora import rope_lora_backward, rope_lora_forward
+from pallas_kernels.split_rope.lora import split_rope_lora_backward, split_rope_lora_forward
 
 
 class Arrays(NamedTuple):
@@ -80,7 +80,7 @@ def _forward(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays)
     lora_B = stacked_B(parts, arrays.matrices, x.dtype, rank)
 
     def turn(base, products, lora_B, cos, sin):
-        found = rope_lora_forward(*map(_rows, (base, products)), lora_B, _rows(cos), _rows(sin), heads=heads)
+        found = split_rope_lora_forward(*map(_rows, (base, products)), lora_B, _rows(cos), _rows(sin), heads=heads)
         return tuple(part.reshape(*base.shape[:2], -1) for part in found)
 
     rows = P(BATCH)
@@ -95,7 +95,9 @@ def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradie
 
     def turn_back(gradients, products, lora_B, cos, sin):
         flat = tuple(map(_rows, gradients))
-        dbase, dproducts, dB = rope_lora_backward(flat, _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads)
+        dbase, dproducts, dB = split_rope_lora_backward(
+            flat, _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads
+        )
         return dbase.reshape(*cos.shape[:2], -1), dproducts.reshape(products.shape), dB[None]
 
     rows = P(BATCH)

@@ -191,11 +191,12 @@ class Attention(nnx.Module):
         heads, key_heads, size = self.shape
         rotary = (None, None) if self.layer.rope is None else context.rotary[self.layer.rope]
         scales = context.query_scales.get(self.layer.rope or "")
-        if rotary[0] is not None and scales is None and self.why_not_fused(x.dtype) is None:
+        if rotary[0] is not None and rotary[1] is not None and self.why_not_fused(x.dtype) is None:
             weight, matrices = self.qkv.weight.get_value(), matrices_of(self.qkv.adapters)
             parts = describe(self.qkv.parts, self.qkv.adapters)
-            arrays = heads_unit.Arrays(weight, *rotary, matrices, key, products)
-            return heads_unit.project_heads(parts, (heads, key_heads), x, arrays)
+            arrays = heads_unit.Arrays(weight, rotary[0], rotary[1], matrices, key, products)
+            q, k, v = heads_unit.project_heads(parts, (heads, key_heads), x, arrays)
+            return q if scales is None else q * scales.astype(q.dtype)[:, :, None, None], k, v
         assert products is None, "they are made for the unit"
         whole = self.qkv.whole(x, key) if self.q_norm is None else None
         if whole is not None:

@@ -16,7 +16,7 @@ from fastjax.models.projection import ExpertsProjection, Projection
 from fastjax.quantization import as_weight
 from pallas_kernels import dispatch
 from pallas_kernels.glu import lora
-from pallas_kernels.rope import lora as turn
+from pallas_kernels.split_rope import lora as turn
 from pallas_kernels.tiles import padded_rank
 
 

@@ -44,4 +44,4 @@ def input_config(capability: tuple[int, int], rank: int) -> Tiles:
     """Block sizes of the gradients behind A; few warps hold many sums."""
     if capability < (9, 0):
         return Tiles(rows=32, columns=64, loop=16, num_warps=4, num_stages=2)
-    return Tiles(rows=32, columns=128 if rank <= 64 else 64, loop=16, num_warps=4, num_stages=3)
+    return Tiles(rows=32, columns=128 if rank <= 64 else 64, loop=16 if rank <= 32 else 32, num_warps=4, num_stages=3)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.rope import reference
 
 
-def rope_lora(
+def split_rope_lora(
     base: Float[Array, "N F"],
     products: Float[Array, "N PR"],
     lora_B: Float[Array, "F R"],

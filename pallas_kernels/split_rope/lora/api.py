@@ -13,10 +13,10 @@ Implementations, in order of preference:
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.rope.lora.implementations import REGISTRY, Case
+from pallas_kernels.split_rope.lora.implementations import REGISTRY, Case
 
 
-def rope_lora_forward(
+def split_rope_lora_forward(
     base: Float[Array, "N F"],
     products: Float[Array, "N PR"],
     lora_B: Float[Array, "F R"],
@@ -41,12 +41,12 @@ def rope_lora_forward(
         ValueError: operands that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    _check("rope_lora_forward", base, products, lora_B, cos, sin, heads)
+    _check("split_rope_lora_forward", base, products, lora_B, cos, sin, heads)
     chosen = REGISTRY.choose(_case(base, lora_B, cos, heads), implementation)
     return REGISTRY[chosen].forward(base, products, lora_B, cos, sin, heads)
 
 
-def rope_lora_backward(
+def split_rope_lora_backward(
     gradients: tuple[Float[Array, "N HD"], Float[Array, "N KD"], Float[Array, "N KD"]],
     products: Float[Array, "N PR"],
     lora_B: Float[Array, "F R"],
@@ -56,11 +56,11 @@ def rope_lora_backward(
     heads: tuple[int, int],
     implementation: str | None = None,
 ) -> tuple[Float[Array, "N F"], Float[Array, "N PR"], Float[Array, "F R"]]:
-    """The gradients of `rope_lora_forward`'s first three arguments.
+    """The gradients of `split_rope_lora_forward`'s first three arguments.
 
     Args:
         gradients: of queries, keys and values.
-        products: as in `rope_lora_forward`.
+        products: as in `split_rope_lora_forward`.
         lora_B: likewise.
         cos: likewise.
         sin: likewise.
@@ -79,7 +79,9 @@ def rope_lora_backward(
     shapes = [(dq.shape[0], count * size) for count in (heads[0], heads[1], heads[1])]
     if [array.shape for array in gradients] != shapes:
         given = [list(array.shape) for array in gradients]
-        raise ValueError(f"rope_lora_backward: gradients must be {shapes} for {heads} heads of {size}, got {given}")
+        raise ValueError(
+            f"split_rope_lora_backward: gradients must be {shapes} for {heads} heads of {size}, got {given}"
+        )
     chosen = REGISTRY.choose(_case(dq, lora_B, cos, heads), implementation)
     return REGISTRY[chosen].backward(dq, dk, dv, products, lora_B, cos, sin, heads)
 

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.rope.lora import REGISTRY, Case, config, reference, rope_lora_backward, rope_lora_forward, triton
+from pallas_kernels.split_rope.lora import (
+    REGISTRY,
+    Case,
+    config,
+    reference,
+    split_rope_lora_backward,
+    split_rope_lora_forward,
+    triton,
+)
 from pallas_kernels.tiles import RANKS
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.resources import of_triton
@@ -27,15 +35,15 @@ def exact(arrays, heads):
     with jax.enable_x64(True):
         base, products, b, cos, sin, gradients = jax.tree.map(lambda array: array.astype(jnp.float64), arrays)
         found, pullback = jax.vjp(
-            lambda *trained: reference.rope_lora(*trained, cos, sin, heads=heads), base, products, b
+            lambda *trained: reference.split_rope_lora(*trained, cos, sin, heads=heads), base, products, b
         )
         return *found, *pullback(gradients)
 
 
 def results(arrays, heads, implementation=None):
     base, products, b, cos, sin, gradients = arrays
-    found = rope_lora_forward(base, products, b, cos, sin, heads=heads, implementation=implementation)
-    back = rope_lora_backward(gradients, products, b, cos, sin, heads=heads, implementation=implementation)
+    found = split_rope_lora_forward(base, products, b, cos, sin, heads=heads, implementation=implementation)
+    back = split_rope_lora_backward(gradients, products, b, cos, sin, heads=heads, implementation=implementation)
     return *found, *back
 
 
@@ -95,7 +103,7 @@ def test_what_does_not_fit_is_refused(place, array, message):
     arrays = list(operands(False, jnp.float32)[:5])
     arrays[place] = array
     with pytest.raises(ValueError, match=message):
-        rope_lora_forward(*arrays, heads=(4, 2))
+        split_rope_lora_forward(*arrays, heads=(4, 2))
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.rope.lora.config import Tiles
+from pallas_kernels.split_rope.lora.config import Tiles
 from pallas_kernels.tiles import divisor
 
 
@@ -40,7 +40,7 @@ def forward(
         grid=(sum(groups), rows // tiles.rows // loop),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
-        name="rope_lora_forward",
+        name="split_rope_lora_forward",
     )(base, products, lora_B, cos, sin)
 
 

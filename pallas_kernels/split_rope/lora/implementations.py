@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import compat, dispatch, low_rank
 from pallas_kernels.dispatch import Implementation, Registry, Target
-from pallas_kernels.rope.lora import config, triton, xla
+from pallas_kernels.split_rope.lora import config, triton, xla
 
 
 class Case(NamedTuple):
@@ -56,7 +56,7 @@ def _triton_forward(base: Array, products: Array, lora_B: Array, cos: Array, sin
 
 
 REGISTRY: Registry[Case] = Registry(
-    "rope.lora",
+    "split_rope.lora",
     {
         "triton": Implementation(
             _why_not_triton, _triton_forward, functools.partial(xla.backward, implementation=None)
