@@ -27,13 +27,13 @@ TOKENS, WIDTH, FEATURES = 8192, 4096, 14336
 FORWARD = [
     config.Tiles(rows, columns, loop, warps, stages)
     for (rows, columns, warps), loop, stages in itertools.product(
-        ((64, 32, 4), (64, 64, 8), (64, 64, 4), (32, 64, 4), (32, 32, 4)), (16,), (1, 2, 3)
+        ((64, 64, 8), (64, 64, 4), (32, 64, 4), (32, 128, 4), (32, 128, 8), (16, 128, 4)), (16,), (1, 2, 3)
     )
 ]
 BACKWARD = [
     config.Tiles(rows, columns, loop, warps, stages)
     for (rows, columns, warps), loop, stages in itertools.product(
-        ((32, 64, 8), (32, 64, 4), (32, 32, 4), (32, 32, 8), (64, 32, 4)), (32,), (1, 2, 3)
+        ((32, 64, 8), (32, 64, 4), (32, 32, 4), (16, 64, 4), (16, 128, 4), (16, 128, 8)), (32,), (1, 2, 3)
     )
 ]
 

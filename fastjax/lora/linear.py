@@ -1,11 +1,12 @@
 """Projections of one input with their adapters, as one differentiable unit.
 
-    y = c ∘ (x·Wᵀ + (x·Aᵀ)·(s·B)ᵀ)            c: DoRA's scale of each output, else 1
+    y = c ∘ (x·Wᵀ + (x·Aᵀ)·(s·B)ᵀ) + r        c: DoRA's scale of each output, else 1; r: a residual stream, or nothing
 
 One large product and two of rank R in each direction, whatever the number of parts: A of all parts in one product that
-reads x once, B of all parts in one that is added to the large product where this is written. The backward pass computes
-the small dimension first (dy·B, then ·A). It keeps x and the rank products, but neither a decoded weight nor a dropped
-copy of x: masks are drawn again. No dense B·A is formed.
+reads x once, B of all parts in the pass that adds the residual stream. The backward pass computes the small dimension
+first (dy·B, then ·A), and reads dy, x and dy·W once for both gradients that each gives (`pallas_kernels.low_rank`). It
+keeps x and the rank products, but neither a decoded weight nor a dropped copy of x: masks are drawn again. No dense B·A
+is formed.
 """
 
 import functools
@@ -21,13 +22,15 @@ from fastjax.lora.params import LoraLinear
 from fastjax.lora.rank_products import (
     Matrices,
     Part,
-    block_B,
+    add_products,
     into_dtypes,
-    over_tokens,
+    product_gradients,
     rank_product_gradients,
     rank_products,
+    slot,
+    stacked_B,
 )
-from fastjax.quantization.weights import WeightLike, linear, matmul, matmul_transposed, rows_of, weight_gradient
+from fastjax.quantization.weights import WeightLike, matmul, matmul_transposed, rows_of, weight_gradient
 from fastjax.residuals import name_residual
 
 
@@ -38,6 +41,7 @@ def project(
     x: Float[Array, "B S in"],
     key: PRNGKeyArray | None,
     dropped: Float[Array, "B S in"] | None = None,
+    residual: Float[Array, "B S out"] | None = None,
 ) -> Float[Array, "B S out"]:
     """The parts' outputs side by side, without bias, in the dtype of x; `parted` takes them apart.
 
@@ -48,10 +52,12 @@ def project(
         x: the input, in the dtype of the computation.
         key: the layer's dropout key; None switches dropout off.
         dropped: the adapters' input, from a caller that has drawn the dropout.
+        residual: added to the outputs, in the dtype of x.
     """
     own = {name: adapters[name] for name, _ in sizes if name in adapters}
     if not own:
-        return name_residual(matmul(x, weight), "projection")
+        y = matmul(x, weight)
+        return name_residual(y if residual is None else residual + y, "projection")
     scales, start = {}, 0
     for name, rows in sizes:
         if name in own:
@@ -59,10 +65,12 @@ def project(
         start += rows
     random = dropped is not None or (key is not None and any(adapter.dropout for adapter in own.values()))
     if random and any(scale is not None for scale in scales.values()):
-        return _dropped_dora(sizes, weight, own, scales, x, key, dropped)
+        y = _dropped_dora(sizes, weight, own, scales, x, key, dropped)
+        return y if residual is None else residual + y
     parts = describe(sizes, own)
     present = {name: scale for name, scale in scales.items() if scale is not None}
-    return _run(parts, x, dropped, weight, matrices_of(own), present, None if dropped is not None else key)
+    drawn = None if dropped is not None else key
+    return _run(parts, x, residual, dropped, weight, matrices_of(own), present, drawn)
 
 
 def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> Array:
@@ -77,7 +85,7 @@ def _dropped_dora(sizes, weight, adapters, scales, x, key, dropped) -> Array:
         adapter = adapters[name]
         d = drop(x, key, name, adapter.dropout) if dropped is None else dropped
         own = tuple(described._replace(dropout=0.0) for described in describe([(name, rows)], {name: adapter}))
-        scaled = _run(own, d, None, mine, matrices_of({name: adapter}), {name: scales[name]}, None)
+        scaled = _run(own, d, None, None, mine, matrices_of({name: adapter}), {name: scales[name]}, None)
         outputs.append(scaled + matmul(x - d, mine))
     return jnp.concatenate(outputs, axis=-1)
 
@@ -130,21 +138,26 @@ def _run(parts, *arguments: Any) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unit(parts, x, dropped, weight, matrices, scales, key):
-    return _forward(parts, x, dropped, weight, matrices, scales, key)[0]
+def _unit(parts, x, residual, dropped, weight, matrices, scales, key):
+    return _forward(parts, x, residual, dropped, weight, matrices, scales, key)[0]
 
 
-def _forward(parts, x, dropped, weight, matrices, scales, key):
+def _forward(parts, x, residual, dropped, weight, matrices, scales, key):
     read = x if dropped is None else dropped
-    inner = name_residual(rank_products(parts, matrices, read, key), "lora")
-    before = y = name_residual(matmul(x, weight) + linear(inner, block_B(parts, matrices, x.dtype)), "projection")
+    rank = slot(parts)
+    inner = name_residual(rank_products(parts, matrices, read, key, rank), "lora")
+    lora_B = stacked_B(parts, matrices, x.dtype, rank)
+    y = add_products(parts, matmul(x, weight), inner, lora_B, None if scales else residual)
+    before = y = name_residual(y, "projection")
     if scales:
         y = (before.astype(jnp.float32) * _columns(parts, scales)).astype(x.dtype)
-    return y, (x, dropped, inner, before if scales else None, weight, matrices, scales, key)
+        y = y if residual is None else residual + y
+    return y, (x, dropped, inner, before if scales else None, weight, matrices, scales, key, residual is not None)
 
 
 def _backward(parts, residuals, dy):
-    x, dropped, inner, before, weight, matrices, scales, key = residuals
+    x, dropped, inner, before, weight, matrices, scales, key, added = residuals
+    dresidual = dy if added else None
     dscales = {}
     if scales:
         wide = dy.astype(jnp.float32)
@@ -152,17 +165,14 @@ def _backward(parts, residuals, dy):
         dscales = {part.name: products[here] for part, here in zip(parts, _rows(parts), strict=True)}
         dscales = {name: dscales[name] for name in scales}
         dy = (wide * _columns(parts, scales)).astype(dy.dtype)
-    dproducts = linear(dy, block_B(parts, matrices, dy.dtype).T)
-    dread, dA = rank_product_gradients(parts, matrices, x if dropped is None else dropped, dproducts, key)
-    dx = matmul_transposed(dy, weight)
+    dproducts, dB = product_gradients(parts, dy, inner, stacked_B(parts, matrices, dy.dtype, slot(parts)))
+    dx, dread = matmul_transposed(dy, weight), None
     if dropped is None:
-        dx, dread = dx + dread, None
-    dB, gradients, start = over_tokens(dy, inner), {}, 0
-    for part, here in zip(parts, _rows(parts), strict=True):
-        if part.rank:
-            gradients[part.name] = dA[part.name], dB[here, start : start + part.rank] * part.scaling
-            start += part.rank
-    return dx, dread, weight_gradient(dy, x, weight), into_dtypes(gradients, matrices), dscales, None
+        dx, dA = rank_product_gradients(parts, matrices, dx, x, dproducts, key)
+    else:
+        dread, dA = rank_product_gradients(parts, matrices, jnp.zeros_like(dropped), dropped, dproducts, key)
+    gradients = into_dtypes({name: (dA[name], dB[name]) for name in dA}, matrices)
+    return dx, dresidual, dread, weight_gradient(dy, x, weight), gradients, dscales, None
 
 
 _unit.defvjp(_forward, _backward)

@@ -1,7 +1,7 @@
 """A gated block with its adapters, down(act(gate(x)) · up(x)), as one differentiable unit.
 
     [gate | up] = x·Wᵀ          p = x·Aᵀ          h = act(gate + p·Bᵀ) · (up + p·Bᵀ)
-    y = h·Vᵀ + (h·Cᵀ)·(s·D)ᵀ
+    y = h·Vᵀ + (h·Cᵀ)·(s·D)ᵀ + r              r: a residual stream, or nothing
 
 The adapters of gate and up are applied where gate and up are read for h (`pallas_kernels.glu.lora`), without a pass
 over arrays of that size; their biases are one more column of B, whose rank product is 1. The backward pass keeps x,
@@ -21,18 +21,23 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from fastjax.lora.rank_products import (
     Matrices,
     Part,
+    add_products,
     drops,
     into_dtypes,
-    over_tokens,
+    product_gradients,
     rank_product_gradients,
     rank_products,
-    scaled_B,
+    slot,
+    stacked_A,
+    stacked_B,
     with_adapter,
 )
 from fastjax.parallel import BATCH, local
 from fastjax.quantization.weights import WeightLike, linear, matmul, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
-from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward, padded_rank
+from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward
+from pallas_kernels.low_rank import block_matrix
+from pallas_kernels.tiles import padded_rank
 
 
 class Block(NamedTuple):
@@ -72,6 +77,7 @@ class Arrays(NamedTuple):
         down: [E, F].
         matrices: of the adapters.
         key: the layer's dropout key; None switches dropout off.
+        products: the rank products of x, where `norm` has made them: A's gradient and what x gets through A are its.
     """
 
     gate_up: WeightLike
@@ -79,25 +85,29 @@ class Arrays(NamedTuple):
     down: WeightLike
     matrices: Matrices
     key: PRNGKeyArray | None
+    products: Float[Array, "B S PR"] | None = None
 
 
-def gated_block(block: Block, x: Float[Array, "B S E"], arrays: Arrays) -> Float[Array, "B S E"]:
+def gated_block(
+    block: Block, x: Float[Array, "B S E"], arrays: Arrays, residual: Float[Array, "B S E"] | None = None
+) -> Float[Array, "B S E"]:
     """The block without the down projection's bias, in the dtype of x.
 
     Args:
         block: its description.
         x: the input, in the dtype of the computation.
         arrays: weights, adapters, key.
+        residual: added to the output.
     """
-    return _unit(block, x, arrays)  # pyright: ignore[reportReturnType]
+    return _unit(block, x, residual, arrays)  # pyright: ignore[reportReturnType]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unit(block: Block, x, arrays: Arrays):
-    return _forward(block, x, arrays)[0]
+def _unit(block: Block, x, residual, arrays: Arrays):
+    return _forward(block, x, residual, arrays)[0]
 
 
-def _forward(block: Block, x, arrays: Arrays):
+def _forward(block: Block, x, residual, arrays: Arrays):
     gate_up = name_residual(matmul(x, arrays.gate_up), "projection")
     inner = _inner(block, x, arrays)
     inside = block.down.rank and not drops((block.down,), arrays.key)
@@ -105,55 +115,51 @@ def _forward(block: Block, x, arrays: Arrays):
     y = matmul(h, arrays.down)
     if block.down.rank:
         if product_down is None:
-            product_down = rank_products((block.down,), arrays.matrices, h, arrays.key)
-        product_down = name_residual(product_down[..., : block.down.rank], "lora")
-        y = y + linear(product_down, scaled_B(block.down, arrays.matrices, x.dtype))
+            product_down = rank_products((block.down,), arrays.matrices, h, arrays.key, slot((block.down,)))
+        product_down = name_residual(product_down, "lora")
+        y = add_products((block.down,), y, product_down, _down_B(block, arrays, x.dtype), residual)
+    elif residual is not None:
+        y = residual + y
     products = None if inner is None else inner.products
-    return y, (x, gate_up, products, product_down, arrays)
+    return y, (x, gate_up, products, product_down, arrays, residual is not None)
 
 
 def _backward(block: Block, residuals, dy):
-    x, gate_up, products, product_down, arrays = residuals
+    x, gate_up, products, product_down, arrays, added = residuals
     down, matrices, gradients = block.down, arrays.matrices, {}
     inner = None if products is None else Inner(products, _inner_B(block, arrays, x.dtype))
     dropped = drops((down,), arrays.key)
     dproduct_down, down_A = None, None
     if down.rank:
-        dproduct_down = linear(dy, scaled_B(down, matrices, dy.dtype).T)
-        gradients[down.name] = None, over_tokens(dy, product_down) * down.scaling
+        dproduct_down, dB_down = product_gradients((down,), dy, product_down, _down_B(block, arrays, dy.dtype))
+        gradients[down.name] = None, dB_down[down.name]
         down_A = None if dropped else _down_A(block, arrays, dy.dtype)
     dh = matmul_transposed(dy, arrays.down)
     # h again, for the gradients that the kernel does not make: a plain weight's, unused where it is frozen, and an
     # adapter's with a dropped input.
     h, _ = _gate(block, gate_up, inner, None)
     if dropped and dproduct_down is not None:
-        through, dA = rank_product_gradients((down,), matrices, h, dproduct_down, arrays.key)
-        dh, gradients[down.name] = dh + through, (dA[down.name], gradients[down.name][1])
+        dh, dA = rank_product_gradients((down,), matrices, dh, h, dproduct_down, arrays.key)
+        gradients[down.name] = dA[down.name], gradients[down.name][1]
     inside = None
     if down_A is not None and dproduct_down is not None:
-        inside = down_A, jnp.pad(dproduct_down, ((0, 0), (0, 0), (0, down_A.shape[0] - down.rank)))
+        inside = down_A, dproduct_down
     dgate_up, dB, dA = _ungate(block, gate_up, inner, dh, inside)
     if dA is not None:
         gradients[down.name] = dA[: down.rank], gradients[down.name][1]
     dx = matmul_transposed(dgate_up, arrays.gate_up)
-    dbias = None
+    dbias = dproducts = None
     if inner is not None and dB is not None:
-        inner_gradients, through = _inner_gradients(block, x, arrays, inner, dgate_up, dB)
+        dx, inner_gradients, dproducts = _inner_gradients(block, dx, x, arrays, inner, dgate_up, dB)
         gradients |= inner_gradients
-        dx = dx if through is None else dx + through
         if arrays.bias is not None:
             column = max(part.rank for part in block.parts)
             dbias = dB[:, :, column].reshape(-1).astype(arrays.bias.dtype)
     dweight, ddown = weight_gradient(dgate_up, x, arrays.gate_up), weight_gradient(dy, h, arrays.down)
-    return dx, Arrays(dweight, dbias, ddown, into_dtypes(gradients, matrices), None)  # pyright: ignore
+    return dx, dy if added else None, Arrays(dweight, dbias, ddown, into_dtypes(gradients, matrices), None, dproducts)  # pyright: ignore
 
 
 _unit.defvjp(_forward, _backward)
-
-
-def _shared(block: Block) -> bool:
-    """Whether gate and up are one projection, with one rank product for both."""
-    return len(block.parts) == 1
 
 
 def _inner(block: Block, x, arrays: Arrays) -> Inner | None:
@@ -161,16 +167,12 @@ def _inner(block: Block, x, arrays: Arrays) -> Inner | None:
     rank = block.inner_rank(arrays.bias is not None)
     if not rank:
         return None
-    whole = rank_products(block.parts, arrays.matrices, x, arrays.key) if with_adapter(block.parts) else None
-    own, start = [], 0
-    for part in block.parts:
-        if whole is None:
-            own.append(jnp.zeros((*x.shape[:-1], rank), x.dtype))
-            continue
-        mine = whole[..., start : start + part.rank]
-        own.append(jnp.pad(mine, ((0, 0), (0, 0), (0, rank - part.rank))))
-        start += part.rank
-    products = own[0] if len(own) == 1 else jnp.concatenate(own, axis=-1)
+    if arrays.products is not None:
+        products = _widened(arrays.products, len(block.parts), rank)
+    elif with_adapter(block.parts):
+        products = rank_products(block.parts, arrays.matrices, x, arrays.key, rank)
+    else:
+        products = jnp.zeros((*x.shape[:-1], len(block.parts) * rank), x.dtype)
     if arrays.bias is not None:
         column = max(part.rank for part in block.parts)
         one = (jnp.arange(products.shape[-1]) % rank == column).astype(products.dtype)
@@ -180,48 +182,56 @@ def _inner(block: Block, x, arrays: Arrays) -> Inner | None:
 
 def _inner_B(block: Block, arrays: Arrays, dtype) -> Float[Array, "2 F R"]:
     """s·B of gate and of up, then the bias, then zeros up to a rank of the kernels."""
-    rank, widest = block.inner_rank(arrays.bias is not None), max(part.rank for part in block.parts)
-    blocks = []
-    for part in block.parts:
-        if part.rank:
-            b = scaled_B(part, arrays.matrices, dtype)
-            blocks.append(jnp.pad(b, ((0, 0), (0, widest - part.rank))))
-        else:
-            blocks.append(jnp.zeros((part.rows, widest), dtype))
-    whole = jnp.concatenate(blocks)
+    rank = block.inner_rank(arrays.bias is not None)
+    whole = stacked_B(block.parts, arrays.matrices, dtype, rank)
     if arrays.bias is not None:
-        whole = jnp.concatenate([whole, arrays.bias.astype(dtype)[:, None]], axis=1)
-    whole = jnp.pad(whole, ((0, 0), (0, rank - whole.shape[1])))
+        whole = whole.at[:, max(part.rank for part in block.parts)].set(arrays.bias.astype(dtype))
     return whole.reshape(2, block.features, rank)
 
 
-def _inner_gradients(block: Block, x, arrays: Arrays, inner: Inner, dgate_up, dB):
-    """The gradients of A and B of gate and up, by name, and of x through their rank products."""
+def _inner_gradients(block: Block, dx, x, arrays: Arrays, inner: Inner, dgate_up, dB):
+    """The gradient of x by all ways, those of A and B of gate and up by name, and that of given products."""
     if not with_adapter(block.parts):
-        return {}, None
-    rank, features = inner.lora_B.shape[-1], block.features
-    halves = inner.lora_B
-    if _shared(block):
-        stacked = halves.reshape(2 * features, rank)[:, : block.parts[0].rank]
-        dB = dB.reshape(1, 2 * features, rank)
-    else:
-        left, right = (part.rank for part in block.parts)
-        stacked = jnp.concatenate(
-            [jnp.pad(halves[0, :, :left], ((0, 0), (0, right))), jnp.pad(halves[1, :, :right], ((0, 0), (left, 0)))]
-        )
+        return dx, {}, None
+    halves, sizes = inner.lora_B, tuple(part.rows for part in block.parts)
+    stacked = block_matrix(halves.reshape(-1, halves.shape[-1]), sizes)
     dproducts = linear(dgate_up, stacked.T)
-    dx, dA = rank_product_gradients(block.parts, arrays.matrices, x, dproducts, arrays.key)
+    if arrays.products is None:
+        dx, dA = rank_product_gradients(block.parts, arrays.matrices, dx, x, dproducts, arrays.key)
+        given = None
+    else:
+        dA = {part.name: jnp.zeros_like(arrays.matrices[part.name][0]) for part in with_adapter(block.parts)}
+        given = _narrowed(dproducts, len(sizes), arrays.products.shape[-1] // len(sizes))
+    dB = dB.reshape(len(sizes), -1, dB.shape[-1])
     gradients = {
         part.name: (dA[part.name], dB[number, :, : part.rank] * part.scaling)
         for number, part in enumerate(block.parts)
         if part.rank
     }
-    return gradients, dx
+    return dx, gradients, given
+
+
+def _widened(products: Array, parts: int, rank: int) -> Array:
+    """Rank products with `rank` columns for each part; a bias may take more than the adapters."""
+    own = products.shape[-1] // parts
+    if own == rank:
+        return products
+    apart = products.reshape(*products.shape[:-1], parts, own)
+    return jnp.pad(apart, ((0, 0), (0, 0), (0, 0), (0, rank - own))).reshape(*products.shape[:-1], parts * rank)
+
+
+def _narrowed(products: Array, parts: int, rank: int) -> Array:
+    """The way back from `_widened`."""
+    apart = products.reshape(*products.shape[:-1], parts, -1)[..., :rank]
+    return apart.reshape(*products.shape[:-1], parts * rank)
 
 
 def _down_A(block: Block, arrays: Arrays, dtype) -> Float[Array, "R F"]:
-    a, rank = arrays.matrices[block.down.name][0].astype(dtype), block.down.rank
-    return jnp.pad(a, ((0, padded_rank(rank) - rank), (0, 0)))
+    return stacked_A((block.down,), arrays.matrices, dtype, slot((block.down,)))
+
+
+def _down_B(block: Block, arrays: Arrays, dtype) -> Float[Array, "E R"]:
+    return stacked_B((block.down,), arrays.matrices, dtype, slot((block.down,)))
 
 
 def _gate(block: Block, gate_up, inner: Inner | None, down_A):

@@ -1,8 +1,8 @@
 """The rank products x·Aᵀ of several adapters at a time.
 
-Adapters of one input are one matrix A [ΣR, in], so that x is read once for all of them; their B are one matrix
-[out, ΣR] with a block for each, so that one product adds up their outputs. Each pass makes both anew from the trained
-arrays: they are small.
+Adapters of one input are one matrix A [P·R, in], so that x is read once for all of them: each of the P parts has R rows
+of its own, the largest rank padded with zeros to one that kernels serve. Their B are one matrix [out, R]. Each pass
+makes both anew from the trained arrays: they are small.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
+from fastjax.parallel import BATCH, local
 from fastjax.quantization.weights import linear
+from pallas_kernels.low_rank import low_rank_add, low_rank_input_gradients, low_rank_output_gradients
+from pallas_kernels.tiles import padded_rank
 
 
 class Part(NamedTuple):
@@ -43,9 +47,16 @@ def with_adapter(parts: Sequence[Part]) -> list[Part]:
     return [part for part in parts if part.rank]
 
 
-def stacked_A(parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype) -> Float[Array, "R in"]:
-    """A of all parts, one below the other."""
-    return jnp.concatenate([matrices[part.name][0].astype(dtype) for part in with_adapter(parts)])
+def slot(parts: Sequence[Part]) -> int:
+    """R: the rows of A, and columns of rank products and of B, that each part has."""
+    return padded_rank(max(part.rank for part in parts))
+
+
+def stacked_A(parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype, rank: int) -> Float[Array, "PR in"]:
+    """A of all parts, one below the other, each padded to `rank` rows."""
+    width = matrices[with_adapter(parts)[0].name][0].shape[1]
+    own = [matrices[part.name][0].astype(dtype) if part.rank else jnp.zeros((0, width), dtype) for part in parts]
+    return jnp.concatenate([_padded(a, rank - a.shape[0], axis=0) for a in own])
 
 
 def scaled_B(part: Part, matrices: Matrices, dtype: jnp.dtype) -> Float[Array, "out R"]:
@@ -53,17 +64,30 @@ def scaled_B(part: Part, matrices: Matrices, dtype: jnp.dtype) -> Float[Array, "
     return (matrices[part.name][1].astype(jnp.float32) * part.scaling).astype(dtype)
 
 
-def block_B(parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype) -> Float[Array, "out R"]:
-    """s·B of all parts, each in its own rows and columns."""
-    total, start, blocks = sum(part.rank for part in parts), 0, []
-    for part in parts:
-        if not part.rank:
-            blocks.append(jnp.zeros((part.rows, total), dtype))
-            continue
-        sides = (start, total - start - part.rank)
-        blocks.append(jnp.pad(scaled_B(part, matrices, dtype), ((0, 0), sides)))
-        start += part.rank
-    return jnp.concatenate(blocks)
+def padded_A(
+    parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype, rank: int | None = None
+) -> Float[Array, "R in"]:
+    """`stacked_A` with zeros below it, up to a number of rows that kernels serve.
+
+    Args:
+        parts: as in `stacked_A`.
+        matrices: likewise.
+        dtype: likewise.
+        rank: likewise; None: `slot`.
+    """
+    a = stacked_A(parts, matrices, dtype, slot(parts) if rank is None else rank)
+    return _padded(a, padded_rank(a.shape[0]) - a.shape[0], axis=0)
+
+
+def gradients_of_A(parts: Sequence[Part], dA: Float[Array, "PR in"], rank: int) -> dict[str, Float[Array, "R in"]]:
+    """The gradient of A of each part, out of that of `stacked_A` or `padded_A`."""
+    return {part.name: dA[number * rank :][: part.rank] for number, part in enumerate(parts) if part.rank}
+
+
+def stacked_B(parts: Sequence[Part], matrices: Matrices, dtype: jnp.dtype, rank: int) -> Float[Array, "out R"]:
+    """s·B of all parts, one below the other, each padded to `rank` columns."""
+    own = [scaled_B(part, matrices, dtype) if part.rank else jnp.zeros((part.rows, 0), dtype) for part in parts]
+    return jnp.concatenate([_padded(b, rank - b.shape[1], axis=1) for b in own])
 
 
 def drops(parts: Sequence[Part], key: PRNGKeyArray | None) -> bool:
@@ -72,45 +96,127 @@ def drops(parts: Sequence[Part], key: PRNGKeyArray | None) -> bool:
 
 
 def rank_products(
-    parts: Sequence[Part], matrices: Matrices, x: Float[Array, "B S in"], key: PRNGKeyArray | None
-) -> Float[Array, "B S R"]:
-    """x·Aᵀ of all parts side by side, in the dtype of x; of the dropped x where there is a key."""
+    parts: Sequence[Part], matrices: Matrices, x: Float[Array, "B S in"], key: PRNGKeyArray | None, rank: int
+) -> Float[Array, "B S PR"]:
+    """x·Aᵀ of all parts side by side, `rank` columns each, in the dtype of x; of the dropped x where there is a key."""
     if not drops(parts, key):
-        return linear(x, stacked_A(parts, matrices, x.dtype))
-    return jnp.concatenate(
-        [linear(drop(x, key, part.name, part.dropout), matrices[part.name][0]) for part in with_adapter(parts)], axis=-1
-    )
+        return linear(x, stacked_A(parts, matrices, x.dtype, rank))
+    own = []
+    for part in parts:
+        if part.rank:
+            product = linear(drop(x, key, part.name, part.dropout), matrices[part.name][0])
+        else:
+            product = jnp.zeros((*x.shape[:-1], 0), x.dtype)
+        own.append(_padded(product, rank - part.rank, axis=-1))
+    return jnp.concatenate(own, axis=-1)
 
 
 def rank_product_gradients(
     parts: Sequence[Part],
     matrices: Matrices,
+    dx: Float[Array, "B S in"],
     x: Float[Array, "B S in"],
-    dproducts: Float[Array, "B S R"],
+    dproducts: Float[Array, "B S PR"],
     key: PRNGKeyArray | None,
 ) -> tuple[Float[Array, "B S in"], dict[str, Float[Array, "R in"]]]:
-    """Gradients of rank products: of x, in its dtype, and of A of each part, float32.
+    """Gradients behind rank products: of x, in its dtype, and of A of each part, float32.
 
     Args:
         parts: as in `rank_products`.
         matrices: likewise.
-        x: likewise; the masks are drawn again.
+        dx: the gradient of x by other ways, which is added.
+        x: as in `rank_products`; the masks are drawn again.
         dproducts: the gradient of the products.
-        key: likewise.
+        key: as in `rank_products`.
     """
-    own = with_adapter(parts)
-    starts = [sum(part.rank for part in own[:number]) for number in range(len(own))]
+    rank = dproducts.shape[-1] // len(parts)
     if not drops(parts, key):
-        whole = over_tokens(dproducts, x)
-        dA = {part.name: whole[start : start + part.rank] for part, start in zip(own, starts, strict=True)}
-        return linear(dproducts, stacked_A(parts, matrices, x.dtype).T), dA
-    dx, dA = jnp.zeros_like(x), {}
-    for part, start in zip(own, starts, strict=True):
-        mine = dproducts[..., start : start + part.rank]
+        a = padded_A(parts, matrices, x.dtype, rank)
+        dx, whole = _input_gradients(dx, x, _padded(dproducts, a.shape[0] - dproducts.shape[-1], axis=-1), a)
+        return dx, gradients_of_A(parts, whole, rank)
+    dA = {}
+    for number, part in enumerate(parts):
+        if not part.rank:
+            continue
+        mine = dproducts[..., number * rank :][..., : part.rank]
         dA[part.name] = over_tokens(mine, drop(x, key, part.name, part.dropout))
         # a mask and a factor: its transpose is itself
         dx = dx + drop(linear(mine, matrices[part.name][0].T), key, part.name, part.dropout)
     return dx, dA
+
+
+def add_products(
+    parts: Sequence[Part], base: Float[Array, "B S out"], products: Float[Array, "B S PR"], lora_B, residual=None
+) -> Float[Array, "B S out"]:
+    """The sum base + products·Bᵀ, and `residual` where there is one, on each device of its own rows.
+
+    Args:
+        parts: of `base`.
+        base: the large product.
+        products: the rank products of its parts.
+        lora_B: `stacked_B`.
+        residual: one more addend, like base.
+    """
+
+    def add(base, products, lora_B, residual):
+        rows = None if residual is None else _rows(residual)
+        sizes = tuple(part.rows for part in parts)
+        total = low_rank_add(_rows(base), _rows(products), lora_B, parts=sizes, residual=rows)
+        return total.reshape(base.shape)
+
+    rows = P(BATCH)
+    return local(add, in_specs=(rows, rows, P(), rows), out_specs=rows)(base, products, lora_B, residual)
+
+
+def product_gradients(
+    parts: Sequence[Part], dy: Float[Array, "B S out"], products: Float[Array, "B S PR"], lora_B
+) -> tuple[Float[Array, "B S PR"], dict[str, Float[Array, "out R"]]]:
+    """Gradients of the rank products, in the dtype of dy, and of B of each part, float32.
+
+    Args:
+        parts: of dy.
+        dy: the gradient of `add_products`.
+        products: as there.
+        lora_B: as there.
+    """
+
+    def gradients(dy, products, lora_B):
+        sizes = tuple(part.rows for part in parts)
+        dproducts, dB = low_rank_output_gradients(_rows(dy), _rows(products), lora_B, parts=sizes)
+        return dproducts.reshape(products.shape), dB[None]
+
+    rows = P(BATCH)
+    island = local(gradients, in_specs=(rows, rows, P()), out_specs=(rows, rows))
+    dproducts, shares = island(dy, products, lora_B)
+    return dproducts, gradients_of_B(parts, shares)
+
+
+def gradients_of_B(parts: Sequence[Part], shares: Float[Array, "devices out R"]) -> dict[str, Float[Array, "out R"]]:
+    """The gradient of B of each part, float32.
+
+    Args:
+        parts: of the output.
+        shares: that of `stacked_B`, of each device's own rows.
+    """
+    dB, start, own = jnp.sum(shares, axis=0), 0, {}
+    for part in parts:
+        if part.rank:
+            own[part.name] = dB[start : start + part.rows, : part.rank] * part.scaling
+        start += part.rows
+    return own
+
+
+def _input_gradients(dx: Array, x: Array, dproducts: Array, lora_A: Array) -> tuple[Array, Array]:
+    """`low_rank_input_gradients` on each device of its own rows."""
+
+    def gradients(dx, x, dproducts, lora_A):
+        through, dA = low_rank_input_gradients(_rows(dx), _rows(x), _rows(dproducts), lora_A)
+        return through.reshape(dx.shape), dA[None]
+
+    rows = P(BATCH)
+    island = local(gradients, in_specs=(rows, rows, rows, P()), out_specs=(rows, rows))
+    dx, shares = island(dx, x, dproducts, lora_A)
+    return dx, jnp.sum(shares, axis=0)
 
 
 def over_tokens(left: Float[Array, "B S M"], right: Float[Array, "B S N"]) -> Float[Array, "M N"]:
@@ -126,3 +232,16 @@ def into_dtypes(gradients: Mapping[str, tuple[Array, Array]], matrices: Matrices
         name: (dA.astype(matrices[name][0].dtype), dB.astype(matrices[name][1].dtype))
         for name, (dA, dB) in gradients.items()
     }
+
+
+def _padded(array: Array, count: int, *, axis: int) -> Array:
+    """The array with `count` zeros behind an axis."""
+    if not count:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, count)
+    return jnp.pad(array, widths)
+
+
+def _rows(array: Array) -> Array:
+    return array.reshape(-1, array.shape[-1])

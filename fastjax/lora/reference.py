@@ -28,6 +28,7 @@ def project(
     x: Float[Array, "B S in"],
     key: PRNGKeyArray | None,
     dropped: Float[Array, "B S in"] | None = None,
+    residual: Float[Array, "B S out"] | None = None,
 ) -> Float[Array, "B S out"]:
     """The parts' x·Wᵀ + s·(d·Aᵀ)·Bᵀ, d the dropped input; with DoRA the part of d scaled by m / ‖W + s·B·A‖.
 
@@ -38,6 +39,7 @@ def project(
         x: likewise.
         key: likewise.
         dropped: likewise.
+        residual: likewise.
     """
     whole, outputs, start, wide = _product(x, weight), [], 0, _wide(x)
     for name, rows in sizes:
@@ -58,23 +60,28 @@ def project(
         scale = _scale(adapter.magnitude[...].astype(wide), full, axis=1, dtype=x.dtype)
         inner = base if read is x else _product(read, weight)[..., here]
         outputs.append(base + (scale - 1) * inner + scale * delta)
-    return jnp.concatenate(outputs, axis=-1)
+    y = jnp.concatenate(outputs, axis=-1)
+    return y if residual is None else residual + y
 
 
-def gated_block(block: Block, x: Float[Array, "B S E"], arrays: Arrays) -> Float[Array, "B S E"]:
+def gated_block(
+    block: Block, x: Float[Array, "B S E"], arrays: Arrays, residual: Float[Array, "B S E"] | None = None
+) -> Float[Array, "B S E"]:
     """down(act(gate(x)) · up(x)), each projection with its adapter, without the down projection's bias.
 
     Args:
         block: as in `mlp.gated_block`.
         x: likewise.
         arrays: likewise.
+        residual: likewise.
     """
     gate_up = _parts(block.parts, arrays.gate_up, arrays.matrices, x, arrays.key)
     if arrays.bias is not None:
         gate_up = gate_up + arrays.bias.astype(x.dtype)[None, None]
     gate, up = jnp.split(gate_up.astype(_wide(x)), 2, axis=-1)
     h = (ACTIVATIONS[block.activation](gate) * up).astype(x.dtype)
-    return _parts((block.down,), arrays.down, arrays.matrices, h, arrays.key)
+    y = _parts((block.down,), arrays.down, arrays.matrices, h, arrays.key)
+    return y if residual is None else residual + y
 
 
 def routed_experts(

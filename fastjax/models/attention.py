@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from convert.model.config import Layer, ModelConfig
+from fastjax.lora import heads as heads_unit
+from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.params import BaseParam
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
@@ -73,6 +75,7 @@ class Attention(nnx.Module):
     Attributes:
         shape: query heads, key heads, head size.
         layer: the layer's window and rotary positions.
+        turning: features of a head that turn; 0: none.
         interleaved: whether a rotary pair is two neighbours.
         whole: whether `q_norm` and `k_norm` are over all heads together.
         norm_last: whether they come after the rotary turn.
@@ -98,6 +101,8 @@ class Attention(nnx.Module):
         sinks: Sinks | None = None,
     ):
         self.shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        rope = None if layer.rope is None else getattr(config, layer.rope)
+        self.turning = 0 if rope is None else rope.rotary_dim(config.head_dim)
         self.layer, self.interleaved, self.whole = layer, config.rope_interleaved, config.qk_norm == "projection"
         self.scale, self.soft_cap = config.attention_multiplier, config.attn_logit_softcapping
         self.dropout, self.float32, self.norm_last = config.attention_dropout, float32, config.qk_norm_after_rope
@@ -112,12 +117,23 @@ class Attention(nnx.Module):
         context: Context,
         key: PRNGKeyArray | None,
         cache: LayerCache | None,
+        residual: Float[Array, "B S E"] | None = None,
+        products: Float[Array, "B S PR"] | None = None,
     ) -> tuple[Float[Array, "B S E"], LayerCache | None]:
-        """Attention of normalised inputs; with a cache, over the cached tokens too, which then include these."""
+        """Attention of normalised inputs; with a cache, over the cached tokens too, which then include these.
+
+        Args:
+            x: the inputs.
+            context: of all layers.
+            key: the layer's dropout key; None switches dropout off.
+            cache: keys and values of past tokens, or None.
+            residual: the residual stream, to which the attention's output is added; None: that is returned alone.
+            products: where the way to the heads is one unit, the rank products of x from `lora.norm`.
+        """
         batch, length = x.shape[:2]
         dtype = x.dtype
         x = x.astype(jnp.float32) if self.float32 else x
-        q, k, v = self._heads(x, context, key)
+        q, k, v = self._heads(x, context, key, products)
         if cache is None:
             out = self._attend(q, k, v, context.segment_ranges, key)
         else:
@@ -137,20 +153,51 @@ class Attention(nnx.Module):
                 sinks=self._sink_logits(),
                 **self._options(),
             )
-        (out,) = self.o(out.reshape(batch, length, -1), key)
-        return out.astype(dtype), cache
+        out = out.reshape(batch, length, -1)
+        if residual is None or set(self.o.dtypes(out.dtype)) == {residual.dtype}:
+            (out,) = self.o(out, key, residual=residual)
+            return out.astype(dtype), cache
+        (out,) = self.o(out, key)
+        return residual + out.astype(dtype), cache
+
+    def why_not_fused(self, dtype: jnp.dtype) -> str | None:
+        """The reason, a clause, that the way from input to turned heads is not one unit with its adapters; None: it is.
+
+        Args:
+            dtype: of the attention's input.
+        """
+        adapters = self.qkv.adapters.values()
+        if not adapters:
+            return "no adapter is in it"
+        if any(adapter.magnitude is not None for adapter in adapters):
+            return "DoRA scales the projections' results"
+        if self.qkv.bias is not None or self.q_norm is not None:
+            return "a bias or a norm comes between projection and turn"
+        if self.turning != self.shape[2] or self.interleaved:
+            return "its heads do not turn whole, by pairs of their halves"
+        if set(self.qkv.dtypes(dtype)) != {jnp.dtype(dtype)}:
+            return "its projections are computed in another dtype"
+        return None
 
     def _heads(
-        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None
+        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, products: Array | None
     ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
         """Queries, keys and values by head, ready for attention.
 
         Without normalisations they come out of one product in one pass, and are residuals in its place: the backward
-        pass needs it no more. A normalisation needs its input there.
+        pass needs it no more. A normalisation needs its input there. Adapters are applied in the same pass where they
+        can be, and their rank products may be given.
         """
         heads, key_heads, size = self.shape
         rotary = (None, None) if self.layer.rope is None else context.rotary[self.layer.rope]
         scales = context.query_scales.get(self.layer.rope or "")
+        if rotary[0] is not None and rotary[1] is not None and self.why_not_fused(x.dtype) is None:
+            weight, matrices = self.qkv.weight.get_value(), matrices_of(self.qkv.adapters)
+            parts = describe(self.qkv.parts, self.qkv.adapters)
+            arrays = heads_unit.Arrays(weight, rotary[0], rotary[1], matrices, key, products)
+            q, k, v = heads_unit.project_heads(parts, (heads, key_heads), x, arrays)
+            return q if scales is None else q * scales.astype(q.dtype)[:, :, None, None], k, v
+        assert products is None, "they are made for the unit"
         whole = self.qkv.whole(x, key) if self.q_norm is None else None
         if whole is not None:
             options: dict[str, Any] = {"heads": heads, "key_heads": key_heads, "interleaved": self.interleaved}

@@ -10,6 +10,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
 from fastjax.lora.dropout import drop
+from fastjax.lora.linear import describe, matrices_of
+from fastjax.lora.norm import Scale, normed_products
+from fastjax.lora.rank_products import drops
 from fastjax.models.attention import Attention, Context, LayerCache, Sinks
 from fastjax.models.layer_loop import Sums
 from fastjax.models.layout import array_at
@@ -79,16 +82,48 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B S E"], LayerCache | None, Sums]:
         """The layer's output; the cache with this step's keys and values, if there is one; a router's sums."""
         before, after = self.around_attention
-        read = self._normed(before, x)
-        attended, cache = self.self_attn(read, context, key, cache)
-        x = x + self._added(after, drop(attended, key, "self_attn", self.dropout))
-        before, after = self.around_mlp
-        read, sums = read if self.parallel else self._normed(before, x), {}
-        if isinstance(self.mlp, Mixture):
-            output, sums = self.mlp(read, key, context.mask)
+        attention = self.self_attn
+        whole = attention.float32 or attention.why_not_fused(x.dtype) is not None or self.parallel
+        x, read, products = self._read(before, x, None if whole else attention.qkv, key)
+        if self._as_is(after):
+            x, cache = attention(read, context, key, cache, x, products)
         else:
-            output = self.mlp(read, key)
-        return x + self._added(after, drop(output, key, "mlp", self.dropout)), cache, sums
+            attended, cache = attention(read, context, key, cache, None, products)
+            x = x + self._added(after, drop(attended, key, "self_attn", self.dropout))
+        before, after = self.around_mlp
+        if isinstance(self.mlp, Mixture):
+            output, sums = self.mlp(read if self.parallel else self._normed(before, x), key, context.mask)
+            return x + self._added(after, drop(output, key, "mlp", self.dropout)), cache, sums
+        whole = self.mlp.float32 or self.mlp.why_not_fused(x.dtype) is not None
+        if not self.parallel:
+            x, read, products = self._read(before, x, None if whole else self.mlp.gate_up, key)
+        if self._as_is(after):
+            return self.mlp(read, key, x, products), cache, {}
+        output = self.mlp(read, key, None, products)
+        return x + self._added(after, drop(output, key, "mlp", self.dropout)), cache, {}
+
+    def _read(
+        self, norm: str | None, x: Float[Array, "B S E"], projection: Projection | None, key: PRNGKeyArray | None
+    ) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"], Float[Array, "B S PR"] | None]:
+        """The residual stream, to be read in its place; the normalised rows; a projection's rank products of them.
+
+        Args:
+            norm: its name, or None.
+            x: the residual stream.
+            projection: what reads the rows with its adapters; None: it makes its own rank products.
+            key: the layer's dropout key.
+        """
+        if norm is None or projection is None or not projection.adapters:
+            return x, self._normed(norm, x), None
+        module, parts = getattr(self, norm), describe(projection.parts, projection.adapters)
+        if not module.plain or drops(parts, key) or set(projection.dtypes(x.dtype)) != {x.dtype}:
+            return x, module(x), None
+        scale = Scale(module.eps, module.offset)
+        return normed_products(scale, parts, x, module.weight[...], matrices_of(projection.adapters))
+
+    def _as_is(self, after: str | None) -> bool:
+        """Whether attention or MLP is added to the residual stream as it is, with the norm of that name behind it."""
+        return after is None and self.multiplier == 1.0 and self.dropout == 0.0
 
     def _normed(self, name: str | None, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         return x if name is None else getattr(self, name)(x)

@@ -30,11 +30,26 @@ class MLP(nnx.Module):
         self.float32, self.gated = float32, gated
 
     @jax.named_scope("mlp")
-    def __call__(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S E"]:
-        """The block on normalised inputs."""
+    def __call__(
+        self,
+        x: Float[Array, "B S E"],
+        key: PRNGKeyArray | None,
+        residual: Float[Array, "B S E"] | None = None,
+        products: Float[Array, "B S PR"] | None = None,
+    ) -> Float[Array, "B S E"]:
+        """The block on normalised inputs.
+
+        Args:
+            x: the inputs.
+            key: the layer's dropout key; None switches dropout off.
+            residual: the residual stream, to which the block's output is added; None: that is returned alone.
+            products: of a fused block, the rank products of x from `lora.norm`.
+        """
         inner = x.astype(jnp.float32) if self.float32 else x
+        if residual is not None and set(self.down.dtypes(inner.dtype)) != {residual.dtype}:
+            return residual + self(x, key, None, products)
         if self.why_not_fused(inner.dtype) is None:
-            return self._unit(inner, key).astype(x.dtype)
+            return self._unit(inner, key, residual, products).astype(x.dtype)
         parts = self.gate_up(inner, key)
         if self.gated:
             gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=-1)
@@ -42,7 +57,7 @@ class MLP(nnx.Module):
         else:
             (up,) = parts
             hidden = ACTIVATIONS[self.activation](up.astype(jnp.float32)).astype(up.dtype)
-        (out,) = self.down(hidden, key)
+        (out,) = self.down(hidden, key, residual=residual)
         return out.astype(x.dtype)
 
     def why_not_fused(self, dtype: jnp.dtype) -> str | None:
@@ -80,9 +95,11 @@ class MLP(nnx.Module):
         matrices = matrices_of({**self.gate_up.adapters, **self.down.adapters})
         return Arrays(self.gate_up.weight.get_value(), bias, self.down.weight.get_value(), matrices, key)
 
-    def _unit(self, x: Float[Array, "B S E"], key: PRNGKeyArray | None) -> Float[Array, "B S E"]:
+    def _unit(
+        self, x: Array, key: PRNGKeyArray | None, residual: Array | None, products: Array | None
+    ) -> Float[Array, "B S E"]:
         dtype = self.down.dtypes(x.dtype)[0]
-        out = gated_block(self.block(), x.astype(dtype), self.arrays(key))
+        out = gated_block(self.block(), x.astype(dtype), self.arrays(key)._replace(products=products), residual)
         if self.down.bias is not None:
             out = out + self.down.bias[...].astype(dtype)[None, None, :]
         return name_residual(out, "projection")

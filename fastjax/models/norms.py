@@ -26,6 +26,11 @@ class Norm(nnx.Module):
         self.kind, self.eps, self.offset = config.norm, config.norm_eps, config.norm_offset
         self.float32 = float32 or config.norm_float32
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is a root-mean-square norm of the whole row in the input's dtype."""
+        return self.kind == "rms" and not self.float32 and self.weight[...].ndim == 1
+
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
         """Normalise the last axis: (x - mean, or x) / rms · (weight + offset)."""
         weight = self.weight[...]

@@ -8,6 +8,7 @@ from flax import nnx
 
 from convert.model.paths import EXPERTS
 from fastjax.lora.params import LoraExperts, LoraLinear
+from fastjax.models.attention import Attention
 from fastjax.models.decoder import Decoder
 from fastjax.models.mlp import MLP
 from fastjax.models.moe import Mixture
@@ -15,6 +16,8 @@ from fastjax.models.projection import ExpertsProjection, Projection
 from fastjax.quantization import as_weight
 from pallas_kernels import dispatch
 from pallas_kernels.glu import lora
+from pallas_kernels.split_rope import lora as turn
+from pallas_kernels.tiles import padded_rank
 
 
 def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: int) -> list[str]:
@@ -43,12 +46,23 @@ def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: i
 def _layer(layer: Any, dtype: jnp.dtype, tokens: int) -> Iterator[str]:
     attention, mlp = layer.self_attn, layer.mlp
     inner = jnp.dtype(jnp.float32) if attention.float32 else dtype
-    for projection in (attention.qkv, attention.o):
-        yield _projection("self_attn", projection, inner)
+    yield _heads(attention, inner, tokens)
+    yield _projection("self_attn", attention.o, inner)
     if isinstance(mlp, Mixture):
         yield from _mixture(mlp, dtype, tokens)
     else:
         yield from _mlp("mlp", mlp, dtype, tokens)
+
+
+def _heads(attention: Attention, dtype: jnp.dtype, tokens: int) -> str:
+    line, reason = _projection("self_attn", attention.qkv, dtype), attention.why_not_fused(dtype)
+    if not attention.qkv.adapters:
+        return line
+    if reason is not None:
+        return f"{line}; apart from the turn of the heads: {reason}"
+    rank = padded_rank(max(_rank(adapter) for adapter in attention.qkv.adapters.values()))
+    case = turn.Case(dispatch.target(), tokens, attention.shape[:2], attention.shape[2], dtype, rank)
+    return f"{line}; its sums, turned heads, by {_chosen(turn.REGISTRY, case)}"
 
 
 def _mixture(mixture: Mixture, dtype: jnp.dtype, tokens: int) -> Iterator[str]:
@@ -101,13 +115,16 @@ def _block(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> str:
     inner += mlp.gate_up.bias is not None
     down = next((_rank(adapter) for adapter in mlp.down.adapters.values()), 0)
     dropped = any(adapter.dropout for adapter in mlp.down.adapters.values())
-    inner, down = (lora.padded_rank(rank) if rank else 0 for rank in (inner, 0 if dropped else down))
+    inner, down = (padded_rank(rank) if rank else 0 for rank in (inner, 0 if dropped else down))
     shape = (tokens, sum(rows for _, rows in mlp.gate_up.parts))
     case = lora.Case(dispatch.target(), shape, mlp.down.dtypes(dtype)[0], (inner, down), mlp.activation)
-    chosen = lora.REGISTRY.choose(case, None)
-    reasons = [f"{name}: {reason}" for name, reason in lora.REGISTRY.reasons(case).items() if reason]
-    line += f"; the gated product by {chosen}"
-    return f"{line} ({'; '.join(reasons)})" if reasons else line
+    return f"{line}; the gated product by {_chosen(lora.REGISTRY, case)}"
+
+
+def _chosen(registry: dispatch.Registry, case: Any) -> str:
+    """The implementation that serves a case, and why another one does not."""
+    reasons = [f"{name}: {reason}" for name, reason in registry.reasons(case).items() if reason]
+    return registry.choose(case, None) + (f" ({'; '.join(reasons)})" if reasons else "")
 
 
 def _adapters(adapters: Mapping[str, LoraLinear | LoraExperts]) -> str:

@@ -53,6 +53,7 @@ class Projection(nnx.Module):
         key: PRNGKeyArray | None = None,
         *,
         dropped: Float[Array, "B S in"] | None = None,
+        residual: Float[Array, "B S out"] | None = None,
     ) -> tuple[Float[Array, "B S out"], ...]:
         """The parts' outputs in the dtype of x.
 
@@ -60,9 +61,10 @@ class Projection(nnx.Module):
             x: the input.
             key: the layer's dropout key; None switches dropout off.
             dropped: the adapters' input, where the caller has drawn the dropout already.
+            residual: added to the output of a projection of one part that is computed in the dtype of x.
         """
         outputs, start = [], 0
-        for (_, rows), out in zip(self.parts, self._products(x, key, dropped), strict=True):
+        for (_, rows), out in zip(self.parts, self._products(x, key, dropped, residual), strict=True):
             here = slice(start, start + rows)
             if self.tokens is not None:
                 out = self.tokens.score(x.astype(out.dtype), out)
@@ -92,11 +94,14 @@ class Projection(nnx.Module):
         """The dtype in which each part is computed, for an input's dtype."""
         return [jnp.dtype(jnp.float32) if name in self.float32 else jnp.dtype(dtype) for name, _ in self.parts]
 
-    def _products(self, x: Array, key: PRNGKeyArray | None, dropped: Array | None) -> list[Array]:
+    def _products(
+        self, x: Array, key: PRNGKeyArray | None, dropped: Array | None, residual: Array | None
+    ) -> list[Array]:
         """The parts' outputs without bias, each in its own dtype: one unit where all are equal."""
         weight, dtypes = self.weight.get_value(), self.dtypes(x.dtype)
         if len(set(dtypes)) == 1:
-            return list(parted(self._unit(self.parts, weight, x.astype(dtypes[0]), key, dropped), self.parts))
+            whole = self._unit(self.parts, weight, x.astype(dtypes[0]), key, dropped, residual)
+            return list(parted(whole, self.parts))
         outputs, start = [], 0
         for size, dtype in zip(self.parts, dtypes, strict=True):
             rows = rows_of(weight, slice(start, start + size[1]))
@@ -105,10 +110,17 @@ class Projection(nnx.Module):
         return outputs
 
     def _unit(
-        self, sizes: Sequence[tuple[str, int]], weight: WeightLike, x: Array, key: PRNGKeyArray | None, dropped
+        self,
+        sizes: Sequence[tuple[str, int]],
+        weight: WeightLike,
+        x: Array,
+        key: PRNGKeyArray | None,
+        dropped: Array | None,
+        residual: Array | None = None,
     ) -> Array:
         """The outputs of some parts side by side without bias, in the dtype of x."""
-        return project(sizes, weight, self.adapters, x, key, None if dropped is None else dropped.astype(x.dtype))
+        drawn = None if dropped is None else dropped.astype(x.dtype)
+        return project(sizes, weight, self.adapters, x, key, drawn, residual)
 
 
 class ExpertsProjection(nnx.Module):

@@ -16,31 +16,32 @@ from jax import Array, lax
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
     """``api.rms_norm`` without its checks."""
-    return _forward(x, weight, eps, offset)[0]
+    return forward(x, weight, eps, offset)[0]
 
 
-def _forward(x: Array, weight: Array, eps: float, offset: float) -> tuple[Array, tuple[Array, Array, Array]]:
+def forward(x: Array, weight: Array, eps: float, offset: float) -> tuple[Array, tuple[Array, Array, Array]]:
+    """The normalised rows; x, the weight, and the reciprocal root mean square of each row, [*rows, 1]."""
     x32 = x.astype(jnp.float32)
     rstd = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)  # [*rows, 1]
     normed = x32 * rstd
     if offset == 0.0:
         normed = normed.astype(x.dtype).astype(jnp.float32)
-    return (normed * _scale(weight, offset, x.ndim)).astype(x.dtype), (x, weight, rstd)
+    return (normed * scale_of(weight, offset, x.ndim)).astype(x.dtype), (x, weight, rstd)
 
 
 def _backward(eps: float, offset: float, residuals: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array]:
     x, weight, rstd = residuals
     dy32 = dy.astype(jnp.float32)
     normed = x.astype(jnp.float32) * rstd
-    g = dy32 * _scale(weight, offset, x.ndim)
+    g = dy32 * scale_of(weight, offset, x.ndim)
     dx = rstd * (g - normed * jnp.mean(g * normed, axis=-1, keepdims=True))
     dweight = jnp.sum(dy32 * normed, axis=tuple(range(x.ndim - 1)))
     return dx.astype(x.dtype), dweight.astype(weight.dtype)
 
 
-def _scale(weight: Array, offset: float, ndim: int) -> Array:
+def scale_of(weight: Array, offset: float, ndim: int) -> Array:
     """The float32 scale with as many axes as x: rank promotion stays explicit."""
     return (weight.astype(jnp.float32) + offset).reshape((1,) * (ndim - 1) + weight.shape)
 
 
-rms_norm.defvjp(_forward, _backward)
+rms_norm.defvjp(forward, _backward)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from fastjax.lora import reference
+from fastjax.models.attention import Attention
 from fastjax.models.mlp import MLP
 from pallas_kernels.glu.reference import ACTIVATIONS
 
@@ -28,4 +29,5 @@ def mlp(block, x, key):
 def everywhere(monkeypatch):
     """Replace the units by it."""
     monkeypatch.setattr("fastjax.models.projection.project", reference.project)
-    monkeypatch.setattr(MLP, "why_not_fused", lambda self, dtype: "the test says so")
+    for module in (MLP, Attention):
+        monkeypatch.setattr(module, "why_not_fused", lambda self, *case: "the test says so")

@@ -1,7 +1,6 @@
 """A gated linear unit between projections with LoRA adapters."""
 
 from pallas_kernels.glu.lora.api import Inner, glu_lora_backward, glu_lora_forward
-from pallas_kernels.glu.lora.config import padded_rank
 from pallas_kernels.glu.lora.implementations import REGISTRY, Case
 
-__all__ = ["REGISTRY", "Case", "Inner", "glu_lora_backward", "glu_lora_forward", "padded_rank"]
+__all__ = ["REGISTRY", "Case", "Inner", "glu_lora_backward", "glu_lora_forward"]

@@ -5,9 +5,6 @@ import dataclasses
 #: Every tile size below divides it.
 TILE = 64
 
-#: A tile's width is a power of two, and a matrix instruction at least 16 deep.
-RANKS = (16, 32, 64, 128)
-
 #: Activations that Pallas-Triton can lower; it has no error function.
 ACTIVATIONS = ("silu", "swish", "gelu_tanh", "gelu_pytorch_tanh", "gelu_new", "relu")
 
@@ -54,8 +51,3 @@ def backward_config(capability: tuple[int, int], rank: int) -> Tiles:
 def largest_rank(capability: tuple[int, int]) -> int:
     """The largest rank whose sums the backward kernel keeps in registers."""
     return 128 if capability >= (9, 0) else 64
-
-
-def padded_rank(rank: int) -> int:
-    """The smallest rank from `rank` on that kernels serve, reached by padding with zeros; itself beyond the largest."""
-    return next((size for size in RANKS if size >= rank), rank)

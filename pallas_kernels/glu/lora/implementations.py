@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.glu.lora import config, triton, xla
+from pallas_kernels.tiles import RANKS
 
 
 class Case(NamedTuple):
@@ -38,7 +39,7 @@ class Case(NamedTuple):
 def _why_not_triton(case: Case) -> str | None:
     (rows, columns), ranks = case.shape, case.ranks
     capability = case.target.compute_capability if case.target.platform == "cuda" else None
-    widths = [rank for rank in ranks if rank and rank not in config.RANKS]
+    widths = [rank for rank in ranks if rank and rank not in RANKS]
     if capability is None or capability < (8, 0):
         return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
     if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16):
@@ -47,7 +48,7 @@ def _why_not_triton(case: Case) -> str | None:
         return f"Pallas-Triton has no {case.activation}"
     if widths or max(ranks) > config.largest_rank(capability):
         most = config.largest_rank(capability)
-        return f"it serves ranks {list(config.RANKS)} up to {most} on {case.target}, not {max(ranks)}"
+        return f"it serves ranks {list(RANKS)} up to {most} on {case.target}, not {max(ranks)}"
     if rows % config.TILE or columns // 2 % config.TILE:
         return f"it takes whole tiles of {config.TILE}, not {rows} tokens by {columns // 2} features"
     return None

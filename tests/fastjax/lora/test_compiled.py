@@ -62,7 +62,7 @@ def test_adapters_add_one_pass_over_a_large_array(kind, rank, most):
     ours, frozen = (kernels(compiled(kind, r).as_text()) for r in (rank, 0))
     assert sum(kernel.moved for kernel in ours) < sum(kernel.moved for kernel in frozen) + most
     # [dgate | dup]·B reads both once; the rest is where the frozen block has a pass too
-    counts = [sum(kernel.moved >= 0.9 * LARGE for kernel in found) for found in (ours, frozen)]
+    counts = [sum(kernel.moved >= LARGE for kernel in found) for found in (ours, frozen)]
     assert counts[0] == counts[1] + 1
     grown = compiled(kind, rank).memory_analysis().temp_size_in_bytes
     grown -= compiled(kind, 0).memory_analysis().temp_size_in_bytes
@@ -77,8 +77,8 @@ def test_no_dense_update_is_formed(kind):
     shapes = [re.findall(r"\[([\d,]+)\]", kernel.result)[0] for kernel in products]
     forms = {f"{2 * FEATURES},{WIDTH}", f"{WIDTH},{2 * FEATURES}", f"{FEATURES},{WIDTH}", f"{WIDTH},{FEATURES}"}
     assert not forms & set(shapes)
-    # four large products, and thin ones: x·A, the down adapter's two and its three gradients, [dgate|dup]·B, and A's
-    assert len(products) == 4 + 7
+    # four large products, x·A and [dgate|dup]·B; the kernels make the other thin ones
+    assert len(products) == 4 + 2
 
 
 @pytest.mark.both_worlds("projections", others="newer_world")

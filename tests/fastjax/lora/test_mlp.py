@@ -146,8 +146,13 @@ def test_gate_and_up_are_kept_once_and_no_decoded_weight(name):
 def test_the_policy_by_names_keeps_gate_and_up_and_the_thin_products():
     shapes = kept(jax.checkpoint_policies.save_only_these_names(*SAVED))
     of_tokens = sorted(shape for shape in shapes if shape[:2] == (BATCH, LENGTH))
-    # x (the block's own argument), gate and up, thin products of gate and up side by side, and of down
-    assert of_tokens == [(BATCH, LENGTH, 8), (BATCH, LENGTH, 32), (BATCH, LENGTH, WIDTH), (BATCH, LENGTH, 2 * FEATURES)]
+    # x (the block's own argument), gate and up, padded thin products of gate and up, and of down
+    assert of_tokens == [
+        (BATCH, LENGTH, 16),
+        (BATCH, LENGTH, 32),
+        (BATCH, LENGTH, WIDTH),
+        (BATCH, LENGTH, 2 * FEATURES),
+    ]
 
 
 def test_the_policy_that_keeps_nothing_keeps_the_input():

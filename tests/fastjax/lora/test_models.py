@@ -30,7 +30,12 @@ CASES = {
     "kept: nothing": ({"use_gradient_checkpointing": True}, {"target_modules": EVERYTHING}),
     "kept: projections": ({"use_gradient_checkpointing": "projections"}, {"lora_dropout": 0.3}),
     "kept: everything": ({"use_gradient_checkpointing": False}, {}),
+    "no biases": ({"use_gradient_checkpointing": "projections"}, {}),
+    "no biases, a subset on NF4": ({"load_in_4bit": True}, {"target_modules": ["k_proj", "up_proj", "o_proj"]}),
+    "no biases, dropout": ({}, {"lora_dropout": 0.3}),
 }
+#: Without them the projection to heads is one unit as far as attention.
+NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -38,6 +43,7 @@ def test_units_equal_plain_lora(name, monkeypatch):
     load, options = CASES[name]
     load = {"dtype": "float32", **load}
     shape = {"tie_word_embeddings": False, "hidden_size": 64, "intermediate_size": 128}
+    shape |= NO_BIASES if name.startswith("no biases") else {}
     model = tiny.adapted(tiny.model(tiny.shared_folder(**shape), tiny.config(**shape), **load), **options)
     [batch] = tiny.batches(tiny.CONFIG, 1)
     batch = jax.tree.map(np.asarray, batch)

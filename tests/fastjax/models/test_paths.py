@@ -18,6 +18,7 @@ def lines(tokens=128, load=None, **options):
 def test_every_group_of_a_plain_adapter_is_one_unit():
     qkv, o, mlp = lines(load={"load_in_4bit": True})
     assert qkv.startswith("self_attn.q_proj, k_proj, v_proj: one unit of NF4 weights and adapters of rank 4 on ")
+    assert qkv.endswith("; apart from the turn of the heads: a bias or a norm comes between projection and turn")
     assert o == "self_attn.o_proj: one unit of NF4 weights and adapters of rank 4 on o_proj"
     assert mlp.startswith("mlp.gate_proj, up_proj, down_proj: one unit of NF4 weights")
     assert "the gated product by xla (triton: it needs an NVIDIA GPU of compute capability 8.0 or more" in mlp
@@ -45,7 +46,9 @@ def test_parts_in_several_dtypes():
         load={"dtype": "bfloat16", "float32_modules": ["layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"]}
     )
     assert any(
-        "a unit each" in line and line.endswith("q_proj is computed in float32, the rest in bfloat16 (layers 0)")
+        "a unit each" in line
+        and "q_proj is computed in float32, the rest in bfloat16; " in line
+        and line.endswith("(layers 0)")
         for line in found
     )
     assert any("its projections are computed in different dtypes (layers 1)" in line for line in found)
@@ -53,11 +56,13 @@ def test_parts_in_several_dtypes():
 
 @needs_cuda_plugin
 def test_on_a_gpu_the_kernel_is_named():
-    base = tiny.adapted(tiny.model(tiny.shared_folder(**SHAPE), tiny.config(**SHAPE), dtype="bfloat16"))
+    shape = {**SHAPE, "attention_bias": False, "head_dim": 32}
+    base = tiny.adapted(tiny.model(tiny.shared_folder(**shape), tiny.config(**shape), dtype="bfloat16"))
     assert base.dtype == jnp.bfloat16
     with AOT("h200").abstract_device():
-        *_, mlp = adapter_paths(base.graphdef, base.trainable, base.frozen, 128)
+        heads, _, mlp = adapter_paths(base.graphdef, base.trainable, base.frozen, 128)
         *_, odd = adapter_paths(base.graphdef, base.trainable, base.frozen, 100)
     # its biases are one more column of rank 4
     assert mlp.endswith("the gated product by triton")
+    assert heads.endswith("its sums, turned heads, by triton")
     assert odd.endswith("the gated product by xla (triton: it takes whole tiles of 64, not 100 tokens by 128 features)")

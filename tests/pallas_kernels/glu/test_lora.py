@@ -13,10 +13,10 @@ from pallas_kernels.glu.lora import (
     config,
     glu_lora_backward,
     glu_lora_forward,
-    padded_rank,
     reference,
     triton,
 )
+from pallas_kernels.tiles import RANKS, padded_rank
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.resources import of_triton
 
@@ -111,7 +111,7 @@ def test_a_run_of_several_tiles_is_added_up():
 @needs_cuda_plugin
 @pytest.mark.both_worlds("16-h200", others="newer_world")
 @pytest.mark.parametrize("card", ["h200", "a100-80", "4090"])
-@pytest.mark.parametrize("rank", config.RANKS)
+@pytest.mark.parametrize("rank", RANKS)
 def test_nothing_spills(card, rank, tmp_path):
     aot = AOT(card)
     if rank > config.largest_rank(aot.card.capability):

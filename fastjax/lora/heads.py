@@ -1,0 +1,121 @@
+"""The projection to queries, keys and values with its adapters, as far as attention, as one differentiable unit.
+
+    [q | k | v] = turn(x·Wᵀ + (x·Aᵀ)·(s·B)ᵀ)
+
+B is applied, and queries and keys are turned by their positions, where x·Wᵀ is read and parted
+(`pallas_kernels.split_rope.lora`). The backward pass keeps x and the rank products; a policy that goes by name keeps
+the turned heads, which attention's own backward pass needs, and not what they were before.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fastjax.lora.rank_products import (
+    Matrices,
+    Part,
+    gradients_of_B,
+    into_dtypes,
+    rank_product_gradients,
+    rank_products,
+    slot,
+    stacked_B,
+)
+from fastjax.parallel import BATCH, local
+from fastjax.quantization.weights import WeightLike, matmul, matmul_transposed, weight_gradient
+from fastjax.residuals import name_residual
+from pallas_kernels.split_rope.lora import split_rope_lora_backward, split_rope_lora_forward
+
+
+class Arrays(NamedTuple):
+    """The unit's operands besides its input.
+
+    Attributes:
+        weight: [(H + 2K)·D, E].
+        cos: cosines of the rotary angles.
+        sin: sines of the same.
+        matrices: of the adapters.
+        key: the layer's dropout key; None switches dropout off.
+        products: the rank products of x, where `norm` has made them: A's gradient and what x gets through A are its.
+    """
+
+    weight: WeightLike
+    cos: Float[Array, "B S D/2"]
+    sin: Float[Array, "B S D/2"]
+    matrices: Matrices
+    key: PRNGKeyArray | None
+    products: Float[Array, "B S PR"] | None = None
+
+
+def project_heads(
+    parts: tuple[Part, ...], heads: tuple[int, int], x: Float[Array, "B S E"], arrays: Arrays
+) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
+    """Queries and keys, turned, and values, in the dtype of x.
+
+    Args:
+        parts: queries, keys and values, or one part of all; one at least has an adapter.
+        heads: of queries and of keys.
+        x: the input, in the dtype of the computation.
+        arrays: weight, angles, adapters, key.
+    """
+    size = 2 * arrays.cos.shape[-1]
+    found = _unit(parts, heads, x, arrays)
+    return tuple(part.reshape(*x.shape[:2], -1, size) for part in found)  # pyright: ignore[reportReturnType]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _unit(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays):
+    return _forward(parts, heads, x, arrays)[0]
+
+
+def _forward(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays):
+    rank = slot(parts)
+    products = arrays.products
+    if products is None:
+        products = name_residual(rank_products(parts, arrays.matrices, x, arrays.key, rank), "lora")
+    lora_B = stacked_B(parts, arrays.matrices, x.dtype, rank)
+
+    def turn(base, products, lora_B, cos, sin):
+        found = split_rope_lora_forward(*map(_rows, (base, products)), lora_B, _rows(cos), _rows(sin), heads=heads)
+        return tuple(part.reshape(*base.shape[:2], -1) for part in found)
+
+    rows = P(BATCH)
+    island = local(turn, in_specs=(rows, rows, P(), rows, rows), out_specs=(rows, rows, rows))
+    found = island(matmul(x, arrays.weight), products, lora_B, arrays.cos, arrays.sin)
+    return tuple(name_residual(part, "projection") for part in found), (x, products, arrays)
+
+
+def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradients):
+    x, products, arrays = residuals
+    lora_B = stacked_B(parts, arrays.matrices, x.dtype, slot(parts))
+
+    def turn_back(gradients, products, lora_B, cos, sin):
+        flat = tuple(map(_rows, gradients))
+        dbase, dproducts, dB = split_rope_lora_backward(
+            flat, _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads
+        )
+        return dbase.reshape(*cos.shape[:2], -1), dproducts.reshape(products.shape), dB[None]
+
+    rows = P(BATCH)
+    island = local(turn_back, in_specs=(rows, rows, P(), rows, rows), out_specs=(rows, rows, rows))
+    dbase, dproducts, shares = island(gradients, products, lora_B, arrays.cos, arrays.sin)
+    dx = matmul_transposed(dbase, arrays.weight)
+    dB, given = gradients_of_B(parts, shares), arrays.products is not None
+    if given:
+        dA = {name: jnp.zeros_like(arrays.matrices[name][0]) for name in dB}
+    else:
+        dx, dA = rank_product_gradients(parts, arrays.matrices, dx, x, dproducts, arrays.key)
+    trained = into_dtypes({name: (dA[name], dB[name]) for name in dB}, arrays.matrices)
+    dweight = weight_gradient(dbase, x, arrays.weight)
+    return dx, Arrays(dweight, None, None, trained, None, dproducts if given else None)  # pyright: ignore
+
+
+_unit.defvjp(_forward, _backward)
+
+
+def _rows(array: Array) -> Array:
+    return array.reshape(-1, array.shape[-1])

@@ -1,0 +1,90 @@
+"""A norm in the residual stream with the rank products of the projection that reads it, as one differentiable unit.
+
+    n = norm(x)        p = n·Aᵀ
+
+The unit hands x through, so that its backward pass has the residual stream's gradient too: one pass makes the gradient
+of x by all ways and that of A (`pallas_kernels.rms_norm.lora`). It keeps x, the rank products and a
+number a row; under a policy that goes by name, that number is computed again in the pass that has to read x anyway.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from fastjax.lora.rank_products import Matrices, Part, gradients_of_A, padded_A, rank_products, slot
+from fastjax.parallel import BATCH, local
+from fastjax.residuals import name_residual
+from pallas_kernels.rms_norm.lora import Gradients, Normed, rms_norm_lora_backward
+from pallas_kernels.rms_norm.xla import forward as rms_norm
+
+
+class Scale(NamedTuple):
+    """The static description of a norm.
+
+    Attributes:
+        eps: added to the mean square.
+        offset: added to the weight.
+    """
+
+    eps: float
+    offset: float
+
+
+def normed_products(
+    scale: Scale, parts: tuple[Part, ...], x: Float[Array, "B S E"], weight: Float[Array, " E"], matrices: Matrices
+) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"], Float[Array, "B S PR"]]:
+    """The input, to be read in its place; the normalised rows; their rank products, as `rank_products` arranges them.
+
+    Args:
+        scale: the norm's description.
+        parts: of the projection; without dropout.
+        x: the residual stream.
+        weight: the norm's.
+        matrices: A and B of the parts; B is not read.
+    """
+    return _unit(scale, parts, x, weight, matrices)  # pyright: ignore[reportReturnType]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _unit(scale: Scale, parts: tuple[Part, ...], x, weight, matrices: Matrices):
+    return _forward(scale, parts, x, weight, matrices)[0]
+
+
+def _forward(scale: Scale, parts: tuple[Part, ...], x, weight, matrices: Matrices):
+    normed, (_, _, rstd) = rms_norm(x, weight, scale.eps, scale.offset)
+    products = name_residual(rank_products(parts, matrices, normed, None, slot(parts)), "lora")
+    return (x, normed, products), (x, weight, rstd, products, matrices)
+
+
+def _backward(scale: Scale, parts: tuple[Part, ...], residuals, gradients):
+    x, weight, rstd, products, matrices = residuals
+    lora_A = padded_A(parts, matrices, x.dtype)
+    spare = lora_A.shape[0] - products.shape[-1]
+
+    def backward(x, weight, rstd, products, lora_A, gradients):
+        def padded(thin):
+            return jnp.pad(_rows(thin), ((0, 0), (0, spare)))
+
+        dresidual, dnormed, dproducts = gradients
+        normed = Normed(_rows(x), weight, rstd.reshape(-1), padded(products))
+        found = Gradients(_rows(dresidual), _rows(dnormed), padded(dproducts))
+        dx, dweight, dA = rms_norm_lora_backward(normed, lora_A, found, offset=scale.offset)
+        return dx.reshape(x.shape), dweight[None], dA[None]
+
+    rows = P(BATCH)
+    island = local(backward, in_specs=(rows, P(), rows, rows, P(), rows), out_specs=(rows, rows, rows))
+    dx, dweight, dA = island(x, weight, rstd, products, lora_A, gradients)
+    own = gradients_of_A(parts, jnp.sum(dA, axis=0), slot(parts))
+    trained = {name: (own[name].astype(a.dtype), jnp.zeros_like(b)) for name, (a, b) in matrices.items()}
+    return dx, jnp.sum(dweight, axis=0).astype(weight.dtype), trained
+
+
+_unit.defvjp(_forward, _backward)
+
+
+def _rows(array: Array) -> Array:
+    return array.reshape(-1, array.shape[-1])

@@ -1,0 +1,132 @@
+"""Sums of a large product and a low-rank one (arXiv 2106.09685), each in one pass over the large arrays.
+
+    y = residual + base + products·Bᵀ                 base = x·Wᵀ, products = x·Aᵀ
+    dproducts = dy·B        dB = dyᵀ·products         one pass over dy
+    dx = dy·W + dproducts·A        dA = dproductsᵀ·x  one pass over dy·W and x
+
+The large products are made elsewhere. Several projections of one input are one array whose parts lie side by side, each
+with rows of B and columns of the products of its own.
+
+Implementations, in order of preference:
+
+- ``triton``: NVIDIA GPUs of compute capability 8.0 or more, 16-bit activations;
+- ``xla``: everything else.
+"""
+
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.low_rank.implementations import ADD, INPUT, OUTPUT, Case
+
+
+def low_rank_add(
+    base: Float[Array, "N F"],
+    products: Float[Array, "N PR"],
+    lora_B: Float[Array, "F R"],
+    *,
+    parts: tuple[int, ...],
+    residual: Float[Array, "N F"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "N F"]:
+    """The sum residual + base + products·Bᵀ in the dtype of `base`.
+
+    Args:
+        base: x·Wᵀ.
+        products: x·Aᵀ of each part, side by side.
+        lora_B: with the adapters' scale.
+        parts: columns of each part; they add up to F.
+        residual: one more addend.
+        implementation: None, "triton" or "xla".
+
+    Raises:
+        ValueError: operands that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    case = _checked("low_rank_add", base, products, lora_B, parts)
+    if residual is not None and (residual.shape, residual.dtype) != (base.shape, base.dtype):
+        expected, given = (f"{array.dtype}{list(array.shape)}" for array in (base, residual))
+        raise ValueError(f"low_rank_add: residual must be {expected} like base, got {given}")
+    return ADD[ADD.choose(case, implementation)].forward(residual, base, products, lora_B, parts)
+
+
+def low_rank_output_gradients(
+    dy: Float[Array, "N F"],
+    products: Float[Array, "N PR"],
+    lora_B: Float[Array, "F R"],
+    *,
+    parts: tuple[int, ...],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "N PR"], Float[Array, "F R"]]:
+    """The gradients of the products and of B from that of their sum.
+
+    Args:
+        dy: the gradient of the sum.
+        products: as in `low_rank_add`.
+        lora_B: likewise.
+        parts: likewise.
+        implementation: None, "triton" or "xla".
+
+    Returns:
+        The gradient of `products` in the dtype of dy, and that of `lora_B`, float32.
+
+    Raises:
+        ValueError: operands that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    case = _checked("low_rank_output_gradients", dy, products, lora_B, parts)
+    return OUTPUT[OUTPUT.choose(case, implementation)].forward(dy, products, lora_B, parts)
+
+
+def low_rank_input_gradients(
+    dx: Float[Array, "N E"],
+    x: Float[Array, "N E"],
+    dproducts: Float[Array, "N R"],
+    lora_A: Float[Array, "R E"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "N E"], Float[Array, "R E"]]:
+    """The gradient of x through both products, and that of A.
+
+    Args:
+        dx: the gradient through the large product.
+        x: the input.
+        dproducts: the gradient of x·Aᵀ.
+        lora_A: A of all parts, one below the other.
+        implementation: None, "triton" or "xla".
+
+    Returns:
+        The gradient of x in its dtype, and that of `lora_A`, float32.
+
+    Raises:
+        ValueError: operands that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    op, rank = "low_rank_input_gradients", lora_A.shape[0]
+    if dx.ndim != 2 or x.shape != dx.shape or lora_A.shape != (rank, dx.shape[1]):
+        raise ValueError(
+            f"{op}: dx and x must be [N, E] and lora_A [R, E], got {list(dx.shape)}, {list(x.shape)}, "
+            f"{list(lora_A.shape)}"
+        )
+    if dproducts.shape != (dx.shape[0], rank):
+        raise ValueError(f"{op}: dproducts must be [{dx.shape[0]}, {rank}], got {list(dproducts.shape)}")
+    _check_dtypes(op, dx, x, dproducts, lora_A)
+    case = Case(dispatch.target(), dx.shape[0], (dx.shape[1],), dx.dtype, rank)
+    return INPUT[INPUT.choose(case, implementation)].forward(dx, x, dproducts, lora_A)
+
+
+def _checked(op: str, large: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> Case:
+    if large.ndim != 2 or sum(parts) != large.shape[1] or min(parts) < 1:
+        raise ValueError(f"{op}: parts must add up to the columns of an array [N, F], got {parts}, {list(large.shape)}")
+    rows, rank = large.shape[0], lora_B.shape[-1]
+    if lora_B.shape != (large.shape[1], rank) or products.shape != (rows, len(parts) * rank):
+        raise ValueError(
+            f"{op}: for {list(large.shape)} of {len(parts)} parts, lora_B must be [{large.shape[1]}, R] and products "
+            f"[{rows}, {len(parts)}·R], got {list(lora_B.shape)} and {list(products.shape)}"
+        )
+    _check_dtypes(op, large, products, lora_B)
+    return Case(dispatch.target(), rows, parts, large.dtype, rank)
+
+
+def _check_dtypes(op: str, *arrays: Array) -> None:
+    if len({array.dtype for array in arrays}) > 1:
+        raise ValueError(f"{op}: all operands must have one dtype, got {[str(array.dtype) for array in arrays]}")

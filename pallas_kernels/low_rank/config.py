@@ -1,0 +1,47 @@
+"""Block sizes of the Triton kernels."""
+
+import dataclasses
+
+#: Every tile size below divides it.
+TILE = 64
+
+#: Partial sums of the products' gradient are as large as R / 16 quarters of dy, and are written and read.
+LARGEST_OUTPUT_RANK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Block sizes of a program.
+
+    Attributes:
+        rows: tokens of a tile.
+        columns: most features of a tile.
+        loop: most tiles of tokens a program.
+        num_warps: warps of a program.
+        num_stages: tiles in flight.
+    """
+
+    rows: int
+    columns: int
+    loop: int
+    num_warps: int
+    num_stages: int
+
+
+def add_config(capability: tuple[int, int], rank: int) -> Tiles:
+    """Block sizes of the sum by compute capability and rank, as measured on an H200 for rank 16."""
+    return Tiles(rows=32, columns=128 if rank <= 32 else 64, loop=1, num_warps=4, num_stages=1)
+
+
+def output_config(capability: tuple[int, int], rank: int) -> Tiles:
+    """Block sizes of the gradients behind B; partial sums are fewer with wide tiles and long loops."""
+    if capability < (9, 0):
+        return Tiles(rows=32, columns=128, loop=16, num_warps=4, num_stages=2)
+    return Tiles(rows=64, columns=128, loop=16, num_warps=4, num_stages=4)
+
+
+def input_config(capability: tuple[int, int], rank: int) -> Tiles:
+    """Block sizes of the gradients behind A; few warps hold many sums."""
+    if capability < (9, 0):
+        return Tiles(rows=32, columns=64, loop=16, num_warps=4, num_stages=2)
+    return Tiles(rows=32, columns=128 if rank <= 64 else 64, loop=16 if rank <= 32 else 32, num_warps=4, num_stages=3)

@@ -1,0 +1,106 @@
+"""The implementations of the sums with low-rank products and of their gradients, by name, in order of preference.
+
+ADD:     forward(residual, base, products, lora_B, parts) -> sum
+OUTPUT:  forward(dy, products, lora_B, parts) -> (gradient of products, of lora_B)
+INPUT:   forward(dx, x, dproducts, lora_A) -> (gradient of x, of lora_A)
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from pallas_kernels import compat, dispatch
+from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.low_rank import config, triton, xla
+from pallas_kernels.tiles import RANKS
+
+
+class Case(NamedTuple):
+    """A call and its device.
+
+    Attributes:
+        target: the device.
+        rows: N.
+        parts: columns of each part.
+        dtype: of all operands.
+        rank: of a part.
+    """
+
+    target: Target
+    rows: int
+    parts: tuple[int, ...]
+    dtype: DTypeLike
+    rank: int
+
+
+def _why_not_triton(case: Case) -> str | None:
+    capability = case.target.compute_capability if case.target.platform == "cuda" else None
+    if capability is None or capability < (8, 0):
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
+    if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"it computes with bfloat16 or float16, not with {jnp.dtype(case.dtype)}"
+    if case.rank not in RANKS:
+        return f"it serves ranks {list(RANKS)}, not {case.rank}"
+    if case.rows % config.TILE or any(part % config.TILE for part in case.parts):
+        return f"it takes whole tiles of {config.TILE}, not {case.rows} tokens by {list(case.parts)} features"
+    return None
+
+
+def _why_not_triton_output(case: Case) -> str | None:
+    if reason := _why_not_triton(case):
+        return reason
+    if case.rank > config.LARGEST_OUTPUT_RANK:
+        return f"beyond rank {config.LARGEST_OUTPUT_RANK} its partial sums cost more than a second pass over dy"
+    return None
+
+
+def _triton_add(residual: Array | None, base: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> Array:
+    compat.silence_triton_deprecation()
+    return triton.add(residual, base, products, lora_B, parts, config.add_config(_capability(), lora_B.shape[1]))
+
+
+def _triton_output(dy: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> tuple[Array, Array]:
+    compat.silence_triton_deprecation()
+    tiles = config.output_config(_capability(), lora_B.shape[1])
+    return triton.output_gradients(dy, products, lora_B, parts, tiles)
+
+
+def _triton_input(dx: Array, x: Array, dproducts: Array, lora_A: Array) -> tuple[Array, Array]:
+    compat.silence_triton_deprecation()
+    return triton.input_gradients(dx, x, dproducts, lora_A, config.input_config(_capability(), lora_A.shape[0]))
+
+
+def _capability() -> tuple[int, int]:
+    capability = dispatch.target().compute_capability
+    assert capability is not None
+    return capability
+
+
+ADD: Registry[Case] = Registry(
+    "low_rank.add",
+    {
+        "triton": Implementation(_why_not_triton, _triton_add),
+        "xla": Implementation(lambda case: None, xla.add),
+    },
+    lambda case: ("triton", "xla"),
+)
+
+OUTPUT: Registry[Case] = Registry(
+    "low_rank.output_gradients",
+    {
+        "triton": Implementation(_why_not_triton_output, _triton_output),
+        "xla": Implementation(lambda case: None, xla.output_gradients),
+    },
+    lambda case: ("triton", "xla"),
+)
+
+INPUT: Registry[Case] = Registry(
+    "low_rank.input_gradients",
+    {
+        "triton": Implementation(_why_not_triton, _triton_input),
+        "xla": Implementation(lambda case: None, xla.input_gradients),
+    },
+    lambda case: ("triton", "xla"),
+)

@@ -1,0 +1,157 @@
+"""The sums with low-rank products in Pallas-Triton, for NVIDIA GPUs from Ampere on; arguments as in `api`.
+
+In the backward kernels a program owns a tile of features and a run of tokens, over which it adds up its share of the
+gradient of B or A. The shares, and those of the products' gradient that a tile of features gives, are added by XLA in
+one order: no atomics, the same bits every time.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.low_rank.config import Tiles
+from pallas_kernels.tiles import divisor
+
+
+# Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def add(
+    residual: Array | None,
+    base: Array,
+    products: Array,
+    lora_B: Array,
+    parts: tuple[int, ...],
+    tiles: Tiles,
+    interpret: bool = False,
+) -> Array:
+    """The sum residual + base + products·Bᵀ."""
+    rows, features = base.shape
+    columns = divisor(math.gcd(*parts), tiles.columns)
+    loop = divisor(rows // tiles.rows, tiles.loop)
+    return pl.pallas_call(
+        functools.partial(_add, parts=parts, columns=columns, rows_of_tile=tiles.rows, loop=loop),
+        out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
+        grid=(features // columns, rows // tiles.rows // loop),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="low_rank_add",
+    )(residual, base, products, lora_B)
+
+
+def _add(residual_ref, base_ref, products_ref, b_ref, sum_ref, *, parts, columns: int, rows_of_tile: int, loop: int):
+    share, own = pl.program_id(1), _columns_of_part(parts, columns, b_ref.shape[1])
+    cols = pl.ds(pl.program_id(0) * columns, columns)
+    lora_B = b_ref[cols, :]
+
+    def body(number, carry):
+        rows = pl.ds((share * loop + number) * rows_of_tile, rows_of_tile)
+        total = base_ref[rows, cols].astype(jnp.float32) + pltriton.dot(products_ref[rows, own], lora_B, trans_b=True)
+        if residual_ref is not None:
+            total = total + residual_ref[rows, cols].astype(jnp.float32)
+        sum_ref[rows, cols] = total.astype(sum_ref.dtype)
+        return carry
+
+    jax.lax.fori_loop(0, loop, body, 0)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def output_gradients(
+    dy: Array, products: Array, lora_B: Array, parts: tuple[int, ...], tiles: Tiles, interpret: bool = False
+) -> tuple[Array, Array]:
+    """The gradient of the products in the dtype of dy, and that of B in float32."""
+    (rows, features), rank = dy.shape, lora_B.shape[1]
+    columns = divisor(math.gcd(*parts), tiles.columns)
+    loop = divisor(rows // tiles.rows, tiles.loop)
+    shares = rows // tiles.rows // loop
+    partial, dB = pl.pallas_call(
+        functools.partial(_output_gradients, parts=parts, columns=columns, rows_of_tile=tiles.rows, loop=loop),
+        out_shape=(
+            jax.ShapeDtypeStruct((features // columns, rows, rank), jnp.float32),
+            jax.ShapeDtypeStruct((shares, features, rank), jnp.float32),
+        ),
+        grid=(features // columns, shares),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="low_rank_output_gradients",
+    )(dy, products, lora_B)
+    ends = itertools.accumulate((part // columns for part in parts), initial=0)
+    sums = [jnp.sum(partial[start:end], axis=0) for start, end in itertools.pairwise(ends)]
+    dproducts = sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=1)
+    return dproducts.astype(dy.dtype), jnp.sum(dB, axis=0)
+
+
+def _output_gradients(
+    dy_ref,
+    products_ref,
+    b_ref,
+    dproducts_ref,
+    dB_ref,
+    *,
+    parts: tuple[int, ...],
+    columns: int,
+    rows_of_tile: int,
+    loop: int,
+):
+    column, share, rank = pl.program_id(0), pl.program_id(1), b_ref.shape[1]
+    cols = pl.ds(column * columns, columns)
+    lora_B = b_ref[cols, :]
+    own = _columns_of_part(parts, columns, rank)
+
+    def body(number, dB):
+        rows = pl.ds((share * loop + number) * rows_of_tile, rows_of_tile)
+        dy = dy_ref[rows, cols]
+        dproducts_ref[column, rows, :] = pltriton.dot(dy, lora_B)
+        return dB + pltriton.dot(dy, products_ref[rows, own], trans_a=True)
+
+    dB_ref[share, cols, :] = jax.lax.fori_loop(0, loop, body, jnp.zeros((columns, rank), jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def input_gradients(
+    dx: Array, x: Array, dproducts: Array, lora_A: Array, tiles: Tiles, interpret: bool = False
+) -> tuple[Array, Array]:
+    """The sum dx + dproducts·A in the dtype of dx, and dproductsᵀ·x in float32."""
+    rows, features = dx.shape
+    loop = divisor(rows // tiles.rows, tiles.loop)
+    shares = rows // tiles.rows // loop
+    dx, dA = pl.pallas_call(
+        functools.partial(_input_gradients, tiles=tiles, loop=loop),
+        out_shape=(
+            jax.ShapeDtypeStruct(dx.shape, dx.dtype),
+            jax.ShapeDtypeStruct((shares, features, lora_A.shape[0]), jnp.float32),
+        ),
+        grid=(features // tiles.columns, shares),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=interpret,
+        name="low_rank_input_gradients",
+    )(dx, x, dproducts, lora_A)
+    return dx, jnp.sum(dA, axis=0).T
+
+
+def _input_gradients(dx_ref, x_ref, dproducts_ref, a_ref, sum_ref, dA_ref, *, tiles: Tiles, loop: int):
+    share = pl.program_id(1)
+    cols = pl.ds(pl.program_id(0) * tiles.columns, tiles.columns)
+    lora_A = a_ref[:, cols]
+
+    def body(number, dA):
+        rows = pl.ds((share * loop + number) * tiles.rows, tiles.rows)
+        dproducts = dproducts_ref[rows, :]
+        through = pltriton.dot(dproducts, lora_A)
+        sum_ref[rows, cols] = (dx_ref[rows, cols].astype(jnp.float32) + through).astype(sum_ref.dtype)
+        return dA + pltriton.dot(x_ref[rows, cols], dproducts, trans_a=True)
+
+    zero = jnp.zeros((tiles.columns, lora_A.shape[0]), jnp.float32)
+    dA_ref[share, cols, :] = jax.lax.fori_loop(0, loop, body, zero)
+
+
+def _columns_of_part(parts: tuple[int, ...], columns: int, rank: int):
+    """The columns of the products that belong to the program's part."""
+    start = pl.program_id(0) * columns
+    ends = itertools.accumulate(parts[:-1])
+    return pl.ds(sum(((start >= end).astype(jnp.int32) for end in ends), jnp.int32(0)) * rank, rank)

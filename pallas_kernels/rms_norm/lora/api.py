@@ -1,0 +1,94 @@
+"""The backward pass of a norm in a residual stream before LoRA adapters (arXiv 1910.07467, 2106.09685), in one pass.
+
+    n = scale · x · rstd        p = n·Aᵀ        g = (dn + dp·A) · scale        m = mean of g·x·rstd over a row
+    dx = dresidual + rstd · (g − x·rstd·m)        dA = dpᵀ·n
+
+dn is the gradient through the large product. n is made again from x where x is read, and the rank product's gradient is
+applied where dn is read, so that neither is an array of its own. m is known before: of the part of dp it is dp·p.
+
+Implementations, in order of preference:
+
+- ``triton``: NVIDIA GPUs of compute capability 8.0 or more, 16-bit activations;
+- ``xla``: everything else.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, low_rank
+from pallas_kernels.rms_norm.lora.implementations import REGISTRY
+from pallas_kernels.rms_norm.xla import scale_of
+
+
+class Normed(NamedTuple):
+    """What the forward pass of the norm leaves.
+
+    Attributes:
+        x: its input.
+        weight: the scale of each feature, without the offset.
+        rstd: reciprocal root mean square of each row, float32.
+        products: n·Aᵀ.
+    """
+
+    x: Float[Array, "N E"]
+    weight: Float[Array, " E"]
+    rstd: Float[Array, " N"]
+    products: Float[Array, "N R"]
+
+
+class Gradients(NamedTuple):
+    """What comes back to the norm.
+
+    Attributes:
+        residual: the gradient of x beside the norm.
+        normed: of n, through the large product alone.
+        products: of n·Aᵀ.
+    """
+
+    residual: Float[Array, "N E"]
+    normed: Float[Array, "N E"]
+    products: Float[Array, "N R"]
+
+
+def rms_norm_lora_backward(
+    normed: Normed,
+    lora_A: Float[Array, "R E"],
+    gradients: Gradients,
+    *,
+    offset: float = 0.0,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "N E"], Float[Array, " E"], Float[Array, "R E"]]:
+    """The gradients of x in its dtype, of the weight and of A in float32.
+
+    Args:
+        normed: of the forward pass.
+        lora_A: in the dtype of x.
+        gradients: of its results.
+        offset: added to the weight.
+        implementation: None, "triton" or "xla".
+
+    Raises:
+        ValueError: operands that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    x, rank = normed.x, lora_A.shape[0]
+    wide = [array.shape for array in (gradients.residual, gradients.normed)]
+    thin = [array.shape for array in (normed.products, gradients.products)]
+    if wide != [x.shape] * 2 or thin != [(x.shape[0], rank)] * 2 or lora_A.shape[1:] != x.shape[1:]:
+        raise ValueError(
+            f"rms_norm_lora_backward: for x {list(x.shape)} and lora_A {list(lora_A.shape)}, gradients must be of x's "
+            f"shape and products of [{x.shape[0]}, {rank}], got {wide} and {thin}"
+        )
+    case = low_rank.Case(dispatch.target(), x.shape[0], (x.shape[1],), x.dtype, rank)
+    chosen = REGISTRY.choose(case, implementation)
+    scale, rstd = scale_of(normed.weight, offset, 1), normed.rstd
+    dproducts = gradients.products.astype(jnp.float32)
+    wide_normed, unit = gradients.normed.astype(jnp.float32), x.astype(jnp.float32) * rstd[:, None]
+    # the row's factor outside of the sum, so that rstd's own sum may be made in the same pass over x
+    mean = rstd * jnp.sum(wide_normed * scale[None] * x.astype(jnp.float32), axis=1)
+    mean = (mean + jnp.sum(dproducts * normed.products.astype(jnp.float32), axis=1)) / x.shape[1]
+    dx, dA = REGISTRY[chosen].forward(x, scale, rstd, mean, lora_A, *gradients, offset == 0.0)
+    through = jnp.dot(gradients.products, lora_A, precision="highest", preferred_element_type=jnp.float32)
+    return dx, jnp.sum((wide_normed + through) * unit, axis=0), dA

@@ -1,0 +1,12 @@
+"""Block sizes of the Triton kernel."""
+
+from pallas_kernels.low_rank.config import Tiles
+
+
+def backward_config(capability: tuple[int, int], rank: int) -> Tiles:
+    """Block sizes by compute capability and rank."""
+    if capability < (9, 0):
+        return Tiles(rows=16, columns=64, loop=16, num_warps=4, num_stages=2)
+    if rank <= 32:
+        return Tiles(rows=16, columns=128, loop=32, num_warps=4, num_stages=3)
+    return Tiles(rows=16, columns=64, loop=64, num_warps=4, num_stages=3)

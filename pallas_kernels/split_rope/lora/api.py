@@ -1,0 +1,109 @@
+"""The way from the qkv projection with LoRA adapters to attention (arXiv 2104.09864, 2106.09685), in one pass.
+
+Queries, keys and values come side by side as W leaves them. Their adapters' B is applied, they are parted, and queries
+and keys are turned where they are read: the sum is not an array of its own. The backward pass turns the gradients back
+side by side, and reads the result once for the gradients of the rank products and of B.
+
+Implementations, in order of preference:
+
+- ``triton``: NVIDIA GPUs of compute capability 8.0 or more, 16-bit activations;
+- ``xla``: everything else.
+"""
+
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.split_rope.lora.implementations import REGISTRY, Case
+
+
+def split_rope_lora_forward(
+    base: Float[Array, "N F"],
+    products: Float[Array, "N PR"],
+    lora_B: Float[Array, "F R"],
+    cos: Float[Array, "N D/2"],
+    sin: Float[Array, "N D/2"],
+    *,
+    heads: tuple[int, int],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "N HD"], Float[Array, "N KD"], Float[Array, "N KD"]]:
+    """Queries and keys, turned as by `pallas_kernels.rope`, and values; each rounded once.
+
+    Args:
+        base: queries, keys and values without their adapters.
+        products: x·Aᵀ of queries, keys and values, in the dtype of base; [N, R] where one adapter serves all.
+        lora_B: with the adapters' scale.
+        cos: cosines of the tokens' angles.
+        sin: sines of the same.
+        heads: H of queries and K of keys.
+        implementation: None, "triton" or "xla".
+
+    Raises:
+        ValueError: operands that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    _check("split_rope_lora_forward", base, products, lora_B, cos, sin, heads)
+    chosen = REGISTRY.choose(_case(base, lora_B, cos, heads), implementation)
+    return REGISTRY[chosen].forward(base, products, lora_B, cos, sin, heads)
+
+
+def split_rope_lora_backward(
+    gradients: tuple[Float[Array, "N HD"], Float[Array, "N KD"], Float[Array, "N KD"]],
+    products: Float[Array, "N PR"],
+    lora_B: Float[Array, "F R"],
+    cos: Float[Array, "N D/2"],
+    sin: Float[Array, "N D/2"],
+    *,
+    heads: tuple[int, int],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "N F"], Float[Array, "N PR"], Float[Array, "F R"]]:
+    """The gradients of `split_rope_lora_forward`'s first three arguments.
+
+    Args:
+        gradients: of queries, keys and values.
+        products: as in `split_rope_lora_forward`.
+        lora_B: likewise.
+        cos: likewise.
+        sin: likewise.
+        heads: likewise.
+        implementation: None, "triton" or "xla".
+
+    Returns:
+        The gradients of base and products in the dtype of `gradients`, and of lora_B in float32.
+
+    Raises:
+        ValueError: operands that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    dq, dk, dv = gradients
+    size = 2 * cos.shape[-1]
+    shapes = [(dq.shape[0], count * size) for count in (heads[0], heads[1], heads[1])]
+    if [array.shape for array in gradients] != shapes:
+        given = [list(array.shape) for array in gradients]
+        raise ValueError(
+            f"split_rope_lora_backward: gradients must be {shapes} for {heads} heads of {size}, got {given}"
+        )
+    chosen = REGISTRY.choose(_case(dq, lora_B, cos, heads), implementation)
+    return REGISTRY[chosen].backward(dq, dk, dv, products, lora_B, cos, sin, heads)
+
+
+def _case(array: Array, lora_B: Array, cos: Array, heads: tuple[int, int]) -> Case:
+    return Case(dispatch.target(), array.shape[0], heads, 2 * cos.shape[-1], array.dtype, lora_B.shape[1])
+
+
+def _check(op: str, base, products, lora_B, cos, sin, heads) -> None:
+    queries, keys = heads
+    rows, size, rank = base.shape[0], 2 * cos.shape[-1], lora_B.shape[-1]
+    features = (queries + 2 * keys) * size
+    if base.shape != (rows, features) or cos.shape != (rows, size // 2) or sin.shape != cos.shape:
+        raise ValueError(
+            f"{op}: for {queries} and {keys} heads of {size}, base must be [N, {features}] and cos and sin "
+            f"[N, {size // 2}], got {list(base.shape)}, {list(cos.shape)} and {list(sin.shape)}"
+        )
+    if lora_B.shape != (features, rank) or products.shape not in ((rows, rank), (rows, 3 * rank)):
+        raise ValueError(
+            f"{op}: lora_B must be [{features}, R] and products [{rows}, 3R] or [{rows}, R], "
+            f"got {list(lora_B.shape)} and {list(products.shape)}"
+        )
+    if not base.dtype == products.dtype == lora_B.dtype:
+        given = [str(array.dtype) for array in (base, products, lora_B)]
+        raise ValueError(f"{op}: base, products and lora_B must have one dtype, got {given}")

@@ -1,0 +1,51 @@
+"""The sums of `low_rank` and the turn of `split_rope`, one after the other; arguments as in `implementations`."""
+
+from jax import Array
+
+from pallas_kernels import dispatch
+from pallas_kernels.low_rank import low_rank_add, low_rank_output_gradients
+from pallas_kernels.split_rope.implementations import REGISTRY, Case
+
+
+def forward(
+    base: Array, products: Array, lora_B: Array, cos: Array, sin: Array, heads: tuple[int, int], implementation: str
+) -> tuple[Array, Array, Array]:
+    """Queries and keys, turned, and values; both steps by `implementation`."""
+    parts = _parts(products, lora_B, heads, 2 * cos.shape[1])
+    y = low_rank_add(base, products, lora_B, parts=parts, implementation=implementation)
+    turn = _chosen(base, heads, 2 * cos.shape[1], implementation)
+    q, k, v = turn.forward(y[None], (cos[None], sin[None]), None, heads, False)
+    rows = base.shape[0]
+    return q.reshape(rows, -1), k.reshape(rows, -1), v.reshape(rows, -1)
+
+
+def backward(
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    products: Array,
+    lora_B: Array,
+    cos: Array,
+    sin: Array,
+    heads: tuple[int, int],
+    implementation: str | None,
+) -> tuple[Array, Array, Array]:
+    """The gradients of base, products and B; both steps by `implementation`, or each by its own choice."""
+    (rows, size), (queries, keys) = (dq.shape[0], 2 * cos.shape[1]), heads
+    turn = _chosen(dq, heads, size, implementation)
+    by_head = tuple(array.reshape(1, rows, count, size) for array, count in ((dq, queries), (dk, keys), (dv, keys)))
+    dbase = turn.backward(by_head, (cos[None], sin[None]), None, False)[0]
+    parts = _parts(products, lora_B, heads, size)
+    return dbase, *low_rank_output_gradients(dbase, products, lora_B, parts=parts, implementation=implementation)
+
+
+def _chosen(array: Array, heads: tuple[int, int], size: int, implementation: str | None) -> dispatch.Implementation:
+    return REGISTRY[REGISTRY.choose(Case(dispatch.target(), array.dtype, heads, size), implementation)]
+
+
+def _parts(products: Array, lora_B: Array, heads: tuple[int, int], size: int) -> tuple[int, ...]:
+    """The columns of each part that has products of its own."""
+    queries, keys = heads
+    if products.shape[1] == lora_B.shape[1]:
+        return ((queries + 2 * keys) * size,)
+    return queries * size, keys * size, keys * size

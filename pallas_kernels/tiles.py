@@ -1,0 +1,14 @@
+"""What the tiles of kernels around low-rank products share."""
+
+#: Ranks that kernels serve: a tile's width is a power of two, and a matrix instruction at least 16 deep.
+RANKS = (16, 32, 64, 128)
+
+
+def padded_rank(rank: int) -> int:
+    """The smallest rank from `rank` on that kernels serve, reached by padding with zeros; itself beyond the largest."""
+    return next((size for size in RANKS if size >= rank), rank)
+
+
+def divisor(count: int, most: int) -> int:
+    """The largest divisor of `count` that is at most `most`."""
+    return next(size for size in range(min(count, most), 0, -1) if count % size == 0)

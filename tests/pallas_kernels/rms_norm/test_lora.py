@@ -1,0 +1,104 @@
+"""The backward pass of a norm before adapters, by XLA and by Triton in the interpreter, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.rms_norm import reference
+from pallas_kernels.rms_norm.lora import REGISTRY, Gradients, Normed, rms_norm_lora_backward, triton
+from pallas_kernels.rms_norm.lora import config as configs
+from pallas_kernels.tiles import RANKS
+from tests.support.aot import AOT, needs_cuda_plugin
+from tests.support.resources import of_triton
+
+EPS = 1e-3
+
+
+def operands(dtype, rows=192, width=128, rank=16, offset=0.0):
+    """x, weight, A, and the gradients of x, the normalised rows and the rank products."""
+    rng = np.random.default_rng(0)
+    x, dresidual, dnormed = rng.standard_normal((3, rows, width))
+    weight = 1 - offset + 0.3 * rng.standard_normal(width)
+    a, dproducts = 0.2 * rng.standard_normal((rank, width)), rng.standard_normal((rows, rank))
+    return [jnp.asarray(array, dtype) for array in (x, weight, a, dresidual, dnormed, dproducts)]
+
+
+def exact(arrays, offset):
+    """The gradients of x, weight and A in float64 by differentiation."""
+    with jax.enable_x64(True):
+        x, weight, a, *gradients = (array.astype(jnp.float64) for array in arrays)
+
+        def forward(x, weight, a):
+            normed = reference.rms_norm(x, weight, eps=EPS, offset=offset)
+            return x, normed, normed @ a.T
+
+        _, pullback = jax.vjp(forward, x, weight, a)
+        return pullback(tuple(gradients))
+
+
+def results(arrays, offset, implementation=None):
+    x, weight, a, *gradients = arrays
+    wide = x.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, axis=1) + EPS)
+    normed = reference.rms_norm(x, weight, eps=EPS, offset=offset)
+    found = Normed(x, weight, rstd, (normed.astype(jnp.float32) @ a.astype(jnp.float32).T).astype(x.dtype))
+    return rms_norm_lora_backward(found, a, Gradients(*gradients), offset=offset, implementation=implementation)
+
+
+def close(found, expected, tolerance):
+    for ours, theirs in zip(found, expected, strict=True):
+        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+        assert np.linalg.norm(ours - theirs) < tolerance * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_xla_matches_float64(offset):
+    arrays = operands(jnp.float32, offset=offset)
+    # float32, sums over 192 tokens or 128 features
+    close(jax.jit(results, static_argnums=(1,))(arrays, offset), exact(arrays, offset), 2e-6)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_triton_in_the_interpreter_matches_float64(monkeypatch, offset, capability):
+    arrays = operands(jnp.bfloat16, offset=offset)
+    tiles = configs.backward_config(capability, 16)
+    by_triton = REGISTRY["xla"]._replace(forward=lambda *arguments: triton.backward(*arguments, tiles, True))
+    monkeypatch.setitem(REGISTRY.implementations, "xla", by_triton)
+    # two roundings to bfloat16 of the normalised rows, of which A's gradient is a sum, one of x's gradient
+    close(results(arrays, offset, "xla"), exact(arrays, offset), 2**-8)
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.both_worlds("32-h200", others="newer_world")
+@pytest.mark.parametrize("card", ["h200", "a100-80"])
+@pytest.mark.parametrize("rank", RANKS[1:])
+def test_nothing_spills(card, rank, tmp_path):
+    aot = AOT(card)
+    specs = [
+        aot.spec(array.shape, jnp.bfloat16)
+        for array in jax.eval_shape(lambda: operands(jnp.bfloat16, 8192, 4096, rank))
+    ]
+    found = of_triton(aot, lambda *arrays: results(arrays, 0.0, "triton"), *specs, folder=tmp_path)
+    assert found is None or found.spill_bytes == 0
+
+
+def test_what_does_not_fit_is_refused():
+    x, weight, a, dresidual, dnormed, dproducts = operands(jnp.float32)
+    normed = Normed(x, weight, x[:, 0], dproducts)
+    with pytest.raises(ValueError, match=r"products of \[192, 16\], got .* \[\(192, 16\), \(192, 8\)\]"):
+        rms_norm_lora_backward(normed, a, Gradients(dresidual, dnormed, dproducts[:, :8]))
+    with pytest.raises(NotImplementedError, match="'triton' cannot serve this call"):
+        rms_norm_lora_backward(normed, a, Gradients(dresidual, dnormed, dproducts), implementation="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [16, 64])
+def test_on_a_card(rank):
+    arrays = operands(jnp.bfloat16, 2048, 4096, rank)
+    run = jax.jit(results, static_argnums=(1, 2))
+    found = run(arrays, 0.0, "triton")
+    close(found, exact(arrays, 0.0), 2**-8)
+    assert all(bool(jnp.array_equal(one, other)) for one, other in zip(found, run(arrays, 0.0, "triton"), strict=True))

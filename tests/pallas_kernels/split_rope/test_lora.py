@@ -1,0 +1,119 @@
+"""The way from a projection with adapters to attention, by XLA and by Triton in the interpreter, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.split_rope.lora import (
+    REGISTRY,
+    Case,
+    config,
+    reference,
+    split_rope_lora_backward,
+    split_rope_lora_forward,
+    triton,
+)
+from pallas_kernels.tiles import RANKS
+from tests.support.aot import AOT, needs_cuda_plugin
+from tests.support.resources import of_triton
+
+
+def operands(shared, dtype, rows=128, heads=(4, 2), size=32, rank=16, make=None):
+    """base, products, B, cos, sin; gradients of queries, keys and values."""
+    rng, widths = np.random.default_rng(0), [count * size for count in (heads[0], heads[1], heads[1])]
+    make = make or (lambda shape, scale, dtype: jnp.asarray(scale * rng.standard_normal(shape), dtype))
+    angles = [make((rows, size // 2), 1.0, jnp.float32) for _ in range(2)]
+    products = make((rows, rank if shared else 3 * rank), 1.0, dtype)
+    gradients = tuple(make((rows, width), 1.0, dtype) for width in widths)
+    return make((rows, sum(widths)), 1.0, dtype), products, make((sum(widths), rank), 0.3, dtype), *angles, gradients
+
+
+def exact(arrays, heads):
+    """Queries, keys and values, and the gradients of base, products and B, in float64 by differentiation."""
+    with jax.enable_x64(True):
+        base, products, b, cos, sin, gradients = jax.tree.map(lambda array: array.astype(jnp.float64), arrays)
+        found, pullback = jax.vjp(
+            lambda *trained: reference.split_rope_lora(*trained, cos, sin, heads=heads), base, products, b
+        )
+        return *found, *pullback(gradients)
+
+
+def results(arrays, heads, implementation=None):
+    base, products, b, cos, sin, gradients = arrays
+    found = split_rope_lora_forward(base, products, b, cos, sin, heads=heads, implementation=implementation)
+    back = split_rope_lora_backward(gradients, products, b, cos, sin, heads=heads, implementation=implementation)
+    return *found, *back
+
+
+def close(found, expected, tolerance):
+    for ours, theirs in zip(found, expected, strict=True):
+        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+        assert np.linalg.norm(ours - theirs) < tolerance * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_xla_matches_float64(shared):
+    arrays = operands(shared, jnp.float32)
+    # float32, sums of up to 256 products
+    close(jax.jit(results, static_argnums=(1,))(arrays, (4, 2)), exact(arrays, (4, 2)), 1e-6)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_triton_in_the_interpreter_matches_float64(shared, capability):
+    arrays = operands(shared, jnp.bfloat16)
+    found = triton.forward(*arrays[:5], (4, 2), config.forward_config(capability, 16), True)
+    # one rounding to bfloat16
+    close(found, exact(arrays, (4, 2))[:3], 2**-9)
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.both_worlds("32-h200", others="newer_world")
+@pytest.mark.parametrize("card", ["h200", "a100-80"])
+@pytest.mark.parametrize("rank", RANKS[1:])
+def test_nothing_spills(card, rank, tmp_path):
+    aot = AOT(card)
+    make = lambda shape, scale, dtype: aot.spec(shape, dtype)  # noqa: E731
+    arrays = operands(False, jnp.bfloat16, 8192, (32, 8), 128, rank, make)
+    found = of_triton(aot, lambda *arrays: results(arrays, (32, 8), "triton")[:3], *arrays, folder=tmp_path)
+    assert found is None or found.spill_bytes == 0
+
+
+@needs_cuda_plugin
+def test_what_triton_leaves_to_xla_and_why():
+    with AOT("h200").abstract_device():
+        target = dispatch.target()
+        assert REGISTRY.reasons(Case(target, 64, (4, 2), 128, jnp.bfloat16, 16))["triton"] is None
+        assert "not 96" in REGISTRY.reasons(Case(target, 64, (4, 2), 96, jnp.bfloat16, 16))["triton"]
+        assert "not 60 tokens" in REGISTRY.reasons(Case(target, 60, (4, 2), 64, jnp.bfloat16, 16))["triton"]
+
+
+@pytest.mark.parametrize(
+    ("place", "array", "message"),
+    [
+        (0, jnp.ones((128, 250)), r"base must be \[N, 256\]"),
+        (1, jnp.ones((128, 20)), r"products \[128, 3R\] or \[128, R\], got \[256, 16\] and \[128, 20\]"),
+        (2, jnp.ones((256, 16), jnp.bfloat16), "one dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused(place, array, message):
+    arrays = list(operands(False, jnp.float32)[:5])
+    arrays[place] = array
+    with pytest.raises(ValueError, match=message):
+        split_rope_lora_forward(*arrays, heads=(4, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [False, True])
+def test_on_a_card(shared):
+    arrays = operands(shared, jnp.bfloat16, 2048, (32, 8), 128)
+    run = jax.jit(results, static_argnums=(1, 2))
+    found = run(arrays, (32, 8), "triton")
+    # one rounding to bfloat16; the gradients behind B are sums over what has been rounded
+    close(found, exact(arrays, (32, 8)), 2**-8)
+    assert all(
+        bool(jnp.array_equal(one, other)) for one, other in zip(found, run(arrays, (32, 8), "triton"), strict=True)
+    )
