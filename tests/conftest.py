@@ -140,6 +140,7 @@ SLOW = (
     "pallas_kernels/glu",
     "pallas_kernels/grouped_matmul",
     "pallas_kernels/nf4",
+    "pallas_kernels/split_rope",
 )
 
 

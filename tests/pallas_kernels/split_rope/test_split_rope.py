@@ -131,8 +131,8 @@ def test_an_unsupported_call_has_its_reason():
 @pytest.mark.both_worlds("h200", others="newer_world")
 @pytest.mark.parametrize(
     "card, heads, size, turning, interleaved",
-    [("h200", (32, 8), 128, 128, False), ("a100", (16, 8), 256, 128, True), ("rtx4090", (14, 2), 80, 32, False)],
-    ids=["h200", "a100", "rtx4090"],
+    [("h200", (32, 8), 128, 128, False), ("a100-80", (16, 8), 256, 128, True), ("4090", (14, 2), 80, 32, False)],
+    ids=["h200", "a100-80", "4090"],
 )
 def test_nothing_leaves_the_registers(card, heads, size, turning, interleaved, tmp_path):
     aot = AOT(card)
