@@ -23,7 +23,7 @@ from fastjax.commands import compilation_cache
 from fastjax.commands.reference import SECTIONS, help_text
 from fastjax.data.settings import DataSource
 from fastjax.errors import ConfigError
-from fastjax.limits import MAX_SETTINGS_BYTES, MAX_SETTINGS_VALUES
+from fastjax.limits import MAX_MAGNITUDE, MAX_SETTINGS_BYTES, MAX_SETTINGS_VALUES
 from fastjax.strict_yaml import YamlError
 from fastjax.training.config import TrainConfig
 from fastjax.training.config.kinds import describe_kind, fits
@@ -73,6 +73,9 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     except ConfigError as error:  # out of range: the message begins with the key
         key = str(error).partition(":")[0]
         raise ConfigError(f"{_place(key, argv, file)}{error}") from error
+    except OverflowError as error:  # jsonargparse's float of an integer
+        key = _too_large(argv, content)
+        raise ConfigError(f"{_place(key, argv, file)}{key}: expected a number of at most {MAX_MAGNITUDE:g}") from error
     except argparse.ArgumentError as error:
         raise ConfigError(_explain(str(error), argv, file, content)) from error
 
@@ -205,6 +208,15 @@ def _explain(message: str, argv: Sequence[str], file: str | None, content: dict[
             given = _given(key, argv, content)
             return f"{_place(key, argv, file)}{_misfit(key, kind, given)}"
     return shorten(" ".join(message.split()))
+
+
+def _too_large(argv: Sequence[str], content: dict[str, Any]) -> str:
+    """The first setting that is an integer beyond every float."""
+    given = {f"{name}.{key}": str(value) for name, section in content.items() for key, value in section.items()}
+    given |= {name.removeprefix("--"): value for name, value in _options(argv)}
+    return next(
+        (key for key, value in given.items() if re.search(r"[0-9a-f]{200}", value.replace("_", ""))), "settings"
+    )
 
 
 def _place(key: str, argv: Sequence[str], file: str | None) -> str:

@@ -77,7 +77,14 @@ def test_readme_names_every_recipe():
 @pytest.mark.parametrize(
     "file",
     [
-        *("README.md", "CONTRIBUTING.md", "docs/training.md", "docs/performance.md", "docs/convert.md"),
+        *(
+            "README.md",
+            "CONTRIBUTING.md",
+            "docs/training.md",
+            "docs/performance.md",
+            "docs/convert.md",
+            "docs/memory.md",
+        ),
         *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs/lab").glob("*.md"))),
     ],
 )
