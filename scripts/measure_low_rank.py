@@ -153,27 +153,27 @@ class Operands:
         self.cos, self.sin = jnp.cos(angles), jnp.sin(angles)
         self.dparts = [normal(12 + n, tokens, b - a) for n, (a, b) in enumerate(bounds_of(heads, size))]
 
-    def of_add(self):
+    def of_add(self) -> tuple[Any, ...]:
         """Those of `low_rank.add`."""
         return (*self.stream[:2], self.thin, self.b)
 
-    def of_outputs(self):
+    def of_outputs(self) -> tuple[Any, ...]:
         """Those of `low_rank.output_gradients`."""
         return self.stream[0], self.thin, self.b
 
-    def of_inputs(self):
+    def of_inputs(self) -> tuple[Any, ...]:
         """Those of `low_rank.input_gradients`."""
         return (*self.stream[:2], self.thin, self.a)
 
-    def of_norm(self):
+    def of_norm(self) -> tuple[Any, ...]:
         """Those of `plain_norm`."""
         return self.stream[0], self.scale, self.rstd, self.a, *self.stream[1:], self.thin
 
-    def of_turn(self):
+    def of_turn(self) -> tuple[Any, ...]:
         """Those of `turn.forward` before the heads."""
         return self.base, self.thins, self.out_b, self.cos, self.sin
 
-    def of_return(self):
+    def of_return(self) -> tuple[Any, ...]:
         """Those of `plain_return`."""
         return self.thins, self.out_b, self.cos, self.sin, *self.dparts
 
