@@ -153,27 +153,27 @@ class Operands:
         self.cos, self.sin = jnp.cos(angles), jnp.sin(angles)
         self.dparts = [normal(12 + n, tokens, b - a) for n, (a, b) in enumerate(bounds_of(heads, size))]
 
-    def of_add(self):
+    def of_add(self) -> tuple[Any, ...]:
         """Those of `low_rank.add`."""
         return (*self.stream[:2], self.thin, self.b)
 
-    def of_outputs(self):
+    def of_outputs(self) -> tuple[Any, ...]:
         """Those of `low_rank.output_gradients`."""
         return self.stream[0], self.thin, self.b
 
-    def of_inputs(self):
+    def of_inputs(self) -> tuple[Any, ...]:
         """Those of `low_rank.input_gradients`."""
         return (*self.stream[:2], self.thin, self.a)
 
-    def of_norm(self):
+    def of_norm(self) -> tuple[Any, ...]:
         """Those of `plain_norm`."""
         return self.stream[0], self.scale, self.rstd, self.a, *self.stream[1:], self.thin
 
-    def of_turn(self):
+    def of_turn(self) -> tuple[Any, ...]:
         """Those of `turn.forward` before the heads."""
         return self.base, self.thins, self.out_b, self.cos, self.sin
 
-    def of_return(self):
+    def of_return(self) -> tuple[Any, ...]:
         """Those of `plain_return`."""
         return self.thins, self.out_b, self.cos, self.sin, *self.dparts
 
@@ -193,7 +193,7 @@ def by_kernel(operands: Operands, tiles: Tiles, head_tiles: HeadTiles) -> dict[s
         "inputs": low_rank.input_gradients(*operands.of_inputs(), tiles),
         "norm": norm.backward(x, scale, rstd, mean, a, dresidual, dnormed, dproducts, True, tiles),
         "turn": turn.forward(*operands.of_turn(), operands.heads, head_tiles),
-        "return": by_kernel_return(*operands.of_return(), tiles),
+        "return": by_kernel_return(*operands.of_return(), tiles=tiles),
     }
 
 
@@ -209,7 +209,7 @@ def by_xla(operands: Operands, dtype: Any) -> dict[str, Any]:
             "outputs": plain_outputs(*cast(operands.of_outputs())),
             "inputs": plain_inputs(*cast(operands.of_inputs())),
             "norm": plain_norm(*cast(operands.of_norm())),
-            "turn": plain_turn(*cast(operands.of_turn()), operands.heads),
+            "turn": plain_turn(*cast(operands.of_turn()), heads=operands.heads),
             "return": plain_return(*cast(operands.of_return())),
         }
 
@@ -272,7 +272,7 @@ def norms(operands: Operands) -> None:
         return norm.backward(x, scale, rstd, mean, a, dresidual, dnormed, dproducts, True, tiles)
 
     runs: dict[Any, Run] = {
-        t: (lambda *args, t=t: whole(*args, t), (products, *operands.of_norm()))
+        t: (lambda *args, t=t: whole(*args, tiles=t), (products, *operands.of_norm()))
         for t in grid(SMALL, (16, 32), (2, 3, 4), Tiles)
     }
     table("norm", 6 * PASS, runs | {"XLA": (plain_norm, operands.of_norm())})
@@ -288,9 +288,9 @@ def rope(operands: Operands) -> None:
     runs: dict[Any, Run] = {
         t: (lambda *args, t=t: turn.forward(*args, HEADS, t), args) for t in grid(heads, (1, 2), (1, 2), HeadTiles)
     }
-    table("rope forward", moved, runs | {"XLA": (lambda *args: plain_turn(*args, HEADS), args)})
+    table("rope forward", moved, runs | {"XLA": (lambda *args: plain_turn(*args, heads=HEADS), args)})
     args = operands.of_return()
-    runs = {t: (lambda *args, t=t: by_kernel_return(*args, t), args) for t in grid(WIDE, (16,), (3, 4), Tiles)}
+    runs = {t: (lambda *args, t=t: by_kernel_return(*args, tiles=t), args) for t in grid(WIDE, (16,), (3, 4), Tiles)}
     table("rope backward", moved, runs | {"XLA": (plain_return, args)})
 
 

@@ -8,7 +8,7 @@ the turned heads, which attention's own backward pass needs, and not what they w
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +63,9 @@ def project_heads(
         arrays: weight, angles, adapters, key.
     """
     size = 2 * arrays.cos.shape[-1]
-    found = _unit(parts, heads, x, arrays)
-    return tuple(part.reshape(*x.shape[:2], -1, size) for part in found)  # pyright: ignore[reportReturnType]
+    found: Any = _unit(parts, heads, x, arrays)
+    q, k, v = (part.reshape(*x.shape[:2], -1, size) for part in found)
+    return q, k, v
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -80,7 +81,7 @@ def _forward(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays)
     lora_B = stacked_B(parts, arrays.matrices, x.dtype, rank)
 
     def turn(base, products, lora_B, cos, sin):
-        found = split_rope_lora_forward(*map(_rows, (base, products)), lora_B, _rows(cos), _rows(sin), heads=heads)
+        found = split_rope_lora_forward(_rows(base), _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads)
         return tuple(part.reshape(*base.shape[:2], -1) for part in found)
 
     rows = P(BATCH)
@@ -94,9 +95,9 @@ def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradie
     lora_B = stacked_B(parts, arrays.matrices, x.dtype, slot(parts))
 
     def turn_back(gradients, products, lora_B, cos, sin):
-        flat = tuple(map(_rows, gradients))
+        dq, dk, dv = map(_rows, gradients)
         dbase, dproducts, dB = split_rope_lora_backward(
-            flat, _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads
+            (dq, dk, dv), _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads
         )
         return dbase.reshape(*cos.shape[:2], -1), dproducts.reshape(products.shape), dB[None]
 
