@@ -9,6 +9,11 @@ def padded_rank(rank: int) -> int:
     return next((size for size in RANKS if size >= rank), rank)
 
 
+def width(count: int, most: int) -> int:
+    """The largest power of two that divides `count` and is at most `most`: the sides of a tile are such."""
+    return min(count & -count, most)
+
+
 def divisor(count: int, most: int) -> int:
     """The largest divisor of `count` that is at most `most`."""
     return next(size for size in range(min(count, most), 0, -1) if count % size == 0)

@@ -5,6 +5,7 @@ gradient of B or A. The shares, and those of the products' gradient that a tile 
 one order: no atomics, the same bits every time.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -16,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.low_rank.config import Tiles
-from pallas_kernels.tiles import divisor
+from pallas_kernels.tiles import divisor, width
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
@@ -32,7 +33,7 @@ def add(
 ) -> Array:
     """The sum residual + base + products·Bᵀ."""
     rows, features = base.shape
-    columns = divisor(math.gcd(*parts), tiles.columns)
+    columns = width(math.gcd(*parts), tiles.columns)
     loop = divisor(rows // tiles.rows, tiles.loop)
     return pl.pallas_call(
         functools.partial(_add, parts=parts, columns=columns, rows_of_tile=tiles.rows, loop=loop),
@@ -66,7 +67,7 @@ def output_gradients(
 ) -> tuple[Array, Array]:
     """The gradient of the products in the dtype of dy, and that of B in float32."""
     (rows, features), rank = dy.shape, lora_B.shape[1]
-    columns = divisor(math.gcd(*parts), tiles.columns)
+    columns = width(math.gcd(*parts), tiles.columns)
     loop = divisor(rows // tiles.rows, tiles.loop)
     shares = rows // tiles.rows // loop
     partial, dB = pl.pallas_call(
@@ -118,6 +119,7 @@ def input_gradients(
 ) -> tuple[Array, Array]:
     """The sum dx + dproducts·A in the dtype of dx, and dproductsᵀ·x in float32."""
     rows, features = dx.shape
+    tiles = dataclasses.replace(tiles, columns=width(features, tiles.columns))
     loop = divisor(rows // tiles.rows, tiles.loop)
     shares = rows // tiles.rows // loop
     dx, dA = pl.pallas_call(

@@ -4,6 +4,7 @@ A program owns a tile of features and a run of tokens, over which it adds up its
 added by XLA in one order: no atomics, the same bits every time.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.low_rank.config import Tiles
-from pallas_kernels.tiles import divisor
+from pallas_kernels.tiles import divisor, width
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
@@ -33,6 +34,7 @@ def backward(
 ) -> tuple[Array, Array]:
     """The gradients of x and A; `mean` is that of g·n over a row."""
     rows, features = x.shape
+    tiles = dataclasses.replace(tiles, columns=width(features, tiles.columns))
     loop = divisor(rows // tiles.rows, tiles.loop)
     shares = rows // tiles.rows // loop
     dx, dA = pl.pallas_call(

@@ -24,7 +24,7 @@ from tests.support.resources import of_triton
 
 #: columns of each part, rank
 CASES = [((64, 128, 64), 16), ((192,), 32)]
-WIDTH = 128
+WIDTH = 192  # one and a half of the widest tile
 CAPABILITIES = [(8, 0), (9, 0)]
 
 
@@ -148,6 +148,7 @@ def test_on_a_card(parts, rank):
     arrays = operands(parts, rank, jnp.bfloat16, 2048, 4096)
     run = jax.jit(results, static_argnums=(1, 2))
     found = run(arrays, parts, "triton") if len(parts) * rank in RANKS else run(arrays, parts)
-    close(found, exact(arrays, parts), 2**-9)
+    # one rounding to bfloat16; XLA, which takes the gradients of ranks that no tile has, rounds the product too
+    close(found, exact(arrays, parts), 2**-9 if len(parts) * rank in RANKS else 2**-8)
     again = run(arrays, parts, None)
     assert all(bool(jnp.array_equal(one, other)) for one, other in zip(found, again, strict=True))

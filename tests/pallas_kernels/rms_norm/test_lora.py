@@ -15,7 +15,7 @@ from tests.support.resources import of_triton
 EPS = 1e-3
 
 
-def operands(dtype, rows=192, width=128, rank=16, offset=0.0):
+def operands(dtype, rows=192, width=192, rank=16, offset=0.0):
     """x, weight, A, and the gradients of x, the normalised rows and the rank products."""
     rng = np.random.default_rng(0)
     x, dresidual, dnormed = rng.standard_normal((3, rows, width))
@@ -55,7 +55,7 @@ def close(found, expected, tolerance):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_xla_matches_float64(offset):
     arrays = operands(jnp.float32, offset=offset)
-    # float32, sums over 192 tokens or 128 features
+    # float32, sums over 192 tokens or features
     close(jax.jit(results, static_argnums=(1,))(arrays, offset), exact(arrays, offset), 2e-6)
 
 
