@@ -61,6 +61,7 @@ def of_triton(aot: AOT, function, *specs, folder: pathlib.Path) -> Resources | N
     """
     options = {
         "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
+        "xla_gpu_enable_triton_gemm": False,  # XLA's own, which a step does not have either
         "xla_dump_to": str(folder),
         "xla_dump_emitter_re": "ptx",
     }
