@@ -6,6 +6,7 @@ import pytest
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.models.remat import POLICIES, check_policy, compiler_options, policy_of
+from fastjax.training.config.model import CHECKPOINTING
 from tests.support import tiny
 
 
@@ -18,6 +19,10 @@ def test_the_first_layers_have_a_policy_of_their_own():
 def test_an_unknown_policy_is_refused(setting):
     with pytest.raises(ConfigError, match="expected one of .*NAME:k"):
         check_policy(setting)
+
+
+def test_the_settings_know_every_policy():
+    assert tuple(CHECKPOINTING) == tuple(POLICIES)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
