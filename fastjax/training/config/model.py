@@ -11,7 +11,7 @@ from fastjax.lora.settings import LoraSettings
 from fastjax.training.config.checks import check_section, expect
 
 #: The policies of `models.remat.POLICIES`, which needs JAX.
-CHECKPOINTING = ("none", "projections", "attention", "full", "offload_attention", "offload")
+CHECKPOINTING = ("none", "projections", "attention", "full", "offload", "offload_attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ModelSection:
             the length that the model was pretrained on.
         use_gradient_checkpointing: the backward pass recomputes: none: nothing; false or projections: the operations
             between the projections and the attention; attention: all but the attention; true or full: all but the
-            layers' inputs; offload_attention, offload: as these two, with what is kept in the host's memory;
+            layers' inputs; offload, offload_attention: as full and attention, with what is kept in the host's memory;
             projections:8: the first eight layers by projections, the others by full. auto: of all but none the fastest
             that the GPU has memory for, full on a CPU; a resumed run keeps its choice.
         offload_embedding: hold the table of embeddings in the host's memory, where it is frozen and not the head's too:
