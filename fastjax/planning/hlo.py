@@ -84,8 +84,21 @@ def _read(text: str) -> tuple[dict[str, list[_Instruction]], str]:
             current = computations.setdefault(header[2], [])
             entry = header[2] if header[1] else entry
         elif line[:1] == " " and (found := _INSTRUCTION.match(line)):
-            current.append(_Instruction(bool(found[1]), *found.groups()[1:]))
+            name, shape, *rest = found.groups()[1:]
+            current.append(_Instruction(bool(found[1]), name, _made(shape), *rest))
     return computations, entry
+
+
+def _made(shape: str) -> str:
+    """The type of an instruction's result; of one that only begins, ((operands), result, …), without the operands."""
+    if not shape.startswith("(("):
+        return shape
+    depth = 0
+    for place, character in enumerate(shape[1:], 1):
+        depth += (character == "(") - (character == ")")
+        if not depth:
+            return f"({shape[place + 1 :].lstrip(', ')}"
+    return shape
 
 
 def _kernels(computations: dict[str, list[_Instruction]], name: str, times: int) -> Iterator[Kernel]:

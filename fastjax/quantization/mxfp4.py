@@ -138,12 +138,14 @@ def _in_runs(codes: UInt8[Array, "X out blocks 16"]) -> UInt8[Array, "X out bloc
 def _values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """E2M1 by its bits: sign, two of the exponent with a bias of 1, one of the fraction. Faster than a table of 16."""
     sign, rest = (codes >> 3).astype(jnp.int32) << 31, (codes & 7).astype(jnp.int32)
-    half = jnp.int32(0x3F000000)  # 0.5, the one subnormal number
-    bits = jnp.where(rest > 1, (rest << 22) + (126 << 23), jnp.where(rest == 1, half, 0))
+    # 0.5, the one subnormal number, has its exponent but not its fraction. Minima, not jnp.where, whose constants are
+    # arrays as large as the weight, which JAX takes out of the loop over the layers and keeps.
+    nonzero, normal = jnp.minimum(rest, 1), jnp.minimum(jnp.maximum(rest - 1, 0), 1)
+    bits = nonzero * (126 << 23) + normal * (rest << 22)
     return jax.lax.bitcast_convert_type(sign | bits, jnp.float32)
 
 
 def _power_of_two(scales: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """2^(scale - 127) by its bits; the least is subnormal."""
     bits = scales.astype(jnp.int32) << 23
-    return jax.lax.bitcast_convert_type(jnp.where(scales == 0, 1 << 22, bits), jnp.float32)
+    return jax.lax.bitcast_convert_type(jnp.maximum(bits, 1 << 22), jnp.float32)

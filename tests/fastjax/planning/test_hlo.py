@@ -53,6 +53,15 @@ def test_kernels_count_slices_and_loops():
     assert product.moved == 2 * (128 * 512 + piece + 128 * 256), "its workspace is not moved"
 
 
+def test_an_instruction_that_begins_another_does_not_make_its_operands():
+    begun = "%taken = ((bf16[8,512,256]{2,1,0}, s32[]), f32[512,256]{1,0}, u32[]) fusion-start("
+    found = {
+        kernel.scope.split("/")[-1]: kernel
+        for kernel in kernels(TEXT.replace("%taken = f32[512,256]{1,0} fusion(", begun))
+    }
+    assert found["take"].result == "(f32[512,256], u32[])"
+
+
 def test_a_stack_is_named_by_what_each_turn_puts_into_it():
     text = TEXT.replace("checkpoint/mlp/put", "dynamic_update_slice").replace("eval_jaxpr/take", "layers/mlp/take")
     first, *others = map(str, largest_arrays(text, 5))
