@@ -46,6 +46,8 @@ def attach_adapter(
         ConfigError: an adapter that does not fit the model.
     """
     _check_bare(model)
+    if model.has_host_embedding:
+        return attach_adapter(model.with_device_embedding(), adapter, arrays, key).with_host_embedding()
     count = model.config.num_hidden_layers
     sites = adapter_sites(adapter, model.config)
     runs = [[model.frozen["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
@@ -95,6 +97,8 @@ def attach_opened(
         ConfigError: an adapter that does not fit the model.
     """
     _check_bare(model)
+    if model.has_host_embedding:
+        return attach_opened(model.with_device_embedding(), opened, tokenizer, lora_dropout).with_host_embedding()
     adapter, arrays = opened.config, {path: opened.read(path) for path in opened.tensors}
     if lora_dropout is not None:
         adapter = dataclasses.replace(adapter, lora_dropout=lora_dropout)

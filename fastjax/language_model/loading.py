@@ -50,6 +50,7 @@ class FastLanguageModel:
         rope_scaling: Mapping[str, Any] | None = None,
         revision: str | None = None,
         allow_nonfinite: bool = False,
+        offload_embedding: bool = False,
     ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
         """Load a Hugging Face folder.
 
@@ -74,6 +75,8 @@ class FastLanguageModel:
                 default, linear, dynamic, yarn, longrope and llama3, with transformers' names and defaults.
             revision: branch, tag or commit on the hub; its commit goes into an adapter's settings.
             allow_nonfinite: let NaN and infinity in the weights through, but not into quantised matrices.
+            offload_embedding: hold the table of embeddings in the host's pinned memory, where it is frozen and not the
+                head's too; also after `get_peft_model` and `load_adapter`.
 
         Returns:
             The model, and its tokenizer.
@@ -105,7 +108,7 @@ class FastLanguageModel:
             allow_nonfinite=allow_nonfinite,
         )
         assert outline.tokenizer is not None, "a folder without one was refused"
-        return model, outline.tokenizer
+        return (model.with_host_embedding() if offload_embedding else model), outline.tokenizer
 
     @staticmethod
     def from_config(

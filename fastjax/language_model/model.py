@@ -22,7 +22,7 @@ from fastjax.language_model import saving
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.lora.sites import adapter_sites
 from fastjax.models.decoder import Decoder
-from fastjax.models.host_table import to_host_memory
+from fastjax.models.host_table import in_host_memory, to_device_memory, to_host_memory
 from fastjax.models.layout import LayerStack
 from fastjax.models.precision import Precision
 
@@ -123,6 +123,18 @@ class LanguageModel:
         if table is None or self.full_finetuning:
             raise ConfigError("offload_embedding: expected false where the embedding is trained whole, got true")
         embedding = {**self.frozen[EMBEDDING], "weight": to_host_memory(table)}
+        return self.replace(frozen={**self.frozen, EMBEDDING: embedding})
+
+    @property
+    def has_host_embedding(self) -> bool:
+        """Whether the table of embeddings lies in the host's memory."""
+        return in_host_memory(self.frozen.get(EMBEDDING, {}).get("weight"))
+
+    def with_device_embedding(self) -> "LanguageModel":
+        """The same model with the table of embeddings in the device's memory."""
+        if not self.has_host_embedding:
+            return self
+        embedding = {**self.frozen[EMBEDDING], "weight": to_device_memory(self.frozen[EMBEDDING]["weight"])}
         return self.replace(frozen={**self.frozen, EMBEDDING: embedding})
 
     def num_parameters(self) -> tuple[int, int]:

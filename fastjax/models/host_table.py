@@ -32,6 +32,11 @@ def to_host_memory(array: Any) -> Any:
     return jax.device_put(array, array.sharding.with_memory_kind(_KIND))
 
 
+def to_device_memory(array: Array) -> Array:
+    """A copy of an array of the host's memory on its device."""
+    return jax.device_put(array, array.sharding.with_memory_kind("device"))
+
+
 def take_rows(table: Float[Array, "V E"], tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
     """table[tokens] on the device, wherever the table is.
 

@@ -39,3 +39,21 @@ def test_a_tied_table_stays_on_the_device(tmp_path):
     model = tiny.adapted(tiny.model(tmp_path, tiny.config(tie_word_embeddings=True)))
     with pytest.raises(ConfigError, match="tied"):
         model.with_host_embedding()
+
+
+def test_a_loaded_table_stays_in_the_host_under_adapters(tmp_path):
+    folder = tiny.shared_folder(tie_word_embeddings=False)
+    options = {"dtype": "float32", "load_in_4bit": False, "new_tokens": ["<new>"]}
+    model, _ = FastLanguageModel.from_pretrained(folder, offload_embedding=True, **options)
+    fresh = FastLanguageModel.get_peft_model(model, r=2, init_lora_weights=False)
+    plain, _ = FastLanguageModel.from_pretrained(folder, **options)
+    tokens = np.array([[1, 5, model.new_token_ids[0]]])
+    expected = tiny.logits(FastLanguageModel.get_peft_model(plain, r=2, init_lora_weights=False), tokens)
+    np.testing.assert_array_equal(tiny.logits(fresh, tokens), expected)
+
+    adapter = fresh.save_pretrained(tmp_path / "adapter")
+    bare, _ = FastLanguageModel.from_pretrained(folder, offload_embedding=True, **options | {"new_tokens": None})
+    loaded = FastLanguageModel.load_adapter(bare, adapter)  # its table grows
+    assert model.has_host_embedding and fresh.has_host_embedding and loaded.has_host_embedding
+    assert not loaded.with_device_embedding().has_host_embedding
+    np.testing.assert_array_equal(tiny.logits(loaded, tokens), expected)
