@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-#: Mesh axes over which the batch is split.
-BATCH = ("data", "fsdp")
+#: Mesh axes over which the batch is split, and over which its rows' tokens are.
+BATCH = ("data", "fsdp", "expert")
+CONTEXT = "context"
 
 
 def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -32,9 +33,8 @@ def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[...
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types):
         return op
-    keep = frozenset(mesh.axis_names)
     in_specs, out_specs = (
-        jax.tree.map(lambda spec: _on(spec, keep), specs, is_leaf=lambda s: isinstance(s, P))
+        jax.tree.map(lambda spec: P(*(on_axes(part, mesh) for part in spec)), specs, is_leaf=lambda s: isinstance(s, P))
         for specs in (in_specs, out_specs)
     )
     return jax.shard_map(op, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -54,11 +54,12 @@ def batch_part() -> jax.Array:
     return jax.lax.axis_index(names) if names else jnp.int32(0)
 
 
-def _on(spec: P, axes: frozenset[str]) -> P:
-    """The spec without axes that the mesh lacks."""
+def on_axes(names: str | tuple[str, ...] | None, mesh: Any) -> tuple[str, ...] | None:
+    """An entry of a PartitionSpec without the axes that split nothing.
 
-    def entry(part: Any) -> Any:
-        names = () if part is None else (part,) if isinstance(part, str) else part
-        return tuple(name for name in names if name in axes) or None
-
-    return P(*(entry(part) for part in spec))
+    Args:
+        names: of mesh axes.
+        mesh: the mesh, or its abstract.
+    """
+    names = () if names is None else (names,) if isinstance(names, str) else names
+    return tuple(name for name in names if mesh.shape.get(name, 1) > 1) or None

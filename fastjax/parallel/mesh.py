@@ -1,11 +1,13 @@
 """The mesh, and the one table of arrays' places on it.
 
 Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the frozen weights (by output
-rows, so that packed codes travel packed). Trainable arrays and the optimizer's state are replicated. A weight names its
+rows, so that packed codes travel packed); `expert` splits the batch and a mixture's experts; `context` splits rows of
+tokens; `tensor` splits heads and features. Trainable arrays and the optimizer's state are replicated. A weight names its
 arrays' logical axes (`quantization.Weight.axes`); `MESH_AXES` places these.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fastjax.errors import ConfigError
-from fastjax.parallel.islands import BATCH
+from fastjax.parallel.islands import BATCH, CONTEXT, on_axes
 
 #: Logical axis -> mesh axis; None: on every device. Inputs have axes of their own (`as_input`): a mesh axis splits
 #: one axis of an array.
@@ -35,26 +37,58 @@ MESH_AXES: dict[str, str | None] = {
 MIN_ROWS = 8
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, devices: list[Any] | None = None) -> Mesh:
-    """A mesh of data × fsdp devices.
+class MeshShape(NamedTuple):
+    """Devices along each mesh axis; the last lie next to each other."""
+
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {size}" for name, size in self._asdict().items() if size != 1) or "one device"
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return math.prod(self)
+
+
+def make_mesh(
+    data: int = 1,
+    fsdp: int = 1,
+    expert: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    *,
+    devices: list[Any] | None = None,
+) -> Mesh:
+    """A mesh of devices with all axes, of which any may have size one.
 
     Args:
         data: replicas.
         fsdp: devices that share one copy of the frozen weights.
-        devices: the first data × fsdp of these; default: of `jax.devices()`.
+        expert: devices that share one copy of a mixture's experts.
+        context: devices that share a row's tokens.
+        tensor: devices that share each layer's heads and features.
+        devices: the first of these; default: of `jax.devices()`.
 
     Raises:
         ConfigError: more devices requested than exist.
     """
     devices = jax.devices() if devices is None else devices
-    if data < 1 or fsdp < 1 or data * fsdp > len(devices):
-        raise ConfigError(f"mesh: data {data} × fsdp {fsdp} needs {data * fsdp} devices, there are {len(devices)}")
-    return Mesh(np.asarray(devices[: data * fsdp]).reshape(data, fsdp), BATCH, axis_types=(AxisType.Auto,) * 2)
+    shape = MeshShape(data, fsdp, expert, context, tensor)
+    if min(shape) < 1 or shape.size > len(devices):
+        asked = " × ".join(f"{name} {size}" for name, size in shape._asdict().items())
+        raise ConfigError(f"mesh: {asked} needs {shape.size} devices, there are {len(devices)}")
+    grid = np.asarray(devices[: shape.size]).reshape(shape)
+    return Mesh(grid, MeshShape._fields, axis_types=(AxisType.Auto,) * len(shape))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch's arrays [A, B, S]: rows over all devices."""
-    return NamedSharding(mesh, P(None, BATCH, None))
+    """The sharding of a batch's arrays [A, B, S]: rows over `BATCH`, their tokens over `context`."""
+    return NamedSharding(mesh, P(None, on_axes(BATCH, mesh), on_axes(CONTEXT, mesh)))
 
 
 def shard_replicated(tree: Any, mesh: Mesh) -> Any:

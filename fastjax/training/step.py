@@ -8,6 +8,7 @@ either.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.models import remat
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import batch_sharding, shard_frozen
+from fastjax.parallel import BATCH, batch_sharding, shard_frozen
 from fastjax.training.health import squared_norms
 from fastjax.training.loss import Loss, LossSums, loss_sums
 from fastjax.training.loss_scale import LossScale
@@ -274,9 +275,11 @@ def _on_mesh(
     @functools.wraps(jitted)
     def call(state: Any, frozen: Any, batch: Batch) -> Any:
         count = batch.tokens.shape[1]
-        if count % mesh.size:
+        replicas = math.prod(mesh.shape[name] for name in BATCH)
+        if count % replicas:
             raise ConfigError(
-                f"batch: expected a multiple of the mesh's {mesh.size} devices in rows a microbatch, got {count}"
+                f"batch: expected a multiple of {replicas} rows a microbatch, one for each part of the mesh "
+                f"{dict(mesh.shape)}, got {count}"
             )
         # Placed before the call, not by it: a step compiled for a state on one device would be compiled again for its
         # own result.

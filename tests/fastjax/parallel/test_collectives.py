@@ -5,16 +5,14 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
 
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import batch_sharding, shard_frozen, shard_replicated
+from fastjax.parallel import batch_sharding, make_mesh, shard_frozen, shard_replicated
 from fastjax.training.step import init_state, make_train_step
 from tests.support.aot import needs_cuda_plugin, target_config
 
@@ -45,8 +43,7 @@ COLLECTIVE = re.compile(
 def compiled_step(data: int, fsdp: int, layer_loop: str) -> str:
     # float32: cuDNN's attention, the only operation that needs the card itself to compile, does not serve it.
     topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(), topology="1x1x4")
-    devices = np.asarray(topology.devices).reshape(data, fsdp)
-    mesh = Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = make_mesh(data, fsdp, devices=topology.devices)
     model = FastLanguageModel.from_config(CONFIG, load_in_4bit=True, dtype="float32", layer_loop=layer_loop)
     model = FastLanguageModel.get_peft_model(model, r=8)
     optimizer = optax.adamw(1e-4)
