@@ -2,8 +2,8 @@
 
 Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the frozen weights (by output
 rows, so that packed codes travel packed); `expert` splits the batch and a mixture's experts; `context` splits rows of
-tokens; `tensor` splits heads and features. Trainable arrays and the optimizer's state are replicated. A weight names its
-arrays' logical axes (`quantization.Weight.axes`); `MESH_AXES` places these.
+tokens; `tensor` splits heads and features. Trainable arrays and the optimizer's state are replicated. A weight names
+its arrays' logical axes (`quantization.Weight.axes`); `MESH_AXES` places these.
 """
 
 import math
