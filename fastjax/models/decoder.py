@@ -4,6 +4,7 @@ Modules are the definition and plain pytrees the state: `nnx.split` once, then p
 `embed`, `run_blocks` over the layers (`layer_loop`), and the head (`lm_logits`).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -228,27 +229,29 @@ def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, cache
         context: shared by all layers.
         caches: as `Decoder.empty_cache` makes them; None: none.
     """
-    blocks = [_block(layers, stack) for layers, stack in zip(model.layers, model.plan, strict=True)]
+    blocks = [_block(layers) for layers in model.layers]
     return run_layers(model.plan, blocks, x, context, caches, remat=model.remat)
 
 
-def _block(layers: Any, stack: LayerStack) -> tuple[Block, Any]:
-    """The block function of a stack, and its state."""
+def _block(layers: Any) -> tuple[Block, Any]:
+    """The block function of a stack, the same one for stacks of equal layers, and its state."""
     graphdef, variables = nnx.split(layers)
+    return _block_of(graphdef), nnx.to_pure_dict(variables)
 
-    def block(x, state, shared, repeat, cache):
+
+@functools.lru_cache(maxsize=64)
+def _block_of(graphdef: nnx.GraphDef) -> Block:
+    def block(x, state, shared, first, cache):
         context: Context = shared
         after, total = [], {}
         for position, layer in enumerate(nnx.merge(graphdef, gathered(state))):
-            key = context.key
-            if key is not None:
-                key = jax.random.fold_in(key, stack.start + repeat * stack.period + position)
+            key = None if context.key is None else jax.random.fold_in(context.key, first + position)
             x, kept, sums = layer(x, context, key, None if cache is None else cache[position])
             after.append(kept)
             total = added(total, sums)
         return x, None if cache is None else after, total
 
-    return block, nnx.to_pure_dict(variables)
+    return block
 
 
 @jax.named_scope("head")

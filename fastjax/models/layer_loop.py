@@ -4,6 +4,7 @@ The loop knows nothing of what a block computes, and a block nothing of the loop
 offloads the layers' weights, or updates each layer) can take this one's place.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ class Block(Protocol):
     """One period of a stack's layers, a pure function."""
 
     def __call__(
-        self, x: Float[Array, "B S E"], state: Any, shared: Any, repeat: Int[Array, ""], cache: Any
+        self, x: Float[Array, "B S E"], state: Any, shared: Any, first: Int[Array, ""], cache: Any
     ) -> tuple[Float[Array, "B S E"], Any, Sums]:
         """The output, the cache with this step's tokens (None without one), and the layers' sums.
 
@@ -30,7 +31,7 @@ class Block(Protocol):
             x: the input.
             state: the layers' arrays.
             shared: arrays that all layers read.
-            repeat: number of the period in its stack.
+            first: number of the first layer.
             cache: of these layers, or None.
         """
         ...
@@ -74,23 +75,29 @@ def run_layers(
     total: Sums = {}
     for number, (stack, (block, state)) in enumerate(zip(plan, blocks, strict=True)):
         policy = policy_of(remat, stack.start) if caches is None else "none"
-        block = checkpointed(block, policy, scanned=stack.count > 1)
         past = None if caches is None else caches[number]
         if stack.count == 1:
-            x, cache, sums = block(x, state, shared, jnp.int32(0), past)
+            x, cache, sums = _single(block, policy)(x, state, shared, jnp.int32(stack.start), past)
         else:
+            block = checkpointed(block, policy, scanned=True)
 
             def body(x, xs, block=block):
-                state, repeat, past = xs
-                x, cache, sums = block(x, state, shared, repeat, past)
+                state, first, past = xs
+                x, cache, sums = block(x, state, shared, first, past)
                 return x, (cache, sums)
 
-            repeats = jnp.arange(stack.count, dtype=jnp.int32)
-            x, (cache, sums) = jax.lax.scan(body, x, (state, repeats, past))
+            firsts = stack.start + stack.period * jnp.arange(stack.count, dtype=jnp.int32)
+            x, (cache, sums) = jax.lax.scan(body, x, (state, firsts, past))
             sums = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
         after.append(cache)
         total = added(total, sums)
     return Looped(x, after, total)
+
+
+@functools.lru_cache(maxsize=64)
+def _single(block: Block, policy: str) -> Block:
+    """The block of layers that are called one by one; equal ones are traced and lowered once, under one jit."""
+    return jax.jit(checkpointed(block, policy, scanned=False))
 
 
 def added(left: Sums, right: Sums) -> Sums:

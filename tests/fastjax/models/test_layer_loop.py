@@ -15,14 +15,13 @@ SCALES = np.asarray([0.5, -1.5, 0.75, 1.25, -0.5, 2.0, 0.25, 1.5], np.float32)
 def block_of(stack):
     """x becomes sin(x·s) + shared a layer; layers of the long stack have a number "odd", all have a vector "square"."""
 
-    def block(x, state, shared, repeat, cache):
+    def block(x, state, shared, first, cache):
         sums, after = {}, []
         for position, scale in enumerate(state):
             x = jnp.sin(x * scale) + shared
             sums = added(sums, {"square": jnp.sum(x * x, axis=(0, 1))})
             if stack.count > 1:
-                number = stack.start + repeat * stack.period + position
-                sums = added(sums, {"odd": jnp.sum(x) * number.astype(jnp.float32)})
+                sums = added(sums, {"odd": jnp.sum(x) * (first + position).astype(jnp.float32)})
             if cache is not None:
                 after.append(cache[position] + x)
         return x, None if cache is None else after, sums
@@ -88,3 +87,30 @@ def test_a_block_without_sums_has_nothing_else_in_its_program(stack):
 
     program = jax.make_jaxpr(run)(jnp.ones((1, 2, 3))).jaxpr
     assert len(program.outvars) == 1 and all(len(equation.outvars) == 1 for equation in program.eqns)
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_equal_layers_called_one_by_one_are_traced_once(remat):
+    traced = []
+
+    def block(x, state, shared, first, cache):
+        traced.append(first)
+        return jnp.sin(x * state) + first.astype(jnp.float32), None, {}
+
+    plan = [LayerStack(n, 1, 1) for n in range(4)]
+
+    def ours(scales):
+        states = [(block, scales[n]) for n in range(4)]
+        return jnp.sum(run_layers(plan, states, jnp.ones((1, 1, 2)), None, None, remat=remat).x)
+
+    def theirs(scales):
+        y = jnp.ones((1, 1, 2))
+        for n in range(4):
+            y = jnp.sin(y * scales[n]) + n
+        return jnp.sum(y)
+
+    scales = jnp.asarray(SCALES[:4])
+    found, expected = jax.jit(jax.value_and_grad(ours))(scales), jax.value_and_grad(theirs)(scales)
+    assert len(traced) == 1
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
