@@ -2,6 +2,7 @@
 
 from fastjax.parallel.islands import BATCH, CONTEXT, batch_devices, batch_part, local
 from fastjax.parallel.mesh import MeshShape, as_input, batch_sharding, make_mesh, shard_frozen, shard_replicated
+from fastjax.parallel.placing import place
 
 __all__ = [
     "BATCH",
@@ -13,6 +14,7 @@ __all__ = [
     "batch_sharding",
     "local",
     "make_mesh",
+    "place",
     "shard_frozen",
     "shard_replicated",
 ]

@@ -24,7 +24,7 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.models import remat
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import BATCH, batch_sharding, shard_frozen
+from fastjax.parallel import BATCH, batch_sharding, place, shard_frozen
 from fastjax.training.health import squared_norms
 from fastjax.training.loss import Loss, LossSums, loss_sums
 from fastjax.training.loss_scale import LossScale
@@ -249,25 +249,30 @@ def _on_mesh(
     compiler_options: Mapping[str, Any] | None,
     donate: tuple[int, ...],
 ) -> Callable[..., Any]:
-    """Jit the function; on a mesh: rows over all devices, frozen weights by the table, the rest replicated."""
+    """Jit the function; on a mesh: rows over all devices, frozen weights by the table, the rest replicated.
+
+    On a mesh `jitted` of the result is the jitted function, which is called in `jax.set_mesh`, and
+    `shardings(state, frozen, batch)` are those of its arguments, also of their shapes.
+    """
     options = {**COMPILER_OPTIONS, **remat.compiler_options(graphdef), **(compiler_options or {})}
     if mesh is None:
         return jax.jit(function, donate_argnums=donate, compiler_options=options)
     whole = NamedSharding(mesh, P())
-    config = None
+    places = None  # of the frozen weights: one structure for one graphdef
 
     def rows(array: Any) -> NamedSharding:
         return NamedSharding(mesh, P(*batch_sharding(mesh).spec[: array.ndim]))  # extra fields have two axes or more
 
-    def places(state: Any, frozen: Any) -> Any:
-        nonlocal config
-        if config is None:
+    def shardings(state: Any, frozen: Any, batch: Batch) -> tuple[Any, Any, Any]:
+        nonlocal places
+        if places is None:
             config = nnx.merge(graphdef, getattr(state, "trainable", state), frozen).config
-        return shard_frozen(frozen, logical_axes(frozen, config), mesh)
+            places = shard_frozen(frozen, logical_axes(frozen, config), mesh)
+        return jax.tree.map(lambda _: whole, state), places, jax.tree.map(rows, batch)
 
     def placed(state: Any, frozen: Any, batch: Batch) -> Any:
-        frozen = jax.tree.map(jax.lax.with_sharding_constraint, frozen, places(state, frozen))
-        batch = jax.tree.map(lambda array: jax.lax.with_sharding_constraint(array, rows(array)), batch)
+        _, places, spread = shardings(state, frozen, batch)
+        frozen, batch = jax.tree.map(jax.lax.with_sharding_constraint, (frozen, batch), (places, spread))
         return function(state, frozen, batch)
 
     jitted = jax.jit(placed, donate_argnums=donate, out_shardings=whole, compiler_options=options)
@@ -283,10 +288,10 @@ def _on_mesh(
             )
         # Placed before the call, not by it: a step compiled for a state on one device would be compiled again for its
         # own result.
-        state = jax.device_put(state, whole)
-        frozen = jax.device_put(frozen, places(state, frozen))
+        arguments = place((state, frozen, batch), shardings(state, frozen, batch))
         with jax.set_mesh(mesh):
-            return jitted(state, frozen, jax.device_put(batch, jax.tree.map(rows, batch)))
+            return jitted(*arguments)
 
     call.jitted = jitted  # pyright: ignore[reportAttributeAccessIssue]
+    call.shardings = shardings  # pyright: ignore[reportAttributeAccessIssue]
     return call
