@@ -25,7 +25,7 @@ from fastjax.lora.rank_products import (
     slot,
     stacked_B,
 )
-from fastjax.parallel import BATCH, local
+from fastjax.parallel import ROWS, SHARES, local
 from fastjax.quantization.weights import WeightLike, matmul, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
 from pallas_kernels.split_rope.lora import split_rope_lora_backward, split_rope_lora_forward
@@ -84,8 +84,7 @@ def _forward(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays)
         found = split_rope_lora_forward(_rows(base), _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads)
         return tuple(part.reshape(*base.shape[:2], -1) for part in found)
 
-    rows = P(BATCH)
-    island = local(turn, in_specs=(rows, rows, P(), rows, rows), out_specs=(rows, rows, rows))
+    island = local(turn, in_specs=(ROWS, ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, ROWS))
     found = island(matmul(x, arrays.weight), products, lora_B, arrays.cos, arrays.sin)
     return tuple(name_residual(part, "projection") for part in found), (x, products, arrays)
 
@@ -101,8 +100,7 @@ def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradie
         )
         return dbase.reshape(*cos.shape[:2], -1), dproducts.reshape(products.shape), dB[None]
 
-    rows = P(BATCH)
-    island = local(turn_back, in_specs=(rows, rows, P(), rows, rows), out_specs=(rows, rows, rows))
+    island = local(turn_back, in_specs=(ROWS, ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, SHARES))
     dbase, dproducts, shares = island(gradients, products, lora_B, arrays.cos, arrays.sin)
     dx = matmul_transposed(dbase, arrays.weight)
     dB, given = gradients_of_B(parts, shares), arrays.products is not None

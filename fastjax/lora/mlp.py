@@ -32,7 +32,7 @@ from fastjax.lora.rank_products import (
     stacked_B,
     with_adapter,
 )
-from fastjax.parallel import BATCH, local
+from fastjax.parallel import ROWS, SHARES, local
 from fastjax.quantization.weights import WeightLike, linear, matmul, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
 from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward
@@ -244,8 +244,7 @@ def _gate(block: Block, gate_up, inner: Inner | None, down_A):
         return h.reshape(*lead, -1), None if product_down is None else product_down.reshape(*lead, -1)
 
     products, lora_B = (None, None) if inner is None else inner
-    rows = P(BATCH)
-    return local(gate, in_specs=(rows, rows, P(), P()), out_specs=(rows, rows))(gate_up, products, lora_B, down_A)
+    return local(gate, in_specs=(ROWS, ROWS, P(), P()), out_specs=(ROWS, ROWS))(gate_up, products, lora_B, down_A)
 
 
 def _ungate(block: Block, gate_up, inner: Inner | None, dh, down):
@@ -258,8 +257,7 @@ def _ungate(block: Block, gate_up, inner: Inner | None, dh, down):
         return dgate_up.reshape(gate_up.shape), *(None if share is None else share[None] for share in sums)
 
     (products, lora_B), (down_A, dproducts) = ((None, None) if pair is None else pair for pair in (inner, down))
-    rows = P(BATCH)
-    island = local(ungate, in_specs=(rows, rows, P(), rows, P(), rows), out_specs=(rows, rows, rows))
+    island = local(ungate, in_specs=(ROWS, ROWS, P(), ROWS, P(), ROWS), out_specs=(ROWS, SHARES, SHARES))
     dgate_up, *shares = island(gate_up, products, lora_B, dh, down_A, dproducts)
     return dgate_up, *(None if share is None else jnp.sum(share, axis=0) for share in shares)
 

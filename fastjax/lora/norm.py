@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from fastjax.lora.rank_products import Matrices, Part, gradients_of_A, padded_A, rank_products, slot
-from fastjax.parallel import BATCH, local
+from fastjax.parallel import ROWS, SHARES, local
 from fastjax.residuals import name_residual
 from pallas_kernels.rms_norm.lora import Gradients, Normed, rms_norm_lora_backward
 from pallas_kernels.rms_norm.xla import forward as rms_norm
@@ -75,8 +75,7 @@ def _backward(scale: Scale, parts: tuple[Part, ...], residuals, gradients):
         dx, dweight, dA = rms_norm_lora_backward(normed, lora_A, found, offset=scale.offset)
         return dx.reshape(x.shape), dweight[None], dA[None]
 
-    rows = P(BATCH)
-    island = local(backward, in_specs=(rows, P(), rows, rows, P(), rows), out_specs=(rows, rows, rows))
+    island = local(backward, in_specs=(ROWS, P(), ROWS, ROWS, P(), ROWS), out_specs=(ROWS, SHARES, SHARES))
     dx, dweight, dA = island(x, weight, rstd, products, lora_A, gradients)
     own = gradients_of_A(parts, jnp.sum(dA, axis=0), slot(parts))
     trained = {name: (own[name].astype(a.dtype), jnp.zeros_like(b)) for name, (a, b) in matrices.items()}

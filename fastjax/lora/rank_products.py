@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
-from fastjax.parallel import BATCH, local
+from fastjax.parallel import ROWS, SHARES, local
 from fastjax.quantization.weights import linear
 from pallas_kernels.low_rank import low_rank_add, low_rank_input_gradients, low_rank_output_gradients
 from pallas_kernels.tiles import padded_rank
@@ -164,8 +164,7 @@ def add_products(
         total = low_rank_add(_rows(base), _rows(products), lora_B, parts=sizes, residual=rows)
         return total.reshape(base.shape)
 
-    rows = P(BATCH)
-    return local(add, in_specs=(rows, rows, P(), rows), out_specs=rows)(base, products, lora_B, residual)
+    return local(add, in_specs=(ROWS, ROWS, P(), ROWS), out_specs=ROWS)(base, products, lora_B, residual)
 
 
 def product_gradients(
@@ -185,8 +184,7 @@ def product_gradients(
         dproducts, dB = low_rank_output_gradients(_rows(dy), _rows(products), lora_B, parts=sizes)
         return dproducts.reshape(products.shape), dB[None]
 
-    rows = P(BATCH)
-    island = local(gradients, in_specs=(rows, rows, P()), out_specs=(rows, rows))
+    island = local(gradients, in_specs=(ROWS, ROWS, P()), out_specs=(ROWS, SHARES))
     dproducts, shares = island(dy, products, lora_B)
     return dproducts, gradients_of_B(parts, shares)
 
@@ -213,8 +211,7 @@ def _input_gradients(dx: Array, x: Array, dproducts: Array, lora_A: Array) -> tu
         through, dA = low_rank_input_gradients(_rows(dx), _rows(x), _rows(dproducts), lora_A)
         return through.reshape(dx.shape), dA[None]
 
-    rows = P(BATCH)
-    island = local(gradients, in_specs=(rows, rows, rows, P()), out_specs=(rows, rows))
+    island = local(gradients, in_specs=(ROWS, ROWS, ROWS, P()), out_specs=(ROWS, SHARES))
     dx, shares = island(dx, x, dproducts, lora_A)
     return dx, jnp.sum(shares, axis=0)
 

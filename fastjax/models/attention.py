@@ -16,9 +16,9 @@ from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.params import BaseParam
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
-from fastjax.parallel import BATCH, batch_part, local
+from fastjax.parallel import BATCH, CONTEXT, ROWS, batch_part, context_devices, local
 from fastjax.residuals import name_residual
-from pallas_kernels.attention import SegmentRanges, attention, segment_ranges
+from pallas_kernels.attention import SegmentRanges, attention, ring_attention, segment_ranges
 from pallas_kernels.rope import rope
 from pallas_kernels.split_rope import split_rope
 
@@ -32,7 +32,8 @@ class Context(NamedTuple):
     Attributes:
         rotary: cosines and sines of the rotary angles, float32 [B, S, R/2] for the R features of a head that turn, by
             the name of the field of `ModelConfig` that they come from.
-        segment_ranges: where the documents of the rows lie; None where every row is one document, and with a cache.
+        segment_ranges: where the documents of the whole rows lie; None where every row is one document, and with a
+            cache.
         key: dropout key of the step; None outside training.
         segment_ids: with a cache, int32 [B, S]: 1, or 0 for padding.
         cache_index: with a cache, the slot of the first of the S tokens; int32 [].
@@ -205,7 +206,7 @@ class Attention(nnx.Module):
             def own(product, cos, sin, scales):
                 return split_rope(product, cos, sin, query_scales=scales, **options)
 
-            island = local(own, in_specs=(P(BATCH),) * 4, out_specs=P(BATCH))
+            island = local(own, in_specs=(ROWS,) * 4, out_specs=ROWS)
             q, k, v = (name_residual(part, "projection") for part in island(whole, *rotary, scales))
             return q, k, v
         parts = self.qkv(x, key)
@@ -233,18 +234,19 @@ class Attention(nnx.Module):
         return x
 
     def _attend(self, q, k, v, ranges: SegmentRanges | None, key: PRNGKeyArray | None):
-        """Causal attention of whole rows, on each device's own rows."""
+        """Causal attention of whole rows, on each device's own rows, or on the tokens of them that it has."""
         dropped = None if key is None or self.dropout == 0.0 else jax.random.fold_in(key, _OWN_KEY)
 
         def own(q, k, v, ranges, key, sinks):
             options = self._options()
+            if context_devices() > 1:
+                return ring_attention(q, k, v, axis=CONTEXT, segment_ranges=ranges, sinks=sinks, **options)
             if key is not None:
                 row = batch_part() * q.shape[0]
                 options |= {"dropout_rate": self.dropout, "dropout_key": key, "dropout_row": row}
             return attention(q, k, v, segment_ranges=ranges, sinks=sinks, **options)
 
-        rows = P(BATCH)
-        island = local(own, in_specs=(*(rows,) * 4, P(), P()), out_specs=rows)
+        island = local(own, in_specs=(*(ROWS,) * 3, P(BATCH), P(), P()), out_specs=ROWS)
         return island(q, k, v, ranges, dropped, self._sink_logits())
 
     def _sink_logits(self) -> Float[Array, " H"] | None:

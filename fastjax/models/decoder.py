@@ -26,6 +26,7 @@ from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Head, without_adapters
 from fastjax.models.rotary import document_lengths, query_scales, rope_tables
+from fastjax.parallel import in_order, own_tokens
 from fastjax.parallel.gather import gathered
 
 
@@ -144,15 +145,17 @@ class Decoder(nnx.Module):
             ConfigError: no adapters, but a table that is trained whole, in the place of the base's.
         """
         model = self if adapters else without_adapters(self)
+        ranges = None if segment_ids is None else document_ranges(segment_ids)
+        lengths = document_lengths(positions, segment_ids)
+        tokens, positions, segment_ids, lengths = own_tokens((tokens, positions, segment_ids, lengths))
         x = embed(model, tokens)
         if key is not None and neftune_noise_alpha:
             x = noisy_embeddings(x, segment_ids, key, neftune_noise_alpha)
-        ranges = None if segment_ids is None else document_ranges(segment_ids)
-        rotary = rotary_tables(self.config, positions, document_lengths(positions, segment_ids))
+        rotary = rotary_tables(self.config, positions, lengths)
         mask = None if segment_ids is None else segment_ids != 0
         context = Context(rotary, ranges, key, query_scales=query_scales(self.config, positions), mask=mask)
         x, _, sums = run_blocks(model, x, context)
-        return Forward(model.norm(x), sums)
+        return Forward(model.norm(in_order(x)), sums)
 
     def cached(
         self,

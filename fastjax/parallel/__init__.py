@@ -1,19 +1,27 @@
 """Several GPUs: the mesh, where arrays live on it, and islands for kernels."""
 
-from fastjax.parallel.islands import BATCH, CONTEXT, batch_devices, batch_part, local
+from fastjax.parallel.checks import check_mesh
+from fastjax.parallel.context import context_devices, in_order, own_tokens
+from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, SHARES, batch_devices, batch_part, local
 from fastjax.parallel.mesh import MeshShape, as_input, batch_sharding, make_mesh, shard_frozen, shard_replicated
 from fastjax.parallel.placing import place
 
 __all__ = [
     "BATCH",
     "CONTEXT",
+    "ROWS",
+    "SHARES",
     "MeshShape",
     "as_input",
     "batch_devices",
     "batch_part",
     "batch_sharding",
+    "check_mesh",
+    "context_devices",
+    "in_order",
     "local",
     "make_mesh",
+    "own_tokens",
     "place",
     "shard_frozen",
     "shard_replicated",

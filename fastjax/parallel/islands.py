@@ -16,6 +16,9 @@ from jax.sharding import PartitionSpec as P
 #: Mesh axes over which the batch is split, and over which its rows' tokens are.
 BATCH = ("data", "fsdp", "expert")
 CONTEXT = "context"
+#: Arrays [B, S, …] that are split in both, and sums over its own tokens that each device leads with an axis of one for.
+ROWS = P(BATCH, CONTEXT)
+SHARES = P((*BATCH, CONTEXT))
 
 
 def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fastjax.errors import ConfigError
-from fastjax.parallel.islands import BATCH, CONTEXT, on_axes
+from fastjax.parallel.islands import BATCH, on_axes
 
 #: Logical axis -> mesh axis; None: on every device. Inputs have axes of their own (`as_input`): a mesh axis splits
 #: one axis of an array.
@@ -87,8 +87,8 @@ def make_mesh(
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch's arrays [A, B, S]: rows over `BATCH`, their tokens over `context`."""
-    return NamedSharding(mesh, P(None, on_axes(BATCH, mesh), on_axes(CONTEXT, mesh)))
+    """The sharding of a batch's arrays [A, B, …]: rows over `BATCH`, each whole (`context.own_tokens`)."""
+    return NamedSharding(mesh, P(None, on_axes(BATCH, mesh)))
 
 
 def shard_replicated(tree: Any, mesh: Mesh) -> Any:

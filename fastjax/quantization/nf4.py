@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, UInt8
 
 from convert.errors import ConvertError
 from convert.formats.nf4 import NF4Tensor
-from fastjax.parallel import BATCH, local
+from fastjax.parallel import ROWS, local
 from fastjax.quantization.weight import Weight
 from pallas_kernels import nf4
 from pallas_kernels.grouped_matmul import grouped_nf4_matmul
@@ -98,7 +98,7 @@ class NF4Weight(Weight):
                 weight_dtype=self.dtype,
             )
 
-        island = local(product, in_specs=(P(BATCH), P(), P(), P()), out_specs=P(BATCH))
+        island = local(product, in_specs=(ROWS, P(), P(), P()), out_specs=ROWS)
         return island(x, self.codes, self.scales(), self.quant_map)
 
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:

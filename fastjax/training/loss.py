@@ -6,12 +6,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from flax import nnx
 from flax.nnx.filterlib import Filter
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.models.decoder import Decoder, lm_logits
 from fastjax.models.moe import load_of, router_statistics
-from fastjax.parallel import BATCH, batch_devices, local
+from fastjax.parallel import ROWS, batch_devices, context_devices, local
 from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy
 from pallas_kernels.moe_routing import load_balancing_loss, z_loss
 
@@ -71,7 +70,7 @@ def loss_sums(
         rows: a Batch without its accumulation axis, int32 [B, S]: tokens, targets (-100 where nothing is learnt),
             segment_ids (or None: every row is one document) and positions.
         key: dropout key; None in an evaluation.
-        chunk_size: sequence places whose logits exist at once; None: by the size of the vocabulary.
+        chunk_size: sequence places whose logits exist at once on a device; None: by the size of the vocabulary.
         label_smoothing_factor: share of the loss that is the mean of −log p over the vocabulary where there is a key.
         z_loss_coef: factor of the square of the logits' logsumexp, which is added where there is a key.
         neftune_noise_alpha: magnitude of the noise on the embeddings where there is a key; None: none.
@@ -95,7 +94,8 @@ def loss_sums(
         return lm_logits(head, hidden)
 
     local_rows = -(-rows.tokens.shape[0] // batch_devices())
-    size = chunk_size or chunk_size_for(local_rows, rows.tokens.shape[1], model.config.vocab_size)
+    pieces = context_devices()
+    size = chunk_size or chunk_size_for(local_rows, rows.tokens.shape[1] // pieces, model.config.vocab_size)
     smoothing, coefficient = (0.0, 0.0) if key is None else (label_smoothing_factor, z_loss_coef)
     sums = chunked_cross_entropy(
         project,
@@ -104,6 +104,7 @@ def loss_sums(
         hidden,
         rows.targets,
         chunk_size=size,
+        pieces=pieces,
         label_smoothing=smoothing,
         z_loss=coefficient,
         logits_scale=model.lm_head.scale,
@@ -125,5 +126,5 @@ def loss_sums(
 
 
 def _on_each_device(op: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation on arrays that lead with the batch axis, on each device's own rows."""
-    return local(op, in_specs=(P(BATCH), P(BATCH)), out_specs=P(BATCH))
+    """An operation on arrays that lead with batch and sequence, on each device's own rows and tokens."""
+    return local(op, in_specs=(ROWS, ROWS), out_specs=ROWS)

@@ -24,7 +24,7 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.models import remat
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import BATCH, batch_sharding, place, shard_frozen
+from fastjax.parallel import BATCH, CONTEXT, batch_sharding, place, shard_frozen
 from fastjax.training.health import squared_norms
 from fastjax.training.loss import Loss, LossSums, loss_sums
 from fastjax.training.loss_scale import LossScale
@@ -285,6 +285,12 @@ def _on_mesh(
             raise ConfigError(
                 f"batch: expected a multiple of {replicas} rows a microbatch, one for each part of the mesh "
                 f"{dict(mesh.shape)}, got {count}"
+            )
+        length, parts = batch.tokens.shape[2], 2 * mesh.shape[CONTEXT]
+        if mesh.shape[CONTEXT] > 1 and length % parts:
+            raise ConfigError(
+                f"batch: expected rows of a multiple of {parts} tokens, two parts for each device along context, got "
+                f"{length}"
             )
         # Placed before the call, not by it: a step compiled for a state on one device would be compiled again for its
         # own result.

@@ -13,7 +13,6 @@ independently:
 `config.preference` has the order.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from pallas_kernels import dispatch
 from pallas_kernels.attention import checks, config, ranges
 from pallas_kernels.attention.call import Call
-from pallas_kernels.attention.implementations import NEEDS_RANGES, REGISTRY
+from pallas_kernels.attention.implementations import NEEDS_RANGES, REGISTRY, choose_pair
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import SegmentRanges
@@ -113,7 +112,7 @@ def attention(
     if segment_ids is not None and kv_segment_ids is None:
         kv_segment_ids = segment_ids
 
-    forward, backward = _chosen(
+    forward, backward = choose_pair(
         config.forced() if implementation is None else implementation,
         Call(
             dispatch.target(),
@@ -169,24 +168,6 @@ def _attend_backward(options, forward, backward, residuals, gradients):
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _chosen(implementation: str | Sequence[str | None] | None, call: Call, *, lse_gradient: bool) -> tuple[str, str]:
-    """The implementations of the forward and of the backward pass."""
-    pair = (
-        (implementation, implementation)
-        if implementation is None or isinstance(implementation, str)
-        else implementation
-    )
-    if len(pair) != 2:
-        raise ValueError(
-            "attention: implementation: expected a name or a pair of names, for the forward and the backward pass, "
-            f"got {implementation!r}"
-        )
-    differ = pair[0] != pair[1]
-    forward = REGISTRY.choose(call, pair[0], direction="forward" if differ else "")
-    call = call._replace(lse_gradient=lse_gradient)
-    return forward, REGISTRY.choose(call, pair[1], direction="backward" if differ else "")
 
 
 def _disorder(*segment_ids: JaxArray | None) -> str | None:

@@ -13,6 +13,7 @@ Each is a module with three functions; of the backward passes cuDNN's alone read
 - ``delta`` is rowsum(dout ∘ out) − dlse, float32 [B, H, S].
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.attention import config, cudnn, mosaic_sm90, triton, xla
@@ -43,3 +44,29 @@ REGISTRY: Registry[Call] = Registry(
     },
     lambda call: config.preference(call.target),
 )
+
+
+def choose_pair(
+    implementation: str | Sequence[str | None] | None, call: Call, *, lse_gradient: bool = False
+) -> tuple[str, str]:
+    """The names of the implementations of the forward and of the backward pass.
+
+    Args:
+        implementation: as `attention` takes it.
+        call: to be served.
+        lse_gradient: whether the log-sum-exp has a gradient.
+    """
+    pair = (
+        (implementation, implementation)
+        if implementation is None or isinstance(implementation, str)
+        else implementation
+    )
+    if len(pair) != 2:
+        raise ValueError(
+            "attention: implementation: expected a name or a pair of names, for the forward and the backward pass, "
+            f"got {implementation!r}"
+        )
+    differ = pair[0] != pair[1]
+    forward = REGISTRY.choose(call, pair[0], direction="forward" if differ else "")
+    call = call._replace(lse_gradient=lse_gradient)
+    return forward, REGISTRY.choose(call, pair[1], direction="backward" if differ else "")

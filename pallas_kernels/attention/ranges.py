@@ -106,10 +106,33 @@ def segment_ranges(
     queries, keys = _carried(segment_ids), _carried(kv_segment_ids)
     k_start, k_end = _range(queries, keys, segment_ids, kv_segment_ids)
     q_start, q_end = _range(keys, queries, kv_segment_ids, segment_ids)
-    q_order = _heaviest_first(k_start, jnp.minimum(k_end, jnp.arange(k_end.shape[1], dtype=jnp.int32)[None] + 1))
-    k_order = _heaviest_first(jnp.maximum(q_start, jnp.arange(q_start.shape[1], dtype=jnp.int32)[None]), q_end)
     documents = None if max_documents is None else _documents(segment_ids, k_start, k_end, max(max_documents, 2))
-    return SegmentRanges(k_start, k_end, q_start, q_end, q_order, k_order, documents)
+    return ordered(k_start, k_end, q_start, q_end)._replace(documents=documents)
+
+
+def ordered(
+    k_start: Int32[Array, "B S"],
+    k_end: Int32[Array, "B S"],
+    q_start: Int32[Array, "B T"],
+    q_end: Int32[Array, "B T"],
+    *,
+    causal: bool = True,
+) -> SegmentRanges:
+    """Ranges with the orders of their tiles.
+
+    Args:
+        k_start: first key of each query.
+        k_end: behind its last key; like the others never decreasing along the row.
+        q_start: first query of each key.
+        q_end: behind its last query.
+        causal: whether query s sees no key behind s, beside the ranges.
+    """
+    last, first = k_end, q_start
+    if causal:
+        last = jnp.minimum(k_end, jnp.arange(k_end.shape[1], dtype=jnp.int32)[None] + 1)
+        first = jnp.maximum(q_start, jnp.arange(q_start.shape[1], dtype=jnp.int32)[None])
+    orders = _heaviest_first(k_start, last), _heaviest_first(first, q_end)
+    return SegmentRanges(k_start, k_end, q_start, q_end, *orders)
 
 
 def order_of_all(order: Int32[Array, "B QT"]) -> Int32[Array, " B*QT"]:

@@ -40,10 +40,10 @@ COLLECTIVE = re.compile(
 )
 
 
-def compiled_step(data: int, fsdp: int, layer_loop: str) -> str:
+def compiled_step(layer_loop: str, **axes: int) -> str:
     # float32: cuDNN's attention, the only operation that needs the card itself to compile, does not serve it.
     topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(), topology="1x1x4")
-    mesh = make_mesh(data, fsdp, devices=topology.devices)
+    mesh = make_mesh(**axes, devices=topology.devices)
     model = FastLanguageModel.from_config(CONFIG, load_in_4bit=True, dtype="float32", layer_loop=layer_loop)
     model = FastLanguageModel.get_peft_model(model, r=8)
     optimizer = optax.adamw(1e-4)
@@ -73,7 +73,7 @@ def collectives(text: str) -> list[tuple[str, str]]:
 @pytest.mark.both_worlds("scan", others="newer_world")
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_data_parallel_step_only_sums_gradients_and_metrics(layer_loop):
-    found = collectives(compiled_step(4, 1, layer_loop))
+    found = collectives(compiled_step(layer_loop, data=4))
     kinds = collections.Counter(kind for kind, _ in found)
     # The adapters' gradients in one piece, the loss, the token counts (the last two are scalars).
     assert set(kinds) == {"all-reduce"}, found
@@ -83,7 +83,7 @@ def test_data_parallel_step_only_sums_gradients_and_metrics(layer_loop):
 @pytest.mark.aot
 @needs_cuda_plugin
 def test_fsdp_gathers_packed_weights_inside_the_layer_loop():
-    found = collectives(compiled_step(1, 4, "scan"))
+    found = collectives(compiled_step("scan", fsdp=4))
     gathers = [shapes for kind, shapes in found if kind == "all-gather"]
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce"}, found
     # The four projections' codes, in the forward and in the backward body of the scan.

@@ -72,9 +72,9 @@ def test_a_weight_names_the_axes_of_each_of_its_arrays():
     assert jax.tree.leaves(NF4Weight.quantize(flat, nested=False).axes("heads", "embed input")) == [P(None)] * 2
 
 
-def test_rows_of_a_batch_are_split_over_replicas_and_their_tokens_over_the_context():
-    assert batch_sharding(make_mesh(data=2, fsdp=4)).spec == P(None, ("data", "fsdp"), None)
-    assert batch_sharding(make_mesh(expert=2, context=2, tensor=2)).spec == P(None, ("expert",), ("context",))
+def test_rows_of_a_batch_are_split_over_replicas():
+    assert batch_sharding(make_mesh(data=2, fsdp=4)).spec == P(None, ("data", "fsdp"))
+    assert batch_sharding(make_mesh(expert=2, context=2, tensor=2)).spec == P(None, ("expert",))
 
 
 @pytest.mark.parametrize(("data", "fsdp"), [(8, 2), (0, 1), (1, 0)])
