@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from fastjax.models.layout import LayerStack
 from fastjax.models.remat import checkpointed, policy_of
+from fastjax.models.streamed import fetched, has_streamed, run_streamed
 
 #: Sums over the layers by name, such as the routers' loads; none: an empty dictionary, which compiles to nothing.
 Sums = dict[str, Float[Array, "..."]]
@@ -78,11 +79,20 @@ def run_layers(
         past = None if caches is None else caches[number]
         if stack.count == 1:
             x, cache, sums = block(x, state, shared, jnp.int32(0), past)
+        elif past is None and has_streamed(state):
+
+            def layer(x, state, shared, repeat, block=block):
+                x, _, sums = block(x, state, shared, repeat, None)
+                return x, sums
+
+            cache = None
+            x, sums = run_streamed(layer, x, state, shared, stack.count)
+            sums = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
         else:
 
             def body(x, xs, block=block):
                 state, repeat, past = xs
-                x, cache, sums = block(x, state, shared, repeat, past)
+                x, cache, sums = block(x, fetched(state), shared, repeat, past)
                 return x, (cache, sums)
 
             repeats = jnp.arange(stack.count, dtype=jnp.int32)
