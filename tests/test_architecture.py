@@ -21,7 +21,7 @@ FLOORS = (
     ("lora",),
     ("quantization",),
     ("data", "parallel"),
-    ("errors", "limits", "strict_yaml", "residuals", "assets"),
+    ("errors", "limits", "strict_yaml", "residuals", "host_memory", "assets"),
 )
 #: Modules that take dotted names apart which are no paths of the tree -> what the names are.
 OTHER_NAMES = {

@@ -22,6 +22,7 @@ from fastjax.models.adapters import build_adapters
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import layer_of, plan_layers, rearrange, signature
 from fastjax.models.new_rows import grown
+from fastjax.models.places import fill_layers
 from fastjax.models.remat import policy_of
 from fastjax.models.vocabulary import with_vocab_size
 
@@ -55,7 +56,12 @@ def attach_adapter(
     shapes = [jax.eval_shape(lambda i=i: layer_of(runs, model.plan, i)) for i in range(count)]
     kinds = [(model.precision.layer_kind(model.config, i), policy_of(model.remat, i)) for i in range(count)]
     plan = plan_layers([(signature(shapes[i]), own[i], kinds[i]) for i in range(count)], model.layer_loop)
-    weights = {**model.frozen, "layers": rearrange(runs, model.plan, plan)}
+    if plan != model.plan and model.has_host_layers:
+        layers = (layer_of(runs, model.plan, index) for index in range(count))
+        runs = fill_layers(model.config, plan, layers, offload_layers=True)
+    else:
+        runs = rearrange(runs, model.plan, plan)
+    weights = {**model.frozen, "layers": runs}
     adapters = build_adapters(adapter, model.config, plan, weights, arrays, key, model.precision)
     decoder = Decoder(model.config, plan, weights, adapters, precision=model.precision, remat=model.remat)
     graphdef, trainable, frozen = nnx.split(decoder, nnx.Any(LoraParam, SavedParam), ...)

@@ -13,7 +13,7 @@ from convert.hub import Source, fetch
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.language_model.adapters import attach_adapter, load_adapter
-from fastjax.language_model.model import LanguageModel
+from fastjax.language_model.model import LanguageModel, check_host_layers
 from fastjax.lora.settings import fresh_adapter
 from fastjax.models.decoder import Decoder
 from fastjax.models.load import load_weights, random_weights
@@ -51,6 +51,7 @@ class FastLanguageModel:
         revision: str | None = None,
         allow_nonfinite: bool = False,
         offload_embedding: bool = False,
+        offload_layers: bool = False,
     ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
         """Load a Hugging Face folder.
 
@@ -77,6 +78,8 @@ class FastLanguageModel:
             allow_nonfinite: let NaN and infinity in the weights through, but not into quantised matrices.
             offload_embedding: hold the table of embeddings in the host's pinned memory, where it is frozen and not the
                 head's too; also after `get_peft_model` and `load_adapter`.
+            offload_layers: hold the matrices of scanned layers there, from the start; the device has those of two
+                layers while it computes (`models.streamed`).
 
         Returns:
             The model, and its tokenizer.
@@ -106,6 +109,7 @@ class FastLanguageModel:
             param_dtype=param_dtype,
             float32_modules=float32_modules,
             allow_nonfinite=allow_nonfinite,
+            offload_layers=offload_layers,
         )
         assert outline.tokenizer is not None, "a folder without one was refused"
         return (model.with_host_embedding() if offload_embedding else model), outline.tokenizer
@@ -269,6 +273,7 @@ def load_opened(
     param_dtype: str = "float32",
     float32_modules: Sequence[str] | None = None,
     allow_nonfinite: bool = False,
+    offload_layers: bool = False,
     zeros: bool = False,
 ) -> LanguageModel:
     """Load the weights of a folder that is open; the other arguments are those of `FastLanguageModel.from_pretrained`.
@@ -284,6 +289,7 @@ def load_opened(
         param_dtype: dtype of the trained arrays.
         float32_modules: modules that stay in float32.
         allow_nonfinite: let NaN and infinity in the weights through.
+        offload_layers: hold the matrices of scanned layers in the host's memory; shapes get their places later.
         zeros: zeros in the place of the weights, which are not read: for shapes (`shapes_of`).
 
     Raises:
@@ -304,11 +310,14 @@ def load_opened(
         plan, weights = zero_weights(outline.weights, outline.hf_config, config, **how)
     else:
         assert outline.weights is not None, "an outline without weights describes a model that is not downloaded"
-        plan, weights = load_weights(outline.weights, config, allow_nonfinite=allow_nonfinite, **how)
+        options = {"allow_nonfinite": allow_nonfinite, "offload_layers": offload_layers}
+        plan, weights = load_weights(outline.weights, config, **options, **how)
         if new_ids:
             weights = grown(weights, config.vocab_size, outline.known_tokens, new_ids)
     settings["max_seq_length"] = outline.max_seq_length
     model = _build(config, outline.hf_config, source.folder, plan, weights, precision, outline.tokenizer, settings)
+    if offload_layers:
+        check_host_layers(model.plan, full_finetuning)
     name = None if source.name is None or source.revision is None else (source.name, source.revision)
     return model.replace(new_token_ids=new_ids, source=name)
 

@@ -5,8 +5,9 @@ own.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,14 @@ from convert.adapters import AdapterConfig
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING
 from fastjax.errors import ConfigError
+from fastjax.host_memory import in_host_memory, to_device_memory, to_host_memory
 from fastjax.language_model import saving
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.lora.sites import adapter_sites
 from fastjax.models.decoder import Decoder
-from fastjax.models.host_table import in_host_memory, to_device_memory, to_host_memory
 from fastjax.models.layout import LayerStack
 from fastjax.models.precision import Precision
+from fastjax.models.streamed import is_streamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +46,25 @@ def check_host_embedding(config: ModelConfig, adapter: AdapterConfig | None) -> 
         raise ConfigError("offload_embedding: expected false with tied embeddings, got true; the head needs the table")
     if adapter is not None and any(site.path.part == EMBEDDING for site in adapter_sites(adapter, config)):
         raise ConfigError("offload_embedding: expected false with an adapter on the embedding, got true")
+
+
+def check_host_layers(plan: Sequence[LayerStack], full_finetuning: bool) -> None:
+    """Check that the layers' matrices may lie in the host's memory.
+
+    Args:
+        plan: arrangement of the layers.
+        full_finetuning: whether every weight is trained.
+
+    Raises:
+        ConfigError: they may not.
+    """
+    if full_finetuning:
+        raise ConfigError("offload_layers: expected false where every weight is trained, got true")
+    if all(stack.count == 1 for stack in plan):
+        raise ConfigError(
+            "offload_layers: expected false where no layers are scanned, got true; set layer_loop: scan, on a model "
+            "with layers of one kind"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +157,28 @@ class LanguageModel:
             return self
         embedding = {**self.frozen[EMBEDDING], "weight": to_device_memory(self.frozen[EMBEDDING]["weight"])}
         return self.replace(frozen={**self.frozen, EMBEDDING: embedding})
+
+    def with_host_layers(self) -> "LanguageModel":
+        """The same model with the matrices of its scanned layers in the host's pinned memory (`models.streamed`).
+
+        Raises:
+            ConfigError: they are trained, or no layers are scanned.
+        """
+        check_host_layers(self.plan, self.full_finetuning)
+
+        def placed(leaf: Any, count: int) -> Any:
+            return to_host_memory(leaf) if is_streamed(leaf, count) and not in_host_memory(leaf) else leaf
+
+        layers = {
+            number: jax.tree.map(functools.partial(placed, count=self.plan[number].count), stack)
+            for number, stack in self.frozen["layers"].items()
+        }
+        return self.replace(frozen={**self.frozen, "layers": layers})
+
+    @property
+    def has_host_layers(self) -> bool:
+        """Whether matrices of layers lie in the host's memory."""
+        return any(map(in_host_memory, jax.tree.leaves(self.frozen.get("layers", {}))))
 
     def num_parameters(self) -> tuple[int, int]:
         """(trained, all) parameters; a 4-bit weight counts its elements, tied embeddings count once."""

@@ -8,33 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.experimental import compute_on
 from jaxtyping import Array, Float, Int
 
+from fastjax.host_memory import in_host_memory
+
 #: jax 0.10 has it beside a context manager of the shorter name.
 _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
-_KIND = "pinned_host"
-
-
-def in_host_memory(array: Any) -> bool:
-    """Whether an array, a traced one or a shape lies in the host's memory."""
-    if isinstance(array, Tracer):
-        return jax.typeof(array).memory_space == jax.memory.Space.Host
-    return getattr(getattr(array, "sharding", None), "memory_kind", None) == _KIND
-
-
-def to_host_memory(array: Any) -> Any:
-    """A copy in the host's pinned memory, of the array's device; of a shape, the shape of such a one."""
-    if isinstance(array, jax.ShapeDtypeStruct):
-        place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=_KIND)
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
-    return jax.device_put(array, array.sharding.with_memory_kind(_KIND))
-
-
-def to_device_memory(array: Array) -> Array:
-    """A copy of an array of the host's memory on its device."""
-    return jax.device_put(array, array.sharding.with_memory_kind("device"))
 
 
 def take_rows(table: Float[Array, "V E"], tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from fastjax.models.layout import LayerStack
 from fastjax.models.remat import checkpointed, policy_of
+from fastjax.models.streamed import fetched, has_streamed, run_streamed
 
 #: Sums over the layers by name, such as the routers' loads; none: an empty dictionary, which compiles to nothing.
 Sums = dict[str, Float[Array, "..."]]
@@ -78,12 +79,22 @@ def run_layers(
         past = None if caches is None else caches[number]
         if stack.count == 1:
             x, cache, sums = _single(block, policy)(x, state, shared, jnp.int32(stack.start), past)
+        elif past is None and has_streamed(state):
+            block = checkpointed(block, policy, scanned=True)
+
+            def layer(x, state, shared, repeat, block=block, stack=stack):
+                x, _, sums = block(x, state, shared, stack.start + stack.period * repeat, None)
+                return x, sums
+
+            cache = None
+            x, sums = run_streamed(layer, x, state, shared, stack.count)
+            sums = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
         else:
             block = checkpointed(block, policy, scanned=True)
 
             def body(x, xs, block=block):
                 state, first, past = xs
-                x, cache, sums = block(x, state, shared, first, past)
+                x, cache, sums = block(x, fetched(state), shared, first, past)
                 return x, (cache, sums)
 
             firsts = stack.start + stack.period * jnp.arange(stack.count, dtype=jnp.int32)

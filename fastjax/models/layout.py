@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
+from fastjax.models.streamed import layer_at
 from fastjax.parallel import as_input
 from fastjax.quantization import Weight, WeightLike, as_weight, concatenate, rows_of
 
@@ -162,7 +163,7 @@ def layer_of(runs: Sequence[Sequence[Any]], plan: Sequence[LayerStack], index: i
         offset = index - run.start
         if 0 <= offset < run.period * run.count:
             tree, repeat = trees[offset % run.period], offset // run.period
-            return tree if run.count == 1 else jax.tree.map(operator.itemgetter(repeat), tree)
+            return tree if run.count == 1 else layer_at(tree, repeat)
     raise IndexError(f"layer {index} is in no run of {list(plan)}")
 
 

@@ -4,7 +4,7 @@ Host memory stays at what the stream holds, device memory at the finished tree p
 """
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,8 @@ from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
 from convert.model.spec import QUANTIZED, WeightSpec
 from convert.weights import Weights
-from fastjax.models.layout import LayerStack, fuse_layer, plan_layers, signature
+from fastjax.models.layout import LayerStack, plan_layers
+from fastjax.models.places import fill_tree
 from fastjax.models.precision import Precision
 from fastjax.models.remat import policy_of
 from fastjax.quantization import MXFP4Weight, NF4Weight, WeightLike
@@ -35,6 +36,7 @@ def load_weights(
     layer_loop: str,
     remat: str = "full",
     allow_nonfinite: bool = False,
+    offload_layers: bool = False,
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """Read an open Hugging Face folder into the tree that `Decoder` takes.
 
@@ -50,6 +52,7 @@ def load_weights(
         layer_loop: "scan" or "unroll".
         remat: policy of rematerialisation; layers of one stack have one.
         allow_nonfinite: let NaN and infinity through; a matrix that is quantised is refused with any.
+        offload_layers: place the matrices of stacked layers in the host's memory (`models.streamed`).
 
     Returns:
         The arrangement of the layers, and the tree.
@@ -88,7 +91,8 @@ def load_weights(
         return _quantize(ready) if quantizes(path) else ready
 
     plan = plan_held(config, held, precision, layer_loop, remat)
-    tree = fill_tree(config, plan, ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True)))
+    arrays = ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True))
+    tree = fill_tree(config, plan, arrays, offload_layers=offload_layers)
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
             raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))
@@ -251,74 +255,3 @@ def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) ->
 def _quantize(matrix: Array) -> NF4Weight:
     """One matrix [out, in], or each expert's of [X, out, in] by itself."""
     return NF4Weight.quantize(matrix) if matrix.ndim == 2 else jax.vmap(NF4Weight.quantize)(matrix)
-
-
-def fill_tree(
-    config: ModelConfig, plan: Sequence[LayerStack], arrays: Iterable[tuple[WeightPath, WeightLike]]
-) -> dict[str, Any]:
-    """Arrays as they come, put in their places of the tree.
-
-    Args:
-        config: the model's.
-        plan: arrangement of the layers.
-        arrays: by path, a layer's beside each other and the layers in their order.
-    """
-    tree: dict[str, Any] = {"layers": [[None] * run.period for run in plan]}
-    pending: dict[str, WeightLike] = {}
-    current: int | None = None
-    for path, value in arrays:
-        if current is not None and path.layer != current:
-            _place(tree["layers"], config, plan, current, fuse_layer(pending, config, current))
-            pending = {}
-        current = path.layer
-        if current is None:
-            tree.setdefault(path.part, {})[path.leaf] = value
-        else:
-            pending[path.inside] = value
-    if current is not None:
-        _place(tree["layers"], config, plan, current, fuse_layer(pending, config, current))
-    return tree
-
-
-def _place(runs: list[list[Any]], config: ModelConfig, plan: Sequence[LayerStack], index: int, layer: Any) -> None:
-    """Copy a layer to its place.
-
-    The places of single layers of a kind are allocated with the first of them: an array made among a layer's temporary
-    ones would come to lie in a hole that these leave, up to twice its size, and hold all of it.
-    """
-
-    def allocate(index: int) -> None:
-        number, position, _ = _place_of(plan, index)
-        lead = () if plan[number].count == 1 else (plan[number].count,)
-        runs[number][position] = jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), layer)
-
-    number, position, repeat = _place_of(plan, index)
-    stacked = plan[number].count > 1
-    if runs[number][position] is None:
-        allocate(index)
-        alike = (n for n in range(index + 1, config.num_hidden_layers) if config.layers[n] == config.layers[index])
-        for other, (run, where, _) in ((n, _place_of(plan, n)) for n in alike if not stacked):
-            if plan[run].count == 1 and runs[run][where] is None:
-                allocate(other)
-    if not stacked and signature(runs[number][position]) != signature(layer):  # held in another format than the first
-        runs[number][position] = None
-        allocate(index)
-    runs[number][position] = _put(runs[number][position], layer, jnp.int32(repeat) if stacked else None)
-
-
-def _place_of(plan: Sequence[LayerStack], index: int) -> tuple[int, int, int]:
-    """A layer's run, its position in the period, and the number of the period."""
-    number = next(n for n, run in enumerate(plan) if run.start <= index < run.start + run.period * run.count)
-    offset = index - plan[number].start
-    return number, offset % plan[number].period, offset // plan[number].period
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(places: Any, layer: Any, repeat: Array | None) -> Any:
-    """A layer's arrays in the memory of `places`; of stacks, at the place of period `repeat`."""
-
-    def put(place: Array, leaf: Array) -> Array:
-        start = (0,) * leaf.ndim if repeat is None else (repeat, *(0,) * leaf.ndim)
-        return jax.lax.dynamic_update_slice(place, leaf if repeat is None else leaf[None], start)
-
-    return jax.tree.map(put, places, layer)

@@ -21,7 +21,8 @@ from convert.model.paths import WeightPath
 from convert.model.spec import WeightSpec
 from convert.weights import Weights
 from fastjax.models.layout import LayerStack
-from fastjax.models.load import Held, fill_tree, hold, plan_held
+from fastjax.models.load import Held, hold, plan_held
+from fastjax.models.places import fill_tree
 from fastjax.models.precision import Precision
 from fastjax.quantization import NF4Weight, WeightLike
 from fastjax.quantization.fp8 import FP8Weight

@@ -125,8 +125,9 @@ class AOT:
             partition: its axes over the mesh's axis "x"; None: every card has it whole.
             memory_kind: "device" or "pinned_host"; None: the device's own.
         """
-        kind = {} if memory_kind is None else {"memory_kind": memory_kind}
-        sharding = NamedSharding(self.mesh, partition or PartitionSpec(), **kind)
+        # A sharding over devices that do not exist forgets their memory; an abstract mesh has no devices to ask.
+        mesh = self.mesh if memory_kind is None else self.mesh.abstract_mesh
+        sharding = NamedSharding(mesh, partition or PartitionSpec(), memory_kind=memory_kind)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def lower(self, function: Any, *specs: Any) -> Any:

@@ -2,7 +2,8 @@
 
 A product takes its FLOPs at a share of the card's peak, or its bytes at a share of its bandwidth if that is longer; any
 other kernel its bytes. The FLOPs of attention and of the products that Pallas kernels compute are what the step's are
-above those of cuBLAS. Copies to and from the host's memory overlap with the rest in part.
+above those of cuBLAS. Copies of activations to and from the host's memory overlap with the rest in part, those of
+layers' weights wholly.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,26 @@ from fastjax.training.flops import peak_flops
 PEAK_SHARE, BANDWIDTH_SHARE = 0.7, 0.7
 #: Share of the time of copies to and from the host by which a step is longer: an H200, scanned (docs/lab/step.md).
 EXPOSED_SHARE = 0.65
+#: Share of the bus's bandwidth that large copies reach: 54 of 63 GB/s, beside an H200.
+BUS_SHARE = 0.85
 
 
-def step_seconds(kernels: Sequence[Kernel], *, flops: float, host_bytes: float, card: Card, dtype: np.dtype) -> float:
+def step_seconds(
+    kernels: Sequence[Kernel],
+    *,
+    flops: float,
+    offloaded_bytes: float,
+    streamed_bytes: float,
+    card: Card,
+    dtype: np.dtype,
+) -> float:
     """Seconds of a step.
 
     Args:
         kernels: of the compiled step.
         flops: of the whole step, recomputation included.
-        host_bytes: held in the host's memory, written and read once a step.
+        offloaded_bytes: of activations in the host's memory, written and read once a step.
+        streamed_bytes: of layers' weights that a step fetches from the host's memory.
         card: the card.
         dtype: of the products; one that the card has no rate for is taken to run at float32's.
     """
@@ -35,5 +47,6 @@ def step_seconds(kernels: Sequence[Kernel], *, flops: float, host_bytes: float, 
     known = sum(kernel.flops * kernel.times for kernel in kernels)
     seconds = sum(max(kernel.flops / rate, kernel.moved / bandwidth) * kernel.times for kernel in kernels)
     seconds += max(0.0, flops - known) / rate
-    copies = 2 * host_bytes / card.host_bandwidth
-    return max(seconds + EXPOSED_SHARE * copies, copies)
+    copies = 2 * offloaded_bytes / card.host_bandwidth
+    streams = streamed_bytes / (BUS_SHARE * card.host_bandwidth)
+    return max(seconds + EXPOSED_SHARE * copies, copies + streams)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fastjax.errors import ConfigError, TrainingError
-from fastjax.models.host_table import in_host_memory
+from fastjax.host_memory import in_host_memory
 from fastjax.planning.arrays import largest_arrays
 from fastjax.planning.choice import Choice, candidates, choose, first_layers
 from fastjax.planning.device import memory_limit

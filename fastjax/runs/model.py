@@ -30,7 +30,7 @@ def load_model(config: TrainConfig, opened: OpenModel, console: Console) -> Lang
         opened: its folders.
         console: for a line about the model.
     """
-    model = _embedded(with_adapter(load_base(config, opened), config, opened), config)
+    model = _placed(with_adapter(load_base(config, opened), config, opened), config)
     trained, total = model.num_parameters()
     device = device_use()
     say(
@@ -51,11 +51,12 @@ def run_shapes(config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageM
     """
     if config.lora.adapter is None:  # all starts have one shape, and an orthogonal one is drawn by NumPy
         config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, init_lora_weights=True))
-    return _embedded(shapes_of(lambda: with_adapter(load_base(config, opened, zeros=True), config, opened)), config)
+    return _placed(shapes_of(lambda: with_adapter(load_base(config, opened, zeros=True), config, opened)), config)
 
 
-def _embedded(model: LanguageModel, config: TrainConfig) -> LanguageModel:
-    return model.with_host_embedding() if config.model.offload_embedding else model
+def _placed(model: LanguageModel, config: TrainConfig) -> LanguageModel:
+    model = model.with_host_embedding() if config.model.offload_embedding else model
+    return model.with_host_layers() if config.model.offload_layers else model
 
 
 def load_base(config: TrainConfig, opened: OpenModel | OpenShapes, *, zeros: bool = False) -> LanguageModel:

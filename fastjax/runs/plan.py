@@ -2,11 +2,13 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from fastjax.errors import ConfigError
+from fastjax.host_memory import in_host_memory
 from fastjax.planning.cards import Card
 from fastjax.planning.choice import candidates, first_layers
 from fastjax.planning.device import Device
@@ -97,11 +99,12 @@ def plan_run(
         progress(f"compiling for {device.card.device_kind}: {policy}")
         recomputed = max(0.0, products(policy) - once)
         compiled = device.compile(*run.step(policy))
-        memory = StepMemory.of(compiled)
+        memory, frozen = StepMemory.of(compiled), run.model(policy).frozen
         seconds = step_seconds(
             kernels(compiled.as_text()),
             flops=flops + recomputed,
-            host_bytes=memory.host,
+            offloaded_bytes=memory.host - _host_bytes(frozen),
+            streamed_bytes=2 * config.training.gradient_accumulation_steps * _host_bytes(frozen["layers"]),
             card=device.card,
             dtype=model.dtype,
         )
@@ -127,6 +130,11 @@ def fastest(planned: Sequence[Planned], limit: float) -> Planned | None:
         limit: bytes of the device.
     """
     return min((one for one in planned if one.fits(limit)), key=lambda one: one.seconds, default=None)
+
+
+def _host_bytes(tree: Any) -> int:
+    """Bytes of the arrays in the host's memory."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if in_host_memory(leaf))
 
 
 def _check_dtype(config: TrainConfig, card: Card) -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fastjax.errors import ConfigError
+from fastjax.host_memory import in_host_memory
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.host_table import in_host_memory
 from tests.support import steps, tiny
 
 CONFIG = tiny.config(tie_word_embeddings=False)

@@ -1,0 +1,244 @@
+"""A stack of layers whose matrices lie in the host's memory, sent to the device one layer ahead of their use.
+
+While a layer computes, in the forward and in the backward pass, the next one's matrices come over the bus: the device
+holds two layers (ZeRO-Infinity's prefetching, arXiv 2104.07857). Adapters, norms and other vectors stay on the device.
+
+The loops have a derivative of their own, since a scan's would keep every layer's copy for the backward pass. A layer's
+residuals are those that its policy of rematerialisation keeps; what the backward pass has anyway (the matrices, which
+it fetches again, the arrays on the device, what all layers share) is taken out of them and put back there. A copy in a
+loop is a plain transfer beside the products if its offset is linear in the loop's counter, so the loops end one layer
+early and the last one follows them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array, Float
+
+from fastjax.host_memory import in_host_memory
+
+#: (x, the layer's arrays, arrays that all layers read, its number) -> (output, sums).
+Layer = Callable[[Array, Any, Any, Array], tuple[Array, Any]]
+
+
+def is_streamed(leaf: Any, layers: int) -> bool:
+    """Whether an array of a stack goes to the host's memory: matrices and packed codes do, of stacks.
+
+    Args:
+        leaf: with the layers' axis where there is one.
+        layers: of the stack.
+    """
+    return layers > 1 and (leaf.ndim > 2 or leaf.dtype == jnp.uint8)
+
+
+def layer_at(stack: Any, index: int) -> Any:
+    """One layer's arrays on the device.
+
+    Args:
+        stack: leaves with a leading axis, in either memory.
+        index: of the layer.
+    """
+    return jax.tree.map(lambda leaf: _fetch(leaf, jnp.int32(index)) if in_host_memory(leaf) else leaf[index], stack)
+
+
+def has_streamed(state: Any) -> bool:
+    """Whether some arrays of a stack lie in the host's memory."""
+    return any(map(in_host_memory, jax.tree.leaves(state)))
+
+
+def fetched(state: Any) -> Any:
+    """A layer's arrays, sent to the device where they are not there."""
+    device = jax.memory.Space.Device
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, device) if in_host_memory(leaf) else leaf, state)
+
+
+def run_streamed(
+    layer: Layer, x: Float[Array, "B S E"], state: Any, shared: Any, count: int
+) -> tuple[Float[Array, "B S E"], Any]:
+    """The last layer's output, and the sums of each layer along a leading axis.
+
+    Args:
+        layer: one layer, with its rematerialisation.
+        x: the first layer's input.
+        state: the layers' arrays along a leading axis, some of them in the host's memory, where they are frozen.
+        shared: arrays that all layers read; constants for the gradient.
+        count: number of layers, at least 2.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    places = tuple(map(in_host_memory, leaves))
+    near = [leaf for leaf, far in zip(leaves, places, strict=True) if not far]
+    far = [leaf for leaf, there in zip(leaves, places, strict=True) if there]
+
+    def one(index: Any, x: Array, near: Sequence[Any], far: Sequence[Any], shared: Any) -> tuple[Array, Any]:
+        sources = {False: iter(near), True: iter(far)}
+        return layer(x, structure.unflatten([next(sources[there]) for there in places]), shared, index)
+
+    @jax.custom_vjp
+    def loop(x, near, far, shared):
+        return _forward(one, count, x, near, far, shared, None)[0]
+
+    def forward(x, near, far, shared):
+        moves = [leaf.perturbed for leaf in near]
+        x, near, far, shared = jax.tree.map(lambda leaf: leaf.value, (x, near, far, shared))
+        results, kept = _forward(one, count, x, near, far, shared, moves)
+        moving = [leaf if moved else None for leaf, moved in zip(near, moves, strict=True)]
+        fixed = [None if moved else leaf for leaf, moved in zip(near, moves, strict=True)]
+        return results, (kept, moving, fixed, far, shared)
+
+    def backward(residuals, gradients):
+        kept, moving, fixed, far, shared = residuals
+        near = [f if m is None else m for m, f in zip(moving, fixed, strict=True)]
+        moves = [leaf is not None for leaf in moving]
+        dx, dnear = _backward(count, kept, near, far, shared, moves, jax.tree.map(_instantiated, gradients))
+        found = iter(dnear)
+        return dx, [next(found) if moved else None for moved in moves], None, None
+
+    loop.defvjp(forward, backward, symbolic_zeros=True)
+    return loop(x, near, far, shared)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pullback:
+    """The static half of a layer's backward pass.
+
+    Attributes:
+        structure: of `jax.vjp`'s function.
+        sources: for each of its residuals (group, number): among the kept ones, the layer's arrays on the device or
+            from the host, or what is shared.
+    """
+
+    structure: Any
+    sources: tuple[tuple[str, int], ...]
+
+
+class _Kept(NamedTuple):
+    """What the forward pass keeps.
+
+    Attributes:
+        pullback: how residuals are put together again.
+        stacks: the kept residuals of the layers.
+        last: the last layer's arrays from the host.
+    """
+
+    pullback: _Pullback
+    stacks: list[Array]
+    last: list[Array]
+
+
+def _forward(one: Callable[..., Any], count: int, x, near, far, shared, moves: Sequence[bool] | None):
+    """((output, sums), what the backward pass needs); `moves` says which arrays on the device have gradients."""
+    pullbacks: list[_Pullback] = []
+
+    def step(index, x, here, near, shared) -> tuple[Array, tuple[Any, list[Array]]]:
+        own = _taken(near, index)
+        if moves is None:
+            y, sums = one(index, x, own, here, shared)
+            return y, (sums, [])
+        moving = [leaf for leaf, moved in zip(own, moves, strict=True) if moved]
+
+        def moved_layer(x: Array, moving: list[Array]) -> tuple[Array, Any]:
+            found = iter(moving)
+            arrays = [next(found) if moved else leaf for leaf, moved in zip(own, moves, strict=True)]
+            return one(index, x, arrays, here, shared)
+
+        (y, sums), pull = jax.vjp(moved_layer, x, moving)
+        residuals, structure = jax.tree.flatten(pull)
+        known = {
+            id(leaf): (group, number)
+            for group, leaves in (("near", own), ("far", here), ("shared", jax.tree.leaves(shared)))
+            for number, leaf in enumerate(leaves)
+        }
+        kept = [leaf for leaf in residuals if id(leaf) not in known]
+        numbers = iter(range(len(kept)))
+        sources = tuple(known.get(id(leaf)) or ("kept", next(numbers)) for leaf in residuals)
+        pullbacks.append(_Pullback(structure, sources))
+        return y, (sums, kept)
+
+    here = [_fetched(leaf, 0) for leaf in far]
+    # Traced once: the loop's layers and the last one have the same residuals in the same order.
+    traced, shapes = jax.make_jaxpr(step, return_shape=True)(jnp.int32(0), x, here, near, shared)
+    structure = jax.tree.structure(shapes)
+
+    def run(index, x, here) -> tuple[Array, tuple[Any, list[Array]]]:
+        return structure.unflatten(jaxpr_as_fun(traced)(*jax.tree.leaves((index, x, here, near, shared))))
+
+    def body(carry: Any, _: None) -> tuple[Any, None]:
+        index, x, here, stacks = carry
+        ahead = [_fetched(leaf, index + 1) for leaf in far]
+        x, made = run(index, x, here)
+        return (index + 1, x, ahead, _put(stacks, made, index)), None
+
+    stacks = jax.tree.map(lambda aval: _empty(aval, count), structure.unflatten(traced.out_avals)[1])
+    (index, x, here, stacks), _ = jax.lax.scan(body, (jnp.int32(0), x, here, stacks), None, length=count - 1)
+    x, made = run(index, x, here)
+    sums, kept = _put(stacks, made, index)
+    return (x, sums), (None if moves is None else _Kept(pullbacks[-1], kept, here))
+
+
+def _backward(count: int, kept: _Kept, near, far, shared, moves: Sequence[bool], gradients: tuple[Array, Any]):
+    """The gradients of x and of the arrays that have one, the last layer first."""
+    dx, dsums = gradients
+
+    def step(index: Any, dx: Array, here: list[Array]) -> tuple[Array, list[Array]]:
+        groups = {
+            "kept": _taken(kept.stacks, index),
+            "near": _taken(near, index),
+            "far": here,
+            "shared": jax.tree.leaves(shared),
+        }
+        residuals = [groups[group][number] for group, number in kept.pullback.sources]
+        pull = kept.pullback.structure.unflatten(residuals)
+        return pull((dx, jax.tree.map(lambda leaf: _at(leaf, index), dsums)))
+
+    def body(carry: Any, _: None) -> tuple[Any, None]:
+        index, dx, here, stacks = carry
+        ahead = [_fetched(leaf, index - 1) for leaf in far]
+        dx, made = step(index, dx, here)
+        return (index - 1, dx, ahead, _put(stacks, made, index)), None
+
+    moving = [leaf for leaf, moved in zip(near, moves, strict=True) if moved]
+    first = (jnp.int32(count - 1), dx, kept.last, jax.tree.map(jnp.zeros_like, moving))
+    (index, dx, here, stacks), _ = jax.lax.scan(body, first, None, length=count - 1)
+    dx, made = step(index, dx, here)
+    return dx, _put(stacks, made, index)
+
+
+def _fetched(leaf: Array, index: Any) -> Array:
+    """One layer of a stack in the host's memory, on the device."""
+    start = (jnp.asarray(index, jnp.int32), *(jnp.int32(0),) * (leaf.ndim - 1))
+    here = jax.lax.dynamic_slice(leaf, start, (1, *leaf.shape[1:]))
+    return jax.device_put(here, jax.memory.Space.Device)[0]
+
+
+_fetch = jax.jit(_fetched)
+
+
+def _taken(stacks: Sequence[Array], index: Any) -> list[Array]:
+    return [_at(leaf, index) for leaf in stacks]
+
+
+def _at(leaf: Array, index: Any) -> Array:
+    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
+
+def _put(stacks: Any, layer: Any, index: Any) -> Any:
+    """The stacks with a layer's arrays in their places."""
+    return jax.tree.map(lambda s, leaf: jax.lax.dynamic_update_index_in_dim(s, leaf, index, 0), stacks, layer)
+
+
+def _empty(aval: Any, count: int) -> Array:
+    """Zeros for all layers, in the memory of one's array."""
+    zero = jnp.zeros((), aval.dtype)
+    if aval.memory_space == jax.memory.Space.Host:
+        zero = jax.device_put(zero, jax.memory.Space.Host)
+    return jax.lax.broadcast(zero, (count, *aval.shape))
+
+
+def _instantiated(gradient: Any) -> Array:
+    return jnp.zeros(gradient.shape, gradient.dtype) if isinstance(gradient, SymbolicZero) else gradient
