@@ -12,7 +12,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
-from fastjax.residuals import LAYER_INPUT, SAVED
+from fastjax.parallel.gather import splits_weights
+from fastjax.residuals import GATHERED, LAYER_INPUT, SAVED
 
 
 class Policy(NamedTuple):
@@ -28,7 +29,7 @@ class Policy(NamedTuple):
 
 
 #: By name, the fastest first, as measured for rows of 2,048 tokens: attention of long ones is fetched faster than it is
-#: made again. "none" leaves the choice to JAX, which keeps everything.
+#: made again. "none" leaves the choice to JAX, which keeps everything but weights gathered from other devices.
 POLICIES: Mapping[str, Policy | None] = {
     "none": None,
     "projections": Policy(SAVED),
@@ -82,7 +83,10 @@ def checkpointed(block: Callable[..., Any], remat: str, *, scanned: bool) -> Cal
     """
     policy = POLICIES[remat]
     if policy is None:
-        return block
+        if not splits_weights():
+            return block
+        keep = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+        return jax.checkpoint(block, policy=keep, prevent_cse=not scanned)
     if not policy.offloaded:
         keep = jax.checkpoint_policies.save_only_these_names(*policy.kept) if policy.kept else None
         return jax.checkpoint(block, policy=keep, prevent_cse=not scanned)

@@ -80,7 +80,14 @@ def trained(kind, mesh=None):
 @pytest.mark.both_worlds("qlora-data and fsdp")
 @pytest.mark.parametrize(
     ("kind", "mesh"),
-    [("lora", "data"), ("full", "data"), ("qlora", "data and fsdp"), ("lora", "fsdp"), ("mixture", "data and fsdp")],
+    [
+        ("lora", "data"),
+        ("full", "data"),
+        ("full", "data and fsdp"),
+        ("qlora", "data and fsdp"),
+        ("lora", "fsdp"),
+        ("mixture", "data and fsdp"),
+    ],
 )
 def test_eight_devices_equal_one(kind, mesh):
     expected, arrays = trained(kind)
