@@ -9,8 +9,6 @@ from jaxtyping import Array
 SAVED = ("projection", "lora", "attention_out", "attention_lse")
 #: The input of a layer, which every policy keeps somewhere.
 LAYER_INPUT = "layer_input"
-#: A sharded weight as a layer gathers it, which no policy keeps.
-GATHERED = "gathered"
 
 
 def name_residual(product: Array, name: str) -> Array:

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
-from fastjax.parallel.gather import splits_weights
-from fastjax.residuals import GATHERED, LAYER_INPUT, SAVED
+from fastjax.parallel.gather import everything_but_gathered
+from fastjax.residuals import LAYER_INPUT, SAVED
 
 
 class Policy(NamedTuple):
@@ -73,20 +73,20 @@ def check_policy(remat: str) -> str:
     return remat
 
 
-def checkpointed(block: Callable[..., Any], remat: str, *, scanned: bool) -> Callable[..., Any]:
+def checkpointed(block: Callable[..., Any], remat: str, *, scanned: bool, gathers: bool = False) -> Callable[..., Any]:
     """A block of layers with its rematerialisation.
 
     Args:
         block: pure, its first argument the layer's input.
         remat: a name of `POLICIES`.
         scanned: whether it is a scan's body, whose iterations are apart already.
+        gathers: whether it gathers weights of other devices, which no policy keeps.
     """
     policy = POLICIES[remat]
     if policy is None:
-        if not splits_weights():
+        if not gathers:
             return block
-        keep = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
-        return jax.checkpoint(block, policy=keep, prevent_cse=not scanned)
+        return jax.checkpoint(block, policy=everything_but_gathered, prevent_cse=not scanned)
     if not policy.offloaded:
         keep = jax.checkpoint_policies.save_only_these_names(*policy.kept) if policy.kept else None
         return jax.checkpoint(block, policy=keep, prevent_cse=not scanned)

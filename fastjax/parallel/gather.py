@@ -1,26 +1,23 @@
 """Gathering sharded weights where they are used."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import linear_call
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from fastjax.parallel.mesh import spec_of
-from fastjax.residuals import GATHERED
 
 
 def gathered(tree: Any, axes: Sequence[P]) -> Any:
     """Gather the leaves on every device if the ambient mesh splits weights over `fsdp`; else return the tree.
 
     Called inside the body of the layer loop, on packed codes: 4 bits a weight travel, one layer at a time. A gradient
-    leaves the body in the leaf's own shards: summed and scattered at once, it is whole on no device. No policy of
-    rematerialisation keeps what was gathered.
+    leaves the body in the leaf's own shards: summed and scattered at once, it is whole on no device.
 
     Args:
         tree: arrays.
@@ -35,8 +32,8 @@ def gathered(tree: Any, axes: Sequence[P]) -> Any:
         if not any(spec):
             return leaf
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return checkpoint_name(jax.lax.with_sharding_constraint(leaf, P()), GATHERED)
-        return checkpoint_name(_whole(leaf, spec), GATHERED)
+            return jax.lax.with_sharding_constraint(leaf, P())
+        return _whole(leaf, spec)
 
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(map(whole, leaves, axes))
@@ -64,12 +61,16 @@ def splits_weights() -> bool:
     return not mesh.empty and mesh.shape.get("fsdp", 1) > 1 and not inside
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def everything_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint` that keeps everything but gathered weights."""
+    return primitive.name not in ("linear_call", "sharding_constraint")
+
+
 def _whole(leaf: Array, spec: P) -> Array:
-    return jax.lax.with_sharding_constraint(leaf, P())
+    def gather(_: None, leaf: Array) -> Array:
+        return jax.lax.with_sharding_constraint(leaf, P())
 
+    def scatter(_: None, gradient: Array) -> Array:
+        return jax.lax.with_sharding_constraint(gradient, spec)
 
-_whole.defvjp(
-    lambda leaf, spec: (_whole(leaf, spec), None),
-    lambda spec, _, gradient: (jax.lax.with_sharding_constraint(gradient, spec),),
-)
+    return linear_call(gather, scatter, None, leaf)
