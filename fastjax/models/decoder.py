@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from convert.model.config import ModelConfig
@@ -20,7 +21,7 @@ from fastjax.lora.dropout import drop
 from fastjax.models.attention import Context, LayerCache, document_ranges
 from fastjax.models.layer import DecoderLayer
 from fastjax.models.layer_loop import Block, Looped, Sums, added, run_layers
-from fastjax.models.layout import LayerStack
+from fastjax.models.layout import LayerStack, logical_axes
 from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
@@ -232,22 +233,25 @@ def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, cache
         context: shared by all layers.
         caches: as `Decoder.empty_cache` makes them; None: none.
     """
-    blocks = [_block(layers) for layers in model.layers]
+    parts = enumerate(zip(model.layers, model.plan, strict=True))
+    blocks = [_block(layers, stack, number, model.config) for number, (layers, stack) in parts]
     return run_layers(model.plan, blocks, x, context, caches, remat=model.remat)
 
 
-def _block(layers: Any) -> tuple[Block, Any]:
-    """The block function of a stack, the same one for stacks of equal layers, and its state."""
+def _block(layers: Any, stack: LayerStack, number: int, config: ModelConfig) -> tuple[Block, Any]:
+    """The block function of the model's `number`th stack, the same one for stacks of equal layers, and its state."""
     graphdef, variables = nnx.split(layers)
-    return _block_of(graphdef), nnx.to_pure_dict(variables)
+    arrays = nnx.to_pure_dict(variables)
+    axes = jax.tree.leaves(logical_axes({"layers": {number: arrays}}, config))
+    return _block_of(graphdef, tuple(P(*names[stack.count > 1 :]) for names in axes)), arrays
 
 
 @functools.lru_cache(maxsize=64)
-def _block_of(graphdef: nnx.GraphDef) -> Block:
+def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...]) -> Block:
     def block(x, state, shared, first, cache):
         context: Context = shared
         after, total = [], {}
-        for position, layer in enumerate(nnx.merge(graphdef, gathered(state))):
+        for position, layer in enumerate(nnx.merge(graphdef, gathered(state, axes))):
             key = None if context.key is None else jax.random.fold_in(context.key, first + position)
             x, kept, sums = layer(x, context, key, None if cache is None else cache[position])
             after.append(kept)

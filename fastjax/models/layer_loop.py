@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from fastjax.models.layout import LayerStack
 from fastjax.models.remat import checkpointed, policy_of
 from fastjax.models.streamed import fetched, has_streamed, run_streamed
+from fastjax.parallel.gather import splits_weights
 
 #: Sums over the layers by name, such as the routers' loads; none: an empty dictionary, which compiles to nothing.
 Sums = dict[str, Float[Array, "..."]]
@@ -78,7 +79,7 @@ def run_layers(
         policy = policy_of(remat, stack.start) if caches is None else "none"
         past = None if caches is None else caches[number]
         if stack.count == 1:
-            x, cache, sums = _single(block, policy)(x, state, shared, jnp.int32(stack.start), past)
+            x, cache, sums = _single(block, policy, splits_weights())(x, state, shared, jnp.int32(stack.start), past)
         elif past is None and has_streamed(state):
             block = checkpointed(block, policy, scanned=True)
 
@@ -90,7 +91,7 @@ def run_layers(
             x, sums = run_streamed(layer, x, state, shared, stack.count)
             sums = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
         else:
-            block = checkpointed(block, policy, scanned=True)
+            block = checkpointed(block, policy, scanned=True, gathers=splits_weights())
 
             def body(x, xs, block=block):
                 state, first, past = xs
@@ -106,9 +107,9 @@ def run_layers(
 
 
 @functools.lru_cache(maxsize=64)
-def _single(block: Block, policy: str) -> Block:
+def _single(block: Block, policy: str, gathers: bool) -> Block:
     """The block of layers that are called one by one; equal ones are traced and lowered once, under one jit."""
-    return jax.jit(checkpointed(block, policy, scanned=False))
+    return jax.jit(checkpointed(block, policy, scanned=False, gathers=gathers))
 
 
 def added(left: Sums, right: Sums) -> Sums:

@@ -6,6 +6,7 @@ leading axis, so that one traced body serves them all.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,9 +18,13 @@ from jaxtyping import Array
 
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
+from fastjax.models.leaves import LORA_A, LORA_B, leaf_at
 from fastjax.models.streamed import layer_at
 from fastjax.parallel import as_input
 from fastjax.quantization import Weight, WeightLike, as_weight, concatenate, rows_of
+
+#: Elements of an adapter's matrix from which on it is split; smaller ones are replicated.
+MIN_ADAPTER = 1 << 20
 
 
 class LayerStack(NamedTuple):
@@ -115,10 +120,10 @@ def _alone(config: ModelConfig, index: int) -> list[WeightPath]:
 
 
 def logical_axes(tree: Any, config: ModelConfig) -> Any:
-    """The logical axes of a decoder's frozen arrays: a PartitionSpec of names a leaf, of None for vectors and routers.
+    """The logical axes of a decoder's arrays: a PartitionSpec of names a leaf, of None for vectors and routers.
 
     Args:
-        tree: the frozen tree, of arrays or shapes.
+        tree: the frozen tree or the trained one, of arrays or shapes.
         config: the model's.
     """
     matrices: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -131,6 +136,8 @@ def logical_axes(tree: Any, config: ModelConfig) -> Any:
 
     def of(path: tuple[Any, ...], weight: Any) -> Any:
         keys = tuple(key.key for key in path)
+        if leaf_at(path).kind in LORA_A | LORA_B and math.prod(weight.shape[-2:]) >= MIN_ADAPTER:
+            return P(*[None] * (weight.ndim - 2), "adapter", None)
         found = matrices.get(keys[3:] if keys[0] == "layers" else keys)  # after run and position
         if found is None:
             return jax.tree.map(lambda leaf: P(*[None] * leaf.ndim), weight)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
+from fastjax.parallel.gather import everything_but_gathered
 from fastjax.residuals import LAYER_INPUT, SAVED
 
 
@@ -28,7 +29,7 @@ class Policy(NamedTuple):
 
 
 #: By name, the fastest first, as measured for rows of 2,048 tokens: attention of long ones is fetched faster than it is
-#: made again. "none" leaves the choice to JAX, which keeps everything.
+#: made again. "none" leaves the choice to JAX, which keeps everything but weights gathered from other devices.
 POLICIES: Mapping[str, Policy | None] = {
     "none": None,
     "projections": Policy(SAVED),
@@ -72,17 +73,20 @@ def check_policy(remat: str) -> str:
     return remat
 
 
-def checkpointed(block: Callable[..., Any], remat: str, *, scanned: bool) -> Callable[..., Any]:
+def checkpointed(block: Callable[..., Any], remat: str, *, scanned: bool, gathers: bool = False) -> Callable[..., Any]:
     """A block of layers with its rematerialisation.
 
     Args:
         block: pure, its first argument the layer's input.
         remat: a name of `POLICIES`.
         scanned: whether it is a scan's body, whose iterations are apart already.
+        gathers: whether it gathers weights of other devices, which no policy keeps.
     """
     policy = POLICIES[remat]
     if policy is None:
-        return block
+        if not gathers:
+            return block
+        return jax.checkpoint(block, policy=everything_but_gathered, prevent_cse=not scanned)
     if not policy.offloaded:
         keep = jax.checkpoint_policies.save_only_these_names(*policy.kept) if policy.kept else None
         return jax.checkpoint(block, policy=keep, prevent_cse=not scanned)

@@ -1,9 +1,9 @@
 """The mesh, and the one table of arrays' places on it.
 
-Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the frozen weights (by output
-rows, so that packed codes travel packed); `expert` splits the batch and a mixture's experts; `context` splits rows of
-tokens; `tensor` splits heads and features. Trainable arrays and the optimizer's state are replicated. A weight names
-its arrays' logical axes (`quantization.Weight.axes`); `MESH_AXES` places these.
+Axes: `data` splits the batch and replicates the weights; `fsdp` splits the batch and the weights (by output rows, so
+that packed codes travel packed), with a trained one its gradient and its optimizer's state; `expert` splits the batch
+and a mixture's experts; `context` splits rows of tokens; `tensor` splits heads and features. A weight names its arrays'
+logical axes (`quantization.Weight.axes`); `MESH_AXES` places these.
 """
 
 import math
@@ -32,6 +32,7 @@ MESH_AXES: dict[str, str | None] = {
     "heads input": None,
     "mlp input": None,
     "expert_mlp input": None,
+    "adapter": "fsdp",
 }
 #: Fewest rows of a part on one device; smaller arrays are replicated.
 MIN_ROWS = 8
@@ -102,7 +103,7 @@ def as_input(axis: str) -> str:
 
 
 def shard_frozen(tree: Any, axes: Any, mesh: Mesh) -> Any:
-    """A NamedSharding for every leaf of the frozen tree.
+    """A NamedSharding for every leaf of a tree of weights, frozen or trained.
 
     Args:
         tree: arrays, or their shapes.
@@ -112,19 +113,26 @@ def shard_frozen(tree: Any, axes: Any, mesh: Mesh) -> Any:
     Raises:
         ValueError: two axes of an array would lie on one mesh axis.
     """
+    return jax.tree.map(lambda leaf, names: NamedSharding(mesh, spec_of(leaf.shape, names, mesh)), tree, axes)
 
-    def place(leaf: Any, names: P) -> NamedSharding:
-        wanted = [None if name is None else MESH_AXES[name] for name in names]
-        used = [axis for axis in wanted if axis is not None]
-        if len(set(used)) < len(used):
-            raise ValueError(f"axes {tuple(names)}: expected different mesh axes, got {tuple(wanted)}")
-        found = [
-            axis if axis is not None and _splits(size, mesh.shape[axis]) else None
-            for size, axis in zip(leaf.shape, wanted, strict=True)
-        ]
-        return NamedSharding(mesh, P(*found) if any(found) else P())
 
-    return jax.tree.map(place, tree, axes)
+def spec_of(shape: tuple[int, ...], names: P, mesh: Any) -> P:
+    """The mesh axes of one array of `shard_frozen`.
+
+    Args:
+        shape: of the array.
+        names: its logical axes.
+        mesh: the mesh, or its abstract.
+    """
+    wanted = [None if name is None else MESH_AXES[name] for name in names]
+    used = [axis for axis in wanted if axis is not None]
+    if len(set(used)) < len(used):
+        raise ValueError(f"axes {tuple(names)}: expected different mesh axes, got {tuple(wanted)}")
+    found = [
+        axis if axis is not None and _splits(size, mesh.shape[axis]) else None
+        for size, axis in zip(shape, wanted, strict=True)
+    ]
+    return P(*found) if any(found) else P()
 
 
 def _splits(size: int, devices: int) -> bool:

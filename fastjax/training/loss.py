@@ -1,17 +1,20 @@
 """The loss of a batch: cross-entropy summed over target tokens, never the whole logits at once."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.filterlib import Filter
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.models.decoder import Decoder, lm_logits
 from fastjax.models.moe import load_of, router_statistics
-from fastjax.parallel import ROWS, batch_devices, context_devices, local
-from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy
+from fastjax.parallel import ROWS, SHARES, batch_devices, context_devices, local
+from pallas_kernels.cross_entropy import CrossEntropy, chunk_size_for, chunked_cross_entropy
 from pallas_kernels.moe_routing import load_balancing_loss, z_loss
 
 
@@ -94,30 +97,26 @@ def loss_sums(
         return lm_logits(head, hidden)
 
     local_rows = -(-rows.tokens.shape[0] // batch_devices())
-    pieces = context_devices()
-    size = chunk_size or chunk_size_for(local_rows, rows.tokens.shape[1] // pieces, model.config.vocab_size)
+    length = rows.tokens.shape[1] // context_devices()
+    size = chunk_size or chunk_size_for(local_rows, length, model.config.vocab_size)
     smoothing, coefficient = (0.0, 0.0) if key is None else (label_smoothing_factor, z_loss_coef)
-    sums = chunked_cross_entropy(
+    cross_entropy = functools.partial(
+        chunked_cross_entropy,
         project,
-        nnx.to_pure_dict(trained),
-        nnx.to_pure_dict(frozen),
-        hidden,
-        rows.targets,
         chunk_size=size,
-        pieces=pieces,
         label_smoothing=smoothing,
         z_loss=coefficient,
         logits_scale=model.lm_head.scale,
         logits_soft_cap=model.lm_head.soft_cap,
-        island=_on_each_device,
     )
-    loss_sum, num_targets = jax.numpy.asarray(sums.loss_sum), jax.numpy.asarray(sums.num_targets)
-    metrics = {"num_targets": num_targets, "num_correct": jax.numpy.asarray(sums.num_correct)}
+    sums = _on_each_device(cross_entropy)(nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen), hidden, rows.targets)
+    loss_sum, num_targets = sums.loss_sum, sums.num_targets
+    metrics = {"num_targets": num_targets, "num_correct": sums.num_correct}
     if smoothing or coefficient:
         metrics |= {"cross_entropy": sums.cross_entropy_sum, "z_loss": sums.z_loss_sum}
     if not forward.sums:
         return LossSums(loss_sum, None, metrics)
-    load, weight = load_of(forward.sums), num_targets.astype(jax.numpy.float32)
+    load, weight = load_of(forward.sums), num_targets.astype(jnp.float32)
     balance = load_balancing_loss(load)
     if key is not None:
         loss_sum = loss_sum + weight * (router_aux_loss_coef * balance + router_z_loss_coef * z_loss(load))
@@ -125,6 +124,14 @@ def loss_sums(
     return LossSums(loss_sum, None, metrics | {name: weight * value for name, value in routers.items()})
 
 
-def _on_each_device(op: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation on arrays that lead with batch and sequence, on each device's own rows and tokens."""
-    return local(op, in_specs=(ROWS, ROWS), out_specs=ROWS)
+def _on_each_device(op: Callable[..., CrossEntropy]) -> Callable[..., CrossEntropy]:
+    """A loss of (trained, frozen, hidden, targets) over each device's own rows and tokens, and the sum of these.
+
+    The head is gathered once, and its gradient summed once, not for each chunk.
+    """
+
+    def own(*arguments: Any) -> CrossEntropy:
+        return jax.tree.map(lambda total: jnp.asarray(total)[None], op(*arguments))
+
+    island = local(own, in_specs=(P(), P(), ROWS, ROWS), out_specs=SHARES)
+    return lambda *arguments: jax.tree.map(lambda totals: jnp.sum(totals, axis=0), island(*arguments))

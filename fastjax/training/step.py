@@ -24,10 +24,12 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.models import remat
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import BATCH, CONTEXT, batch_sharding, place, shard_frozen
+from fastjax.parallel import BATCH, CONTEXT, batch_sharding, place
+from fastjax.parallel.gather import scattered
 from fastjax.training.health import squared_norms
 from fastjax.training.loss import Loss, LossSums, loss_sums
 from fastjax.training.loss_scale import LossScale
+from fastjax.training.placement import state_shardings, weight_shardings
 
 #: Label of places without target, as in PyTorch's and Hugging Face's losses.
 IGNORED = -100
@@ -152,7 +154,7 @@ def make_train_step(
             metrics |= {"loss_scale": state.loss_scale.scale, "skipped_steps": scale.skipped_steps}
         return new_state._replace(halted=state.halted | (~finite & lost)), metrics
 
-    return _on_mesh(step, graphdef, mesh, compiler_options, donate=(0,) if donate else ())
+    return _on_mesh(step, graphdef, mesh, compiler_options, donate=(0,) if donate else (), updates=True)
 
 
 def make_eval_step(
@@ -179,7 +181,7 @@ def make_eval_step(
 
         return jax.tree.map(lambda sums: sums.sum(0), jax.lax.map(one, batch))
 
-    return _on_mesh(evaluate, graphdef, mesh, compiler_options, donate=())
+    return _on_mesh(evaluate, graphdef, mesh, compiler_options, donate=(), updates=False)
 
 
 def make_probe(
@@ -220,7 +222,12 @@ def _gradient(
         mean = sums.loss_sum / targets
         return mean if factor is None else mean * factor, sums
 
-    return functools.partial(jax.grad(microbatch_loss, has_aux=True), state.trainable)
+    def gradient(number: Array, rows: Batch) -> tuple[Any, LossSums]:
+        found, sums = jax.grad(microbatch_loss, has_aux=True)(state.trainable, number, rows)
+        config = nnx.merge(graphdef, state.trainable, frozen).config
+        return scattered(found, logical_axes(found, config)), sums
+
+    return gradient
 
 
 def _accumulate(gradient: Callable[..., tuple[Any, LossSums]], batch: Batch, dtype: jnp.dtype) -> tuple[Any, LossSums]:
@@ -248,17 +255,18 @@ def _on_mesh(
     mesh: Mesh | None,
     compiler_options: Mapping[str, Any] | None,
     donate: tuple[int, ...],
+    updates: bool,
 ) -> Callable[..., Any]:
-    """Jit the function; on a mesh: rows over all devices, frozen weights by the table, the rest replicated.
+    """Jit the function, which may be one that updates its state.
 
-    On a mesh `jitted` of the result is the jitted function, which is called in `jax.set_mesh`, and
+    On a mesh: rows over all devices, weights and state by the table (`placement`), other results replicated. There
+    `jitted` of the result is the jitted function, which is called in `jax.set_mesh`, and
     `shardings(state, frozen, batch)` are those of its arguments, also of their shapes.
     """
     options = {**COMPILER_OPTIONS, **remat.compiler_options(graphdef), **(compiler_options or {})}
     if mesh is None:
         return jax.jit(function, donate_argnums=donate, compiler_options=options)
-    whole = NamedSharding(mesh, P())
-    places = None  # of the frozen weights: one structure for one graphdef
+    places = None  # of state and frozen weights: one structure for one graphdef
 
     def rows(array: Any) -> NamedSharding:
         return NamedSharding(mesh, P(*batch_sharding(mesh).spec[: array.ndim]))  # extra fields have two axes or more
@@ -267,15 +275,18 @@ def _on_mesh(
         nonlocal places
         if places is None:
             config = nnx.merge(graphdef, getattr(state, "trainable", state), frozen).config
-            places = shard_frozen(frozen, logical_axes(frozen, config), mesh)
-        return jax.tree.map(lambda _: whole, state), places, jax.tree.map(rows, batch)
+            places = state_shardings(state, config, mesh), weight_shardings(frozen, config, mesh)
+        return *places, jax.tree.map(rows, batch)
 
     def placed(state: Any, frozen: Any, batch: Batch) -> Any:
-        _, places, spread = shardings(state, frozen, batch)
-        frozen, batch = jax.tree.map(jax.lax.with_sharding_constraint, (frozen, batch), (places, spread))
-        return function(state, frozen, batch)
+        places = shardings(state, frozen, batch)
+        results = function(*jax.tree.map(jax.lax.with_sharding_constraint, (state, frozen, batch), places))
+        found = jax.tree.map(lambda _: NamedSharding(mesh, P()), results)
+        if updates:
+            found = places[0], found[1]
+        return jax.tree.map(jax.lax.with_sharding_constraint, results, found)
 
-    jitted = jax.jit(placed, donate_argnums=donate, out_shardings=whole, compiler_options=options)
+    jitted = jax.jit(placed, donate_argnums=donate, compiler_options=options)
 
     @functools.wraps(jitted)
     def call(state: Any, frozen: Any, batch: Batch) -> Any:

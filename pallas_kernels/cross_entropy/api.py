@@ -31,8 +31,6 @@ from pallas_kernels.cross_entropy.reference import IGNORE_INDEX, CrossEntropy
 from pallas_kernels.cross_entropy.rows import Options, sums_of
 
 Project = Callable[[Any, Any, Float[Array, "B C E"]], Float[Array, "B C V"]]
-#: Makes of an operation on arrays that lead with the batch axis the same on each device's own rows.
-Island = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _Call(NamedTuple):
@@ -40,10 +38,8 @@ class _Call(NamedTuple):
 
     project: Project
     chunk_size: int
-    pieces: int
     options: Options
     implementation: str | None
-    island: Island | None
 
 
 def chunked_cross_entropy(
@@ -54,13 +50,11 @@ def chunked_cross_entropy(
     targets: Int[Array, "B S"],
     *,
     chunk_size: int,
-    pieces: int = 1,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logits_scale: float = 1.0,
     logits_soft_cap: float | None = None,
     implementation: str | None = None,
-    island: Island | None = None,
 ) -> CrossEntropy:
     """Cross-entropy of ``project(trainable, frozen, hidden)`` against targets, without the whole logits.
 
@@ -76,15 +70,11 @@ def chunked_cross_entropy(
         targets: index of the right word at each position, int32; ``IGNORE_INDEX`` (−100) where there is no loss. Any
             other index outside the vocabulary makes the loss NaN.
         chunk_size: positions a chunk, see ``chunk_size_for``. A sequence that it does not divide is padded.
-        pieces: equal pieces of the sequence, each on a device of its own. A chunk has chunk_size positions of every
-            piece, so that all devices have a share of it and none travels.
         label_smoothing: share of the loss that is the mean of −log p over the vocabulary, in [0, 1).
         z_loss: factor, at least 0, of logsumexp(logits)², which is added to each position's loss.
         logits_scale: factor, greater than 0, of what project returns.
         logits_soft_cap: the scaled logits become cap · tanh(logits / cap); None: they stay.
         implementation: None, "triton" or "xla".
-        island: on several devices, what runs a kernel on each one's rows; None: there is one, or the call is inside a
-            shard_map.
 
     Returns:
         The sums; ``loss_sum`` alone is differentiable, in trainable and hidden. The gradient of trainable is
@@ -117,27 +107,23 @@ def chunked_cross_entropy(
                 "chunked_cross_entropy: trainable leaves must be floating-point, got "
                 f"{leaf.dtype} at {jax.tree_util.keystr(path) or 'the root'}; pass it in frozen"
             )
-    if pieces < 1 or hidden.shape[1] % pieces:
-        raise ValueError(
-            f"chunked_cross_entropy: pieces: expected a divisor of the length {hidden.shape[1]}, got {pieces}"
-        )
     options = Options(label_smoothing, z_loss, logits_scale, logits_soft_cap)
-    call = _Call(project, min(chunk_size, hidden.shape[1] // pieces), pieces, options, implementation, island)
+    call = _Call(project, min(chunk_size, hidden.shape[1]), options, implementation)
     return _cross_entropy(call, trainable, frozen, hidden, targets)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(call: _Call, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array) -> CrossEntropy:
     """The loss alone, without differentiation."""
-    padded_hidden, padded_targets = _pad(call, hidden, targets)
+    padded_hidden, padded_targets = _pad(hidden, targets, call.chunk_size)
 
     def step(sums: CrossEntropy, start: Array) -> tuple[CrossEntropy, None]:
-        logits = call.project(trainable, frozen, _slice(call, padded_hidden, start))
-        chunk_targets = _slice(call, padded_targets, start)
+        logits = call.project(trainable, frozen, _slice(padded_hidden, start, call.chunk_size))
+        chunk_targets = _slice(padded_targets, start, call.chunk_size)
         rows = _rows(call, logits, chunk_targets, differentiated=False)
         return _add(sums, sums_of(rows, chunk_targets, logits.shape[2], call.options)), None
 
-    sums, _ = lax.scan(step, _zeros(hidden), _starts(call, padded_hidden))
+    sums, _ = lax.scan(step, _zeros(hidden), _starts(padded_hidden, call.chunk_size))
     return sums
 
 
@@ -145,26 +131,26 @@ def _forward(
     call: _Call, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array
 ) -> tuple[CrossEntropy, tuple[PyTree, Array]]:
     """The loss, and as residuals its gradients in trainable and hidden."""
-    padded_hidden, padded_targets = _pad(call, hidden, targets)
+    padded_hidden, padded_targets = _pad(hidden, targets, call.chunk_size)
 
     def step(
         carry: tuple[CrossEntropy, PyTree, Array], start: Array
     ) -> tuple[tuple[CrossEntropy, PyTree, Array], None]:
         sums, dtrainable, dhidden = carry
-        piece = _slice(call, padded_hidden, start)
+        piece = _slice(padded_hidden, start, call.chunk_size)
         logits, pull_back = jax.vjp(lambda trainable, piece: call.project(trainable, frozen, piece), trainable, piece)
-        chunk_targets = _slice(call, padded_targets, start)
+        chunk_targets = _slice(padded_targets, start, call.chunk_size)
         rows, dlogits = _rows(call, logits, chunk_targets, differentiated=True)
         dtrainable_chunk, dpiece = pull_back(dlogits)
         dtrainable = jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dtrainable, dtrainable_chunk)
-        dhidden = _updated(call, dhidden, dpiece, start)
+        dhidden = lax.dynamic_update_slice_in_dim(dhidden, dpiece, start, axis=1)
         return (_add(sums, sums_of(rows, chunk_targets, logits.shape[2], call.options)), dtrainable, dhidden), None
 
     zeros = jax.tree.map(lambda leaf: lax.full_like(hidden, 0, jnp.float32, leaf.shape), trainable)
     carry = (_zeros(hidden), zeros, jnp.zeros_like(padded_hidden))
-    (sums, dtrainable, dhidden), _ = lax.scan(step, carry, _starts(call, padded_hidden))
+    (sums, dtrainable, dhidden), _ = lax.scan(step, carry, _starts(padded_hidden, call.chunk_size))
     dtrainable = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), dtrainable, trainable)
-    return sums, (dtrainable, _unpadded(dhidden, hidden.shape))
+    return sums, (dtrainable, dhidden[:, : hidden.shape[1]])
 
 
 def _backward(
@@ -185,39 +171,24 @@ def _rows(call: _Call, logits: Float[Array, "B C V"], targets: Int[Array, "B C"]
         Case(dispatch.target(), logits.shape, logits.dtype, call.options.soft_cap is not None), call.implementation
     )
     operation = REGISTRY[chosen].backward if differentiated else REGISTRY[chosen].forward
-    operation = partial(operation, options=call.options)
-    return (operation if call.island is None else call.island(operation))(logits, targets)
+    return operation(logits, targets, options=call.options)
 
 
-def _pad(call: _Call, hidden: Array, targets: Array) -> tuple[Array, Array]:
-    """[B, pieces, positions, …] of whole chunks: the positions that are added have no loss."""
-    hidden, targets = (a.reshape(a.shape[0], call.pieces, -1, *a.shape[2:]) for a in (hidden, targets))
-    missing = -hidden.shape[2] % call.chunk_size
+def _pad(hidden: Array, targets: Array, chunk_size: int) -> tuple[Array, Array]:
+    """Whole chunks: the positions that are added have no loss."""
+    missing = -hidden.shape[1] % chunk_size
     if not missing:
         return hidden, targets
-    hidden = jnp.pad(hidden, ((0, 0), (0, 0), (0, missing), (0, 0)))
-    return hidden, jnp.pad(targets, ((0, 0), (0, 0), (0, missing)), constant_values=IGNORE_INDEX)
+    hidden = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0)))
+    return hidden, jnp.pad(targets, ((0, 0), (0, missing)), constant_values=IGNORE_INDEX)
 
 
-def _unpadded(padded: Array, shape: tuple[int, ...]) -> Array:
-    """The way back from `_pad`."""
-    return padded[:, :, : shape[1] // padded.shape[1]].reshape(shape)
+def _slice(array: Array, start: Array, chunk_size: int) -> Array:
+    return lax.dynamic_slice_in_dim(array, start, chunk_size, axis=1)
 
 
-def _slice(call: _Call, array: Array, start: Array) -> Array:
-    """The chunk's positions of every piece, side by side."""
-    found = lax.dynamic_slice_in_dim(array, start, call.chunk_size, axis=2)
-    return found.reshape(array.shape[0], -1, *array.shape[3:])
-
-
-def _updated(call: _Call, array: Array, chunk: Array, start: Array) -> Array:
-    """The array with a chunk in its place."""
-    found = chunk.reshape(array.shape[0], call.pieces, call.chunk_size, *array.shape[3:])
-    return lax.dynamic_update_slice_in_dim(array, found, start, axis=2)
-
-
-def _starts(call: _Call, padded: Array) -> Array:
-    return jnp.arange(0, padded.shape[2], call.chunk_size, dtype=jnp.int32)
+def _starts(padded: Array, chunk_size: int) -> Array:
+    return jnp.arange(0, padded.shape[1], chunk_size, dtype=jnp.int32)
 
 
 def _zeros(like: Array) -> CrossEntropy:

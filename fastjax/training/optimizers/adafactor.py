@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fastjax.training.optimizers.groups import stack_dims
@@ -29,6 +31,17 @@ class Factored(NamedTuple):
 
     rows: Float[Array, "*stack out"]
     columns: Float[Array, "*stack in"]
+
+    def specs(self, spec: P, mesh: Mesh) -> "Factored":
+        """The PartitionSpecs of the two for a matrix of this one.
+
+        Args:
+            spec: of the matrix.
+            mesh: the mesh.
+        """
+        del mesh
+        wanted = [*spec, *[None] * (self.rows.ndim + 1 - len(spec))]
+        return Factored(P(*wanted[:-1]), P(*wanted[:-2], wanted[-1]))  # pyright: ignore[reportArgumentType]
 
 
 class FactoredState(NamedTuple):

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt8
 
 from convert.formats.dynamic import dynamic_map
@@ -33,6 +35,24 @@ class Blockwise(NamedTuple):
 
     codes: UInt8[Array, "..."]
     absmax: Float[Array, "..."]
+
+    def specs(self, spec: P, mesh: Mesh) -> "Blockwise":
+        """The PartitionSpecs of the two for an array of this one.
+
+        The magnitudes are split with the array where this is split by rows into whole blocks.
+
+        Args:
+            spec: of the array.
+            mesh: the mesh.
+        """
+        stack = self.absmax.ndim - 1
+        wanted = [*spec, *[None] * (self.codes.ndim - len(spec))]
+        first, *others = wanted[stack:]
+        parts = mesh.shape[first] if isinstance(first, str) else 1
+        rows_alone = not any(others) and math.prod(self.codes.shape[stack:]) % (parts * BLOCK) == 0
+        if first is not None and rows_alone:
+            return Blockwise(spec, P(*wanted[:stack], first))  # pyright: ignore[reportArgumentType]
+        return Blockwise(spec, P(*wanted[:stack]))  # pyright: ignore[reportArgumentType]
 
 
 def zeros(shape: tuple[int, ...], stack: int) -> Blockwise:

@@ -1,6 +1,8 @@
-"""What four H200s say to each other in one QLoRA step, read off the compiled program."""
+"""What four H200s say to each other in one step, read off the compiled program."""
 
 import collections
+import functools
+import math
 import re
 
 import jax
@@ -11,8 +13,9 @@ from jax.experimental import topologies
 
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.layout import logical_axes
-from fastjax.parallel import batch_sharding, make_mesh, shard_frozen, shard_replicated
+from fastjax.parallel import batch_sharding, make_mesh
+from fastjax.training.loss import loss_sums
+from fastjax.training.placement import state_shardings, weight_shardings
 from fastjax.training.step import init_state, make_train_step
 from tests.support.aot import needs_cuda_plugin, target_config
 
@@ -40,12 +43,14 @@ COLLECTIVE = re.compile(
 )
 
 
-def compiled_step(layer_loop: str, **axes: int) -> str:
+def compiled_step(layer_loop: str, *, full: bool = False, remat: str = "full", **axes: int):
     # float32: cuDNN's attention, the only operation that needs the card itself to compile, does not serve it.
     topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(), topology="1x1x4")
     mesh = make_mesh(**axes, devices=topology.devices)
-    model = FastLanguageModel.from_config(CONFIG, load_in_4bit=True, dtype="float32", layer_loop=layer_loop)
-    model = FastLanguageModel.get_peft_model(model, r=8)
+    options = {"dtype": "float32", "layer_loop": layer_loop, "use_gradient_checkpointing": remat}
+    model = FastLanguageModel.from_config(CONFIG, load_in_4bit=not full, full_finetuning=full, **options)
+    if not full:
+        model = FastLanguageModel.get_peft_model(model, r=8)
     optimizer = optax.adamw(1e-4)
 
     def spec(tree, shardings):
@@ -53,14 +58,15 @@ def compiled_step(layer_loop: str, **axes: int) -> str:
 
     state = jax.eval_shape(lambda: init_state(model.trainable, optimizer, jax.random.key(0)))
     rows = jax.ShapeDtypeStruct((1, 8, 256), jnp.int32, sharding=batch_sharding(mesh))
-    step = make_train_step(model.graphdef, optimizer, model.trainable_filter, mesh=mesh)
+    loss = functools.partial(loss_sums, chunk_size=64)  # several chunks: the head is gathered once for all
+    step = make_train_step(model.graphdef, optimizer, model.trainable_filter, loss=loss, mesh=mesh)
     with jax.set_mesh(mesh):
         arguments = (
-            spec(state, shard_replicated(state, mesh)),
-            spec(model.frozen, shard_frozen(model.frozen, logical_axes(model.frozen, model.config), mesh)),
+            spec(state, state_shardings(state, model.config, mesh)),
+            spec(model.frozen, weight_shardings(model.frozen, model.config, mesh)),
             Batch(rows, rows, rows, rows),
         )
-        return step.jitted.trace(*arguments).lower().compile(compiler_options=QUICK).as_text()
+        return step.jitted.trace(*arguments).lower().compile(compiler_options=QUICK)
 
 
 def collectives(text: str) -> list[tuple[str, str]]:
@@ -73,7 +79,7 @@ def collectives(text: str) -> list[tuple[str, str]]:
 @pytest.mark.both_worlds("scan", others="newer_world")
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_data_parallel_step_only_sums_gradients_and_metrics(layer_loop):
-    found = collectives(compiled_step(layer_loop, data=4))
+    found = collectives(compiled_step(layer_loop, data=4).as_text())
     kinds = collections.Counter(kind for kind, _ in found)
     # The adapters' gradients in one piece, the loss, the token counts (the last two are scalars).
     assert set(kinds) == {"all-reduce"}, found
@@ -83,7 +89,7 @@ def test_data_parallel_step_only_sums_gradients_and_metrics(layer_loop):
 @pytest.mark.aot
 @needs_cuda_plugin
 def test_fsdp_gathers_packed_weights_inside_the_layer_loop():
-    found = collectives(compiled_step("scan", fsdp=4))
+    found = collectives(compiled_step("scan", fsdp=4).as_text())
     gathers = [shapes for kind, shapes in found if kind == "all-gather"]
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce"}, found
     # The four projections' codes, in the forward and in the backward body of the scan.
@@ -93,3 +99,22 @@ def test_fsdp_gathers_packed_weights_inside_the_layer_loop():
     assert not matrices & set(floats), f"dequantised weights travel: {gathers}"
     # The embedding table and the head, once each (a shard and the whole array are named in one gather).
     assert sum(dims == (640, 512) for dims in floats) <= 2, gathers
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+def test_fsdp_of_trained_weights_gathers_a_layer_and_scatters_its_gradient():
+    """With the policy that keeps everything, save what was gathered: each layer is gathered forward and backward."""
+    compiled = compiled_step("scan", fsdp=4, full=True, remat="none")
+    elements = collections.Counter()
+    for kind, shapes in collectives(compiled.as_text()):
+        elements[kind] += sum(math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", shapes))
+    layer = 1024 * 512 + 512 * 512 + 2048 * 512 + 512 * 1024
+    tables = 2 * 640 * 512
+    # The results name a shard and the whole of each, one layer's in the bodies of the two scans.
+    assert elements["all-gather"] == 1.25 * (2 * layer + tables)
+    assert elements["reduce-scatter"] == 1.25 * (layer + tables)
+    assert set(elements) == {"all-gather", "reduce-scatter", "all-reduce"} and elements["all-reduce"] < 1e4
+    state = 3 * 4 * (4 * layer + tables)
+    assert compiled.memory_analysis().argument_size_in_bytes < 1.01 * state / 4

@@ -1,6 +1,8 @@
 """The same step on eight fake devices: data parallel, and with the frozen weights split."""
 
+import dataclasses
 import functools
+import math
 import tempfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.parallel import make_mesh
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
+from fastjax.training.placement import state_shardings
 from fastjax.training.step import init_state, make_eval_step, make_train_step
 from tests.support import families, steps, tiny
 
@@ -80,7 +83,14 @@ def trained(kind, mesh=None):
 @pytest.mark.both_worlds("qlora-data and fsdp")
 @pytest.mark.parametrize(
     ("kind", "mesh"),
-    [("lora", "data"), ("full", "data"), ("qlora", "data and fsdp"), ("lora", "fsdp"), ("mixture", "data and fsdp")],
+    [
+        ("lora", "data"),
+        ("full", "data"),
+        ("full", "data and fsdp"),
+        ("qlora", "data and fsdp"),
+        ("lora", "fsdp"),
+        ("mixture", "data and fsdp"),
+    ],
 )
 def test_eight_devices_equal_one(kind, mesh):
     expected, arrays = trained(kind)
@@ -90,6 +100,20 @@ def test_eight_devices_equal_one(kind, mesh):
         np.testing.assert_allclose(eight["grad_norm"], one["grad_norm"], rtol=TOLERANCE)
         assert eight["num_targets"] == one["num_targets"] and eight["num_correct"] == one["num_correct"]
     steps.assert_close(spread, arrays, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion"])
+def test_a_device_holds_its_share_of_weights_and_moments(name):
+    ours, optimizer = model("full"), make_optimizer(dataclasses.replace(OPTIMIZER, name=name), 3)
+    state = jax.eval_shape(lambda: init_state(ours.trainable, optimizer, jax.random.key(1)))
+    places = state_shardings(state, ours.config, make_mesh(data=2, fsdp=4))
+    leaves = zip(*map(jax.tree.leaves, (state, places)), strict=True)
+    large = {
+        (leaf.shape, math.prod(place.shard_shape(leaf.shape)) / leaf.size) for leaf, place in leaves if leaf.size > 999
+    }
+    # A vocabulary of 101 does not divide; the learning rates are no weight's.
+    assert {shape for shape, share in large if share == 1} == {(101, 64), (2**16,)}
+    assert {share for shape, share in large if shape[0] != 101 and len(shape) > 1} == {1 / 4}
 
 
 def test_evaluation_on_eight_devices_equals_one():

@@ -1,0 +1,74 @@
+"""Where the state of a step lives on a mesh.
+
+A trained array lies where its logical axes say (`parallel.MESH_AXES`), and with it what the optimizer holds of it:
+`fsdp` splits weights, gradients and moments (ZeRO, Rajbhandari et al., arXiv 1910.02054). Counters, rates and random
+state are on every device.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from convert.model.config import ModelConfig
+from fastjax.models.layout import logical_axes
+from fastjax.parallel import shard_frozen
+from fastjax.training.optimizers.adafactor import Factored
+from fastjax.training.optimizers.blockwise import Blockwise
+
+#: What an optimizer holds of an array in another shape than the array's.
+_PARTS = (Blockwise, Factored)
+
+
+def state_shardings(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
+    """A NamedSharding for every leaf of a train state.
+
+    Args:
+        state: a `TrainState`, of arrays or shapes; or the trained arrays alone.
+        config: the model's.
+        mesh: the mesh.
+    """
+    whole = NamedSharding(mesh, P())
+    if not hasattr(state, "trainable"):
+        return weight_shardings(state, config, mesh)
+    trained = weight_shardings(state.trainable, config, mesh)
+    places = {
+        _names(path): (leaf.shape, place)
+        for (path, leaf), place in zip(
+            jax.tree_util.tree_flatten_with_path(state.trainable)[0], jax.tree.leaves(trained), strict=True
+        )
+    }
+
+    def of(path: tuple[Any, ...], held: Any) -> Any:
+        found = places.get(_names(path))
+        if found is None:
+            return whole
+        shape, place = found
+        if isinstance(held, _PARTS):
+            return jax.tree.map(lambda spec: NamedSharding(mesh, spec), held.specs(place.spec, mesh))
+        return place if held.shape == shape else whole
+
+    def is_part(held: Any) -> bool:
+        return isinstance(held, _PARTS)
+
+    moments = jax.tree_util.tree_map_with_path(of, state.opt_state, is_leaf=is_part)
+    replicated = jax.tree.map(lambda _: whole, state)
+    return replicated._replace(trainable=trained, opt_state=moments)
+
+
+def weight_shardings(tree: Any, config: ModelConfig, mesh: Mesh) -> Any:
+    """A NamedSharding for every leaf of a decoder's arrays.
+
+    Args:
+        tree: the frozen tree or the trained one, of arrays or shapes.
+        config: the model's.
+        mesh: the mesh.
+    """
+    return shard_frozen(tree, logical_axes(tree, config), mesh)
+
+
+def _names(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The keys of a path from its first dictionary on: in an optimizer's state those of the trained array."""
+    first = next((n for n, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)), len(path))
+    return tuple(getattr(entry, "key", entry) for entry in path[first:])
