@@ -7,6 +7,7 @@ from typing import Any
 
 from fastjax.bench.step.case import (
     ADAPTERS,
+    FILLS,
     METHODS,
     OPTIMIZERS,
     PARAM_DTYPES,
@@ -78,8 +79,16 @@ def add_parser(commands: Any) -> None:
         "--attention", nargs="+", metavar="NAME", help="implementations of attention (default: the model's own choice)"
     )
     parser.add_argument(
-        "--lengths", type=Path, metavar="FILE", help="pack documents of these lengths: .npy, or a number a line"
+        "--lengths", type=Path, metavar="FILE", help="rows of documents of these lengths: .npy, or a number a line"
     )
+    parser.add_argument(
+        "--fill",
+        nargs="+",
+        choices=FILLS,
+        help="rows of --lengths: packed; one document each, padded to --seq, or to the longest of its batch (default: "
+        "packed). Tokens a second count no padding",
+    )
+    parser.add_argument("--offload_embedding", action="store_true", help="the table of embeddings on the host")
     parser.add_argument("--steps", type=positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
     parser.add_argument(
         "--warmup", type=positive, default=3, metavar="N", help="steps before these (default: %(default)s)"
@@ -113,8 +122,8 @@ def _cases(arguments: argparse.Namespace) -> list[StepCase]:
 
     method, weights = resolve_method(arguments.method, arguments.weights)
     if method == "full":
-        for name in ("rank", "adapters"):
-            if (value := getattr(arguments, name)) is not None:
+        for name in ("rank", "adapters", "offload_embedding"):
+            if value := getattr(arguments, name):
                 raise ConfigError(f"bench step: --{name} is for methods with adapters, got {value} with --method full")
     common = {
         "preset": arguments.preset,
@@ -129,11 +138,14 @@ def _cases(arguments: argparse.Namespace) -> list[StepCase]:
         "warmup": arguments.warmup,
         "lengths": None if arguments.lengths is None else tuple(read_lengths(arguments.lengths)),
         "layers": arguments.layers,
+        "offload_embedding": arguments.offload_embedding,
     }
+    if arguments.fill and arguments.lengths is None:
+        raise ConfigError("bench step: --fill: expected --lengths beside it, whose documents it makes rows of")
     attention = arguments.attention or [None]
     return [
-        StepCase(**layout._asdict(), attention=name, **common)
-        for layout, name in itertools.product(_layouts(arguments), attention)
+        StepCase(**layout._asdict(), attention=name, fill=fill, **common)
+        for layout, name, fill in itertools.product(_layouts(arguments), attention, arguments.fill or FILLS[:1])
     ]
 
 

@@ -233,21 +233,19 @@ def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, cache
         context: shared by all layers.
         caches: as `Decoder.empty_cache` makes them; None: none.
     """
-    parts = enumerate(zip(model.layers, model.plan, strict=True))
-    blocks = [_block(layers, stack, number, model.config) for number, (layers, stack) in parts]
+    # Equal stacks share a function, but for this pass alone: another may be traced with other implementations.
+    block_of, blocks = functools.cache(_block_of), []
+    for number, (layers, stack) in enumerate(zip(model.layers, model.plan, strict=True)):
+        graphdef, variables = nnx.split(layers)
+        arrays = nnx.to_pure_dict(variables)
+        axes = jax.tree.leaves(logical_axes({"layers": {number: arrays}}, model.config))
+        blocks.append((block_of(graphdef, tuple(P(*names[stack.count > 1 :]) for names in axes)), arrays))
     return run_layers(model.plan, blocks, x, context, caches, remat=model.remat)
 
 
-def _block(layers: Any, stack: LayerStack, number: int, config: ModelConfig) -> tuple[Block, Any]:
-    """The block function of the model's `number`th stack, the same one for stacks of equal layers, and its state."""
-    graphdef, variables = nnx.split(layers)
-    arrays = nnx.to_pure_dict(variables)
-    axes = jax.tree.leaves(logical_axes({"layers": {number: arrays}}, config))
-    return _block_of(graphdef, tuple(P(*names[stack.count > 1 :]) for names in axes)), arrays
-
-
-@functools.lru_cache(maxsize=64)
 def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...]) -> Block:
+    """The block function of stacks of equal layers, whose arrays have these logical axes."""
+
     def block(x, state, shared, first, cache):
         context: Context = shared
         after, total = [], {}

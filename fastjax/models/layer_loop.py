@@ -73,13 +73,24 @@ def run_layers(
         remat: as `policy_of` takes it; a stack's layers are of one policy. A pass with caches has no backward pass and
             keeps nothing.
     """
+    gathers = splits_weights()
+
+    @functools.cache
+    def single(block: Block, policy: str) -> Block:
+        """Equal layers that are called one by one are traced and lowered once, under one jit."""
+
+        def own(*arguments: Any) -> Any:  # JAX keeps traces by the function: another pass may choose otherwise
+            return block(*arguments)
+
+        return jax.jit(checkpointed(own, policy, scanned=False, gathers=gathers))
+
     after: list[Any] = []
     total: Sums = {}
     for number, (stack, (block, state)) in enumerate(zip(plan, blocks, strict=True)):
         policy = policy_of(remat, stack.start) if caches is None else "none"
         past = None if caches is None else caches[number]
         if stack.count == 1:
-            x, cache, sums = _single(block, policy, splits_weights())(x, state, shared, jnp.int32(stack.start), past)
+            x, cache, sums = single(block, policy)(x, state, shared, jnp.int32(stack.start), past)
         elif past is None and has_streamed(state):
             block = checkpointed(block, policy, scanned=True)
 
@@ -91,7 +102,7 @@ def run_layers(
             x, sums = run_streamed(layer, x, state, shared, stack.count)
             sums = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
         else:
-            block = checkpointed(block, policy, scanned=True, gathers=splits_weights())
+            block = checkpointed(block, policy, scanned=True, gathers=gathers)
 
             def body(x, xs, block=block):
                 state, first, past = xs
@@ -104,12 +115,6 @@ def run_layers(
         after.append(cache)
         total = added(total, sums)
     return Looped(x, after, total)
-
-
-@functools.lru_cache(maxsize=64)
-def _single(block: Block, policy: str, gathers: bool) -> Block:
-    """The block of layers that are called one by one; equal ones are traced and lowered once, under one jit."""
-    return jax.jit(checkpointed(block, policy, scanned=False, gathers=gathers))
 
 
 def added(left: Sums, right: Sums) -> Sums:

@@ -1,5 +1,6 @@
 """A case's model with random weights, drawn on the device layer by layer, and its rows."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -12,6 +13,7 @@ from fastjax.bench.attention.cases import packed
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.presets import preset_config
 from fastjax.data.batches import Batch
+from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.model import LanguageModel
 from fastjax.lora.sites import projections
@@ -19,6 +21,8 @@ from fastjax.training.step import TrainState, init_state
 
 #: Documents of each row.
 Documents = Sequence[Sequence[int]]
+#: Tokens that a row padded to its batch's longest document is a multiple of, as it is in training.
+_STEP = 64
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
@@ -43,6 +47,8 @@ def build_model(case: StepCase) -> LanguageModel:
     )
     if case.full:
         return model
+    if case.offload_embedding:
+        model = model.with_host_embedding()
     with_experts = case.adapters == "all" and model.config.moe is not None
     return FastLanguageModel.get_peft_model(
         model,
@@ -73,13 +79,30 @@ def first_state(model: LanguageModel, optimizer: optax.GradientTransformation) -
     return init_state(model.trainable, optimizer, jax.random.key(0), 2.0**12 if model.dtype == jnp.float16 else None)
 
 
-def documents_of(case: StepCase) -> Documents | None:
-    """The documents of packed rows; None: every row is one.
+def filled(case: StepCase) -> tuple[StepCase, Documents | None]:
+    """The case with the length that its rows have, and their documents; None: every row is one.
+
+    Of documents that are padded, those of one batch by chance: the batch whose longest document is the median of all
+    batches'. Rows as long as that document end at a whole `_STEP`.
+
+    Args:
+        case: the settings.
 
     Raises:
-        ConfigError: there are not enough of them.
+        ConfigError: there are not enough documents.
     """
-    return None if case.lengths is None else packed(case.lengths, case.batch, case.seq)
+    if case.lengths is None:
+        return case, None
+    if case.fill == "packed":
+        return case, packed(case.lengths, case.batch, case.seq)
+    if len(case.lengths) < case.batch:
+        raise ConfigError(f"--lengths: expected a document for each of {case.batch} rows, got {len(case.lengths)}")
+    count = len(case.lengths) // case.batch
+    shuffled = np.random.default_rng(0).permutation(np.minimum(case.lengths, case.seq))[: count * case.batch]
+    batches = sorted(shuffled.reshape(count, case.batch).tolist(), key=max)
+    rows = [(length,) for length in batches[count // 2]]
+    longest = -(-max(batches[count // 2]) // _STEP) * _STEP
+    return dataclasses.replace(case, seq=min(longest, case.seq)) if case.fill == "longest" else case, rows
 
 
 def make_batch(case: StepCase, vocab_size: int, documents: Documents | None) -> Batch:
@@ -88,7 +111,7 @@ def make_batch(case: StepCase, vocab_size: int, documents: Documents | None) -> 
     Args:
         case: the settings.
         vocab_size: number of tokens.
-        documents: of `documents_of`.
+        documents: of `filled`.
     """
     shape = (1, case.batch, case.seq)
     tokens = np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)

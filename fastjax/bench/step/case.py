@@ -11,6 +11,8 @@ METHODS = {"qlora": ("nf4", "mxfp4"), "lora": ("16bit",), "full": ("16bit",)}
 ADAPTERS = ("all", "attention")
 OPTIMIZERS = ("adamw", "adamw_8bit")
 PARAM_DTYPES = ("bfloat16", "float32")
+#: What documents are made rows by: packing; one a row, padded to the row's tokens, or to the longest of the batch.
+FILLS = ("packed", "padded", "longest")
 
 
 class Layout(NamedTuple):
@@ -57,8 +59,10 @@ class StepCase:
         steps: timed steps.
         warmup: steps before these.
         attention: its implementation; None: the model's own choice.
-        lengths: of documents, packed into the rows; None: rows of one document.
+        lengths: of documents that fill the rows; None: rows of one document.
+        fill: one of FILLS, for documents.
         layers: the preset's first ones alone; None: all.
+        offload_embedding: whether the table of embeddings lies in the host's memory.
     """
 
     preset: str
@@ -77,7 +81,9 @@ class StepCase:
     warmup: int = 3
     attention: str | None = None
     lengths: tuple[int, ...] | None = None
+    fill: str = "packed"
     layers: int | None = None
+    offload_embedding: bool = False
 
     @property
     def full(self) -> bool:
@@ -103,7 +109,13 @@ class StepCase:
     @property
     def rows(self) -> str:
         """Rows × tokens."""
-        return f"{self.batch}×{self.seq:,}" + (" packed" if self.lengths else "")
+        tokens = "longest" if self.lengths and self.fill == "longest" else f"{self.seq:,}"
+        return f"{self.batch}×{tokens}" + (f" {self.fill}" if self.lengths and self.fill != "longest" else "")
+
+    @property
+    def kept(self) -> str:
+        """What the backward pass recomputes, and what of the weights is in the host's memory."""
+        return self.checkpointing + (", embedding on the host" if self.offload_embedding else "")
 
 
 def resolve_method(method: str | None, weights: str | None) -> tuple[str, str]:

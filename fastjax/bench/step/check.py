@@ -81,7 +81,9 @@ def fault_of(case: StepCase) -> str | None:
     layers = min(_LAYERS, case.layers or _LAYERS)
     tokens = min(case.seq, _TOKENS)
     dtype = case.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    cut = dataclasses.replace(case, layers=layers, batch=1, seq=tokens, lengths=None, dtype="bfloat16")
+    cut = dataclasses.replace(
+        case, layers=layers, batch=1, seq=tokens, lengths=None, dtype="bfloat16", offload_embedding=False
+    )
     model = _with_gradients(build_model(cut))
     if model.config.moe is not None:
         cut = dataclasses.replace(cut, seq=min(tokens, _TOKENS_OF_MIXTURES))

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fastjax.bench.step.build import build_model, documents_of, first_state, make_batch
+from fastjax.bench.step.build import build_model, filled, first_state, make_batch
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.check import fault_of
 from fastjax.bench.step.profile import Profile, summarize
@@ -113,7 +113,8 @@ def _guarded(where: str, function: Callable[..., StepResult], *arguments: Any) -
 
 def _measure(case: StepCase, profile: Path | None) -> StepResult:
     device = jax.devices()[0]
-    model, documents = build_model(case), documents_of(case)
+    case, documents = filled(case)
+    model = build_model(case)
     total = case.warmup + case.steps
     optimizer = make_optimizer(OptimizerConfig(name=case.optimizer, learning_rate=_RATE), total)  # pyright: ignore[reportArgumentType]
     state = first_state(model, optimizer)

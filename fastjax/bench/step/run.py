@@ -16,7 +16,7 @@ from rich.console import Console
 from fastjax.bench.step import peers
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.measure import StepResult, check, measure
-from fastjax.bench.step.table import Line, Measured, markdown, print_results
+from fastjax.bench.step.table import Line, Measured, markdown, print_results, summary
 from fastjax.errors import TrainingError
 
 
@@ -57,10 +57,12 @@ def run(
                     checks[key] = pool.submit(check, case).result()
                 bad = checks[key].fault or checks[key].error
                 measured.append(Line(case, checks[key] if bad else pool.submit(measure, case, trace).result()))
+            _tell(console, measured, output)
         absent = peers.why_not(cases[0])
         for case in () if absent else peers.cases_of(cases):
             with console.status(f"{peers.label()} {case.preset} {case.rows} {case.checkpointing}"):
                 measured.append(Line(case, pool.submit(peers.measure_unsloth, case).result(), peers.label()))
+            _tell(console, measured, output)
     print_results(console, measured)
     if absent:
         console.print(f"Unsloth: {absent}", highlight=False)
@@ -75,6 +77,13 @@ def run(
     if faults:
         raise TrainingError(f"bench step: {faults} of {len(measured)} cases gave no figure: the reasons are above")
     return [line.result for line in measured[: len(cases)]]
+
+
+def _tell(console: Console, measured: Measured, output: Path | None) -> None:
+    """Show the newest line and keep it: what is measured outlives a later case that is cut off."""
+    console.print(summary(measured[-1]), highlight=False, markup=False)
+    if output is not None:
+        output.write_bytes(_json(measured))
 
 
 def _json(measured: Measured) -> bytes:

@@ -48,7 +48,7 @@ def print_results(console: Console, measured: Measured) -> None:
     columns = {  # a version would not fit
         "by": [line.by.partition(" ")[0] for line in measured] if {line.by for line in measured} > {"fastjax"} else [],
         "rows": [line.case.rows for line in measured] if len(rows) > 1 else [],
-        "remat": [line.case.checkpointing for line in measured],
+        "remat": [line.case.kept for line in measured],
         "loop": [line.case.layer_loop for line in measured],
         "attention": [line.case.attention or "" for line in measured] if any(line.rest[1] for line in measured) else [],
     }
@@ -76,12 +76,26 @@ def markdown(measured: Measured) -> str:
     for line in measured:
         case, result = line.case, line.result
         loop = ", ".join(filter(None, line.rest))
-        names = (line.by, case.model, case.trained, case.rows, case.checkpointing, loop)
+        names = (line.by, case.model, case.trained, case.rows, case.kept, loop)
         reason = result.fault or result.error
         lines.append((*names, reason, "", "", "", "") if reason else (*names, *_figures(result)))
     text = "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in lines)
     found = measured[0].result
     return f"{text}\n\n{found.device}, jax {found.jax}.\n"
+
+
+def summary(line: Line) -> str:
+    """A case and its figures, or the reason that there are none, in one line.
+
+    Args:
+        line: of the table.
+    """
+    case, result = line.case, line.result
+    names = " ".join(filter(None, (line.by, case.model, case.rows, case.kept, *line.rest)))
+    if reason := result.fault or result.error:
+        return f"{names}: {reason}"
+    milliseconds, speed, _, compiling, held = _figures(result)
+    return f"{names}: {milliseconds} ms, {speed} tokens/s, {held} GiB, compiled in {compiling} s"
 
 
 def _figures(result: StepResult) -> tuple[str, ...]:

@@ -114,3 +114,16 @@ def test_equal_layers_called_one_by_one_are_traced_once(remat):
     assert len(traced) == 1
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+
+
+def test_another_pass_is_traced_again():
+    """Implementations are chosen while a block is traced, by the context of the pass."""
+    traced = []
+
+    def block(x, state, shared, first, cache):
+        traced.append(first)
+        return x * state, None, {}
+
+    for _ in range(2):
+        run_layers([LayerStack(0, 1, 1)], [(block, jnp.float32(2))], jnp.ones((1, 1, 2)), None, None, remat="none")
+    assert len(traced) == 2

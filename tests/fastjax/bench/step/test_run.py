@@ -1,6 +1,7 @@
 """`fastjax bench step` on a tiny model: every figure is there, and none of a step that does not train."""
 
 import concurrent.futures
+import dataclasses
 import json
 
 import jax
@@ -10,8 +11,10 @@ import pytest
 from fastjax.bench.step import measure as measuring
 from fastjax.bench.step import peers
 from fastjax.bench.step import run as running
+from fastjax.bench.step.build import filled
 from fastjax.bench.step.case import StepCase
 from fastjax.cli import main
+from fastjax.errors import ConfigError
 from fastjax.training import loss
 
 SIZE = ("--preset", "tiny", "--batch", "2", "--seq", "32", "--steps", "2", "--warmup", "1", "--checkpointing", "full")
@@ -84,6 +87,29 @@ def test_packed_rows_with_a_forced_attention(tmp_path, capsys, here):
     assert 2 * 28 < row["tokens_per_second"] * row["step_seconds"] <= 2 * 32  # padding is not counted
     with pytest.raises(NotImplementedError, match="'mosaic' cannot serve"):
         main(["bench", "step", *given, "--attention", "mosaic"])
+
+
+def test_padded_rows_count_their_documents_alone(tmp_path, capsys, here):
+    lengths, output = tmp_path / "lengths.txt", tmp_path / "step.json"
+    lengths.write_text("20\n20\n20\n20\n")
+    given = [*SIZE, "--rank", "4", "--offload_embedding", "--output", str(output)]
+    assert main(["bench", "step", *given, "--lengths", str(lengths), "--fill", "packed", "padded"]) == 0
+    out = capsys.readouterr().out
+    assert "tiny 2×32 padded full, embedding on the host scan: " in " ".join(out.split())
+    for row in json.loads(output.read_text()):
+        assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(40)
+    assert main(["bench", "step", *given, "--fill", "padded"]) == 2
+    assert "expected --lengths beside it" in capsys.readouterr().err
+
+
+def test_rows_as_long_as_the_longest_of_their_batch():
+    """The batch whose longest document is the median of all batches'."""
+    case = dataclasses.replace(CASE, batch=1, seq=4096, lengths=(70, 200, 5000), fill="longest")
+    sized, documents = filled(case)
+    assert (sized.seq, documents) == (256, [(200,)])
+    assert filled(dataclasses.replace(case, fill="padded")) == (dataclasses.replace(case, fill="padded"), [(200,)])
+    with pytest.raises(ConfigError, match="a document for each of 4 rows, got 3"):
+        filled(dataclasses.replace(case, batch=4))
 
 
 def test_a_device_without_enough_memory_is_a_result(monkeypatch):
