@@ -44,9 +44,10 @@ def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[...
 
 
 def batch_devices() -> int:
-    """The number of devices over which the ambient mesh splits the batch."""
+    """The number of devices over which the ambient mesh splits the batch that the caller sees."""
     mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape.get(name, 1) for name in BATCH) if not mesh.empty else 1
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return math.prod(mesh.shape[name] for name in BATCH if kinds.get(name, AxisType.Manual) != AxisType.Manual)
 
 
 def batch_part() -> jax.Array:

@@ -1,8 +1,8 @@
 """Where the state of a step lives on a mesh.
 
 A trained array lies where its logical axes say (`parallel.MESH_AXES`), and with it what the optimizer holds of it:
-`fsdp` splits weights, gradients and moments (ZeRO, Rajbhandari et al., arXiv 1910.02054). Counters, rates and random
-state are on every device.
+`fsdp` splits weights, gradients and moments (ZeRO, Rajbhandari et al., arXiv 1910.02054). What a replica's exchange of
+gradients rounds off is its own. Counters, rates and random state are on every device.
 """
 
 from typing import Any
@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from convert.model.config import ModelConfig
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import shard_frozen
+from fastjax.parallel import BATCH, shard_frozen
+from fastjax.parallel.islands import on_axes
 from fastjax.training.optimizers.adafactor import Factored
 from fastjax.training.optimizers.blockwise import Blockwise
 
@@ -53,8 +54,10 @@ def state_shardings(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
         return isinstance(held, _PARTS)
 
     moments = jax.tree_util.tree_map_with_path(of, state.opt_state, is_leaf=is_part)
+    replicas = NamedSharding(mesh, P(on_axes(BATCH, mesh)))
+    feedback = jax.tree.map(lambda _: replicas, state.feedback)
     replicated = jax.tree.map(lambda _: whole, state)
-    return replicated._replace(trainable=trained, opt_state=moments)
+    return replicated._replace(trainable=trained, opt_state=moments, feedback=feedback)
 
 
 def weight_shardings(tree: Any, config: ModelConfig, mesh: Mesh) -> Any:

@@ -24,7 +24,9 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.models import remat
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import BATCH, CONTEXT, batch_sharding, place
+from fastjax.parallel import BATCH, CONTEXT, MeshShape, batch_part, batch_sharding, local, place
+from fastjax.parallel.checks import check_exchange
+from fastjax.parallel.exchange import Feedback, exchange, no_feedback
 from fastjax.parallel.gather import scattered
 from fastjax.training.health import squared_norms
 from fastjax.training.loss import Loss, LossSums, loss_sums
@@ -52,6 +54,7 @@ class TrainState(NamedTuple):
         key: random state of dropout; a step draws from it by its number.
         loss_scale: under float16, else None.
         halted: a step was not finite; later ones change nothing; bool [].
+        feedback: what the exchange of gradients has rounded off, replica by replica; None in float32.
     """
 
     step: Int[Array, ""]
@@ -60,6 +63,7 @@ class TrainState(NamedTuple):
     key: PRNGKeyArray
     loss_scale: LossScale | None
     halted: Bool[Array, ""]
+    feedback: Feedback | None = None
 
 
 def init_state(
@@ -67,6 +71,9 @@ def init_state(
     optimizer: optax.GradientTransformation,
     key: PRNGKeyArray,
     initial_loss_scale: float | None = None,
+    *,
+    gradient_exchange: str = "float32",
+    replicas: int = 1,
 ) -> TrainState:
     """The state before the first step.
 
@@ -77,12 +84,14 @@ def init_state(
         optimizer: initialises its state for them.
         key: random state of dropout.
         initial_loss_scale: for float16; None: the loss is not scaled.
+        gradient_exchange: as for `make_train_step`.
+        replicas: that exchange gradients.
     """
     trainable = jax.tree.map(jnp.copy, trainable)
     scale = None if initial_loss_scale is None else LossScale.start(initial_loss_scale)
-    return TrainState(
-        jnp.zeros((), jnp.int32), trainable, optimizer.init(trainable), jnp.copy(key), scale, jnp.zeros((), bool)
-    )
+    feedback = None if gradient_exchange == "float32" else no_feedback(trainable, replicas)
+    step, halted = jnp.zeros((), jnp.int32), jnp.zeros((), bool)
+    return TrainState(step, trainable, optimizer.init(trainable), jnp.copy(key), scale, halted, feedback)
 
 
 def make_train_step(
@@ -95,6 +104,7 @@ def make_train_step(
     loss_scale_window: int = 1000,
     donate: bool = True,
     mesh: Mesh | None = None,
+    gradient_exchange: str = "float32",
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Array]]]:
     """Build the jitted step (state, frozen, batch) -> (state, metrics).
@@ -109,6 +119,7 @@ def make_train_step(
         donate: reuse the state's memory; the state passed in becomes invalid.
         mesh: spread the batch over these devices (`parallel.make_mesh`). Frozen weights elsewhere are sent to them in
             every step: place them once with `parallel.shard_frozen`.
+        gradient_exchange: how gradients travel between replicas, a key of `parallel.exchange.FORMATS`.
         compiler_options: XLA's, for this step alone, beside `COMPILER_OPTIONS` and before them.
 
     Returns:
@@ -119,25 +130,49 @@ def make_train_step(
         before this step), and with a loss scale loss_scale (that of this step) and skipped_steps (so far).
     """
 
-    def step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        targets = jnp.maximum(jnp.sum(batch.targets != IGNORED), 1).astype(jnp.float32)
+    def mean(state: TrainState, frozen: Any, batch: Batch, targets: Array, total: Callable[[Any], Any]) -> Any:
+        """Gradients of the step's loss, sums over the batch, and the loss's weight."""
         factor = None if state.loss_scale is None else state.loss_scale.scale
         gradient = _gradient(graphdef, trainable_filter, loss, state, frozen, targets, factor)
         grads, sums = _accumulate(gradient, batch, jnp.dtype(accumulation_dtype))
+        sums, weight = total(sums), targets
         if factor is not None:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / factor, grads)
-        weight = targets
         if sums.weight is not None:
             weight = jnp.where(sums.weight > 0, sums.weight, 1).astype(jnp.float32)
             grads = jax.tree.map(lambda g: (g.astype(jnp.float32) * (targets / weight)).astype(g.dtype), grads)
-        norms = squared_norms(grads, nnx.merge(graphdef, state.trainable, frozen).plan)
+        return grads, sums, weight
+
+    def exchanged(state: TrainState, frozen: Any, batch: Batch, targets: Array) -> Any:
+        """The same and the feedback, each replica with its own rows until it sends its gradient."""
+
+        def own(state: TrainState, frozen: Any, batch: Batch, targets: Array) -> Any:
+            state = state._replace(key=jax.random.fold_in(state.key, batch_part()))
+            grads, *sums = mean(state, frozen, batch, targets, lambda sums: jax.lax.psum(sums, BATCH))
+            grads, feedback = exchange(grads, state.feedback, gradient_exchange, BATCH)
+            return grads, *sums, feedback
+
+        whole, parts = P(), P(BATCH)
+        specs = TrainState(*[whole] * 6, parts)
+        island = local(own, (specs, whole, P(None, BATCH), whole), (whole, whole, whole, parts))
+        return island(state, frozen, batch, targets)
+
+    def step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        targets = jnp.maximum(jnp.sum(batch.targets != IGNORED), 1).astype(jnp.float32)
+        decoder, feedback = nnx.merge(graphdef, state.trainable, frozen), None
+        if gradient_exchange == "float32":
+            grads, sums, weight = mean(state, frozen, batch, targets, lambda sums: sums)
+        else:
+            check_exchange(decoder.config, MeshShape() if mesh is None else MeshShape(**mesh.shape), gradient_exchange)
+            grads, sums, weight, feedback = exchanged(state._replace(opt_state=None), frozen, batch, targets)
+        norms = squared_norms(grads, decoder.plan)
         grad_norm = jnp.sqrt(jnp.sum(norms))
         finite = jnp.isfinite(sums.loss_sum) & jnp.isfinite(grad_norm) & ~state.halted
         # optax mixes Python floats with its integer counters
         with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
             trainable = optax.apply_updates(state.trainable, updates)
-        updated = state._replace(step=state.step + 1, trainable=trainable, opt_state=opt_state)
+        updated = state._replace(step=state.step + 1, trainable=trainable, opt_state=opt_state, feedback=feedback)
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
         metrics = {
             **{name: value if name in COUNTS else value / weight for name, value in sums.metrics.items()},
