@@ -3,7 +3,8 @@
 Beside its input and its output it holds one chunk's intermediate results, in the forward pass as in the backward pass,
 which computes them again (Arctic Long Sequence Training, arXiv 2506.13996). The output is written over the input, and
 the input's gradient over the output's. Gradients of trained arrays are summed in float32. A packed weight is decoded
-once a pass, not once a chunk. The chunks are cut along the sequence, so the batch axis keeps its sharding.
+once a pass, not once a chunk. The chunks are cut along the sequence: of a row that several devices share, out of each
+one's part, so that it stays theirs.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from convert.errors import shown
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.models.remat import POLICIES
-from fastjax.parallel import batch_devices, local
+from fastjax.parallel import batch_devices, context_devices, local
 from fastjax.quantization.weight import Weight
 
 #: Tokens of a chunk, and the fewest tokens of a device that are cut, where the setting is "auto".
@@ -51,7 +52,7 @@ def check_chunk(chunk: Any, config: ModelConfig) -> Chunk:
 
 
 def chunk_places(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | None:
-    """Places along the sequence that a chunk has; None: all.
+    """Places along the sequence that a chunk has of each device's part of a row; None: all.
 
     Args:
         chunk: the setting. "auto" leaves policies alone that keep the projections' results: the MLP's would be computed
@@ -59,13 +60,13 @@ def chunk_places(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | Non
         shape: [B, S, E] of the layers' input.
         policy: of the layer, a name of `remat.POLICIES`.
     """
-    rows = -(-shape[0] // batch_devices())
+    rows, length = -(-shape[0] // batch_devices()), shape[1] // context_devices()
     if chunk == "auto":
         kept = POLICIES[policy]
         again = kept is not None and "projection" not in kept.kept
-        chunk = AUTO_CHUNK if again and rows * shape[1] >= AUTO_TOKENS else None
-    places = shape[1] if chunk is None else max(1, chunk // rows)
-    return places if places < shape[1] else None
+        chunk = AUTO_CHUNK if again and rows * length >= AUTO_TOKENS else None
+    places = length if chunk is None else max(1, chunk // rows)
+    return places if places < length else None
 
 
 class _Call(NamedTuple):
@@ -123,7 +124,7 @@ def by_chunks(
         key: dropout key; None switches dropout off.
         x: the input in whose place the output, of the same shape and dtype, comes.
         *others: further inputs.
-        places: along the sequence, of a chunk.
+        places: along the sequence, of a chunk in each device's part of a row.
         decode: dtype in which the function reads packed weights; they are decoded into it before the loop. None: the
             function decodes them.
     """
@@ -134,11 +135,12 @@ def by_chunks(
 def _chunked(call: _Call, key: PRNGKeyArray | None, leaves: list[Any], x: Array, others: tuple[Array, ...]) -> Array:
     x, leaves = call.decoded(x, leaves)
 
-    def body(x: Array, start: Array, places: int, number: Array) -> Array:
-        tokens = (_cut(array, start, places) for array in (x, *others))
-        return lax.dynamic_update_slice_in_dim(x, call.run(leaves, key, number, *tokens), start, axis=1)
+    def body(y: Array, start: Array, places: int, number: Array) -> Array:
+        piece = call.run(leaves, key, number, *(_cut(array, start, places) for array in (y, *apart)))
+        return _put(y, piece, start)
 
-    return call.over(x.shape[1], body, x)
+    first, *apart = map(_parts, (x, *others))
+    return call.over(first.shape[2], body, first).reshape(x.shape)
 
 
 _by_chunks = jax.custom_vjp(_chunked, nondiff_argnums=(0,))
@@ -163,16 +165,17 @@ def _backward(call: _Call, residuals: Any, dy: Any) -> tuple[Any, ...]:
             return call.run(leaves, key, number, *tokens)
 
         total, gradients = carry
-        tokens = [_cut(array, start, places) for array in (x, *others)]
+        tokens = [_cut(array, start, places) for array in inputs]
         _, pull_back = jax.vjp(run, trained, *tokens)
         dtrained, *pieces = pull_back(_cut(gradients[0], start, places))
         total = jax.tree.map(lambda sums, part: sums + part.astype(jnp.float32), total, dtrained)
-        pairs = zip(gradients, pieces, strict=True)
-        return total, [lax.dynamic_update_slice_in_dim(whole, piece, start, axis=1) for whole, piece in pairs]
+        return total, [_put(whole, piece, start) for whole, piece in zip(gradients, pieces, strict=True)]
 
+    inputs = [_parts(array) for array in (x, *others)]
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
-    start = zeros, [dy, *(jnp.zeros_like(array) for array in others)]
-    total, (dx, *dothers) = call.over(x.shape[1], body, start)
+    carry = zeros, [_parts(dy), *map(jnp.zeros_like, inputs[1:])]
+    total, gradients = call.over(inputs[0].shape[2], body, carry)
+    dx, *dothers = (whole.reshape(array.shape) for whole, array in zip(gradients, (x, *others), strict=True))
     dtrained = jax.tree.map(lambda sums, leaf: sums.astype(leaf.dtype), total, trained)
     return None, dtrained, dx, tuple(dothers)
 
@@ -180,8 +183,19 @@ def _backward(call: _Call, residuals: Any, dy: Any) -> tuple[Any, ...]:
 _by_chunks.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _cut(array: Array, start: Array, places: int) -> Array:
-    return lax.dynamic_slice_in_dim(array, start, places, axis=1)
+def _parts(array: Float[Array, "B S F"]) -> Float[Array, "B D S/D F"]:
+    """The array by the devices that share a row."""
+    return array.reshape(array.shape[0], context_devices(), -1, array.shape[-1])
+
+
+def _cut(array: Float[Array, "B D S/D F"], start: Array, places: int) -> Float[Array, "B C F"]:
+    piece = lax.dynamic_slice_in_dim(array, start, places, axis=2)
+    return piece.reshape(array.shape[0], -1, array.shape[-1])
+
+
+def _put(array: Float[Array, "B D S/D F"], piece: Float[Array, "B C F"], start: Array) -> Array:
+    whole = piece.reshape(*array.shape[:2], -1, array.shape[-1])
+    return lax.dynamic_update_slice_in_dim(array, whole, start, axis=2)
 
 
 def _after(packed: dict[int, Weight], x: Array) -> tuple[dict[int, Weight], Array]:
