@@ -63,7 +63,8 @@ def attach_adapter(
         runs = rearrange(runs, model.plan, plan)
     weights = {**model.frozen, "layers": runs}
     adapters = build_adapters(adapter, model.config, plan, weights, arrays, key, model.precision)
-    decoder = Decoder(model.config, plan, weights, adapters, precision=model.precision, remat=model.remat)
+    how: dict[str, Any] = {"precision": model.precision, "remat": model.remat, "mlp_chunk": model.mlp_chunk}
+    decoder = Decoder(model.config, plan, weights, adapters, **how)
     graphdef, trainable, frozen = nnx.split(decoder, nnx.Any(LoraParam, SavedParam), ...)
     return model.replace(
         graphdef=graphdef,

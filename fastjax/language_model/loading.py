@@ -15,6 +15,7 @@ from fastjax.errors import ConfigError
 from fastjax.language_model.adapters import attach_adapter, load_adapter
 from fastjax.language_model.model import LanguageModel, check_host_layers
 from fastjax.lora.settings import fresh_adapter
+from fastjax.models.chunks import Chunk, check_chunk
 from fastjax.models.decoder import Decoder
 from fastjax.models.load import load_weights, random_weights
 from fastjax.models.new_rows import grown
@@ -52,6 +53,7 @@ class FastLanguageModel:
         allow_nonfinite: bool = False,
         offload_embedding: bool = False,
         offload_layers: bool = False,
+        mlp_chunk: Chunk = "auto",
     ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
         """Load a Hugging Face folder.
 
@@ -80,6 +82,8 @@ class FastLanguageModel:
                 head's too; also after `get_peft_model` and `load_adapter`.
             offload_layers: hold the matrices of scanned layers there, from the start; the device has those of two
                 layers while it computes (`models.streamed`).
+            mlp_chunk: tokens that an MLP computes at a time (`models.chunks`); "auto": 2,048 of them where a device has
+                16,384 or more and the backward pass computes the MLP again anyway; None: all.
 
         Returns:
             The model, and its tokenizer.
@@ -110,6 +114,7 @@ class FastLanguageModel:
             float32_modules=float32_modules,
             allow_nonfinite=allow_nonfinite,
             offload_layers=offload_layers,
+            mlp_chunk=mlp_chunk,
         )
         assert outline.tokenizer is not None, "a folder without one was refused"
         return (model.with_host_embedding() if offload_embedding else model), outline.tokenizer
@@ -127,6 +132,7 @@ class FastLanguageModel:
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         param_dtype: str = "float32",
         float32_modules: Sequence[str] | None = None,
+        mlp_chunk: Chunk = "auto",
     ) -> LanguageModel:
         """A model with random weights, for training from scratch and for benchmarks.
 
@@ -143,9 +149,11 @@ class FastLanguageModel:
             tokenizer: saved with the model.
             param_dtype: dtype of the trained arrays.
             float32_modules: modules that stay in float32.
+            mlp_chunk: as for `from_pretrained`.
         """
         settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
         parsed = ModelConfig.from_hf(config, where="config")
+        settings["mlp_chunk"] = check_chunk(mlp_chunk, parsed)
         settings["max_seq_length"] = row_length(max_seq_length, parsed)
         precision = make_precision(dtype, param_dtype, float32_modules, parsed)
         if tokenizer is not None:
@@ -274,6 +282,7 @@ def load_opened(
     float32_modules: Sequence[str] | None = None,
     allow_nonfinite: bool = False,
     offload_layers: bool = False,
+    mlp_chunk: Chunk = "auto",
     zeros: bool = False,
 ) -> LanguageModel:
     """Load the weights of a folder that is open; the other arguments are those of `FastLanguageModel.from_pretrained`.
@@ -290,6 +299,7 @@ def load_opened(
         float32_modules: modules that stay in float32.
         allow_nonfinite: let NaN and infinity in the weights through.
         offload_layers: hold the matrices of scanned layers in the host's memory; shapes get their places later.
+        mlp_chunk: tokens that an MLP computes at a time.
         zeros: zeros in the place of the weights, which are not read: for shapes (`shapes_of`).
 
     Raises:
@@ -298,6 +308,7 @@ def load_opened(
     """
     settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
     config, new_ids = outline.config, outline.new_token_ids
+    settings["mlp_chunk"] = check_chunk(mlp_chunk, config)
     precision = make_precision(dtype, param_dtype, float32_modules, config)
     how: dict[str, Any] = {
         "precision": precision,
@@ -339,7 +350,8 @@ def shapes_of(make: Callable[[], LanguageModel]) -> LanguageModel:
 
 
 def _build(config, hf_config, folder, plan, weights, precision, tokenizer, settings) -> LanguageModel:
-    decoder = Decoder(config, plan, weights, precision=precision, remat=settings["remat"])
+    how = {name: settings[name] for name in ("remat", "mlp_chunk")}
+    decoder = Decoder(config, plan, weights, precision=precision, **how)
     full = settings["full_finetuning"]
     graphdef, trainable, frozen = nnx.split(decoder, nnx.Param if full else nnx.Nothing(), ...)
     return LanguageModel(

@@ -23,6 +23,7 @@ from fastjax.host_memory import in_host_memory, to_device_memory, to_host_memory
 from fastjax.language_model import saving
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.lora.sites import adapter_sites
+from fastjax.models.chunks import Chunk
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import LayerStack
 from fastjax.models.precision import Precision
@@ -83,6 +84,7 @@ class LanguageModel:
         full_finetuning: whether every weight is trained.
         precision: dtypes of computation and parameters.
         remat: rematerialisation policy of the backward pass.
+        mlp_chunk: tokens that an MLP computes at a time (`models.chunks`).
         layer_loop: "scan" or "unroll".
         max_seq_length: most tokens in a row.
         tokenizer: the folder's, with the new tokens, or None.
@@ -101,6 +103,7 @@ class LanguageModel:
     full_finetuning: bool
     precision: Precision
     remat: str
+    mlp_chunk: Chunk
     layer_loop: str
     max_seq_length: int
     tokenizer: "PreTrainedTokenizerBase | None" = dataclasses.field(repr=False)

@@ -19,6 +19,7 @@ from convert.model.paths import EMBEDDING, HEAD, NORM
 from fastjax.lora.attach import Adapters
 from fastjax.lora.dropout import drop
 from fastjax.models.attention import Context, LayerCache, document_ranges
+from fastjax.models.chunks import Chunk, chunk_places
 from fastjax.models.layer import DecoderLayer
 from fastjax.models.layer_loop import Block, Looped, Sums, added, run_layers
 from fastjax.models.layout import LayerStack, logical_axes
@@ -26,6 +27,7 @@ from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Head, without_adapters
+from fastjax.models.remat import policy_of
 from fastjax.models.rotary import document_lengths, query_scales, rope_tables
 from fastjax.parallel import in_order, own_tokens
 from fastjax.parallel.gather import gathered
@@ -54,6 +56,7 @@ class Decoder(nnx.Module):
         plan: the layer stacks.
         precision: of the computation; `precision.dtype` is that of the activations between the layers.
         remat: policy of rematerialisation, as `remat.policy_of` takes it.
+        mlp_chunk: tokens that an MLP computes at a time, as `chunks.chunk_places` takes it.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Decoder(nnx.Module):
         *,
         precision: Precision,
         remat: str,
+        mlp_chunk: Chunk,
     ):
         """Build the modules around leaves that exist (arrays, stacked arrays, or their shapes).
 
@@ -76,8 +80,10 @@ class Decoder(nnx.Module):
             adapters: with `layers` arranged likewise; None: none.
             precision: of the computation.
             remat: policy of rematerialisation.
+            mlp_chunk: tokens that an MLP computes at a time.
         """
         self.config, self.plan, self.precision, self.remat = config, tuple(plan), precision, remat
+        self.mlp_chunk: Chunk = mlp_chunk
         adapters = adapters or Adapters([[{}] * stack.period for stack in plan])
         self.layers = nnx.List(
             [
@@ -239,19 +245,27 @@ def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, cache
         graphdef, variables = nnx.split(layers)
         arrays = nnx.to_pure_dict(variables)
         axes = jax.tree.leaves(logical_axes({"layers": {number: arrays}}, model.config))
-        blocks.append((block_of(graphdef, tuple(P(*names[stack.count > 1 :]) for names in axes)), arrays))
+        policy = policy_of(model.remat, stack.start)
+        places = None if caches is not None else chunk_places(model.mlp_chunk, x.shape, policy)
+        blocks.append((block_of(graphdef, tuple(P(*names[stack.count > 1 :]) for names in axes), places), arrays))
     return run_layers(model.plan, blocks, x, context, caches, remat=model.remat)
 
 
-def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...]) -> Block:
-    """The block function of stacks of equal layers, whose arrays have these logical axes."""
+def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...], places: int | None) -> Block:
+    """The block function of stacks of equal layers.
+
+    Args:
+        graphdef: of one period's layers.
+        axes: logical axes of their arrays.
+        places: of a row that the MLP takes at once; None: all.
+    """
 
     def block(x, state, shared, first, cache):
         context: Context = shared
         after, total = [], {}
         for position, layer in enumerate(nnx.merge(graphdef, gathered(state, axes))):
             key = None if context.key is None else jax.random.fold_in(context.key, first + position)
-            x, kept, sums = layer(x, context, key, None if cache is None else cache[position])
+            x, kept, sums = layer(x, context, key, None if cache is None else cache[position], places)
             after.append(kept)
             total = added(total, sums)
         return x, None if cache is None else after, total

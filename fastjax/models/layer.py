@@ -3,23 +3,20 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
-from fastjax.lora.dropout import drop
-from fastjax.lora.linear import describe, matrices_of
-from fastjax.lora.norm import Scale, normed_products
-from fastjax.lora.rank_products import drops
 from fastjax.models.attention import Attention, Context, LayerCache, Sinks
+from fastjax.models.chunks import by_chunks
 from fastjax.models.layer_loop import Sums
 from fastjax.models.layout import array_at
 from fastjax.models.mlp import MLP
 from fastjax.models.moe import Mixture, build_mixture
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
+from fastjax.models.residual_stream import FeedForward, Stream
 
 
 class DecoderLayer(nnx.Module):
@@ -78,57 +75,52 @@ class DecoderLayer(nnx.Module):
             self.mlp = mlp("mlp")
 
     def __call__(
-        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, cache: LayerCache | None
+        self,
+        x: Float[Array, "B S E"],
+        context: Context,
+        key: PRNGKeyArray | None,
+        cache: LayerCache | None,
+        places: int | None = None,
     ) -> tuple[Float[Array, "B S E"], LayerCache | None, Sums]:
-        """The layer's output; the cache with this step's keys and values, if there is one; a router's sums."""
-        before, after = self.around_attention
-        attention = self.self_attn
+        """The layer's output; the cache with this step's keys and values, if there is one; a router's sums.
+
+        Args:
+            x: the input.
+            context: of all layers.
+            key: the layer's dropout key; None switches dropout off.
+            cache: keys and values of past tokens, or None.
+            places: along the sequence, that an MLP computes at a time (`chunks`); None: all.
+        """
+        stream, attention = self._stream("self_attn", self.around_attention), self.self_attn
         whole = attention.float32 or attention.why_not_fused(x.dtype) is not None or self.parallel
-        x, read, products = self._read(before, x, None if whole else attention.qkv, key)
-        if self._as_is(after):
+        x, read, products = stream.read(x, None if whole else attention.qkv, key)
+        if stream.as_is:
             x, cache = attention(read, context, key, cache, x, products)
         else:
             attended, cache = attention(read, context, key, cache, None, products)
-            x = x + self._added(after, drop(attended, key, "self_attn", self.dropout))
-        before, after = self.around_mlp
+            x = stream.added(x, attended, key)
+        stream = self._stream("mlp", self.around_mlp)
         if isinstance(self.mlp, Mixture):
-            output, sums = self.mlp(read if self.parallel else self._normed(before, x), key, context.mask)
-            return x + self._added(after, drop(output, key, "mlp", self.dropout)), cache, sums
-        whole = self.mlp.float32 or self.mlp.why_not_fused(x.dtype) is not None
-        if not self.parallel:
-            x, read, products = self._read(before, x, None if whole else self.mlp.gate_up, key)
-        if self._as_is(after):
-            return self.mlp(read, key, x, products), cache, {}
-        output = self.mlp(read, key, None, products)
-        return x + self._added(after, drop(output, key, "mlp", self.dropout)), cache, {}
+            output, sums = self.mlp(read if self.parallel else stream.normed(x), key, context.mask)
+            return stream.added(x, output, key), cache, sums
+        tokens = (x, read) if self.parallel else (x,)
+        return _feed_forward(FeedForward(stream, self.mlp), key, tokens, places), cache, {}
 
-    def _read(
-        self, norm: str | None, x: Float[Array, "B S E"], projection: Projection | None, key: PRNGKeyArray | None
-    ) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"], Float[Array, "B S PR"] | None]:
-        """The residual stream, to be read in its place; the normalised rows; a projection's rank products of them.
+    def _stream(self, name: str, norms: tuple[str | None, str | None]) -> Stream:
+        before, after = (None if norm is None else getattr(self, norm) for norm in norms)
+        return Stream(name, before, after, self.multiplier, self.dropout)
 
-        Args:
-            norm: its name, or None.
-            x: the residual stream.
-            projection: what reads the rows with its adapters; None: it makes its own rank products.
-            key: the layer's dropout key.
-        """
-        if norm is None or projection is None or not projection.adapters:
-            return x, self._normed(norm, x), None
-        module, parts = getattr(self, norm), describe(projection.parts, projection.adapters)
-        if not module.plain or drops(parts, key) or set(projection.dtypes(x.dtype)) != {x.dtype}:
-            return x, module(x), None
-        scale = Scale(module.eps, module.offset)
-        return normed_products(scale, parts, x, module.weight[...], matrices_of(projection.adapters))
 
-    def _as_is(self, after: str | None) -> bool:
-        """Whether attention or MLP is added to the residual stream as it is, with the norm of that name behind it."""
-        return after is None and self.multiplier == 1.0 and self.dropout == 0.0
+def _feed_forward(
+    part: FeedForward, key: PRNGKeyArray | None, tokens: tuple[Array, ...], places: int | None
+) -> Float[Array, "B S E"]:
+    """The MLP's part of a layer, of so many places at a time."""
+    if places is None:
+        return part(key, *tokens)
+    graphdef, state = nnx.split(part)
 
-    def _normed(self, name: str | None, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        return x if name is None else getattr(self, name)(x)
+    def run(state: Any, key: PRNGKeyArray | None, *tokens: Array) -> Array:
+        return nnx.merge(graphdef, state)(key, *tokens)
 
-    def _added(self, norm: str | None, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """The share of attention or MLP in the residual stream, from its output."""
-        x = self._normed(norm, x)
-        return x if self.multiplier == 1.0 else (x.astype(jnp.float32) * self.multiplier).astype(x.dtype)
+    decode = part.mlp.decoded_dtype(tokens[0].dtype)
+    return by_chunks(run, nnx.to_pure_dict(state), key, *tokens, places=places, decode=decode)

@@ -77,6 +77,18 @@ class MLP(nnx.Module):
             return "its projections are computed in different dtypes"
         return None
 
+    def decoded_dtype(self, dtype: jnp.dtype) -> jnp.dtype | None:
+        """The dtype in which the block reads its weights; None: in several, or otherwise than in products.
+
+        Args:
+            dtype: of the block's input.
+        """
+        adapters = [*self.gate_up.adapters.values(), *self.down.adapters.values()]
+        if self.float32 or any(adapter.magnitude is not None for adapter in adapters):
+            return None
+        dtypes = {*self.gate_up.dtypes(dtype), *self.down.dtypes(dtype)}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
     def block(self) -> Block:
         """The unit's static description."""
         return Block(

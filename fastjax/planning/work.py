@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh
 
 
@@ -26,8 +27,13 @@ def product_flops(jaxpr: Any) -> float:
     """FLOPs of the products in a jaxpr: two a multiplication, loops by their length, of branches the largest.
 
     Args:
-        jaxpr: closed or open.
+        jaxpr: closed or open; what no result needs is not computed.
     """
+    program = getattr(jaxpr, "jaxpr", jaxpr)
+    return _product_flops(dce_jaxpr(program, [True] * len(program.outvars))[0])
+
+
+def _product_flops(jaxpr: Any) -> float:
     total = 0.0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name, params = equation.primitive.name, equation.params
@@ -39,7 +45,7 @@ def product_flops(jaxpr: Any) -> float:
         if name == "ragged_dot_general":  # each row meets one group's matrix, in the product or in its gradient
             total += 2.0 * math.prod(equation.invars[0].aval.shape) * equation.outvars[0].aval.shape[-1]
             continue
-        inside = [product_flops(inner) for inner in jaxprs_in_params(params)]
+        inside = [_product_flops(inner) for inner in jaxprs_in_params(params)]
         if name == "cond":
             total += max(inside, default=0.0)
         else:

@@ -45,6 +45,9 @@ class ModelSection:
         offload_layers: hold the matrices of the layers in the host's memory, where they are frozen and the layers are
             scanned; the GPU holds those of two layers, and a step fetches them twice: for 70B in NF4 2 of 36 GB, each
             time in 0.7 seconds over PCIe 5.
+        mlp_chunk: tokens that an MLP computes at a time, forward and backward, so that it takes memory for so many
+            alone (a tiled MLP). auto: 2048 where a GPU has 16384 tokens or more at a time and the backward pass
+            recomputes the MLP anyway; null: all. Mixtures of experts compute all.
         allow_nonfinite: let NaN and infinity in the base's or the adapter's weights through instead of refusing them by
             the tensor's name; a matrix that is quantised is refused with any.
         layer_loop: scan over the layers (compile time independent of depth) or unroll them (a few percent faster).
@@ -62,6 +65,7 @@ class ModelSection:
     use_gradient_checkpointing: bool | str = "auto"
     offload_embedding: bool = False
     offload_layers: bool = False
+    mlp_chunk: int | Literal["auto"] | None = "auto"
     allow_nonfinite: bool = False
     layer_loop: Literal["scan", "unroll"] = "scan"
 
@@ -79,6 +83,8 @@ class ModelSection:
                 raise ConfigError(f"model.{name}: expected false with model.full_finetuning: true, got true")
         if self.offload_layers and self.layer_loop != "scan":
             raise ConfigError("model.offload_layers: expected false with model.layer_loop: unroll, got true")
+        chunk = self.mlp_chunk
+        expect("model.mlp_chunk", chunk, chunk is None or chunk == "auto" or chunk >= 1, "of at least 1")
         fits = self.max_seq_length <= MAX_ROW_TOKENS
         expect("model.max_seq_length", self.max_seq_length, fits, f"of at most {MAX_ROW_TOKENS}")
         if self.full_finetuning and self.load_in_4bit:

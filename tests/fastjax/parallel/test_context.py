@@ -23,9 +23,10 @@ MESHES = {"context": {"context": 4}, "mixed": {"data": 2, "fsdp": 2, "context": 
 
 
 @functools.cache
-def model(kind):
+def model(kind, mlp_chunk=None):
     folder = tiny.shared_folder(hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
-    base = tiny.model(folder, CONFIG, load_in_4bit=kind == "qlora", full_finetuning=kind == "full")
+    options = {"load_in_4bit": kind == "qlora", "full_finetuning": kind == "full", "mlp_chunk": mlp_chunk}
+    base = tiny.model(folder, CONFIG, **options)
     return base if kind == "full" else tiny.adapted(base, target_modules="all-linear")
 
 
@@ -39,8 +40,8 @@ def batch(packed):
 
 
 @functools.cache
-def trained(kind, packed, mesh):
-    ours, optimizer = model(kind), make_optimizer(OPTIMIZER, 3)
+def trained(kind, packed, mesh, mlp_chunk=None):
+    ours, optimizer = model(kind, mlp_chunk), make_optimizer(OPTIMIZER, 3)
     mesh = None if mesh is None else make_mesh(**MESHES[mesh])
     step = make_train_step(ours.graphdef, optimizer, ours.trainable_filter, mesh=mesh)
     state, seen = init_state(ours.trainable, optimizer, jax.random.key(1)), []
@@ -50,13 +51,14 @@ def trained(kind, packed, mesh):
     return seen, jax.device_get(state.trainable)
 
 
-@pytest.mark.both_worlds("qlora-True-mixed")
+@pytest.mark.both_worlds("qlora-True-mixed-8")
 @pytest.mark.parametrize(
-    ("kind", "packed", "mesh"), [("lora", True, "context"), ("qlora", True, "mixed"), ("full", False, "context")]
+    ("kind", "packed", "mesh", "chunk"),
+    [("lora", True, "context", None), ("qlora", True, "mixed", 8), ("full", False, "context", None)],
 )
-def test_a_row_on_several_devices_equals_one(kind, packed, mesh):
+def test_a_row_on_several_devices_equals_one(kind, packed, mesh, chunk):
     expected, arrays = trained(kind, packed, None)
-    found, spread = trained(kind, packed, mesh)
+    found, spread = trained(kind, packed, mesh, chunk)
     for one, many in zip(expected, found, strict=True):
         np.testing.assert_allclose(many["loss"], one["loss"], rtol=LOSS_TOLERANCE)
         np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=TOLERANCE)

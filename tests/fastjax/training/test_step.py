@@ -34,10 +34,10 @@ ADAPTERS = {
 
 
 @functools.cache
-def model(kind, layer_loop="scan", remat="full", dtype="float32"):
+def model(kind, layer_loop="scan", remat="full", dtype="float32", mlp_chunk=None):
     """Every trained array is random: none of its gradients is zero because another starts at zero."""
     options = {"layer_loop": layer_loop, "use_gradient_checkpointing": remat, "full_finetuning": kind == "full"}
-    options["dtype"] = dtype
+    options |= {"dtype": dtype, "mlp_chunk": mlp_chunk}
     folder = tiny.shared_folder(tie_word_embeddings=kind in ("full", "tied"))
     base = tiny.model(folder, tiny.CONFIG, load_in_4bit=kind == "qlora", **options)
     return base if kind == "full" else tiny.adapted(base, **ADAPTERS[kind])
@@ -147,21 +147,21 @@ def test_the_size_of_the_chunks_does_not_matter():
     steps.assert_close(chunked, grads, TOLERANCE)
 
 
-@pytest.mark.both_worlds("qlora-scan-projections")
+@pytest.mark.both_worlds("qlora-scan-projections-None", "qlora-scan-offload_attention-48")
 @pytest.mark.parametrize(
-    ("kind", "layer_loop", "remat"),
+    ("kind", "layer_loop", "remat", "chunk"),
     [
-        ("qlora", "unroll", "full"),
-        ("qlora", "scan", "projections"),
-        ("full", "unroll", "none"),
-        ("mixed ranks", "scan", "none"),
-        ("qlora", "scan", "offload_attention"),
-        ("full", "scan", "attention"),
+        ("qlora", "unroll", "full", None),
+        ("qlora", "scan", "projections", None),
+        ("full", "unroll", "none", 48),
+        ("mixed ranks", "scan", "none", None),
+        ("qlora", "scan", "offload_attention", 48),
+        ("full", "scan", "attention", None),
     ],
 )
-def test_neither_loop_nor_rematerialisation_changes_the_gradients(kind, layer_loop, remat):
+def test_neither_loop_nor_rematerialisation_nor_chunks_change_the_gradients(kind, layer_loop, remat, chunk):
     rows = packed_rows()
-    reference, other = model(kind), model(kind, layer_loop, remat)
+    reference, other = model(kind), model(kind, layer_loop, remat, mlp_chunk=chunk)
     expected, grads = steps.gradients(reference, batch(rows))
     metrics, found = steps.gradients(other, batch(rows))
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)

@@ -1,0 +1,211 @@
+"""A part of a layer that computes each token by itself, chunk by chunk of tokens: a tiled MLP.
+
+Beside its input and its output it holds one chunk's intermediate results, in the forward pass as in the backward pass,
+which computes them again (Arctic Long Sequence Training, arXiv 2506.13996). The output is written over the input, and
+the input's gradient over the output's. Gradients of trained arrays are summed in float32. A packed weight is decoded
+once a pass, not once a chunk. The chunks are cut along the sequence: of a row that several devices share, out of each
+one's part, so that it stays theirs.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from convert.errors import shown
+from convert.model.config import ModelConfig
+from fastjax.errors import ConfigError
+from fastjax.models.remat import POLICIES
+from fastjax.parallel import batch_devices, context_devices, local
+from fastjax.quantization.weight import Weight
+
+#: Tokens of a chunk, and the fewest tokens of a device that are cut, where the setting is "auto".
+AUTO_CHUNK, AUTO_TOKENS = 2048, 16384
+#: `by_chunks`' setting: tokens of a chunk; "auto": `AUTO_CHUNK` of long rows; None: the whole at once.
+Chunk = int | Literal["auto"] | None
+#: (state, dropout key, x [B, C, E], others [B, C, …]) -> x's successor [B, C, E].
+Function = Callable[..., Array]
+
+
+def check_chunk(chunk: Any, config: ModelConfig) -> Chunk:
+    """The setting itself.
+
+    Args:
+        chunk: tokens of a chunk, "auto" or None.
+        config: the model's.
+
+    Raises:
+        ConfigError: it is none of these; or a number, and all layers have mixtures of experts.
+    """
+    if chunk in (None, "auto"):
+        return chunk
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+        raise ConfigError(f"mlp_chunk: expected auto, None or a number of tokens, got {shown(chunk)}")
+    if all(layer.moe for layer in config.layers):
+        raise ConfigError(f"mlp_chunk: expected auto or null with mixtures of experts in all layers, got {chunk}")
+    return chunk
+
+
+def chunk_places(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | None:
+    """Places along the sequence that a chunk has of each device's part of a row; None: all.
+
+    Args:
+        chunk: the setting. "auto" leaves policies alone that keep the projections' results: the MLP's would be computed
+            again.
+        shape: [B, S, E] of the layers' input.
+        policy: of the layer, a name of `remat.POLICIES`.
+    """
+    rows, length = -(-shape[0] // batch_devices()), shape[1] // context_devices()
+    if chunk == "auto":
+        kept = POLICIES[policy]
+        again = kept is not None and "projection" not in kept.kept
+        chunk = AUTO_CHUNK if again and rows * length >= AUTO_TOKENS else None
+    places = length if chunk is None else max(1, chunk // rows)
+    return places if places < length else None
+
+
+class _Call(NamedTuple):
+    """The static part of a call.
+
+    Attributes:
+        function: as of `by_chunks`.
+        structure: of its state, with packed weights as leaves.
+        places: of a chunk.
+        decode: dtype into which packed weights are decoded before the loop; None: they are not.
+    """
+
+    function: Function
+    structure: Any
+    places: int
+    decode: Any
+
+    def over(self, length: int, body: Callable[[Any, Array, int, Array], Any], carry: Any) -> Any:
+        """Carry through (carry, start, places, number) of every chunk; the last may be shorter."""
+        whole, rest = divmod(length, self.places)
+        numbers = jnp.arange(whole, dtype=jnp.int32)
+        carry, _ = lax.scan(lambda c, n: (body(c, n * self.places, self.places, n), None), carry, numbers)
+        return body(carry, jnp.int32(whole * self.places), rest, jnp.int32(whole)) if rest else carry
+
+    def decoded(self, x: Array, leaves: list[Any]) -> tuple[Array, list[Any]]:
+        """x, and the leaves, with packed weights decoded no earlier than x is there."""
+        packed = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Weight)}
+        if self.decode is None or not packed:
+            return x, leaves
+        decode = local(lambda weight: weight.dequantize(self.decode), in_specs=P(), out_specs=P())
+        packed, x = _after(packed, x)
+        arrays = lax.optimization_barrier({number: decode(weight) for number, weight in packed.items()})
+        return x, [arrays.get(number, leaf) for number, leaf in enumerate(leaves)]
+
+    def run(self, leaves: list[Any], key: PRNGKeyArray | None, number: Array, *tokens: Array) -> Array:
+        """The function of one chunk, which has a dropout key of its own."""
+        own = None if key is None else jax.random.fold_in(key, number)
+        return self.function(jax.tree.unflatten(self.structure, leaves), own, *tokens)
+
+
+def by_chunks(
+    function: Function,
+    state: PyTree,
+    key: PRNGKeyArray | None,
+    x: Float[Array, "B S E"],
+    *others: Float[Array, "B S F"],
+    places: int,
+    decode: Any = None,
+) -> Float[Array, "B S E"]:
+    """`function(state, key, x, *others)`, computed chunk by chunk; its masks of dropout are each chunk's own.
+
+    Args:
+        function: of tokens that do not see one another; it must not close over traced values.
+        state: its arrays and packed weights, which are frozen.
+        key: dropout key; None switches dropout off.
+        x: the input in whose place the output, of the same shape and dtype, comes.
+        *others: further inputs.
+        places: along the sequence, of a chunk in each device's part of a row.
+        decode: dtype in which the function reads packed weights; they are decoded into it before the loop. None: the
+            function decodes them.
+    """
+    leaves, structure = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, Weight))
+    return _by_chunks(_Call(function, structure, places, decode), key, leaves, x, others)
+
+
+def _chunked(call: _Call, key: PRNGKeyArray | None, leaves: list[Any], x: Array, others: tuple[Array, ...]) -> Array:
+    x, leaves = call.decoded(x, leaves)
+
+    def body(y: Array, start: Array, places: int, number: Array) -> Array:
+        piece = call.run(leaves, key, number, *(_cut(array, start, places) for array in (y, *apart)))
+        return _put(y, piece, start)
+
+    first, *apart = map(_parts, (x, *others))
+    return call.over(first.shape[2], body, first).reshape(x.shape)
+
+
+_by_chunks = jax.custom_vjp(_chunked, nondiff_argnums=(0,))
+
+
+def _forward(call: _Call, *arguments: Any) -> tuple[Array, Any]:
+    trains = [any(one.perturbed for one in jax.tree.leaves(leaf)) for leaf in arguments[1]]
+    key, leaves, x, others = custom_vjp_primal_tree_values(arguments)
+    trained = [leaf if train else None for leaf, train in zip(leaves, trains, strict=True)]
+    frozen = [None if train else leaf for leaf, train in zip(leaves, trains, strict=True)]
+    return _chunked(call, key, leaves, x, others), (key, trained, frozen, x, others)
+
+
+def _backward(call: _Call, residuals: Any, dy: Any) -> tuple[Any, ...]:
+    key, trained, frozen, x, others = residuals
+    dy = jnp.zeros_like(x) if isinstance(dy, SymbolicZero) else dy
+    x, frozen = call.decoded(x, frozen)
+
+    def body(carry: Any, start: Array, places: int, number: Array) -> Any:
+        def run(trained: list[Any], *tokens: Array) -> Array:
+            leaves = [old if new is None else new for old, new in zip(frozen, trained, strict=True)]
+            return call.run(leaves, key, number, *tokens)
+
+        total, gradients = carry
+        tokens = [_cut(array, start, places) for array in inputs]
+        _, pull_back = jax.vjp(run, trained, *tokens)
+        dtrained, *pieces = pull_back(_cut(gradients[0], start, places))
+        total = jax.tree.map(lambda sums, part: sums + part.astype(jnp.float32), total, dtrained)
+        return total, [_put(whole, piece, start) for whole, piece in zip(gradients, pieces, strict=True)]
+
+    inputs = [_parts(array) for array in (x, *others)]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
+    carry = zeros, [_parts(dy), *map(jnp.zeros_like, inputs[1:])]
+    total, gradients = call.over(inputs[0].shape[2], body, carry)
+    dx, *dothers = (whole.reshape(array.shape) for whole, array in zip(gradients, (x, *others), strict=True))
+    dtrained = jax.tree.map(lambda sums, leaf: sums.astype(leaf.dtype), total, trained)
+    return None, dtrained, dx, tuple(dothers)
+
+
+_by_chunks.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _parts(array: Float[Array, "B S F"]) -> Float[Array, "B D S/D F"]:
+    """The array by the devices that share a row."""
+    return array.reshape(array.shape[0], context_devices(), -1, array.shape[-1])
+
+
+def _cut(array: Float[Array, "B D S/D F"], start: Array, places: int) -> Float[Array, "B C F"]:
+    piece = lax.dynamic_slice_in_dim(array, start, places, axis=2)
+    return piece.reshape(array.shape[0], -1, array.shape[-1])
+
+
+def _put(array: Float[Array, "B D S/D F"], piece: Float[Array, "B C F"], start: Array) -> Array:
+    whole = piece.reshape(*array.shape[:2], -1, array.shape[-1])
+    return lax.dynamic_update_slice_in_dim(array, whole, start, axis=2)
+
+
+def _after(packed: dict[int, Weight], x: Array) -> tuple[dict[int, Weight], Array]:
+    """The same weights, no earlier than x is there. Each one's codes stay where they are, in a stack of all layers'."""
+    waiting, codes = {}, {}
+    for number, weight in packed.items():
+        leaves = jax.tree.leaves(weight)
+        codes[number] = max(range(len(leaves)), key=[leaf.size for leaf in leaves].__getitem__)
+        waiting[number] = leaves[: codes[number]] + leaves[codes[number] + 1 :]
+    waiting, x = lax.optimization_barrier((waiting, x))
+    for number, weight in packed.items():
+        waiting[number].insert(codes[number], jax.tree.leaves(weight)[codes[number]])
+    return {n: jax.tree.unflatten(jax.tree.structure(weight), waiting[n]) for n, weight in packed.items()}, x
