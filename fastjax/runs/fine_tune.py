@@ -5,6 +5,7 @@ and the data are looked at before the weights are loaded.
 """
 
 import dataclasses
+import functools
 import time
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from fastjax.runs.datasets import load_run_data
 from fastjax.runs.folder import RunFolder, claimed
 from fastjax.runs.hub_names import located, pinned
 from fastjax.runs.identity import Identity, base_identity, check_identity, run_identity
+from fastjax.runs.mesh import check_model, run_meshes
 from fastjax.runs.messages import say, warn
 from fastjax.runs.model import check_vocabulary, load_model
 from fastjax.runs.opening import open_model
@@ -84,12 +86,15 @@ def fine_tune(
             )
         if resume and earlier is None:
             check_result(folder, config)
-        changed = []
+        meshes, changed = run_meshes(config), []
+        replicas = meshes[0].replicas
         if earlier is not None:
-            changed += check_settings(earlier.where, earlier.config, dataclasses.asdict(config))
+            rows = None if earlier.replicas is None else (earlier.replicas, replicas)
+            changed += check_settings(earlier.where, earlier.config, dataclasses.asdict(config), rows)
         check_trackers(config.output.report_to)
         opened = open_model(config)
-        data = load_run_data(config, opened.tokenizer, lambda text: say(console, text))
+        check_model(config, opened, meshes)
+        data = load_run_data(config, opened.tokenizer, lambda text: say(console, text), replicas)
         for name, became in data.statistics().items():
             say(console, f"{name}: {became}")
         identity = run_identity(data, opened)
@@ -98,17 +103,18 @@ def fine_tune(
         began = time.perf_counter()
         options = compiler_options(config.training.deterministic, folder.path)
         before = None if earlier is None else earlier.checkpointing
-        step = compile_step(config, opened, data.total_steps, loss, options, before, lambda text: say(console, text))
+        tell = functools.partial(say, console)
+        step = compile_step(config, opened, data.total_steps, loss, options, before, tell, meshes)
         compiled = time.perf_counter()
         with memory_advice(step):
-            model = load_model(with_policy(config, step.policy), opened, console)
+            model = load_model(with_policy(config, step.policy), opened, console, step.mesh)
         startup = Startup(load_seconds=time.perf_counter() - compiled, compile_seconds=compiled - began)
         if model.lora is not None:
             tokens = config.training.per_device_train_batch_size * config.model.max_seq_length
             for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
                 say(console, line)
         check_vocabulary(model, data)
-        checkpoints.extra = describe(config, data, identity, step.policy)
+        checkpoints.extra = describe(config, data, identity, step.policy, replicas)
         run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, loss, evaluate)
         del model  # its trained arrays: the run has copies
         return run.train(earlier, changed if resume else None, startup)

@@ -7,20 +7,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from fastjax.data import Batches
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.language_model import LanguageModel
+from fastjax.parallel import place, row_shardings
 from fastjax.runs.checkpointing import RunStep, memory_advice
 from fastjax.runs.datasets import RunData
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.identity import Identity
+from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model import initial_state
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
-from fastjax.runs.steps import run_loss, run_step
+from fastjax.runs.steps import batch_shapes, run_loss, run_step
 from fastjax.training.cadence import Cadence, Progress
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
@@ -77,13 +80,18 @@ class TrainingRun:
         self.identity, self.user_evaluate = identity, evaluate
         self.loss = loss or run_loss(config.training)
         options = compiler_options(config.training.deterministic, folder.path)
-        self.step, self.train_step = step, run_step(config, model, data.total_steps, self.loss, options)
-        if step.choice is not None:
-            self.train_step = step.choice.compiled
+        self.mesh = open_mesh(step.mesh)
+        self.step, self.train_step = step, run_step(config, model, data.total_steps, self.loss, options, self.mesh)
         self.eval_step = make_eval_step(
-            model.graphdef, model.trainable_filter, loss=self.loss, compiler_options=options
+            model.graphdef, model.trainable_filter, loss=self.loss, mesh=self.mesh, compiler_options=options
         )
         self.state = initial_state(config, model, data.total_steps)
+        if self.mesh is not None:
+            batch = batch_shapes(config, step.mesh.replicas)
+            state, frozen, _ = self.train_step.shardings(self.state, model.frozen, batch)
+            self.state, model = place(self.state, state), model.replace(frozen=place(model.frozen, frozen))
+        if step.choice is not None:
+            self.train_step = step.choice.compiled
         # Rows of tokens that are not in the first batches get no gradient by right.
         self.check = GradientCheck(
             leaf_names(model.trainable, model.plan), lambda name: name == "embed_tokens.tokens.trainable_tokens_delta"
@@ -138,6 +146,7 @@ class TrainingRun:
                 sinks=sinks,
                 throughput=self._throughput(start),
                 startup=startup,
+                send=self._send,
                 checkpoints=self.checkpoints,
                 stop=stop,
                 check=self.check,
@@ -162,12 +171,16 @@ class TrainingRun:
         evaluation = fitted.evaluation or last_evaluation(self.folder)  # where no step was left to take
         return FineTuned(self.model, self.folder.result, evaluation, config)
 
+    def _send(self, batch: Batch) -> Batch:
+        """The batch on the devices, each with its rows."""
+        return jax.device_put(batch) if self.mesh is None else place(batch, row_shardings(batch, self.mesh))
+
     def _evaluate(self, trainable: Any) -> Evaluation:
         training, held_out = self.config.training, self.data.held_out
         assert held_out is not None
         size = training.per_device_eval_batch_size or training.per_device_train_batch_size
-        batches = Batches(held_out.rows, size, shuffle=False).epoch()
-        found = run_evaluation(self.eval_step, trainable, self.model.frozen, batches)
+        batches = Batches(held_out.rows, size * self.step.mesh.replicas, shuffle=False).epoch()
+        found = run_evaluation(self.eval_step, trainable, self.model.frozen, batches, self._send)
         if self.user_evaluate is None:
             return found
         extra = {
@@ -190,18 +203,25 @@ class TrainingRun:
         return [file, *trackers, Tolerant(progress, "the progress", Console(stderr=True))]
 
     def _throughput(self, start: Progress) -> Throughput:
+        peak = peak_flops(jax.devices()[0].device_kind, self.model.dtype)
         return Throughput(
             self.data.total_steps,
             steps_per_epoch=self.data.batches.steps_per_epoch,
             flops_per_token=self.flops_per_token,
-            peak_flops=peak_flops(jax.devices()[0].device_kind, self.model.dtype),
+            peak_flops=None if peak is None else peak * self.step.mesh.size,
+            devices=self.step.mesh.size,
             seconds_before=start.seconds,
         )
 
     def _explain(self, state: Any, batch: Batch, step: int) -> str:
         """The rows of the data that break a step, in words."""
-        probe = make_probe(self.model.graphdef, self.model.trainable_filter, loss=self.loss)
-        places = non_finite_rows(lambda rows: probe(state, self.model.frozen, rows), batch)
+        probe = make_probe(self.model.graphdef, self.model.trainable_filter, loss=self.loss, mesh=self.mesh)
+
+        def alone(rows: Batch) -> Any:  # the same row on all devices
+            rows = jax.tree.map(lambda array: np.repeat(array, self.step.mesh.replicas, axis=1), rows)
+            return probe(state, self.model.frozen, rows)
+
+        places = non_finite_rows(alone, batch)
         if not places:
             return "No row of the step is at fault alone."
         numbers = self.data.batches.row_numbers(step - 1)
@@ -226,7 +246,7 @@ class TrainingRun:
         return usage(self.config, self.folder.result, self.model.hf_config, str(self.model.dtype))
 
     def _report(self, status: str) -> None:
-        environment = describe_environment() | {"gradient checkpointing": self.step.policy}
+        environment = describe_environment(self.step.mesh) | {"gradient checkpointing": self.step.policy}
         write_report(
             self.folder.path,
             config=dataclasses.asdict(self.config),
@@ -240,7 +260,7 @@ class TrainingRun:
 
 
 def describe(
-    config: TrainConfig, data: RunData, identity: Identity, policy: str | None = None
+    config: TrainConfig, data: RunData, identity: Identity, policy: str | None = None, replicas: int | None = None
 ) -> Callable[[int], dict[str, Any]]:
     """The JSON that a checkpoint of a run keeps beside its state, by step.
 
@@ -249,8 +269,9 @@ def describe(
         data: its data.
         identity: of the run.
         policy: of rematerialisation; None: it is not chosen yet.
+        replicas: parts in which the devices take a step's rows; None: no step was taken.
     """
-    stored = {"config": dataclasses.asdict(config), **identity._asdict(), "checkpointing": policy}
+    stored = {"config": dataclasses.asdict(config), **identity._asdict(), "checkpointing": policy, "replicas": replicas}
     return lambda step: {**stored, "position": data.batches.position(step)}
 
 

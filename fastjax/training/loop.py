@@ -7,6 +7,7 @@ nothing. A thread makes batches and sends them to the device.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -92,6 +93,7 @@ def fit(
     stop: StopSignals | None = None,
     check: GradientCheck | None = None,
     explain: Callable[[Any, Batch, int], str] | None = None,
+    send: Callable[[Batch], Batch] = jax.device_put,
 ) -> Fitted:
     """Take steps until there is one for each learning rate.
 
@@ -111,6 +113,7 @@ def fit(
         stop: the signal that ends the run; the step is finished and, with checkpoints, the state saved.
         check: judges the first gradients.
         explain: (state, batch, step) → the rows that broke the step.
+        send: puts a batch on the devices.
 
     Returns:
         The end of the loop.
@@ -120,7 +123,7 @@ def fit(
             state that cannot be saved when the run is stopped.
     """
     return _Loop(learning_rates, start, cadence, sinks, throughput, startup, checkpoints, check, explain).run(
-        train_step, state, frozen, batches, evaluate, stop or StopSignals()
+        train_step, state, frozen, batches, evaluate, stop or StopSignals(), send
     )
 
 
@@ -136,9 +139,9 @@ class _Loop:
         self.pending: _Pending | None = None
         self.saved_step = start.step or None  # this step has a whole checkpoint
 
-    def run(self, train_step, state, frozen, batches, evaluate, stop) -> Fitted:
+    def run(self, train_step, state, frozen, batches, evaluate, stop, send) -> Fitted:
         cadence, evaluation = self.cadence, None
-        with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=_send)) as ready:
+        with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=functools.partial(_sent, send))) as ready:
             while self.progress.step < self.total and not cadence.exhausted(self.progress):
                 if (item := next(ready, None)) is None:
                     raise TrainingError(
@@ -283,7 +286,13 @@ class _Loop:
             self.event("saved", f"checkpoint of step {step} saved", step)
 
 
-def run_evaluation(eval_step: EvalStep, trainable: Any, frozen: Any, batches: Iterable[Batch]) -> Evaluation:
+def run_evaluation(
+    eval_step: EvalStep,
+    trainable: Any,
+    frozen: Any,
+    batches: Iterable[Batch],
+    send: Callable[[Batch], Batch] = jax.device_put,
+) -> Evaluation:
     """Evaluate on every batch; the sums stay on the device until the last.
 
     Args:
@@ -291,11 +300,12 @@ def run_evaluation(eval_step: EvalStep, trainable: Any, frozen: Any, batches: It
         trainable: the trained weights.
         frozen: the others.
         batches: held-out rows.
+        send: puts a batch on the devices.
 
     Raises:
         TrainingError: the rows weigh nothing, without a target token.
     """
-    with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=jax.device_put)) as ready:
+    with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=send)) as ready:
         found: list[LossSums] = jax.device_get([eval_step(trainable, frozen, batch) for batch in ready])
     loss = sum(float(sums.loss_sum) for sums in found)
     weight = sum(float(sums.metrics["num_targets"] if sums.weight is None else sums.weight) for sums in found)
@@ -307,9 +317,9 @@ def run_evaluation(eval_step: EvalStep, trainable: Any, frozen: Any, batches: It
     return Evaluation(loss / weight, correct / max(1, targets), targets, own)
 
 
-def _send(batch: Batch) -> tuple[int, Batch]:
-    """The number of tokens of a batch, and the batch on the device."""
-    return int(np.count_nonzero(batch.segment_ids)), jax.device_put(batch)
+def _sent(send: Callable[[Batch], Batch], batch: Batch) -> tuple[int, Batch]:
+    """The number of tokens of a batch, and the batch on the devices."""
+    return int(np.count_nonzero(batch.segment_ids)), send(batch)
 
 
 def _row(step: int, values: dict[str, Any], learning_rate: float) -> dict[str, Any]:

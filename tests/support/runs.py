@@ -20,19 +20,22 @@ from fastjax.training.config import (
     ModelSection,
     OptimizerConfig,
     OutputSection,
+    ParallelSection,
     TrainConfig,
     TrainingSection,
 )
 from tests.support import chat
 
 ROOT = Path(__file__).resolve().parents[2]
+#: The section `parallel` of a run that leaves the other fake devices alone.
+ONE_DEVICE = {"data": 1, "fsdp": 1}
 #: A step's line, not an event's.
 STEP = re.compile(r"step (\d+)/\d+: (loss|skipped)")
 
 
 def config(**sections) -> TrainConfig:
     """The settings of a run that is not started, by section."""
-    base = {"model": {"model_name": "m"}, "data": {"train": "d"}, "output": {"output_dir": "o"}}
+    base = {"model": {"model_name": "m"}, "data": {"train": "d"}, "output": {"output_dir": "o"}, "parallel": ONE_DEVICE}
     kinds = {
         "model": ModelSection,
         "data": DataSection,
@@ -40,6 +43,7 @@ def config(**sections) -> TrainConfig:
         "lora": LoraSection,
         "optimizer": OptimizerConfig,
         "training": TrainingSection,
+        "parallel": ParallelSection,
     }
     made = {name: kinds[name](**(base.get(name, {}) | sections.get(name, {}))) for name in kinds}
     return TrainConfig(**made)
