@@ -15,6 +15,7 @@ import jax
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.host_memory import in_host_memory
 from fastjax.parallel import MeshShape
+from fastjax.parallel.processes import gathered_numbers
 from fastjax.planning.arrays import largest_arrays
 from fastjax.planning.choice import Choice, candidates, choose, first_layers
 from fastjax.planning.device import memory_limit
@@ -89,7 +90,7 @@ def compile_step(
     if stats is None or limit is None:
         return RunStep(policies[0] if len(policies) == 1 else "full", None, meshes[0])
     shapes = RunShapes(config, opened, total_steps, loss, compiler_options, meshes[0].replicas)
-    limit -= stats["bytes_in_use"]
+    limit = min(gathered_numbers(limit - stats["bytes_in_use"]))
     *others, last = meshes
     for shape in others:
         choice = _choose(shapes, shape, policies, limit, progress, must=False)

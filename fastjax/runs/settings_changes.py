@@ -32,6 +32,7 @@ FIXED = (
 FREE = (
     "output",
     "training.logging_steps",
+    "training.step_timeout",
     "training.per_device_eval_batch_size",
     "data.cache_dir",
     "model.model_name",

@@ -15,6 +15,7 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.language_model import LanguageModel
 from fastjax.parallel import place, row_shardings
+from fastjax.parallel.processes import barrier, is_primary, on_host, rank_name
 from fastjax.runs.checkpointing import RunStep, memory_advice
 from fastjax.runs.datasets import RunData
 from fastjax.runs.folder import RunFolder
@@ -32,13 +33,14 @@ from fastjax.training.flops import attended_length, flops_per_token, peak_flops
 from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
 from fastjax.training.loop import Fitted, Startup, fit, run_evaluation
 from fastjax.training.loss import Loss
-from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant
+from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant, peak_memories
 from fastjax.training.optimizers import learning_rates
 from fastjax.training.progress import make_progress
 from fastjax.training.report import default_settings, describe_environment, usage, write_report
-from fastjax.training.signals import StopSignals
+from fastjax.training.signals import SharedStop, StopSignals
 from fastjax.training.step import make_eval_step, make_probe
 from fastjax.training.trackers import make_trackers
+from fastjax.training.watchdog import Watchdog
 
 #: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
 Evaluate = Callable[[LanguageModel], Mapping[str, float]]
@@ -85,6 +87,7 @@ class TrainingRun:
         self.eval_step = make_eval_step(
             model.graphdef, model.trainable_filter, loss=self.loss, mesh=self.mesh, compiler_options=options
         )
+        self.peaks: list[int] = []
         self.state = initial_state(config, model, data.total_steps)
         if self.mesh is not None:
             batch = batch_shapes(config, step.mesh.replicas)
@@ -106,8 +109,10 @@ class TrainingRun:
         """Take the steps, from the start or from a checkpoint, and save the result."""
         config, total = self.config, self.data.total_steps
         start, position = Progress(), None
+        barrier("start")  # before it the others look for checkpoints
         if earlier is None:
-            self.folder.clear()
+            if is_primary():
+                self.folder.clear()
         else:
             like = self.state
             earlier, self.state = restore(
@@ -122,10 +127,16 @@ class TrainingRun:
                 stack.callback(sink.close)
             if changed is not None:
                 _tell(sinks, start.step, "resumed", _whence(start.step, earlier, changed))
-            self.folder.write_settings(config)  # after the row of the resumption, or they would lie
+            if is_primary():
+                self.folder.write_settings(config)  # after the row of the resumption, or they would lie
             stop = stack.enter_context(StopSignals())
+            if self.mesh is not None and jax.process_count() > 1:
+                stop = SharedStop(stop, self.mesh)
             status = "failed"
-            stack.callback(lambda: self._report(status))
+            if is_primary():
+                stack.callback(lambda: self._report(status))
+            timeout, rank = config.training.step_timeout, jax.process_index()
+            watchdog = stack.enter_context(Watchdog(timeout, self.folder.path, rank, rank_name()))
             stack.enter_context(memory_advice(self.step))
             if (choice := self.step.choice) is not None:
                 _tell(sinks, start.step, "checkpointing", str(choice), **choice.row())
@@ -147,6 +158,7 @@ class TrainingRun:
                 throughput=self._throughput(start),
                 startup=startup,
                 send=self._send,
+                watch=watchdog.watch,
                 checkpoints=self.checkpoints,
                 stop=stop,
                 check=self.check,
@@ -161,13 +173,17 @@ class TrainingRun:
                 )
                 _tell(sinks, fitted.progress.step, "interrupted", message)
                 raise Interrupted(message, stop.received)
-            self.model = self.model.replace(trainable=self._chosen(fitted))
-            self.model.save_pretrained(self.folder.result)
+            self.model = self.model.replace(trainable=on_host(self._chosen(fitted)))
+            if is_primary():
+                self.model.save_pretrained(self.folder.result)
             status = "finished"
             message = f"finished after step {fitted.progress.step}"
             base = {"model": self.identity.model, "weights": self.identity.weights}
-            files = weight_digests(self.folder.result)
-            _tell(sinks, fitted.progress.step, status, message, files=files, base=base)
+            files = weight_digests(self.folder.result) if is_primary() else {}
+            self.peaks = peak_memories(self.step.mesh.size)
+            memory = {"memory_bytes_by_device": self.peaks} if self.peaks else {}
+            _tell(sinks, fitted.progress.step, status, message, files=files, base=base, **memory)
+            barrier("saved")
         evaluation = fitted.evaluation or last_evaluation(self.folder)  # where no step was left to take
         return FineTuned(self.model, self.folder.result, evaluation, config)
 
@@ -193,6 +209,8 @@ class TrainingRun:
 
     def _sinks(self, resume_step: int | None) -> list[Sink]:
         """The file first, so that a tracker that fails cannot keep a row from it."""
+        if not is_primary():
+            return []
         output, total = self.config.output, self.data.total_steps
         name = output.run_name or Path(output.output_dir).name
         file = Tolerant(JsonLines(self.folder.metrics, resume_step), str(self.folder.metrics), self.console)
@@ -221,7 +239,7 @@ class TrainingRun:
             rows = jax.tree.map(lambda array: np.repeat(array, self.step.mesh.replicas, axis=1), rows)
             return probe(state, self.model.frozen, rows)
 
-        places = non_finite_rows(alone, batch)
+        places = non_finite_rows(alone, on_host(batch))
         if not places:
             return "No row of the step is at fault alone."
         numbers = self.data.batches.row_numbers(step - 1)
@@ -247,6 +265,8 @@ class TrainingRun:
 
     def _report(self, status: str) -> None:
         environment = describe_environment(self.step.mesh) | {"gradient checkpointing": self.step.policy}
+        if self.peaks:
+            environment["peak memory by device"] = ", ".join(f"{peak / 2**30:.1f}" for peak in self.peaks) + " GiB"
         write_report(
             self.folder.path,
             config=dataclasses.asdict(self.config),

@@ -15,7 +15,8 @@ A row is a flat mapping, of one of three kinds. All have `step`, the number of u
 - Event: `event` ("started", "saved", "save_failed", "resumed", "early_stop", "interrupted", "finished" …) and a
   `message` for people. "started" has `load_seconds` of the model, `compile_seconds` of the train step (short where the
   program was kept) and `first_step_seconds` until the first step's numbers were there; "finished" has `files`, the
-  SHA-256 of the result's weights, and `base`, fingerprints of the base model.
+  SHA-256 of the result's weights, `base`, fingerprints of the base model, and of several devices
+  `memory_bytes_by_device` (by process where there are several).
 
 A sink is anything with `write` and `close`, so a tracker is one small class.
 """
@@ -35,6 +36,7 @@ from rich.console import Console
 
 from convert import strict_json
 from convert.files import atomic_file
+from fastjax.parallel.processes import gathered_numbers
 
 Row = Mapping[str, Any]
 
@@ -185,6 +187,23 @@ def peak_memory() -> int | None:
     """Peak bytes of arrays on any of this process's devices; None where they keep no count (a CPU)."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def peak_memories(devices: int) -> list[int]:
+    """Peak bytes of arrays on each device of a run; empty where they keep no count, or of one device.
+
+    Of several processes there is one figure each, the largest of its devices; all of them must call this.
+
+    Args:
+        devices: of the run.
+    """
+    if devices == 1:
+        return []
+    if jax.process_count() > 1:
+        found = gathered_numbers(peak_memory() or 0)
+    else:
+        found = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.devices()[:devices]]
+    return found if any(found) else []
 
 
 class Throughput:

@@ -167,6 +167,11 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
+    def children(self) -> list[int]:
+        """Ids of the processes that it has started, in their order."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        return sorted(map(int, children.read_text().split()))
+
     def status(self, seconds: float = 300.0) -> int:
         """Wait for the end: the exit status, or less than zero, a signal's number."""
         status = self._process.wait(seconds)
