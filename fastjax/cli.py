@@ -18,6 +18,7 @@ from fastjax.errors import ConfigError, DataError, Interrupted, TrainingError
 #: Subcommand → summary; its module is fastjax.commands.<name>.
 COMMANDS = {
     "train": "fine-tune a model as a YAML file says",
+    "launch": "run `train` in several processes of this host, a GPU each",
     "preview": "show the data of a run as the model will see them",
     "plan": "memory and speed of a run on a GPU, compiled without one",
     "generate": "let a model, with or without an adapter, answer prompts",

@@ -122,6 +122,7 @@ SLOW = (
     "fastjax/cli/test_bench.py",
     "fastjax/cli/test_broken_runs.py",
     "fastjax/cli/test_hub_names.py",
+    "fastjax/cli/test_launch.py",
     "fastjax/cli/test_mixture.py",
     "fastjax/cli/test_quickstart.py",
     "fastjax/cli/test_resume.py",

@@ -16,6 +16,7 @@ from fastjax.training.config import (
     ModelSection,
     OptimizerConfig,
     OutputSection,
+    ParallelSection,
     TrainConfig,
     TrainingSection,
 )
@@ -49,6 +50,7 @@ def quickstart_config(output_dir: str) -> TrainConfig:
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_ratio=0.05),
         training=TrainingSection(per_device_train_batch_size=8, num_train_epochs=2, logging_steps=25),
         output=OutputSection(output_dir, overwrite_output_dir=True),
+        parallel=ParallelSection(data=1, fsdp=1),  # so little is no faster on more
     )
 
 

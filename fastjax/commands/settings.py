@@ -33,11 +33,16 @@ _USAGE = "fastjax train --config FILE [--section.key value ...] [--resume]"
 #: Settings that list data sets.
 _SOURCES = ("data.train", "data.eval")
 
+#: The option of one process among several.
+DISTRIBUTED = "--distributed"
+
 #: Options beside the settings, with their help.
 _OPTIONS = {
     "--config FILE": "the YAML file",
     "--resume": "go on from the newest whole checkpoint in output.output_dir; from the start where there is none; "
     "a finished run is left as it is",
+    f"{DISTRIBUTED} [RANK]": "join the other processes of the run: as HOST:PORT,COUNT,INDEX, or as JAX finds in the "
+    "environment; of its own accord under SLURM and Open MPI",
     compilation_cache.OPTION: compilation_cache.HELP,
     "--print_config": "print all settings as they would be used, as a YAML file, and exit",
     "--help": "show this and exit",
@@ -61,6 +66,7 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     finder = argparse.ArgumentParser(prog="fastjax train", usage=_USAGE, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     finder.add_argument("--resume", action="store_true")
+    finder.add_argument(DISTRIBUTED, nargs="?")
     compilation_cache.add_option(finder)
     found, argv = finder.parse_known_args(argv)
     file = found.config

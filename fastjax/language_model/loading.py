@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from convert.errors import shown
 from convert.formats import FORMATS
@@ -284,6 +285,7 @@ def load_opened(
     offload_layers: bool = False,
     mlp_chunk: Chunk = "auto",
     zeros: bool = False,
+    mesh: Mesh | None = None,
 ) -> LanguageModel:
     """Load the weights of a folder that is open; the other arguments are those of `FastLanguageModel.from_pretrained`.
 
@@ -301,6 +303,7 @@ def load_opened(
         offload_layers: hold the matrices of scanned layers in the host's memory; shapes get their places later.
         mlp_chunk: tokens that an MLP computes at a time.
         zeros: zeros in the place of the weights, which are not read: for shapes (`shapes_of`).
+        mesh: of the devices that get parts of the weights; None: one has all.
 
     Raises:
         ConfigError: arguments that contradict each other.
@@ -321,7 +324,7 @@ def load_opened(
         plan, weights = zero_weights(outline.weights, outline.hf_config, config, **how)
     else:
         assert outline.weights is not None, "an outline without weights describes a model that is not downloaded"
-        options = {"allow_nonfinite": allow_nonfinite, "offload_layers": offload_layers}
+        options = {"allow_nonfinite": allow_nonfinite, "offload_layers": offload_layers, "mesh": mesh}
         plan, weights = load_weights(outline.weights, config, **options, **how)
         if new_ids:
             weights = grown(weights, config.vocab_size, outline.known_tokens, new_ids)

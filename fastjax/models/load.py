@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from convert.errors import ConvertError
@@ -37,6 +38,7 @@ def load_weights(
     remat: str = "full",
     allow_nonfinite: bool = False,
     offload_layers: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """Read an open Hugging Face folder into the tree that `Decoder` takes.
 
@@ -53,6 +55,7 @@ def load_weights(
         remat: policy of rematerialisation; layers of one stack have one.
         allow_nonfinite: let NaN and infinity through; a matrix that is quantised is refused with any.
         offload_layers: place the matrices of stacked layers in the host's memory (`models.streamed`).
+        mesh: of the devices that get parts of the weights, by `parallel.MESH_AXES`; None: one has all.
 
     Returns:
         The arrangement of the layers, and the tree.
@@ -92,7 +95,7 @@ def load_weights(
 
     plan = plan_held(config, held, precision, layer_loop, remat)
     arrays = ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True))
-    tree = fill_tree(config, plan, arrays, offload_layers=offload_layers)
+    tree = fill_tree(config, plan, arrays, offload_layers=offload_layers, mesh=mesh)
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
             raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))

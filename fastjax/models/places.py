@@ -1,6 +1,7 @@
 """The places of the layers' arrays in memory: stacks and single layers, on the device or in the host's memory.
 
-Each layer is copied to its place as it comes, so that the device never holds the stacks that lie in the host.
+Each layer is copied to its place as it comes, so that the device never holds the stacks that lie in the host. On a mesh each
+device gets its parts: one of them holds a layer beside its own.
 """
 
 import functools
@@ -9,13 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
 from fastjax.host_memory import in_host_memory, zeros_in_host_memory
-from fastjax.models.layout import LayerStack, fuse_layer, signature
+from fastjax.models.layout import LayerStack, fuse_layer, logical_axes, signature
 from fastjax.models.streamed import is_streamed
+from fastjax.parallel import place, shard_frozen
 from fastjax.quantization import WeightLike
 
 
@@ -25,6 +30,7 @@ def fill_tree(
     arrays: Iterable[tuple[WeightPath, WeightLike]],
     *,
     offload_layers: bool = False,
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """Arrays as they come, put in their places of the tree.
 
@@ -33,6 +39,7 @@ def fill_tree(
         plan: arrangement of the layers.
         arrays: by path, a layer's beside each other and the layers in their order.
         offload_layers: place the matrices of stacked layers in the host's memory.
+        mesh: of the devices that get parts of the arrays; None: the arrays stay on their device.
     """
     tree: dict[str, Any] = {}
 
@@ -45,17 +52,23 @@ def fill_tree(
                 pending = {}
             current = path.layer
             if current is None:
-                tree.setdefault(path.part, {})[path.leaf] = value
+                table = {path.part: {path.leaf: value}}
+                tree.setdefault(path.part, {}).update(_spread(table, config, mesh)[path.part])
             else:
                 pending[path.inside] = value
         if current is not None:
             yield fuse_layer(pending, config, current)
 
-    return {"layers": fill_layers(config, plan, layers(), offload_layers=offload_layers), **tree}
+    return {"layers": fill_layers(config, plan, layers(), offload_layers=offload_layers, mesh=mesh), **tree}
 
 
 def fill_layers(
-    config: ModelConfig, plan: Sequence[LayerStack], layers: Iterable[Any], *, offload_layers: bool
+    config: ModelConfig,
+    plan: Sequence[LayerStack],
+    layers: Iterable[Any],
+    *,
+    offload_layers: bool,
+    mesh: Mesh | None = None,
 ) -> list[list[Any]]:
     """Layers as they come, put in their places of the runs.
 
@@ -64,15 +77,27 @@ def fill_layers(
         plan: arrangement of the layers.
         layers: trees of single layers, in their order.
         offload_layers: as for `fill_tree`.
+        mesh: as for `fill_tree`.
     """
     runs: list[list[Any]] = [[None] * run.period for run in plan]
     for index, layer in enumerate(layers):
-        _place(runs, config, plan, index, layer, offload_layers)
+        _place(runs, config, plan, index, layer, offload_layers, mesh)
     return runs
 
 
+def _spread(tree: Any, config: ModelConfig, mesh: Mesh | None) -> Any:
+    """Arrays of a decoder's tree in their parts on the mesh, if there is one."""
+    return tree if mesh is None else place(tree, shard_frozen(tree, logical_axes(tree, config), mesh))
+
+
 def _place(
-    runs: list[list[Any]], config: ModelConfig, plan: Sequence[LayerStack], index: int, layer: Any, offload_layers: bool
+    runs: list[list[Any]],
+    config: ModelConfig,
+    plan: Sequence[LayerStack],
+    index: int,
+    layer: Any,
+    offload_layers: bool,
+    mesh: Mesh | None,
 ) -> None:
     """Copy a layer to its place.
 
@@ -88,10 +113,13 @@ def _place(
             shape = leaf.shape if count == 1 else (count, *leaf.shape)
             if offload_layers and is_streamed(jax.ShapeDtypeStruct(shape, leaf.dtype), count):
                 return zeros_in_host_memory(shape, leaf.dtype)
-            return jnp.zeros(shape, leaf.dtype)
+            before = (None,) * (len(shape) - leaf.ndim)
+            where = None if mesh is None else NamedSharding(mesh, P(*before, *leaf.sharding.spec))
+            return jnp.zeros(shape, leaf.dtype, device=where)
 
         runs[number][position] = jax.tree.map(zeros, layer)
 
+    layer = _spread({"layers": {0: {0: layer}}}, config, mesh)["layers"][0][0]
     number, position, repeat = _place_of(plan, index)
     stacked = plan[number].count > 1
     if runs[number][position] is None:
@@ -103,7 +131,7 @@ def _place(
     if not stacked and signature(runs[number][position]) != signature(layer):  # held in another format than the first
         runs[number][position] = None
         allocate(index)
-    runs[number][position] = _put(runs[number][position], layer, jnp.int32(repeat) if stacked else None)
+    runs[number][position] = _put(runs[number][position], layer, np.int32(repeat) if stacked else None)
 
 
 def _place_of(plan: Sequence[LayerStack], index: int) -> tuple[int, int, int]:
@@ -114,7 +142,7 @@ def _place_of(plan: Sequence[LayerStack], index: int) -> tuple[int, int, int]:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(places: Any, layer: Any, repeat: Array | None) -> Any:
+def _put(places: Any, layer: Any, repeat: np.int32 | None) -> Any:
     """A layer's arrays in the memory of `places`; of stacks, at the place of period `repeat`."""
 
     def put(place: Array, leaf: Array) -> Array:

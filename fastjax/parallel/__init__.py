@@ -4,7 +4,7 @@ from fastjax.parallel.checks import check_mesh
 from fastjax.parallel.context import context_devices, in_order, own_tokens
 from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, SHARES, batch_devices, batch_part, local
 from fastjax.parallel.mesh import MeshShape, as_input, batch_sharding, make_mesh, shard_frozen, shard_replicated
-from fastjax.parallel.placing import place
+from fastjax.parallel.placing import place, row_shardings
 
 __all__ = [
     "BATCH",
@@ -23,6 +23,7 @@ __all__ = [
     "make_mesh",
     "own_tokens",
     "place",
+    "row_shardings",
     "shard_frozen",
     "shard_replicated",
 ]

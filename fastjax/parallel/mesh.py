@@ -55,6 +55,11 @@ class MeshShape(NamedTuple):
         """Devices in all."""
         return math.prod(self)
 
+    @property
+    def replicas(self) -> int:
+        """The parts in which a batch's rows lie on the devices."""
+        return math.prod(getattr(self, name) for name in BATCH)
+
 
 def make_mesh(
     data: int = 1,

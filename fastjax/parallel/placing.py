@@ -4,6 +4,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fastjax.parallel.mesh import batch_sharding
+
+
+def row_shardings(batch: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for every array of a batch, [A, B, S] or [A, B, …]: rows over `BATCH`, tokens over `context`.
+
+    Args:
+        batch: arrays, or their shapes.
+        mesh: the mesh.
+    """
+    spec = batch_sharding(mesh).spec
+    return jax.tree.map(lambda array: NamedSharding(mesh, P(*spec[: array.ndim])), batch)
 
 
 def place(tree: Any, shardings: Any) -> Any:
@@ -15,6 +30,16 @@ def place(tree: Any, shardings: Any) -> Any:
         shardings: for every leaf a sharding.
     """
     return jax.tree.map(_place, tree, shardings)
+
+
+def whole(tree: Any) -> Any:
+    """Arrays of a mesh, each whole on every device.
+
+    Args:
+        tree: arrays.
+    """
+    shardings = jax.tree.map(lambda array: NamedSharding(array.sharding.mesh, P()), tree)
+    return jax.jit(lambda arrays: arrays, out_shardings=shardings)(tree)
 
 
 def _place(array: Any, sharding: jax.sharding.Sharding) -> Any:

@@ -6,6 +6,7 @@ a CPU the step is compiled when it is called first.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,11 +14,14 @@ import jax
 
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.host_memory import in_host_memory
+from fastjax.parallel import MeshShape
+from fastjax.parallel.processes import gathered_numbers
 from fastjax.planning.arrays import largest_arrays
 from fastjax.planning.choice import Choice, candidates, choose, first_layers
 from fastjax.planning.device import memory_limit
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.planning.work import plain_path, product_flops, stacked_bytes
+from fastjax.runs.mesh import open_mesh
 from fastjax.runs.opening import OpenModel
 from fastjax.runs.steps import RunShapes
 from fastjax.training.config import TrainConfig
@@ -33,10 +37,12 @@ class RunStep(NamedTuple):
     Attributes:
         policy: of rematerialisation.
         choice: how it was chosen, with the compiled step; None: the device's memory is not known.
+        mesh: shape of the mesh.
     """
 
     policy: str
     choice: Choice | None
+    mesh: MeshShape
 
 
 def run_policies(setting: bool | str, earlier: str | None) -> tuple[str, ...]:
@@ -64,8 +70,9 @@ def compile_step(
     compiler_options: Mapping[str, Any] | None,
     earlier: str | None,
     progress: Callable[[str], None],
+    meshes: tuple[MeshShape, ...],
 ) -> RunStep:
-    """Compile the step of a run with the first policy that fits on the device.
+    """Compile the step of a run on the first mesh, with the first policy, that fits on the devices.
 
     Args:
         config: the run.
@@ -75,19 +82,42 @@ def compile_step(
         compiler_options: XLA's.
         earlier: policy of the run that is resumed; None: there is none.
         progress: takes a message for people before each compilation.
+        meshes: their shapes, the fastest first.
     """
     policies = run_policies(config.model.use_gradient_checkpointing, earlier)
     stats = device_stats()
     limit = memory_limit(stats)
     if stats is None or limit is None:
-        return RunStep(policies[0] if len(policies) == 1 else "full", None)
-    shapes = RunShapes(config, opened, total_steps, loss, compiler_options)
+        return RunStep(policies[0] if len(policies) == 1 else "full", None, meshes[0])
+    shapes = RunShapes(config, opened, total_steps, loss, compiler_options, meshes[0].replicas)
+    limit = min(gathered_numbers(limit - stats["bytes_in_use"]))
+    *others, last = meshes
+    for shape in others:
+        choice = _choose(shapes, shape, policies, limit, progress, must=False)
+        if choice is not None and choice.fits:
+            return RunStep(choice.policy, choice, shape)
+        progress(f"the model does not fit on one device: {last}")
+    choice = _choose(shapes, last, policies, limit, progress, must=True)
+    assert choice is not None, "it must be made"
+    return RunStep(choice.policy, choice, last)
+
+
+def _choose(
+    shapes: RunShapes,
+    shape: MeshShape,
+    policies: tuple[str, ...],
+    limit: int,
+    progress: Callable[[str], None],
+    *,
+    must: bool,
+) -> Choice | None:
+    """The choice among the policies on one mesh; None: nothing fits by far, and none must be made."""
+    mesh = open_mesh(shape)
 
     @functools.cache
     def traced(policy: str) -> Any:
-        step, arguments = shapes.step(policy)
-        leaves: list[Any] = [leaf for leaf in jax.tree.leaves(arguments) if not in_host_memory(leaf)]
-        return step.trace(*arguments), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        step, arguments = shapes.step(policy, mesh)
+        return step.trace(*arguments), _bytes(arguments, None if mesh is None else step.shardings(*arguments))
 
     def at_least(policy: str) -> int | None:
         try:
@@ -96,7 +126,7 @@ def compile_step(
             if len(policies) == 1:
                 raise
             return None
-        return arguments + stacked_bytes(program.jaxpr) + ALLOCATOR_BYTES
+        return arguments + stacked_bytes(program.jaxpr) // shape.size + ALLOCATOR_BYTES
 
     def compile(policy: str) -> tuple[StepMemory, Any]:
         progress(f"compiling the train step, gradient checkpointing: {policy}")
@@ -104,11 +134,24 @@ def compile_step(
         compiled = program.lower().compile()
         return StepMemory.of(compiled), compiled
 
-    limit -= stats["bytes_in_use"]
+    if not must and all(needed is None or needed > limit for needed in map(at_least, policies)):
+        return None
     choice = choose(policies, limit, at_least=at_least, compile=compile)
     if len(policies) > 1 and choice.fits and choice.policy in ("attention", "full"):
         choice = _filled(choice, shapes, at_least, compile)
-    return RunStep(choice.policy, choice)
+    return choice
+
+
+def _bytes(arrays: Any, shardings: Any) -> int:
+    """Bytes of arrays on one device, but of those in the host's memory; without shardings it has them whole."""
+    leaves = jax.tree.leaves(arrays)
+    places = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
+    parts = [
+        (leaf.dtype.itemsize, leaf.shape if place is None else place.shard_shape(leaf.shape))
+        for leaf, place in zip(leaves, places, strict=True)
+        if not in_host_memory(leaf)
+    ]
+    return sum(size * math.prod(shape) for size, shape in parts)
 
 
 def _filled(

@@ -59,7 +59,10 @@ class RunData(NamedTuple):
 
 
 def load_run_data(
-    config: TrainConfig, tokenizer: "PreTrainedTokenizerFast", progress: Callable[[str], None] | None = None
+    config: TrainConfig,
+    tokenizer: "PreTrainedTokenizerFast",
+    progress: Callable[[str], None] | None = None,
+    replicas: int = 1,
 ) -> RunData:
     """The data, batches and number of steps of a run; see `load_datasets`.
 
@@ -67,14 +70,18 @@ def load_run_data(
         config: the settings.
         tokenizer: the run's, of `open_model`.
         progress: takes a message for people now and then.
+        replicas: devices, or groups of them, that take per_device_train_batch_size rows each.
     """
-    train, held_out = load_datasets(config, tokenizer, progress)
-    batches = train_batches(config, train)
+    train, held_out = load_datasets(config, tokenizer, progress, replicas)
+    batches = train_batches(config, train, replicas)
     return RunData(train, held_out, batches, total_steps(config, batches))
 
 
 def load_datasets(
-    config: TrainConfig, tokenizer: "PreTrainedTokenizerFast", progress: Callable[[str], None] | None = None
+    config: TrainConfig,
+    tokenizer: "PreTrainedTokenizerFast",
+    progress: Callable[[str], None] | None = None,
+    replicas: int = 1,
 ) -> tuple[Dataset | StreamedBatches, Dataset | None]:
     """Read, encode and pack the training data and the held-out data.
 
@@ -82,6 +89,7 @@ def load_datasets(
         config: the settings.
         tokenizer: the run's, of `open_model`; it has the chat template of the settings afterwards.
         progress: takes a message for people now and then.
+        replicas: as for `load_run_data`.
 
     Returns:
         The training data, which are only opened where one of them is streamed; and the held-out data where the
@@ -106,26 +114,26 @@ def load_datasets(
     }
     kept: Any = shared | {"cache_dir": data.cache_dir}
     if any(source.streaming for source in data.sources("train")):
-        size, parts = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+        size, parts = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
         train = stream(data.sources("train"), tokenizer, length, size, parts, **shared)
     else:
         train = prepare(data.sources("train"), tokenizer, length, **kept)
     return train, None if data.eval is None else prepare(data.sources("eval"), tokenizer, length, **kept)
 
 
-def train_batches(config: TrainConfig, train: Dataset | StreamedBatches) -> BatchSource:
+def train_batches(config: TrainConfig, train: Dataset | StreamedBatches, replicas: int = 1) -> BatchSource:
     """The batches of the run, in its order.
 
     Args:
         config: the settings.
         train: `load_datasets`' training data.
+        replicas: as for `load_run_data`.
     """
     settings = config.training
     if isinstance(train, StreamedBatches):
         return train
-    return Batches(
-        train.rows, settings.per_device_train_batch_size, settings.gradient_accumulation_steps, seed=settings.seed
-    )
+    size = settings.per_device_train_batch_size * replicas
+    return Batches(train.rows, size, settings.gradient_accumulation_steps, seed=settings.seed)
 
 
 def total_steps(config: TrainConfig, batches: BatchSource) -> int:

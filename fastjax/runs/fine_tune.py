@@ -4,8 +4,11 @@ This puts the parts together in the order in which mistakes are cheap: the outpu
 and the data are looked at before the weights are loaded.
 """
 
+import contextlib
 import dataclasses
+import functools
 import time
+from collections.abc import Iterator
 
 from rich.console import Console
 
@@ -13,16 +16,18 @@ from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.models.paths import adapter_paths
+from fastjax.parallel.processes import barrier, gathered_numbers, in_turn, is_primary
 from fastjax.runs.checkpointing import compile_step, memory_advice
 from fastjax.runs.datasets import load_run_data
-from fastjax.runs.folder import RunFolder, claimed
+from fastjax.runs.folder import RunFolder, claimed, run_folder
 from fastjax.runs.hub_names import located, pinned
 from fastjax.runs.identity import Identity, base_identity, check_identity, run_identity
+from fastjax.runs.mesh import check_model, run_meshes
 from fastjax.runs.messages import say, warn
 from fastjax.runs.model import check_vocabulary, load_model
 from fastjax.runs.opening import open_model
 from fastjax.runs.result import check_result, damage, finished, last_evaluation
-from fastjax.runs.resume import newest
+from fastjax.runs.resume import Earlier, newest
 from fastjax.runs.settings_changes import check_settings
 from fastjax.runs.steps import with_policy
 from fastjax.runs.training_run import Evaluate, FineTuned, TrainingRun, describe
@@ -64,8 +69,8 @@ def fine_tune(
         Interrupted: SIGTERM, SIGHUP or SIGINT came; the state is saved.
         OSError: a file that cannot be read or written.
     """
-    console = console or Console()
-    with claimed(config, resume=resume) as folder:
+    console = (console or Console()) if is_primary() else Console(quiet=True)
+    with _shared_folder(config, resume) as folder:
         config = pinned(config, folder.read_settings() if resume else None)
         damaged = None
         if resume and finished(folder, config):
@@ -82,14 +87,18 @@ def fine_tune(
                 f"{damaged}; there is no checkpoint to make it again from. To train again, replace it "
                 "(output.overwrite_output_dir: true, without --resume)"
             )
+        _check_same(earlier, folder)
         if resume and earlier is None:
             check_result(folder, config)
-        changed = []
+        meshes, changed = run_meshes(config), []
+        replicas = meshes[0].replicas
         if earlier is not None:
-            changed += check_settings(earlier.where, earlier.config, dataclasses.asdict(config))
+            rows = None if earlier.replicas is None else (earlier.replicas, replicas)
+            changed += check_settings(earlier.where, earlier.config, dataclasses.asdict(config), rows)
         check_trackers(config.output.report_to)
         opened = open_model(config)
-        data = load_run_data(config, opened.tokenizer, lambda text: say(console, text))
+        check_model(config, opened, meshes)
+        data = in_turn(lambda: load_run_data(config, opened.tokenizer, functools.partial(say, console), replicas))
         for name, became in data.statistics().items():
             say(console, f"{name}: {became}")
         identity = run_identity(data, opened)
@@ -98,20 +107,43 @@ def fine_tune(
         began = time.perf_counter()
         options = compiler_options(config.training.deterministic, folder.path)
         before = None if earlier is None else earlier.checkpointing
-        step = compile_step(config, opened, data.total_steps, loss, options, before, lambda text: say(console, text))
+        tell = functools.partial(say, console)
+        step = compile_step(config, opened, data.total_steps, loss, options, before, tell, meshes)
         compiled = time.perf_counter()
         with memory_advice(step):
-            model = load_model(with_policy(config, step.policy), opened, console)
+            model = load_model(with_policy(config, step.policy), opened, console, step.mesh)
         startup = Startup(load_seconds=time.perf_counter() - compiled, compile_seconds=compiled - began)
         if model.lora is not None:
             tokens = config.training.per_device_train_batch_size * config.model.max_seq_length
             for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
                 say(console, line)
         check_vocabulary(model, data)
-        checkpoints.extra = describe(config, data, identity, step.policy)
+        checkpoints.extra = describe(config, data, identity, step.policy, replicas)
         run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, loss, evaluate)
         del model  # its trained arrays: the run has copies
         return run.train(earlier, changed if resume else None, startup)
+
+
+@contextlib.contextmanager
+def _shared_folder(config: TrainConfig, resume: bool) -> Iterator[RunFolder]:
+    """The run's folder, which the first process claims for all."""
+    if not is_primary():
+        barrier("folder")
+        yield run_folder(config)
+        return
+    with claimed(config, resume=resume) as folder:
+        barrier("folder")
+        yield folder
+
+
+def _check_same(earlier: Earlier | None, folder: RunFolder) -> None:
+    """Refuse processes that would go on from different checkpoints."""
+    steps = gathered_numbers(0 if earlier is None else earlier.progress.step)
+    if len(set(steps)) > 1:
+        raise ConfigError(
+            f"output.output_dir: expected a folder that all processes share, got {folder.path}, where they find "
+            f"checkpoints of the steps {steps}"
+        )
 
 
 def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> FineTuned | str:

@@ -80,6 +80,16 @@ class RunFolder(NamedTuple):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
+def run_folder(config: TrainConfig) -> RunFolder:
+    """The output folder of a run.
+
+    Args:
+        config: its settings.
+    """
+    output = Path(config.output.output_dir)
+    return RunFolder(output, output / ("model" if config.model.full_finetuning else "adapter"))
+
+
 def settings_text(config: TrainConfig) -> str:
     """The settings as YAML, all of them.
 
@@ -104,8 +114,8 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[RunFolder]:
             overwrite_output_dir is set.
         OSError: the folder cannot be made.
     """
-    output = Path(config.output.output_dir)
-    folder = RunFolder(output, output / ("model" if config.model.full_finetuning else "adapter"))
+    folder = run_folder(config)
+    output = folder.path
     found = [name for name in RUN_FILES if (output / name).exists()]
     if found and not resume and not config.output.overwrite_output_dir:
         raise ConfigError(

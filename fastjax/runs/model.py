@@ -4,13 +4,16 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from rich.console import Console
 
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel, LanguageModel
 from fastjax.language_model.adapters import attach_opened
 from fastjax.language_model.loading import load_opened, shapes_of
+from fastjax.parallel import MeshShape
 from fastjax.runs.datasets import RunData
+from fastjax.runs.mesh import open_mesh
 from fastjax.runs.messages import say
 from fastjax.runs.opening import OpenModel, OpenShapes, lora_arguments
 from fastjax.training.config import TrainConfig
@@ -20,19 +23,23 @@ from fastjax.training.step import TrainState, init_state
 
 #: Keys of the section `model` that opening its folder has used up.
 _OPENED = ("model_name", "max_seq_length", "new_tokens", "rope_scaling", "offload_embedding")
+_ONE_DEVICE = MeshShape()
 
 
-def load_model(config: TrainConfig, opened: OpenModel, console: Console) -> LanguageModel:
+def load_model(
+    config: TrainConfig, opened: OpenModel, console: Console, shape: MeshShape = _ONE_DEVICE
+) -> LanguageModel:
     """The model of a run as it begins, with its adapter.
 
     Args:
         config: the run.
         opened: its folders.
         console: for a line about the model.
+        shape: of the mesh, whose devices get their parts of the weights.
     """
-    model = _placed(with_adapter(load_base(config, opened), config, opened), config)
+    model = _placed(with_adapter(load_base(config, opened, mesh=open_mesh(shape)), config, opened), config)
     trained, total = model.num_parameters()
-    device = device_use()
+    device = device_use(shape)
     say(
         console,
         f"model: {total:,} parameters, {trained:,} trained ({trained / total:.2%}), on {device.used}, {model.dtype}",
@@ -59,16 +66,19 @@ def _placed(model: LanguageModel, config: TrainConfig) -> LanguageModel:
     return model.with_host_layers() if config.model.offload_layers else model
 
 
-def load_base(config: TrainConfig, opened: OpenModel | OpenShapes, *, zeros: bool = False) -> LanguageModel:
+def load_base(
+    config: TrainConfig, opened: OpenModel | OpenShapes, *, zeros: bool = False, mesh: Mesh | None = None
+) -> LanguageModel:
     """The base model of a run.
 
     Args:
         config: the run.
         opened: its folders.
         zeros: in the place of the weights, which are not read.
+        mesh: of the devices that get parts of the weights; None: one has all.
     """
     settings = {name: value for name, value in dataclasses.asdict(config.model).items() if name not in _OPENED}
-    return load_opened(opened.source, opened.outline, zeros=zeros, **settings)
+    return load_opened(opened.source, opened.outline, zeros=zeros, mesh=mesh, **settings)
 
 
 def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:

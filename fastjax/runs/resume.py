@@ -27,6 +27,7 @@ class Earlier(NamedTuple):
         identity: fingerprints of its run's inputs.
         position: in the data.
         checkpointing: policy of rematerialisation; None: an earlier version did not keep it, or no step was taken.
+        replicas: parts in which the devices took a step's rows; None: no step was taken.
     """
 
     where: Path
@@ -36,6 +37,7 @@ class Earlier(NamedTuple):
     identity: Identity
     position: Mapping[str, Any]
     checkpointing: str | None = None
+    replicas: int | None = None
 
 
 def newest(checkpoints: Checkpoints, console: Console, before: int | None = None) -> Earlier | None:
@@ -68,7 +70,8 @@ def newest(checkpoints: Checkpoints, console: Console, before: int | None = None
         for error in damaged:
             warn(console, f"{error}; looking at the one before")
         checked, progress = found["format"] != UNCHECKED_FORMAT, Progress(**found["progress"])
-        return Earlier(where, checked, progress, identity=identity, checkpointing=found.get("checkpointing"), **named)
+        named |= {"checkpointing": found.get("checkpointing"), "replicas": found.get("replicas", 1)}
+        return Earlier(where, checked, progress, identity=identity, **named)
     if damaged:
         others = f"; nor can the {len(damaged) - 1} before it" if len(damaged) > 1 else ""
         raise TrainingError(

@@ -32,6 +32,7 @@ FIXED = (
 FREE = (
     "output",
     "training.logging_steps",
+    "training.step_timeout",
     "training.per_device_eval_batch_size",
     "data.cache_dir",
     "model.model_name",
@@ -39,7 +40,7 @@ FREE = (
 )
 #: Of these the key that the result depends on.
 CHOICE = "output.load_best_model_at_end"
-#: Compared by their product, the rows of a step.
+#: Compared by their product with the number of replicas, the rows of a step.
 BATCH = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
 
@@ -71,13 +72,16 @@ def result_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     return {name: pair for name, pair in differences(old, new).items() if name == CHOICE or not _among(name, FREE)}
 
 
-def check_settings(where: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def check_settings(
+    where: Path, old: Mapping[str, Any], new: Mapping[str, Any], replicas: tuple[int, int] | None = (1, 1)
+) -> list[str]:
     """Compare the settings of a checkpoint with those of the run that resumes from it.
 
     Args:
         where: the checkpoint.
         old: its settings.
         new: the settings of the run.
+        replicas: parts in which the devices of each take a step's rows; None: the checkpoint's has taken none.
 
     Returns:
         A line for each setting that differs and may.
@@ -87,7 +91,10 @@ def check_settings(where: Path, old: Mapping[str, Any], new: Mapping[str, Any]) 
     """
     told = {name: pair for name, pair in differences(old, new).items() if not _among(name, FREE)}
     fixed = {name: pair for name, pair in told.items() if _among(name, FIXED)}
-    rows = [math.prod(int(_value(settings, name) or 1) for name in BATCH) for settings in (old, new)]
+    rows = [
+        math.prod(int(_value(settings, name) or 1) for name in BATCH) * count
+        for settings, count in zip((old, new), replicas or (1, 1), strict=True)
+    ]
     if rows[0] != rows[1]:
         fixed["the rows of a step"] = (rows[0], rows[1])
     if fixed:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from fastjax.data.batches import Batch
 from fastjax.language_model import LanguageModel
@@ -41,6 +42,7 @@ def run_step(
     total_steps: int,
     loss: Loss,
     compiler_options: Mapping[str, Any] | None,
+    mesh: Mesh | None = None,
 ) -> Callable[..., Any]:
     """The jitted train step of a run (`training.step.make_train_step`).
 
@@ -50,6 +52,7 @@ def run_step(
         total_steps: of the run, for the schedule.
         loss: of a microbatch.
         compiler_options: XLA's.
+        mesh: of several devices; None: there is one.
     """
     return make_train_step(
         model.graphdef,
@@ -58,8 +61,22 @@ def run_step(
         loss=loss,
         accumulation_dtype=config.training.accumulation_dtype,
         loss_scale_window=config.training.loss_scale_window,
+        mesh=mesh,
         compiler_options=compiler_options,
     )
+
+
+def batch_shapes(config: TrainConfig, replicas: int) -> Batch:
+    """The shapes of a run's batches.
+
+    Args:
+        config: the run.
+        replicas: parts in which the devices take a step's rows.
+    """
+    training, length = config.training, config.model.max_seq_length
+    shape = (training.gradient_accumulation_steps, training.per_device_train_batch_size * replicas, length)
+    array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return Batch(array, array, array, array)
 
 
 class RunShapes:
@@ -77,6 +94,7 @@ class RunShapes:
         total_steps: int,
         loss: Loss | None = None,
         compiler_options: Mapping[str, Any] | None = None,
+        replicas: int = 1,
     ):
         """Make the shapes, for the device that is traced for here.
 
@@ -86,13 +104,11 @@ class RunShapes:
             total_steps: of the run.
             loss: in place of the settings' own.
             compiler_options: XLA's.
+            replicas: parts in which the devices take a step's rows.
         """
-        training, length = config.training, config.model.max_seq_length
-        shape = (training.gradient_accumulation_steps, training.per_device_train_batch_size, length)
-        array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
-        self.batch = Batch(array, array, array, array)
+        self.batch = batch_shapes(config, replicas)
         self._opened, self._total_steps, self._options = opened, total_steps, compiler_options
-        self._loss = loss or run_loss(training)
+        self._loss = loss or run_loss(config.training)
         self._whole = run_shapes(with_policy(config, "full"), opened)
         self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=str(self._whole.dtype)))
 
@@ -102,14 +118,18 @@ class RunShapes:
             return run_shapes(with_policy(self.config, policy), self._opened)
         return self._whole.with_checkpointing(policy)
 
-    def step(self, policy: str) -> tuple[Any, tuple[Any, Any, Batch]]:
+    def step(self, policy: str, mesh: Mesh | None = None) -> tuple[Any, tuple[Any, Any, Batch]]:
         """The jitted step, and the shapes of its state, frozen weights and batch.
+
+        Args:
+            policy: of rematerialisation.
+            mesh: of several devices; None: there is one.
 
         Raises:
             ConfigError: the policy does not suit the model.
         """
         model, config = self.model(policy), self.config
-        step = run_step(config, model, self._total_steps, self._loss, self._options)
+        step = run_step(config, model, self._total_steps, self._loss, self._options, mesh)
         state = jax.eval_shape(
             lambda trainable: initial_state(config, model.replace(trainable=trainable), self._total_steps),
             model.trainable,

@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from fastjax.data import Batches
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.language_model import LanguageModel
+from fastjax.parallel import place, row_shardings
+from fastjax.parallel.processes import barrier, is_primary, on_host, rank_name
 from fastjax.runs.checkpointing import RunStep, memory_advice
 from fastjax.runs.datasets import RunData
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.identity import Identity
+from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model import initial_state
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
-from fastjax.runs.steps import run_loss, run_step
+from fastjax.runs.steps import batch_shapes, run_loss, run_step
 from fastjax.training.cadence import Cadence, Progress
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
@@ -29,13 +33,14 @@ from fastjax.training.flops import attended_length, flops_per_token, peak_flops
 from fastjax.training.health import GradientCheck, leaf_names, non_finite_rows
 from fastjax.training.loop import Fitted, Startup, fit, run_evaluation
 from fastjax.training.loss import Loss
-from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant
+from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant, peak_memories
 from fastjax.training.optimizers import learning_rates
 from fastjax.training.progress import make_progress
 from fastjax.training.report import default_settings, describe_environment, usage, write_report
-from fastjax.training.signals import StopSignals
+from fastjax.training.signals import SharedStop, StopSignals
 from fastjax.training.step import make_eval_step, make_probe
 from fastjax.training.trackers import make_trackers
+from fastjax.training.watchdog import Watchdog
 
 #: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
 Evaluate = Callable[[LanguageModel], Mapping[str, float]]
@@ -77,13 +82,19 @@ class TrainingRun:
         self.identity, self.user_evaluate = identity, evaluate
         self.loss = loss or run_loss(config.training)
         options = compiler_options(config.training.deterministic, folder.path)
-        self.step, self.train_step = step, run_step(config, model, data.total_steps, self.loss, options)
+        self.mesh = open_mesh(step.mesh)
+        self.step, self.train_step = step, run_step(config, model, data.total_steps, self.loss, options, self.mesh)
+        self.eval_step = make_eval_step(
+            model.graphdef, model.trainable_filter, loss=self.loss, mesh=self.mesh, compiler_options=options
+        )
+        self.peaks: list[int] = []
+        self.state = initial_state(config, model, data.total_steps)
+        if self.mesh is not None:
+            batch = batch_shapes(config, step.mesh.replicas)
+            state, frozen, _ = self.train_step.shardings(self.state, model.frozen, batch)
+            self.state, model = place(self.state, state), model.replace(frozen=place(model.frozen, frozen))
         if step.choice is not None:
             self.train_step = step.choice.compiled
-        self.eval_step = make_eval_step(
-            model.graphdef, model.trainable_filter, loss=self.loss, compiler_options=options
-        )
-        self.state = initial_state(config, model, data.total_steps)
         # Rows of tokens that are not in the first batches get no gradient by right.
         self.check = GradientCheck(
             leaf_names(model.trainable, model.plan), lambda name: name == "embed_tokens.tokens.trainable_tokens_delta"
@@ -98,8 +109,10 @@ class TrainingRun:
         """Take the steps, from the start or from a checkpoint, and save the result."""
         config, total = self.config, self.data.total_steps
         start, position = Progress(), None
+        barrier("start")  # before it the others look for checkpoints
         if earlier is None:
-            self.folder.clear()
+            if is_primary():
+                self.folder.clear()
         else:
             like = self.state
             earlier, self.state = restore(
@@ -114,10 +127,16 @@ class TrainingRun:
                 stack.callback(sink.close)
             if changed is not None:
                 _tell(sinks, start.step, "resumed", _whence(start.step, earlier, changed))
-            self.folder.write_settings(config)  # after the row of the resumption, or they would lie
+            if is_primary():
+                self.folder.write_settings(config)  # after the row of the resumption, or they would lie
             stop = stack.enter_context(StopSignals())
+            if self.mesh is not None and jax.process_count() > 1:
+                stop = SharedStop(stop, self.mesh)
             status = "failed"
-            stack.callback(lambda: self._report(status))
+            if is_primary():
+                stack.callback(lambda: self._report(status))
+            timeout, rank = config.training.step_timeout, jax.process_index()
+            watchdog = stack.enter_context(Watchdog(timeout, self.folder.path, rank, rank_name()))
             stack.enter_context(memory_advice(self.step))
             if (choice := self.step.choice) is not None:
                 _tell(sinks, start.step, "checkpointing", str(choice), **choice.row())
@@ -138,6 +157,8 @@ class TrainingRun:
                 sinks=sinks,
                 throughput=self._throughput(start),
                 startup=startup,
+                send=self._send,
+                watch=watchdog.watch,
                 checkpoints=self.checkpoints,
                 stop=stop,
                 check=self.check,
@@ -152,22 +173,30 @@ class TrainingRun:
                 )
                 _tell(sinks, fitted.progress.step, "interrupted", message)
                 raise Interrupted(message, stop.received)
-            self.model = self.model.replace(trainable=self._chosen(fitted))
-            self.model.save_pretrained(self.folder.result)
+            self.model = self.model.replace(trainable=on_host(self._chosen(fitted)))
+            if is_primary():
+                self.model.save_pretrained(self.folder.result)
             status = "finished"
             message = f"finished after step {fitted.progress.step}"
             base = {"model": self.identity.model, "weights": self.identity.weights}
-            files = weight_digests(self.folder.result)
-            _tell(sinks, fitted.progress.step, status, message, files=files, base=base)
+            files = weight_digests(self.folder.result) if is_primary() else {}
+            self.peaks = peak_memories(self.step.mesh.size)
+            memory = {"memory_bytes_by_device": self.peaks} if self.peaks else {}
+            _tell(sinks, fitted.progress.step, status, message, files=files, base=base, **memory)
+            barrier("saved")
         evaluation = fitted.evaluation or last_evaluation(self.folder)  # where no step was left to take
         return FineTuned(self.model, self.folder.result, evaluation, config)
+
+    def _send(self, batch: Batch) -> Batch:
+        """The batch on the devices, each with its rows."""
+        return jax.device_put(batch) if self.mesh is None else place(batch, row_shardings(batch, self.mesh))
 
     def _evaluate(self, trainable: Any) -> Evaluation:
         training, held_out = self.config.training, self.data.held_out
         assert held_out is not None
         size = training.per_device_eval_batch_size or training.per_device_train_batch_size
-        batches = Batches(held_out.rows, size, shuffle=False).epoch()
-        found = run_evaluation(self.eval_step, trainable, self.model.frozen, batches)
+        batches = Batches(held_out.rows, size * self.step.mesh.replicas, shuffle=False).epoch()
+        found = run_evaluation(self.eval_step, trainable, self.model.frozen, batches, self._send)
         if self.user_evaluate is None:
             return found
         extra = {
@@ -180,6 +209,8 @@ class TrainingRun:
 
     def _sinks(self, resume_step: int | None) -> list[Sink]:
         """The file first, so that a tracker that fails cannot keep a row from it."""
+        if not is_primary():
+            return []
         output, total = self.config.output, self.data.total_steps
         name = output.run_name or Path(output.output_dir).name
         file = Tolerant(JsonLines(self.folder.metrics, resume_step), str(self.folder.metrics), self.console)
@@ -190,18 +221,25 @@ class TrainingRun:
         return [file, *trackers, Tolerant(progress, "the progress", Console(stderr=True))]
 
     def _throughput(self, start: Progress) -> Throughput:
+        peak = peak_flops(jax.devices()[0].device_kind, self.model.dtype)
         return Throughput(
             self.data.total_steps,
             steps_per_epoch=self.data.batches.steps_per_epoch,
             flops_per_token=self.flops_per_token,
-            peak_flops=peak_flops(jax.devices()[0].device_kind, self.model.dtype),
+            peak_flops=None if peak is None else peak * self.step.mesh.size,
+            devices=self.step.mesh.size,
             seconds_before=start.seconds,
         )
 
     def _explain(self, state: Any, batch: Batch, step: int) -> str:
         """The rows of the data that break a step, in words."""
-        probe = make_probe(self.model.graphdef, self.model.trainable_filter, loss=self.loss)
-        places = non_finite_rows(lambda rows: probe(state, self.model.frozen, rows), batch)
+        probe = make_probe(self.model.graphdef, self.model.trainable_filter, loss=self.loss, mesh=self.mesh)
+
+        def alone(rows: Batch) -> Any:  # the same row on all devices
+            rows = jax.tree.map(lambda array: np.repeat(array, self.step.mesh.replicas, axis=1), rows)
+            return probe(state, self.model.frozen, rows)
+
+        places = non_finite_rows(alone, on_host(batch))
         if not places:
             return "No row of the step is at fault alone."
         numbers = self.data.batches.row_numbers(step - 1)
@@ -226,7 +264,9 @@ class TrainingRun:
         return usage(self.config, self.folder.result, self.model.hf_config, str(self.model.dtype))
 
     def _report(self, status: str) -> None:
-        environment = describe_environment() | {"gradient checkpointing": self.step.policy}
+        environment = describe_environment(self.step.mesh) | {"gradient checkpointing": self.step.policy}
+        if self.peaks:
+            environment["peak memory by device"] = ", ".join(f"{peak / 2**30:.1f}" for peak in self.peaks) + " GiB"
         write_report(
             self.folder.path,
             config=dataclasses.asdict(self.config),
@@ -240,7 +280,7 @@ class TrainingRun:
 
 
 def describe(
-    config: TrainConfig, data: RunData, identity: Identity, policy: str | None = None
+    config: TrainConfig, data: RunData, identity: Identity, policy: str | None = None, replicas: int | None = None
 ) -> Callable[[int], dict[str, Any]]:
     """The JSON that a checkpoint of a run keeps beside its state, by step.
 
@@ -249,8 +289,9 @@ def describe(
         data: its data.
         identity: of the run.
         policy: of rematerialisation; None: it is not chosen yet.
+        replicas: parts in which the devices take a step's rows; None: no step was taken.
     """
-    stored = {"config": dataclasses.asdict(config), **identity._asdict(), "checkpointing": policy}
+    stored = {"config": dataclasses.asdict(config), **identity._asdict(), "checkpointing": policy, "replicas": replicas}
     return lambda step: {**stored, "position": data.batches.position(step)}
 
 

@@ -5,6 +5,9 @@ killed run leaves whole checkpoints only. A background thread writes from a copy
 room, which costs the run a millisecond, otherwise on the host. The arrays are stored under their names in the state,
 but for the learning rates, which follow from the settings; beside them, as JSON, a checksum of each, progress, data
 position and settings. A checkpoint is renamed before it is deleted.
+
+Of several processes each writes the parts that its devices hold, and the first one the JSON. An array is read whole and
+cut to the places that the state has then, so that a run goes on on another mesh.
 """
 
 import concurrent.futures
@@ -21,21 +24,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastjax.errors import ConfigError, TrainingError
+from fastjax.parallel import place
+from fastjax.parallel.processes import is_primary
 from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint_files import (
     METADATA,
     UNCHECKED_FORMAT,
     Unreadable,
     checksum,
+    element_sum,
     read_arrays,
     read_metadata,
     seal,
+    sum_checksum,
 )
 from fastjax.training.optimizers import LearningRates
 from fastjax.training.silence import silence
 
-#: Version of the JSON beside the arrays; later ones are refused.
-FORMAT = 2
+#: Version of the JSON beside the arrays; later ones are refused. Of several processes the checksums are sums.
+SOLE_FORMAT, FORMAT = 2, 3
 _GONE = ".deleted"
 #: After a failed save: looks for what it left, seconds between them, and looks in a row that must find nothing.
 _LOOKS, _PAUSE, _ABSENT = 40, 0.05, 4
@@ -68,7 +75,8 @@ class Checkpoints:
         self._copied: tuple[int, Callable[[], None]] | None = None
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
         self._writer.submit(_orbax)  # its import takes a second; later it would delay a step
-        for left in [*self.folder.glob(f"*{_GONE}"), *self.folder.glob("*.orbax-checkpoint-tmp*")]:
+        lefts = [*self.folder.glob(f"*{_GONE}"), *self.folder.glob("*.orbax-checkpoint-tmp*")] if is_primary() else ()
+        for left in lefts:
             shutil.rmtree(left, ignore_errors=True)
 
     def steps(self) -> list[int]:
@@ -88,9 +96,11 @@ class Checkpoints:
         """
         self.wait()
         arrays = named_arrays(state)
-        metadata: Any = {"format": FORMAT, "progress": progress._asdict(), "arrays": _described(arrays)}
+        shared = jax.process_count() > 1
+        number = FORMAT if shared else SOLE_FORMAT
+        metadata: Any = {"format": number, "progress": progress._asdict(), "arrays": _described(arrays)}
         metadata |= self.extra(progress.step)
-        stored = _copy({name: array for name, array in arrays.items() if array.size})  # zarr has no empty arrays
+        arrays = {name: array for name, array in arrays.items() if array.size}  # zarr has no empty arrays
         path = self.folder / str(progress.step)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -98,6 +108,10 @@ class Checkpoints:
                 pass
         except OSError as error:
             raise self._failed(progress.step, error) from error
+        if shared:
+            self._pending = progress.step, self._write_parts(path, arrays, metadata, progress)
+            return
+        stored = _copy(arrays)
 
         def write(arrays: dict[str, Any]) -> None:
             # One at a time: Orbax would send all at once and delay the dispatch of the next steps.
@@ -108,6 +122,33 @@ class Checkpoints:
             self._retire(progress)
 
         self._copied = progress.step, functools.partial(write, stored)
+
+    def _write_parts(
+        self, path: Path, arrays: dict[str, jax.Array], metadata: Mapping[str, Any], progress: Progress
+    ) -> "concurrent.futures.Future[None]":
+        """Write the arrays with the other processes: the parts are copied to the host here, and written later.
+
+        Only the caller's thread may wait for other processes' devices: they do everything in one order.
+        """
+        sums = jax.device_get(_element_sums(arrays))
+        checked = {**metadata, "checksums": {name: sum_checksum(value) for name, value in sums.items()}}
+        parts = {name: np.asarray(array) if array.is_fully_addressable else array for name, array in arrays.items()}
+        try:
+            response = _orbax().save_checkpointables_async(
+                str(path),
+                {"state": parts},
+                overwrite=path.exists(),
+                custom_metadata=checked | {"checksum": seal(checked)},
+            )
+        except Exception as error:
+            raise self._failed(progress.step, error) from error
+
+        def finish() -> None:
+            response.result()
+            if is_primary():
+                self._retire(progress)
+
+        return self._writer.submit(finish)
 
     def begin(self) -> None:
         """Start to write the copy. It keeps Python busy at first: call it when the device has its next step."""
@@ -154,10 +195,10 @@ class Checkpoints:
         """
         where = self.folder / str(step)
         found = read_metadata(where)
-        if found["format"] not in (UNCHECKED_FORMAT, FORMAT):
+        if found["format"] not in (UNCHECKED_FORMAT, SOLE_FORMAT, FORMAT):
             raise ConfigError(
-                f"{where}: expected a checkpoint of format {FORMAT} or before, got {found['format']}; it was written "
-                "by another version of fastjax"
+                f"{where}: expected a checkpoint of format {FORMAT} or before, got {found['format']}; it was "
+                "written by another version of fastjax"
             )
         try:
             named = Progress(**found["progress"]).step
@@ -220,8 +261,11 @@ class Checkpoints:
     def _read(self, step: int, metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
         """The stored values of `arrays`, on their devices."""
         described = _described({name: array for name, array in arrays.items() if array.size})
-        read = read_arrays(self.folder / str(step), described, metadata.get("checksums"))
-        return {name: jax.device_put(array, arrays[name].sharding) for name, array in read.items()}
+
+        def put(name: str, array: np.ndarray) -> jax.Array:
+            return place(array, arrays[name].sharding)
+
+        return read_arrays(self.folder / str(step), described, metadata.get("checksums"), put)
 
     def _retire(self, progress: Progress) -> None:
         """Delete checkpoints that are neither among the newest nor the best.
@@ -260,6 +304,17 @@ def _orbax() -> Any:
 @jax.jit
 def _copy_on_device(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return jax.tree.map(jnp.copy, arrays)
+
+
+@jax.jit
+def _element_sums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+    def bits(array: jax.Array) -> jax.Array:
+        plain = array.astype(jnp.uint8) if array.dtype == bool else array
+        return jax.lax.bitcast_convert_type(plain, kinds[plain.dtype.itemsize])
+
+    return {name: element_sum(bits(array), jnp) for name, array in arrays.items()}
 
 
 def _copy(arrays: dict[str, jax.Array]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ nothing. A thread makes batches and sends them to the device.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from fastjax.training.checkpoint import Checkpoints, SaveFailed
 from fastjax.training.health import GradientCheck
 from fastjax.training.loss import LossSums
 from fastjax.training.metrics import Evaluation, Row, Sink, Throughput
-from fastjax.training.signals import StopSignals
+from fastjax.training.signals import SharedStop, StopSignals
 from fastjax.training.step import COUNTS, STEP_METRICS
 
 TrainStep = Callable[[Any, Any, Batch], tuple[Any, dict[str, jax.Array]]]
@@ -89,9 +90,11 @@ def fit(
     startup: Startup | None = None,
     evaluate: Callable[[Any], Evaluation] | None = None,
     checkpoints: Checkpoints | None = None,
-    stop: StopSignals | None = None,
+    stop: StopSignals | SharedStop | None = None,
     check: GradientCheck | None = None,
     explain: Callable[[Any, Batch, int], str] | None = None,
+    send: Callable[[Batch], Batch] = jax.device_put,
+    watch: Callable[[str | None], None] = lambda what: None,
 ) -> Fitted:
     """Take steps until there is one for each learning rate.
 
@@ -111,6 +114,8 @@ def fit(
         stop: the signal that ends the run; the step is finished and, with checkpoints, the state saved.
         check: judges the first gradients.
         explain: (state, batch, step) → the rows that broke the step.
+        send: puts a batch on the devices.
+        watch: is told what the loop waits for; None: for something that may take any time.
 
     Returns:
         The end of the loop.
@@ -119,38 +124,41 @@ def fit(
         TrainingError: a step whose loss or gradient is not finite, weights without gradient, too few batches, or a
             state that cannot be saved when the run is stopped.
     """
-    return _Loop(learning_rates, start, cadence, sinks, throughput, startup, checkpoints, check, explain).run(
-        train_step, state, frozen, batches, evaluate, stop or StopSignals()
+    return _Loop(learning_rates, start, cadence, sinks, throughput, startup, checkpoints, check, explain, watch).run(
+        train_step, state, frozen, batches, evaluate, stop or StopSignals(), send
     )
 
 
 class _Loop:
     """The impure part of `fit`: the progress so far, and the execution of the cadence's actions."""
 
-    def __init__(self, learning_rates, start, cadence, sinks, throughput, startup, checkpoints, check, explain):
+    def __init__(self, learning_rates, start, cadence, sinks, throughput, startup, checkpoints, check, explain, watch):
         self.rates, self.total = learning_rates, len(learning_rates)
         self.progress, self.cadence, self.sinks = start, cadence, sinks
         self.throughput = throughput or Throughput(self.total)
         self.startup = startup
-        self.checkpoints, self.check, self.explain = checkpoints, check, explain
+        self.checkpoints, self.check, self.explain, self.watch = checkpoints, check, explain, watch
         self.pending: _Pending | None = None
         self.saved_step = start.step or None  # this step has a whole checkpoint
 
-    def run(self, train_step, state, frozen, batches, evaluate, stop) -> Fitted:
+    def run(self, train_step, state, frozen, batches, evaluate, stop, send) -> Fitted:
         cadence, evaluation = self.cadence, None
-        with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=_send)) as ready:
+        with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=functools.partial(_sent, send))) as ready:
             while self.progress.step < self.total and not cadence.exhausted(self.progress):
+                self.watch(f"the batch of step {self.progress.step + 1}")
                 if (item := next(ready, None)) is None:
                     raise TrainingError(
                         f"the data ended after {self.progress.step} steps; expected batches for {self.total}"
                     )
                 num_tokens, batch = item
                 called = time.perf_counter()
+                self.watch(f"the call of step {self.progress.step + 1}")
                 state, metrics = train_step(state, frozen, batch)
                 returned = time.perf_counter()
                 if self.checkpoints is not None:
                     self.checkpoints.begin()  # while the device is at work
                 self.report(state)
+                stop.sync()
                 step = self.progress.step + 1
                 self.pending, self.progress = (
                     _Pending(step, num_tokens, batch, metrics, called, returned),
@@ -159,6 +167,7 @@ class _Loop:
                 asked = {"held_out": evaluate is not None, "signalled": stop.received is not None}
                 actions = cadence.after(self.progress, self.total, **asked)
                 if actions.evaluate and evaluate is not None:
+                    self.watch(None)
                     evaluation = evaluate(state.trainable)  # behind the step, for which nothing waits yet
                     self.throughput.pause()
                     self.report(state)
@@ -173,6 +182,7 @@ class _Loop:
                 self.poll()
                 if actions.stop == "signal":
                     return Fitted(state, self.progress, evaluation, complete=False)
+        self.watch(None)
         self.settle()
         return Fitted(state, self.progress, evaluation, complete=True)
 
@@ -188,6 +198,7 @@ class _Loop:
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
+        self.watch(f"the numbers of step {pending.step}")
         values = jax.device_get(pending.metrics)
         rate = float(self.rates[min(int(values["updates"]), self.total - 1)])
         row = _row(pending.step, values, rate) | self.throughput.step(pending.step, pending.num_tokens)
@@ -253,6 +264,7 @@ class _Loop:
         """Save the state; a failed periodic save is reported and does not end the run."""
         if self.checkpoints is None:
             return
+        self.watch(None)
         self.settle()  # an earlier failed save does not prevent this one
         try:
             self.checkpoints.save(state, self.progress)
@@ -283,7 +295,13 @@ class _Loop:
             self.event("saved", f"checkpoint of step {step} saved", step)
 
 
-def run_evaluation(eval_step: EvalStep, trainable: Any, frozen: Any, batches: Iterable[Batch]) -> Evaluation:
+def run_evaluation(
+    eval_step: EvalStep,
+    trainable: Any,
+    frozen: Any,
+    batches: Iterable[Batch],
+    send: Callable[[Batch], Batch] = jax.device_put,
+) -> Evaluation:
     """Evaluate on every batch; the sums stay on the device until the last.
 
     Args:
@@ -291,11 +309,12 @@ def run_evaluation(eval_step: EvalStep, trainable: Any, frozen: Any, batches: It
         trainable: the trained weights.
         frozen: the others.
         batches: held-out rows.
+        send: puts a batch on the devices.
 
     Raises:
         TrainingError: the rows weigh nothing, without a target token.
     """
-    with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=jax.device_put)) as ready:
+    with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=send)) as ready:
         found: list[LossSums] = jax.device_get([eval_step(trainable, frozen, batch) for batch in ready])
     loss = sum(float(sums.loss_sum) for sums in found)
     weight = sum(float(sums.metrics["num_targets"] if sums.weight is None else sums.weight) for sums in found)
@@ -307,9 +326,9 @@ def run_evaluation(eval_step: EvalStep, trainable: Any, frozen: Any, batches: It
     return Evaluation(loss / weight, correct / max(1, targets), targets, own)
 
 
-def _send(batch: Batch) -> tuple[int, Batch]:
-    """The number of tokens of a batch, and the batch on the device."""
-    return int(np.count_nonzero(batch.segment_ids)), jax.device_put(batch)
+def _sent(send: Callable[[Batch], Batch], batch: Batch) -> tuple[int, Batch]:
+    """The number of tokens of a batch, and the batch on the devices."""
+    return int(np.count_nonzero(batch.segment_ids)), send(batch)
 
 
 def _row(step: int, values: dict[str, Any], learning_rate: float) -> dict[str, Any]:

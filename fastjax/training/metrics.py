@@ -3,18 +3,20 @@
 A row is a flat mapping, of one of three kinds. All have `step`, the number of updates so far.
 
 - Train step: `loss` (nats a target token), `grad_norm`, `learning_rate`, `token_accuracy`, `num_targets`, `num_tokens`,
-  `epoch` (passes over the data), `tokens_per_second`, `model_flops_utilization`, `memory_bytes`, `seconds` (since the
-  start) and `seconds_left`, None where unknown; with float16 `loss_scale`, `skipped_steps` (so far), and `skipped`
-  (True) on a step that changed nothing; with label smoothing or z-loss `cross_entropy` alone and `z_loss` (mean square
-  of the logits' logsumexp), where `loss` has all terms; of a mixture of experts `router_largest_share` (the busiest
-  expert's share of the choices, mean over the layers), `router_entropy` (of the experts' shares, 1 where they are even)
-  and `router_load_balancing_loss` (k where they are even).
+  `epoch` (passes over the data), `tokens_per_second`, on several devices `tokens_per_second_per_device`,
+  `model_flops_utilization`, `memory_bytes`, `seconds` (since the start) and `seconds_left`, None where unknown; with
+  float16 `loss_scale`, `skipped_steps` (so far), and `skipped` (True) on a step that changed nothing; with label
+  smoothing or z-loss `cross_entropy` alone and `z_loss` (mean square of the logits' logsumexp), where `loss` has all
+  terms; of a mixture of experts `router_largest_share` (the busiest expert's share of the choices, mean over the
+  layers), `router_entropy` (of the experts' shares, 1 where they are even) and `router_load_balancing_loss` (k where
+  they are even).
 - Evaluation: `eval_loss`, `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`, and further `eval_` names of a
   custom loss or evaluation.
 - Event: `event` ("started", "saved", "save_failed", "resumed", "early_stop", "interrupted", "finished" …) and a
   `message` for people. "started" has `load_seconds` of the model, `compile_seconds` of the train step (short where the
   program was kept) and `first_step_seconds` until the first step's numbers were there; "finished" has `files`, the
-  SHA-256 of the result's weights, and `base`, fingerprints of the base model.
+  SHA-256 of the result's weights, `base`, fingerprints of the base model, and of several devices
+  `memory_bytes_by_device` (by process where there are several).
 
 A sink is anything with `write` and `close`, so a tracker is one small class.
 """
@@ -34,6 +36,7 @@ from rich.console import Console
 
 from convert import strict_json
 from convert.files import atomic_file
+from fastjax.parallel.processes import gathered_numbers
 
 Row = Mapping[str, Any]
 
@@ -186,6 +189,23 @@ def peak_memory() -> int | None:
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
+def peak_memories(devices: int) -> list[int]:
+    """Peak bytes of arrays on each device of a run; empty where they keep no count, or of one device.
+
+    Of several processes there is one figure each, the largest of its devices; all of them must call this.
+
+    Args:
+        devices: of the run.
+    """
+    if devices == 1:
+        return []
+    if jax.process_count() > 1:
+        found = gathered_numbers(peak_memory() or 0)
+    else:
+        found = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.devices()[:devices]]
+    return found if any(found) else []
+
+
 class Throughput:
     """Speed of a run over its last steps, and its progress.
 
@@ -199,6 +219,7 @@ class Throughput:
         steps_per_epoch: int | None = None,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
+        devices: int = 1,
         memory: Callable[[], int | None] = peak_memory,
         seconds_before: float = 0.0,
         window: int = 20,
@@ -211,6 +232,7 @@ class Throughput:
             steps_per_epoch: steps of a pass over the data; None: unknown.
             flops_per_token: model FLOPs of a token (`flops.flops_per_token`); None: unknown.
             peak_flops: FLOP/s of all devices together at best (`peak_flops` times their number); None: unknown.
+            devices: of the run; of several there is the speed of one too.
             memory: peak of the device memory in bytes, read once a step.
             seconds_before: seconds that a resumed run took before it was stopped.
             window: number of steps in the mean.
@@ -218,6 +240,7 @@ class Throughput:
         """
         self._total, self._steps_per_epoch, self._memory, self._clock = total_steps, steps_per_epoch, memory, clock
         self._utilization_per_speed = flops_per_token / peak_flops if flops_per_token and peak_flops else None
+        self._devices = devices
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
         self._start = clock() - seconds_before
         self._mark: float | None = None
@@ -244,10 +267,12 @@ class Throughput:
         seconds = sum(s for s, _ in self._recent)
         speed = sum(n for _, n in self._recent) / seconds if seconds > 0 else None
         per_speed = self._utilization_per_speed
+        each = {} if self._devices == 1 else {"tokens_per_second_per_device": speed and speed / self._devices}
         return {
             "num_tokens": num_tokens,
             "epoch": step / self._steps_per_epoch if self._steps_per_epoch else None,
             "tokens_per_second": speed,
+            **each,
             "model_flops_utilization": None if speed is None or per_speed is None else speed * per_speed,
             "memory_bytes": self._memory(),
             "seconds": now - self._start,

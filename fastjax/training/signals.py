@@ -9,6 +9,12 @@ import termios
 import threading
 from types import FrameType, TracebackType
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
 
 class StopSignals:
     """A context that records the first SIGTERM, SIGHUP or SIGINT; a second SIGINT ends the process at once.
@@ -36,6 +42,9 @@ class StopSignals:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
         self._previous.clear()
 
+    def sync(self) -> None:
+        """Nothing: there is one process."""
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
             if sys.stdout.isatty():
@@ -48,6 +57,37 @@ class StopSignals:
             again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
             with contextlib.suppress(OSError):  # its reader may be gone too
                 os.write(2, f"\nfastjax: {self.received.name}: finishing the step and saving{again}\n".encode())
+
+
+class SharedStop:
+    """The signal that ends the processes of a run at the same step: one that any of them has got.
+
+    Each step they say what they have got, and read what all had got at the step before: nothing waits for it.
+
+    Attributes:
+        received: as of `StopSignals`, the same in all processes.
+    """
+
+    def __init__(self, own: StopSignals, mesh: Mesh):
+        """Agree by the devices.
+
+        Args:
+            own: of this process.
+            mesh: of the run.
+        """
+        self.received: signal.Signals | None = None
+        self._own, self._sent = own, None
+        self._flags = NamedSharding(mesh, P(mesh.axis_names))
+        self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+        self._size = mesh.size
+
+    def sync(self) -> None:
+        """Read what was sent a step ago, and send what came since; every process, once a step."""
+        if self._sent is not None and self.received is None and (found := int(self._sent)):
+            self.received = signal.Signals(found)
+        number = 0 if self._own.received is None else int(self._own.received)
+        flags = np.full(self._size, number, np.int32)
+        self._sent = self._largest(jax.make_array_from_callback(flags.shape, self._flags, lambda index: flags[index]))
 
 
 def _drop_lost_terminal() -> None:

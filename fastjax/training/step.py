@@ -24,7 +24,7 @@ from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.models import remat
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import BATCH, CONTEXT, MeshShape, batch_part, batch_sharding, local, place
+from fastjax.parallel import BATCH, CONTEXT, MeshShape, batch_part, local, place, row_shardings
 from fastjax.parallel.checks import check_exchange
 from fastjax.parallel.exchange import Feedback, exchange, no_feedback
 from fastjax.parallel.gather import scattered
@@ -220,7 +220,7 @@ def make_eval_step(
 
 
 def make_probe(
-    graphdef: nnx.GraphDef, trainable_filter: Any, *, loss: Loss = loss_sums
+    graphdef: nnx.GraphDef, trainable_filter: Any, *, loss: Loss = loss_sums, mesh: Mesh | None = None
 ) -> Callable[[TrainState, Any, Batch], tuple[Array, Array]]:
     """Build the jitted (state, frozen, batch) -> (loss sum, gradient norm), which finds the rows that break a step.
 
@@ -228,15 +228,15 @@ def make_probe(
         graphdef: of the decoder.
         trainable_filter: the nnx filter that split the decoder.
         loss: as for `make_train_step`.
+        mesh: as for `make_train_step`.
     """
 
-    @jax.jit
     def probe(state: TrainState, frozen: Any, batch: Batch) -> tuple[Array, Array]:
         gradient = _gradient(graphdef, trainable_filter, loss, state, frozen, jnp.float32(1.0), None)
         grads, sums = _accumulate(gradient, batch, jnp.dtype(jnp.float32))
         return sums.loss_sum, optax.tree.norm(grads)
 
-    return probe
+    return _on_mesh(probe, graphdef, mesh, None, donate=(), updates=False)
 
 
 def _gradient(
@@ -294,24 +294,21 @@ def _on_mesh(
 ) -> Callable[..., Any]:
     """Jit the function, which may be one that updates its state.
 
-    On a mesh: rows over all devices, weights and state by the table (`placement`), other results replicated. There
-    `jitted` of the result is the jitted function, which is called in `jax.set_mesh`, and
-    `shardings(state, frozen, batch)` are those of its arguments, also of their shapes.
+    On a mesh: rows over all devices, weights and state by the table (`placement`), other results replicated. The
+    result has `shardings(state, frozen, batch)`, those of its arguments, and `trace`, which takes their shapes; `jitted`
+    is the function, called in `jax.set_mesh`.
     """
     options = {**COMPILER_OPTIONS, **remat.compiler_options(graphdef), **(compiler_options or {})}
     if mesh is None:
         return jax.jit(function, donate_argnums=donate, compiler_options=options)
     places = None  # of state and frozen weights: one structure for one graphdef
 
-    def rows(array: Any) -> NamedSharding:
-        return NamedSharding(mesh, P(*batch_sharding(mesh).spec[: array.ndim]))  # extra fields have two axes or more
-
     def shardings(state: Any, frozen: Any, batch: Batch) -> tuple[Any, Any, Any]:
         nonlocal places
         if places is None:
             config = nnx.merge(graphdef, getattr(state, "trainable", state), frozen).config
             places = state_shardings(state, config, mesh), weight_shardings(frozen, config, mesh)
-        return *places, jax.tree.map(rows, batch)
+        return *places, row_shardings(batch, mesh)
 
     def placed(state: Any, frozen: Any, batch: Batch) -> Any:
         places = shardings(state, frozen, batch)
@@ -344,6 +341,15 @@ def _on_mesh(
         with jax.set_mesh(mesh):
             return jitted(*arguments)
 
-    call.jitted = jitted  # pyright: ignore[reportAttributeAccessIssue]
+    def trace(*arguments: Any) -> Any:
+        specs = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            arguments,
+            shardings(*arguments),
+        )
+        with jax.set_mesh(mesh):
+            return jitted.trace(*specs)
+
+    call.jitted, call.trace = jitted, trace  # pyright: ignore[reportAttributeAccessIssue]
     call.shardings = shardings  # pyright: ignore[reportAttributeAccessIssue]
     return call

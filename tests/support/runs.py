@@ -20,19 +20,22 @@ from fastjax.training.config import (
     ModelSection,
     OptimizerConfig,
     OutputSection,
+    ParallelSection,
     TrainConfig,
     TrainingSection,
 )
 from tests.support import chat
 
 ROOT = Path(__file__).resolve().parents[2]
+#: The section `parallel` of a run that leaves the other fake devices alone.
+ONE_DEVICE = {"data": 1, "fsdp": 1}
 #: A step's line, not an event's.
 STEP = re.compile(r"step (\d+)/\d+: (loss|skipped)")
 
 
 def config(**sections) -> TrainConfig:
     """The settings of a run that is not started, by section."""
-    base = {"model": {"model_name": "m"}, "data": {"train": "d"}, "output": {"output_dir": "o"}}
+    base = {"model": {"model_name": "m"}, "data": {"train": "d"}, "output": {"output_dir": "o"}, "parallel": ONE_DEVICE}
     kinds = {
         "model": ModelSection,
         "data": DataSection,
@@ -40,6 +43,7 @@ def config(**sections) -> TrainConfig:
         "lora": LoraSection,
         "optimizer": OptimizerConfig,
         "training": TrainingSection,
+        "parallel": ParallelSection,
     }
     made = {name: kinds[name](**(base.get(name, {}) | sections.get(name, {}))) for name in kinds}
     return TrainConfig(**made)
@@ -162,6 +166,11 @@ class Process:
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
+
+    def children(self) -> list[int]:
+        """Ids of the processes that it has started, in their order."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        return sorted(map(int, children.read_text().split()))
 
     def status(self, seconds: float = 300.0) -> int:
         """Wait for the end: the exit status, or less than zero, a signal's number."""

@@ -13,6 +13,7 @@ from fastjax.training.config.data import DataSection
 from fastjax.training.config.model import LoraSection, ModelSection
 from fastjax.training.config.optimizer import OptimizerConfig
 from fastjax.training.config.output import OutputSection
+from fastjax.training.config.parallel import ParallelSection
 from fastjax.training.config.training import TrainingSection
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ModelSection",
     "OptimizerConfig",
     "OutputSection",
+    "ParallelSection",
     "TrainConfig",
     "TrainingSection",
 ]
@@ -37,6 +39,7 @@ class TrainConfig:
         lora: the adapter.
         optimizer: the rule of the updates and its schedule.
         training: length, batches, evaluation.
+        parallel: the devices.
     """
 
     model: ModelSection
@@ -45,6 +48,7 @@ class TrainConfig:
     lora: LoraSection = dataclasses.field(default_factory=LoraSection)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingSection = dataclasses.field(default_factory=TrainingSection)
+    parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
 
     def __post_init__(self) -> None:
         if self.model.full_finetuning and self.lora != LoraSection():

@@ -33,6 +33,8 @@ class TrainingSection:
         router_z_loss_coef: likewise: factor of the mean square of the router logits' logsumexp.
         deterministic: on a GPU, deterministic operations only, and kernels chosen once and kept beside the
             checkpoints: two equal runs are equal bit for bit. Slower. On a CPU they always are.
+        step_timeout: seconds that a step may take, compiling included, before the run ends with the stacks of its
+            threads, as where another process hangs; evaluations and saves are not timed; null: for ever.
         seed: of the order of the rows and of dropout.
     """
 
@@ -54,6 +56,7 @@ class TrainingSection:
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
     deterministic: bool = False
+    step_timeout: float | None = 3600.0
     seed: int = 3407
 
     def __post_init__(self) -> None:
@@ -74,7 +77,7 @@ class TrainingSection:
             value = getattr(self, name)
             expect(f"training.{name}", value, value is None or value <= MAX_ROWS, f"of at most {MAX_ROWS}")
         expect("training.max_steps", self.max_steps, (self.max_steps or 1) <= MAX_STEPS, f"of at most {MAX_STEPS}")
-        for name in ("num_train_epochs", "neftune_noise_alpha"):
+        for name in ("num_train_epochs", "neftune_noise_alpha", "step_timeout"):
             value = getattr(self, name)
             expect(f"training.{name}", value, value is None or value > 0, "greater than 0")
         smoothing = self.label_smoothing_factor

@@ -10,18 +10,22 @@ from pathlib import Path
 
 import jax
 
+from fastjax.parallel import MeshShape
 from fastjax.training.device import device_use
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def describe_environment() -> dict[str, str]:
+def describe_environment(shape: MeshShape) -> dict[str, str]:
     """The known facts of a run's environment.
+
+    Args:
+        shape: of its mesh.
 
     Returns:
         Label → value, in the order of the report.
     """
-    device = device_use()
+    device = device_use(shape)
     found = {
         "date": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "device": device.used,

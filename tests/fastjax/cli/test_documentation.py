@@ -84,6 +84,7 @@ def test_readme_names_every_recipe():
             "docs/performance.md",
             "docs/convert.md",
             "docs/memory.md",
+            "docs/parallel.md",
         ),
         *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs/lab").glob("*.md"))),
     ],

@@ -255,3 +255,15 @@ def test_whole_metadata_of_a_later_format_are_refused(tmp_path, metadata_of):
 
     with pytest.raises(ConfigError, match=f"^{tmp_path}/1: expected a checkpoint of format 2 or before, got 3"):
         metadata_of(later).metadata(1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "bool"])
+def test_the_sum_of_elements_is_one_on_host_and_mesh_and_finds_each_change(dtype):
+    array = (np.arange(16 * 24).reshape(16, 24) % 7).astype(jnp.dtype(dtype))
+    spread = jax.device_put(array, NamedSharding(make_mesh(4, 2), P("data", "fsdp")))
+    expected = checkpoint_files.sum_checksum(checkpoint._element_sums({"a": spread})["a"])
+    assert checkpoint_files._found_checksum(array, expected) == expected
+    changed, moved = array.copy(), np.roll(array, 1)
+    changed[3, 5] = not changed[3, 5]
+    for other in (changed, moved):
+        assert checkpoint_files._found_checksum(other, expected) != expected

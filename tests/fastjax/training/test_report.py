@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
+from fastjax.parallel import MeshShape
 from fastjax.training.config import DataSection, ModelSection, OptimizerConfig, OutputSection, TrainConfig
 from fastjax.training.metrics import Evaluation, JsonLines
 from fastjax.training.report import default_settings, describe_environment, environment, usage, write_report
@@ -330,9 +331,9 @@ def test_environment(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(environment, "_DRIVER", driver)
     monkeypatch.chdir(tmp_path)
-    found = describe_environment()
+    found = describe_environment(MeshShape())
     assert found["device"] == "cpu (device 0, 1 of 8)"
-    assert found["idle devices"] == "devices 1 to 7 of 8, since a run trains on one device"
+    assert found["idle devices"] == "devices 1 to 7 of 8, since the settings (parallel) take 1"
     assert found["NVIDIA driver"] == "580.95.05"
     assert {"date", "host", "Python", "jax", "flax", "transformers"} <= set(found)
     assert "git commit" not in found
@@ -342,7 +343,7 @@ def test_environment(tmp_path, monkeypatch):
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "add", "version"], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "m"], check=True)
-    assert re.fullmatch(r"[0-9a-f]{40}", describe_environment()["git commit"])
+    assert re.fullmatch(r"[0-9a-f]{40}", describe_environment(MeshShape())["git commit"])
     driver.write_text("changed")
-    assert re.fullmatch(r"[0-9a-f]{40} \+ changes", describe_environment()["git commit"])
-    assert "NVIDIA driver" not in describe_environment()
+    assert re.fullmatch(r"[0-9a-f]{40} \+ changes", describe_environment(MeshShape())["git commit"])
+    assert "NVIDIA driver" not in describe_environment(MeshShape())

@@ -1,0 +1,150 @@
+"""`fastjax launch`: a command in several processes of this host, each with a GPU of its own."""
+
+import argparse
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import IO
+
+from convert.errors import shown
+from fastjax.errors import ConfigError, Interrupted, TrainingError
+
+#: Commands that run in several processes.
+COMMANDS = ("train",)
+#: Seconds that the others have to end by themselves after one has failed, and after they are asked to.
+PATIENCE = 10.0
+#: The same after a signal, which they end with a checkpoint.
+SAVING = 600.0
+_POLL = 0.1
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        argv: the number of processes, and the command with its arguments.
+    """
+    parser = argparse.ArgumentParser(
+        prog="fastjax launch",
+        usage="fastjax launch -n N [--] train --config FILE [...]",
+        description="Run a command in N processes of this host, one GPU each. Lines of rank 0 are shown as they are, "
+        "those of the others on standard error behind their rank. When one process fails the others are ended, and the "
+        "exit status is its own. Under SLURM and Open MPI the cluster starts the processes instead: srun fastjax train "
+        "...; one process alone takes all GPUs that it sees.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", type=int, required=True, metavar="N", help="processes")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
+    arguments = parser.parse_args(argv)
+    command = [word for n, word in enumerate(arguments.command) if n or word != "--"]
+    if arguments.n < 1:
+        raise ConfigError(f"-n: expected a number of processes, got {arguments.n}")
+    if not command or command[0] not in COMMANDS:
+        raise ConfigError(f"launch: expected one of the commands {', '.join(COMMANDS)}, got {shown(command[:1])}")
+    launch(command, arguments.n)
+
+
+def launch(command: Sequence[str], count: int) -> None:
+    """Run a command in processes of this host until all have ended.
+
+    Args:
+        command: of fastjax, with its arguments.
+        count: of the processes.
+
+    Raises:
+        TrainingError: a process failed; the others are ended.
+        Interrupted: a signal came, which every process has got.
+        SystemExit: with the exit status of the first process that failed by itself.
+    """
+    address = f"127.0.0.1:{_free_port()}"
+    processes: list[subprocess.Popen[str]] = []
+    with _forwarded(processes) as received:
+        for index in range(count):
+            piped = None if index == 0 else subprocess.PIPE
+            arguments = [*command, "--distributed", f"{address},{count},{index}"]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fastjax", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=piped,
+                stderr=piped and subprocess.STDOUT,
+                text=True,
+                start_new_session=True,  # a Ctrl-C reaches them once, forwarded
+            )
+            processes.append(process)
+            if process.stdout is not None:
+                threading.Thread(target=_show, args=(index, process.stdout), daemon=True).start()
+        try:
+            first = _first_failure(processes)
+        finally:
+            _end(processes, SAVING if received else PATIENCE)
+    if first is None:
+        return
+    index, status = first
+    if status < 0:
+        name = signal.Signals(-status).name
+        if not received:
+            raise TrainingError(f"rank {index} of {count} was ended by {name}; the others are ended too")
+        raise Interrupted(f"rank {index} of {count} was ended by {name}", -status)
+    raise SystemExit(status)
+
+
+def _first_failure(processes: Sequence["subprocess.Popen[str]"]) -> tuple[int, int] | None:
+    """Rank and status of the first process that fails; None: none does."""
+    while True:
+        statuses = [process.poll() for process in processes]
+        for index, status in enumerate(statuses):
+            if status:
+                return index, status
+        if None not in statuses:
+            return None
+        time.sleep(_POLL)
+
+
+def _end(processes: Sequence["subprocess.Popen[str]"], patience: float) -> None:
+    """Wait for processes that end, so many seconds, then ask those that do not, then kill them."""
+    for ask in (lambda process: None, subprocess.Popen.terminate, subprocess.Popen.kill):
+        left = [process for process in processes if process.poll() is None]
+        for process in left:
+            ask(process)
+        end = time.monotonic() + patience
+        for process in left:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _forwarded(processes: Sequence["subprocess.Popen[str]"]) -> Iterator[list[int]]:
+    """Hand signals on to the processes; the signals that came."""
+    received: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        received.append(number)
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show(index: int, lines: IO[str]) -> None:
+    """Copy a process's output to standard error, each line behind its rank."""
+    with lines:
+        for line in lines:
+            print(f"[{index}] {line}", end="", file=sys.stderr, flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

@@ -1,0 +1,69 @@
+"""The mesh of a run: the sizes of its settings, with "auto" settled by the devices and by the model's memory."""
+
+import math
+
+from jax import device_count, process_count
+from jax.sharding import Mesh
+
+from fastjax.errors import ConfigError
+from fastjax.parallel import MeshShape, make_mesh
+from fastjax.parallel.checks import check_mesh
+from fastjax.runs.opening import OpenModel, OpenShapes
+from fastjax.training.config import ParallelSection, TrainConfig
+
+
+def run_meshes(config: TrainConfig) -> tuple[MeshShape, ...]:
+    """`mesh_shapes` for the devices there are."""
+    return mesh_shapes(config.parallel, device_count(), process_count())
+
+
+def check_model(config: TrainConfig, opened: OpenModel | OpenShapes, shapes: tuple[MeshShape, ...]) -> None:
+    """Refuse meshes that a run's model does not suit.
+
+    Args:
+        config: the run.
+        opened: its model.
+        shapes: of the meshes.
+
+    Raises:
+        ConfigError: the setting, what it may be, and what it is.
+    """
+    for shape in shapes:
+        check_mesh(opened.outline.config, shape)
+        if config.model.offload_embedding and shape.size > 1:
+            raise ConfigError(f"model.offload_embedding: expected false on {shape.size} devices, got true")
+
+
+def mesh_shapes(section: ParallelSection, devices: int, processes: int = 1) -> tuple[MeshShape, ...]:
+    """The devices of a run along each axis: of the shapes that the settings leave open, the fastest first.
+
+    Args:
+        section: of the settings.
+        devices: their number, of all processes.
+        processes: each has devices, so that of several all are used.
+
+    Returns:
+        The shapes; a step has as many rows on each.
+
+    Raises:
+        ConfigError: more devices than there are, or fewer than the processes have.
+    """
+    given: dict[str, int] = {name: size for name, size in vars(section).items() if size != "auto"}
+    known = math.prod(given.values())
+    left = devices // known
+    free = [name for name in ("data", "fsdp") if name not in given][: 2 if left > 1 else 1]
+    shapes = tuple(MeshShape(**given, **{name: left}) for name in free) or (MeshShape(**given),)
+    if not left or (processes > 1 and shapes[0].size != devices):
+        asked = " × ".join(f"{name} {size}" for name, size in given.items())
+        which = f"at most {devices}" if processes == 1 else f"{devices}, all devices of {processes} processes"
+        raise ConfigError(f"parallel: expected a product of {which}, got {asked}")
+    return shapes
+
+
+def open_mesh(shape: MeshShape) -> Mesh | None:
+    """The mesh of a run's devices; None: there is one.
+
+    Args:
+        shape: its axes.
+    """
+    return None if shape.size == 1 else make_mesh(*shape)

@@ -1,0 +1,72 @@
+"""A thread that ends a process whose step does not end, with the place where it stands.
+
+A collective waits for ever for a device that does not come: a process that died, a kernel that hangs, a disk that is
+gone. The message names the step and what was waited for; Python's stacks show where.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+#: Exit status of a process that the watchdog ends.
+STATUS = 1
+
+
+class Watchdog:
+    """A context in which each thing that is waited for must come in time."""
+
+    def __init__(self, timeout: float | None, folder: Path, rank: int, name: str | None = None):
+        """Make it; the thread begins with the context.
+
+        Args:
+            timeout: seconds; None: nothing is watched.
+            folder: gets `stacks-RANK.txt`.
+            rank: of the process.
+            name: of the process, for the message; None: it is the only one.
+        """
+        self._timeout, self._file, self._name = timeout, folder / f"stacks-{rank}.txt", name
+        self._waits: tuple[float, str] | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fastjax-watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        if self._timeout is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._over.set()
+
+    def watch(self, what: str | None) -> None:
+        """Begin to wait for something new.
+
+        Args:
+            what: in words, as "the numbers of step 7"; None: nothing that is watched.
+        """
+        self._waits = None if what is None else (time.monotonic(), what)
+
+    def _run(self) -> None:
+        assert self._timeout is not None
+        while not self._over.wait(min(1.0, self._timeout / 4)):
+            waits = self._waits
+            if waits is not None and time.monotonic() - waits[0] > self._timeout:
+                self._end(waits[1])
+
+    def _end(self, what: str) -> None:
+        where = "" if self._name is None else f"{self._name}: "
+        print(
+            f"\nfastjax: error: {where}waited {self._timeout:g} s (training.step_timeout) for {what}; the stacks of "
+            f"its threads follow, and are in {self._file}",
+            file=sys.stderr,
+            flush=True,
+        )
+        faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+        try:
+            with open(self._file, "w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file)
+        finally:
+            os._exit(STATUS)

@@ -1,0 +1,93 @@
+"""`fastjax launch`: a run of two processes that is killed, stopped and resumed is the run of one process."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import yaml
+
+from fastjax.cli import main
+from tests.support import chat
+from tests.support.runs import Process, figures, rows
+
+#: Enough for a kill and a signal in between.
+STEPS = 60
+#: float32: a sum over devices is another order of the same terms, which Adam's division carries on.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts runs of full fine-tuning with the same four rows a step: (output, command before train, settings)."""
+    folder = tmp_path_factory.mktemp("world")
+    content = {
+        "model": {
+            "model_name": str(chat.write_model(folder / "model")),
+            "max_seq_length": 48,
+            "dtype": "float32",
+            "load_in_4bit": False,
+            "full_finetuning": True,
+        },
+        "data": {"train": str(chat.write_chats(folder / "chats.jsonl")), "cache_dir": None},
+        "optimizer": {"lr_scheduler_type": "constant", "adam_epsilon": 1e-3},
+        "training": {"max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1},
+        "output": {"output_dir": "given on the command line", "save_steps": 4},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(content))
+
+    def begin(output, *arguments, launch=("launch", "-n", "2", "--")):
+        words = [*launch, "train", "--config", str(folder / "run.yaml"), "--output.output_dir", str(output), "--resume"]
+        return Process([*words, *arguments], folder / "compiled")
+
+    return begin
+
+
+def test_two_processes_killed_stopped_and_resumed(start, tmp_path):
+    output = tmp_path / "run"
+    whole = start(tmp_path / "whole", "--training.per_device_train_batch_size", "4", launch=())
+    assert whole.status() == 0, whole.output
+
+    killed = start(output)
+    assert killed.until(lambda: bool(killed.steps) and killed.steps[-1] >= 6), killed.output
+    _, other = killed.children()
+    began = time.monotonic()
+    os.kill(other, signal.SIGKILL)
+    assert killed.status() == 1, killed.output
+    assert time.monotonic() - began < 60
+    assert "error: rank 1 of 2 was ended by SIGKILL; the others are ended too" in killed.output
+
+    stopped = start(output, "--parallel.fsdp", "2")
+    assert stopped.until(lambda: bool(stopped.steps) and stopped.steps[-1] >= 10), stopped.output
+    os.kill(stopped.children()[1], signal.SIGTERM)  # to one that is not the first
+    assert stopped.status() == 143, stopped.output
+    last = max(int(path.name) for path in (output / "checkpoints").iterdir())
+    assert [row["message"] for row in rows(output) if row.get("event") == "interrupted"] == [
+        f"interrupted by SIGTERM after step {last} of {STEPS}; its state is saved, and --resume goes on"
+    ]
+    alone = start(output, "--training.per_device_train_batch_size", "4", launch=())
+    assert alone.status() == 0, alone.output
+    found, expected = (np.array([row[:4] for row in figures(f)], np.float64) for f in (output, tmp_path / "whole"))
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0", "train"], "-n: expected a number of processes, got 0"),
+        (["-n", "2", "--", "generate"], "launch: expected one of the commands train, got ['generate']"),
+        (["-n", "2"], "launch: expected one of the commands train, got []"),
+    ],
+)
+def test_what_cannot_be_launched(capsys, arguments, message):
+    assert main(["launch", *arguments]) == 2
+    assert capsys.readouterr().err == f"fastjax launch: error: {message}\n"
+
+
+def test_the_rank_of_an_error(start, tmp_path):
+    """Both processes find the mistake; each says which one it is, and the exit status is theirs."""
+    wrong = start(tmp_path / "run", "--parallel.data", "3")
+    assert wrong.status() == 2
+    where = rf"error: rank 0 of 2 on {os.uname().nodename}: parallel: expected a product of 2, all devices of 2"
+    assert where in wrong.output and where.replace("rank 0", "rank 1") in wrong.output

@@ -1,0 +1,110 @@
+"""A run on several fake devices is the run on one: its figures, its result, and its checkpoints on other meshes."""
+
+import numpy as np
+import pytest
+
+from fastjax.errors import ConfigError
+from fastjax.parallel import MeshShape
+from fastjax.runs import checkpointing
+from fastjax.runs.fine_tune import fine_tune
+from fastjax.runs.mesh import mesh_shapes
+from fastjax.training.config import ParallelSection
+from tests.support import chat
+from tests.support.runs import config, figures, rows
+
+pytestmark = pytest.mark.one_world
+#: float32: a sum over devices is another order of the same terms, which Adam's division carries on.
+TOLERANCE = 1e-5
+ALL = "parallel: expected a product of 8, all devices of 2 processes, got"
+
+
+@pytest.mark.parametrize(
+    ("section", "devices", "shapes"),
+    [
+        ({}, 8, [MeshShape(8), MeshShape(fsdp=8)]),
+        ({}, 1, [MeshShape()]),
+        ({"fsdp": 4}, 8, [MeshShape(2, 4)]),
+        ({"data": 2}, 8, [MeshShape(2, 4)]),
+        ({"data": 1, "fsdp": 1}, 8, [MeshShape()]),
+        ({"tensor": 2}, 8, [MeshShape(4, tensor=2), MeshShape(fsdp=4, tensor=2)]),
+        ({"fsdp": 3}, 8, [MeshShape(2, 3)]),
+    ],
+)
+def test_auto_takes_the_devices_that_are_left(section, devices, shapes):
+    assert list(mesh_shapes(ParallelSection(**section), devices)) == shapes
+
+
+@pytest.mark.parametrize(
+    ("section", "processes", "message"),
+    [
+        ({"data": 3, "fsdp": 4}, 1, "parallel: expected a product of at most 8, got data 3 × fsdp 4"),
+        (
+            {"data": 2, "fsdp": 2},
+            2,
+            "parallel: expected a product of 8, all devices of 2 processes, got data 2 × fsdp 2",
+        ),
+        ({"fsdp": 3}, 2, "parallel: expected a product of 8, all devices of 2 processes, got fsdp 3"),
+    ],
+)
+def test_sizes_that_the_devices_do_not_suit(section, processes, message):
+    with pytest.raises(ConfigError) as error:
+        mesh_shapes(ParallelSection(**section), 8, processes)
+    assert str(error.value) == message
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of QLoRA, held-out data and dropout, in the same folder of files; eight rows a step."""
+    folder = tmp_path_factory.mktemp("world")
+    model = chat.write_model(folder / "model")
+    data = str(chat.write_chats(folder / "chats.jsonl"))
+
+    def train(name, steps, mesh, *, resume=False, rows=8):
+        devices = 8 if "auto" in mesh.values() else mesh["data"] * mesh["fsdp"]
+        sections = {
+            "model": {"model_name": str(model), "max_seq_length": 48, "use_gradient_checkpointing": True},
+            "data": {"train": data, "eval": data, "cache_dir": None},
+            "lora": {"r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "down_proj"]},
+            "optimizer": {"lr_scheduler_type": "constant", "adam_epsilon": 1e-3},
+            "training": {"max_steps": steps, "per_device_train_batch_size": rows // devices},
+            "output": {"output_dir": str(folder / name), "save_steps": 2},
+            "parallel": mesh,
+        }
+        return fine_tune(config(**sections), resume=resume)
+
+    train.folder = folder
+    return train
+
+
+def close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(
+            np.array(one, np.float64), np.array(other, np.float64), rtol=TOLERANCE, equal_nan=True
+        )
+
+
+def test_the_same_rows_on_other_meshes(run):
+    """Begun on one mesh, resumed on others, data parallel and sharded: the figures of one device to the end."""
+    run("whole", 6, {"data": 1, "fsdp": 1})
+    run("moved", 2, {"data": 2, "fsdp": 2})
+    run("moved", 4, {"data": 1, "fsdp": 1}, resume=True)
+    model = run("moved", 6, {"data": 1, "fsdp": 8}, resume=True).model
+    expected, found = (figures(run.folder / name) for name in ("whole", "moved"))
+    close([row for row in found if row[1] is not None], [row for row in expected if row[1] is not None])
+    close(found[-1:], expected[-1:])  # the last evaluation
+    codes = model.frozen["layers"][0][0]["mlp"]["down"]["weight"].codes
+    assert codes.addressable_shards[0].data.nbytes == codes.nbytes // 8
+    with pytest.raises(ConfigError, match="the rows of a step: expected 8, got 16"):
+        run("moved", 8, {"data": 4, "fsdp": 1}, resume=True, rows=16)
+
+
+@pytest.mark.parametrize(("limit", "shape"), [(2**40, "data 8"), (2**20, "fsdp 8")])
+def test_the_memory_of_a_device_decides(run, monkeypatch, capsys, limit, shape):
+    monkeypatch.setattr(checkpointing, "device_stats", lambda: {"bytes_limit": limit, "bytes_in_use": 0})
+    run(shape, 2, {"data": "auto", "fsdp": "auto"})
+    told = capsys.readouterr().out
+    assert f"on 8 × cpu ({shape}), float32\n" in told
+    assert ("the model does not fit on one device: fsdp 8\n" in told) == (shape == "fsdp 8")
+    found = [row["loss"] for row in rows(run.folder / shape) if "loss" in row]
+    expected = [row["loss"] for row in rows(run.folder / "whole") if "loss" in row][:2]
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
