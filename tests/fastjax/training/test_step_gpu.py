@@ -53,6 +53,17 @@ LARGE = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }
+#: Experts of sizes that every kernel takes. Every token goes to all of them: of fewer, rounding would choose others.
+EXPERTS = {name: value for name, value in KERNELS.items() if name != "mlp_bias"} | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 128,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+EXPERT_MATRICES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FP8_BLOCK = (64, 128)
 
 
@@ -139,6 +150,18 @@ CASES = {
         remat="projections",
     ),
     "trained tokens": Case([F16], {"r": 4, "trainable_token_indices": [5, 9, 17]}, rows="full"),
+    "experts": Case([BF16], {"r": 16, "target_parameters": EXPERT_MATRICES}, EXPERTS, gated=None),
+    "experts, 16-bit base, unrolled, projections": Case(
+        [BF16, F16],
+        {"r": 7, "target_modules": ["q_proj", "v_proj"], "target_parameters": [*EXPERT_MATRICES, "mlp.gate.weight"]},
+        EXPERTS,
+        base="plain",
+        rows="full",
+        loop="unroll",
+        remat="projections",
+        gated=None,
+    ),
+    "experts, every weight": Case([BF16], None, EXPERTS, base="plain", rows="ragged", gated=None),
     "modules in float32": Case([BF16], {"r": 16}, float32_modules=["norm", "lm_head", "layers.0.self_attn"]),
     "8B's width": Case([BF16, F16], {"r": 16}, LARGE),
     "8B's width, 16-bit base": Case(
@@ -209,7 +232,7 @@ def test_loss_and_every_gradient(name, tmp_path):
     wide = device_steps.in_dtype(model, F32)
     exact = device_steps.step_on(device_steps.cpu(), wide, batch, compiler_options=device_steps.QUICK)
     plain = device_steps.step_on(device_steps.cpu(), model, batch, compiler_options=device_steps.ROUNDED)
-    assert {chosen for _, chosen in exact.chosen | plain.chosen} == {"xla"}
+    assert {chosen for _, chosen in exact.chosen | plain.chosen} <= {"xla", "decode_first"}  # of experts in 4 bits
     yardstick = device_steps.errors(plain, exact)
     for dtype in case.dtypes:
         found = device_steps.step_on(card(), device_steps.in_dtype(model, dtype), batch)
