@@ -21,7 +21,7 @@ from convert.errors import shown
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.models.remat import POLICIES
-from fastjax.parallel import batch_devices, context_devices, local
+from fastjax.parallel import batch_devices, context_devices, local, tensor_devices
 from fastjax.quantization.weight import Weight
 
 #: Tokens of a chunk, and the fewest tokens of a device that are cut, where the setting is "auto".
@@ -59,7 +59,14 @@ def chunk_places(chunk: Chunk, shape: tuple[int, ...], policy: str) -> int | Non
             again.
         shape: [B, S, E] of the layers' input.
         policy: of the layer, a name of `remat.POLICIES`.
+
+    Raises:
+        ConfigError: a number of tokens on several devices along `tensor`.
     """
+    if tensor_devices() > 1:
+        if isinstance(chunk, int):
+            raise ConfigError(f"mlp_chunk: expected auto or null with parallel.tensor above 1, got {chunk}")
+        return None
     rows, length = -(-shape[0] // batch_devices()), shape[1] // context_devices()
     if chunk == "auto":
         kept = POLICIES[policy]

@@ -29,7 +29,8 @@ from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Head, without_adapters
 from fastjax.models.remat import policy_of
 from fastjax.models.rotary import document_lengths, query_scales, rope_tables
-from fastjax.parallel import in_order, own_tokens
+from fastjax.models.tensor_parts import layers_on_parts
+from fastjax.parallel import in_order, own_tokens, tensor_devices
 from fastjax.parallel.gather import gathered
 
 
@@ -261,16 +262,30 @@ def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...], places: int | None) -
     """
 
     def block(x, state, shared, first, cache):
-        context: Context = shared
-        after, total = [], {}
-        for position, layer in enumerate(nnx.merge(graphdef, gathered(state, axes))):
-            key = None if context.key is None else jax.random.fold_in(context.key, first + position)
-            x, kept, sums = layer(x, context, key, None if cache is None else cache[position], places)
-            after.append(kept)
-            total = added(total, sums)
-        return x, None if cache is None else after, total
+        if tensor_devices() == 1:
+            return _run(nnx.merge(graphdef, gathered(state, axes)), x, shared, first, cache, places)
+        x, sums = layers_on_parts(_run_uncached, nnx.merge(graphdef, state), x, shared, first)
+        return x, None, sums
 
     return block
+
+
+def _run(
+    layers: Any, x: Array, context: Context, first: Array, cache: Any, places: int | None
+) -> tuple[Array, Any, Sums]:
+    """Layers one after another; arguments as `Block`'s and `_block_of`'s."""
+    after, total = [], {}
+    for position, layer in enumerate(layers):
+        key = None if context.key is None else jax.random.fold_in(context.key, first + position)
+        x, kept, sums = layer(x, context, key, None if cache is None else cache[position], places)
+        after.append(kept)
+        total = added(total, sums)
+    return x, None if cache is None else after, total
+
+
+def _run_uncached(layers: Any, x: Array, context: Context, first: Array) -> tuple[Array, Sums]:
+    x, _, sums = _run(layers, x, context, first, None, None)
+    return x, sums
 
 
 @jax.named_scope("head")

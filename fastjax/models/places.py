@@ -1,7 +1,7 @@
 """The places of the layers' arrays in memory: stacks and single layers, on the device or in the host's memory.
 
-Each layer is copied to its place as it comes, so that the device never holds the stacks that lie in the host. On a mesh each
-device gets its parts: one of them holds a layer beside its own.
+Each layer is copied to its place as it comes, so that the device never holds the stacks that lie in the host. On a mesh
+each device gets its parts: one of them holds a layer beside its own.
 """
 
 import functools
@@ -20,7 +20,8 @@ from convert.model.paths import WeightPath
 from fastjax.host_memory import in_host_memory, zeros_in_host_memory
 from fastjax.models.layout import LayerStack, fuse_layer, logical_axes, signature
 from fastjax.models.streamed import is_streamed
-from fastjax.parallel import place, shard_frozen
+from fastjax.models.tensor_parts import held_apart
+from fastjax.parallel import TENSOR, place, shard_frozen
 from fastjax.quantization import WeightLike
 
 
@@ -87,7 +88,10 @@ def fill_layers(
 
 def _spread(tree: Any, config: ModelConfig, mesh: Mesh | None) -> Any:
     """Arrays of a decoder's tree in their parts on the mesh, if there is one."""
-    return tree if mesh is None else place(tree, shard_frozen(tree, logical_axes(tree, config), mesh))
+    if mesh is None:
+        return tree
+    tree = held_apart(tree, config, mesh.shape[TENSOR])
+    return place(tree, shard_frozen(tree, logical_axes(tree, config), mesh))
 
 
 def _place(

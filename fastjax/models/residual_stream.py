@@ -11,6 +11,8 @@ from fastjax.lora.rank_products import drops
 from fastjax.models.mlp import MLP
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
+from fastjax.parallel import all_tokens, own_sums, tensor_devices
+from fastjax.residuals import name_residual
 
 
 class Stream(nnx.Module):
@@ -30,8 +32,8 @@ class Stream(nnx.Module):
 
     @property
     def as_is(self) -> bool:
-        """Whether the output is added as it is."""
-        return self.after is None and self.multiplier == 1.0 and self.dropout == 0.0
+        """Whether the output is added as it is; that of devices along `tensor` is a sum first."""
+        return tensor_devices() == 1 and self.after is None and self.multiplier == 1.0 and self.dropout == 0.0
 
     def normed(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         """The part's input."""
@@ -42,12 +44,16 @@ class Stream(nnx.Module):
     ) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"], Float[Array, "B S PR"] | None]:
         """The residual stream, to be read in its place; the normalised rows; a projection's rank products of them.
 
+        On several devices along `tensor` the rows are those of all, and without rank products.
+
         Args:
             x: the residual stream.
             projection: what reads the rows with its adapters; None: it makes its own rank products.
             key: the layer's dropout key.
         """
         norm = self.before
+        if tensor_devices() > 1:
+            return x, all_tokens(self.normed(x)), None
         if norm is None or projection is None or not projection.adapters:
             return x, self.normed(x), None
         parts = describe(projection.parts, projection.adapters)
@@ -66,6 +72,8 @@ class Stream(nnx.Module):
             output: of the part.
             key: the layer's dropout key.
         """
+        if tensor_devices() > 1:
+            output = name_residual(own_sums(output), "projection")
         output = drop(output, key, self.name, self.dropout)
         output = output if self.after is None else self.after(output)
         if self.multiplier != 1.0:

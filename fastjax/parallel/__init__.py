@@ -2,16 +2,19 @@
 
 from fastjax.parallel.checks import check_mesh
 from fastjax.parallel.context import context_devices, in_order, own_tokens
-from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, SHARES, batch_devices, batch_part, local
+from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, SHARES, TENSOR, batch_devices, batch_part, local
 from fastjax.parallel.mesh import MeshShape, as_input, batch_sharding, make_mesh, shard_frozen, shard_replicated
 from fastjax.parallel.placing import place, row_shardings
+from fastjax.parallel.tensor import all_tokens, own_sums, tensor_devices
 
 __all__ = [
     "BATCH",
     "CONTEXT",
     "ROWS",
     "SHARES",
+    "TENSOR",
     "MeshShape",
+    "all_tokens",
     "as_input",
     "batch_devices",
     "batch_part",
@@ -21,9 +24,11 @@ __all__ = [
     "in_order",
     "local",
     "make_mesh",
+    "own_sums",
     "own_tokens",
     "place",
     "row_shardings",
     "shard_frozen",
     "shard_replicated",
+    "tensor_devices",
 ]

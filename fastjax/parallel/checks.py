@@ -1,24 +1,29 @@
 """What a mesh asks of a model: one place where sizes that do not fit it, or that nothing serves, are refused."""
 
+from collections.abc import Iterator
+
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.parallel.exchange import FORMATS
 from fastjax.parallel.mesh import MeshShape
 
 
-def check_mesh(config: ModelConfig, shape: MeshShape) -> None:
+def check_mesh(
+    config: ModelConfig, shape: MeshShape, *, lora_dropout: float | None = None, use_dora: bool = False
+) -> None:
     """Refuse a mesh that a model cannot be trained on.
 
     Args:
         config: the model's.
         shape: devices along each mesh axis.
+        lora_dropout: the adapters' setting.
+        use_dora: likewise.
 
     Raises:
         ConfigError: names the setting, what was expected and what came.
     """
-    for axis in ("context", "tensor"):
-        if getattr(shape, axis) > 1:
-            raise ConfigError(f"parallel.{axis}: expected 1, no model is split in this way, got {getattr(shape, axis)}")
+    for axis, expected in (*_context(config, shape), *_tensor(config, shape, lora_dropout or 0.0, use_dora)):
+        raise ConfigError(f"parallel.{axis}: expected {expected}, got {getattr(shape, axis)}")
 
 
 def check_exchange(config: ModelConfig, shape: MeshShape, gradient_exchange: str) -> None:
@@ -42,3 +47,33 @@ def check_exchange(config: ModelConfig, shape: MeshShape, gradient_exchange: str
     for expected, refused in reasons.items():
         if refused and gradient_exchange != "float32":
             raise ConfigError(f"parallel.gradient_exchange: expected {expected}, got {gradient_exchange}")
+
+
+def _context(config: ModelConfig, shape: MeshShape) -> Iterator[tuple[str, str]]:
+    """What does not serve rows on several devices: axis, and the clause of what was expected."""
+    if shape.context == 1:
+        return
+    if config.moe is not None:
+        yield "context", "1 of a model with mixtures of experts"
+    if config.attention_dropout:
+        yield "context", f"1 where attention_dropout is not 0 (it is {config.attention_dropout})"
+
+
+def _tensor(config: ModelConfig, shape: MeshShape, lora_dropout: float, use_dora: bool) -> Iterator[tuple[str, str]]:
+    """What does not serve heads and features on several devices; likewise."""
+    if shape.tensor == 1:
+        return
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    for name in sizes:
+        if getattr(config, name) % shape.tensor:
+            yield "tensor", f"a divisor of {name} {getattr(config, name)}"
+    unserved = {
+        "of a model with mixtures of experts": config.moe is not None,
+        "of a model whose files hold queries, keys and values as one": config.fused,
+        "of a model that normalises queries and keys of all heads together": config.qk_norm in ("heads", "projection"),
+        f"where attention_dropout is not 0 (it is {config.attention_dropout})": config.attention_dropout != 0,
+        f"where residual_dropout is not 0 (it is {config.residual_dropout})": config.residual_dropout != 0,
+        f"where lora_dropout is not 0 (it is {lora_dropout})": lora_dropout != 0,
+        "with use_dora": use_dora,
+    }
+    yield from (("tensor", f"1 {what}") for what, found in unserved.items() if found)

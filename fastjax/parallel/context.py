@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, local
+from fastjax.parallel.islands import BATCH, CONTEXT, local
 
 
 def context_devices() -> int:
@@ -65,4 +65,5 @@ def in_order(hidden: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
         parts = (lax.ppermute(part, CONTEXT, route) for part, route in zip((even, odd), routes, strict=True))
         return jnp.concatenate(list(parts), axis=1)
 
-    return local(ordered, in_specs=(ROWS,), out_specs=ROWS)(hidden)
+    tokens = P(BATCH, CONTEXT)
+    return local(ordered, in_specs=(tokens,), out_specs=tokens)(hidden)

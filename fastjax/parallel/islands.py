@@ -16,9 +16,11 @@ from jax.sharding import PartitionSpec as P
 #: Mesh axes over which the batch is split, and over which its rows' tokens are.
 BATCH = ("data", "fsdp", "expert")
 CONTEXT = "context"
+#: The axis over which heads and features are split in the layers, and tokens everywhere else.
+TENSOR = "tensor"
 #: Arrays [B, S, …] that are split in both, and sums over its own tokens that each device leads with an axis of one for.
-ROWS = P(BATCH, CONTEXT)
-SHARES = P((*BATCH, CONTEXT))
+ROWS = P(BATCH, (CONTEXT, TENSOR))
+SHARES = P((*BATCH, CONTEXT, TENSOR))
 
 
 def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

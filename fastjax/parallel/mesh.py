@@ -17,22 +17,22 @@ from jax.sharding import PartitionSpec as P
 from fastjax.errors import ConfigError
 from fastjax.parallel.islands import BATCH, on_axes
 
-#: Logical axis -> mesh axis; None: on every device. Inputs have axes of their own (`as_input`): a mesh axis splits
-#: one axis of an array.
-MESH_AXES: dict[str, str | None] = {
-    "layer": None,
-    "expert": None,
-    "vocabulary": "fsdp",
-    "embed": "fsdp",
-    "heads": "fsdp",
-    "key_heads": "fsdp",
-    "mlp": "fsdp",
-    "expert_mlp": "fsdp",
-    "embed input": None,
-    "heads input": None,
-    "mlp input": None,
-    "expert_mlp input": None,
-    "adapter": "fsdp",
+#: Logical axis -> mesh axes, the one that splits first in front; none: on every device. Inputs have axes of their own
+#: (`as_input`): a mesh axis splits one axis of an array.
+MESH_AXES: dict[str, tuple[str, ...]] = {
+    "layer": (),
+    "expert": (),
+    "vocabulary": ("fsdp",),
+    "embed": ("fsdp",),
+    "heads": ("tensor", "fsdp"),
+    "key_heads": ("tensor", "fsdp"),
+    "mlp": ("tensor", "fsdp"),
+    "expert_mlp": ("fsdp",),
+    "embed input": (),
+    "heads input": ("tensor",),
+    "mlp input": ("tensor",),
+    "expert_mlp input": (),
+    "adapter": ("fsdp",),
 }
 #: Fewest rows of a part on one device; smaller arrays are replicated.
 MIN_ROWS = 8
@@ -129,16 +129,20 @@ def spec_of(shape: tuple[int, ...], names: P, mesh: Any) -> P:
         names: its logical axes.
         mesh: the mesh, or its abstract.
     """
-    wanted = [None if name is None else MESH_AXES[name] for name in names]
-    used = [axis for axis in wanted if axis is not None]
+    wanted = [() if name is None else MESH_AXES[name] for name in names]
+    used = [axis for axes in wanted for axis in axes]
     if len(set(used)) < len(used):
         raise ValueError(f"axes {tuple(names)}: expected different mesh axes, got {tuple(wanted)}")
-    found = [
-        axis if axis is not None and _splits(size, mesh.shape[axis]) else None
-        for size, axis in zip(shape, wanted, strict=True)
-    ]
+    found = [_splitting(size, axes, mesh) for size, axes in zip(shape, wanted, strict=True)]
     return P(*found) if any(found) else P()
 
 
-def _splits(size: int, devices: int) -> bool:
-    return devices > 1 and size % devices == 0 and size >= MIN_ROWS * devices
+def _splitting(size: int, axes: tuple[str, ...], mesh: Any) -> str | tuple[str, ...] | None:
+    """Those of an array axis' mesh axes that split it into parts of enough rows."""
+    found, devices = [], 1
+    for axis in axes:
+        more = devices * mesh.shape[axis]
+        if more > devices and size % more == 0 and size >= MIN_ROWS * more:
+            found.append(axis)
+            devices = more
+    return tuple(found) if len(found) > 1 else found[0] if found else None

@@ -79,6 +79,14 @@ class DenseWeight(Weight):
         """Rows and columns."""
         return P(out, into)
 
+    def splits(self, columns: int) -> bool:
+        """Any array does."""
+        return True
+
+    def part(self) -> "DenseWeight":
+        """Itself: its shape is the array's."""
+        return self
+
     @property
     def held(self) -> Array:
         """The array."""

@@ -185,6 +185,15 @@ class NF4Weight(Weight):
             quant_map=repeated(self.quant_map),
         )
 
+    def splits(self, columns: int) -> bool:
+        """Whether rows, and parts of them, are whole blocks, and scales are not nested: theirs cross rows."""
+        return self.order == "split" and self.nested_absmax is None and self.shape[1] % (columns * BLOCK) == 0
+
+    def part(self) -> "NF4Weight":
+        """With the shape of the codes."""
+        rows, packed = self.codes.shape[-2:]
+        return dataclasses.replace(self, shape=(rows, 2 * packed), parts=(rows,))
+
     @classmethod
     def from_tensor(cls, tensor: NF4Tensor) -> "NF4Weight":
         """From a checkpoint's tensor, without loss.

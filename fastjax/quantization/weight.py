@@ -116,6 +116,18 @@ class Weight(abc.ABC):
             into: name of the input columns' axis.
         """
 
+    def splits(self, columns: int) -> bool:
+        """Whether the arrays split by output rows, and into parts by input columns, as `axes` says.
+
+        Args:
+            columns: parts.
+        """
+        return False
+
+    def part(self) -> "Weight":
+        """The weight of which the arrays are a device's part of this one's, where they split."""
+        raise NotImplementedError(f"weights in {self.formats} do not split over devices")
+
     @property
     def held(self) -> Any:
         """What the model's tree holds: the weight itself, or a plain array."""

@@ -29,7 +29,8 @@ def check_model(config: TrainConfig, opened: OpenModel | OpenShapes, shapes: tup
         ConfigError: the setting, what it may be, and what it is.
     """
     for shape in shapes:
-        check_mesh(opened.outline.config, shape)
+        adapters = {"lora_dropout": config.lora.lora_dropout, "use_dora": config.lora.use_dora}
+        check_mesh(opened.outline.config, shape, **adapters)
         if config.model.offload_embedding and shape.size > 1:
             raise ConfigError(f"model.offload_embedding: expected false on {shape.size} devices, got true")
 

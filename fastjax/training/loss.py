@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.models.decoder import Decoder, lm_logits
 from fastjax.models.moe import load_of, router_statistics
-from fastjax.parallel import ROWS, SHARES, batch_devices, context_devices, local
+from fastjax.parallel import ROWS, SHARES, batch_devices, context_devices, local, tensor_devices
 from pallas_kernels.cross_entropy import CrossEntropy, chunk_size_for, chunked_cross_entropy
 from pallas_kernels.moe_routing import load_balancing_loss, z_loss
 
@@ -97,7 +97,7 @@ def loss_sums(
         return lm_logits(head, hidden)
 
     local_rows = -(-rows.tokens.shape[0] // batch_devices())
-    length = rows.tokens.shape[1] // context_devices()
+    length = rows.tokens.shape[1] // (context_devices() * tensor_devices())
     size = chunk_size or chunk_size_for(local_rows, length, model.config.vocab_size)
     smoothing, coefficient = (0.0, 0.0) if key is None else (label_smoothing_factor, z_loss_coef)
     cross_entropy = functools.partial(

@@ -20,11 +20,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
+from convert.model.config import ModelConfig
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.models import remat
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import BATCH, CONTEXT, MeshShape, batch_part, local, place, row_shardings
+from fastjax.models.tensor_parts import held_apart
+from fastjax.parallel import BATCH, CONTEXT, TENSOR, MeshShape, batch_part, local, place, row_shardings
 from fastjax.parallel.checks import check_exchange
 from fastjax.parallel.exchange import Feedback, exchange, no_feedback
 from fastjax.parallel.gather import scattered
@@ -295,20 +297,30 @@ def _on_mesh(
     """Jit the function, which may be one that updates its state.
 
     On a mesh: rows over all devices, weights and state by the table (`placement`), other results replicated. The
-    result has `shardings(state, frozen, batch)`, those of its arguments, and `trace`, which takes their shapes; `jitted`
-    is the function, called in `jax.set_mesh`.
+    result has `shardings(state, frozen, batch)`, those of its arguments, and `trace`, which takes their shapes;
+    `jitted` is the function, called in `jax.set_mesh`.
     """
     options = {**COMPILER_OPTIONS, **remat.compiler_options(graphdef), **(compiler_options or {})}
     if mesh is None:
         return jax.jit(function, donate_argnums=donate, compiler_options=options)
-    places = None  # of state and frozen weights: one structure for one graphdef
+    places: dict[Any, Any] = {}  # by the structure of the frozen weights, which splitting over tensor changes
+    known: list[ModelConfig] = []
+    split = mesh.shape[TENSOR]
+
+    def config(state: Any, frozen: Any) -> ModelConfig:
+        if not known:
+            known.append(nnx.merge(graphdef, getattr(state, "trainable", state), frozen).config)
+        return known[0]
+
+    def apart(state: Any, frozen: Any) -> Any:
+        return frozen if split == 1 else held_apart(frozen, config(state, frozen), split)
 
     def shardings(state: Any, frozen: Any, batch: Batch) -> tuple[Any, Any, Any]:
-        nonlocal places
-        if places is None:
-            config = nnx.merge(graphdef, getattr(state, "trainable", state), frozen).config
-            places = state_shardings(state, config, mesh), weight_shardings(frozen, config, mesh)
-        return *places, row_shardings(batch, mesh)
+        structure = jax.tree.structure(frozen)
+        if structure not in places:
+            model = config(state, frozen)
+            places[structure] = state_shardings(state, model, mesh), weight_shardings(frozen, model, mesh)
+        return *places[structure], row_shardings(batch, mesh)
 
     def placed(state: Any, frozen: Any, batch: Batch) -> Any:
         places = shardings(state, frozen, batch)
@@ -329,19 +341,21 @@ def _on_mesh(
                 f"batch: expected a multiple of {replicas} rows a microbatch, one for each part of the mesh "
                 f"{dict(mesh.shape)}, got {count}"
             )
-        length, parts = batch.tokens.shape[2], 2 * mesh.shape[CONTEXT]
-        if mesh.shape[CONTEXT] > 1 and length % parts:
+        length, parts = batch.tokens.shape[2], split * (2 * mesh.shape[CONTEXT] if mesh.shape[CONTEXT] > 1 else 1)
+        if length % parts:
             raise ConfigError(
-                f"batch: expected rows of a multiple of {parts} tokens, two parts for each device along context, got "
-                f"{length}"
+                f"batch: expected rows of a multiple of {parts} tokens, equal parts of them for the devices along "
+                f"context and tensor, got {length}"
             )
         # Placed before the call, not by it: a step compiled for a state on one device would be compiled again for its
         # own result.
+        frozen = apart(state, frozen)
         arguments = place((state, frozen, batch), shardings(state, frozen, batch))
         with jax.set_mesh(mesh):
             return jitted(*arguments)
 
-    def trace(*arguments: Any) -> Any:
+    def trace(state: Any, frozen: Any, batch: Batch) -> Any:
+        arguments = (state, jax.eval_shape(lambda frozen: apart(state, frozen), frozen), batch)
         specs = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             arguments,

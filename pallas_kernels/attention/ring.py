@@ -159,7 +159,7 @@ def _forward(q, k, v, bounds, sinks, ring: _Ring):
     step, coming = _first_step(ring.axis), (k, v)
     total, lse = None, None
     for number in range(step.devices):
-        keys = coming
+        keys, total, lse = lax.optimization_barrier((coming, total, lse))  # no keys travel ahead of the steps
         if number + 1 < step.devices:
             coming = _passed_on(keys, ring.axis)  # under way while this step computes
         if total is None or lse is None:
@@ -186,11 +186,11 @@ def _backward(ring: _Ring, residuals, dout):
     step, coming = _first_step(ring.axis), (k, v)
     dq, dkeys = None, None
     for number in range(step.devices):
-        keys = coming
+        keys, dq, dkeys = lax.optimization_barrier((coming, dq, dkeys))
         if number + 1 < step.devices:
             coming = _passed_on(keys, ring.axis)
         if dq is None or dkeys is None:
-            found = _gradients(rows, keys, _own_mask(bounds, step, q), ring)
+            found = _gradients(rows, keys, _own_mask(bounds, step, q), ring, sinks)
             dq, *dkeys = (gradient.astype(jnp.float32) for gradient in found)
         else:
             arriving = _passed_on(tuple(dkeys), ring.axis)  # those of the keys that are here now, from steps before
@@ -300,22 +300,24 @@ def _mask(bounds: _Bounds | None, size: int, queries: tuple[Array, ...], keys: t
     return Mask(ordered(k_start, k_end, q_start, q_end, causal=causal), None, None, offset)
 
 
+def _chosen(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, sinks: Array | None) -> tuple[str, str]:
+    """The names of the implementations of one call."""
+    k, v = keys
+    about = {"documents": mask.ranges is not None, "sinks": sinks is not None}
+    return choose_pair(ring.implementation, Call(dispatch.target(), rows.q, k, v, ring.options, **about))
+
+
 def _call(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, sinks: Array | None = None):
     """Output, and log-sum-exp [B, C, H] with -inf for a query that sees nothing."""
-    call = Call(
-        dispatch.target(), rows.q, *keys, ring.options, documents=mask.ranges is not None, sinks=sinks is not None
-    )
-    forward, _ = choose_pair(ring.implementation, call)
+    forward, _ = _chosen(rows, keys, mask, ring, sinks)
     out, lse = REGISTRY[forward].forward(rows.q, *keys, mask, sinks, None, ring.options)
     lse = lse.transpose(0, 2, 1)
     return out, jnp.where(lse == jnp.inf, -jnp.inf, lse)
 
 
-def _gradients(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring) -> tuple[Array, Array, Array]:
+def _gradients(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, sinks: Array | None = None):
     """Gradients of the queries, keys and values of one call, whose weights follow from the whole row's log-sum-exp."""
-    _, backward = choose_pair(
-        ring.implementation, Call(dispatch.target(), rows.q, *keys, ring.options, documents=mask.ranges is not None)
-    )
+    _, backward = _chosen(rows, keys, mask, ring, sinks)
     assert rows.lse is not None and rows.delta is not None and rows.dout is not None
     statistics = (array.transpose(0, 2, 1) for array in (rows.lse, rows.delta))
     operation = REGISTRY[backward].backward

@@ -13,6 +13,7 @@ from jax.experimental import topologies
 
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
+from fastjax.models.tensor_parts import held_apart
 from fastjax.parallel import batch_sharding, make_mesh
 from fastjax.training.loss import loss_sums
 from fastjax.training.placement import state_shardings, weight_shardings
@@ -51,6 +52,7 @@ def compiled_step(layer_loop: str, *, full: bool = False, remat: str = "full", *
     model = FastLanguageModel.from_config(CONFIG, load_in_4bit=not full, full_finetuning=full, **options)
     if not full:
         model = FastLanguageModel.get_peft_model(model, r=8)
+    frozen = held_apart(model.frozen, model.config, mesh.shape["tensor"])
     optimizer = optax.adamw(1e-4)
 
     def spec(tree, shardings):
@@ -63,7 +65,7 @@ def compiled_step(layer_loop: str, *, full: bool = False, remat: str = "full", *
     with jax.set_mesh(mesh):
         arguments = (
             spec(state, state_shardings(state, model.config, mesh)),
-            spec(model.frozen, weight_shardings(model.frozen, model.config, mesh)),
+            spec(frozen, weight_shardings(frozen, model.config, mesh)),
             Batch(rows, rows, rows, rows),
         )
         return step.jitted.trace(*arguments).lower().compile(compiler_options=QUICK)
@@ -118,3 +120,37 @@ def test_fsdp_of_trained_weights_gathers_a_layer_and_scatters_its_gradient():
     assert set(elements) == {"all-gather", "reduce-scatter", "all-reduce"} and elements["all-reduce"] < 1e4
     state = 3 * 4 * (4 * layer + tables)
     assert compiled.memory_analysis().argument_size_in_bytes < 1.01 * state / 4
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+def test_tokens_over_the_context_send_keys_and_values_round_and_gather_nothing():
+    text = compiled_step("scan", context=4).as_text()
+    found = collectives(text)
+    # Four devices: keys and values take three hops, forward and (recomputed) backward; their gradients come home in the
+    # fourth. The hidden states go back into their order, and their gradient with them.
+    assert {kind for kind, _ in found} == {"collective-permute", "all-reduce"}, found
+    layer = [name for name in re.findall(r'= .* collective-permute(?:-start)?\(.*op_name="([^"]*)"', text)]
+    assert sum("attention" in name for name in layer) <= 3 + 3 + 3 + 4, layer
+    assert len(layer) - sum("attention" in name for name in layer) == 4, layer
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+def test_heads_and_features_over_devices_gather_tokens_and_scatter_sums_twice_a_layer():
+    text = compiled_step("scan", fsdp=2, tensor=2).as_text()
+    forward = [
+        (kind, shapes)
+        for shapes, kind, name in re.findall(rf'{COLLECTIVE.pattern}.*op_name="([^"]*)"', text)
+        if "jvp(layers)/while/body" in name and "transpose" not in name
+    ]
+    tokens = [kind for kind, shapes in forward if "[4,256,512]" in shapes or "[4,128,512]" in shapes]
+    assert collections.Counter(tokens) == {"all-gather": 2, "reduce-scatter": 2}, forward
+    # Besides these fsdp alone gathers, in one piece, what the device has of the layer's codes: rows of q, k, v, gate
+    # and up, columns of o and down.
+    (codes,) = [shapes for _, shapes in forward if "u8[" in shapes]
+    assert len(forward) == 5, forward
+    whole = {"256,256", "128,256", "512,128", "512,256"}
+    assert {dims for dims in re.findall(r"u8\[([\d,]+)\]", codes)} & whole == whole, codes

@@ -70,5 +70,5 @@ def test_rows_that_do_not_divide_into_parts_are_refused():
     ours = model("full")
     step = make_eval_step(ours.graphdef, ours.trainable_filter, mesh=make_mesh(context=4))
     short = jax.tree.map(lambda array: array[:, :, :36], batch(True))
-    with pytest.raises(ConfigError, match="multiple of 8 tokens, .*, got 36"):
+    with pytest.raises(ConfigError, match="multiple of 8 tokens, .* got 36"):
         step(ours.trainable, ours.frozen, short)

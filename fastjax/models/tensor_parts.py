@@ -1,0 +1,202 @@
+"""Layers whose heads and features lie on several devices (Megatron-LM, arXiv 1909.08053).
+
+Of the projections that read a layer's input, each device has some output rows: its own query heads, the key heads that
+these read, its own features of gate and up. Of the projections back it has the input columns that belong to these, and
+their outputs are summed (`parallel.tensor`). So all that lies between is a device's own. The layers run in one island,
+as modules of a smaller model: heads, parts and weights are a device's part.
+
+A weight of several parts is held as one weight a part (`held_apart`), each split by its own rows; an adapter's A or B
+is split as its weight is, and the other is whole.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from convert.model.config import ModelConfig
+from fastjax.errors import ConfigError
+from fastjax.models.attention import Context
+from fastjax.models.projection import Projection
+from fastjax.parallel import BATCH, CONTEXT, ROWS, TENSOR, local, tensor_devices
+from fastjax.quantization import MixedWeight, Weight, WeightLike, as_weight, concatenate, rows_of
+
+#: Places of the projections of which a device has output rows, and of those of which it has input columns.
+BY_ROWS = (("self_attn", "qkv"), ("mlp", "gate_up"))
+BY_COLUMNS = (("self_attn", "o"), ("mlp", "down"))
+
+
+def held_apart(frozen: Any, config: ModelConfig, devices: int) -> Any:
+    """The frozen tree with weights that split over devices along `tensor`; itself where there is one, or they do.
+
+    Args:
+        frozen: of the decoder.
+        config: the model's.
+        devices: along `tensor`.
+
+    Raises:
+        ConfigError: a weight whose blocks do not divide, or whose format does not split.
+    """
+    if devices == 1:
+        return frozen
+    groups = config.groups(0)
+
+    def of(path: tuple[Any, ...], weight: Any) -> Any:
+        keys = tuple(key.key for key in path)
+        place = keys[3:5]  # after run and position
+        if keys[0] != "layers" or keys[-1] != "weight" or place not in (*BY_ROWS, *BY_COLUMNS):
+            return weight
+        name = ".".join(place)
+        _, columns = as_weight(weight).shape
+        if place in BY_COLUMNS and columns % devices:
+            raise ConfigError(f"parallel.tensor: expected a divisor of the {columns} columns of {name}, got {devices}")
+        sizes = tuple(rows for _, rows in groups[name].parts)
+        return _apart(weight, sizes, devices if place in BY_COLUMNS else 1)
+
+    return jax.tree_util.tree_map_with_path(of, frozen, is_leaf=lambda leaf: isinstance(leaf, Weight))
+
+
+def layers_on_parts(
+    run: Callable[..., Any],
+    layers: nnx.List,
+    x: Float[Array, "B S E"],
+    shared: Context,
+    *rest: Any,
+) -> Any:
+    """`run(layers, x, shared, *rest)`, each device with its part of the layers.
+
+    Args:
+        run: of the layers, their input and what all layers read; gives their output, and the routers' sums.
+        layers: whole.
+        x: the input.
+        shared: that all layers read.
+        rest: more arguments, the same on all devices.
+    """
+    devices = tensor_devices()
+    for layer in layers:
+        inner, outer = (layer.self_attn.qkv, layer.mlp.gate_up), (layer.self_attn.o, layer.mlp.down)
+        for projection in (*inner, *outer):
+            sizes = tuple(rows for _, rows in projection.parts)
+            columns = 1 if projection in inner else devices
+            _check_adapters(projection, devices)
+            projection.weight.set_value(_apart(projection.weight.get_value(), sizes, columns))
+    graphdef, variables = nnx.split(layers)
+    state = nnx.to_pure_dict(variables)
+    of_tokens = P(BATCH, CONTEXT)
+    context = Context(of_tokens, P(BATCH), P(), query_scales=of_tokens, mask=of_tokens)  # pyright: ignore
+
+    def own(state: Any, x: Array, shared: Context, *rest: Any) -> Any:
+        mine = nnx.merge(graphdef, state)
+        for layer in mine:
+            _shrink(layer, devices)
+        return run(mine, x, shared, *rest)
+
+    specs = (_specs(state), ROWS, context, *[P()] * len(rest))
+    return local(own, in_specs=specs, out_specs=(ROWS, P()))(state, x, shared, *rest)
+
+
+def _check_adapters(projection: Projection, devices: int) -> None:
+    """Refuse adapters that read more than a device's part: norms of whole rows, masks of whole inputs.
+
+    Raises:
+        ConfigError: there are such.
+    """
+    for name, adapter in projection.adapters.items():
+        if adapter.magnitude is not None or adapter.dropout:
+            what = "use_dora" if adapter.magnitude is not None else f"lora_dropout {adapter.dropout}"
+            raise ConfigError(f"parallel.tensor: expected 1 with {what} (on {name}), got {devices}")
+
+
+def _specs(state: Any) -> Any:
+    """Where the arrays of some layers lie along `tensor`."""
+
+    def of(path: tuple[Any, ...], leaf: Any) -> Any:
+        keys = tuple(key.key for key in path)
+        place, last = keys[1:3], keys[-1]  # after position
+        by_rows, by_columns = place in BY_ROWS, place in BY_COLUMNS
+        if last == "weight" and (by_rows or by_columns):
+            return as_weight(leaf).axes(TENSOR if by_rows else None, TENSOR if by_columns else None)
+        if last == "lora_B" and by_rows:
+            return P(TENSOR)
+        return P(None, TENSOR) if last == "lora_A" and by_columns else P()
+
+    return jax.tree_util.tree_map_with_path(of, state, is_leaf=lambda leaf: isinstance(leaf, Weight))
+
+
+def _shrink(layer: Any, devices: int) -> None:
+    """Make a layer with a device's part of the arrays a layer of that size."""
+    attention, mlp, device = layer.self_attn, layer.mlp, lax.axis_index(TENSOR)
+    heads, key_heads, size = attention.shape
+    attention.shape = (heads // devices, key_heads // devices, size)
+    if attention.sinks is not None:
+        weight = attention.sinks.weight
+        weight.set_value(_own_rows(weight[...], (heads,), devices, device))
+    for projection in (attention.qkv, mlp.gate_up):
+        sizes = tuple(rows for _, rows in projection.parts)
+        projection.parts = tuple((name, rows // devices) for name, rows in projection.parts)
+        projection.weight.set_value(_part(projection.weight.get_value()))
+        if projection.bias is not None:
+            projection.bias.set_value(_own_rows(projection.bias[...], sizes, devices, device))
+    for projection in (attention.o, mlp.down):
+        projection.weight.set_value(_part(projection.weight.get_value()))
+        if projection.bias is not None:  # added to one of the shares
+            bias = projection.bias[...]
+            projection.bias.set_value(jnp.where(device == 0, bias, jnp.zeros_like(bias)))
+
+
+def _part(weight: WeightLike) -> WeightLike:
+    """A weight around a device's part of its arrays; of several weights one."""
+    pieces = weight.weights if isinstance(weight, MixedWeight) else (weight,)
+    return concatenate([as_weight(piece).part().held for piece in pieces])
+
+
+def _own_rows(array: Array, sizes: Sequence[int], devices: int, device: Array) -> Array:
+    """A device's rows of each of several parts."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    own = [
+        lax.dynamic_slice_in_dim(array, start + device * (rows // devices), rows // devices)
+        for start, rows in zip(starts, sizes, strict=True)
+    ]
+    return jnp.concatenate(own)
+
+
+def _apart(weight: WeightLike, sizes: tuple[int, ...], columns: int) -> WeightLike:
+    """A weight as one a part, in a form that splits.
+
+    Args:
+        weight: in a stack of layers or not.
+        sizes: rows of its parts.
+        columns: parts into which its columns are to be split.
+    """
+    pieces = weight.weights if isinstance(weight, MixedWeight) else (weight,)
+    if tuple(as_weight(piece).shape[0] for piece in pieces) == sizes and all(
+        as_weight(piece).splits(columns) for piece in pieces
+    ):
+        return weight
+    array = jax.tree.leaves(weight)[0]
+    found = _rows_apart(weight, sizes, array.ndim > 2)
+    for piece in found:
+        if not as_weight(piece).splits(columns):
+            shape = as_weight(piece).shape
+            raise ConfigError(
+                f"parallel.tensor: expected weights in 4 (NF4), 16 or 32 bits whose {shape[1]} columns are whole "
+                f"blocks on {columns} devices, got {' and '.join(as_weight(piece).formats)} {shape}"
+            )
+    return found[0] if len(found) == 1 else MixedWeight(found)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _rows_apart(weight: WeightLike, sizes: tuple[int, ...], stacked: bool) -> tuple[WeightLike, ...]:
+    """The rows of each part."""
+
+    def apart(weight: WeightLike) -> tuple[WeightLike, ...]:
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        return tuple(rows_of(weight, slice(a, a + rows)) for a, rows in zip(starts, sizes, strict=True))
+
+    return jax.vmap(apart)(weight) if stacked else apart(weight)
