@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -17,7 +17,6 @@ from fastjax.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from fastjax.planning.device import Device
-    from fastjax.runs.plan import Planned
 
 
 def main(argv: Sequence[str]) -> None:
@@ -29,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="fastjax plan",
         usage="fastjax plan CONFIG [--section.key value ...] [--gpu NAME] [--memory GB] [--checkpointing NAME ...] "
-        "[--output FILE]",
+        "[--host_memory GB] [--longest] [--output FILE]",
         description="Compile the train step of a run for a GPU with each policy of gradient checkpointing, and show "
         "what memory it takes, on the device and on the host, and about how fast it is. It reads config.json and the "
         "headers of the weights, no weights and no data, and needs no GPU.",
@@ -41,20 +40,38 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--memory", metavar="GB", help="that the run may take, in 10^9 bytes (default: JAX's share of the GPU's)"
     )
-    parser.add_argument("--checkpointing", nargs="+", metavar="NAME", help="policies (default: all to choose from)")
+    parser.add_argument(
+        "--host_memory",
+        metavar="GB",
+        help="of the host that the run may take (default: this machine's; 128 for a GPU named with --gpu)",
+    )
+    parser.add_argument(
+        "--longest",
+        action="store_true",
+        help="search for the longest rows that fit, in place of model.max_seq_length",
+    )
+    parser.add_argument(
+        "--checkpointing",
+        nargs="+",
+        metavar="NAME",
+        help="policies (default: all to choose from; with --longest full, offload, offload_attention)",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan as JSON")
     arguments, rest = parser.parse_known_args(argv)
-    limit = None if arguments.memory is None else _bytes(arguments.memory)
+    limit, host = _bytes("--memory", arguments.memory), _bytes("--host_memory", arguments.host_memory)
     if rest and not rest[0].startswith("-"):
         rest.insert(0, "--config")
-    plan(parse_train_config(rest), arguments.gpu, limit, arguments.checkpointing, arguments.output, Console())
+    config = parse_train_config(rest)
+    plan(config, arguments.gpu, limit, host, arguments.checkpointing, arguments.longest, arguments.output, Console())
 
 
 def plan(
     config: TrainConfig,
     gpu: str | None,
     limit: float | None,
+    host: float | None,
     policies: Sequence[str] | None,
+    longest: bool,
     output: Path | None,
     console: Console,
 ) -> None:
@@ -63,8 +80,10 @@ def plan(
     Args:
         config: the run.
         gpu: a name in `planning.cards.CARDS`; None: this machine's GPU.
-        limit: bytes that the run may take; None: what JAX's allocator takes.
+        limit: bytes of the device that the run may take; None: what JAX's allocator takes.
+        host: bytes of the host; None: this machine's, or of a machine with the named GPU.
         policies: of rematerialisation; None: those to choose from.
+        longest: search for the longest rows in place of the settings'.
         output: JSON file; None: none.
         console: for the table.
     """
@@ -73,33 +92,45 @@ def plan(
 
     if gpu is not None:
         jax.config.update("jax_platforms", "cpu")  # shapes are traced, and nothing runs
+    from fastjax.commands import plan_tables
     from fastjax.models.remat import check_policy
+    from fastjax.planning.memory import Room
     from fastjax.runs.opening import open_shapes
-    from fastjax.runs.plan import fastest, plan_run
+    from fastjax.runs.plan import fastest, longest_rows, plan_run
 
     for name in policies or ():
         check_policy(name)
     device = _device(gpu)
     opened = open_shapes(config)
-    if limit is None:
-        limit = _share(device, gpu)
+    room = Room(limit or _share(device, gpu), host or _host(gpu))
     with console.status("opening the model") as status:
-        planned = plan_run(config, opened, device, policies, limit, status.update)
-    best = fastest(planned, limit)
-    _show(console, config, device, planned, limit, best)
+        if longest:
+            positions = opened.outline.config.max_length
+            rows = longest_rows(config, positions, device, policies, room, status.update)
+        else:
+            planned = plan_run(config, opened, device, policies, room, status.update)
+    if longest:
+        plan_tables.show_longest(console, config, device.card, rows, room)
+        content = plan_tables.longest_content(device.card, rows, room)
+    else:
+        best = fastest(planned, room)
+        plan_tables.show(console, config, device.card, planned, room, best)
+        content = plan_tables.content(device.card, planned, room, best)
     if output is not None:
         with atomic_file(output) as file:
-            file.write((json.dumps(_content(device, planned, limit, best), indent=1) + "\n").encode())
+            file.write((json.dumps(content, indent=1) + "\n").encode())
         console.print(f"written to {output}", highlight=False, soft_wrap=True)
 
 
-def _bytes(text: str) -> float:
+def _bytes(option: str, text: str | None) -> float | None:
+    if text is None:
+        return None
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < 1e6:
-        raise ConfigError(f"--memory: expected a number of GB greater than 0, got {shorten(text, 80)}")
+        raise ConfigError(f"{option}: expected a number of GB greater than 0, got {shorten(text, 80)}")
     return number * 1e9
 
 
@@ -128,77 +159,8 @@ def _share(device: "Device", gpu: str | None) -> float:
     return here or share * device.card.memory_bytes
 
 
-def _show(
-    console: Console,
-    config: TrainConfig,
-    device: "Device",
-    planned: "Sequence[Planned]",
-    limit: float,
-    best: "Planned | None",
-) -> None:
-    from rich import box
-    from rich.table import Table
+def _host(gpu: str | None) -> float:
+    from fastjax.planning.cards import HOST_BYTES
+    from fastjax.planning.device import host_memory
 
-    card, training = device.card, config.training
-    rows = f"{training.per_device_train_batch_size}×{config.model.max_seq_length}"
-    if training.gradient_accumulation_steps > 1:
-        rows = f"{training.gradient_accumulation_steps}×{rows}"
-    name = Path(config.model.model_name).name
-    title = f"{name} · {rows} tokens · {config.model.layer_loop} · {card.device_kind} · memory in GB"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("checkpointing", no_wrap=True)
-    for title in ("held", "step", "in all", "host", "again", "ms", "tokens/s", "fits"):
-        table.add_column(title, justify="right")
-    for one in planned:
-        memory = one.memory
-        cells = (memory.arguments, memory.temporaries, memory.device, memory.host)
-        table.add_row(
-            one.policy,
-            *(f"{count / 1e9:.2f}" for count in cells),
-            f"{one.recomputed / one.flops:.0%}",
-            f"{one.seconds * 1e3:,.0f}",
-            f"{one.tokens_per_second:,.0f}",
-            "yes" if one.fits(limit) else "no",
-            style="bold" if one is best else None,
-        )
-    console.print(table)
-    share = f"{limit / 1e9:.1f} GB of the card's {card.memory_bytes / 1e9:.1f}"
-    if best is None:
-        least = min(planned, key=lambda one: one.memory.device)
-        sentence = (
-            f"nothing fits in {share}: {least.policy} needs {least.memory.device / 1e9:.1f} GB. Lower "
-            "training.per_device_train_batch_size (and raise gradient_accumulation_steps as much) or "
-            "model.max_seq_length"
-        )
-    else:
-        sentence = f"fits in {share}, about the fastest: model.use_gradient_checkpointing: {best.policy}"
-    console.print(f"{sentence}.", highlight=False, soft_wrap=True)
-    console.print(
-        "held: weights, state and batch; step: beside these; in all: with what the allocator adds; again: recomputed "
-        "FLOPs beside the model's; ms: an estimate.",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _content(device: "Device", planned: "Sequence[Planned]", limit: float, best: "Planned | None") -> dict[str, Any]:
-    return {
-        "gpu": device.card.device_kind,
-        "memory_limit": int(limit),
-        "chosen": None if best is None else best.policy,
-        "policies": [
-            {
-                "policy": one.policy,
-                "fits": one.fits(limit),
-                "device_bytes": one.memory.device,
-                "argument_bytes": one.memory.arguments,
-                "temporary_bytes": one.memory.temporaries,
-                "host_bytes": one.memory.host,
-                "model_flops": one.flops,
-                "recomputed_flops": one.recomputed,
-                "step_seconds": one.seconds,
-                "tokens_per_second": one.tokens_per_second,
-            }
-            for one in planned
-        ],
-    }
+    return host_memory() if gpu is None else HOST_BYTES

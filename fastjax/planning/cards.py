@@ -12,6 +12,8 @@ from fastjax.errors import ConfigError
 
 #: Share of the card's memory that JAX's allocator takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 ALLOCATOR_SHARE = 0.75
+#: Bytes of the host's memory that are taken to be there for a card that is elsewhere.
+HOST_BYTES = 128e9
 
 
 class Card(NamedTuple):

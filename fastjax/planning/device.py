@@ -1,6 +1,7 @@
 """The device that a step is compiled for: a card that is not there (`aot`), or this machine's own."""
 
 import contextlib
+import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -85,6 +86,11 @@ class Here:
     def compile(self, jitted: Any, arguments: Any) -> Any:
         """As a run compiles it."""
         return jitted.lower(*arguments).compile()
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def memory_limit(stats: Mapping[str, int] | None) -> int | None:

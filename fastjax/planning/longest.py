@@ -7,30 +7,12 @@ that fit points at the longest or beyond it, and one through a length that fits 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fastjax.planning.memory import StepMemory
+from fastjax.planning.memory import Room, StepMemory
 
 #: The first length that is compiled, the factor to the second, and the most compilations.
 _START, _FACTOR, _MOST = 16384, 4, 7
 #: Lengths are multiples of 128 tokens, those from `_START` of 1,024. The search ends within this share of the longest.
 _SHORT, _LONG, _CLOSE = 128, 1024, 0.01
-
-
-class Limits(NamedTuple):
-    """What a step may take.
-
-    Attributes:
-        device: bytes of the device.
-        host: bytes of the host.
-        tokens: of a row.
-    """
-
-    device: float
-    host: float
-    tokens: int
-
-    def hold(self, memory: StepMemory) -> bool:
-        """Whether a step fits."""
-        return memory.device <= self.device and memory.host <= self.host
 
 
 class Longest(NamedTuple):
@@ -47,56 +29,57 @@ class Longest(NamedTuple):
     bound: str
 
 
-def longest_row(measure: Callable[[int], StepMemory], limits: Limits) -> Longest | None:
+def longest_row(measure: Callable[[int], StepMemory], room: Room, positions: int) -> Longest | None:
     """Search for the longest row; None: the shortest one tried does not fit.
 
     Args:
         measure: compiles the step of rows of so many tokens.
-        limits: what it may take.
+        room: what it may take.
+        positions: the most tokens that a row may have.
     """
     found: dict[int, StepMemory] = {}
-    fits, fails, length = 0, limits.tokens + 1, min(_START, limits.tokens)
+    fits, fails, length = 0, positions + 1, min(_START, positions)
     while fits < length < fails and len(found) < _MOST and (not fits or length - fits > _CLOSE * fits):
         found[length] = measure(length)
-        if limits.hold(found[length]):
+        if room.holds(found[length]):
             fits = length
         else:
             fails = length
-        length = _next(found, limits, fits, fails)
+        length = _next(found, room, positions, fits, fails)
     if not fits:
         return None
-    if fits == limits.tokens:
+    if fits == positions:
         return Longest(fits, found[fits], "positions")
-    aims = _aims(found, limits, fits)
+    aims = _aims(found, room, fits)
     return Longest(fits, found[fits], min(aims, key=aims.__getitem__))
 
 
-def _next(found: dict[int, StepMemory], limits: Limits, fits: int, fails: int) -> int:
+def _next(found: dict[int, StepMemory], room: Room, positions: int, fits: int, fails: int) -> int:
     """The length to try next, between those that fit and those that do not."""
     if len(found) == 1:
-        return _rounded(fits * _FACTOR if fits else fails / _FACTOR, limits)
-    length = min(_aims(found, limits, fits).values())
-    if fails > limits.tokens:
-        return _rounded(length, limits)
-    return min(_rounded(length, limits), fails - _SHORT) if fits else _rounded(min(length, fails / 2), limits)
+        return _rounded(fits * _FACTOR if fits else fails / _FACTOR, positions)
+    length = min(_aims(found, room, fits).values())
+    if fails > positions:
+        return _rounded(length, positions)
+    return min(_rounded(length, positions), fails - _SHORT) if fits else _rounded(min(length, fails / 2), positions)
 
 
-def _aims(found: dict[int, StepMemory], limits: Limits, fits: int) -> dict[str, float]:
+def _aims(found: dict[int, StepMemory], room: Room, fits: int) -> dict[str, float]:
     """Where lines through the two lengths around the longest that fits meet the limits, by what they limit."""
     known = sorted(found)
     place = max(1, min(known.index(fits) + 1, len(known) - 1)) if fits else 1
     first, second = known[place - 1], known[place]
 
     def aim(name: str) -> float:
-        start, limit = getattr(found[first], name), getattr(limits, name)
+        start, limit = getattr(found[first], name), getattr(room, name)
         slope = (getattr(found[second], name) - start) / (second - first)
         return first + (limit - start) / slope if slope > 0 else float("inf")
 
     return {name: aim(name) for name in ("device", "host")}
 
 
-def _rounded(length: float, limits: Limits) -> int:
-    if length >= limits.tokens:
-        return limits.tokens
+def _rounded(length: float, positions: int) -> int:
+    if length >= positions:
+        return positions
     step = _LONG if length >= _START else _SHORT
     return max(0, int(length) // step * step)

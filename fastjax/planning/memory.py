@@ -40,3 +40,19 @@ class StepMemory(NamedTuple):
             found.temp_size_in_bytes + fresh + found.generated_code_size_in_bytes,
             kept + found.host_temp_size_in_bytes,
         )
+
+
+class Room(NamedTuple):
+    """The bytes that a step may take.
+
+    Attributes:
+        device: of the device.
+        host: of the host's memory.
+    """
+
+    device: float
+    host: float = float("inf")
+
+    def holds(self, memory: StepMemory) -> bool:
+        """Whether a step fits."""
+        return memory.device <= self.device and memory.host <= self.host

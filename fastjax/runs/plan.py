@@ -1,6 +1,8 @@
 """A plan of a run: its real train step compiled for a card with each policy, its memory and its time estimated."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +15,11 @@ from fastjax.planning.cards import Card
 from fastjax.planning.choice import candidates, first_layers
 from fastjax.planning.device import Device
 from fastjax.planning.hlo import kernels
-from fastjax.planning.memory import StepMemory
+from fastjax.planning.longest import Longest, longest_row
+from fastjax.planning.memory import Room, StepMemory
 from fastjax.planning.speed import step_seconds
 from fastjax.planning.work import plain_path, product_flops
-from fastjax.runs.opening import OpenShapes
+from fastjax.runs.opening import OpenShapes, open_shapes
 from fastjax.runs.steps import RunShapes
 from fastjax.training.config import TrainConfig
 from fastjax.training.determinism import DETERMINISTIC
@@ -24,6 +27,8 @@ from fastjax.training.flops import flops_per_token, peak_flops
 
 #: Steps of a run whose number is not known: the schedule is a part of the program, not its length.
 _STEPS = 1000
+#: The policies for rows of tens of thousands of tokens, of which others keep too much.
+LONG_POLICIES = ("full", "offload", "offload_attention")
 
 
 class Planned(NamedTuple):
@@ -50,17 +55,13 @@ class Planned(NamedTuple):
         """Estimated speed."""
         return self.tokens / self.seconds
 
-    def fits(self, limit: float) -> bool:
-        """Whether the step fits in so many bytes of the device."""
-        return self.memory.device <= limit
-
 
 def plan_run(
     config: TrainConfig,
     opened: OpenShapes,
     device: Device,
     policies: Sequence[str] | None,
-    limit: float,
+    room: Room,
     progress: Callable[[str], None],
 ) -> list[Planned]:
     """Compile a run's train step with each policy; no weight is read, no array is made.
@@ -71,7 +72,7 @@ def plan_run(
         device: compiled for.
         policies: of rematerialisation; None: all to choose from that suit the model, and where there is room left,
             projections in as many layers as fit.
-        limit: bytes that the step may take.
+        room: what the step may take.
         progress: takes what is being done.
 
     Returns:
@@ -82,8 +83,7 @@ def plan_run(
     """
     _check_dtype(config, device.card)
     progress("shapes of the model")
-    with device.tracing():
-        run = RunShapes(config, opened, _STEPS, None, DETERMINISTIC if config.training.deterministic else None)
+    run = _shapes(config, opened, device)
     model, tokens = run.model("full"), run.batch.tokens.size
     flops = tokens * flops_per_token(model.config, model.trainable, config.model.max_seq_length)
 
@@ -117,19 +117,60 @@ def plan_run(
         with contextlib.suppress(ConfigError):  # it does not suit the model
             found[policy] = planned(policy)
     full, projections = (found[policy].memory.device for policy in ("full", "projections"))
-    if (partial := first_layers(limit, full, projections, model.config.num_hidden_layers)) is not None:
+    if (partial := first_layers(room.device, full, projections, model.config.num_hidden_layers)) is not None:
         found[partial] = planned(partial)
     return list(found.values())
 
 
-def fastest(planned: Sequence[Planned], limit: float) -> Planned | None:
+def fastest(planned: Sequence[Planned], room: Room) -> Planned | None:
     """The fastest step that fits; None: none fits.
 
     Args:
         planned: the steps.
-        limit: bytes of the device.
+        room: what it may take.
     """
-    return min((one for one in planned if one.fits(limit)), key=lambda one: one.seconds, default=None)
+    return min((one for one in planned if room.holds(one.memory)), key=lambda one: one.seconds, default=None)
+
+
+def longest_rows(
+    config: TrainConfig,
+    positions: int,
+    device: Device,
+    policies: Sequence[str] | None,
+    room: Room,
+    progress: Callable[[str], None],
+) -> dict[str, Longest | None]:
+    """Search for the longest rows that a run's train step fits with, by compiling it.
+
+    Args:
+        config: the run, whose `max_seq_length` does not matter.
+        positions: most tokens of a row of its model.
+        device: compiled for.
+        policies: of rematerialisation; None: `LONG_POLICIES`.
+        room: what the step may take.
+        progress: takes what is being done.
+
+    Returns:
+        For each policy the longest row; None: the shortest one tried does not fit.
+
+    Raises:
+        ConfigError: settings that do not fit the model or the card.
+    """
+    _check_dtype(config, device.card)
+
+    def measure(policy: str, tokens: int) -> StepMemory:
+        progress(f"compiling for {device.card.device_kind}: {policy}, rows of {tokens:,} tokens")
+        own = dataclasses.replace(config, model=dataclasses.replace(config.model, max_seq_length=tokens))
+        return StepMemory.of(device.compile(*_shapes(own, open_shapes(own), device).step(policy)))
+
+    return {
+        policy: longest_row(functools.partial(measure, policy), room, positions) for policy in policies or LONG_POLICIES
+    }
+
+
+def _shapes(config: TrainConfig, opened: OpenShapes, device: Device) -> RunShapes:
+    with device.tracing():
+        return RunShapes(config, opened, _STEPS, None, DETERMINISTIC if config.training.deterministic else None)
 
 
 def _host_bytes(tree: Any) -> int:

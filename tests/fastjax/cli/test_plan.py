@@ -43,12 +43,28 @@ def test_a_plan_without_a_card(settings, tmp_path, capsys):
     assert "Tesla T4" in said and "model.use_gradient_checkpointing: full" in said
 
 
+@needs_cuda_plugin
+@pytest.mark.aot
+@pytest.mark.newer_world
+def test_the_longest_row_that_fits(settings, tmp_path, capsys):
+    output = tmp_path / "plan.json"
+    options = ["--gpu", "t4", "--longest", "--checkpointing", "full", "--output", str(output)]
+    assert main(["plan", settings, *options]) == 0
+    plan = json.loads(output.read_text())
+    assert plan["host_memory_limit"] == 128e9
+    (row,) = plan["longest"]
+    assert (row["policy"], row["bound"]) == ("full", "positions") and 0 < row["device_bytes"] < plan["memory_limit"]
+    said = capsys.readouterr().out
+    assert f"{row['tokens']:,}" in said and "the model's positions" in said
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ([], "--gpu: expected one of b200, h200, .*, t4, since JAX sees no GPU on this machine"),
         (["--gpu", "gt 710"], "--gpu: expected one of b200, h200, .*, t4, got gt 710"),
         (["--gpu", "t4", "--memory", "much"], "--memory: expected a number of GB greater than 0, got much"),
+        (["--gpu", "t4", "--host_memory", "-1"], "--host_memory: expected a number of GB greater than 0, got -1"),
         (
             ["--gpu", "t4", "--checkpointing", "some"],
             "use_gradient_checkpointing: expected one of .*full.*, or NAME:k .* got 'some'",

@@ -1,0 +1,175 @@
+"""The tables of `fastjax plan`, and the same as JSON."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fastjax.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from fastjax.planning.cards import Card
+    from fastjax.planning.longest import Longest
+    from fastjax.planning.memory import Room
+    from fastjax.runs.plan import Planned
+
+#: Bytes of pinned host memory that XLA takes unless it is told to take more.
+_PINNED = 64e9
+_BOUNDS = {"device": "the GPU's memory", "host": "the host's memory", "positions": "the model's positions"}
+
+
+def show(
+    console: Console,
+    config: TrainConfig,
+    card: "Card",
+    planned: "Sequence[Planned]",
+    room: "Room",
+    best: "Planned | None",
+) -> None:
+    """The steps of a run, one a policy.
+
+    Args:
+        console: for the table.
+        config: the run.
+        card: planned for.
+        planned: the steps.
+        room: what they may take.
+        best: the fastest that fits; None: none fits.
+    """
+    length, loop = config.model.max_seq_length, config.model.layer_loop
+    table = _table(f"{_rows(config, str(length))} · {loop} · {card.device_kind} · memory in GB")
+    for title in ("held", "step", "in all", "host", "again", "ms", "tokens/s", "fits"):
+        table.add_column(title, justify="right")
+    for one in planned:
+        memory = one.memory
+        cells = (memory.arguments, memory.temporaries, memory.device, memory.host)
+        table.add_row(
+            one.policy,
+            *(f"{count / 1e9:.2f}" for count in cells),
+            f"{one.recomputed / one.flops:.0%}",
+            f"{one.seconds * 1e3:,.0f}",
+            f"{one.tokens_per_second:,.0f}",
+            "yes" if room.holds(one.memory) else "no",
+            style="bold" if one is best else None,
+        )
+    console.print(table)
+    if best is None:
+        least = min(planned, key=lambda one: one.memory.device)
+        sentence = (
+            f"nothing fits in {_share(card, room)}: {least.policy} needs {least.memory.device / 1e9:.1f} GB"
+            + (f" and {least.memory.host / 1e9:.1f} of the host's" if least.memory.host > room.host else "")
+            + ". Lower training.per_device_train_batch_size (and raise gradient_accumulation_steps as much) or "
+            "model.max_seq_length"
+        )
+    else:
+        sentence = f"fits in {_share(card, room)}, about the fastest: model.use_gradient_checkpointing: {best.policy}"
+    _say(console, f"{sentence}.")
+    _say(
+        console,
+        "held: weights, state and batch; step: beside these; in all: with what the allocator adds; again: recomputed "
+        "FLOPs beside the model's; ms: an estimate.",
+    )
+    if best is not None:
+        _say_pinned(console, best.memory.host)
+
+
+def content(card: "Card", planned: "Sequence[Planned]", room: "Room", best: "Planned | None") -> dict[str, Any]:
+    """The same in numbers; arguments as of `show`."""
+    return _limits(card, room) | {
+        "chosen": None if best is None else best.policy,
+        "policies": [
+            {
+                "policy": one.policy,
+                "fits": room.holds(one.memory),
+                "device_bytes": one.memory.device,
+                "argument_bytes": one.memory.arguments,
+                "temporary_bytes": one.memory.temporaries,
+                "host_bytes": one.memory.host,
+                "model_flops": one.flops,
+                "recomputed_flops": one.recomputed,
+                "step_seconds": one.seconds,
+                "tokens_per_second": one.tokens_per_second,
+            }
+            for one in planned
+        ],
+    }
+
+
+def show_longest(
+    console: Console, config: TrainConfig, card: "Card", rows: "Mapping[str, Longest | None]", room: "Room"
+) -> None:
+    """The longest rows of a run, one a policy.
+
+    Args:
+        console: for the table.
+        config: the run.
+        card: planned for.
+        rows: by policy; None: no row fits.
+        room: what a step may take.
+    """
+    loop = config.model.layer_loop
+    table = _table(f"{_rows(config, 'the longest')} · {loop} · {card.device_kind} · memory in GB")
+    for title in ("tokens a row", "in all", "host", "bound by"):
+        table.add_column(title, justify="right")
+    for policy, found in rows.items():
+        if found is None:
+            table.add_row(policy, "none fits", "", "", "")
+            continue
+        cells = (f"{count / 1e9:.2f}" for count in (found.memory.device, found.memory.host))
+        table.add_row(policy, f"{found.tokens:,}", *cells, _BOUNDS[found.bound])
+    console.print(table)
+    _say(console, f"in {_share(card, room)} and {room.host / 1e9:.1f} GB of the host's memory; within a hundredth.")
+    _say_pinned(console, max((found.memory.host for found in rows.values() if found is not None), default=0))
+
+
+def longest_content(card: "Card", rows: "Mapping[str, Longest | None]", room: "Room") -> dict[str, Any]:
+    """The same in numbers; arguments as of `show_longest`."""
+    return _limits(card, room) | {
+        "longest": [
+            {
+                "policy": policy,
+                "tokens": found.tokens,
+                "device_bytes": found.memory.device,
+                "host_bytes": found.memory.host,
+                "bound": found.bound,
+            }
+            for policy, found in rows.items()
+            if found is not None
+        ]
+    }
+
+
+def _limits(card: "Card", room: "Room") -> dict[str, Any]:
+    return {"gpu": card.device_kind, "memory_limit": int(room.device), "host_memory_limit": int(room.host)}
+
+
+def _rows(config: TrainConfig, length: str) -> str:
+    training = config.training
+    rows = f"{training.per_device_train_batch_size}×{length}"
+    if training.gradient_accumulation_steps > 1:
+        rows = f"{training.gradient_accumulation_steps}×{rows}"
+    return f"{Path(config.model.model_name).name} · {rows} tokens"
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("checkpointing", no_wrap=True)
+    return table
+
+
+def _share(card: "Card", room: "Room") -> str:
+    return f"{room.device / 1e9:.1f} GB of the card's {card.memory_bytes / 1e9:.1f}"
+
+
+def _say_pinned(console: Console, host: int) -> None:
+    if host > _PINNED:
+        gigabytes = math.ceil(host / 1e9) + 1
+        _say(console, f"so much of the host's memory takes XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={gigabytes}.")
+
+
+def _say(console: Console, sentence: str) -> None:
+    console.print(sentence, highlight=False, soft_wrap=True)
