@@ -89,6 +89,9 @@ def add_parser(commands: Any) -> None:
         "packed). Tokens a second count no padding",
     )
     parser.add_argument("--offload_embedding", action="store_true", help="the table of embeddings on the host")
+    parser.add_argument(
+        "--mlp_chunk", type=positive, metavar="N", help="tokens that an MLP computes at a time (default: auto)"
+    )
     parser.add_argument("--steps", type=positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
     parser.add_argument(
         "--warmup", type=positive, default=3, metavar="N", help="steps before these (default: %(default)s)"
@@ -139,6 +142,7 @@ def _cases(arguments: argparse.Namespace) -> list[StepCase]:
         "lengths": None if arguments.lengths is None else tuple(read_lengths(arguments.lengths)),
         "layers": arguments.layers,
         "offload_embedding": arguments.offload_embedding,
+        "mlp_chunk": arguments.mlp_chunk,
     }
     if arguments.fill and arguments.lengths is None:
         raise ConfigError("bench step: --fill: expected --lengths beside it, whose documents it makes rows of")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastjax.models.remat import POLICIES
-from fastjax.planning.memory import StepMemory
+from fastjax.planning.memory import Room, StepMemory
 
 
 def candidates() -> tuple[str, ...]:
@@ -18,10 +18,17 @@ class Refused(NamedTuple):
     Attributes:
         policy: its name.
         needed: bytes on the device, at least.
+        host: bytes in the host's memory where these are too many; else 0.
     """
 
     policy: str
     needed: int
+    host: int = 0
+
+    def __str__(self) -> str:
+        """In words."""
+        host = f" and {_gib(self.host)} in the host's memory" if self.host else ""
+        return f"{self.policy} would need {_gib(self.needed)}{host}"
 
 
 class Choice(NamedTuple):
@@ -30,7 +37,7 @@ class Choice(NamedTuple):
     Attributes:
         policy: its name.
         memory: of its step.
-        limit: bytes that the step may take.
+        limit: bytes that the step may take of the device.
         refused: other policies, which do not fit.
         compiled: the step.
     """
@@ -63,12 +70,13 @@ class Choice(NamedTuple):
             line += f" and {_gib(self.memory.host)} in the host's memory"
         if not self.fits:
             line += ", which is more than there is"
-        return line + "".join(f"; {one.policy} would need {_gib(one.needed)}" for one in self.refused)
+        return line + "".join(f"; {one}" for one in self.refused)
 
 
 def choose(
     policies: Sequence[str],
     limit: int,
+    host: float,
     *,
     at_least: Callable[[str], int | None],
     compile: Callable[[str], tuple[StepMemory, Any]],
@@ -78,6 +86,7 @@ def choose(
     Args:
         policies: the fastest first.
         limit: bytes that the step may take on the device.
+        host: bytes that it may take of the host.
         at_least: a lower bound of a policy's bytes, without compiling, or None where the policy cannot be taken; one
             beyond the limit is not compiled.
         compile: compiles a policy's step: its memory, and the step.
@@ -90,11 +99,14 @@ def choose(
             continue
         if needed <= limit:
             memory, compiled = tried[policy] = compile(policy)
-            if memory.device <= limit:
+            if Room(limit, host).holds(memory):
                 return Choice(policy, memory, limit, refused, compiled)
+            if memory.host > host:
+                refused.append(Refused(policy, memory.device, memory.host))
+                continue
             needed = memory.device
         refused.append(Refused(policy, needed))
-    least = min(reversed(refused), key=lambda one: one.needed).policy
+    least = min(reversed(refused), key=lambda one: (one.host > 0, one.needed)).policy
     memory, compiled = tried.get(least) or compile(least)
     others = [one for one in refused if one.policy != least]
     return Choice(least, memory, limit, others, compiled)

@@ -18,7 +18,7 @@ from fastjax.parallel import MeshShape
 from fastjax.parallel.processes import gathered_numbers
 from fastjax.planning.arrays import largest_arrays
 from fastjax.planning.choice import Choice, candidates, choose, first_layers
-from fastjax.planning.device import memory_limit
+from fastjax.planning.device import host_memory, memory_limit
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.planning.work import plain_path, product_flops, stacked_bytes
 from fastjax.runs.mesh import open_mesh
@@ -136,7 +136,8 @@ def _choose(
 
     if not must and all(needed is None or needed > limit for needed in map(at_least, policies)):
         return None
-    choice = choose(policies, limit, at_least=at_least, compile=compile)
+    host = host_memory() / (1 if mesh is None else jax.local_device_count())
+    choice = choose(policies, limit, host, at_least=at_least, compile=compile)
     if len(policies) > 1 and choice.fits and choice.policy in ("attention", "full"):
         choice = _filled(choice, shapes, at_least, compile)
     return choice

@@ -44,6 +44,7 @@ def build_model(case: StepCase) -> LanguageModel:
         use_gradient_checkpointing=case.checkpointing,
         layer_loop=case.layer_loop,  # pyright: ignore[reportArgumentType]
         param_dtype=case.param_dtype,
+        mlp_chunk=case.mlp_chunk or "auto",
     )
     if case.full:
         return model

@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 REGIMES = {
     "speed": (Layout(4, 2048, "projections", "unroll"), Layout(4, 2048, "projections", "scan")),
     "small": (Layout(4, 2048, "full", "scan"),),
-    "long": (Layout(1, 16384, "full", "scan"), Layout(1, 65536, "full", "scan")),
+    "long": (Layout(1, 16384, "offload_attention", "scan"), Layout(1, 65536, "offload_attention", "scan")),
 }
 
 
@@ -63,6 +63,7 @@ class StepCase:
         fill: one of FILLS, for documents.
         layers: the preset's first ones alone; None: all.
         offload_embedding: whether the table of embeddings lies in the host's memory.
+        mlp_chunk: tokens that an MLP computes at a time; None: "auto".
     """
 
     preset: str
@@ -84,6 +85,7 @@ class StepCase:
     fill: str = "packed"
     layers: int | None = None
     offload_embedding: bool = False
+    mlp_chunk: int | None = None
 
     @property
     def full(self) -> bool:
@@ -114,8 +116,9 @@ class StepCase:
 
     @property
     def kept(self) -> str:
-        """What the backward pass recomputes, and what of the weights is in the host's memory."""
-        return self.checkpointing + (", embedding on the host" if self.offload_embedding else "")
+        """What the backward pass recomputes, what of the weights is in the host's memory, and a chunk that is given."""
+        chunk = "" if self.mlp_chunk is None else f", MLP by {self.mlp_chunk:,}"
+        return self.checkpointing + (", embedding on the host" if self.offload_embedding else "") + chunk
 
 
 def resolve_method(method: str | None, weights: str | None) -> tuple[str, str]:

@@ -24,7 +24,9 @@ from fastjax.bench.step.case import StepCase
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.language_model.model import LanguageModel
+from fastjax.models.chunks import chunk_places
 from fastjax.models.leaves import LORA_B, leaf_at
+from fastjax.models.remat import policy_of
 from fastjax.planning.work import plain_path
 from fastjax.training.health import leaf_names, squared_norms
 from fastjax.training.step import make_train_step
@@ -33,6 +35,8 @@ from pallas_kernels.attention import attention_implementation
 _LAYERS = 2
 #: Tokens of the one row; of a mixture fewer, since plain XLA multiplies every row by every expert.
 _TOKENS, _TOKENS_OF_MIXTURES = 2048, 512
+#: Chunks of that row where the case has chunks.
+_CHUNKS = 4
 #: Times the error of the plain operations in bfloat16.
 _FACTOR = 3.0
 _BFLOAT16_ROUNDING = 2.0**-9
@@ -82,7 +86,14 @@ def fault_of(case: StepCase) -> str | None:
     tokens = min(case.seq, _TOKENS)
     dtype = case.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     cut = dataclasses.replace(
-        case, layers=layers, batch=1, seq=tokens, lengths=None, dtype="bfloat16", offload_embedding=False
+        case,
+        layers=layers,
+        batch=1,
+        seq=tokens,
+        lengths=None,
+        dtype="bfloat16",
+        offload_embedding=False,
+        mlp_chunk=None,
     )
     model = _with_gradients(build_model(cut))
     if model.config.moe is not None:
@@ -92,8 +103,18 @@ def fault_of(case: StepCase) -> str | None:
         exact = _step(_in_dtype(model, "float32"), batch, {})
         rounded = _step(model, batch, {"xla_allow_excess_precision": False})
     with attention_implementation(case.attention):
-        found = _step(_in_dtype(model, dtype), batch, {})
+        found = _step(_by_chunks(_in_dtype(model, dtype), case, tokens), batch, {})
     return _judged(model, dtype, found=found, rounded=rounded, exact=exact)
+
+
+def _by_chunks(model: LanguageModel, case: StepCase, tokens: int) -> LanguageModel:
+    """The model whose MLPs compute a row of so many tokens by chunks, where the case's rows are computed so."""
+    shape = case.batch, case.seq, model.config.hidden_size
+    if chunk_places(case.mlp_chunk or "auto", shape, policy_of(case.checkpointing, 0)) is None:
+        return model
+    decoder = model.module()
+    decoder.mlp_chunk = -(-tokens // _CHUNKS)
+    return model.replace(graphdef=nnx.split(decoder, model.trainable_filter, ...)[0])
 
 
 def _with_gradients(model: LanguageModel) -> LanguageModel:

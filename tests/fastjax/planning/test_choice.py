@@ -29,10 +29,25 @@ def test_the_fastest_that_fits(limit, policy, compiled, words):
         return StepMemory(0, NEEDS[name] * GIB, 0), f"step {name}"
 
     at_least = {"much": 25, "some": 3, "least": 3}
-    choice = choose(list(NEEDS), limit * GIB, at_least=lambda name: at_least[name] * GIB, compile=compile)
+    choice = choose(list(NEEDS), limit * GIB, 0, at_least=lambda name: at_least[name] * GIB, compile=compile)
     assert (choice.policy, asked, choice.compiled) == (policy, compiled, f"step {policy}")
     assert choice.memory.device == NEEDS[policy] * GIB + ALLOCATOR_BYTES
     assert words in str(choice)
+
+
+def test_what_the_host_has_no_memory_for_is_not_taken():
+    memories = {"kept": StepMemory(0, 9 * GIB, 0), "moved": StepMemory(0, 2 * GIB, 8 * GIB)}
+
+    def taken(limit, host):
+        return choose(
+            list(memories), limit * GIB, host * GIB, at_least=lambda _: 0, compile=lambda name: (memories[name], name)
+        )
+
+    assert taken(10, 1).policy == "kept"
+    assert taken(5, 8).policy == "moved"
+    choice = taken(5, 7)
+    assert choice.policy == "kept" and not choice.fits
+    assert "; moved would need 2.5 and 8.0 in the host's memory" in str(choice)
 
 
 def test_candidates_begin_with_the_fastest():

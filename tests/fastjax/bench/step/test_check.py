@@ -7,7 +7,7 @@ import pytest
 from fastjax.bench.step import check
 from fastjax.bench.step.case import StepCase
 
-CASE = StepCase("tiny", 2, 16, "full", "scan", rank=4, dtype="bfloat16")
+CASE = StepCase("tiny", 2, 16, "full", "scan", rank=4, dtype="bfloat16", mlp_chunk=8)
 
 
 @pytest.fixture(scope="module")
