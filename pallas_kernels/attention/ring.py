@@ -303,7 +303,7 @@ def _mask(bounds: _Bounds | None, size: int, queries: tuple[Array, ...], keys: t
 def _chosen(rows: _Queries, keys: tuple[Array, ...], mask: Mask, ring: _Ring, sinks: Array | None) -> tuple[str, str]:
     """The names of the implementations of one call."""
     k, v = keys
-    about = {"documents": mask.ranges is not None, "sinks": sinks is not None}
+    about: Any = {"documents": mask.ranges is not None, "sinks": sinks is not None}
     return choose_pair(ring.implementation, Call(dispatch.target(), rows.q, k, v, ring.options, **about))
 
 
