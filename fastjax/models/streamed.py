@@ -1,13 +1,13 @@
 """A stack of layers whose matrices lie in the host's memory, sent to the device one layer ahead of their use.
 
 While a layer computes, in the forward and in the backward pass, the next one's matrices come over the bus: the device
-holds two layers (ZeRO-Infinity's prefetching, arXiv 2104.07857). Adapters, norms and other vectors stay on the device.
+holds two layers (as ZeRO-Infinity prefetches, arXiv 2104.07857). Adapters, norms and other vectors stay on the device.
 
 The loops have a derivative of their own, since a scan's would keep every layer's copy for the backward pass. A layer's
-residuals are those that its policy of rematerialisation keeps; what the backward pass has anyway (the matrices, which
-it fetches again, the arrays on the device, what all layers share) is taken out of them and put back there. A copy in a
-loop is a plain transfer beside the products if its offset is linear in the loop's counter, so the loops end one layer
-early and the last one follows them.
+residuals are those that its policy of rematerialisation keeps. What the backward pass has anyway, or fetches again (the
+matrices, the arrays on the device, what all layers share), is taken out of them and put back there. A copy in a loop is
+a plain transfer beside the products if its offset is linear in the loop's counter, so the loops end one layer early and
+the last one follows them.
 """
 
 import dataclasses
@@ -169,15 +169,15 @@ def _forward(one: Callable[..., Any], count: int, x, near, far, shared, moves: S
         return structure.unflatten(jaxpr_as_fun(traced)(*jax.tree.leaves((index, x, here, near, shared))))
 
     def body(carry: Any, _: None) -> tuple[Any, None]:
-        index, x, here, stacks = carry
-        ahead = [_fetched(leaf, index + 1) for leaf in far]
+        number, x, here, stacks = carry
+        ahead, index = _ahead(far, number, 1)
         x, made = run(index, x, here)
-        return (index + 1, x, ahead, _put(stacks, made, index)), None
+        return (number + 1, x, ahead, _put(stacks, made, index)), None
 
     stacks = jax.tree.map(lambda aval: _empty(aval, count), structure.unflatten(traced.out_avals)[1])
-    (index, x, here, stacks), _ = jax.lax.scan(body, (jnp.int32(0), x, here, stacks), None, length=count - 1)
-    x, made = run(index, x, here)
-    sums, kept = _put(stacks, made, index)
+    (number, x, here, stacks), _ = jax.lax.scan(body, (jnp.int32(0), x, here, stacks), None, length=count - 1)
+    x, made = run(number, x, here)
+    sums, kept = _put(stacks, made, number)
     return (x, sums), (None if moves is None else _Kept(pullbacks[-1], kept, here))
 
 
@@ -197,26 +197,44 @@ def _backward(count: int, kept: _Kept, near, far, shared, moves: Sequence[bool],
         return pull((dx, jax.tree.map(lambda leaf: _at(leaf, index), dsums)))
 
     def body(carry: Any, _: None) -> tuple[Any, None]:
-        index, dx, here, stacks = carry
-        ahead = [_fetched(leaf, index - 1) for leaf in far]
+        number, dx, here, stacks = carry
+        ahead, index = _ahead(far, number, -1)
         dx, made = step(index, dx, here)
-        return (index - 1, dx, ahead, _put(stacks, made, index)), None
+        return (number - 1, dx, ahead, _put(stacks, made, index)), None
 
     moving = [leaf for leaf, moved in zip(near, moves, strict=True) if moved]
     first = (jnp.int32(count - 1), dx, kept.last, jax.tree.map(jnp.zeros_like, moving))
-    (index, dx, here, stacks), _ = jax.lax.scan(body, first, None, length=count - 1)
-    dx, made = step(index, dx, here)
-    return dx, _put(stacks, made, index)
+    (number, dx, here, stacks), _ = jax.lax.scan(body, first, None, length=count - 1)
+    dx, made = step(number, dx, here)
+    return dx, _put(stacks, made, number)
 
 
 def _fetched(leaf: Array, index: Any) -> Array:
     """One layer of a stack in the host's memory, on the device."""
-    start = (jnp.asarray(index, jnp.int32), *(jnp.int32(0),) * (leaf.ndim - 1))
-    here = jax.lax.dynamic_slice(leaf, start, (1, *leaf.shape[1:]))
+    here = jax.lax.dynamic_slice_in_dim(leaf, index, 1, allow_negative_indices=False)
     return jax.device_put(here, jax.memory.Space.Device)[0]
 
 
 _fetch = jax.jit(_fetched)
+
+
+def _ahead(far: Sequence[Array], index: Array, step: int) -> tuple[list[Array], Array]:
+    """The arrays of layer `index + step` from the host, and `index` for the layer that computes meanwhile.
+
+    XLA begins a copy as soon as all that it takes is in its schedule, which is as late as something else takes it. So
+    what computes must take as much: one number of each array, whose copies come before the large ones, and the large
+    ones' offset.
+    """
+    following = index + step
+
+    def number(leaf: Array) -> Array:
+        start = (index, *(jnp.zeros((), index.dtype),) * (leaf.ndim - 1))
+        one = jax.lax.dynamic_slice(leaf, start, (1,) * leaf.ndim, allow_negative_indices=False)
+        one = jax.device_put(one, jax.memory.Space.Device).reshape(())
+        return jax.lax.bitcast_convert_type(one, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.int32)
+
+    zero, after = jax.lax.optimization_barrier((jnp.int32(0), following))
+    return [_fetched(leaf, following) for leaf in far], after - step + (sum(map(number, far), jnp.int32(0)) & zero)
 
 
 def _taken(stacks: Sequence[Array], index: Any) -> list[Array]:
@@ -224,12 +242,16 @@ def _taken(stacks: Sequence[Array], index: Any) -> list[Array]:
 
 
 def _at(leaf: Array, index: Any) -> Array:
-    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False, allow_negative_indices=False)
 
 
 def _put(stacks: Any, layer: Any, index: Any) -> Any:
     """The stacks with a layer's arrays in their places."""
-    return jax.tree.map(lambda s, leaf: jax.lax.dynamic_update_index_in_dim(s, leaf, index, 0), stacks, layer)
+
+    def put(stack: Array, leaf: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(stack, leaf, index, 0, allow_negative_indices=False)
+
+    return jax.tree.map(put, stacks, layer)
 
 
 def _empty(aval: Any, count: int) -> Array:

@@ -31,8 +31,9 @@ def check_model(config: TrainConfig, opened: OpenModel | OpenShapes, shapes: tup
     for shape in shapes:
         adapters = {"lora_dropout": config.lora.lora_dropout, "use_dora": config.lora.use_dora}
         check_mesh(opened.outline.config, shape, **adapters)
-        if config.model.offload_embedding and shape.size > 1:
-            raise ConfigError(f"model.offload_embedding: expected false on {shape.size} devices, got true")
+        for name in ("offload_embedding", "offload_layers"):
+            if getattr(config.model, name) and shape.size > 1:
+                raise ConfigError(f"model.{name}: expected false on {shape.size} devices, got true")
 
 
 def mesh_shapes(section: ParallelSection, devices: int, processes: int = 1) -> tuple[MeshShape, ...]:

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 from convert.model.config import ModelConfig
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
+from fastjax.host_memory import in_host_memory
 from fastjax.models import remat
 from fastjax.models.layout import logical_axes
 from fastjax.models.tensor_parts import held_apart
@@ -309,6 +310,10 @@ def _on_mesh(
 
     def config(state: Any, frozen: Any) -> ModelConfig:
         if not known:
+            if any(map(in_host_memory, jax.tree.leaves(frozen))):
+                raise ConfigError(
+                    f"frozen: expected arrays in the memory of {mesh.size} devices, got some in the host's"
+                )
             known.append(nnx.merge(graphdef, getattr(state, "trainable", state), frozen).config)
         return known[0]
 

@@ -43,8 +43,8 @@ class ModelSection:
         offload_embedding: hold the table of embeddings in the host's memory, where it is frozen and not the head's too:
             1 GiB of the GPU's for Llama 3 8B, against a few milliseconds a step.
         offload_layers: hold the matrices of the layers in the host's memory, where they are frozen and the layers are
-            scanned; the GPU holds those of two layers, and a step fetches them twice: for 70B in NF4 2 of 36 GB, each
-            time in 0.7 seconds over PCIe 5.
+            scanned. The GPU has those of two layers at a time, and fetches all of them twice a step, beside its
+            products: 35 GB of a 70B model in NF4, 0.7 seconds over PCIe 5.
         mlp_chunk: tokens that an MLP computes at a time, forward and backward, so that it takes memory for so many
             alone (a tiled MLP). auto: 2048 where a GPU has 16384 tokens or more at a time and the backward pass
             recomputes the MLP anyway; null: all. Mixtures of experts compute all.

@@ -1,30 +1,124 @@
-"""Layers whose matrices lie in the host's memory: the same step, bit for bit, with every policy."""
+"""Layers whose matrices lie in the host's memory: the same numbers, and copies beside the products."""
 
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+from fastjax.errors import ConfigError
+from fastjax.generation import generate
 from fastjax.host_memory import in_host_memory
-from fastjax.models.remat import POLICIES
-from tests.support import steps, tiny
+from fastjax.language_model import FastLanguageModel
+from fastjax.models.streamed import run_streamed
+from fastjax.parallel import make_mesh
+from fastjax.training.loss import loss_sums
+from fastjax.training.step import COMPILER_OPTIONS, init_state, make_train_step
+from tests.support import families, steps, tiny
+from tests.support.aot import AOT, needs_cuda_plugin
 
-CONFIG = tiny.config(hidden_size=64, num_hidden_layers=4)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    base = tiny.model(tmp_path_factory.mktemp("base"), CONFIG, load_in_4bit=True)
-    return tiny.adapted(base, lora_dropout=0.25)
+LLAMA = {"hidden_size": 64, "num_hidden_layers": 4}
+MIXTURE = families.MIXTURES["qwen3_moe"] | {"num_hidden_layers": 5, "mlp_only_layers": []}
 
 
 def in_host(model):
     return {name for name, leaf in steps.named(model.frozen).items() if in_host_memory(leaf)}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_step_is_the_same_bit_for_bit(model, policy):
-    plain = model.with_checkpointing(policy)
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    base = tiny.model(tmp_path_factory.mktemp("base"), tiny.config(**LLAMA), load_in_4bit=True)
+    return tiny.adapted(base, lora_dropout=0.25)
+
+
+@pytest.mark.parametrize(
+    "policy", ["full", *(pytest.param(name, marks=pytest.mark.one_world) for name in ("projections", "offload"))]
+)
+def test_the_step_is_the_same_bit_for_bit(adapted, policy):
+    plain = adapted.with_checkpointing(policy)
     moved = plain.with_host_layers()
     assert not in_host(plain) and any("gate_up" in name and "codes" in name for name in in_host(moved))
-    batch = tiny.batches(CONFIG, 1, accumulation=2)[0]
+    batch = tiny.batches(tiny.config(**LLAMA), 1, accumulation=2)[0]
     (metrics, grads), (expected, other) = steps.gradients(moved, batch), steps.gradients(plain, batch)
     assert metrics["loss"] == expected["loss"]
     steps.assert_same(grads, other)
+
+
+@pytest.mark.one_world
+def test_periods_of_layers_and_their_sums(tmp_path):
+    """Two kinds of layers by turns and one at the end, which stays on the device; the routers' sums have gradients."""
+    model = tiny.adapted(tiny.model(tmp_path, MIXTURE))
+    moved = model.with_host_layers()
+    assert [(stack.period, stack.count) for stack in moved.plan] == [(2, 2), (1, 1)]
+    assert {name.split("]")[1] for name in in_host(moved)} == {"[0"}, "of the stack with number 0"
+    batch, loss = tiny.batches(MIXTURE, 1)[0], functools.partial(loss_sums, router_aux_loss_coef=0.5)
+    (metrics, grads), (expected, other) = (steps.gradients(m, batch, loss=loss) for m in (moved, model))
+    steps.assert_same(metrics, expected)
+    steps.assert_same(grads, other)
+
+
+def test_loaded_layers_stay_in_the_host(tmp_path):
+    folder = tiny.shared_folder(**LLAMA)
+    options = {"dtype": "float32", "max_seq_length": 64}
+    loaded, _ = FastLanguageModel.from_pretrained(folder, offload_layers=True, **options)
+    plain, _ = FastLanguageModel.from_pretrained(folder, **options)
+    assert in_host(loaded) == in_host(plain.with_host_layers())
+    steps.assert_same(loaded.frozen, plain.frozen)
+    # Adapters on the second half of the layers: stacks of two, rearranged.
+    lora = {"r": 2, "layers_to_transform": [2, 3], "init_lora_weights": False}
+    fresh, other = (FastLanguageModel.get_peft_model(model, **lora) for model in (loaded, plain))
+    assert [stack.count for stack in fresh.plan] == [2, 2] and in_host(fresh) == in_host(other.with_host_layers())
+    prompts = [[5, 9, 30], [7, 8]]
+    assert generate(fresh, prompts, max_new_tokens=4) == generate(other, prompts, max_new_tokens=4)
+    merged = fresh.save_pretrained_merged(tmp_path / "merged", base_in_nf4=True)
+    assert (merged / "config.json").exists()
+
+
+def test_refusals(adapted):
+    with pytest.raises(ConfigError, match="offload_layers: expected false where every weight is trained, got true"):
+        FastLanguageModel.from_config(tiny.CONFIG, 32, full_finetuning=True).with_host_layers()
+    with pytest.raises(ConfigError, match="offload_layers: expected false where no layers are scanned, got true; set"):
+        FastLanguageModel.from_config(tiny.CONFIG, 32, layer_loop="unroll").with_host_layers()
+    model = adapted.with_host_layers()
+    step = make_train_step(model.graphdef, steps.RECORDER, model.trainable_filter, mesh=make_mesh(data=2))
+    state = init_state(model.trainable, steps.RECORDER, jax.random.key(0))
+    with pytest.raises(ConfigError, match="frozen: expected arrays in the memory of 2 devices"):
+        step(state, model.frozen, tiny.batches(tiny.config(**LLAMA), 1)[0])
+
+
+@needs_cuda_plugin
+@pytest.mark.aot
+@pytest.mark.newer_world
+def test_copies_run_beside_the_products():
+    """In both passes a layer's copies, at offsets linear in the loop's counter, begin before another's products."""
+    width, count = 2048, 6
+    aot = AOT("h200")
+
+    def layer(x, state, shared, index):
+        return jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ state["in"]) @ state["out"]) * state["scale"])(x), {}
+
+    def loss(scale, x, weights):
+        return jnp.sum(run_streamed(layer, x, {"scale": scale, **weights}, (), count)[0].astype(jnp.float32))
+
+    x, scale = aot.spec((512, width), jnp.bfloat16), aot.spec((count, 1, width), jnp.bfloat16)
+    stack = aot.spec((count, width, width), jnp.bfloat16, memory_kind="pinned_host")
+    weights = {"in": stack, "out": stack}
+    compiled = aot.compile(jax.value_and_grad(loss), scale, x, weights, options=COMPILER_OPTIONS)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.host_argument_size_in_bytes == 2 * count * width * width * 2
+    assert memory.temp_size_in_bytes < 5 * 2 * width * width * 2 + 2 * count * 512 * width * 2, "not all layers"
+    bodies = [
+        part for part in text.split("\n\n") if "fusion-start" in part and "tuple(" in part and "ENTRY" not in part
+    ]
+    assert len(bodies) == 2
+    large = rf"bf16\[1,{width},{width}\]"
+    for body in bodies:
+        lines = body.splitlines()
+        starts = [n for n, line in enumerate(lines) if re.search(rf"{large}.* fusion-start\(", line)]
+        ends = [n for n, line in enumerate(lines) if re.search(rf"{large}.* fusion-done\(", line)]
+        products = [n for n, line in enumerate(lines) if "custom-call(" in line and "__cublas" in line]
+        assert len(starts) == len(ends) == 2 <= len(products)
+        assert max(starts) < min(products) and products[-2] < min(ends)
+    strides = re.findall(r'"byte_stride":"(-?\d+)"', text)
+    assert all(strides.count(str(sign * width * width * 2)) >= 2 for sign in (1, -1)), "two copies in each loop"
