@@ -1,7 +1,7 @@
 """The places of the layers' arrays in memory: stacks and single layers, on the device or in the host's memory.
 
-Each layer is copied to its place as it comes, so that the device never holds the stacks that lie in the host. On a mesh each
-device gets its parts: one of them holds a layer beside its own.
+Each layer is copied to its place as it comes, so that the device never holds the stacks that lie in the host. On a mesh
+each device gets its parts: one of them holds a layer beside its own.
 """
 
 import functools
