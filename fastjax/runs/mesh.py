@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from fastjax.errors import ConfigError
 from fastjax.parallel import MeshShape, make_mesh
-from fastjax.parallel.checks import check_mesh
+from fastjax.parallel.checks import check_exchange, check_mesh
 from fastjax.runs.opening import OpenModel, OpenShapes
 from fastjax.training.config import ParallelSection, TrainConfig
 
@@ -31,6 +31,7 @@ def check_model(config: TrainConfig, opened: OpenModel | OpenShapes, shapes: tup
     for shape in shapes:
         adapters = {"lora_dropout": config.lora.lora_dropout, "use_dora": config.lora.use_dora}
         check_mesh(opened.outline.config, shape, **adapters)
+        check_exchange(opened.outline.config, shape, config.parallel.gradient_exchange)
         for name in ("offload_embedding", "offload_layers"):
             if getattr(config.model, name) and shape.size > 1:
                 raise ConfigError(f"model.{name}: expected false on {shape.size} devices, got true")
@@ -50,10 +51,11 @@ def mesh_shapes(section: ParallelSection, devices: int, processes: int = 1) -> t
     Raises:
         ConfigError: more devices than there are, or fewer than the processes have.
     """
-    given: dict[str, int] = {name: size for name, size in vars(section).items() if size != "auto"}
+    given = section.sizes
     known = math.prod(given.values())
     left = devices // known
-    free = [name for name in ("data", "fsdp") if name not in given][: 2 if left > 1 else 1]
+    choices = 1 if left == 1 or section.gradient_exchange != "float32" else 2
+    free = [name for name in ("data", "fsdp") if name not in given][:choices]
     shapes = tuple(MeshShape(**given, **{name: left}) for name in free) or (MeshShape(**given),)
     if not left or (processes > 1 and shapes[0].size != devices):
         asked = " × ".join(f"{name} {size}" for name, size in given.items())

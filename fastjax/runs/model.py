@@ -97,17 +97,19 @@ def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel | 
     return FastLanguageModel.get_peft_model(model, **lora_arguments(config.lora))
 
 
-def initial_state(config: TrainConfig, model: LanguageModel, total_steps: int) -> TrainState:
+def initial_state(config: TrainConfig, model: LanguageModel, total_steps: int, replicas: int = 1) -> TrainState:
     """The state of a run before its first step.
 
     Args:
         config: the run.
         model: with the trained arrays' initial values.
         total_steps: of the run.
+        replicas: parts in which the devices take a step's rows.
     """
     scale = config.training.initial_loss_scale if model.dtype == jnp.float16 else None
     key = jax.random.key(config.training.seed)
-    return init_state(model.trainable, make_optimizer(config.optimizer, total_steps), key, scale)
+    exchange, optimizer = config.parallel.gradient_exchange, make_optimizer(config.optimizer, total_steps)
+    return init_state(model.trainable, optimizer, key, scale, gradient_exchange=exchange, replicas=replicas)
 
 
 def check_vocabulary(model: LanguageModel, data: RunData) -> None:

@@ -26,6 +26,7 @@ FIXED = (
     "model.rope_scaling",
     "lora",
     "optimizer.name",
+    "parallel.gradient_exchange",
     "training.seed",
 )
 #: Keys of a run's output and execution, not of its computation.
@@ -97,6 +98,8 @@ def check_settings(
     ]
     if rows[0] != rows[1]:
         fixed["the rows of a step"] = (rows[0], rows[1])
+    if replicas and replicas[0] != replicas[1] and _value(old, "parallel.gradient_exchange") not in (None, "float32"):
+        fixed["the copies of the model, which hold what was rounded off of their gradients"] = replicas
     if fixed:
         raise ConfigError(
             f"{where} is a checkpoint of another configuration: {listed(fixed)}. Go on with its own settings, "

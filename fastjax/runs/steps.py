@@ -11,13 +11,14 @@ from jax.sharding import Mesh
 
 from fastjax.data.batches import Batch
 from fastjax.language_model import LanguageModel
+from fastjax.parallel import place
 from fastjax.runs.model import initial_state, run_shapes
 from fastjax.runs.opening import OpenModel, OpenShapes
 from fastjax.training.config import TrainConfig
 from fastjax.training.config.training import TrainingSection
 from fastjax.training.loss import Loss, loss_sums
 from fastjax.training.optimizers import make_optimizer
-from fastjax.training.step import make_train_step
+from fastjax.training.step import TrainState, make_train_step
 
 
 def run_loss(training: TrainingSection) -> Loss:
@@ -62,6 +63,7 @@ def run_step(
         accumulation_dtype=config.training.accumulation_dtype,
         loss_scale_window=config.training.loss_scale_window,
         mesh=mesh,
+        gradient_exchange=config.parallel.gradient_exchange,
         compiler_options=compiler_options,
     )
 
@@ -77,6 +79,28 @@ def batch_shapes(config: TrainConfig, replicas: int) -> Batch:
     shape = (training.gradient_accumulation_steps, training.per_device_train_batch_size * replicas, length)
     array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
     return Batch(array, array, array, array)
+
+
+def on_mesh(
+    config: TrainConfig, model: LanguageModel, total_steps: int, step: Any, replicas: int
+) -> tuple[TrainState, Any]:
+    """The state before the first step and the frozen weights, each array made or put in its parts on the mesh.
+
+    Args:
+        config: the run.
+        model: with the trained arrays' initial values.
+        total_steps: of the run.
+        step: of `run_step`, on the mesh.
+        replicas: parts in which the devices take a step's rows.
+    """
+
+    def begin(trainable: Any) -> TrainState:
+        return initial_state(config, model.replace(trainable=trainable), total_steps, replicas)
+
+    shapes = jax.eval_shape(begin, model.trainable)
+    state, frozen, _ = step.shardings(shapes, model.frozen, batch_shapes(config, replicas))
+    made = jax.jit(begin, out_shardings=state)(place(model.trainable, state.trainable))
+    return made, place(model.frozen, frozen)
 
 
 class RunShapes:
@@ -129,9 +153,10 @@ class RunShapes:
             ConfigError: the policy does not suit the model.
         """
         model, config = self.model(policy), self.config
+        replicas = self.batch.tokens.shape[1] // config.training.per_device_train_batch_size
         step = run_step(config, model, self._total_steps, self._loss, self._options, mesh)
         state = jax.eval_shape(
-            lambda trainable: initial_state(config, model.replace(trainable=trainable), self._total_steps),
+            lambda trainable: initial_state(config, model.replace(trainable=trainable), self._total_steps, replicas),
             model.trainable,
         )
         return step, (state, model.frozen, self.batch)

@@ -24,7 +24,7 @@ from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model import initial_state
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
-from fastjax.runs.steps import batch_shapes, run_loss, run_step
+from fastjax.runs.steps import on_mesh, run_loss, run_step
 from fastjax.training.cadence import Cadence, Progress
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
@@ -88,11 +88,11 @@ class TrainingRun:
             model.graphdef, model.trainable_filter, loss=self.loss, mesh=self.mesh, compiler_options=options
         )
         self.peaks: list[int] = []
-        self.state = initial_state(config, model, data.total_steps)
-        if self.mesh is not None:
-            batch = batch_shapes(config, step.mesh.replicas)
-            state, frozen, _ = self.train_step.shardings(self.state, model.frozen, batch)
-            self.state, model = place(self.state, state), model.replace(frozen=place(model.frozen, frozen))
+        if self.mesh is None:
+            self.state = initial_state(config, model, data.total_steps)
+        else:
+            self.state, frozen = on_mesh(config, model, data.total_steps, self.train_step, step.mesh.replicas)
+            model = model.replace(frozen=frozen)
         if step.choice is not None:
             self.train_step = step.choice.compiled
         # Rows of tokens that are not in the first batches get no gradient by right.

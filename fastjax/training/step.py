@@ -297,8 +297,8 @@ def _on_mesh(
 ) -> Callable[..., Any]:
     """Jit the function, which may be one that updates its state.
 
-    On a mesh: rows over all devices, weights and state by the table (`placement`), other results replicated. The
-    result has `shardings(state, frozen, batch)`, those of its arguments, and `trace`, which takes their shapes;
+    On a mesh: rows over all devices, weights and state by the table (`placement`), other results replicated. What is
+    returned has `shardings(state, frozen, batch)`, those of its arguments, and `trace`, which takes their shapes;
     `jitted` is the function, called in `jax.set_mesh`.
     """
     options = {**COMPILER_OPTIONS, **remat.compiler_options(graphdef), **(compiler_options or {})}

@@ -17,6 +17,8 @@ class ParallelSection:
         expert: devices that share one copy of a mixture's experts; auto is 1.
         context: devices that share a row's tokens; auto is 1.
         tensor: devices that share each layer's heads and features; auto is 1.
+        gradient_exchange: how gradients travel between copies of the model that nothing else is split over; below
+            float32, what is rounded off is added to the next step's.
     """
 
     data: int | Literal["auto"] = "auto"
@@ -24,8 +26,14 @@ class ParallelSection:
     expert: int | Literal["auto"] = "auto"
     context: int | Literal["auto"] = "auto"
     tensor: int | Literal["auto"] = "auto"
+    gradient_exchange: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that are given, by the name of their axis."""
+        return {name: size for name, size in vars(self).items() if isinstance(size, int)}
 
     def __post_init__(self) -> None:
         check_section("parallel", self)
-        for name, size in vars(self).items():
-            expect(f"parallel.{name}", size, size == "auto" or size >= 1, "at least 1, or auto")
+        for name, size in self.sizes.items():
+            expect(f"parallel.{name}", size, size >= 1, "at least 1, or auto")

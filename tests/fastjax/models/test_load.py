@@ -15,7 +15,7 @@ from convert.families import family_for
 from convert.formats import nf4
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
-from fastjax.models import load
+from fastjax.models import load, places
 from fastjax.quantization import NF4Weight
 from tests.support import steps, tiny
 
@@ -161,8 +161,8 @@ def test_device_memory_stays_at_the_4bit_model_and_one_layer(tmp_path, monkeypat
         seen.append(sum(array.nbytes for array in jax.live_arrays() if id(array) not in known))
         return result
 
-    place, quantize = load._place, load._quantize
-    monkeypatch.setattr(load, "_place", lambda *arguments: watched(place, *arguments))
+    place, quantize = places._place, load._quantize
+    monkeypatch.setattr(places, "_place", lambda *arguments: watched(place, *arguments))
     monkeypatch.setattr(load, "_quantize", lambda *arguments: watched(quantize, *arguments))
     model = tiny.model(folder, config, load_in_4bit=True, layer_loop=layer_loop)
     whole = sum(array.nbytes for array in jax.tree.leaves(model.frozen))

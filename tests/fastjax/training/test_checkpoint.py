@@ -11,8 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fastjax.errors import ConfigError
+from fastjax.parallel import make_mesh
+from fastjax.training import checkpoint, checkpoint_files
 from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint import Checkpoints, SaveFailed, named_arrays
 from fastjax.training.checkpoint_files import Unreadable, seal
@@ -250,10 +254,10 @@ def test_a_checkpoint_under_the_name_of_another_step_is_unreadable(tmp_path, met
 
 def test_whole_metadata_of_a_later_format_are_refused(tmp_path, metadata_of):
     def later(found):
-        found |= {"format": 3, "another": "field"}
+        found |= {"format": 4, "another": "field"}
         found["checksum"] = seal(found)
 
-    with pytest.raises(ConfigError, match=f"^{tmp_path}/1: expected a checkpoint of format 2 or before, got 3"):
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/1: expected a checkpoint of format 3 or before, got 4"):
         metadata_of(later).metadata(1)
 
 
