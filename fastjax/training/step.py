@@ -151,12 +151,14 @@ def make_train_step(
 
         def own(state: TrainState, frozen: Any, batch: Batch, targets: Array) -> Any:
             state = state._replace(key=jax.random.fold_in(state.key, batch_part()))
+            assert state.feedback is not None, "init_state with gradient_exchange"
+            kept = state.feedback
             grads, *sums = mean(state, frozen, batch, targets, lambda sums: jax.lax.psum(sums, BATCH))
-            grads, feedback = exchange(grads, state.feedback, gradient_exchange, BATCH)
+            grads, feedback = exchange(grads, kept, gradient_exchange, BATCH)
             return grads, *sums, feedback
 
         whole, parts = P(), P(BATCH)
-        specs = TrainState(*[whole] * 6, parts)
+        specs = TrainState(*[whole] * 6, feedback=parts)  # pyright: ignore[reportArgumentType]
         island = local(own, (specs, whole, P(None, BATCH), whole), (whole, whole, whole, parts))
         return island(state, frozen, batch, targets)
 
