@@ -149,9 +149,7 @@ def make_train_step(
     def exchanged(state: TrainState, frozen: Any, batch: Batch, targets: Array) -> Any:
         """The same and the feedback, each replica with its own rows until it sends its gradient."""
         if state.feedback is None:
-            raise ValueError(
-                f"state: expected one of init_state with gradient_exchange={gradient_exchange!r}, got none"
-            )
+            raise ValueError(f"state: expected feedback, of init_state with {gradient_exchange!r}, got none")
 
         def own(state: TrainState, kept: Feedback, frozen: Any, batch: Batch, targets: Array) -> Any:
             state = state._replace(key=jax.random.fold_in(state.key, batch_part()))

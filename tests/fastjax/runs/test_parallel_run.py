@@ -108,7 +108,7 @@ def test_a_run_whose_gradients_travel_in_few_bits_goes_on_with_what_was_kept_bac
     run("packed in parts", 4, mesh, resume=True, **full)
     whole, parts = (figures(run.folder / name) for name in ("packed", "packed in parts"))
     assert [row for row in parts if row[1] is not None] == [row for row in whole if row[1] is not None]
-    with pytest.raises(ConfigError, match="the replicas that exchange gradients.*: expected 4, got 2"):
+    with pytest.raises(ConfigError, match="the copies of the model, which hold .*: expected 4, got 2"):
         run("packed in parts", 6, mesh | {"data": 2}, resume=True, **full)
     with pytest.raises(ConfigError, match="parallel.gradient_exchange: expected 'int8', got 'int4'"):
         run("packed in parts", 6, mesh | {"gradient_exchange": "int4"}, resume=True, **full)
