@@ -18,11 +18,24 @@ from jaxtyping import Array, Float, Int
 
 from fastjax.lora.rank_products import Matrices, Part, into_dtypes, scaled_B
 from fastjax.parallel import BATCH, local
+from fastjax.parallel.expert_dispatch import (
+    Dispatch,
+    expert_devices,
+    plan_dispatch,
+    returned,
+    returned_choices,
+    send,
+    send_choices,
+)
 from fastjax.quantization.weights import WeightLike, as_weight
 from fastjax.residuals import name_residual
 from pallas_kernels.glu import clamped_swiglu, glu
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
 from pallas_kernels.moe_routing import Order, combine, sort_by_expert
+
+#: Arrays that lead with experts, and shares of their gradients, which lead with an axis of one.
+EXPERTS = P("expert")
+SHARES = P(tuple(axis for axis in BATCH if axis != "expert"), "expert")
 
 
 class Clamp(NamedTuple):
@@ -118,7 +131,7 @@ def _unit(block: Block, x, weights, experts, arrays: Arrays):
 
 def _forward(block: Block, x, weights, experts, arrays: Arrays):
     rows = P(BATCH)
-    island = local(functools.partial(_products, block), in_specs=(rows, rows, rows, P()), out_specs=rows)
+    island = local(functools.partial(_products, block), in_specs=(rows, rows, rows, EXPERTS), out_specs=rows)
     out, kept = island(x, weights, experts, arrays)
     named = {"gate_up": "projection", "inner": "lora", "outer": "lora"}
     present = {field: name for field, name in named.items() if getattr(kept, field) is not None}
@@ -129,7 +142,11 @@ def _forward(block: Block, x, weights, experts, arrays: Arrays):
 def _backward(block: Block, residuals, dout):
     x, weights, experts, kept, arrays = residuals
     rows = P(BATCH)
-    island = local(functools.partial(_gradients, block), in_specs=(rows, rows, rows, rows, P(), rows), out_specs=rows)
+    island = local(
+        functools.partial(_gradients, block),
+        in_specs=(rows, rows, rows, rows, EXPERTS, rows),
+        out_specs=(rows, rows, SHARES),
+    )
     dx, dweights, shares = island(x, weights, experts, kept, arrays, dout)
     return dx, dweights, None, jax.tree.map(lambda share: share.sum(0).astype(share.dtype), shares)
 
@@ -138,7 +155,34 @@ _unit.defvjp(_forward, _backward)
 
 
 def _products(block: Block, x, weights, experts, arrays: Arrays) -> tuple[Array, _Kept]:
-    """The forward pass of one device's tokens."""
+    """The forward pass of one device's tokens, on the devices that hold their experts."""
+    if expert_devices() == 1:
+        return _own_products(block, x, weights, experts, arrays)
+    block, plan = _planned(block, experts)
+    choices, factors = send_choices(plan, experts, weights, block.num_experts)
+    y, kept = _own_products(block, send(plan, x), factors, choices, arrays)
+    return returned(plan, y), kept
+
+
+def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, dout):
+    """The gradients of one device's tokens, and the shares of its arrays' gradients, each led by an axis of one."""
+    if expert_devices() == 1:
+        return _own_gradients(block, x, weights, experts, kept, arrays, dout)
+    block, plan = _planned(block, experts)
+    choices, factors = send_choices(plan, experts, weights, block.num_experts)
+    x, dout = jnp.split(send(plan, jnp.concatenate([x, dout], axis=1)), 2, axis=1)
+    dx, dweights, shares = _own_gradients(block, x, factors, choices, kept, arrays, dout)
+    return returned(plan, dx), returned_choices(plan, dweights), shares
+
+
+def _planned(block: Block, experts) -> tuple[Block, Dispatch]:
+    """The description of one device's experts, and where its tokens go."""
+    own = block.num_experts // expert_devices()
+    return block._replace(num_experts=own), plan_dispatch(experts, own)
+
+
+def _own_products(block: Block, x, weights, experts, arrays: Arrays) -> tuple[Array, _Kept]:
+    """The forward pass of the tokens that are here; X in place of an expert's number: no choice, of weight 0."""
     order = sort_by_expert(experts, block.num_experts)
     sizes = order.group_sizes
     own = _expert_of_rows(experts, order)
@@ -161,8 +205,8 @@ def _rank_products(part: Part, arrays: Arrays, x, sizes, rows=None):
     return products, (products, b)
 
 
-def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, dout):
-    """The gradients of one device's tokens, and its shares, each led by an axis of one, of those of the arrays."""
+def _own_gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, dout):
+    """The gradients of the tokens that are here, and the shares of the arrays' gradients, led by an axis of one."""
     order, dtype, matrices = kept.order, x.dtype, {}
     sizes = order.group_sizes[0]
     own = _expert_of_rows(experts, order)

@@ -136,11 +136,9 @@ def logical_axes(tree: Any, config: ModelConfig) -> Any:
 
     def of(path: tuple[Any, ...], weight: Any) -> Any:
         keys = tuple(key.key for key in path)
-        if leaf_at(path).kind in LORA_A | LORA_B and math.prod(weight.shape[-2:]) >= MIN_ADAPTER:
-            return P(*[None] * (weight.ndim - 2), "adapter", None)
         found = matrices.get(keys[3:] if keys[0] == "layers" else keys)  # after run and position
         if found is None:
-            return jax.tree.map(lambda leaf: P(*[None] * leaf.ndim), weight)
+            return jax.tree.map(lambda leaf: _alone_axes(path, leaf), weight)
         *leading, out, into = found
         axes = as_weight(weight).axes(out, as_input(into))
 
@@ -151,6 +149,16 @@ def logical_axes(tree: Any, config: ModelConfig) -> Any:
         return jax.tree.map(stacked, weight, axes)
 
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=lambda leaf: isinstance(leaf, Weight))
+
+
+def _alone_axes(path: tuple[Any, ...], array: Any) -> P:
+    """The logical axes of what is no matrix of the model: adapters, vectors, routers."""
+    leaf = leaf_at(path)
+    matrix = leaf.kind in LORA_A | LORA_B
+    inner = 2 if matrix else 1
+    experts = ("expert",) if leaf.of_experts and array.ndim > inner else ()
+    rows = "adapter" if matrix and math.prod(array.shape[-2:]) >= MIN_ADAPTER else None
+    return P(*[None] * (array.ndim - inner - len(experts)), *experts, rows, *[None] * (inner - 1))
 
 
 def signature(layer: Any) -> Hashable:

@@ -22,7 +22,8 @@ def check_mesh(
     Raises:
         ConfigError: names the setting, what was expected and what came.
     """
-    for axis, expected in (*_context(config, shape), *_tensor(config, shape, lora_dropout or 0.0, use_dora)):
+    found = (*_expert(config, shape), *_context(config, shape), *_tensor(config, shape, lora_dropout or 0.0, use_dora))
+    for axis, expected in found:
         raise ConfigError(f"parallel.{axis}: expected {expected}, got {getattr(shape, axis)}")
 
 
@@ -49,8 +50,18 @@ def check_exchange(config: ModelConfig, shape: MeshShape, gradient_exchange: str
             raise ConfigError(f"parallel.gradient_exchange: expected {expected}, got {gradient_exchange}")
 
 
+def _expert(config: ModelConfig, shape: MeshShape) -> Iterator[tuple[str, str]]:
+    """What does not serve experts on several devices: axis, and the clause of what was expected."""
+    if shape.expert == 1:
+        return
+    if config.moe is None:
+        yield "expert", "1 of a model without mixtures of experts"
+    elif config.moe.router.num_experts % shape.expert:
+        yield "expert", f"a divisor of the {config.moe.router.num_experts} experts"
+
+
 def _context(config: ModelConfig, shape: MeshShape) -> Iterator[tuple[str, str]]:
-    """What does not serve rows on several devices: axis, and the clause of what was expected."""
+    """What does not serve rows on several devices: likewise."""
     if shape.context == 1:
         return
     if config.moe is not None:

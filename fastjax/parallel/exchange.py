@@ -111,8 +111,8 @@ def exchange(gradients: Any, feedback: Feedback, name: str, axes: tuple[str, ...
         axes: mesh axes of the replicas.
     """
     leaves, structure = jax.tree.flatten(gradients)
-    kept = [structure.flatten_up_to(tree) for tree in feedback]
-    found = [_exchange(*parts, FORMATS[name], axes) for parts in zip(leaves, *kept, strict=True)]
+    sent, summed = (structure.flatten_up_to(tree) for tree in feedback)
+    found = [_exchange(*arrays, FORMATS[name], axes) for arrays in zip(leaves, sent, summed, strict=True)]
     sums, sent, summed = (structure.unflatten(column) for column in zip(*found, strict=True))
     return sums, Feedback(sent, summed)
 
@@ -159,19 +159,18 @@ def _exchange(gradient: Array, sent: Array | None, summed: Array | None, form: F
         return jax.lax.psum(gradient.astype(jnp.float32), axes).astype(gradient.dtype), None, None
 
     def one(arrays: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        total, *kept = _matrix(*arrays, form, axes)
-        return total.astype(gradient.dtype), *kept
+        total, kept, rest = _matrix(*arrays, form, axes)
+        return total.astype(gradient.dtype), kept, rest
+
+    def of_matrices(array: Array) -> Array:
+        return array.reshape(rows, *array.shape[stack:])
 
     # A stack goes layer by layer: the buffers are a layer's.
-    stack, arrays = _stack_dims(gradient), (gradient, sent[0], summed[0])
-    shapes = [array.shape for array in arrays]
+    stack, shapes = _stack_dims(gradient), (gradient.shape, sent.shape, summed.shape)
     rows = math.prod(gradient.shape[:stack])
-    flat = [array.reshape(rows, *array.shape[stack:]) for array in arrays]
-    found = (
-        jax.lax.map(one, tuple(flat)) if rows > 1 else jax.tree.map(lambda a: a[None], one(tuple(a[0] for a in flat)))
-    )
+    found = jax.lax.map(one, (of_matrices(gradient), of_matrices(sent[0]), of_matrices(summed[0])))
     total, sent, summed = (array.reshape(shape) for array, shape in zip(found, shapes, strict=True))
-    return total, sent[None], summed[None]
+    return total, sent, summed
 
 
 def _matrix(gradient: Array, sent: Array, summed: Array, form: Format, axes: tuple[str, ...]):

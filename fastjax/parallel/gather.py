@@ -14,7 +14,7 @@ from fastjax.parallel.mesh import spec_of
 
 
 def gathered(tree: Any, axes: Sequence[P]) -> Any:
-    """Gather the leaves on every device if the ambient mesh splits weights over `fsdp`; else return the tree.
+    """Gather what the ambient mesh splits over `fsdp`, if anything; experts stay on their devices.
 
     Called inside the body of the layer loop, on packed codes: 4 bits a weight travel, one layer at a time. A gradient
     leaves the body in the leaf's own shards: summed and scattered at once, it is whole on no device.
@@ -29,11 +29,12 @@ def gathered(tree: Any, axes: Sequence[P]) -> Any:
 
     def whole(leaf: Array, names: P) -> Array:
         spec = spec_of(leaf.shape, names, mesh)
-        if not any(spec):
+        rest = P(*(None if axis == "fsdp" else axis for axis in spec))
+        if rest == spec:
             return leaf
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jax.lax.with_sharding_constraint(leaf, P())
-        return _whole(leaf, spec)
+            return jax.lax.with_sharding_constraint(leaf, rest)
+        return _whole(leaf, spec, rest)
 
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(map(whole, leaves, axes))
@@ -66,9 +67,9 @@ def everything_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in ("linear_call", "sharding_constraint")
 
 
-def _whole(leaf: Array, spec: P) -> Array:
+def _whole(leaf: Array, spec: P, rest: P) -> Array:
     def gather(_: None, leaf: Array) -> Array:
-        return jax.lax.with_sharding_constraint(leaf, P())
+        return jax.lax.with_sharding_constraint(leaf, rest)
 
     def scatter(_: None, gradient: Array) -> Array:
         return jax.lax.with_sharding_constraint(gradient, spec)

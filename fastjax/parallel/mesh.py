@@ -21,7 +21,7 @@ from fastjax.parallel.islands import BATCH, on_axes
 #: (`as_input`): a mesh axis splits one axis of an array.
 MESH_AXES: dict[str, tuple[str, ...]] = {
     "layer": (),
-    "expert": (),
+    "expert": ("expert",),
     "vocabulary": ("fsdp",),
     "embed": ("fsdp",),
     "heads": ("tensor", "fsdp"),
@@ -34,7 +34,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "expert_mlp input": (),
     "adapter": ("fsdp",),
 }
-#: Fewest rows of a part on one device; smaller arrays are replicated.
+#: Fewest rows of a part on one device, but of experts; smaller arrays are replicated.
 MIN_ROWS = 8
 
 
@@ -142,7 +142,8 @@ def _splitting(size: int, axes: tuple[str, ...], mesh: Any) -> str | tuple[str, 
     found, devices = [], 1
     for axis in axes:
         more = devices * mesh.shape[axis]
-        if more > devices and size % more == 0 and size >= MIN_ROWS * more:
+        least = 1 if axis == "expert" else MIN_ROWS
+        if more > devices and size % more == 0 and size >= least * more:
             found.append(axis)
             devices = more
     return tuple(found) if len(found) > 1 else found[0] if found else None

@@ -148,17 +148,18 @@ def make_train_step(
 
     def exchanged(state: TrainState, frozen: Any, batch: Batch, targets: Array) -> Any:
         """The same and the feedback, each replica with its own rows until it sends its gradient."""
+        if state.feedback is None:
+            raise ValueError(f"state: expected feedback, of init_state with {gradient_exchange!r}, got none")
 
-        def own(state: TrainState, frozen: Any, batch: Batch, targets: Array) -> Any:
+        def own(state: TrainState, kept: Feedback, frozen: Any, batch: Batch, targets: Array) -> Any:
             state = state._replace(key=jax.random.fold_in(state.key, batch_part()))
             grads, *sums = mean(state, frozen, batch, targets, lambda sums: jax.lax.psum(sums, BATCH))
-            grads, feedback = exchange(grads, state.feedback, gradient_exchange, BATCH)
-            return grads, *sums, feedback
+            grads, kept = exchange(grads, kept, gradient_exchange, BATCH)
+            return grads, *sums, kept
 
         whole, parts = P(), P(BATCH)
-        specs = TrainState(*[whole] * 6, parts)
-        island = local(own, (specs, whole, P(None, BATCH), whole), (whole, whole, whole, parts))
-        return island(state, frozen, batch, targets)
+        island = local(own, (whole, parts, whole, P(None, BATCH), whole), (whole, whole, whole, parts))
+        return island(state._replace(feedback=None), state.feedback, frozen, batch, targets)
 
     def step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         targets = jnp.maximum(jnp.sum(batch.targets != IGNORED), 1).astype(jnp.float32)

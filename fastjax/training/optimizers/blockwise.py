@@ -48,7 +48,7 @@ class Blockwise(NamedTuple):
         stack = self.absmax.ndim - 1
         wanted = [*spec, *[None] * (self.codes.ndim - len(spec))]
         first, *others = wanted[stack:]
-        parts = mesh.shape[first] if isinstance(first, str) else 1
+        parts = math.prod(mesh.shape[axis] for axis in ((first,) if isinstance(first, str) else first or ()))
         rows_alone = not any(others) and math.prod(self.codes.shape[stack:]) % (parts * BLOCK) == 0
         if first is not None and rows_alone:
             return Blockwise(spec, P(*wanted[:stack], first))  # pyright: ignore[reportArgumentType]

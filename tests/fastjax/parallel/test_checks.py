@@ -18,13 +18,15 @@ DROPPED = dataclasses.replace(CONFIG, attention_dropout=0.1)
 
 def test_a_mesh_that_serves_the_model_is_taken():
     check_mesh(CONFIG, MeshShape(data=8, fsdp=2, context=4, tensor=2))
-    check_mesh(MIXTURE, MeshShape(data=8, fsdp=2))
+    check_mesh(MIXTURE, MeshShape(data=8, fsdp=2, expert=4))
 
 
 @pytest.mark.parametrize(
     ("config", "axes", "message"),
     [
         (MIXTURE, {"context": 2}, "parallel.context: expected 1 of a model with mixtures of experts, got 2"),
+        (MIXTURE, {"expert": 3}, "parallel.expert: expected a divisor of the 4 experts, got 3"),
+        (CONFIG, {"expert": 2}, "parallel.expert: expected 1 of a model without mixtures of experts, got 2"),
         (DROPPED, {"context": 4}, "parallel.context: expected 1 where attention_dropout is not 0"),
         (CONFIG, {"tensor": 3}, "parallel.tensor: expected a divisor of num_attention_heads 4, got 3"),
         (CONFIG, {"tensor": 4}, "parallel.tensor: expected a divisor of num_key_value_heads 2, got 4"),

@@ -44,14 +44,14 @@ COLLECTIVE = re.compile(
 )
 
 
-def compiled_step(layer_loop: str, *, full: bool = False, remat: str = "full", **axes: int):
+def compiled_step(layer_loop: str, *, full: bool = False, remat: str = "full", config=CONFIG, lora=None, **axes: int):
     # float32: cuDNN's attention, the only operation that needs the card itself to compile, does not serve it.
     topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(), topology="1x1x4")
     mesh = make_mesh(**axes, devices=topology.devices)
     options = {"dtype": "float32", "layer_loop": layer_loop, "use_gradient_checkpointing": remat}
-    model = FastLanguageModel.from_config(CONFIG, load_in_4bit=not full, full_finetuning=full, **options)
+    model = FastLanguageModel.from_config(config, load_in_4bit=not full, full_finetuning=full, **options)
     if not full:
-        model = FastLanguageModel.get_peft_model(model, r=8)
+        model = FastLanguageModel.get_peft_model(model, r=8, **(lora or {}))
     frozen = held_apart(model.frozen, model.config, mesh.shape["tensor"])
     optimizer = optax.adamw(1e-4)
 
@@ -154,3 +154,23 @@ def test_heads_and_features_over_devices_gather_tokens_and_scatter_sums_twice_a_
     assert len(forward) == 5, forward
     whole = {"256,256", "128,256", "512,128", "512,256"}
     assert {dims for dims in re.findall(r"u8\[([\d,]+)\]", codes)} & whole == whole, codes
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+def test_tokens_travel_once_a_device_to_experts_that_stay():
+    mixture = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+    lora = {"target_modules": ["o_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+    config = CONFIG | mixture | {"num_hidden_layers": 2, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    compiled = compiled_step("scan", config=config, lora=lora, expert=4)
+    found = collectives(compiled.as_text())
+    # Room for 2 rows of 256 tokens from each device: there and back; there again, with the gradient; and its way back.
+    moved = sorted(re.findall(r"f32\[\d+,\d+\]", shapes)[-1] for kind, shapes in found if kind == "ragged-all-to-all")
+    assert moved == ["f32[2048,1024]", *["f32[2048,512]"] * 4], moved
+    # Beside them numbers of choices, and sums: no gather, neither of tokens nor of weights.
+    assert {kind for kind, _ in found} == {"ragged-all-to-all", "all-to-all", "all-reduce"}, found
+    assert all(re.search(r"[sf]32\[4(,512,4)?\]", shapes) for kind, shapes in found if kind == "all-to-all"), found
+    experts = 2 * 32 * 3 * 256 * 512 * (1 / 2 + 1 / 64)
+    rest = 2 * 4 * 640 * 512 + 2 * 512 * (512 + 1024) * 0.52 + 3 * 4 * 2 * (32 * 8 * (256 + 512) / 4 + 8 * 1024)
+    assert compiled.memory_analysis().argument_size_in_bytes < 1.05 * (experts / 4 + rest)

@@ -28,6 +28,7 @@ ALL = "parallel: expected a product of 8, all devices of 2 processes, got"
         ({"data": 1, "fsdp": 1}, 8, [MeshShape()]),
         ({"tensor": 2}, 8, [MeshShape(4, tensor=2), MeshShape(fsdp=4, tensor=2)]),
         ({"fsdp": 3}, 8, [MeshShape(2, 3)]),
+        ({"gradient_exchange": "int8"}, 8, [MeshShape(8)]),
     ],
 )
 def test_auto_takes_the_devices_that_are_left(section, devices, shapes):
@@ -59,10 +60,10 @@ def run(tmp_path_factory):
     model = chat.write_model(folder / "model")
     data = str(chat.write_chats(folder / "chats.jsonl"))
 
-    def train(name, steps, mesh, *, resume=False, rows=8):
+    def train(name, steps, mesh, *, resume=False, rows=8, **options):
         devices = 8 if "auto" in mesh.values() else mesh["data"] * mesh["fsdp"]
         sections = {
-            "model": {"model_name": str(model), "max_seq_length": 48, "use_gradient_checkpointing": True},
+            "model": {"model_name": str(model), "max_seq_length": 48, "use_gradient_checkpointing": True} | options,
             "data": {"train": data, "eval": data, "cache_dir": None},
             "lora": {"r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "down_proj"]},
             "optimizer": {"lr_scheduler_type": "constant", "adam_epsilon": 1e-3},
@@ -70,6 +71,8 @@ def run(tmp_path_factory):
             "output": {"output_dir": str(folder / name), "save_steps": 2},
             "parallel": mesh,
         }
+        if options.get("full_finetuning"):
+            del sections["lora"]
         return fine_tune(config(**sections), resume=resume)
 
     train.folder = folder
@@ -96,6 +99,19 @@ def test_the_same_rows_on_other_meshes(run):
     assert codes.addressable_shards[0].data.nbytes == codes.nbytes // 8
     with pytest.raises(ConfigError, match="the rows of a step: expected 8, got 16"):
         run("moved", 8, {"data": 4, "fsdp": 1}, resume=True, rows=16)
+
+
+def test_a_run_whose_gradients_travel_in_few_bits_goes_on_with_what_was_kept_back(run):
+    mesh, full = {"data": 4, "fsdp": 1, "gradient_exchange": "int8"}, {"full_finetuning": True, "load_in_4bit": False}
+    run("packed", 4, mesh, **full)
+    run("packed in parts", 2, mesh, **full)
+    run("packed in parts", 4, mesh, resume=True, **full)
+    whole, parts = (figures(run.folder / name) for name in ("packed", "packed in parts"))
+    assert [row for row in parts if row[1] is not None] == [row for row in whole if row[1] is not None]
+    with pytest.raises(ConfigError, match="the copies of the model, which hold .*: expected 4, got 2"):
+        run("packed in parts", 6, mesh | {"data": 2}, resume=True, **full)
+    with pytest.raises(ConfigError, match="parallel.gradient_exchange: expected 'int8', got 'int4'"):
+        run("packed in parts", 6, mesh | {"gradient_exchange": "int4"}, resume=True, **full)
 
 
 @pytest.mark.parametrize(("limit", "shape"), [(2**40, "data 8"), (2**20, "fsdp 8")])

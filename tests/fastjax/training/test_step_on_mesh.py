@@ -24,7 +24,13 @@ TOLERANCE = 1e-5
 #: Adam divides by the gradient's size: with its usual epsilon, rounding decides the sign of steps along a zero.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, adam_epsilon=1e-3)
 
-MESHES = {"data": {"data": 8}, "data and fsdp": {"data": 2, "fsdp": 4}, "fsdp": {"fsdp": 8}}
+MESHES = {
+    "data": {"data": 8},
+    "data and fsdp": {"data": 2, "fsdp": 4},
+    "fsdp": {"fsdp": 8},
+    "experts": {"expert": 4, "data": 2},
+    "experts and fsdp": {"expert": 2, "fsdp": 2, "data": 2},
+}
 CONFIG = tiny.config(hidden_size=64, intermediate_size=128, tie_word_embeddings=False, attention_dropout=0.2)
 #: Experts' rows enough to be split, and a shared expert, in both layers.
 MIXTURE = families.MIXTURES["qwen2_moe"] | {
@@ -90,6 +96,8 @@ def trained(kind, mesh=None):
         ("qlora", "data and fsdp"),
         ("lora", "fsdp"),
         ("mixture", "data and fsdp"),
+        ("mixture", "experts"),
+        ("mixture", "experts and fsdp"),
     ],
 )
 def test_eight_devices_equal_one(kind, mesh):
