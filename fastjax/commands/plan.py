@@ -27,8 +27,8 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(
         prog="fastjax plan",
-        usage="fastjax plan CONFIG [--section.key value ...] [--gpu NAME] [--memory GB] [--checkpointing NAME ...] "
-        "[--host_memory GB] [--longest] [--output FILE]",
+        usage="fastjax plan CONFIG [--section.key value ...] [--gpu NAME] [--gpus N] [--memory GB] "
+        "[--host_memory GB] [--checkpointing NAME ...] [--longest] [--output FILE]",
         description="Compile the train step of a run for a GPU with each policy of gradient checkpointing, and show "
         "what memory it takes, on the device and on the host, and about how fast it is. It reads config.json and the "
         "headers of the weights, no weights and no data, and needs no GPU.",
@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--gpu", metavar="NAME", help="h200, a100-80, 4090, t4, ... (default: this machine's)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of one host (default: %(default)s)")
     parser.add_argument(
         "--memory", metavar="GB", help="that the run may take, in 10^9 bytes (default: JAX's share of the GPU's)"
     )
@@ -59,15 +60,19 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan as JSON")
     arguments, rest = parser.parse_known_args(argv)
     limit, host = _bytes("--memory", arguments.memory), _bytes("--host_memory", arguments.host_memory)
+    gpus, longest = arguments.gpus, arguments.longest
+    if gpus < 1 or (longest and gpus > 1):
+        raise ConfigError(f"--gpus: expected {'1 with --longest' if longest else 'at least 1'}, got {gpus}")
     if rest and not rest[0].startswith("-"):
         rest.insert(0, "--config")
     config = parse_train_config(rest)
-    plan(config, arguments.gpu, limit, host, arguments.checkpointing, arguments.longest, arguments.output, Console())
+    plan(config, arguments.gpu, gpus, limit, host, arguments.checkpointing, longest, arguments.output, Console())
 
 
 def plan(
     config: TrainConfig,
     gpu: str | None,
+    gpus: int,
     limit: float | None,
     host: float | None,
     policies: Sequence[str] | None,
@@ -80,6 +85,7 @@ def plan(
     Args:
         config: the run.
         gpu: a name in `planning.cards.CARDS`; None: this machine's GPU.
+        gpus: their number on one host, for the run's mesh.
         limit: bytes of the device that the run may take; None: what JAX's allocator takes.
         host: bytes of the host; None: this machine's, or of a machine with the named GPU.
         policies: of rematerialisation; None: those to choose from.
@@ -95,25 +101,31 @@ def plan(
     from fastjax.commands import plan_tables
     from fastjax.models.remat import check_policy
     from fastjax.planning.memory import Room
+    from fastjax.runs.mesh import check_model, mesh_shapes
     from fastjax.runs.opening import open_shapes
     from fastjax.runs.plan import fastest, longest_rows, plan_run
 
     for name in policies or ():
         check_policy(name)
-    device = _device(gpu)
+    shapes = mesh_shapes(config.parallel, gpus)
+    device = _device(gpu, gpus)
     opened = open_shapes(config)
+    check_model(config, opened, shapes)
     room = Room(limit or _share(device, gpu), host or _host(gpu))
+    planned, rows, best = [], {}, None
     with console.status("opening the model") as status:
         if longest:
             positions = opened.outline.config.max_length
             rows = longest_rows(config, positions, device, policies, room, status.update)
         else:
-            planned = plan_run(config, opened, device, policies, room, status.update)
+            for shape in shapes:  # of those that "auto" leaves open, the first on which anything fits
+                planned = plan_run(config, opened, device, policies, room, status.update, shape)
+                if (best := fastest(planned, room)) is not None:
+                    break
     if longest:
         plan_tables.show_longest(console, config, device.card, rows, room)
         content = plan_tables.longest_content(device.card, rows, room)
     else:
-        best = fastest(planned, room)
         plan_tables.show(console, config, device.card, planned, room, best)
         content = plan_tables.content(device.card, planned, room, best)
     if output is not None:
@@ -134,16 +146,18 @@ def _bytes(option: str, text: str | None) -> float | None:
     return number * 1e9
 
 
-def _device(gpu: str | None) -> "Device":
+def _device(gpu: str | None, gpus: int) -> "Device":
     import jax
 
     from fastjax.planning.cards import CARDS
     from fastjax.planning.device import Elsewhere, Here
 
     if gpu is not None:
-        return Elsewhere(gpu)
+        return Elsewhere(gpu, gpus)
     if jax.default_backend() != "gpu":
         raise ConfigError(f"--gpu: expected one of {', '.join(CARDS)}, since JAX sees no GPU on this machine")
+    if gpus > jax.device_count():
+        raise ConfigError(f"--gpus: expected at most {jax.device_count()} on this machine, got {gpus}; name a --gpu")
     return Here()
 
 

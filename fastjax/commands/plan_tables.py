@@ -41,8 +41,12 @@ def show(
         best: the fastest that fits; None: none fits.
     """
     length, loop = config.model.max_seq_length, config.model.layer_loop
-    table = _table(f"{_rows(config, str(length))} · {loop} · {card.device_kind} · memory in GB")
-    for title in ("held", "step", "in all", "host", "again", "ms", "tokens/s", "fits"):
+    mesh, title = planned[0].mesh, f"{_rows(config, str(length))} · {loop} · {card.device_kind}"
+    if several := mesh.size > 1:
+        title += f" × {mesh.size} · {mesh} · of one card"
+    table = _table(f"{title} · memory in GB")
+    linked = ("link GB", "link ms") if several else ()
+    for title in ("held", "step", "in all", "host", "again", *linked, "ms", "tokens/s", "fits"):
         table.add_column(title, justify="right")
     for one in planned:
         memory = one.memory
@@ -51,6 +55,7 @@ def show(
             one.policy,
             *(f"{count / 1e9:.2f}" for count in cells),
             f"{one.recomputed / one.flops:.0%}",
+            *((f"{one.sent / 1e9:.2f}", f"{one.link_seconds * 1e3:,.1f}") if several else ()),
             f"{one.seconds * 1e3:,.0f}",
             f"{one.tokens_per_second:,.0f}",
             "yes" if room.holds(one.memory) else "no",
@@ -73,6 +78,9 @@ def show(
         "held: weights, state and batch; step: beside these; in all: with what the allocator adds; again: recomputed "
         "FLOPs beside the model's; ms: an estimate.",
     )
+    if several:
+        said = ", ".join(f"{c.times} {c.kind} ({c.sent / 1e9:.2f} GB)" for c in (best or planned[0]).collectives)
+        _say(console, f"link: what a card sends in a step, {said or 'nothing'}; tokens/s: of all {mesh.size}.")
     if best is not None:
         _say_pinned(console, best.memory.host)
 
@@ -80,6 +88,7 @@ def show(
 def content(card: "Card", planned: "Sequence[Planned]", room: "Room", best: "Planned | None") -> dict[str, Any]:
     """The same in numbers; arguments as of `show`."""
     return _limits(card, room) | {
+        "mesh": planned[0].mesh._asdict(),
         "chosen": None if best is None else best.policy,
         "policies": [
             {
@@ -91,6 +100,8 @@ def content(card: "Card", planned: "Sequence[Planned]", room: "Room", best: "Pla
                 "host_bytes": one.memory.host,
                 "model_flops": one.flops,
                 "recomputed_flops": one.recomputed,
+                "link_bytes": {c.kind: int(c.sent) for c in one.collectives},
+                "link_seconds": one.link_seconds,
                 "step_seconds": one.seconds,
                 "tokens_per_second": one.tokens_per_second,
             }

@@ -19,6 +19,11 @@ class Device(Protocol):
         """Its facts."""
         ...
 
+    @property
+    def devices(self) -> list[Any]:
+        """The cards of a mesh."""
+        ...
+
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """The context in which tracing plans for it."""
         ...
@@ -36,21 +41,27 @@ class Device(Protocol):
 class Elsewhere:
     """A card that this machine does not have; products are not autotuned."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, gpus: int = 1):
         """Describe the card to the compiler.
 
         Args:
             name: a key of `CARDS`.
+            gpus: their number.
 
         Raises:
             ConfigError: an unknown one, or the compiler is not installed.
         """
-        self._aot = AOT(name)
+        self._aot = AOT(name, gpus)
 
     @property
     def card(self) -> Card:
         """Of the table."""
         return self._aot.card
+
+    @property
+    def devices(self) -> list[Any]:
+        """Those of the topology."""
+        return list(self._aot.mesh.devices.flat)
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """An abstract device of the card's kind."""
@@ -78,6 +89,11 @@ class Here:
             ConfigError: the GPU is not in it.
         """
         return card_of(jax.devices()[0].device_kind)
+
+    @property
+    def devices(self) -> list[Any]:
+        """JAX's."""
+        return jax.devices()
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """Tracing plans for the device anyway."""

@@ -18,6 +18,7 @@ _BYTES = {
 _FREE = ("parameter", "get-tuple-element", "bitcast", "tuple", "constant", "after-all", "opt-barrier", "partition-id")
 _ENDS = ("-done", "-update")  # of what began in an earlier instruction
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(.*)")
+_CALLED = re.compile(r"(?:body|to_apply|calls|branch_computations)=\{?%?([\w.\-]+)")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{")
 
 
@@ -39,7 +40,18 @@ class Kernel(NamedTuple):
     times: int
 
 
-class _Instruction(NamedTuple):
+class Instruction(NamedTuple):
+    """A line of a program.
+
+    Attributes:
+        root: whether it is its computation's result.
+        name: without %.
+        shape: type of the result.
+        kind: of the operation.
+        between: its operands, in parentheses.
+        rest: its attributes.
+    """
+
     root: bool
     name: str
     shape: str
@@ -60,7 +72,16 @@ def kernels(text: str) -> list[Kernel]:
         text: `compiled.as_text()`.
     """
     computations, entry = _read(text)
-    return list(_kernels(computations, entry, 1))
+    return list(_kernels(computations, entry))
+
+
+def instructions(text: str) -> Iterator[tuple[Instruction, int]]:
+    """The instructions of a program that are in no fusion, each with how often it runs in one call.
+
+    Args:
+        text: `compiled.as_text()`.
+    """
+    return ((one, times) for _, one, times in _instructions(*_read(text), 1))
 
 
 def size(shape: str) -> int:
@@ -75,9 +96,9 @@ def size(shape: str) -> int:
     )
 
 
-def _read(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+def _read(text: str) -> tuple[dict[str, list[Instruction]], str]:
     """Instructions by computation, and the name of the first computation."""
-    computations: dict[str, list[_Instruction]] = {}
+    computations: dict[str, list[Instruction]] = {}
     entry, current = "", []
     for line in text.splitlines():
         if line[:1] not in (" ", "}", "") and (header := _HEADER.match(line)):
@@ -85,7 +106,7 @@ def _read(text: str) -> tuple[dict[str, list[_Instruction]], str]:
             entry = header[2] if header[1] else entry
         elif line[:1] == " " and (found := _INSTRUCTION.match(line)):
             name, shape, *rest = found.groups()[1:]
-            current.append(_Instruction(bool(found[1]), name, _made(shape), *rest))
+            current.append(Instruction(bool(found[1]), name, _made(shape), *rest))
     return computations, entry
 
 
@@ -101,17 +122,26 @@ def _made(shape: str) -> str:
     return shape
 
 
-def _kernels(computations: dict[str, list[_Instruction]], name: str, times: int) -> Iterator[Kernel]:
-    shapes = {one.name: one.shape for one in computations[name]}
+def _instructions(
+    computations: dict[str, list[Instruction]], name: str, times: int
+) -> Iterator[tuple[str, Instruction, int]]:
+    """Name of the computation, instruction, and how often it runs."""
     for one in computations[name]:
-        if one.kind in _FREE or one.kind.endswith(_ENDS):
-            continue
-        called = re.findall(r"(?:body|to_apply|calls|branch_computations)=\{?%?([\w.\-]+)", one.rest)
         if one.kind in ("while", "call", "conditional"):
             count = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.rest)
-            for inner in called:
-                yield from _kernels(computations, inner, times * (int(count[1]) if count else 1))
+            for inner in _CALLED.findall(one.rest):
+                yield from _instructions(computations, inner, times * (int(count[1]) if count else 1))
+        else:
+            yield name, one, times
+
+
+def _kernels(computations: dict[str, list[Instruction]], entry: str) -> Iterator[Kernel]:
+    every = {name: {one.name: one.shape for one in inside} for name, inside in computations.items()}
+    for name, one, times in _instructions(computations, entry, 1):
+        shapes = every[name]
+        if one.kind in _FREE or one.kind.endswith(_ENDS):
             continue
+        called = _CALLED.findall(one.rest)
         scope = re.search(r'op_name="([^"]*)"', one.rest)
         inside = computations.get(called[0], []) if called and one.kind.startswith("fusion") else []
         reads, written = [size(shapes.get(operand, "")) for operand in one.operands], _result(one)
@@ -121,15 +151,15 @@ def _kernels(computations: dict[str, list[_Instruction]], name: str, times: int)
         yield Kernel(scope[1] if scope else one.name, _plain(one.shape), sum(reads) + written, flops, times)
 
 
-def _result(one: _Instruction) -> int:
+def _result(one: Instruction) -> int:
     """Bytes of the result; a library's workspace behind it is none."""
     return size(one.shape.split(", s8[")[0] if one.kind == "custom-call" else one.shape)
 
 
-def _sliced(inside: list[_Instruction], reads: list[int], written: int) -> tuple[list[int], int]:
+def _sliced(inside: list[Instruction], reads: list[int], written: int) -> tuple[list[int], int]:
     """What a fusion reads of each operand and writes, where it takes or sets parts of larger arrays."""
     named = {one.name: one for one in inside}
-    users: dict[str, list[_Instruction]] = {}
+    users: dict[str, list[Instruction]] = {}
     for one in inside:
         for operand in one.operands:
             users.setdefault(operand, []).append(one)
@@ -161,12 +191,12 @@ def _sliced(inside: list[_Instruction], reads: list[int], written: int) -> tuple
     return reads, written
 
 
-def _with_operands(inside: list[_Instruction], shapes: dict[str, str]) -> Iterator[tuple[_Instruction, list[str]]]:
+def _with_operands(inside: list[Instruction], shapes: dict[str, str]) -> Iterator[tuple[Instruction, list[str]]]:
     known = shapes | {one.name: one.shape for one in inside}
     return ((one, [known.get(operand, "") for operand in one.operands]) for one in inside)
 
 
-def _flops(given: tuple[_Instruction, list[str]]) -> float:
+def _flops(given: tuple[Instruction, list[str]]) -> float:
     """FLOPs of a product by cuBLAS: 2·m·n·k a matrix, from the sizes of the operands and of the result."""
     one, operands = given
     if one.kind != "custom-call" or "__cublas" not in one.rest or len(operands) < 2:

@@ -1,6 +1,7 @@
 """The mesh of a run: the sizes of its settings, with "auto" settled by the devices and by the model's memory."""
 
 import math
+from typing import Any
 
 from jax import device_count, process_count
 from jax.sharding import Mesh
@@ -64,10 +65,11 @@ def mesh_shapes(section: ParallelSection, devices: int, processes: int = 1) -> t
     return shapes
 
 
-def open_mesh(shape: MeshShape) -> Mesh | None:
+def open_mesh(shape: MeshShape, devices: list[Any] | None = None) -> Mesh | None:
     """The mesh of a run's devices; None: there is one.
 
     Args:
         shape: its axes.
+        devices: the first of these; None: of JAX's.
     """
-    return None if shape.size == 1 else make_mesh(*shape)
+    return None if shape.size == 1 else make_mesh(*shape, devices=devices)

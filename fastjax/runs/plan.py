@@ -11,14 +11,17 @@ import jax.numpy as jnp
 
 from fastjax.errors import ConfigError
 from fastjax.host_memory import in_host_memory
+from fastjax.parallel import MeshShape
 from fastjax.planning.cards import Card
 from fastjax.planning.choice import candidates, first_layers
+from fastjax.planning.collectives import Collective, collectives, link_seconds
 from fastjax.planning.device import Device
 from fastjax.planning.hlo import kernels
 from fastjax.planning.longest import Longest, longest_row
 from fastjax.planning.memory import Room, StepMemory
 from fastjax.planning.speed import step_seconds
 from fastjax.planning.work import plain_path, product_flops
+from fastjax.runs.mesh import open_mesh
 from fastjax.runs.opening import OpenShapes, open_shapes
 from fastjax.runs.steps import RunShapes
 from fastjax.training.config import TrainConfig
@@ -29,6 +32,7 @@ from fastjax.training.flops import flops_per_token, peak_flops
 _STEPS = 1000
 #: The policies for rows of tens of thousands of tokens, of which others keep too much.
 LONG_POLICIES = ("full", "offload", "offload_attention")
+_ONE_DEVICE = MeshShape()
 
 
 class Planned(NamedTuple):
@@ -39,8 +43,11 @@ class Planned(NamedTuple):
         memory: of the step.
         flops: of the mathematics, with every row one document.
         recomputed: further FLOPs, of the backward pass's recomputation.
-        seconds: estimate of the step's time.
-        tokens: of a step, whole rows.
+        seconds: estimate of the step's time, with that on the link.
+        tokens: of a step, whole rows, of all devices.
+        mesh: shape of the mesh.
+        collectives: what the devices say to each other.
+        link_seconds: estimate of the time that it takes; nothing is taken to overlap.
     """
 
     policy: str
@@ -49,6 +56,14 @@ class Planned(NamedTuple):
     recomputed: float
     seconds: float
     tokens: int
+    mesh: MeshShape = _ONE_DEVICE
+    collectives: Sequence[Collective] = ()
+    link_seconds: float = 0.0
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends in a step."""
+        return sum(one.sent for one in self.collectives)
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,6 +78,7 @@ def plan_run(
     policies: Sequence[str] | None,
     room: Room,
     progress: Callable[[str], None],
+    shape: MeshShape = _ONE_DEVICE,
 ) -> list[Planned]:
     """Compile a run's train step with each policy; no weight is read, no array is made.
 
@@ -74,6 +90,7 @@ def plan_run(
             projections in as many layers as fit.
         room: what the step may take.
         progress: takes what is being done.
+        shape: of the mesh; figures are a device's.
 
     Returns:
         The steps, in the order of the policies.
@@ -83,14 +100,15 @@ def plan_run(
     """
     _check_dtype(config, device.card)
     progress("shapes of the model")
-    run = _shapes(config, opened, device)
+    run = _shapes(config, opened, device, shape.replicas)
+    mesh = open_mesh(shape, device.devices if shape.size > 1 else None)
     model, tokens = run.model("full"), run.batch.tokens.size
-    flops = tokens * flops_per_token(model.config, model.trainable, config.model.max_seq_length)
+    flops = tokens * flops_per_token(model.config, model.trainable, config.model.max_seq_length) / shape.size
 
     def products(policy: str) -> float:
         step, arguments = run.step(policy)
         with plain_path():
-            return product_flops(step.trace(*arguments).jaxpr)
+            return product_flops(step.trace(*arguments).jaxpr) / shape.size
 
     progress("products of the step")
     once = products("none")
@@ -98,17 +116,20 @@ def plan_run(
     def planned(policy: str) -> Planned:
         progress(f"compiling for {device.card.device_kind}: {policy}")
         recomputed = max(0.0, products(policy) - once)
-        compiled = device.compile(*run.step(policy))
-        memory, frozen = StepMemory.of(compiled), run.model(policy).frozen
+        step, arguments = run.step(policy, mesh)
+        compiled = device.compile(step, arguments) if mesh is None else step.trace(*arguments).lower().compile()
+        memory, frozen, text = StepMemory.of(compiled), run.model(policy).frozen, compiled.as_text()
+        said = collectives(text, shape.size)
+        linked = link_seconds(said, device.card)
         seconds = step_seconds(
-            kernels(compiled.as_text()),
+            kernels(text),
             flops=flops + recomputed,
             offloaded_bytes=memory.host - _host_bytes(frozen),
             streamed_bytes=2 * config.training.gradient_accumulation_steps * _host_bytes(frozen["layers"]),
             card=device.card,
             dtype=model.dtype,
         )
-        return Planned(policy, memory, flops, recomputed, seconds, tokens)
+        return Planned(policy, memory, flops, recomputed, seconds + linked, tokens, shape, said, linked)
 
     if policies is not None:
         return [planned(policy) for policy in policies]
@@ -168,9 +189,10 @@ def longest_rows(
     }
 
 
-def _shapes(config: TrainConfig, opened: OpenShapes, device: Device) -> RunShapes:
+def _shapes(config: TrainConfig, opened: OpenShapes, device: Device, replicas: int = 1) -> RunShapes:
+    options = DETERMINISTIC if config.training.deterministic else None
     with device.tracing():
-        return RunShapes(config, opened, _STEPS, None, DETERMINISTIC if config.training.deterministic else None)
+        return RunShapes(config, opened, _STEPS, None, options, replicas)
 
 
 def _host_bytes(tree: Any) -> int:

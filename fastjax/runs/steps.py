@@ -14,7 +14,7 @@ from fastjax.language_model import LanguageModel
 from fastjax.parallel import place
 from fastjax.runs.model import initial_state, run_shapes
 from fastjax.runs.opening import OpenModel, OpenShapes
-from fastjax.training.config import TrainConfig
+from fastjax.training.config import ParallelSection, TrainConfig
 from fastjax.training.config.training import TrainingSection
 from fastjax.training.loss import Loss, loss_sums
 from fastjax.training.optimizers import make_optimizer
@@ -153,6 +153,8 @@ class RunShapes:
             ConfigError: the policy does not suit the model.
         """
         model, config = self.model(policy), self.config
+        if mesh is None:  # nothing is exchanged
+            config = dataclasses.replace(config, parallel=ParallelSection())
         replicas = self.batch.tokens.shape[1] // config.training.per_device_train_batch_size
         step = run_step(config, model, self._total_steps, self._loss, self._options, mesh)
         state = jax.eval_shape(

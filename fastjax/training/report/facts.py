@@ -63,7 +63,9 @@ def headline(history: History) -> list[Fact]:
             facts.append(Fact("held-out accuracy", f"{best['eval_token_accuracy']:.1%}", "of tokens, at that step"))
     speed = median(steps["tokens_per_second"])
     if speed is not None:
-        facts.append(Fact("throughput", f"{speed:,.0f}", "tokens a second, median"))
+        each = median(steps["tokens_per_second_per_device"])
+        note = "tokens a second, median" + ("" if each is None else f"; {each:,.0f} a device")
+        facts.append(Fact("throughput", f"{speed:,.0f}", note))
     utilization = median(steps["model_flops_utilization"])
     if utilization is not None:
         facts.append(Fact("MFU", f"{utilization:.1%}", "of the device's peak FLOP/s, median"))

@@ -15,6 +15,7 @@ COLUMNS = (
     "num_tokens",
     "epoch",
     "tokens_per_second",
+    "tokens_per_second_per_device",
     "model_flops_utilization",
     "memory_bytes",
     "seconds",

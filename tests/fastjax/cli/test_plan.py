@@ -41,6 +41,16 @@ def test_a_plan_without_a_card(settings, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     said = capsys.readouterr().out
     assert "Tesla T4" in said and "model.use_gradient_checkpointing: full" in said
+    assert row["link_bytes"] == {} and row["link_seconds"] == 0
+    # Two cards: of the matrices each holds half, and what it gathers takes the link.
+    assert main(["plan", settings, *options, "--gpus", "2", "--parallel.fsdp", "2"]) == 0
+    plan = json.loads(output.read_text())
+    (shards,) = plan["policies"]
+    assert plan["mesh"] == {"data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 1}
+    assert row["argument_bytes"] - shards["argument_bytes"] > 68_928 / 4, "half of four bits a parameter"
+    assert shards["link_bytes"]["all-gather"] > 0 and 0 < shards["link_seconds"] < shards["step_seconds"]
+    assert shards["model_flops"] == row["model_flops"], "a card's"
+    assert "Tesla T4 × 2 · fsdp 2 · of one card" in capsys.readouterr().out
 
 
 @needs_cuda_plugin
@@ -68,6 +78,11 @@ def test_the_longest_row_that_fits(settings, tmp_path, capsys):
         (
             ["--gpu", "t4", "--checkpointing", "some"],
             "use_gradient_checkpointing: expected one of .*full.*, or NAME:k .* got 'some'",
+        ),
+        (["--gpu", "t4", "--gpus", "0"], "--gpus: expected at least 1, got 0"),
+        (
+            ["--gpu", "t4", "--gpus", "2", "--parallel.fsdp", "4"],
+            "parallel: expected a product of at most 2, got fsdp 4",
         ),
         (["--gpu", "t4", "--model.dtype", "bfloat16"], "model.dtype: expected float16 or float32 on Tesla T4, which"),
     ],
