@@ -4,16 +4,20 @@ With 8 bits (Dettmers et al., arXiv 2110.02861) a step decodes the moments, upda
 direction from these, and only then encodes them again: the first with the signed dynamic map, the second with the
 unsigned one, in blocks of 256 (`blockwise.py`). That is a quarter of the memory. A tensor with fewer than 4,096
 elements keeps 32 bits, as in bitsandbytes; each stacked layer counts as one tensor.
+
+Moments in the host's memory (as in ZeRO-Offload, arXiv 2101.06840) are fetched, updated and sent back layer by layer.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from fastjax.host_memory import fetched, in_host_memory, zeros_in_host_memory
 from fastjax.training.optimizers.blockwise import Blockwise, block_absmax, dequantize, quantize, zeros
 from fastjax.training.optimizers.groups import stack_dims
 
@@ -35,7 +39,9 @@ class AdamState(NamedTuple):
     nu: Any
 
 
-def scale_by_adam(b1: float, b2: float, eps: float, *, eight_bit: bool) -> optax.GradientTransformation:
+def scale_by_adam(
+    b1: float, b2: float, eps: float, *, eight_bit: bool, offload: bool = False
+) -> optax.GradientTransformationExtraArgs:
     """The direction m / (√v + eps), with m and v the bias-corrected means of the gradient and of its square.
 
     Args:
@@ -43,22 +49,25 @@ def scale_by_adam(b1: float, b2: float, eps: float, *, eight_bit: bool) -> optax
         b2: decay of the second mean.
         eps: added to the root.
         eight_bit: keep the moments of tensors with at least `MIN_8BIT_SIZE` elements in 8 bits.
+        offload: keep the moments of matrices in the host's memory.
 
     Returns:
-        A transformation of float32 gradients into float32 directions.
+        A transformation of float32 gradients into float32 directions. With `offload` its update takes `finite`, a bool
+        []: where it is False the moments in the host stay as they are.
     """
 
     def moment(path: tuple[Any, ...], leaf: Any) -> Array | Blockwise:
         stack = stack_dims(path, leaf)
+        make = zeros_in_host_memory if offload and leaf.ndim > 1 else jnp.zeros
         if eight_bit and math.prod(leaf.shape[stack:]) >= MIN_8BIT_SIZE:
-            return zeros(leaf.shape, stack)
-        return jnp.zeros(leaf.shape, jnp.float32)
+            return zeros(leaf.shape, stack, make)
+        return make(leaf.shape, jnp.float32)
 
     def init(params: Any) -> AdamState:
         mu, nu = (jax.tree_util.tree_map_with_path(moment, params) for _ in range(2))
         return AdamState(jnp.zeros((), jnp.int32), mu, nu)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params
         count = state.count + 1
         correction1, correction2 = _one_minus_power(b1, count), _one_minus_power(b2, count)
@@ -81,12 +90,47 @@ def scale_by_adam(b1: float, b2: float, eps: float, *, eight_bit: bool) -> optax
                 mu, nu = m, v
             return (m / correction1) / (jnp.sqrt(v / correction2) + eps), mu, nu
 
+        def anywhere(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Any, Any]:
+            if not in_host_memory(jax.tree.leaves(mu)[0]):
+                return leaf(gradient, mu, nu)
+            return _updated_in_host(leaf, gradient, (mu, nu), extra["finite"])
+
         leaves, structure = jax.tree.flatten(updates)
-        found = map(leaf, leaves, structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu))
+        found = map(anywhere, leaves, structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu))
         directions, mu, nu = (structure.unflatten(column) for column in zip(*found, strict=True))
         return directions, AdamState(count, mu, nu)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _updated_in_host(
+    leaf: Callable[..., Any], gradient: Float[Array, "..."], moments: Any, finite: Bool[Array, ""]
+) -> tuple[Array, Any, Any]:
+    """`leaf` of moments in the host's memory, in their places; of stacked layers one after the other."""
+    device, host = jax.memory.Space.Device, jax.memory.Space.Host
+
+    def update(gradient: Array, old: Any) -> tuple[Array, Any]:
+        direction, *new = leaf(gradient, *old)
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(new), old)
+        return direction, jax.tree.map(lambda array: jax.device_put(array, host), kept)
+
+    if gradient.ndim < 3:
+        direction, moments = update(gradient, jax.tree.map(lambda array: jax.device_put(array, device), moments))
+        return direction, *moments
+
+    def body(carry: Any, _: None) -> tuple[Any, None]:
+        index, *stacks = carry
+        here = jax.lax.dynamic_index_in_dim(stacks[0], index, keepdims=False, allow_negative_indices=False)
+        made = update(here, jax.tree.map(lambda stack: fetched(stack, index), stacks[1]))
+        return (index + 1, *jax.tree.map(lambda stack, array: _put(stack, array, index), tuple(stacks), made)), None
+
+    # The directions take the gradient's place.
+    (_, direction, moments), _ = jax.lax.scan(body, (jnp.int32(0), gradient, moments), None, length=gradient.shape[0])
+    return direction, *moments
+
+
+def _put(stack: Array, array: Array, index: Int[Array, ""]) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, array, index, 0, allow_negative_indices=False)
 
 
 def _load(moment: Any, *, signed: bool) -> Float[Array, "..."]:
