@@ -5,7 +5,7 @@ direction from these, and only then encodes them again: the first with the signe
 unsigned one, in blocks of 256 (`blockwise.py`). That is a quarter of the memory. A tensor with fewer than 4,096
 elements keeps 32 bits, as in bitsandbytes; each stacked layer counts as one tensor.
 
-Moments in the host's memory (as in ZeRO-Offload, arXiv 2101.06840) are fetched, updated and sent back layer by layer.
+Moments in the host's memory (as in ZeRO-Offload, arXiv 2101.06840) are fetched, updated and sent back part by part.
 """
 
 import math
@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fastjax.host_memory import fetched, in_host_memory, zeros_in_host_memory
-from fastjax.training.optimizers.blockwise import Blockwise, block_absmax, dequantize, quantize, zeros
+from fastjax.host_memory import in_host_memory, zeros_in_host_memory
+from fastjax.training.optimizers.blockwise import BLOCK, Blockwise, block_absmax, dequantize, quantize, zeros
 from fastjax.training.optimizers.groups import stack_dims
 
 #: Tensors with fewer elements keep moments of 32 bits (bitsandbytes' min_8bit_size).
 MIN_8BIT_SIZE = 4096
+#: Of a table's gradient in float32, whose moments in the host's memory are updated at once.
+PART_BYTES = 2**26
 
 
 class AdamState(NamedTuple):
@@ -106,31 +108,42 @@ def scale_by_adam(
 def _updated_in_host(
     leaf: Callable[..., Any], gradient: Float[Array, "..."], moments: Any, finite: Bool[Array, ""]
 ) -> tuple[Array, Any, Any]:
-    """`leaf` of moments in the host's memory, in their places; of stacked layers one after the other."""
-    device, host = jax.memory.Space.Device, jax.memory.Space.Host
+    """`leaf` of moments in the host's memory, in their places, part by part: layers, or rows of a table."""
+    parts = _parts(gradient, moments)
 
-    def update(gradient: Array, old: Any) -> tuple[Array, Any]:
-        direction, *new = leaf(gradient, *old)
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(new), old)
-        return direction, jax.tree.map(lambda array: jax.device_put(array, host), kept)
+    def taken(stack: Array, index: Array) -> Array:
+        rows = stack.shape[0] // parts
+        here = jax.lax.dynamic_slice_in_dim(stack, index * rows, rows, allow_negative_indices=False)
+        return jax.device_put(here, jax.memory.Space.Device) if in_host_memory(stack) else here
 
-    if gradient.ndim < 3:
-        direction, moments = update(gradient, jax.tree.map(lambda array: jax.device_put(array, device), moments))
-        return direction, *moments
+    def put(stack: Array, index: Array, part: Array) -> Array:
+        part = jax.device_put(part, jax.memory.Space.Host) if in_host_memory(stack) else part
+        start = index * (stack.shape[0] // parts)
+        return jax.lax.dynamic_update_slice_in_dim(stack, part, start, 0, allow_negative_indices=False)
 
     def body(carry: Any, _: None) -> tuple[Any, None]:
-        index, *stacks = carry
-        here = jax.lax.dynamic_index_in_dim(stacks[0], index, keepdims=False, allow_negative_indices=False)
-        made = update(here, jax.tree.map(lambda stack: fetched(stack, index), stacks[1]))
-        return (index + 1, *jax.tree.map(lambda stack, array: _put(stack, array, index), tuple(stacks), made)), None
+        index, gradient, moments = carry
+        old = jax.tree.map(lambda stack: taken(stack, index), moments)
+        direction, *new = leaf(taken(gradient, index), *old)
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(new), old)
+        moments = jax.tree.map(lambda stack, part: put(stack, index, part), moments, kept)
+        # The directions take the gradient's place.
+        return (index + 1, put(gradient, index, direction), moments), None
 
-    # The directions take the gradient's place.
-    (_, direction, moments), _ = jax.lax.scan(body, (jnp.int32(0), gradient, moments), None, length=gradient.shape[0])
+    (_, direction, moments), _ = jax.lax.scan(body, (jnp.int32(0), gradient, moments), None, length=parts)
     return direction, *moments
 
 
-def _put(stack: Array, array: Array, index: Int[Array, ""]) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, array, index, 0, allow_negative_indices=False)
+def _parts(gradient: Float[Array, "..."], moments: Any) -> int:
+    """The number of equal parts of whole blocks: a stack's layers; of a table the fewest of at most `PART_BYTES`."""
+    rows = [leaf.shape[0] for leaf in jax.tree.leaves((gradient, moments))]
+    if gradient.ndim > 2:
+        return rows[0]
+    fewest = -(-4 * gradient.size // PART_BYTES)
+    even = (
+        n for n in range(fewest, rows[0]) if not any(count % n for count in rows) and not gradient.size // n % BLOCK
+    )
+    return 1 if fewest == 1 else next(even, 1)
 
 
 def _load(moment: Any, *, signed: bool) -> Float[Array, "..."]:
