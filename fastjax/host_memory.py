@@ -1,9 +1,9 @@
 """Arrays in the host's pinned memory, which the device reads and writes over the bus."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
@@ -33,8 +33,34 @@ def zeros_in_host_memory(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) ->
         shape: theirs.
         dtype: theirs.
     """
-    device = jnp.zeros((), dtype).sharding
-    return jax.device_put(np.zeros(shape, dtype), device.with_memory_kind(_KIND))
+    return jax.device_put(np.zeros(shape, dtype), jax.memory.Space.Host)
+
+
+def fetched(stack: Array, index: Any) -> Array:
+    """One part of an array in the host's memory along its first axis, on the device; in a traced function.
+
+    Args:
+        stack: the array.
+        index: of the part.
+    """
+    here = jax.lax.dynamic_slice_in_dim(stack, index, 1, allow_negative_indices=False)
+    return jax.device_put(here, jax.memory.Space.Device)[0]
+
+
+def shapes_of(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`jax.eval_shape`, with the memory that each array lies in.
+
+    Args:
+        function: pure.
+        arguments: its own, arrays or shapes.
+    """
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+
+    def placed(shape: Any, aval: Any) -> Any:
+        return to_host_memory(shape) if aval.memory_space == jax.memory.Space.Host else shape
+
+    leaves, structure = jax.tree.flatten(shapes)
+    return structure.unflatten(map(placed, leaves, traced.out_avals))
 
 
 def to_device_memory(array: Array) -> Array:

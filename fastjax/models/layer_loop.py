@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from fastjax.models.layout import LayerStack
 from fastjax.models.remat import checkpointed, policy_of
-from fastjax.models.streamed import fetched, has_streamed, run_streamed
+from fastjax.models.streamed import has_streamed, on_device, run_streamed
 from fastjax.parallel.gather import splits_weights
 
 #: Sums over the layers by name, such as the routers' loads; none: an empty dictionary, which compiles to nothing.
@@ -106,7 +106,7 @@ def run_layers(
 
             def body(x, xs, block=block):
                 state, first, past = xs
-                x, cache, sums = block(x, fetched(state), shared, first, past)
+                x, cache, sums = block(x, on_device(state), shared, first, past)
                 return x, (cache, sums)
 
             firsts = stack.start + stack.period * jnp.arange(stack.count, dtype=jnp.int32)

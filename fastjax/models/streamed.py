@@ -20,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float
 
-from fastjax.host_memory import in_host_memory
+from fastjax.host_memory import fetched, in_host_memory
 
 #: (x, the layer's arrays, arrays that all layers read, its number) -> (output, sums).
 Layer = Callable[[Array, Any, Any, Array], tuple[Array, Any]]
@@ -51,7 +51,7 @@ def has_streamed(state: Any) -> bool:
     return any(map(in_host_memory, jax.tree.leaves(state)))
 
 
-def fetched(state: Any) -> Any:
+def on_device(state: Any) -> Any:
     """A layer's arrays, sent to the device where they are not there."""
     device = jax.memory.Space.Device
     return jax.tree.map(lambda leaf: jax.device_put(leaf, device) if in_host_memory(leaf) else leaf, state)
@@ -160,7 +160,7 @@ def _forward(one: Callable[..., Any], count: int, x, near, far, shared, moves: S
         pullbacks.append(_Pullback(structure, sources))
         return y, (sums, kept)
 
-    here = [_fetched(leaf, 0) for leaf in far]
+    here = [fetched(leaf, 0) for leaf in far]
     # Traced once: the loop's layers and the last one have the same residuals in the same order.
     traced, shapes = jax.make_jaxpr(step, return_shape=True)(jnp.int32(0), x, here, near, shared)
     structure = jax.tree.structure(shapes)
@@ -209,13 +209,7 @@ def _backward(count: int, kept: _Kept, near, far, shared, moves: Sequence[bool],
     return dx, _put(stacks, made, number)
 
 
-def _fetched(leaf: Array, index: Any) -> Array:
-    """One layer of a stack in the host's memory, on the device."""
-    here = jax.lax.dynamic_slice_in_dim(leaf, index, 1, allow_negative_indices=False)
-    return jax.device_put(here, jax.memory.Space.Device)[0]
-
-
-_fetch = jax.jit(_fetched)
+_fetch = jax.jit(fetched)
 
 
 def _ahead(far: Sequence[Array], index: Array, step: int) -> tuple[list[Array], Array]:
@@ -234,7 +228,7 @@ def _ahead(far: Sequence[Array], index: Array, step: int) -> tuple[list[Array], 
         return jax.lax.bitcast_convert_type(one, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.int32)
 
     zero, after = jax.lax.optimization_barrier((jnp.int32(0), following))
-    return [_fetched(leaf, following) for leaf in far], after - step + (sum(map(number, far), jnp.int32(0)) & zero)
+    return [fetched(leaf, following) for leaf in far], after - step + (sum(map(number, far), jnp.int32(0)) & zero)
 
 
 def _taken(stacks: Sequence[Array], index: Any) -> list[Array]:

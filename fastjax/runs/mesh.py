@@ -33,9 +33,14 @@ def check_model(config: TrainConfig, opened: OpenModel | OpenShapes, shapes: tup
         adapters = {"lora_dropout": config.lora.lora_dropout, "use_dora": config.lora.use_dora}
         check_mesh(opened.outline.config, shape, **adapters)
         check_exchange(opened.outline.config, shape, config.parallel.gradient_exchange)
-        for name in ("offload_embedding", "offload_layers"):
-            if getattr(config.model, name) and shape.size > 1:
-                raise ConfigError(f"model.{name}: expected false on {shape.size} devices, got true")
+        sections = {
+            "model.offload_embedding": config.model.offload_embedding,
+            "model.offload_layers": config.model.offload_layers,
+            "training.offload_optimizer": config.training.offload_optimizer,
+        }
+        for name, given in sections.items():
+            if given and shape.size > 1:
+                raise ConfigError(f"{name}: expected false on {shape.size} devices, got true")
 
 
 def mesh_shapes(section: ParallelSection, devices: int, processes: int = 1) -> tuple[MeshShape, ...]:

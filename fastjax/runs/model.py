@@ -108,7 +108,8 @@ def initial_state(config: TrainConfig, model: LanguageModel, total_steps: int, r
     """
     scale = config.training.initial_loss_scale if model.dtype == jnp.float16 else None
     key = jax.random.key(config.training.seed)
-    exchange, optimizer = config.parallel.gradient_exchange, make_optimizer(config.optimizer, total_steps)
+    optimizer = make_optimizer(config.optimizer, total_steps, offload=config.training.offload_optimizer)
+    exchange = config.parallel.gradient_exchange
     return init_state(model.trainable, optimizer, key, scale, gradient_exchange=exchange, replicas=replicas)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fastjax.data.batches import Batch
+from fastjax.host_memory import shapes_of
 from fastjax.language_model import LanguageModel
 from fastjax.parallel import place
 from fastjax.runs.model import initial_state, run_shapes
@@ -57,7 +58,7 @@ def run_step(
     """
     return make_train_step(
         model.graphdef,
-        make_optimizer(config.optimizer, total_steps),
+        make_optimizer(config.optimizer, total_steps, offload=config.training.offload_optimizer),
         model.trainable_filter,
         loss=loss,
         accumulation_dtype=config.training.accumulation_dtype,
@@ -157,7 +158,7 @@ class RunShapes:
             config = dataclasses.replace(config, parallel=ParallelSection())
         replicas = self.batch.tokens.shape[1] // config.training.per_device_train_batch_size
         step = run_step(config, model, self._total_steps, self._loss, self._options, mesh)
-        state = jax.eval_shape(
+        state = shapes_of(
             lambda trainable: initial_state(config, model.replace(trainable=trainable), self._total_steps, replicas),
             model.trainable,
         )

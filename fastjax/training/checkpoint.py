@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastjax.errors import ConfigError, TrainingError
+from fastjax.host_memory import in_host_memory
 from fastjax.parallel import place
 from fastjax.parallel.processes import is_primary
 from fastjax.training.cadence import Progress
@@ -321,11 +322,13 @@ def _copy(arrays: dict[str, jax.Array]) -> dict[str, Any]:
     """Copies that survive the donation of the original arrays to a step."""
     if jax.default_backend() == "cpu":
         return {name: np.array(array) for name, array in arrays.items()}
+    held = {name: np.array(array) for name, array in arrays.items() if in_host_memory(array)}
+    arrays = {name: array for name, array in arrays.items() if name not in held}
     stats = jax.local_devices()[0].memory_stats() or {}
     room = stats.get("bytes_limit", 0) - stats.get("peak_bytes_in_use", 0)  # unused by every step so far
     if sum(array.nbytes for array in arrays.values()) < room:
-        return _copy_on_device(arrays)
-    return jax.device_get(arrays)
+        return _copy_on_device(arrays) | held
+    return jax.device_get(arrays) | held
 
 
 def named_arrays(state: Any) -> dict[str, jax.Array]:

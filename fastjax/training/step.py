@@ -174,10 +174,14 @@ def make_train_step(
         finite = jnp.isfinite(sums.loss_sum) & jnp.isfinite(grad_norm) & ~state.halted
         # optax mixes Python floats with its integer counters
         with jax.numpy_dtype_promotion("standard"), jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+            # Of a state in the host's memory the optimizer keeps what a step that is not finite must not change.
+            extra = {"finite": finite} if any(map(in_host_memory, jax.tree.leaves(state.opt_state))) else {}
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable, **extra)
             trainable = optax.apply_updates(state.trainable, updates)
         updated = state._replace(step=state.step + 1, trainable=trainable, opt_state=opt_state, feedback=feedback)
-        new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+        new_state = jax.tree.map(
+            lambda new, old: new if in_host_memory(old) else jnp.where(finite, new, old), updated, state
+        )
         metrics = {
             **{name: value if name in COUNTS else value / weight for name, value in sums.metrics.items()},
             "loss": sums.loss_sum / weight,

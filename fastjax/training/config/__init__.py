@@ -53,6 +53,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.model.full_finetuning and self.lora != LoraSection():
             raise ConfigError("lora: expected no such section with model.full_finetuning: true, which has no adapter")
+        if self.training.offload_optimizer and self.optimizer.name not in ("adamw", "adamw_8bit"):
+            raise ConfigError(
+                f"training.offload_optimizer: expected false with optimizer.name: {self.optimizer.name}, got true; "
+                "it is for adamw and adamw_8bit"
+            )
         needs_eval = {
             "training.eval_steps": self.training.eval_steps is not None,
             "training.early_stopping_patience": self.training.early_stopping_patience is not None,

@@ -22,6 +22,8 @@ class TrainingSection:
         early_stopping_threshold: how much lower than the best an evaluation's loss must be to be better, in nats.
         logging_steps: print a line every so many steps where the output is not a terminal.
         accumulation_dtype: dtype in which the gradients of a step's portions are added up.
+        offload_optimizer: hold AdamW's moments of matrices in the host's memory; the GPU fetches, updates and sends
+            them back layer by layer. It is for full fine-tuning, where they are half of what the GPU holds.
         initial_loss_scale: with model.dtype float16: the first factor of the loss.
         loss_scale_window: with float16: after so many steps without an overflow the scale doubles; an overflow halves
             it, and that step changes nothing.
@@ -48,6 +50,7 @@ class TrainingSection:
     early_stopping_threshold: float = 0.0
     logging_steps: int = 10
     accumulation_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    offload_optimizer: bool = False
     initial_loss_scale: float = 65536.0
     loss_scale_window: int = 1000
     label_smoothing_factor: float = 0.0

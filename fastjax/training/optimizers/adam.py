@@ -4,21 +4,27 @@ With 8 bits (Dettmers et al., arXiv 2110.02861) a step decodes the moments, upda
 direction from these, and only then encodes them again: the first with the signed dynamic map, the second with the
 unsigned one, in blocks of 256 (`blockwise.py`). That is a quarter of the memory. A tensor with fewer than 4,096
 elements keeps 32 bits, as in bitsandbytes; each stacked layer counts as one tensor.
+
+Moments in the host's memory (as in ZeRO-Offload, arXiv 2101.06840) are fetched, updated and sent back part by part.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from fastjax.training.optimizers.blockwise import Blockwise, block_absmax, dequantize, quantize, zeros
+from fastjax.host_memory import in_host_memory, zeros_in_host_memory
+from fastjax.training.optimizers.blockwise import BLOCK, Blockwise, block_absmax, dequantize, quantize, zeros
 from fastjax.training.optimizers.groups import stack_dims
 
 #: Tensors with fewer elements keep moments of 32 bits (bitsandbytes' min_8bit_size).
 MIN_8BIT_SIZE = 4096
+#: Of a table's gradient in float32, whose moments in the host's memory are updated at once.
+PART_BYTES = 2**26
 
 
 class AdamState(NamedTuple):
@@ -35,7 +41,9 @@ class AdamState(NamedTuple):
     nu: Any
 
 
-def scale_by_adam(b1: float, b2: float, eps: float, *, eight_bit: bool) -> optax.GradientTransformation:
+def scale_by_adam(
+    b1: float, b2: float, eps: float, *, eight_bit: bool, offload: bool = False
+) -> optax.GradientTransformationExtraArgs:
     """The direction m / (√v + eps), with m and v the bias-corrected means of the gradient and of its square.
 
     Args:
@@ -43,22 +51,25 @@ def scale_by_adam(b1: float, b2: float, eps: float, *, eight_bit: bool) -> optax
         b2: decay of the second mean.
         eps: added to the root.
         eight_bit: keep the moments of tensors with at least `MIN_8BIT_SIZE` elements in 8 bits.
+        offload: keep the moments of matrices in the host's memory.
 
     Returns:
-        A transformation of float32 gradients into float32 directions.
+        A transformation of float32 gradients into float32 directions. With `offload` its update takes `finite`, a bool
+        []: where it is False the moments in the host stay as they are.
     """
 
     def moment(path: tuple[Any, ...], leaf: Any) -> Array | Blockwise:
         stack = stack_dims(path, leaf)
+        make = zeros_in_host_memory if offload and leaf.ndim > 1 else jnp.zeros
         if eight_bit and math.prod(leaf.shape[stack:]) >= MIN_8BIT_SIZE:
-            return zeros(leaf.shape, stack)
-        return jnp.zeros(leaf.shape, jnp.float32)
+            return zeros(leaf.shape, stack, make)
+        return make(leaf.shape, jnp.float32)
 
     def init(params: Any) -> AdamState:
         mu, nu = (jax.tree_util.tree_map_with_path(moment, params) for _ in range(2))
         return AdamState(jnp.zeros((), jnp.int32), mu, nu)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params
         count = state.count + 1
         correction1, correction2 = _one_minus_power(b1, count), _one_minus_power(b2, count)
@@ -81,12 +92,58 @@ def scale_by_adam(b1: float, b2: float, eps: float, *, eight_bit: bool) -> optax
                 mu, nu = m, v
             return (m / correction1) / (jnp.sqrt(v / correction2) + eps), mu, nu
 
+        def anywhere(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Any, Any]:
+            if not in_host_memory(jax.tree.leaves(mu)[0]):
+                return leaf(gradient, mu, nu)
+            return _updated_in_host(leaf, gradient, (mu, nu), extra["finite"])
+
         leaves, structure = jax.tree.flatten(updates)
-        found = map(leaf, leaves, structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu))
+        found = map(anywhere, leaves, structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu))
         directions, mu, nu = (structure.unflatten(column) for column in zip(*found, strict=True))
         return directions, AdamState(count, mu, nu)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _updated_in_host(
+    leaf: Callable[..., Any], gradient: Float[Array, "..."], moments: Any, finite: Bool[Array, ""]
+) -> tuple[Array, Any, Any]:
+    """`leaf` of moments in the host's memory, in their places, part by part: layers, or rows of a table."""
+    parts = _parts(gradient, moments)
+
+    def taken(stack: Array, index: Array) -> Array:
+        rows = stack.shape[0] // parts
+        here = jax.lax.dynamic_slice_in_dim(stack, index * rows, rows, allow_negative_indices=False)
+        return jax.device_put(here, jax.memory.Space.Device) if in_host_memory(stack) else here
+
+    def put(stack: Array, index: Array, part: Array) -> Array:
+        part = jax.device_put(part, jax.memory.Space.Host) if in_host_memory(stack) else part
+        start = index * (stack.shape[0] // parts)
+        return jax.lax.dynamic_update_slice_in_dim(stack, part, start, 0, allow_negative_indices=False)
+
+    def body(carry: Any, _: None) -> tuple[Any, None]:
+        index, gradient, moments = carry
+        old = jax.tree.map(lambda stack: taken(stack, index), moments)
+        direction, *new = leaf(taken(gradient, index), *old)
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), tuple(new), old)
+        moments = jax.tree.map(lambda stack, part: put(stack, index, part), moments, kept)
+        # The directions take the gradient's place.
+        return (index + 1, put(gradient, index, direction), moments), None
+
+    (_, direction, moments), _ = jax.lax.scan(body, (jnp.int32(0), gradient, moments), None, length=parts)
+    return direction, *moments
+
+
+def _parts(gradient: Float[Array, "..."], moments: Any) -> int:
+    """The number of equal parts of whole blocks: a stack's layers; of a table the fewest of at most `PART_BYTES`."""
+    rows = [leaf.shape[0] for leaf in jax.tree.leaves((gradient, moments))]
+    if gradient.ndim > 2:
+        return rows[0]
+    fewest = -(-4 * gradient.size // PART_BYTES)
+    even = (
+        n for n in range(fewest, rows[0]) if not any(count % n for count in rows) and not gradient.size // n % BLOCK
+    )
+    return 1 if fewest == 1 else next(even, 1)
 
 
 def _load(moment: Any, *, signed: bool) -> Float[Array, "..."]:

@@ -19,7 +19,9 @@ from fastjax.training.optimizers.groups import decays, group_factors, rate_group
 from fastjax.training.optimizers.schedules import LearningRates, rates_by_step
 
 
-def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, total_steps: int, *, offload: bool = False
+) -> optax.GradientTransformationExtraArgs:
     """Clipping by the global norm, then the rule of `config.name` with the schedule.
 
     Parameters in bfloat16 have eight significant bits: a sum with an update is rounded to the nearest, as in torch and
@@ -29,6 +31,8 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
     Args:
         config: the settings.
         total_steps: the number of steps of the run and of the schedule.
+        offload: keep Adam's moments of matrices in the host's memory; the update then takes `finite`, as
+            `adam.scale_by_adam`'s.
 
     Returns:
         A transformation of gradients into updates in the dtype of the parameters. All arithmetic is float32, and so
@@ -41,17 +45,16 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
         rates_by_step(config, total_steps),  # pyright: ignore[reportArgumentType]  # on the device in the state
         np.asarray(group_factors(config), np.float32),  # pyright: ignore[reportArgumentType]
     )
-    return _in_float32(optax.chain(clip, _direction(config), decay, _scale_by_rates()), rates)
+    return _in_float32(optax.chain(clip, _direction(config, offload), decay, _scale_by_rates()), rates)
 
 
-def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
+def _direction(config: OptimizerConfig, offload: bool) -> optax.GradientTransformation:
     if config.name == "adafactor":
         return scale_by_factored_rms()
     if config.name == "lion":
         return optax.scale_by_lion(config.adam_beta1, config.adam_beta2)
-    return scale_by_adam(
-        config.adam_beta1, config.adam_beta2, config.adam_epsilon, eight_bit=config.name == "adamw_8bit"
-    )
+    betas, eight_bit = (config.adam_beta1, config.adam_beta2), config.name == "adamw_8bit"
+    return scale_by_adam(*betas, config.adam_epsilon, eight_bit=eight_bit, offload=offload)
 
 
 def _scale_by_rates() -> optax.GradientTransformationExtraArgs:
@@ -67,7 +70,9 @@ def _scale_by_rates() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros((), jnp.int32), update)
 
 
-def _in_float32(inner: optax.GradientTransformationExtraArgs, rates: LearningRates) -> optax.GradientTransformation:
+def _in_float32(
+    inner: optax.GradientTransformationExtraArgs, rates: LearningRates
+) -> optax.GradientTransformationExtraArgs:
     """The chain in float32, with the learning rates behind the states of its parts."""
 
     def widen(tree: Any) -> Any:
@@ -79,13 +84,13 @@ def _in_float32(inner: optax.GradientTransformationExtraArgs, rates: LearningRat
         parts: Any = inner.init(shapes)
         return (*parts, jax.tree.map(jnp.asarray, rates))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("update: expected the parameters as third argument, got none; weight decay needs them")
         *parts, here = state
         with jax.numpy_dtype_promotion("standard"):  # optax mixes Python floats with its integer counters
             after: Any  # of the chain's parts, a tuple
-            wide, after = inner.update(widen(updates), tuple(parts), widen(params), rates=here)
+            wide, after = inner.update(widen(updates), tuple(parts), widen(params), rates=here, **extra)
         return jax.tree.map(lambda u, p: u.astype(p.dtype), wide, params), (*after, here)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

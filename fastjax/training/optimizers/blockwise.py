@@ -12,6 +12,7 @@ between two values, to five digits, may get the code of either.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -55,15 +56,16 @@ class Blockwise(NamedTuple):
         return Blockwise(spec, P(*wanted[:stack]))  # pyright: ignore[reportArgumentType]
 
 
-def zeros(shape: tuple[int, ...], stack: int) -> Blockwise:
+def zeros(shape: tuple[int, ...], stack: int, make: Callable[..., Array] = jnp.zeros) -> Blockwise:
     """An array of zeros.
 
     Args:
         shape: of the array.
         stack: number of leading axes over separate tensors.
+        make: an array of zeros from shape and dtype.
     """
     blocks = -(-math.prod(shape[stack:]) // BLOCK)
-    return Blockwise(jnp.zeros(shape, jnp.uint8), jnp.zeros((*shape[:stack], blocks), jnp.float32))
+    return Blockwise(make(shape, jnp.uint8), make((*shape[:stack], blocks), jnp.float32))
 
 
 def block_absmax(array: Float[Array, "..."], stack: int) -> Float[Array, "..."]:

@@ -74,7 +74,8 @@ NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
         ("train: {}\n", "{file}: train: unknown; did you mean training? `fastjax train --help` lists the sections"),
         ("model: llama\n", "{file}: model: expected a section with the keys model_name, max_seq_length, dtype, "
          "param_dtype, float32_modules, load_in_4bit, full_finetuning, new_tokens, rope_scaling, "
-         "use_gradient_checkpointing, offload_embedding, allow_nonfinite, layer_loop, got 'llama'"),
+         "use_gradient_checkpointing, offload_embedding, offload_layers, mlp_chunk, allow_nonfinite, layer_loop, "
+         "got 'llama'"),
         (NEEDED + "training: {num_epochs: 1}\n", "{file}: training.num_epochs: unknown; did you mean "
          "num_train_epochs? `fastjax train --help` lists the keys of training"),
         (NEEDED.replace("train: d", "train: 3"),

