@@ -1,6 +1,7 @@
 """`fastjax preview`: the rows of a run as the model will see them, and statistics of the data. No JAX, no weights."""
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -53,10 +54,12 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
     from fastjax.runs.datasets import load_datasets, total_steps, train_batches
     from fastjax.runs.opening import open_model
 
+    sizes = config.parallel.sizes
+    replicas = math.prod(sizes.get(name, 1) for name in ("data", "fsdp", "expert"))
     tokenizer = open_model(config, weights=False).tokenizer
     with console.status("preparing the data") as status:
-        train, held_out = load_datasets(config, tokenizer, status.update)
-    batches = train_batches(config, train)
+        train, held_out = load_datasets(config, tokenizer, status.update, replicas)
+    batches = train_batches(config, train, replicas)
     steps, per_epoch = total_steps(config, batches), batches.steps_per_epoch
     sources = {"train": batches}
     if held_out is not None:
@@ -88,7 +91,7 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
                 where = f"{name}: special tokens in what rows say, first in {found.first_special}, are read as "
                 console.print(where + READ_AS[found.special_tokens], highlight=False, markup=False, soft_wrap=True)
         console.print()
-    size, parts = config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps
+    size, parts = config.training.per_device_train_batch_size * replicas, config.training.gradient_accumulation_steps
     sentence = f"{f'{parts} × ' if parts > 1 else ''}{size} rows a step"
     if isinstance(train, Dataset) and per_epoch is not None:
         tokens = train.statistics.tokens / per_epoch
@@ -99,4 +102,6 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
         if isinstance(train, StreamedBatches) and train.counts.special:
             read = f"{train.counts.special:,} of the first {train.counts.examples:,} examples"
             sentence += f"; {read} hold special tokens, which are read as {READ_AS[config.data.special_tokens]}"
+    if {"data", "fsdp"} - set(sizes):
+        sentence += "; several devices take as many rows each, in fewer steps (parallel)"
     console.print(sentence, highlight=False, soft_wrap=True)
