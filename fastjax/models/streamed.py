@@ -83,6 +83,7 @@ def run_streamed(
         return _forward(one, count, x, near, far, shared, None)[0]
 
     def forward(x, near, far, shared):
+        assert not any(leaf.perturbed for leaf in jax.tree.leaves((far, shared))), "they are constants"
         moves = [leaf.perturbed for leaf in near]
         x, near, far, shared = jax.tree.map(lambda leaf: leaf.value, (x, near, far, shared))
         results, kept = _forward(one, count, x, near, far, shared, moves)
@@ -140,11 +141,12 @@ def _forward(one: Callable[..., Any], count: int, x, near, far, shared, moves: S
         if moves is None:
             y, sums = one(index, x, own, here, shared)
             return y, (sums, [])
-        moving = [leaf for leaf, moved in zip(own, moves, strict=True) if moved]
+        pairs = list(zip(own, moves, strict=True))
+        moving = [leaf for leaf, moved in pairs if moved]
 
         def moved_layer(x: Array, moving: list[Array]) -> tuple[Array, Any]:
             found = iter(moving)
-            arrays = [next(found) if moved else leaf for leaf, moved in zip(own, moves, strict=True)]
+            arrays = [next(found) if moved else leaf for leaf, moved in pairs]
             return one(index, x, arrays, here, shared)
 
         (y, sums), pull = jax.vjp(moved_layer, x, moving)
@@ -257,4 +259,7 @@ def _empty(aval: Any, count: int) -> Array:
 
 
 def _instantiated(gradient: Any) -> Array:
-    return jnp.zeros(gradient.shape, gradient.dtype) if isinstance(gradient, SymbolicZero) else gradient
+    if not isinstance(gradient, SymbolicZero):
+        return gradient
+    aval: Any = gradient.aval
+    return jnp.zeros(aval.shape, aval.dtype)
