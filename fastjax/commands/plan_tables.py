@@ -123,8 +123,8 @@ def show_longest(
         room: what a step may take.
     """
     loop = config.model.layer_loop
-    table = _table(f"{_rows(config, 'the longest')} · {loop} · {card.device_kind} · memory in GB")
-    for title in ("tokens a row", "in all", "host", "bound by"):
+    table = _table(f"{_rows(config, 'N')} · {loop} · {card.device_kind} · memory in GB")
+    for title in ("N", "in all", "host", "bound by"):
         table.add_column(title, justify="right")
     for policy, found in rows.items():
         if found is None:
