@@ -13,6 +13,7 @@ import pytest
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.parallel import make_mesh
+from fastjax.training.loss import loss_sums
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.placement import state_shardings
 from fastjax.training.step import init_state, make_eval_step, make_train_step
@@ -76,7 +77,8 @@ def trained(kind, mesh=None):
     """Three steps of one compilation: the metrics of each and the trained arrays."""
     ours, optimizer = model(kind), make_optimizer(OPTIMIZER, 3)
     mesh = None if mesh is None else make_mesh(**MESHES[mesh])
-    step = make_train_step(ours.graphdef, optimizer, ours.trainable_filter, mesh=mesh)
+    loss = functools.partial(loss_sums, router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
+    step = make_train_step(ours.graphdef, optimizer, ours.trainable_filter, loss=loss, mesh=mesh)
     state, seen = init_state(ours.trainable, optimizer, jax.random.key(1)), []
     for number in range(3):
         with steps.compilations() as compiled:
@@ -106,6 +108,8 @@ def test_eight_devices_equal_one(kind, mesh):
     for one, eight in zip(expected, found, strict=True):
         np.testing.assert_allclose(eight["loss"], one["loss"], rtol=LOSS_TOLERANCE)
         np.testing.assert_allclose(eight["grad_norm"], one["grad_norm"], rtol=TOLERANCE)
+        for name in (name for name in one if name.startswith("router_")):
+            np.testing.assert_allclose(eight[name], one[name], rtol=LOSS_TOLERANCE)
         assert eight["num_targets"] == one["num_targets"] and eight["num_correct"] == one["num_correct"]
     steps.assert_close(spread, arrays, TOLERANCE)
 
