@@ -40,7 +40,10 @@ def check_model(config: TrainConfig, opened: OpenModel | OpenShapes, shapes: tup
         }
         for name, given in sections.items():
             if given and shape.size > 1:
-                raise ConfigError(f"{name}: expected false on {shape.size} devices, got true")
+                raise ConfigError(
+                    f"{name}: expected false on {shape.size} devices, got true; parallel.data: 1 with parallel.fsdp: 1 "
+                    "takes one"
+                )
 
 
 def mesh_shapes(section: ParallelSection, devices: int, processes: int = 1) -> tuple[MeshShape, ...]:

@@ -1,15 +1,18 @@
 """A run on several fake devices is the run on one: its figures, its result, and its checkpoints on other meshes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.parallel import MeshShape
 from fastjax.runs import checkpointing
 from fastjax.runs.fine_tune import fine_tune
-from fastjax.runs.mesh import mesh_shapes
+from fastjax.runs.mesh import check_model, mesh_shapes
 from fastjax.training.config import ParallelSection
-from tests.support import chat
+from tests.support import chat, tiny
 from tests.support.runs import config, figures, rows
 
 pytestmark = pytest.mark.one_world
@@ -51,6 +54,15 @@ def test_sizes_that_the_devices_do_not_suit(section, processes, message):
     with pytest.raises(ConfigError) as error:
         mesh_shapes(ParallelSection(**section), 8, processes)
     assert str(error.value) == message
+
+
+def test_what_only_one_device_serves_is_refused_with_the_way_out():
+    opened = SimpleNamespace(outline=SimpleNamespace(config=ModelConfig.from_hf(tiny.CONFIG)))
+    for settings in ({"model": {"offload_layers": True}}, {"training": {"offload_optimizer": True}}):
+        ((section, keys),) = settings.items()
+        with pytest.raises(ConfigError, match=rf"^{section}\.{next(iter(keys))}: expected false on 8 dev.* takes one$"):
+            check_model(config(**settings), opened, (MeshShape(8),))
+        check_model(config(**settings), opened, (MeshShape(),))
 
 
 @pytest.fixture(scope="module")
