@@ -20,6 +20,7 @@ SETTINGS = {
     "optimizer": {"learning_rate": 1e-4, "no_decay": ["bias"]},
     "training": {"max_steps": 7, "seed": 3},
     "output": {"output_dir": "runs/one", "run_name": "a"},
+    "parallel": {"data": 2, "fsdp": "auto", "gradient_exchange": "int8"},
 }
 RIGHT = yaml.safe_dump(SETTINGS)
 SCALARS = (

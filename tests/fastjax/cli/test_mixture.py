@@ -35,6 +35,7 @@ def run(tmp_path_factory):
         "lora": {"r": 4, "target_modules": ["q_proj"], "target_parameters": [*EXPERTS, "mlp.gate.weight"]},
         "data": {"train": str(chat.write_chats(folder / "chats.jsonl")), "cache_dir": None},
         "optimizer": {"learning_rate": 0.01, "warmup_steps": 1},
+        "parallel": {"data": 1, "fsdp": 1},
         "training": {"max_steps": 6, "router_aux_loss_coef": 0.01, "router_z_loss_coef": 0.001},
         "output": {"output_dir": str(folder / "run"), "save_steps": 3},
     }
