@@ -12,6 +12,8 @@ from fastjax.cli import main
 from tests.support import chat
 from tests.support.runs import Process, figures, rows
 
+pytestmark = pytest.mark.newer_world
+
 #: Enough for a kill and a signal in between.
 STEPS = 60
 #: float32: a sum over devices is another order of the same terms, which Adam's division carries on.
