@@ -1,7 +1,28 @@
 """What the tiles of kernels around low-rank products share."""
 
+import dataclasses
+
 #: Ranks that kernels serve: a tile's width is a power of two, and a matrix instruction at least 16 deep.
 RANKS = (16, 32, 64, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Block sizes of a program.
+
+    Attributes:
+        rows: tokens of a tile.
+        columns: most features of a tile; of a gated block those of gate, and as many of up.
+        loop: most tiles a program, of tokens; of a gated block's forward kernel, of features.
+        num_warps: warps of a program.
+        num_stages: tiles in flight.
+    """
+
+    rows: int
+    columns: int
+    loop: int
+    num_warps: int
+    num_stages: int
 
 
 def padded_rank(rank: int) -> int:

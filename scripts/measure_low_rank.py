@@ -21,10 +21,10 @@ import numpy as np
 from fastjax.bench.timing import Program, compile_all, measure
 from pallas_kernels import compat
 from pallas_kernels.low_rank import triton as low_rank
-from pallas_kernels.low_rank.config import Tiles
 from pallas_kernels.rms_norm.lora import triton as norm
 from pallas_kernels.split_rope.lora import triton as turn
 from pallas_kernels.split_rope.lora.config import Tiles as HeadTiles
+from pallas_kernels.tiles import Tiles
 
 START = time.time()
 TOKENS, WIDTH, HEADS, SIZE, RANK = 8192, 4096, (32, 8), 128, 16

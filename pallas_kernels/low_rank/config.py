@@ -1,31 +1,12 @@
 """Block sizes of the Triton kernels."""
 
-import dataclasses
+from pallas_kernels.tiles import Tiles
 
 #: Every tile size below divides it.
 TILE = 64
 
 #: Partial sums of the products' gradient are as large as R / 16 quarters of dy, and are written and read.
 LARGEST_OUTPUT_RANK = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Block sizes of a program.
-
-    Attributes:
-        rows: tokens of a tile.
-        columns: most features of a tile.
-        loop: most tiles of tokens a program.
-        num_warps: warps of a program.
-        num_stages: tiles in flight.
-    """
-
-    rows: int
-    columns: int
-    loop: int
-    num_warps: int
-    num_stages: int
 
 
 def add_config(capability: tuple[int, int], rank: int) -> Tiles:

@@ -16,8 +16,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.low_rank.config import Tiles
-from pallas_kernels.tiles import divisor, width
+from pallas_kernels.tiles import Tiles, divisor, width
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.

@@ -1,31 +1,12 @@
 """Block sizes of the Triton kernels, and the ranks and activations that they serve."""
 
-import dataclasses
+from pallas_kernels.tiles import Tiles
 
 #: Every tile size below divides it.
 TILE = 64
 
 #: Activations that Pallas-Triton can lower; it has no error function.
 ACTIVATIONS = ("silu", "swish", "gelu_tanh", "gelu_pytorch_tanh", "gelu_new", "relu")
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Block sizes of a program.
-
-    Attributes:
-        rows: tokens of a tile.
-        columns: features of gate, and as many of up, in a tile.
-        loop: most tiles a program: of features in the forward kernel, of tokens in the backward one.
-        num_warps: warps of a program.
-        num_stages: tiles in flight.
-    """
-
-    rows: int
-    columns: int
-    loop: int
-    num_warps: int
-    num_stages: int
 
 
 def forward_config(capability: tuple[int, int], rank: int) -> Tiles:

@@ -15,9 +15,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.glu.lora.config import Tiles
 from pallas_kernels.glu.reference import ACTIVATIONS
-from pallas_kernels.tiles import divisor
+from pallas_kernels.tiles import Tiles, divisor
 
 
 @jax.custom_jvp

@@ -1,6 +1,6 @@
 """Block sizes of the Triton kernel."""
 
-from pallas_kernels.low_rank.config import Tiles
+from pallas_kernels.tiles import Tiles
 
 
 def backward_config(capability: tuple[int, int], rank: int) -> Tiles:
