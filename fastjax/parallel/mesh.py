@@ -56,6 +56,11 @@ class MeshShape(NamedTuple):
         return math.prod(self)
 
     @property
+    def token_parts(self) -> int:
+        """Equal parts that a row's tokens are cut into: two for each device along `context`, one along `tensor`."""
+        return self.tensor * (2 * self.context if self.context > 1 else 1)
+
+    @property
     def replicas(self) -> int:
         """The parts in which a batch's rows lie on the devices."""
         return math.prod(getattr(self, name) for name in BATCH)

@@ -33,6 +33,12 @@ def check_model(config: TrainConfig, opened: OpenModel | OpenShapes, shapes: tup
         adapters = {"lora_dropout": config.lora.lora_dropout, "use_dora": config.lora.use_dora}
         check_mesh(opened.outline.config, shape, **adapters)
         check_exchange(opened.outline.config, shape, config.parallel.gradient_exchange)
+        length, chunk, parts = config.model.max_seq_length, config.model.mlp_chunk, shape.token_parts
+        if length % parts:
+            where = f"context {shape.context} × tensor {shape.tensor}"
+            raise ConfigError(f"model.max_seq_length: expected a multiple of {parts} with {where}, got {length}")
+        if shape.tensor > 1 and isinstance(chunk, int):
+            raise ConfigError(f"model.mlp_chunk: expected auto or null with tensor {shape.tensor}, got {chunk}")
         sections = {
             "model.offload_embedding": config.model.offload_embedding,
             "model.offload_layers": config.model.offload_layers,

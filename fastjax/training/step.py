@@ -27,7 +27,7 @@ from fastjax.host_memory import in_host_memory
 from fastjax.models import remat
 from fastjax.models.layout import logical_axes
 from fastjax.models.tensor_parts import held_apart
-from fastjax.parallel import BATCH, CONTEXT, TENSOR, MeshShape, batch_part, local, place, row_shardings
+from fastjax.parallel import BATCH, TENSOR, MeshShape, batch_part, local, place, row_shardings
 from fastjax.parallel.checks import check_exchange
 from fastjax.parallel.exchange import Feedback, exchange, no_feedback
 from fastjax.parallel.gather import scattered
@@ -351,7 +351,7 @@ def _on_mesh(
                 f"batch: expected a multiple of {replicas} rows a microbatch, one for each part of the mesh "
                 f"{dict(mesh.shape)}, got {count}"
             )
-        length, parts = batch.tokens.shape[2], split * (2 * mesh.shape[CONTEXT] if mesh.shape[CONTEXT] > 1 else 1)
+        length, parts = batch.tokens.shape[2], MeshShape(**mesh.shape).token_parts
         if length % parts:
             raise ConfigError(
                 f"batch: expected rows of a multiple of {parts} tokens, equal parts of them for the devices along "

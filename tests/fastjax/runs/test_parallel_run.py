@@ -65,6 +65,24 @@ def test_what_only_one_device_serves_is_refused_with_the_way_out():
         check_model(config(**settings), opened, (MeshShape(),))
 
 
+@pytest.mark.parametrize(
+    ("keys", "shape", "message"),
+    [
+        ({"max_seq_length": 66}, MeshShape(context=2, tensor=2), "max_seq_length: expected a multiple of 8 with"),
+        (
+            {"max_seq_length": 64, "mlp_chunk": 32},
+            MeshShape(tensor=2),
+            "mlp_chunk: expected auto or null with tensor 2",
+        ),
+    ],
+)
+def test_rows_and_chunks_that_do_not_suit_a_mesh_are_refused_before_the_data(keys, shape, message):
+    opened = SimpleNamespace(outline=SimpleNamespace(config=ModelConfig.from_hf(tiny.CONFIG)))
+    with pytest.raises(ConfigError, match=rf"^model\.{message}"):
+        check_model(config(model=keys), opened, (shape,))
+    check_model(config(model={"max_seq_length": 64}), opened, (shape,))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of QLoRA, held-out data and dropout, in the same folder of files; eight rows a step."""
