@@ -1,10 +1,12 @@
 """One case, in this process: model, compilation, steps, and a profile of three more.
 
-The time of a step is the median over steps that each end with the device idle; compiling is timed apart. A figure is
-given only for steps that train: every loss and gradient is finite, and every trained array has a gradient.
+The time of a step is the median from one step's end to the next one's, each dispatched before the step ahead of it has
+ended, as in training; compiling is timed apart. A figure is given only for steps that train: every loss and gradient is
+finite, and every trained array has a gradient.
 """
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from fastjax.bench.step.build import build_model, filled, first_state, make_batch
 from fastjax.bench.step.case import StepCase
@@ -131,16 +132,21 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
         compiled = step.lower(state, model.frozen, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
     compile_seconds = time.perf_counter() - start
 
-    check, seconds, losses = GradientCheck(names), [], []
-    for number in range(total):
-        start = time.perf_counter()
-        state, metrics = compiled(state, model.frozen, batch)
-        jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - start)
-        losses.append(float(metrics["loss"]))
-        if not metrics["finite"]:
-            raise TrainingError(f"step {number}: loss {losses[-1]:g}, or a gradient that is not finite")
-        check.step(np.asarray(metrics["squared_norms"]), _RATE, last=number == total - 1)
+    check, ends, losses = GradientCheck(names), [time.perf_counter()], []
+    running = None
+    for number in range(total + 1):
+        queued = None
+        if number < total:
+            state, queued = compiled(state, model.frozen, batch)
+        if running is not None:
+            values = jax.device_get(running)
+            ends.append(time.perf_counter())
+            losses.append(float(values["loss"]))
+            if not values["finite"]:
+                raise TrainingError(f"step {number - 1}: loss {losses[-1]:g}, or a gradient that is not finite")
+            check.step(values["squared_norms"], _RATE, last=number == total)
+        running = queued
+    seconds = [end - start for start, end in itertools.pairwise(ends)]
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     found = None if profile is None else _profiled(compiled, state, (model.frozen, batch), profile)
     median, plan = statistics.median(seconds[case.warmup :]), compiled.memory_analysis()
