@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fastjax.models.layout import LayerStack
-from fastjax.models.remat import checkpointed, policy_of
+from fastjax.models.remat import checkpointed, offloads, policy_of
 from fastjax.models.streamed import has_streamed, on_device, run_streamed
+from fastjax.parallel import several_devices
 from fastjax.parallel.gather import splits_weights
 
 #: Sums over the layers by name, such as the routers' loads; none: an empty dictionary, which compiles to nothing.
@@ -91,15 +92,15 @@ def run_layers(
         past = None if caches is None else caches[number]
         if stack.count == 1:
             x, cache, sums = single(block, policy)(x, state, shared, jnp.int32(stack.start), past)
-        elif past is None and has_streamed(state):
-            block = checkpointed(block, policy, scanned=True)
+        elif past is None and (has_streamed(state) or (offloads(policy) and not several_devices())):
+            block = checkpointed(block, policy, scanned=True, moves=False)
 
             def layer(x, state, shared, repeat, block=block, stack=stack):
                 x, _, sums = block(x, state, shared, stack.start + stack.period * repeat, None)
                 return x, sums
 
             cache = None
-            x, sums = run_streamed(layer, x, state, shared, stack.count)
+            x, sums = run_streamed(layer, x, state, shared, stack.count, offload=offloads(policy))
             sums = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
         else:
             block = checkpointed(block, policy, scanned=True, gathers=gathers)

@@ -73,7 +73,19 @@ def check_policy(remat: str) -> str:
     return remat
 
 
-def checkpointed(block: Callable[..., Any], remat: str, *, scanned: bool, gathers: bool = False) -> Callable[..., Any]:
+def offloads(remat: str) -> bool:
+    """Whether a policy keeps something in the host's memory.
+
+    Args:
+        remat: a name of `POLICIES`.
+    """
+    policy = POLICIES[remat]
+    return policy is not None and bool(policy.offloaded)
+
+
+def checkpointed(
+    block: Callable[..., Any], remat: str, *, scanned: bool, gathers: bool = False, moves: bool = True
+) -> Callable[..., Any]:
     """A block of layers with its rematerialisation.
 
     Args:
@@ -81,8 +93,11 @@ def checkpointed(block: Callable[..., Any], remat: str, *, scanned: bool, gather
         remat: a name of `POLICIES`.
         scanned: whether it is a scan's body, whose iterations are apart already.
         gathers: whether it gathers weights of other devices, which no policy keeps.
+        moves: whether what the policy offloads goes to the host; False: the caller sends it there.
     """
     policy = POLICIES[remat]
+    if policy is not None and not moves:
+        policy = Policy((*policy.kept, *(name for name in policy.offloaded if name != LAYER_INPUT)))
     if policy is None:
         if not gathers:
             return block

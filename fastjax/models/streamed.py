@@ -1,7 +1,8 @@
-"""A stack of layers whose matrices lie in the host's memory, sent to the device one layer ahead of their use.
+"""A stack of layers with matrices or residuals in the host's memory, on the device one layer ahead of their use.
 
 While a layer computes, in the forward and in the backward pass, the next one's matrices come over the bus: the device
 holds two layers (as ZeRO-Infinity prefetches, arXiv 2104.07857). Adapters, norms and other vectors stay on the device.
+Large residuals go to the host while the next layer computes, and come back while the layer after it is differentiated.
 
 The loops have a derivative of their own, since a scan's would keep every layer's copy for the backward pass. A layer's
 residuals are those that its policy of rematerialisation keeps. What the backward pass has anyway, or fetches again (the
@@ -11,6 +12,7 @@ the last one follows them.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,7 +60,7 @@ def on_device(state: Any) -> Any:
 
 
 def run_streamed(
-    layer: Layer, x: Float[Array, "B S E"], state: Any, shared: Any, count: int
+    layer: Layer, x: Float[Array, "B S E"], state: Any, shared: Any, count: int, *, offload: bool = False
 ) -> tuple[Float[Array, "B S E"], Any]:
     """The last layer's output, and the sums of each layer along a leading axis.
 
@@ -68,7 +70,9 @@ def run_streamed(
         state: the layers' arrays along a leading axis, some of them in the host's memory, where they are frozen.
         shared: arrays that all layers read; constants for the gradient.
         count: number of layers, at least 2.
+        offload: keep residuals of at least half of x's bytes in the host's memory.
     """
+    least = x.size * x.dtype.itemsize // 2 if offload else math.inf
     leaves, structure = jax.tree.flatten(state)
     places = tuple(map(in_host_memory, leaves))
     near = [leaf for leaf, far in zip(leaves, places, strict=True) if not far]
@@ -80,13 +84,13 @@ def run_streamed(
 
     @jax.custom_vjp
     def loop(x, near, far, shared):
-        return _forward(one, count, x, near, far, shared, None)[0]
+        return _forward(one, count, x, near, far, shared, None, least)[0]
 
     def forward(x, near, far, shared):
         assert not any(leaf.perturbed for leaf in jax.tree.leaves((far, shared))), "they are constants"
         moves = [leaf.perturbed for leaf in near]
         x, near, far, shared = jax.tree.map(lambda leaf: leaf.value, (x, near, far, shared))
-        results, kept = _forward(one, count, x, near, far, shared, moves)
+        results, kept = _forward(one, count, x, near, far, shared, moves, least)
         moving = [leaf if moved else None for leaf, moved in zip(near, moves, strict=True)]
         fixed = [None if moved else leaf for leaf, moved in zip(near, moves, strict=True)]
         return results, (kept, moving, fixed, far, shared)
@@ -110,8 +114,8 @@ class _Pullback:
 
     Attributes:
         structure: of `jax.vjp`'s function.
-        sources: for each of its residuals (group, number): among the kept ones, the layer's arrays on the device or
-            from the host, or what is shared.
+        sources: for each of its residuals (group, number): among the kept ones, those that the host keeps, the layer's
+            arrays on the device or from the host, or what is shared.
     """
 
     structure: Any
@@ -125,22 +129,31 @@ class _Kept(NamedTuple):
         pullback: how residuals are put together again.
         stacks: the kept residuals of the layers.
         last: the last layer's arrays from the host.
+        sent: the residuals in the host's memory, without the last layer's.
+        held: the last layer's of these.
     """
 
     pullback: _Pullback
     stacks: list[Array]
     last: list[Array]
+    sent: list[Array]
+    held: list[Array]
 
 
-def _forward(one: Callable[..., Any], count: int, x, near, far, shared, moves: Sequence[bool] | None):
-    """((output, sums), what the backward pass needs); `moves` says which arrays on the device have gradients."""
+def _forward(
+    one: Callable[..., Any], count: int, x, near, far, shared, moves: Sequence[bool] | None, least: float
+) -> tuple[tuple[Array, Any], _Kept | None]:
+    """((output, sums), what the backward pass needs).
+
+    `moves` says which arrays on the device have gradients, `least` the bytes of a residual that goes to the host.
+    """
     pullbacks: list[_Pullback] = []
 
-    def step(index, x, here, near, shared) -> tuple[Array, tuple[Any, list[Array]]]:
+    def step(index, x, here, near, shared) -> tuple[Array, tuple[Any, list[Array]], list[Array]]:
         own = _taken(near, index)
         if moves is None:
             y, sums = one(index, x, own, here, shared)
-            return y, (sums, [])
+            return y, (sums, []), []
         pairs = list(zip(own, moves, strict=True))
         moving = [leaf for leaf, moved in pairs if moved]
 
@@ -156,39 +169,47 @@ def _forward(one: Callable[..., Any], count: int, x, near, far, shared, moves: S
             for group, leaves in (("near", own), ("far", here), ("shared", jax.tree.leaves(shared)))
             for number, leaf in enumerate(leaves)
         }
-        kept = [leaf for leaf in residuals if id(leaf) not in known]
-        numbers = iter(range(len(kept)))
-        sources = tuple(known.get(id(leaf)) or ("kept", next(numbers)) for leaf in residuals)
-        pullbacks.append(_Pullback(structure, sources))
-        return y, (sums, kept)
+        groups: dict[str, list[Array]] = {"kept": [], "sent": []}
+        for leaf in residuals:
+            if id(leaf) not in known:
+                group = "sent" if leaf.size * leaf.dtype.itemsize >= least else "kept"
+                known[id(leaf)] = group, len(groups[group])
+                groups[group].append(leaf)
+        pullbacks.append(_Pullback(structure, tuple(known[id(leaf)] for leaf in residuals)))
+        return y, (sums, groups["kept"]), groups["sent"]
 
     here = [fetched(leaf, 0) for leaf in far]
     # Traced once: the loop's layers and the last one have the same residuals in the same order.
     traced, shapes = jax.make_jaxpr(step, return_shape=True)(jnp.int32(0), x, here, near, shared)
     structure = jax.tree.structure(shapes)
 
-    def run(index, x, here) -> tuple[Array, tuple[Any, list[Array]]]:
+    def run(index, x, here) -> tuple[Array, tuple[Any, list[Array]], list[Array]]:
         return structure.unflatten(jaxpr_as_fun(traced)(*jax.tree.leaves((index, x, here, near, shared))))
 
     def body(carry: Any, _: None) -> tuple[Any, None]:
-        number, x, here, stacks = carry
+        number, x, here, stacks, sent = carry
         ahead, index = _ahead(far, number, 1)
-        x, made = run(index, x, here)
-        return (number + 1, x, ahead, _put(stacks, made, index)), None
+        x, made, large = run(index, x, here)
+        away = [jax.device_put(leaf, jax.memory.Space.Host) for leaf in large]
+        return (number + 1, x, ahead, _put(stacks, made, index), _put(sent, away, number)), None
 
-    stacks = jax.tree.map(lambda aval: _empty(aval, count), structure.unflatten(traced.out_avals)[1])
-    (number, x, here, stacks), _ = jax.lax.scan(body, (jnp.int32(0), x, here, stacks), None, length=count - 1)
-    x, made = run(number, x, here)
+    _, made, large = structure.unflatten(traced.out_avals)
+    stacks = jax.tree.map(lambda aval: _empty(aval, count), made)
+    sent = [jax.device_put(_empty(aval, count - 1), jax.memory.Space.Host) for aval in large]
+    first = (jnp.int32(0), x, here, stacks, sent)
+    (number, x, here, stacks, sent), _ = jax.lax.scan(body, first, None, length=count - 1)
+    x, made, held = run(number, x, here)
     sums, kept = _put(stacks, made, number)
-    return (x, sums), (None if moves is None else _Kept(pullbacks[-1], kept, here))
+    return (x, sums), (None if moves is None else _Kept(pullbacks[-1], kept, here, sent, held))
 
 
 def _backward(count: int, kept: _Kept, near, far, shared, moves: Sequence[bool], gradients: tuple[Array, Any]):
     """The gradients of x and of the arrays that have one, the last layer first."""
     dx, dsums = gradients
 
-    def step(index: Any, dx: Array, here: list[Array]) -> tuple[Array, list[Array]]:
+    def step(index: Any, dx: Array, here: list[Array], held: list[Array]) -> tuple[Array, list[Array]]:
         groups = {
+            "sent": held,
             "kept": _taken(kept.stacks, index),
             "near": _taken(near, index),
             "far": here,
@@ -199,15 +220,15 @@ def _backward(count: int, kept: _Kept, near, far, shared, moves: Sequence[bool],
         return pull((dx, jax.tree.map(lambda leaf: _at(leaf, index), dsums)))
 
     def body(carry: Any, _: None) -> tuple[Any, None]:
-        number, dx, here, stacks = carry
-        ahead, index = _ahead(far, number, -1)
-        dx, made = step(index, dx, here)
-        return (number - 1, dx, ahead, _put(stacks, made, index)), None
+        number, dx, here, held, stacks = carry
+        ahead, index = _ahead([*far, *kept.sent], number, -1)
+        dx, made = step(index, dx, here, held)
+        return (number - 1, dx, ahead[: len(far)], ahead[len(far) :], _put(stacks, made, index)), None
 
     moving = [leaf for leaf, moved in zip(near, moves, strict=True) if moved]
-    first = (jnp.int32(count - 1), dx, kept.last, jax.tree.map(jnp.zeros_like, moving))
-    (number, dx, here, stacks), _ = jax.lax.scan(body, first, None, length=count - 1)
-    dx, made = step(number, dx, here)
+    first = (jnp.int32(count - 1), dx, kept.last, kept.held, jax.tree.map(jnp.zeros_like, moving))
+    (number, dx, here, held, stacks), _ = jax.lax.scan(body, first, None, length=count - 1)
+    dx, made = step(number, dx, here, held)
     return dx, _put(stacks, made, number)
 
 
@@ -221,6 +242,8 @@ def _ahead(far: Sequence[Array], index: Array, step: int) -> tuple[list[Array], 
     what computes must take as much: one number of each array, whose copies come before the large ones, and the large
     ones' offset.
     """
+    if not far:
+        return [], index
     following = index + step
 
     def number(leaf: Array) -> Array:

@@ -2,7 +2,17 @@
 
 from fastjax.parallel.checks import check_mesh
 from fastjax.parallel.context import context_devices, in_order, own_tokens
-from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, SHARES, TENSOR, batch_devices, batch_part, local
+from fastjax.parallel.islands import (
+    BATCH,
+    CONTEXT,
+    ROWS,
+    SHARES,
+    TENSOR,
+    batch_devices,
+    batch_part,
+    local,
+    several_devices,
+)
 from fastjax.parallel.mesh import MeshShape, as_input, batch_sharding, make_mesh, shard_frozen, shard_replicated
 from fastjax.parallel.placing import place, row_shardings
 from fastjax.parallel.tensor import all_tokens, own_sums, tensor_devices
@@ -28,6 +38,7 @@ __all__ = [
     "own_tokens",
     "place",
     "row_shardings",
+    "several_devices",
     "shard_frozen",
     "shard_replicated",
     "tensor_devices",

@@ -36,13 +36,19 @@ def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[...
         inside an island; else `op` in a shard_map over the ambient mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types):
+    if not several_devices() or all(kind == AxisType.Manual for kind in mesh.axis_types):
         return op
     in_specs, out_specs = (
         jax.tree.map(lambda spec: P(*(on_axes(part, mesh) for part in spec)), specs, is_leaf=lambda s: isinstance(s, P))
         for specs in (in_specs, out_specs)
     )
     return jax.shard_map(op, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def several_devices() -> bool:
+    """Whether the ambient mesh has several devices, inside an island too."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.size > 1
 
 
 def batch_devices() -> int:

@@ -116,6 +116,7 @@ def backward(
         out_shape=(jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype), dB, dA),
         grid=(features // tiles.columns, shares),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        input_output_aliases={0: 0},  # a program writes a tile's gradients where it has read the tile
         interpret=interpret,
         name="glu_lora_backward",
     )(gate_up, products, lora_B, dh, down_A, dproducts)
