@@ -110,9 +110,10 @@ class StepCase:
         return "one device" if self.mesh is None else str(self.mesh)
 
     @property
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, str | bool]:
         """XLA's options by name."""
-        return dict(option.split("=", 1) for option in self.compiler_options)
+        pairs = (option.split("=", 1) for option in self.compiler_options)
+        return {name: {"true": True, "false": False}.get(value.lower(), value) for name, value in pairs}
 
     @property
     def full(self) -> bool:

@@ -68,23 +68,28 @@ def print_results(console: Console, measured: Measured) -> None:
         measured: lines of the table.
     """
     first, found = measured[0].case, measured[0].result
-    rows = {line.case.rows for line in measured}
-    about = (first.model, first.trained, *(rows if len(rows) == 1 else ()), found.device, f"jax {found.jax}")
-    counted = any(line.result.peak_bytes is not None for line in measured)
-    held = "peak GiB" if counted else "plan GiB"
     spread = any(line.case.mesh is not None for line in measured)
-    numbers = ("step ms", "tokens/s", *(("a device", "share") if spread else ()), "TFLOP/s")
-    numbers = (*numbers, held) if spread else (*numbers, "compile s", held, "loss")
-    columns = {  # a version would not fit
-        "by": [line.by.partition(" ")[0] for line in measured] if {line.by for line in measured} > {"fastjax"} else [],
-        "mesh": [line.case.where for line in measured] if spread else [],
-        "rows": [line.case.rows for line in measured] if len(rows) > 1 else [],
+    given = dict.fromkeys(line.case.compiler_options for line in measured if line.case.compiler_options)
+    sets = {options: str(number) for number, options in enumerate(given, 1)}  # their names would not fit
+    columns = {
+        "by": [line.by.partition(" ")[0] for line in measured],  # a version would not fit either
+        "mesh": [line.case.where for line in measured],
+        "rows": [line.case.rows for line in measured],
         "remat": [line.case.kept for line in measured],
         "loop": [line.case.layer_loop for line in measured],
-        "attention": [line.case.attention or "" for line in measured] if any(line.rest[1] for line in measured) else [],
-        "options": [", ".join(line.rest[2:]) for line in measured] if any(line.rest[2:] for line in measured) else [],
+        "attention": [line.case.attention or "" for line in measured],
+        "options": [sets.get(line.case.compiler_options, "") for line in measured],
     }
-    shown = {name: values for name, values in columns.items() if values}
+    always = ("mesh",) if spread else ("remat", "loop")
+    shown = {name: values for name, values in columns.items() if name in always or len(set(values)) > 1}
+    if set(columns["attention"]) != {""}:
+        shown["attention"] = columns["attention"]
+    alike = [values[0] for name, values in columns.items() if name in ("rows", "remat", "loop") and name not in shown]
+    about = (first.model, first.trained, *alike, found.device, f"jax {found.jax}")
+    counted = any(line.result.peak_bytes is not None for line in measured)
+    held = "peak GiB" if counted else "plan GiB"
+    numbers = ("step ms", "tokens/s", *(("a device", "share") if spread else ()), "TFLOP/s")
+    numbers = (*numbers, held) if spread else (*numbers, "compile s", held, "loss")
     table, reasons = make_table(" · ".join(("step", *about)), tuple(shown), numbers), []
     lines = zip(zip(*shown.values(), strict=True), measured, linear_shares(measured), strict=True)
     for names, line, share in lines:
@@ -97,6 +102,8 @@ def print_results(console: Console, measured: Measured) -> None:
             figures = milliseconds, speed, *_device_figures(line, share), flops, memory
         table.add_row(*names, *figures)
     show(console, table, reasons)
+    for options, number in sets.items():
+        console.print(f"options {number}: {', '.join(options)}", highlight=False, markup=False)
     for line in measured:
         if line.result.profile is not None:
             _print_profile(console, line.case, line.result.profile)
