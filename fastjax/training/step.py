@@ -343,7 +343,7 @@ def _on_mesh(
 
     @functools.wraps(jitted)
     def call(state: Any, frozen: Any, batch: Batch) -> Any:
-        check_rows(*batch.tokens.shape[1:], shape)
+        check_rows(batch.tokens.shape[1], batch.tokens.shape[2], shape)
         # Placed before the call, not by it: a step compiled for a state on one device would be compiled again for its
         # own result.
         frozen = apart(state, frozen)
@@ -352,7 +352,7 @@ def _on_mesh(
             return jitted(*arguments)
 
     def trace(state: Any, frozen: Any, batch: Batch) -> Any:
-        check_rows(*batch.tokens.shape[1:], shape)
+        check_rows(batch.tokens.shape[1], batch.tokens.shape[2], shape)
         arguments = (state, jax.eval_shape(lambda frozen: apart(state, frozen), frozen), batch)
         specs = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

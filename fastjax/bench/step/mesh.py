@@ -1,6 +1,7 @@
 """The meshes of a measurement: read from the command line, and refused where a case does not suit them."""
 
 import re
+from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
@@ -65,7 +66,7 @@ def open_case_mesh(case: StepCase) -> Mesh | None:
     return mesh
 
 
-def check_meshes(cases: list[StepCase]) -> None:
+def check_meshes(cases: Sequence[StepCase]) -> None:
     """Refuse cases whose meshes this machine or their model does not suit.
 
     Args:
