@@ -43,8 +43,8 @@ def add_parser(commands: Any) -> None:
         "step",
         help="the whole train step of a model with random weights",
         description="Time the whole train step, optimizer included, of a model with random weights, in a process of "
-        "its own for each combination of checkpointing, layer loop and attention. Steps that do not train give no "
-        "figure and exit status 1. Unsloth is measured beside it where it is installed.",
+        "its own for each combination of mesh, checkpointing, layer loop, attention and options of the compiler. Steps "
+        "that do not train give no figure and exit status 1. Unsloth is measured beside it where it is installed.",
         epilog=f"regimes: {_REGIMES}.",
     )
     parser.add_argument("--preset", choices=tuple(PRESETS), default="llama3-8b", help="shape (default: %(default)s)")
@@ -66,7 +66,20 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: by the device")
     parser.add_argument("--regime", choices=tuple(REGIMES), help="rows, checkpointing and layer loop by name")
-    parser.add_argument("--batch", type=positive, metavar="N", help="rows (default: 4)")
+    parser.add_argument(
+        "--mesh",
+        nargs="+",
+        default=["one"],
+        metavar="MESH",
+        help="devices of this machine: one, or sizes of the axes data, fsdp, expert, context and tensor as in "
+        "fsdp=2,tensor=2 (default: one)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=positive,
+        metavar="N",
+        help="rows; on a mesh of each part along data, fsdp and expert, as in training (default: 4)",
+    )
     parser.add_argument("--seq", type=positive, metavar="N", help="tokens a row (default: 2048)")
     parser.add_argument(
         "--checkpointing",
@@ -91,6 +104,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--offload_embedding", action="store_true", help="the table of embeddings on the host")
     parser.add_argument(
         "--mlp_chunk", type=positive, metavar="N", help="tokens that an MLP computes at a time (default: auto)"
+    )
+    parser.add_argument(
+        "--compiler_options",
+        nargs="+",
+        metavar="SET",
+        help="XLA's options for the step, NAME=VALUE,NAME=VALUE, or none; a case for each set (default: none)",
     )
     parser.add_argument("--steps", type=positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
     parser.add_argument(
@@ -122,6 +141,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _cases(arguments: argparse.Namespace) -> list[StepCase]:
     from fastjax.bench.attention.cases import read_lengths
+    from fastjax.bench.step.mesh import read_mesh
 
     method, weights = resolve_method(arguments.method, arguments.weights)
     if method == "full":
@@ -146,11 +166,25 @@ def _cases(arguments: argparse.Namespace) -> list[StepCase]:
     }
     if arguments.fill and arguments.lengths is None:
         raise ConfigError("bench step: --fill: expected --lengths beside it, whose documents it makes rows of")
-    attention = arguments.attention or [None]
+    varied: dict[str, list[Any]] = {
+        "attention": arguments.attention or [None],
+        "fill": arguments.fill or list(FILLS[:1]),
+        "compiler_options": [_options(text) for text in arguments.compiler_options or ["none"]],
+        "mesh": [read_mesh(text) for text in arguments.mesh],
+    }
     return [
-        StepCase(**layout._asdict(), attention=name, fill=fill, **common)
-        for layout, name, fill in itertools.product(_layouts(arguments), attention, arguments.fill or FILLS[:1])
+        StepCase(**layout._asdict(), **dict(zip(varied, values, strict=True)), **common)
+        for layout, *values in itertools.product(_layouts(arguments), *varied.values())
     ]
+
+
+def _options(text: str) -> tuple[str, ...]:
+    """A set of XLA's options."""
+    found = () if text == "none" else tuple(text.split(","))
+    for option in found:
+        if not all(option.partition("=")):
+            raise ConfigError(f"bench step: --compiler_options: expected none or NAME=VALUE,NAME=VALUE, got {text}")
+    return found
 
 
 def _layouts(arguments: argparse.Namespace) -> list[Layout]:

@@ -134,6 +134,7 @@ class FastLanguageModel:
         param_dtype: str = "float32",
         float32_modules: Sequence[str] | None = None,
         mlp_chunk: Chunk = "auto",
+        mesh: Mesh | None = None,
     ) -> LanguageModel:
         """A model with random weights, for training from scratch and for benchmarks.
 
@@ -151,6 +152,7 @@ class FastLanguageModel:
             param_dtype: dtype of the trained arrays.
             float32_modules: modules that stay in float32.
             mlp_chunk: as for `from_pretrained`.
+            mesh: of the devices that get parts of the weights (`parallel.make_mesh`); None: one has all.
         """
         settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
         parsed = ModelConfig.from_hf(config, where="config")
@@ -168,6 +170,7 @@ class FastLanguageModel:
             layer_loop=layer_loop,
             remat=settings["remat"],
             mxfp4=(config.get("quantization_config") or {}).get("quant_method") in FORMATS["mxfp4"].methods,
+            mesh=mesh,
         )
         return _build(parsed, config, None, plan, weights, precision, tokenizer, settings)
 

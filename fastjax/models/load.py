@@ -187,6 +187,7 @@ def random_weights(
     layer_loop: str,
     remat: str = "full",
     mxfp4: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[tuple[LayerStack, ...], dict[str, Any]]:
     """Random weights, normal with the config's initializer_range, norms that scale by one, biases zero.
 
@@ -200,6 +201,7 @@ def random_weights(
         remat: policy of rematerialisation; layers of one stack have one.
         mxfp4: with `load_in_4bit`, the model is one whose files have experts in MXFP4: these are drawn as codes, the
             other matrices are not quantised (as `load_weights` holds such a folder).
+        mesh: as for `load_weights`; the first device draws each layer whole.
     """
     options = {"precision": precision, "trained": trained, "load_in_4bit": load_in_4bit}
 
@@ -236,7 +238,7 @@ def random_weights(
             yield weight(spec, jax.random.fold_in(key, 1))
 
     plan = plan_held(config, {}, precision, layer_loop, remat)
-    return plan, fill_tree(config, plan, everything())
+    return plan, fill_tree(config, plan, everything(), mesh=mesh)
 
 
 @jax.jit

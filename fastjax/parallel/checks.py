@@ -50,6 +50,29 @@ def check_exchange(config: ModelConfig, shape: MeshShape, gradient_exchange: str
             raise ConfigError(f"parallel.gradient_exchange: expected {expected}, got {gradient_exchange}")
 
 
+def check_rows(rows: int, length: int, shape: MeshShape) -> None:
+    """Refuse batches that cannot be cut into equal parts for the devices.
+
+    Args:
+        rows: of a microbatch, of all devices.
+        length: tokens of a row.
+        shape: devices along each mesh axis.
+
+    Raises:
+        ConfigError: names what was expected and what came.
+    """
+    if rows % shape.replicas:
+        raise ConfigError(
+            f"batch: expected a multiple of {shape.replicas} rows a microbatch, one for each part of the mesh {shape}, "
+            f"got {rows}"
+        )
+    if length % shape.token_parts:
+        raise ConfigError(
+            f"batch: expected rows of a multiple of {shape.token_parts} tokens, equal parts of them for the devices "
+            f"along context and tensor, got {length}"
+        )
+
+
 def _expert(config: ModelConfig, shape: MeshShape) -> Iterator[tuple[str, str]]:
     """What does not serve experts on several devices: axis, and the clause of what was expected."""
     if shape.expert == 1:

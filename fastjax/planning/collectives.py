@@ -4,6 +4,7 @@ A ring moves what it must and no more (Patarasuk and Yuan, 10.1016/j.jpdc.2008.0
 2 (n - 1) / n of an array to sum it, (n - 1) / n to gather it, to scatter a sum, or to exchange its parts.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -79,9 +80,16 @@ def _result(kind: str, one: Instruction) -> int:
 
 
 def _group(rest: str, devices: int) -> int:
-    """Devices that take part in one collective, by its groups: {{0,1},{2,3}}, or [groups,devices]<=…; or all."""
+    """Devices that take part in one collective; without groups all.
+
+    Groups are {{0,1},{2,3}}, [groups,devices]<=…, or a mesh's axes: mesh['data'=2,'fsdp'=4] {'fsdp'}.
+    """
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
         return len(found[1].split(","))
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
         return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])  # of a part of an axis the size follows
+        return math.prod(int(part or sizes[axis]) for axis, part in parts)
     return devices

@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 from fastjax.data.batches import Batch
 from fastjax.host_memory import shapes_of
 from fastjax.language_model import LanguageModel
-from fastjax.parallel import place
 from fastjax.runs.model import initial_state, run_shapes
 from fastjax.runs.opening import OpenModel, OpenShapes
 from fastjax.training.config import ParallelSection, TrainConfig
 from fastjax.training.config.training import TrainingSection
 from fastjax.training.loss import Loss, loss_sums
 from fastjax.training.optimizers import make_optimizer
+from fastjax.training.placement import start_on_mesh
 from fastjax.training.step import TrainState, make_train_step
 
 
@@ -98,10 +98,7 @@ def on_mesh(
     def begin(trainable: Any) -> TrainState:
         return initial_state(config, model.replace(trainable=trainable), total_steps, replicas)
 
-    shapes = jax.eval_shape(begin, model.trainable)
-    state, frozen, _ = step.shardings(shapes, model.frozen, batch_shapes(config, replicas))
-    made = jax.jit(begin, out_shardings=state)(place(model.trainable, state.trainable))
-    return made, place(model.frozen, frozen)
+    return start_on_mesh(begin, model.trainable, model.frozen, batch_shapes(config, replicas), step)
 
 
 class RunShapes:

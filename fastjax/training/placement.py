@@ -5,6 +5,7 @@ A trained array lies where its logical axes say (`parallel.MESH_AXES`), and with
 gradients rounds off is its own. Counters, rates and random state are on every device.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from convert.model.config import ModelConfig
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import BATCH, shard_frozen
+from fastjax.parallel import BATCH, place, shard_frozen
 from fastjax.parallel.islands import on_axes
 from fastjax.training.optimizers.adafactor import Factored
 from fastjax.training.optimizers.blockwise import Blockwise
@@ -69,6 +70,20 @@ def weight_shardings(tree: Any, config: ModelConfig, mesh: Mesh) -> Any:
         mesh: the mesh.
     """
     return shard_frozen(tree, logical_axes(tree, config), mesh)
+
+
+def start_on_mesh(begin: Callable[[Any], Any], trainable: Any, frozen: Any, batch: Any, step: Any) -> tuple[Any, Any]:
+    """The state before the first step and the frozen weights, each array made or put in its parts on the mesh.
+
+    Args:
+        begin: trained arrays -> the state (`training.step.init_state`).
+        trainable: their initial values.
+        frozen: the other arrays.
+        batch: arrays, or their shapes.
+        step: of `training.step.make_train_step`, on the mesh.
+    """
+    state, weights, _ = step.shardings(jax.eval_shape(begin, trainable), frozen, batch)
+    return jax.jit(begin, out_shardings=state)(place(trainable, state.trainable)), place(frozen, weights)
 
 
 def _names(path: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ either.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -27,8 +26,8 @@ from fastjax.host_memory import in_host_memory
 from fastjax.models import remat
 from fastjax.models.layout import logical_axes
 from fastjax.models.tensor_parts import held_apart
-from fastjax.parallel import BATCH, TENSOR, MeshShape, batch_part, local, place, row_shardings
-from fastjax.parallel.checks import check_exchange
+from fastjax.parallel import BATCH, MeshShape, batch_part, local, place, row_shardings
+from fastjax.parallel.checks import check_exchange, check_rows
 from fastjax.parallel.exchange import Feedback, exchange, no_feedback
 from fastjax.parallel.gather import scattered
 from fastjax.training.health import squared_norms
@@ -311,7 +310,7 @@ def _on_mesh(
         return jax.jit(function, donate_argnums=donate, compiler_options=options)
     places: dict[Any, Any] = {}  # by the structure of the frozen weights, which splitting over tensor changes
     known: list[ModelConfig] = []
-    split = mesh.shape[TENSOR]
+    shape = MeshShape(**mesh.shape)
 
     def config(state: Any, frozen: Any) -> ModelConfig:
         if not known:
@@ -323,7 +322,7 @@ def _on_mesh(
         return known[0]
 
     def apart(state: Any, frozen: Any) -> Any:
-        return frozen if split == 1 else held_apart(frozen, config(state, frozen), split)
+        return frozen if shape.tensor == 1 else held_apart(frozen, config(state, frozen), shape.tensor)
 
     def shardings(state: Any, frozen: Any, batch: Batch) -> tuple[Any, Any, Any]:
         structure = jax.tree.structure(frozen)
@@ -344,19 +343,7 @@ def _on_mesh(
 
     @functools.wraps(jitted)
     def call(state: Any, frozen: Any, batch: Batch) -> Any:
-        count = batch.tokens.shape[1]
-        replicas = math.prod(mesh.shape[name] for name in BATCH)
-        if count % replicas:
-            raise ConfigError(
-                f"batch: expected a multiple of {replicas} rows a microbatch, one for each part of the mesh "
-                f"{dict(mesh.shape)}, got {count}"
-            )
-        length, parts = batch.tokens.shape[2], MeshShape(**mesh.shape).token_parts
-        if length % parts:
-            raise ConfigError(
-                f"batch: expected rows of a multiple of {parts} tokens, equal parts of them for the devices along "
-                f"context and tensor, got {length}"
-            )
+        check_rows(batch.tokens.shape[1], batch.tokens.shape[2], shape)
         # Placed before the call, not by it: a step compiled for a state on one device would be compiled again for its
         # own result.
         frozen = apart(state, frozen)
@@ -365,6 +352,7 @@ def _on_mesh(
             return jitted(*arguments)
 
     def trace(state: Any, frozen: Any, batch: Batch) -> Any:
+        check_rows(batch.tokens.shape[1], batch.tokens.shape[2], shape)
         arguments = (state, jax.eval_shape(lambda frozen: apart(state, frozen), frozen), batch)
         specs = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from convert.model.config import ModelConfig
 from fastjax.bench.attention.cases import packed
@@ -26,11 +27,12 @@ _STEP = 64
 _EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def build_model(case: StepCase) -> LanguageModel:
+def build_model(case: StepCase, mesh: Mesh | None = None) -> LanguageModel:
     """The model with what the case trains.
 
     Args:
         case: the settings.
+        mesh: of the devices that get parts of the base's weights, layer by layer; None: one has all.
 
     Raises:
         ConfigError: settings that the model does not take.
@@ -45,6 +47,7 @@ def build_model(case: StepCase) -> LanguageModel:
         layer_loop=case.layer_loop,  # pyright: ignore[reportArgumentType]
         param_dtype=case.param_dtype,
         mlp_chunk=case.mlp_chunk or "auto",
+        mesh=mesh,
     )
     if case.full:
         return model
@@ -95,26 +98,27 @@ def filled(case: StepCase) -> tuple[StepCase, Documents | None]:
     if case.lengths is None:
         return case, None
     if case.fill == "packed":
-        return case, packed(case.lengths, case.batch, case.seq)
-    if len(case.lengths) < case.batch:
-        raise ConfigError(f"--lengths: expected a document for each of {case.batch} rows, got {len(case.lengths)}")
-    count = len(case.lengths) // case.batch
-    shuffled = np.random.default_rng(0).permutation(np.minimum(case.lengths, case.seq))[: count * case.batch]
-    batches = sorted(shuffled.reshape(count, case.batch).tolist(), key=max)
+        return case, packed(case.lengths, case.step_rows, case.seq)
+    size = case.step_rows
+    if len(case.lengths) < size:
+        raise ConfigError(f"--lengths: expected a document for each of {size} rows, got {len(case.lengths)}")
+    count = len(case.lengths) // size
+    shuffled = np.random.default_rng(0).permutation(np.minimum(case.lengths, case.seq))[: count * size]
+    batches = sorted(shuffled.reshape(count, size).tolist(), key=max)
     rows = [(length,) for length in batches[count // 2]]
     longest = -(-max(batches[count // 2]) // _STEP) * _STEP
     return dataclasses.replace(case, seq=min(longest, case.seq)) if case.fill == "longest" else case, rows
 
 
 def make_batch(case: StepCase, vocab_size: int, documents: Documents | None) -> Batch:
-    """Random rows of one document or several, the last place of each without a target.
+    """Random rows of one document or several, of all devices, the last place of each without a target.
 
     Args:
         case: the settings.
         vocab_size: number of tokens.
         documents: of `filled`.
     """
-    shape = (1, case.batch, case.seq)
+    shape = (1, case.step_rows, case.seq)
     tokens = np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
     targets = np.full(shape, -100, np.int32)
     targets[..., :-1] = tokens[..., 1:]

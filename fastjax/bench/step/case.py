@@ -1,9 +1,12 @@
 """The settings of a measurement, and named sets of them; no JAX."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastjax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastjax.parallel import MeshShape
 
 #: Method -> the formats that its base's weights may have, the usual one first.
 METHODS = {"qlora": ("nf4", "mxfp4"), "lora": ("16bit",), "full": ("16bit",)}
@@ -45,7 +48,7 @@ class StepCase:
 
     Attributes:
         preset: a key of PRESETS.
-        batch: rows.
+        batch: rows; on a mesh those of each part of it that has rows of its own, as in training.
         seq: tokens a row.
         checkpointing: what the backward pass recomputes, as `use_gradient_checkpointing`.
         layer_loop: "scan" or "unroll".
@@ -64,6 +67,8 @@ class StepCase:
         layers: the preset's first ones alone; None: all.
         offload_embedding: whether the table of embeddings lies in the host's memory.
         mlp_chunk: tokens that an MLP computes at a time; None: "auto".
+        mesh: of several devices; None: one.
+        compiler_options: XLA's for the step, NAME=VALUE each.
     """
 
     preset: str
@@ -86,6 +91,29 @@ class StepCase:
     layers: int | None = None
     offload_embedding: bool = False
     mlp_chunk: int | None = None
+    mesh: "MeshShape | None" = None
+    compiler_options: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """Their number."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of all devices."""
+        return self.batch * (1 if self.mesh is None else self.mesh.replicas)
+
+    @property
+    def where(self) -> str:
+        """The mesh."""
+        return "one device" if self.mesh is None else str(self.mesh)
+
+    @property
+    def options(self) -> dict[str, str | bool]:
+        """XLA's options by name."""
+        pairs = (option.split("=", 1) for option in self.compiler_options)
+        return {name: {"true": True, "false": False}.get(value.lower(), value) for name, value in pairs}
 
     @property
     def full(self) -> bool:
@@ -110,7 +138,7 @@ class StepCase:
 
     @property
     def rows(self) -> str:
-        """Rows × tokens."""
+        """Rows × tokens, of one part of a mesh."""
         tokens = "longest" if self.lengths and self.fill == "longest" else f"{self.seq:,}"
         return f"{self.batch}×{tokens}" + (f" {self.fill}" if self.lengths and self.fill != "longest" else "")
 

@@ -5,7 +5,8 @@ astray depends on the model (a mixture's router chooses other experts where scor
 plain operations once more in bfloat16, every intermediate result rounded. Kernels round other intermediate results, in
 another order: they may be off by three times as much. Loss and the gradient of every trained array of each layer are
 compared, since the loss alone, of random weights, is near the logarithm of the vocabulary whatever the layers compute.
-An adapter's B starts at zero, which leaves A without a gradient: here it starts small.
+An adapter's B starts at zero, which leaves A without a gradient: here it starts small. The step of several devices is
+compared with that of one, of as many rows.
 """
 
 import dataclasses
@@ -18,15 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from fastjax.bench.step.build import build_model, first_state, make_batch
 from fastjax.bench.step.case import StepCase
+from fastjax.bench.step.mesh import open_case_mesh
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.language_model.model import LanguageModel
 from fastjax.models.chunks import chunk_places
 from fastjax.models.leaves import LORA_B, leaf_at
 from fastjax.models.remat import policy_of
+from fastjax.parallel import MeshShape
 from fastjax.planning.work import plain_path
 from fastjax.training.health import leaf_names, squared_norms
 from fastjax.training.step import make_train_step
@@ -83,7 +87,8 @@ def fault_of(case: StepCase) -> str | None:
         ConfigError: settings that the model does not take.
     """
     layers = min(_LAYERS, case.layers or _LAYERS)
-    tokens = min(case.seq, _TOKENS)
+    mesh, shape = open_case_mesh(case), case.mesh or MeshShape()
+    tokens = min(case.seq, _TOKENS) // shape.token_parts * shape.token_parts
     dtype = case.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     cut = dataclasses.replace(
         case,
@@ -97,23 +102,24 @@ def fault_of(case: StepCase) -> str | None:
     )
     model = _with_gradients(build_model(cut))
     if model.config.moe is not None:
-        cut = dataclasses.replace(cut, seq=min(tokens, _TOKENS_OF_MIXTURES))
+        cut = dataclasses.replace(cut, seq=min(tokens, _TOKENS_OF_MIXTURES // shape.replicas))
     batch = make_batch(cut, model.config.vocab_size, None)
     with plain_path():
         exact = _step(_in_dtype(model, "float32"), batch, {})
         rounded = _step(model, batch, {"xla_allow_excess_precision": False})
     with attention_implementation(case.attention):
-        found = _step(_by_chunks(_in_dtype(model, dtype), case, tokens), batch, {})
+        found = _step(_by_chunks(_in_dtype(model, dtype), case, tokens), batch, case.options, mesh)
     return _judged(model, dtype, found=found, rounded=rounded, exact=exact)
 
 
 def _by_chunks(model: LanguageModel, case: StepCase, tokens: int) -> LanguageModel:
     """The model whose MLPs compute a row of so many tokens by chunks, where the case's rows are computed so."""
-    shape = case.batch, case.seq, model.config.hidden_size
-    if chunk_places(case.mlp_chunk or "auto", shape, policy_of(case.checkpointing, 0)) is None:
+    devices = case.mesh or MeshShape()
+    shape = case.batch, case.seq // devices.context, model.config.hidden_size
+    if devices.tensor > 1 or chunk_places(case.mlp_chunk or "auto", shape, policy_of(case.checkpointing, 0)) is None:
         return model
     decoder = model.module()
-    decoder.mlp_chunk = -(-tokens // _CHUNKS)
+    decoder.mlp_chunk = -(-tokens // (devices.context * _CHUNKS))
     return model.replace(graphdef=nnx.split(decoder, model.trainable_filter, ...)[0])
 
 
@@ -148,14 +154,14 @@ def _in_dtype(model: LanguageModel, dtype: str) -> LanguageModel:
     )
 
 
-def _step(model: LanguageModel, batch: Batch, options: Mapping[str, Any]) -> _Outcome:
-    step = make_train_step(model.graphdef, _RECORDER, model.trainable_filter, compiler_options=options)
+def _step(model: LanguageModel, batch: Batch, options: Mapping[str, Any], mesh: Mesh | None = None) -> _Outcome:
+    step = make_train_step(model.graphdef, _RECORDER, model.trainable_filter, compiler_options=options, mesh=mesh)
     state, metrics = step(first_state(model, _RECORDER), model.frozen, batch)
     if not metrics["finite"]:
         raise TrainingError(
             f"the first step in {model.dtype}: loss {float(metrics['loss']):g}, or a gradient not finite"
         )
-    return _Outcome(float(metrics["loss"]), state.opt_state)
+    return _Outcome(float(metrics["loss"]), jax.device_put(state.opt_state, jax.devices()[0]))
 
 
 def _judged(model: LanguageModel, dtype: str, *, found: _Outcome, rounded: _Outcome, exact: _Outcome) -> str | None:

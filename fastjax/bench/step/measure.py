@@ -6,6 +6,7 @@ finite, and every trained array has a gradient.
 """
 
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -14,18 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
 from fastjax.bench.step.build import build_model, filled, first_state, make_batch
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.check import fault_of
+from fastjax.bench.step.mesh import open_case_mesh
 from fastjax.bench.step.profile import Profile, summarize
 from fastjax.bench.step.scopes import scopes
 from fastjax.bench.trace import read_kernels
 from fastjax.errors import TrainingError
+from fastjax.language_model.model import LanguageModel
+from fastjax.parallel import place, row_shardings
 from fastjax.training.flops import attended_length, flops_per_token
 from fastjax.training.health import GradientCheck, leaf_names
+from fastjax.training.metrics import peak_memory
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
-from fastjax.training.step import make_train_step
+from fastjax.training.placement import start_on_mesh
+from fastjax.training.step import TrainState, make_train_step
 from pallas_kernels.attention import attention_implementation
 
 _RATE = 1e-4
@@ -41,11 +48,12 @@ class StepResult:
         jax: version.
         dtype: of the computation.
         step_seconds: median.
-        tokens_per_second: of the median step.
+        tokens_per_second: of the median step, of all devices.
         model_tflops_per_second: `flops_per_token` of the step's tokens over the median step.
         compile_seconds: tracing, lowering and compiling.
-        peak_bytes: the allocator's peak in this process; None where the device keeps no count.
-        step_bytes: arguments and temporaries of the step by the compiler's plan.
+        peak_bytes: the allocator's peak in this process, of the device where it is highest; None where devices keep no
+            count.
+        step_bytes: arguments and temporaries of the step on a device by the compiler's plan.
         losses: of every step, warm-up included.
         profile: where the time of further steps goes; None: none was asked for, or there is no GPU.
         error: the device cannot serve the case.
@@ -113,23 +121,30 @@ def _guarded(where: str, function: Callable[..., StepResult], *arguments: Any) -
 
 
 def _measure(case: StepCase, profile: Path | None) -> StepResult:
-    device = jax.devices()[0]
+    mesh = open_case_mesh(case)
     case, documents = filled(case)
-    model = build_model(case)
+    model = build_model(case, mesh)
     total = case.warmup + case.steps
     optimizer = make_optimizer(OptimizerConfig(name=case.optimizer, learning_rate=_RATE), total)  # pyright: ignore[reportArgumentType]
-    state = first_state(model, optimizer)
-    tokens = case.batch * case.seq if documents is None else sum(map(sum, documents))
+    tokens = case.step_rows * case.seq if documents is None else sum(map(sum, documents))
     length = case.seq if documents is None else attended_length([n for row in documents for n in row])
     flops = tokens * flops_per_token(model.config, model.trainable, length)
     names, dtype = leaf_names(model.trainable, model.plan), str(model.dtype)
     batch = make_batch(case, model.config.vocab_size, documents)
-    model = model.replace(trainable=None)  # the state has a copy; of a whole model there should be one
+    step: Any = make_train_step(
+        model.graphdef, optimizer, model.trainable_filter, mesh=mesh, compiler_options=case.options
+    )
+    begin = functools.partial(_begin, model, optimizer)
+    if mesh is None:
+        state, frozen = begin(model.trainable), model.frozen
+    else:
+        state, frozen = start_on_mesh(begin, model.trainable, model.frozen, batch, step)
+        batch = place(batch, row_shardings(batch, mesh))
+    del begin, model  # the state has a copy of what is trained; of a whole model there should be one
 
     start = time.perf_counter()
-    step = make_train_step(model.graphdef, optimizer, model.trainable_filter)
     with attention_implementation(case.attention):
-        compiled = step.lower(state, model.frozen, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        compiled = step.trace(state, frozen, batch).lower().compile()
     compile_seconds = time.perf_counter() - start
 
     check, ends, losses = GradientCheck(names), [time.perf_counter()], []
@@ -137,7 +152,7 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
     for number in range(total + 1):
         queued = None
         if number < total:
-            state, queued = compiled(state, model.frozen, batch)
+            state, queued = compiled(state, frozen, batch)
         if running is not None:
             values = jax.device_get(running)
             ends.append(time.perf_counter())
@@ -147,11 +162,11 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
             check.step(values["squared_norms"], _RATE, last=number == total)
         running = queued
     seconds = [end - start for start, end in itertools.pairwise(ends)]
-    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    found = None if profile is None else _profiled(compiled, state, (model.frozen, batch), profile)
+    peak = peak_memory()
+    found = None if profile is None else _profiled(compiled, state, (frozen, batch), profile)
     median, plan = statistics.median(seconds[case.warmup :]), compiled.memory_analysis()
     return StepResult(
-        device=device.device_kind,
+        device=jax.devices()[0].device_kind,
         jax=jax.__version__,
         dtype=dtype,
         step_seconds=median,
@@ -163,6 +178,10 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
         losses=losses,
         profile=found,
     )
+
+
+def _begin(model: LanguageModel, optimizer: optax.GradientTransformation, trainable: Any) -> TrainState:
+    return first_state(model.replace(trainable=trainable), optimizer)
 
 
 def _profiled(compiled: Any, state: Any, others: tuple[Any, Any], folder: Path) -> Profile | None:

@@ -54,6 +54,8 @@ def why_not(case: StepCase) -> str | None:
     """
     if importlib.util.find_spec("unsloth") is None:
         return "not installed"
+    if case.mesh is not None:
+        return "measured on one device alone"
     if _config(case).moe is not None:
         return "a mixture's adapters are on other modules there"
     if case.lengths is not None:
@@ -75,10 +77,11 @@ def cases_of(cases: Sequence[StepCase]) -> list[StepCase]:
     """The cases that differ for it, with its own name of what it recomputes.
 
     Args:
-        cases: this project's.
+        cases: this project's; those of several devices have none.
     """
-    changes: dict[str, Any] = {"layer_loop": "", "attention": None}
-    kept = [("none" if case.checkpointing in _KEEPING else "unsloth", case) for case in cases]
+    changes: dict[str, Any] = {"layer_loop": "", "attention": None, "compiler_options": ()}
+    alone = [case for case in cases if case.mesh is None]
+    kept = [("none" if case.checkpointing in _KEEPING else "unsloth", case) for case in alone]
     return list(dict.fromkeys(dataclasses.replace(case, checkpointing=name, **changes) for name, case in kept))
 
 

@@ -31,7 +31,8 @@ def draw(measured: Measured, title: str) -> bytes:
         ("GiB", ".2f", [(line.result.held_bytes or 0) / 2**30 for line in measured]),
     )
     labels = [
-        "\n".join(filter(None, (line.by, line.case.rows, line.case.checkpointing, *line.rest))) for line in measured
+        "\n".join(filter(None, (line.by, line.mesh, line.case.rows, line.case.checkpointing, *line.rest)))
+        for line in measured
     ]
     options: dict[str, Any] = {"dpi": 120, "facecolor": "white", "layout": "constrained"}
     with rc_context(STYLE):

@@ -16,7 +16,8 @@ from rich.console import Console
 from fastjax.bench.step import peers
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.measure import StepResult, check, measure
-from fastjax.bench.step.table import Line, Measured, markdown, print_results, summary
+from fastjax.bench.step.mesh import check_meshes
+from fastjax.bench.step.table import Line, Measured, linear_shares, markdown, print_results, summary
 from fastjax.errors import TrainingError
 
 
@@ -43,22 +44,24 @@ def run(
         The results, in the order of the cases.
 
     Raises:
-        ConfigError: settings that the model does not take.
+        ConfigError: settings that the model or the devices do not take.
         TrainingError: steps that do not train, after the tables and files of the others.
     """
     console = console or Console()
     measured, checks = [], {}
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
+        if any(case.mesh is not None for case in cases):
+            pool.submit(check_meshes, cases).result()
         for number, case in enumerate(cases):
             trace, key = None if profile is None else profile / str(number), _checked_once(case)
-            with console.status(f"{case.preset} {case.rows} {case.checkpointing} {case.layer_loop}"):
+            with console.status(f"{case.preset} {case.where} {case.rows} {case.checkpointing} {case.layer_loop}"):
                 if key not in checks:
                     checks[key] = pool.submit(check, case).result()
                 bad = checks[key].fault or checks[key].error
                 measured.append(Line(case, checks[key] if bad else pool.submit(measure, case, trace).result()))
             _tell(console, measured, output)
-        absent = peers.why_not(cases[0])
+        absent = peers.why_not(next((case for case in cases if case.mesh is None), cases[0]))
         for case in () if absent else peers.cases_of(cases):
             with console.status(f"{peers.label()} {case.preset} {case.rows} {case.checkpointing}"):
                 measured.append(Line(case, pool.submit(peers.measure_unsloth, case).result(), peers.label()))
@@ -87,7 +90,11 @@ def _tell(console: Console, measured: Measured, output: Path | None) -> None:
 
 
 def _json(measured: Measured) -> bytes:
-    rows = [{"by": line.by} | dataclasses.asdict(line.case) | dataclasses.asdict(line.result) for line in measured]
+    rows = []
+    for line, share in zip(measured, linear_shares(measured), strict=True):
+        case = dataclasses.asdict(line.case) | {"mesh": line.case.where, "devices": line.case.devices}
+        figures = {"tokens_per_second_per_device": line.per_device, "share_of_linear": share}
+        rows.append({"by": line.by} | case | dataclasses.asdict(line.result) | figures)
     return (json.dumps(rows, indent=1) + "\n").encode()
 
 
@@ -104,4 +111,5 @@ def _png(measured: Measured) -> bytes:
 
 def _checked_once(case: StepCase) -> Hashable:
     """Equal for cases that one comparison with the reference serves."""
-    return case.preset, case.method, case.weights, case.adapters, case.dtype, case.attention
+    model = case.preset, case.method, case.weights, case.adapters, case.dtype
+    return *model, case.attention, case.mesh, case.compiler_options

@@ -33,8 +33,9 @@ ENTRY %main (p: f32[1024], q: bf16[64,16]) -> f32[1024] {
 """
 
 
-def test_the_bytes_that_a_device_sends():
-    found = collectives(PROGRAM, 8)
+@pytest.mark.parametrize("groups", ["[2,4]<=[8]", "mesh['data'=2,'fsdp'=4] {'fsdp'}", "mesh['x'=8] {'x':(2)4}"])
+def test_the_bytes_that_a_device_sends(groups):
+    found = collectives(PROGRAM.replace("[2,4]<=[8]", groups), 8)
     assert found == [
         Collective("all-gather", 32, 32 * 256 * 32 * 3 / 4),
         Collective("collective-permute", 32, 32 * 64 * 32),

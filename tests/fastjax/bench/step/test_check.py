@@ -1,11 +1,14 @@
 """The comparison with the reference: it passes the step, and no other one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from fastjax.bench.step import check
 from fastjax.bench.step.case import StepCase
+from fastjax.parallel import MeshShape
 
 CASE = StepCase("tiny", 2, 16, "full", "scan", rank=4, dtype="bfloat16", mlp_chunk=8)
 
@@ -38,6 +41,16 @@ def test_the_step_passes(compared):
     # the fast path of a CPU is the plain one: exact beside itself, and nearer than float16's eighth only if it is exact
     assert judged(compared, found=compared["exact"], dtype="float32") is None
     assert "more than rounding allows" in judged(compared, dtype="float32")
+
+
+def test_several_devices_are_compared_with_one(monkeypatch):
+    meshes, make = [], check.make_train_step
+    monkeypatch.setattr(
+        check, "make_train_step", lambda *given, **how: meshes.append(how["mesh"]) or make(*given, **how)
+    )
+    mesh = MeshShape(fsdp=2, tensor=2)
+    assert check.fault_of(dataclasses.replace(CASE, mesh=mesh, mlp_chunk=None, dtype="float32")) is None
+    assert [None if mesh is None else mesh.size for mesh in meshes] == [None, None, 4]
 
 
 def test_every_half_has_a_gradient(compared):

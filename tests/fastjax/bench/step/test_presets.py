@@ -1,17 +1,21 @@
 """The presets are the models that they are named after, and the command line's options their cases."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from convert.model.config import ModelConfig
-from fastjax.bench.step.case import resolve_method
+from fastjax.bench.step.case import StepCase, resolve_method
+from fastjax.bench.step.mesh import check_meshes
 from fastjax.bench.step.presets import preset_config
 from fastjax.commands.bench import _parser
 from fastjax.commands.bench_step import _cases
 from fastjax.errors import ConfigError
 from fastjax.models.load import random_weights
 from fastjax.models.precision import make_precision
+from fastjax.parallel import MeshShape
 
 #: Published counts of parameters.
 PARAMETERS = {
@@ -92,12 +96,42 @@ def test_cases():
     }
 
 
+def test_cases_on_meshes():
+    """A case for each; rows are those of each part of a mesh that has its own."""
+    found = cases("--mesh", "one", "fsdp=2", "data=2,tensor=2", "--batch", "3", "--checkpointing", "full")
+    assert [(case.where, case.devices, case.rows, case.step_rows) for case in found] == [
+        ("one device", 1, "3×2,048", 3), ("fsdp 2", 2, "3×2,048", 6), ("data 2 × tensor 2", 4, "3×2,048", 6),
+    ]  # fmt: skip
+    options = cases("--checkpointing", "full", "--compiler_options", "none", "xla_a=1,xla_b=false")
+    assert [case.options for case in options] == [{}, {"xla_a": "1", "xla_b": False}]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mesh": MeshShape(fsdp=16)}, "--mesh fsdp 16: mesh: .* needs 16 devices, there are 8"),
+        ({"mesh": MeshShape(tensor=3)}, "--mesh tensor 3: parallel.tensor: expected a divisor of num_attention_heads"),
+        ({"mesh": MeshShape(expert=2)}, "--mesh expert 2: parallel.expert: expected 1 of a model without mixtures"),
+        ({"mesh": MeshShape(context=2), "seq": 30}, "--mesh context 2: batch: expected rows of a multiple of 4 tokens"),
+        ({"mesh": MeshShape(data=2), "offload_embedding": True}, "--offload_embedding: expected it without --mesh"),
+        ({"mesh": MeshShape(tensor=2), "mlp_chunk": 8}, "--mlp_chunk: expected it without --mesh tensor 2"),
+    ],
+)
+def test_meshes_that_a_case_does_not_suit(changes, message):
+    case = dataclasses.replace(StepCase("tiny", 2, 32, "full", "scan"), **changes)
+    with pytest.raises(ConfigError, match=message):
+        check_meshes([dataclasses.replace(case, mesh=None), case])
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--method", "lora", "--weights", "nf4"], "--weights: expected 16bit with --method lora, got nf4"),
         (["--method", "full", "--rank", "8"], "--rank is for methods with adapters, got 8"),
         (["--regime", "long", "--seq", "8"], "--seq: expected it without --regime"),
+        (["--mesh", "one", "fsdp=2,rows=2"], "--mesh: expected one, or sizes of data, .*, got fsdp=2,rows=2"),
+        (["--mesh", "fsdp=0"], "--mesh: expected one, .*, got fsdp=0"),
+        (["--compiler_options", "none", "xla_a"], "expected none or NAME=VALUE,NAME=VALUE, got xla_a"),
     ],
 )
 def test_refused(arguments, message):

@@ -102,6 +102,27 @@ def test_padded_rows_count_their_documents_alone(tmp_path, capsys, here):
     assert "expected --lengths beside it" in capsys.readouterr().err
 
 
+def test_several_devices_beside_one(tmp_path, capsys, here):
+    """The same rows on devices that share their tokens: the same losses, and the share of the devices' speed."""
+    output, text = tmp_path / "step.json", tmp_path / "step.md"
+    given = ["--rank", "4", "--mesh", "one", "context=2,tensor=2", "--output", str(output), "--markdown", str(text)]
+    options = ["--compiler_options", "xla_cpu_enable_fast_math=false"]
+    assert main(["bench", "step", *SIZE, *given, *options, "--plot", str(tmp_path / "step.png")]) == 0
+    out = capsys.readouterr().out
+    assert "step · tiny · QLoRA, NF4, r=4 · 2×32 · full · scan · cpu" in out and "context 2 × tensor 2 " in out
+    one, four = json.loads(output.read_text())
+    assert (one["mesh"], one["devices"], four["mesh"], four["devices"]) == ("one device", 1, "context 2 × tensor 2", 4)
+    np.testing.assert_allclose(four["losses"], one["losses"], rtol=1e-5)
+    assert four["tokens_per_second"] == pytest.approx(64 / four["step_seconds"])
+    assert four["tokens_per_second_per_device"] == pytest.approx(four["tokens_per_second"] / 4)
+    assert one["share_of_linear"] == 1
+    assert four["share_of_linear"] == pytest.approx(four["tokens_per_second"] / (4 * one["tokens_per_second"]))
+    assert four["compiler_options"] == ["xla_cpu_enable_fast_math=false"]
+    head, _, _, line, *_ = text.read_text().splitlines()
+    assert "| mesh |" in head and head.endswith("| a device | share |") and head.count("|") == line.count("|")
+    assert line.endswith(f"| {four['tokens_per_second_per_device']:,.0f} | {four['share_of_linear']:.1%} |")
+
+
 def test_rows_as_long_as_the_longest_of_their_batch():
     """The batch whose longest document is the median of all batches'."""
     case = dataclasses.replace(CASE, batch=1, seq=4096, lengths=(70, 200, 5000), fill="longest")

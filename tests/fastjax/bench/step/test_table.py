@@ -12,6 +12,7 @@ from fastjax.bench.step.plot import draw
 from fastjax.bench.step.profile import summarize
 from fastjax.bench.step.table import Line, markdown, print_results
 from fastjax.bench.trace import Kernel
+from fastjax.parallel import MeshShape
 
 CASES = [StepCase("llama3-8b", 4, 2048, kept, loop) for kept in ("projections", "full") for loop in ("unroll", "scan")]
 KERNEL = Kernel("/device:GPU:0", "loop_" + "add_" * 30 + "fusion", "jit_step", "", 0.0, 4e8)
@@ -39,6 +40,24 @@ def test_on_a_terminal():
     assert "fastjax full unroll: off [the] reference" in text
     assert "profile · 4×2,048 projections unroll · 400.0 ms a step, busy 100.0%" in text
     assert ["element-wise", "400.00", "100.0%", "1"] in lines and ["idle", "0.00", "0.0%", "0"] in lines
+
+
+def test_several_devices():
+    """What all have alike stands above the table, and options of the compiler below it."""
+    case, options = dataclasses.replace(CASES[0], compiler_options=("xla_a=1",)), ("xla_a=2", "xla_b=3")
+    two = dataclasses.replace(case, mesh=MeshShape(context=2, tensor=2))
+    fast = dataclasses.replace(FOUND, tokens_per_second=3 * FOUND.tokens_per_second, profile=None)
+    lines = [Line(case, FOUND), Line(two, fast), Line(dataclasses.replace(two, compiler_options=options), fast)]
+    console = Console(file=io.StringIO(), width=80)
+    print_results(console, lines)
+    text = console.file.getvalue()
+    assert "…" not in text and "· 4×2,048 · projections · unroll ·" in text
+    words = [line.split() for line in text.splitlines()]
+    assert ["one", "device", "1", "508.9", "16,091", "16,091", "100.0%", "412.25", "130.56"] in words
+    four = ["context", "2", "×", "tensor", "2"]
+    assert [*four, "1", "508.9", "48,274", "12,068", "75.0%", "412.25", "130.56"] in words
+    assert [*four, "2", "508.9", "48,274", "12,068", "-", "412.25", "130.56"] in words
+    assert "options 1: xla_a=1\noptions 2: xla_a=2, xla_b=3\n" in text and "profile · 4×2,048 projections" in text
 
 
 def test_as_markdown():
