@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.float8.implementations import QUANTIZE, Case
+from pallas_kernels.float8.scales import scale_of
 
 
 def quantize_rows(
@@ -43,6 +44,16 @@ def quantize_rows(
     chosen = QUANTIZE.choose(Case(dispatch.target(), rows.shape[1], x.dtype), implementation)
     codes, scales = QUANTIZE[chosen].forward(rows)
     return codes.reshape(x.shape), scales.reshape(x.shape[:-1])
+
+
+def quantize_columns(w: Float[Array, "out in"]) -> tuple[Float[Array, "in out"], Float[Array, " in"]]:
+    """`quantize_rows` of the transpose of a matrix: a reduction, and a loop that rounds and transposes.
+
+    Args:
+        w: bfloat16, float16 or float32.
+    """
+    scales, inverse = scale_of(jnp.max(jnp.abs(w), axis=0).astype(jnp.float32))
+    return (w.astype(jnp.float32) * inverse).astype(jnp.float8_e4m3fn).T, scales
 
 
 def matmul(

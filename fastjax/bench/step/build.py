@@ -45,6 +45,7 @@ def build_model(case: StepCase) -> LanguageModel:
         layer_loop=case.layer_loop,  # pyright: ignore[reportArgumentType]
         param_dtype=case.param_dtype,
         mlp_chunk=case.mlp_chunk or "auto",
+        base_compute=case.base_compute,  # pyright: ignore[reportArgumentType]
     )
     if case.full:
         return model

@@ -64,6 +64,7 @@ class StepCase:
         layers: the preset's first ones alone; None: all.
         offload_embedding: whether the table of embeddings lies in the host's memory.
         mlp_chunk: tokens that an MLP computes at a time; None: "auto".
+        base_compute: dtype of the frozen matrices' products, "float8"; None: `dtype`.
     """
 
     preset: str
@@ -86,6 +87,7 @@ class StepCase:
     layers: int | None = None
     offload_embedding: bool = False
     mlp_chunk: int | None = None
+    base_compute: str | None = None
 
     @property
     def full(self) -> bool:
@@ -101,7 +103,7 @@ class StepCase:
     def trained(self) -> str:
         """The method, the format of the base's weights, and what is trained."""
         base = {"qlora": f"QLoRA, {self.weights.upper()}", "lora": "LoRA", "full": f"full, {self.param_dtype}"}
-        parts = [base[self.method]]
+        parts = [base[self.method] + (f" in {self.base_compute}" if self.base_compute else "")]
         if not self.full:
             parts.append(f"r={self.rank}" + (" on attention" if self.adapters == "attention" else ""))
         if self.optimizer != "adamw":
