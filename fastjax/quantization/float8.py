@@ -1,8 +1,9 @@
 """Products of a frozen weight of any format in float8_e4m3fn, forward and to its input.
 
 Both operands are rounded to float8 with a scale a row, along the axis that is not summed: of x a token and of W an
-output feature, or of dy a token and of Wᵀ an input feature. What a weight has for that is its `Weight.float8`; the weight
-itself stays in its own format, and adapters read the input that was not rounded (Micikevicius et al., arXiv 2209.05433).
+output feature, or of dy a token and of Wᵀ an input feature. What a weight has for that is its `Weight.float8`; the
+weight itself stays in its own format, and adapters read the input that was not rounded (Micikevicius et al., arXiv
+2209.05433).
 """
 
 import dataclasses
@@ -104,7 +105,7 @@ def _multiply(x: Array, weight: WeightLike, transposed: bool) -> Array:
         [weight], x = after([weight], x)
         matrix, scales, factors = as_weight(weight).float8(transposed)
         if factors is not None:
-            x = (x.astype(jnp.float32) * factors).astype(x.dtype)
+            x = (x.astype(jnp.float32) * factors[None, None, :]).astype(x.dtype)
         # XLA must not fuse a decode into the product.
         matrix = jax.lax.optimization_barrier(matrix)
         return float8.matmul(*float8.quantize_rows(x), matrix, scales)

@@ -53,7 +53,7 @@ def quantize_columns(w: Float[Array, "out in"]) -> tuple[Float[Array, "in out"],
         w: bfloat16, float16 or float32.
     """
     scales, inverse = scale_of(jnp.max(jnp.abs(w), axis=0).astype(jnp.float32))
-    return (w.astype(jnp.float32) * inverse).astype(jnp.float8_e4m3fn).T, scales
+    return (w.astype(jnp.float32) * inverse[None, :]).astype(jnp.float8_e4m3fn).T, scales
 
 
 def matmul(
@@ -90,4 +90,5 @@ def matmul(
     precision = lax.Precision.HIGHEST if promoted else None
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     product = lax.dot_general(x, w, dims, precision=precision, preferred_element_type=jnp.bfloat16)
-    return (product.astype(jnp.float32) * x_scales[..., None] * w_scales).astype(jnp.bfloat16)
+    columns = w_scales.reshape((1,) * (x.ndim - 1) + w_scales.shape)
+    return (product.astype(jnp.float32) * (x_scales[..., None] * columns)).astype(jnp.bfloat16)

@@ -1,6 +1,6 @@
 """The implementations of the quantisation of rows by name, in order of preference.
 
-    forward(x) -> (codes [N, in], scales [N])
+forward(x) -> (codes [N, in], scales [N])
 """
 
 from typing import NamedTuple

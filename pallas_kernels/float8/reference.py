@@ -10,7 +10,7 @@ def quantize_rows(x: Float[Array, "*rows in"]) -> tuple[Float[Array, "*rows in"]
     """Codes and scales; arguments as in `api`. For finite x."""
     absmax = jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32)
     fraction, exponent = jnp.frexp(jnp.maximum(absmax / MAX, 2.0**-118))  # fraction in [0.5, 1)
-    scale = jnp.ldexp(jnp.float32(1), exponent - (fraction == 0.5))
+    scale = jnp.ldexp(jnp.ones_like(absmax), jnp.where(fraction == 0.5, exponent - 1, exponent))
     return (x.astype(jnp.float32) / scale[..., None]).astype(jnp.float8_e4m3fn), scale
 
 

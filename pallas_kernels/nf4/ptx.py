@@ -209,7 +209,9 @@ def _float32_planes() -> list[str]:
 
 
 def _join_8_bit(outputs: range, nibble: int) -> list[str]:
-    return [f"prmt.b32 ${output}, v0_0, v0_1, 0x{nibble + 6:x}{nibble + 4:x}{nibble + 2:x}{nibble:x};" for output in outputs]
+    return [
+        f"prmt.b32 ${output}, v0_0, v0_1, 0x{nibble + 6:x}{nibble + 4:x}{nibble + 2:x}{nibble:x};" for output in outputs
+    ]
 
 
 def _join_16_bit(outputs: range, nibble: int) -> list[str]:
