@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fastjax.bench import nf4_torch
+from fastjax.bench import nf4_float8, nf4_torch
 from fastjax.bench.results import make_table, save
 from fastjax.bench.timing import Program, Timing, measure
 from pallas_kernels import dispatch, nf4
@@ -55,11 +55,12 @@ class NF4Result:
 
     Attributes:
         shape: (out, in) of the weight.
-        operation: "copy", "decode", "product" or "gradient" (in x, of the product).
-        implementation: of it; "dense" for the product with a weight in 16 bits, "bitsandbytes" and "unsloth" where
-            these are installed.
+        operation: "copy", "decode", "transpose" (a decode to the transpose), "round" (rows of x to float8), "product"
+            or "gradient" (in x, of the product).
+        implementation: of it; "dense" for the product with a weight in 16 bits, "float8" and so on for those of
+            `nf4_float8`, "bitsandbytes" and "unsloth" where these are installed.
         dtype: of the result.
-        rows: of x, for a product.
+        rows: of x, for a product, and for rounding them.
         microseconds: median.
         best: smallest.
         worst: largest.
@@ -180,6 +181,10 @@ def _decodes(case: NF4Case, shape: tuple[int, int]) -> list[NF4Result]:
         found |= nf4_torch.decodes(shape, dtype, len(packed), case.rounds)
         moved = decode_bytes(shape, dtype)
         lines += [_line(timing, shape, "decode", name, dtype, moved=moved) for name, timing in found.items()]
+    for transposed in (False, True) if nf4_float8.served() else ():
+        found = nf4_float8.decodes(shape, transposed, packed, case.rounds)
+        operation, moved = "transpose" if transposed else "decode", decode_bytes(shape, "float8_e4m3fn")
+        lines += [_line(timing, shape, operation, name, "float8", moved=moved) for name, timing in found.items()]
     return lines
 
 
@@ -192,12 +197,17 @@ def _products(case: NF4Case, shape: tuple[int, int], rows: int, gradient: bool) 
         for name in available(shape, case.dtype, rows, gradient)
     ]
     programs.append(Program("product_dense", _each(_dense_product(gradient)), (x, *((d,) for d in dense)), len(packed)))
+    float8 = nf4_float8.served() and case.dtype == "bfloat16" and rows >= nf4_float8.LEAST_ROWS
+    rounded = nf4_float8.rounding(x, case.rounds) if float8 else {}
+    programs += nf4_float8.products(shape, gradient, x, packed) if float8 else []
     timings = measure(programs, case.rounds)
     found = {program.name.split("_")[1]: timings[program.name] for program in programs}
     found |= nf4_torch.products(shape, case.dtype, rows, gradient, len(packed), case.rounds)
     operation, reference = "gradient" if gradient else "product", timings["product_dense"].median
+    moved = nf4_float8.rounding_bytes(x.shape)
     return [
-        _line(timing, shape, operation, name, case.dtype, rows=rows, dense=reference) for name, timing in found.items()
+        *(_line(timing, shape, "round", name, "float8", rows=rows, moved=moved) for name, timing in rounded.items()),
+        *(_line(t, shape, operation, name, case.dtype, rows=rows, dense=reference) for name, t in found.items()),
     ]
 
 
@@ -248,7 +258,9 @@ def _line(timing: Timing, shape, operation, implementation, dtype, *, moved=None
         best=timing.best * 1e6,
         worst=timing.worst * 1e6,
         gigabytes_per_second=None if moved is None else moved / timing.median / 1e9,
-        teraflops_per_second=None if rows is None else 2 * rows * math.prod(shape) / timing.median / 1e12,
+        teraflops_per_second=None
+        if rows is None or moved is not None
+        else 2 * rows * math.prod(shape) / timing.median / 1e12,
         of_dense=None if dense is None else dense / timing.median,
         source=timing.source,
     )

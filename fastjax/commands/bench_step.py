@@ -111,6 +111,9 @@ def add_parser(commands: Any) -> None:
         metavar="SET",
         help="XLA's options for the step, NAME=VALUE,NAME=VALUE, or none; a case for each set (default: none)",
     )
+    parser.add_argument(
+        "--base_compute", choices=("float8",), help="dtype of the frozen matrices' products (default: --dtype)"
+    )
     parser.add_argument("--steps", type=positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
     parser.add_argument(
         "--warmup", type=positive, default=3, metavar="N", help="steps before these (default: %(default)s)"
@@ -163,6 +166,7 @@ def _cases(arguments: argparse.Namespace) -> list[StepCase]:
         "layers": arguments.layers,
         "offload_embedding": arguments.offload_embedding,
         "mlp_chunk": arguments.mlp_chunk,
+        "base_compute": arguments.base_compute,
     }
     if arguments.fill and arguments.lengths is None:
         raise ConfigError("bench step: --fill: expected --lengths beside it, whose documents it makes rows of")

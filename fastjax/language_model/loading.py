@@ -55,6 +55,7 @@ class FastLanguageModel:
         offload_embedding: bool = False,
         offload_layers: bool = False,
         mlp_chunk: Chunk = "auto",
+        base_compute: Literal["float8"] | None = None,
     ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
         """Load a Hugging Face folder.
 
@@ -85,6 +86,8 @@ class FastLanguageModel:
                 layers while it computes (`models.streamed`).
             mlp_chunk: tokens that an MLP computes at a time (`models.chunks`); "auto": 2,048 of them where a device has
                 16,384 or more and the backward pass computes the MLP again anyway; None: all.
+            base_compute: "float8": compute the products of the layers' frozen matrices in float8_e4m3fn, forward and to
+                their inputs; None: in the compute dtype.
 
         Returns:
             The model, and its tokenizer.
@@ -113,6 +116,7 @@ class FastLanguageModel:
             layer_loop=layer_loop,
             param_dtype=param_dtype,
             float32_modules=float32_modules,
+            base_compute=base_compute,
             allow_nonfinite=allow_nonfinite,
             offload_layers=offload_layers,
             mlp_chunk=mlp_chunk,
@@ -135,6 +139,7 @@ class FastLanguageModel:
         float32_modules: Sequence[str] | None = None,
         mlp_chunk: Chunk = "auto",
         mesh: Mesh | None = None,
+        base_compute: Literal["float8"] | None = None,
     ) -> LanguageModel:
         """A model with random weights, for training from scratch and for benchmarks.
 
@@ -153,12 +158,15 @@ class FastLanguageModel:
             float32_modules: modules that stay in float32.
             mlp_chunk: as for `from_pretrained`.
             mesh: of the devices that get parts of the weights (`parallel.make_mesh`); None: one has all.
+            base_compute: as for `from_pretrained`.
         """
         settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
         parsed = ModelConfig.from_hf(config, where="config")
         settings["mlp_chunk"] = check_chunk(mlp_chunk, parsed)
         settings["max_seq_length"] = row_length(max_seq_length, parsed)
-        precision = make_precision(dtype, param_dtype, float32_modules, parsed)
+        precision = make_precision(
+            dtype, param_dtype, float32_modules, parsed, base_compute=base_compute, trained=full_finetuning
+        )
         if tokenizer is not None:
             check_vocabulary(tokenizer, parsed, "from_config")
         plan, weights = random_weights(
@@ -284,6 +292,7 @@ def load_opened(
     layer_loop: str = "scan",
     param_dtype: str = "float32",
     float32_modules: Sequence[str] | None = None,
+    base_compute: str | None = None,
     allow_nonfinite: bool = False,
     offload_layers: bool = False,
     mlp_chunk: Chunk = "auto",
@@ -302,6 +311,7 @@ def load_opened(
         layer_loop: "scan" or "unroll".
         param_dtype: dtype of the trained arrays.
         float32_modules: modules that stay in float32.
+        base_compute: "float8", or None for `dtype`: of the products of the layers' frozen matrices.
         allow_nonfinite: let NaN and infinity in the weights through.
         offload_layers: hold the matrices of scanned layers in the host's memory; shapes get their places later.
         mlp_chunk: tokens that an MLP computes at a time.
@@ -315,7 +325,9 @@ def load_opened(
     settings = _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)
     config, new_ids = outline.config, outline.new_token_ids
     settings["mlp_chunk"] = check_chunk(mlp_chunk, config)
-    precision = make_precision(dtype, param_dtype, float32_modules, config)
+    precision = make_precision(
+        dtype, param_dtype, float32_modules, config, base_compute=base_compute, trained=full_finetuning
+    )
     how: dict[str, Any] = {
         "precision": precision,
         "trained": full_finetuning,

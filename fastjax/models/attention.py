@@ -193,7 +193,7 @@ class Attention(nnx.Module):
         rotary = (None, None) if self.layer.rope is None else context.rotary[self.layer.rope]
         scales = context.query_scales.get(self.layer.rope or "")
         if rotary[0] is not None and rotary[1] is not None and self.why_not_fused(x.dtype) is None:
-            weight, matrices = self.qkv.weight.get_value(), matrices_of(self.qkv.adapters)
+            weight, matrices = self.qkv.operand, matrices_of(self.qkv.adapters)
             parts = describe(self.qkv.parts, self.qkv.adapters)
             arrays = heads_unit.Arrays(weight, rotary[0], rotary[1], matrices, key, products)
             q, k, v = heads_unit.project_heads(parts, (heads, key_heads), x, arrays)

@@ -22,7 +22,7 @@ from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.models.remat import POLICIES
 from fastjax.parallel import batch_devices, context_devices, local, tensor_devices
-from fastjax.quantization.weight import Weight
+from fastjax.quantization.weight import Weight, after
 
 #: Tokens of a chunk, and the fewest tokens of a device that are cut, where the setting is "auto".
 AUTO_CHUNK, AUTO_TOKENS = 2048, 16384
@@ -104,8 +104,8 @@ class _Call(NamedTuple):
         if self.decode is None or not packed:
             return x, leaves
         decode = local(lambda weight: weight.dequantize(self.decode), in_specs=P(), out_specs=P())
-        packed, x = _after(packed, x)
-        arrays = lax.optimization_barrier({number: decode(weight) for number, weight in packed.items()})
+        waiting, x = after(list(packed.values()), x)
+        arrays = lax.optimization_barrier(dict(zip(packed, map(decode, waiting), strict=True)))
         return x, [arrays.get(number, leaf) for number, leaf in enumerate(leaves)]
 
     def run(self, leaves: list[Any], key: PRNGKeyArray | None, number: Array, *tokens: Array) -> Array:
@@ -203,16 +203,3 @@ def _cut(array: Float[Array, "B D S/D F"], start: Array, places: int) -> Float[A
 def _put(array: Float[Array, "B D S/D F"], piece: Float[Array, "B C F"], start: Array) -> Array:
     whole = piece.reshape(*array.shape[:2], -1, array.shape[-1])
     return lax.dynamic_update_slice_in_dim(array, whole, start, axis=2)
-
-
-def _after(packed: dict[int, Weight], x: Array) -> tuple[dict[int, Weight], Array]:
-    """The same weights, no earlier than x is there. Each one's codes stay where they are, in a stack of all layers'."""
-    waiting, codes = {}, {}
-    for number, weight in packed.items():
-        leaves = jax.tree.leaves(weight)
-        codes[number] = max(range(len(leaves)), key=[leaf.size for leaf in leaves].__getitem__)
-        waiting[number] = leaves[: codes[number]] + leaves[codes[number] + 1 :]
-    waiting, x = lax.optimization_barrier((waiting, x))
-    for number, weight in packed.items():
-        waiting[number].insert(codes[number], jax.tree.leaves(weight)[codes[number]])
-    return {n: jax.tree.unflatten(jax.tree.structure(weight), waiting[n]) for n, weight in packed.items()}, x

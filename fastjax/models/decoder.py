@@ -90,7 +90,9 @@ class Decoder(nnx.Module):
             [
                 nnx.List(
                     [
-                        DecoderLayer(config, index, w, a, precision.in_layer(index))
+                        DecoderLayer(
+                            config, index, w, a, precision.in_layer(index), float8=precision.base_compute == "float8"
+                        )
                         for index, (w, a) in enumerate(zip(ws, ads, strict=True), start=stack.start)
                     ]
                 )

@@ -38,6 +38,8 @@ class DecoderLayer(nnx.Module):
         weights: Mapping[str, Any],
         adapters: Mapping[str, Any],
         float32: Collection[str] = (),
+        *,
+        float8: bool = False,
     ):
         layer, groups = config.layers[index], config.groups(index)
 
@@ -47,7 +49,7 @@ class DecoderLayer(nnx.Module):
             own = {part: adapters[module] for part, module in modules.items() if module in adapters}
             wide = [part for part, module in modules.items() if module in float32]
             bias = array_at(weights, group.path.with_leaf("bias")) if group.bias else None
-            return Projection(group.parts, array_at(weights, group.path), bias, own, wide)
+            return Projection(group.parts, array_at(weights, group.path), bias, own, wide, float8=float8)
 
         def norm(part: str, block: str = "") -> Norm:
             inside = weights[block] if block else weights

@@ -84,7 +84,8 @@ class MLP(nnx.Module):
             dtype: of the block's input.
         """
         adapters = [*self.gate_up.adapters.values(), *self.down.adapters.values()]
-        if self.float32 or any(adapter.magnitude is not None for adapter in adapters):
+        rounded = self.gate_up.float8 or self.down.float8
+        if self.float32 or rounded or any(adapter.magnitude is not None for adapter in adapters):
             return None
         dtypes = {*self.gate_up.dtypes(dtype), *self.down.dtypes(dtype)}
         return dtypes.pop() if len(dtypes) == 1 else None
@@ -105,7 +106,7 @@ class MLP(nnx.Module):
         """
         bias = None if self.gate_up.bias is None else self.gate_up.bias[...]
         matrices = matrices_of({**self.gate_up.adapters, **self.down.adapters})
-        return Arrays(self.gate_up.weight.get_value(), bias, self.down.weight.get_value(), matrices, key)
+        return Arrays(self.gate_up.operand, bias, self.down.operand, matrices, key)
 
     def _unit(
         self, x: Array, key: PRNGKeyArray | None, residual: Array | None, products: Array | None

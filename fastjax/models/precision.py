@@ -18,6 +18,7 @@ from fastjax.models.module_names import module_paths
 from pallas_kernels import dispatch
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
+BASE_COMPUTE = ("float8",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +30,13 @@ class Precision:
         param_dtype: dtype of the trained arrays.
         float32_modules: paths of the modules in float32: "norm", "layers.0.self_attn.q_proj", and
             "layers.0.self_attn" for all of it, the attention included.
+        base_compute: "float8" where the products of the layers' frozen matrices are computed in it; None: in `dtype`.
     """
 
     dtype: jnp.dtype
     param_dtype: jnp.dtype
     float32_modules: frozenset[WeightPath] = frozenset()
+    base_compute: str | None = None
 
     def weight_dtype(self, path: str, *, trained: bool) -> jnp.dtype:
         """The dtype of a tensor in memory.
@@ -56,7 +59,13 @@ class Precision:
 
 
 def make_precision(
-    dtype: str | None, param_dtype: str, float32_modules: Sequence[str] | None, config: ModelConfig
+    dtype: str | None,
+    param_dtype: str,
+    float32_modules: Sequence[str] | None,
+    config: ModelConfig,
+    *,
+    base_compute: str | None = None,
+    trained: bool = False,
 ) -> Precision:
     """Check a user's settings.
 
@@ -66,9 +75,11 @@ def make_precision(
         param_dtype: likewise.
         float32_modules: names of modules, or the ends of names.
         config: the model's.
+        base_compute: "float8", or None for `dtype`: of the products of the layers' frozen matrices.
+        trained: whether all weights are trained.
 
     Raises:
-        ConfigError: an unknown dtype; a name that no module has.
+        ConfigError: an unknown dtype; a name that no module has; float8 where it is not served.
     """
     if dtype is None:
         device = dispatch.target()
@@ -77,5 +88,26 @@ def make_precision(
     for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
         if value not in DTYPES:
             raise ConfigError(f"{name}: expected one of {list(DTYPES)}, got {shown(value)}")
+    if base_compute is not None:
+        _check_base_compute(base_compute, dtype, config, trained)
     kept = module_paths(float32_modules or (), config)
-    return Precision(jnp.dtype(DTYPES[dtype]), jnp.dtype(DTYPES[param_dtype]), kept)
+    return Precision(jnp.dtype(DTYPES[dtype]), jnp.dtype(DTYPES[param_dtype]), kept, base_compute)
+
+
+def _check_base_compute(base_compute: str, dtype: str, config: ModelConfig, trained: bool) -> None:
+    if base_compute not in BASE_COMPUTE:
+        raise ConfigError(f"base_compute: expected one of {list(BASE_COMPUTE)} or None, got {shown(base_compute)}")
+    expected = f"base_compute: expected None (null), got {base_compute}"
+    if trained:
+        raise ConfigError(f"{expected} with full_finetuning: it is of the products of frozen weights")
+    if dtype != "bfloat16":
+        raise ConfigError(f"{expected} with dtype {dtype}: beside it everything is computed in bfloat16")
+    if any(layer.moe for layer in config.layers):
+        raise ConfigError(f"{expected} with mixtures of experts: their grouped products are not served in it")
+    device = dispatch.target()
+    capability = device.compute_capability
+    if device.platform != "cpu" and (device.platform != "cuda" or capability is None or capability < (8, 9)):
+        raise ConfigError(
+            f"{expected} on {device}: products in float8 need an NVIDIA GPU of compute capability 8.9 or more "
+            "(Ada, Hopper, Blackwell)"
+        )

@@ -15,6 +15,7 @@ from fastjax.lora.rank_products import Part
 from fastjax.lora.token_rows import TrainableTokens
 from fastjax.models.host_table import take_rows
 from fastjax.quantization import WeightLike, rows_of
+from fastjax.quantization.float8 import in_float8
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -29,6 +30,7 @@ class Projection(nnx.Module):
         adapters: by the part's name.
         float32: names of the parts computed in float32 whatever the input's dtype.
         tokens: trained rows in place of some of the weight's (of a head), or None.
+        float8: whether the weight's products with bfloat16 are computed in float8.
     """
 
     def __init__(
@@ -39,13 +41,20 @@ class Projection(nnx.Module):
         adapters: Mapping[str, LoraLinear] | None = None,
         float32: Collection[str] = (),
         tokens: TrainableTokens | None = None,
+        float8: bool = False,
     ):
-        self.parts = tuple(parts)
+        self.parts, self.float8 = tuple(parts), float8
         self.weight = weight if isinstance(weight, nnx.Variable) else BaseParam(weight)
         self.bias = None if bias is None else BaseParam(bias)
         self.adapters = nnx.Dict(dict(adapters or {}))
         self.float32 = tuple(name for name, _ in parts if name in float32)
         self.tokens = tokens
+
+    @property
+    def operand(self) -> WeightLike:
+        """The weight as its products take it."""
+        weight = self.weight.get_value()
+        return in_float8(weight) if self.float8 else weight
 
     def __call__(
         self,
@@ -85,7 +94,7 @@ class Projection(nnx.Module):
         if len(dtypes) > 1:
             return None
         assert self.tokens is None, "trained rows belong to a head"
-        out = self._unit(self.parts, self.weight.get_value(), x.astype(dtypes.pop()), key, None)
+        out = self._unit(self.parts, self.operand, x.astype(dtypes.pop()), key, None)
         if self.bias is not None:
             out = out + self.bias[...].astype(out.dtype)[None, None, :]
         return out.astype(x.dtype)
@@ -98,7 +107,7 @@ class Projection(nnx.Module):
         self, x: Array, key: PRNGKeyArray | None, dropped: Array | None, residual: Array | None
     ) -> list[Array]:
         """The parts' outputs without bias, each in its own dtype: one unit where all are equal."""
-        weight, dtypes = self.weight.get_value(), self.dtypes(x.dtype)
+        weight, dtypes = self.operand, self.dtypes(x.dtype)
         if len(set(dtypes)) == 1:
             whole = self._unit(self.parts, weight, x.astype(dtypes[0]), key, dropped, residual)
             return list(parted(whole, self.parts))

@@ -19,6 +19,7 @@ _FREE = ("parameter", "get-tuple-element", "bitcast", "tuple", "constant", "afte
 _ENDS = ("-done", "-update")  # of what began in an earlier instruction
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(.*)")
 _CALLED = re.compile(r"(?:body|to_apply|calls|branch_computations)=\{?%?([\w.\-]+)")
+_FLOAT8 = "__cublas$lt$matmul$f8"
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{")
 
 
@@ -31,6 +32,7 @@ class Kernel(NamedTuple):
         moved: bytes that it reads and writes.
         flops: of its products by cuBLAS; 0 of others.
         times: how often it runs in one call of the program.
+        float8: whether its products are cuBLAS's in float8.
     """
 
     scope: str
@@ -38,6 +40,7 @@ class Kernel(NamedTuple):
     moved: float
     flops: float
     times: int
+    float8: bool = False
 
 
 class Instruction(NamedTuple):
@@ -148,7 +151,8 @@ def _kernels(computations: dict[str, list[Instruction]], entry: str) -> Iterator
         if inside:
             reads, written = _sliced(inside, reads, written)
         flops = sum(map(_flops, _with_operands(inside or [one], shapes)))
-        yield Kernel(scope[1] if scope else one.name, _plain(one.shape), sum(reads) + written, flops, times)
+        name, moved = scope[1] if scope else one.name, sum(reads) + written
+        yield Kernel(name, _plain(one.shape), moved, flops, times, _FLOAT8 in one.rest)
 
 
 def _result(one: Instruction) -> int:

@@ -39,13 +39,16 @@ def step_seconds(
         offloaded_bytes: of activations in the host's memory, written and read once a step.
         streamed_bytes: of layers' weights that a step fetches from the host's memory.
         card: the card.
-        dtype: of the products; one that the card has no rate for is taken to run at float32's.
+        dtype: of the products that are not in float8; one that the card has no rate for is taken to run at float32's.
     """
     peak = peak_flops(card.device_kind, dtype) or peak_flops(card.device_kind, np.dtype(np.float32))
     assert peak is not None, f"{card.device_kind} is in PEAK_FLOPS"
     rate, bandwidth = PEAK_SHARE * peak, BANDWIDTH_SHARE * card.bandwidth
+    rates = {False: rate, True: PEAK_SHARE * (peak_flops(card.device_kind, "float8") or peak)}
     known = sum(kernel.flops * kernel.times for kernel in kernels)
-    seconds = sum(max(kernel.flops / rate, kernel.moved / bandwidth) * kernel.times for kernel in kernels)
+    seconds = sum(
+        max(kernel.flops / rates[kernel.float8], kernel.moved / bandwidth) * kernel.times for kernel in kernels
+    )
     seconds += max(0.0, flops - known) / rate
     copies = 2 * offloaded_bytes / card.host_bandwidth
     streams = streamed_bytes / (BUS_SHARE * card.host_bandwidth)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from convert.formats.fp8 import FP8Tensor
-from fastjax.quantization.weight import Weight
+from fastjax.quantization.weight import Float8Operand, Weight
 from pallas_kernels.rounding import round_through
 
 
@@ -49,6 +49,19 @@ class FP8Weight(Weight):
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The matrix in `dtype`: float32 code × float32 scale in its own dtype, cast."""
         return _decode(self.codes, self.scales, self.block, self.dtype, dtype)
+
+    def float8(self, transposed: bool) -> Float8Operand:
+        """The codes as they are where scales are of rows or of the matrix and codes float8_e4m3fn; else rounded again.
+
+        Scales of the product's rows multiply its result, those of its terms the other operand. Scales of blocks would
+        leave one product for each block of terms, with its sum in memory: the values are rounded to rows' scales.
+        """
+        if self.codes.dtype != jnp.float8_e4m3fn or self.block[1] < self.shape[1]:
+            return super().float8(transposed)
+        scales = jnp.repeat(self.scales.reshape(-1), self.block[0])[: self.shape[0]]
+        if transposed:
+            return Float8Operand(self.codes.T, jnp.ones(self.shape[1], jnp.float32), scales)
+        return Float8Operand(self.codes, scales)
 
     def rows(self, rows: slice) -> "FP8Weight":
         """Some of the output rows."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, UInt8
 from convert.errors import ConvertError
 from convert.formats.nf4 import NF4Tensor
 from fastjax.parallel import ROWS, local
-from fastjax.quantization.weight import Weight
+from fastjax.quantization.weight import Float8Operand, Weight
 from pallas_kernels import nf4
 from pallas_kernels.grouped_matmul import grouped_nf4_matmul
 
@@ -112,6 +112,13 @@ class NF4Weight(Weight):
             quant_map=self.quant_map,
             weight_dtype=self.dtype,
         )
+
+    def float8(self, transposed: bool) -> Float8Operand:
+        """The matrix in float8, decoded to it in one rounding where rows are whole blocks of NF4's own values."""
+        if self.order != "split" or self.quant_map is not None:
+            return super().float8(transposed)
+        found = nf4.dequantize_float8(self.codes, self.scales(), shape=self.shape, transposed=transposed)
+        return Float8Operand(*found)
 
     def grouped_matmul(self, x, group_sizes, *, rows=None, low_rank=None) -> Float[Array, "M out"]:
         """The products with experts; with few rows for each the codes are decoded inside the product."""

@@ -1,16 +1,36 @@
 """What the model asks of a frozen or trained matrix, whatever its format."""
 
 import abc
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import float8
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_dx
 
 #: Logical axes of a weight's arrays: the weight itself with a PartitionSpec of logical names for each leaf.
 Axes: TypeAlias = Any
+
+
+W = TypeVar("W")
+
+
+class Float8Operand(NamedTuple):
+    """A matrix or its transpose as an operand of a product in float8.
+
+    Attributes:
+        codes: float8_e4m3fn, the summed axis last.
+        scales: float32, one a row of the codes.
+        factors: float32, that the other operand is multiplied with before it is rounded, one for each term of the sum;
+            None: it is not.
+    """
+
+    codes: Float[Array, "rows summed"]
+    scales: Float[Array, " rows"]
+    factors: Float[Array, " summed"] | None = None
 
 
 class Weight(abc.ABC):
@@ -103,6 +123,15 @@ class Weight(abc.ABC):
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The matrix in `dtype`: the values that the format decodes to, cast."""
 
+    def float8(self, transposed: bool) -> Float8Operand:
+        """The matrix in float8, rounded from the values that the format decodes to.
+
+        Args:
+            transposed: whether the input columns are the operand's rows, for dy·W.
+        """
+        matrix = self.dequantize(jnp.bfloat16)
+        return Float8Operand(*(float8.quantize_columns(matrix) if transposed else float8.quantize_rows(matrix)))
+
     @abc.abstractmethod
     def concatenate(self, others: "list[Any]") -> "Weight | None":
         """One weight with others of its class below, or None where one set of arrays cannot hold them."""
@@ -132,3 +161,25 @@ class Weight(abc.ABC):
     def held(self) -> Any:
         """What the model's tree holds: the weight itself, or a plain array."""
         return self
+
+
+def after(weights: Sequence[W], x: Array) -> tuple[list[W], Array]:
+    """The same weights, no earlier than x is there, and x: so no decode is moved before it, or kept for another pass.
+
+    Each one's codes stay where they are, in a stack of all layers': a barrier on them would cost a copy.
+
+    Args:
+        weights: packed ones or arrays.
+        x: an array.
+    """
+    waiting, codes = [], []
+    for weight in weights:
+        leaves = jax.tree.leaves(weight)
+        codes.append(max(range(len(leaves)), key=[leaf.size for leaf in leaves].__getitem__))
+        waiting.append(leaves[: codes[-1]] + leaves[codes[-1] + 1 :])
+    waiting, x = jax.lax.optimization_barrier((waiting, x))
+    found = []
+    for weight, others, place in zip(weights, waiting, codes, strict=True):
+        leaves = [*others[:place], jax.tree.leaves(weight)[place], *others[place:]]
+        found.append(jax.tree.unflatten(jax.tree.structure(weight), leaves))
+    return found, x

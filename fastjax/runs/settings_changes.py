@@ -21,6 +21,7 @@ FIXED = (
     "model.param_dtype",
     "model.float32_modules",
     "model.load_in_4bit",
+    "model.base_compute",
     "model.full_finetuning",
     "model.new_tokens",
     "model.rope_scaling",

@@ -1,6 +1,6 @@
 """4-bit NormalFloat weights."""
 
-from pallas_kernels.nf4.api import dequantize, matmul
+from pallas_kernels.nf4.api import dequantize, dequantize_float8, matmul
 from pallas_kernels.nf4.codebook import DYNAMIC_MAP, NF4_VALUES
 from pallas_kernels.nf4.quantization import dequantize_absmax, mean, quantize, quantize_absmax, reorder
 
@@ -9,6 +9,7 @@ __all__ = [
     "NF4_VALUES",
     "dequantize",
     "dequantize_absmax",
+    "dequantize_float8",
     "matmul",
     "mean",
     "quantize",

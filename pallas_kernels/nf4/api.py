@@ -24,8 +24,9 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.float8 import scale_of
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, NF4_VALUES, ORDERS, num_blocks, num_bytes
-from pallas_kernels.nf4.implementations import DEQUANTIZE, MATMUL, Decode, Product
+from pallas_kernels.nf4.implementations import DEQUANTIZE, FLOAT8, MATMUL, Decode, Float8, Product
 
 
 def dequantize(
@@ -73,6 +74,49 @@ def dequantize(
     case = Decode(dispatch.target(), shape, dtype, through, order, quant_map is None)
     chosen = DEQUANTIZE.choose(case, implementation)
     return DEQUANTIZE[chosen].forward(codes, absmax, quant_map, shape=shape, dtype=dtype, order=order, through=through)
+
+
+def dequantize_float8(
+    codes: UInt8[Array, "..."],
+    absmax: Float[Array, "..."],
+    *,
+    shape: tuple[int, int],
+    transposed: bool = False,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows columns"], Float[Array, " rows"]]:
+    """Decode a matrix, or its transpose, to float8_e4m3fn with a scale for each row of the result.
+
+    NF4[code] · absmax / scale in float32, rounded once. The scales are powers of two and follow from absmax alone, no
+    value of a block exceeding it: a row's from the largest of its blocks, a column's from the largest of the blocks
+    that it crosses, which it shares with the columns beside it. No gradient flows to `absmax`.
+
+    Args:
+        codes: as in `dequantize`, in split order.
+        absmax: as in `dequantize`.
+        shape: (out, in) of the matrix; in is a multiple of 64.
+        transposed: whether to decode to the transpose, with the summed axis of dy·W last.
+        implementation: None, "mosaic", "triton" or "xla"; bit-equal.
+
+    Returns:
+        matrix: float8_e4m3fn [out, in], or [in, out].
+        scales: float32 [out], or [in].
+
+    Raises:
+        ValueError: codes or absmax that do not fit; blocks that cross rows.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    _check("nf4.dequantize_float8", codes, absmax, shape, "split", None)
+    out, columns = shape
+    if columns % BLOCK:
+        raise ValueError(f"nf4.dequantize_float8: expected rows of whole blocks of {BLOCK}, got {out}×{columns}")
+    case = Float8(Decode(dispatch.target(), shape, jnp.float8_e4m3fn, None, "split", True), transposed)
+    chosen = FLOAT8[FLOAT8.choose(case, implementation)]
+    codes, absmax = lax.stop_gradient((codes, absmax))
+    blocks = absmax.reshape(out, columns // BLOCK)
+    scales, inverse = scale_of(jnp.max(blocks, axis=0 if transposed else 1))
+    if not transposed:
+        return chosen.forward(codes, blocks * inverse[:, None], shape=shape), scales
+    return chosen.backward(codes, (blocks * inverse[None, :]).T, shape=shape), jnp.repeat(scales, BLOCK)
 
 
 def matmul(

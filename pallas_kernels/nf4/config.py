@@ -20,6 +20,19 @@ class TritonConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TransposedConfig:
+    """Block sizes of the dequantisation to the transposed matrix in 8 bits, one block of each row a program.
+
+    Attributes:
+        rows: of the matrix a program; a power of two.
+        num_warps: warps a program.
+    """
+
+    rows: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
 class MosaicConfig:
     """Block sizes of the Mosaic dequantisation, one warpgroup a thread block.
 
@@ -110,8 +123,22 @@ class MatmulRsConfig:
 
 
 def triton_config(dtype: DTypeLike) -> TritonConfig:
-    """16 bytes of codes a thread for 16-bit results, 4 for float32: its registers hold four times the planes."""
-    return TritonConfig(blocks=64 if jnp.dtype(dtype).itemsize == 2 else 16, num_warps=4)
+    """16 bytes of codes a thread for 8- and 16-bit results, 4 for float32: its registers hold four times the planes."""
+    return TritonConfig(blocks=16 if jnp.dtype(dtype).itemsize == 4 else 64, num_warps=4)
+
+
+TRANSPOSED_ROWS = (256, 128, 64)
+"""Rows of a tile of the transposing dequantisation, the largest that divide the matrix's first."""
+
+
+def transposed_config(out: int) -> TransposedConfig | None:
+    """The largest tile of rows that divides a matrix; None: none does.
+
+    Args:
+        out: rows of the matrix.
+    """
+    rows = next((rows for rows in TRANSPOSED_ROWS if out % rows == 0), None)
+    return None if rows is None else TransposedConfig(rows, num_warps=rows // 64)
 
 
 def mosaic_config(dtype: DTypeLike) -> MosaicConfig:

@@ -1,4 +1,4 @@
-"""The implementations of NF4's two operations by name, in order of preference.
+"""The implementations of NF4's operations by name, in order of preference.
 
 Dequantisation is one function, which the matrix product uses before it multiplies:
 
@@ -8,6 +8,12 @@ The product has two, itself and its gradient in x:
 
     forward(x, codes, absmax, quant_map, *, shape, order, through) -> x Wᵀ
     backward(dy, codes, absmax, quant_map, *, shape, order, through) -> dy W
+
+The dequantisation to float8_e4m3fn has two, to the matrix and to its transpose; its scaled absmax, [out, in/64] for the
+one and [in/64, out] for the other, leave no value above 448:
+
+    forward(codes, absmax, *, shape) -> matrix [out, in]
+    backward(codes, absmax, *, shape) -> matrix [in, out]
 
 ``quant_map`` is None for NF4's own. ``through`` is the dtype that values are rounded to before the result's; None for
 none.
@@ -22,7 +28,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, Registry, Target
-from pallas_kernels.nf4 import config, mosaic_sm90, products, triton, xla
+from pallas_kernels.nf4 import config, mosaic_sm90, products, triton, triton_float8, xla
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, num_blocks
 
 
@@ -58,6 +64,18 @@ class Product(NamedTuple):
     weight: Decode
     rows: int
     gradient: bool
+
+
+class Float8(NamedTuple):
+    """A dequantisation to float8_e4m3fn.
+
+    Attributes:
+        weight: the matrix.
+        transposed: whether its transpose is wanted.
+    """
+
+    weight: Decode
+    transposed: bool
 
 
 def _why_not_any_kernel(case: Decode) -> str | None:
@@ -140,6 +158,52 @@ DEQUANTIZE: Registry[Decode] = Registry(
         "mosaic": Implementation(_why_not_mosaic, _of_blocks(mosaic_sm90.dequantize, config.mosaic_config)),
         "triton": Implementation(_why_not_triton, _of_blocks(triton.dequantize, config.triton_config)),
         "xla": Implementation(lambda case: None, xla.dequantize),
+    },
+    lambda case: ("mosaic", "triton", "xla"),
+)
+
+
+def _why_not_mosaic_float8(case: Float8) -> str | None:
+    return "it does not transpose" if case.transposed else _why_not_mosaic(case.weight)
+
+
+def _why_not_triton_float8(case: Float8) -> str | None:
+    if reason := _why_not_triton(case.weight):
+        return reason
+    capability, (out, columns) = case.weight.target.compute_capability, case.weight.shape
+    if capability is None or capability < (8, 9):
+        return f"it needs compute capability 8.9 or more, the target is {case.weight.target}"
+    if case.transposed and config.transposed_config(out) is None:
+        return f"it transposes whole tiles of {config.TRANSPOSED_ROWS[-1]} rows or more, this is {out}×{columns}"
+    return None
+
+
+def _triton_transposed(codes: Array, absmax: Array, *, shape: tuple[int, int]) -> Array:
+    sizes = config.transposed_config(shape[0])
+    assert sizes is not None
+    return triton_float8.dequantize_transposed(codes, absmax, shape=shape, config=sizes)
+
+
+def _in_float8(decode: Callable[..., Array]) -> Callable[..., Array]:
+    """A dequantisation to any dtype, to float8_e4m3fn."""
+
+    def dequantize(codes, absmax, *, shape):
+        options = {"shape": shape, "dtype": jnp.float8_e4m3fn, "order": "split", "through": None}
+        return decode(codes, absmax, None, **options)
+
+    return dequantize
+
+
+FLOAT8: Registry[Float8] = Registry(
+    "nf4.dequantize_float8",
+    {
+        "mosaic": Implementation(_why_not_mosaic_float8, _in_float8(DEQUANTIZE["mosaic"].forward)),
+        "triton": Implementation(_why_not_triton_float8, _in_float8(DEQUANTIZE["triton"].forward), _triton_transposed),
+        "xla": Implementation(
+            lambda case: None,
+            _in_float8(xla.dequantize),
+            lambda codes, absmax, *, shape: _in_float8(xla.dequantize)(codes, absmax.T, shape=shape).T,
+        ),
     },
     lambda case: ("mosaic", "triton", "xla"),
 )

@@ -15,6 +15,7 @@ The text is pure: ptxas merges the common parts of several words of one block, s
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -25,7 +26,7 @@ from pallas_kernels.rounding import round_through
 
 HALVES = ("low", "high")
 #: dtype of the result: (its 32-bit registers for four elements, their LLVM constraint).
-RESULTS = {"bfloat16": (2, "r"), "float16": (2, "r"), "float32": (4, "f")}
+RESULTS = {"float8_e4m3fn": (1, "r"), "bfloat16": (2, "r"), "float16": (2, "r"), "float32": (4, "f")}
 _CONVERT = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
 
 
@@ -37,9 +38,9 @@ def lookup(dtype: str, halves: tuple[str, ...], through: str | None = None) -> s
     block's absmax as a float register. Operands after these are not read.
 
     Args:
-        dtype: "bfloat16", "float16" or "float32".
+        dtype: "float8_e4m3fn", "bfloat16", "float16" or "float32".
         halves: which elements to produce: "low" (of the low nibbles), "high", or both in this order.
-        through: dtype that products are rounded to before a 16-bit `dtype`; None for none.
+        through: dtype that products are rounded to before a narrower `dtype`; None for none.
 
     Returns:
         PTX in braces, for LLVM inline assembly.
@@ -47,6 +48,8 @@ def lookup(dtype: str, halves: tuple[str, ...], through: str | None = None) -> s
     count = RESULTS[dtype][0]
     word = len(halves) * count
     lines = [f"mov.f32 x, ${word + 1};"]
+    if dtype == "float8_e4m3fn":
+        return _select([*lines, *_scaled_plane(through)], word, 1, halves)
     lines += _float32_planes() if dtype == "float32" else _scaled_planes(_CONVERT[dtype], through)
     return _select(lines, word, 4 if dtype == "float32" else 2, halves)
 
@@ -89,7 +92,7 @@ def _select(lines: list[str], word: int, planes: int, halves: tuple[str, ...]) -
     Args:
         lines: that make q0_0, …, by the scale in x if at all.
         word: operand that holds the codes.
-        planes: 2 of 16-bit results or 4 of float32.
+        planes: 1 of 8-bit results, 2 of 16-bit ones or 4 of float32.
         halves: which elements to produce.
     """
     lines = [f"mov.b32 w, ${word};", *lines]
@@ -102,13 +105,42 @@ def _select(lines: list[str], word: int, planes: int, halves: tuple[str, ...]) -
                 f"prmt.b32 b, q{plane}_2, q{plane}_3, s{part};",
                 f"prmt.b32 v{plane}_{part}, a, b, t{part};",
             ]
-    join, count = (_join_float32, 4) if planes == 4 else (_join_16_bit, 2)
+    join, count = {1: (_join_8_bit, 1), 2: (_join_16_bit, 2), 4: (_join_float32, 4)}[planes]
     for index, half in enumerate(halves):
         lines += join(range(index * count, (index + 1) * count), HALVES.index(half))
     registers = [f"q{plane}_{index}" for plane in range(planes) for index in range(4)]
     registers += [f"v{plane}_{part}" for plane in range(planes) for part in range(2)]
     names = ", ".join(["w", "s0", "s1", "t0", "t1", "a", "b", *registers])
     return "{ .reg .b32 " + names + "; .reg .b32 p<8>; .reg .b16 h0, h1; .reg .f32 x, f0, f1; " + " ".join(lines) + " }"
+
+
+@functools.cache
+def column(half: int, byte: int) -> str:
+    """Assembly that decodes one column of a word of codes of each of four rows, to float8_e4m3fn.
+
+    Operands: the result, the four rows' elements in order; the four words; the absmax of their blocks as float
+    registers.
+
+    Args:
+        half: 0: of the low nibbles, 1: of the high ones.
+        byte: of the word, 0 to 3.
+    """
+    lines = []
+    for row in range(4):
+        text = lookup("float8_e4m3fn", (HALVES[half],)).replace("$0", f"r{row}")
+        lines.append(text.replace("$2", f"${5 + row}").replace("$1", f"${1 + row}"))
+    lines += [f"prmt.b32 s0, r0, r1, 0x00{byte + 4:x}{byte:x};", f"prmt.b32 s1, r2, r3, 0x00{byte + 4:x}{byte:x};"]
+    return "{ .reg .b32 r<4>, s<2>; " + " ".join(lines) + " prmt.b32 $0, s0, s1, 0x5410; }"
+
+
+def column_in_jax(words: list[Array], absmax: list[Array], half: int, byte: int) -> Array:
+    """The same as `column`, for interpreters without assembly."""
+    found = jnp.zeros(words[0].shape, jnp.int32)
+    for row, (word, scale) in enumerate(zip(words, absmax, strict=True)):
+        codes = ((word >> (8 * byte)) & 255).astype(jnp.uint8)
+        value = lookup_in_jax(codes, scale, jnp.float8_e4m3fn, HALVES[half])
+        found |= jax.lax.bitcast_convert_type(value, jnp.uint8).astype(jnp.int32) << (8 * row)
+    return found
 
 
 def lookup_in_jax(
@@ -142,13 +174,27 @@ def _rounded(first: str, second: str, through: str | None) -> list[str]:
     return [*lines, "mov.b32 {h0, h1}, a;", f"cvt.f32.f16 {first}, h0;", f"cvt.f32.f16 {second}, h1;"]
 
 
+def _products(pair: int, through: str | None) -> list[str]:
+    """f0 and f1: two of the sixteen products with the scale."""
+    first, second = (f"0f{bits:08X}" for bits in NF4_VALUES[2 * pair : 2 * pair + 2].view(np.uint32).tolist())
+    return [f"mul.rn.f32 f0, x, {first};", f"mul.rn.f32 f1, x, {second};", *_rounded("f0", "f1", through)]
+
+
+def _scaled_plane(through: str | None) -> list[str]:
+    """q0_i: the sixteen products in 8 bits, four to a register."""
+    lines = []
+    for index in range(4):
+        for half in range(2):
+            lines += [*_products(2 * index + half, through), f"cvt.rn.satfinite.e4m3x2.f32 h{half}, f1, f0;"]
+        lines += [f"mov.b32 q0_{index}, {{h0, h1}};"]
+    return lines
+
+
 def _scaled_planes(convert: str, through: str | None) -> list[str]:
     """q0_i and q1_i: low and high bytes of the sixteen rounded products, four to a register."""
     lines = []
     for pair in range(8):
-        first, second = (f"0f{bits:08X}" for bits in NF4_VALUES[2 * pair : 2 * pair + 2].view(np.uint32).tolist())
-        lines += [f"mul.rn.f32 f0, x, {first};", f"mul.rn.f32 f1, x, {second};"]
-        lines += [*_rounded("f0", "f1", through), f"{convert} p{pair}, f1, f0;"]
+        lines += [*_products(pair, through), f"{convert} p{pair}, f1, f0;"]
     for index in range(4):
         first, second = f"p{2 * index}", f"p{2 * index + 1}"
         lines += [f"prmt.b32 q0_{index}, {first}, {second}, 0x6420;"]
@@ -160,6 +206,12 @@ def _float32_planes() -> list[str]:
     """q0_i … q3_i: the four byte planes of the sixteen float32 values, four to a register."""
     planes = np.ascontiguousarray(NF4_VALUES.view(np.uint8).reshape(16, 4).T).view(np.uint32)
     return [f"mov.b32 q{plane}_{i}, 0x{planes[plane, i]:08x};" for plane in range(4) for i in range(4)]
+
+
+def _join_8_bit(outputs: range, nibble: int) -> list[str]:
+    return [
+        f"prmt.b32 ${output}, v0_0, v0_1, 0x{nibble + 6:x}{nibble + 4:x}{nibble + 2:x}{nibble:x};" for output in outputs
+    ]
 
 
 def _join_16_bit(outputs: range, nibble: int) -> list[str]:

@@ -48,6 +48,7 @@ def build_model(case: StepCase, mesh: Mesh | None = None) -> LanguageModel:
         param_dtype=case.param_dtype,
         mlp_chunk=case.mlp_chunk or "auto",
         mesh=mesh,
+        base_compute=case.base_compute,  # pyright: ignore[reportArgumentType]
     )
     if case.full:
         return model

@@ -69,6 +69,7 @@ class StepCase:
         mlp_chunk: tokens that an MLP computes at a time; None: "auto".
         mesh: of several devices; None: one.
         compiler_options: XLA's for the step, NAME=VALUE each.
+        base_compute: dtype of the frozen matrices' products, "float8"; None: `dtype`.
     """
 
     preset: str
@@ -93,6 +94,7 @@ class StepCase:
     mlp_chunk: int | None = None
     mesh: "MeshShape | None" = None
     compiler_options: tuple[str, ...] = ()
+    base_compute: str | None = None
 
     @property
     def devices(self) -> int:
@@ -129,7 +131,7 @@ class StepCase:
     def trained(self) -> str:
         """The method, the format of the base's weights, and what is trained."""
         base = {"qlora": f"QLoRA, {self.weights.upper()}", "lora": "LoRA", "full": f"full, {self.param_dtype}"}
-        parts = [base[self.method]]
+        parts = [base[self.method] + (f" in {self.base_compute}" if self.base_compute else "")]
         if not self.full:
             parts.append(f"r={self.rank}" + (" on attention" if self.adapters == "attention" else ""))
         if self.optimizer != "adamw":

@@ -29,6 +29,10 @@ class ModelSection:
         float32_modules: modules whose weights and computation stay in float32 whatever dtype says, by name or by the
             end of it: norm, lm_head, layers.0.mlp.
         load_in_4bit: hold the frozen weights of the layers in NF4 (QLoRA).
+        base_compute: float8: the products of the layers' frozen matrices, forward and to their inputs, are computed in
+            float8_e4m3fn, both operands rounded to it with a scale a row, twice as fast on an NVIDIA GPU of compute
+            capability 8.9 or more; adapters, attention and head stay as dtype says, which is bfloat16 then. null: as
+            dtype.
         full_finetuning: train every weight instead of an adapter.
         new_tokens: tokens to add to the vocabulary; embedding and head grow with them, by rows that start as the mean
             of the others.
@@ -59,6 +63,7 @@ class ModelSection:
     param_dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     float32_modules: list[str] | None = None
     load_in_4bit: bool = True
+    base_compute: Literal["float8"] | None = None
     full_finetuning: bool = False
     new_tokens: list[str] | None = None
     rope_scaling: dict[str, Any] | None = None
@@ -83,6 +88,9 @@ class ModelSection:
                 raise ConfigError(f"model.{name}: expected false with model.full_finetuning: true, got true")
         if self.offload_layers and self.layer_loop != "scan":
             raise ConfigError("model.offload_layers: expected false with model.layer_loop: unroll, got true")
+        if self.base_compute is not None and (self.full_finetuning or self.dtype not in (None, "bfloat16")):
+            beside = "full_finetuning: true" if self.full_finetuning else f"dtype: {self.dtype}"
+            raise ConfigError(f"model.base_compute: expected null with model.{beside}, got {self.base_compute}")
         chunk = self.mlp_chunk
         expect("model.mlp_chunk", chunk, chunk is None or chunk == "auto" or chunk >= 1, "of at least 1")
         fits = self.max_seq_length <= MAX_ROW_TOKENS

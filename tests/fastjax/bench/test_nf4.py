@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from fastjax.bench import nf4, timing
+from fastjax.bench import nf4, nf4_float8, timing
 from fastjax.bench.trace import Kernel
 
 TINY = nf4.NF4Case(
@@ -28,6 +28,16 @@ def test_lines_table_and_file(tmp_path):
     saved = json.loads((tmp_path / "nf4.json").read_text())
     assert len(saved["results"]) == len(lines) and saved["case"]["shapes"] == [[64, 256]]
     assert "decode" in console.export_text()
+
+
+def test_lines_of_float8():
+    case = nf4.NF4Case(
+        shapes=((64, 256),), dtypes=(), rows=(nf4_float8.LEAST_ROWS,), cold_bytes=2**14, dtype="bfloat16", rounds=2
+    )
+    found = {(line.operation, line.implementation, line.rows) for line in nf4.run(case, console=Console(quiet=True))}
+    assert {("decode", "xla", None), ("transpose", "xla", None), ("round", "xla", 512)} <= found
+    names = ("dense", "float8", "float8alone", "float8promoted")
+    assert {(operation, name, 512) for operation in ("product", "gradient") for name in names} <= found
 
 
 def test_the_bytes_of_a_decode():

@@ -73,7 +73,7 @@ NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
         ("model: [\n", "{file}:2: not valid YAML: expected the node content, but found '<stream end>'"),
         ("train: {}\n", "{file}: train: unknown; did you mean training? `fastjax train --help` lists the sections"),
         ("model: llama\n", "{file}: model: expected a section with the keys model_name, max_seq_length, dtype, "
-         "param_dtype, float32_modules, load_in_4bit, full_finetuning, new_tokens, rope_scaling, "
+         "param_dtype, float32_modules, load_in_4bit, base_compute, full_finetuning, new_tokens, rope_scaling, "
          "use_gradient_checkpointing, offload_embedding, offload_layers, mlp_chunk, allow_nonfinite, layer_loop, "
          "got 'llama'"),
         (NEEDED + "training: {num_epochs: 1}\n", "{file}: training.num_epochs: unknown; did you mean "

@@ -49,7 +49,9 @@ def test_kernels_count_slices_and_loops():
     assert found["take"].times == 8 and found["take"].moved == 2 * piece + 4 + 4 * piece
     assert found["put"].moved == 4 * piece + 4 + 4 * piece, "what is updated in place is not read"
     product = found["product"]
-    assert (product.times, product.flops) == (1, 2 * 128 * 256 * 512)
+    assert (product.times, product.flops, product.float8) == (1, 2 * 128 * 256 * 512, False)
+    rounded = TEXT.replace('"__cublas$lt$matmul"', '"__cublas$lt$matmul$f8"')
+    assert kernels(rounded)[-1] == product._replace(float8=True)
     assert product.moved == 2 * (128 * 512 + piece + 128 * 256), "its workspace is not moved"
 
 

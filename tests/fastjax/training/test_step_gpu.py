@@ -83,6 +83,7 @@ class Case:
             not one unit with its adapters.
         accumulation: microbatches.
         float32_modules: modules in float32.
+        base_compute: dtype of the frozen matrices' products, or None.
     """
 
     dtypes: Sequence[str]
@@ -95,6 +96,7 @@ class Case:
     gated: str | None = "triton"
     accumulation: int = 1
     float32_modules: Sequence[str] | None = None
+    base_compute: str | None = None
 
 
 #: Lengths of the documents of each row, and tokens a row. Ragged rows are no whole tiles: their gated blocks are XLA's.
@@ -163,6 +165,8 @@ CASES = {
     ),
     "experts, every weight": Case([BF16], None, EXPERTS, base="plain", rows="ragged", gated=None),
     "modules in float32": Case([BF16], {"r": 16}, float32_modules=["norm", "lm_head", "layers.0.self_attn"]),
+    # One layer: through more of them its rounding alone makes another gradient.
+    "float8": Case([BF16], {"r": 16}, KERNELS | {"num_hidden_layers": 1}, base_compute="float8"),
     "8B's width": Case([BF16, F16], {"r": 16}, LARGE),
     "8B's width, 16-bit base": Case(
         [BF16], {"r": 64}, LARGE, base="plain", rows="full", loop="unroll", remat="projections"
@@ -186,6 +190,7 @@ def made(case, tmp_path):
         "use_gradient_checkpointing": case.remat,
         "full_finetuning": case.adapter is None,
         "float32_modules": case.float32_modules,
+        "base_compute": case.base_compute,
     }
     with jax.default_device(device_steps.cpu()), device_steps.quick_compilation():
         if case.config is LARGE:

@@ -1,0 +1,113 @@
+"""Products of a frozen weight of any format in float8_e4m3fn, forward and to its input.
+
+Both operands are rounded to float8 with a scale a row, along the axis that is not summed: of x a token and of W an
+output feature, or of dy a token and of Wᵀ an input feature. What a weight has for that is its `Weight.float8`; the
+weight itself stays in its own format, and adapters read the input that was not rounded (Micikevicius et al., arXiv
+2209.05433).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from fastjax.parallel import ROWS, local
+from fastjax.quantization.weight import Axes, Weight, after
+from fastjax.quantization.weights import MixedWeight, WeightLike, as_weight, matmul, matmul_transposed
+from pallas_kernels import float8
+
+
+def in_float8(weight: WeightLike) -> Weight:
+    """A frozen weight whose products with bfloat16 are computed in float8.
+
+    Args:
+        weight: of any format; of several, each one's products are its own.
+    """
+    if isinstance(weight, MixedWeight):
+        return MixedWeight(tuple(in_float8(piece) for piece in weight.weights))
+    return Float8Compute(weight)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Float8Compute(Weight):
+    """A frozen weight that multiplies in float8; for inputs that are not bfloat16 as it does otherwise.
+
+    Attributes:
+        weight: packed, or an array.
+    """
+
+    weight: WeightLike
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """(out, in)."""
+        return self._own.shape
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Those of the weight."""
+        return self._own.formats
+
+    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
+        """x·Wᵀ in the dtype of x; a gradient flows to x alone."""
+        return _product(x, self.weight) if x.dtype == jnp.bfloat16 else matmul(x, self.weight)
+
+    def transposed(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"]:
+        """dy·W in the dtype of dy."""
+        return _multiply(dy, self.weight, True) if dy.dtype == jnp.bfloat16 else matmul_transposed(dy, self.weight)
+
+    def rows(self, rows: slice) -> Weight:
+        """Some of the output rows."""
+        return in_float8(self._own.rows(rows).held)
+
+    def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
+        """The matrix in `dtype`, as its format decodes it."""
+        return self._own.dequantize(dtype)
+
+    def concatenate(self, others: "list[Float8Compute]") -> Weight | None:
+        """One weight below the other, or None where their formats do not allow it."""
+        joined = self._own.concatenate([other._own for other in others])
+        return None if joined is None else Float8Compute(joined.held)
+
+    def axes(self, out: str | None, into: str | None) -> Axes:
+        """Those of the weight."""
+        return Float8Compute(self._own.axes(out, into))
+
+    @property
+    def _own(self) -> Weight:
+        return as_weight(self.weight)
+
+
+@jax.custom_vjp
+def _product(x: Array, weight: WeightLike) -> Array:
+    return _multiply(x, weight, False)
+
+
+def _forward(x: Array, weight: WeightLike) -> tuple[Array, WeightLike]:
+    return _product(x, weight), weight
+
+
+def _backward(weight: WeightLike, dy: Array) -> tuple[Array, None]:
+    return _multiply(dy, weight, True), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _multiply(x: Array, weight: WeightLike, transposed: bool) -> Array:
+    """x·Wᵀ, or x·W, each device with its own rows of x."""
+
+    def product(x: Array, weight: Any) -> Array:
+        [weight], x = after([weight], x)
+        matrix, scales, factors = as_weight(weight).float8(transposed)
+        if factors is not None:
+            x = (x.astype(jnp.float32) * factors[None, None, :]).astype(x.dtype)
+        # XLA must not fuse a decode into the product.
+        matrix = jax.lax.optimization_barrier(matrix)
+        return float8.matmul(*float8.quantize_rows(x), matrix, scales)
+
+    return local(product, in_specs=(ROWS, P()), out_specs=ROWS)(x, weight)

@@ -1,0 +1,94 @@
+"""Products of float8_e4m3fn matrices with a scale a row of each.
+
+    y = (x · wᵀ) · (x_scales ⊗ w_scales)
+
+Both operands are laid out with the summed axis last, as Hopper's FP8 wgmma requires. Scales are powers of two
+(`scales`), so applying them to the bfloat16 result of the product rounds nothing. That result is asked for in bfloat16:
+XLA writes a float32 one and converts it in a second kernel, a quarter slower on an H200.
+
+Implementations of the quantisation of rows, bit-equal for finite rows: ``triton`` for NVIDIA GPUs of compute capability
+8.9 or more, ``xla`` for everything else.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.float8.implementations import QUANTIZE, Case
+from pallas_kernels.float8.scales import scale_of
+
+
+def quantize_rows(
+    x: Float[Array, "*rows in"], *, implementation: str | None = None
+) -> tuple[Float[Array, "*rows in"], Float[Array, "*rows"]]:
+    """Round each row to float8_e4m3fn by a scale of its own: x ≈ codes · scales.
+
+    Args:
+        x: bfloat16, float16 or float32. A row with infinity gets an infinite scale, NaN stays NaN.
+        implementation: None, "triton" or "xla".
+
+    Returns:
+        codes: float8_e4m3fn, x / scale rounded to nearest even.
+        scales: float32, the smallest power of two that brings the row's absolute maximum to 448 or below.
+
+    Raises:
+        ValueError: x of another dtype or without an axis.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    if x.ndim < 1 or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(
+            f"float8.quantize_rows: x must be [..., in] in bfloat16, float16 or float32, got {x.dtype}{x.shape}"
+        )
+    rows = x.reshape(-1, x.shape[-1])
+    chosen = QUANTIZE.choose(Case(dispatch.target(), rows.shape[1], x.dtype), implementation)
+    codes, scales = QUANTIZE[chosen].forward(rows)
+    return codes.reshape(x.shape), scales.reshape(x.shape[:-1])
+
+
+def quantize_columns(w: Float[Array, "out in"]) -> tuple[Float[Array, "in out"], Float[Array, " in"]]:
+    """`quantize_rows` of the transpose of a matrix: a reduction, and a loop that rounds and transposes.
+
+    Args:
+        w: bfloat16, float16 or float32.
+    """
+    scales, inverse = scale_of(jnp.max(jnp.abs(w), axis=0).astype(jnp.float32))
+    return (w.astype(jnp.float32) * inverse[None, :]).astype(jnp.float8_e4m3fn).T, scales
+
+
+def matmul(
+    x: Float[Array, "*rows in"],
+    x_scales: Float[Array, "*rows"],
+    w: Float[Array, "out in"],
+    w_scales: Float[Array, " out"],
+    *,
+    promoted: bool = False,
+) -> Float[Array, "*rows out"]:
+    """The product x·wᵀ of scaled codes, in bfloat16.
+
+    Args:
+        x: float8_e4m3fn.
+        x_scales: float32, powers of two.
+        w: float8_e4m3fn.
+        w_scales: float32, powers of two; or others, at the cost of a second rounding.
+        promoted: whether partial sums are promoted to float32 as they go. Hopper's tensor cores add up FP8 products in
+            fewer bits.
+
+    Returns:
+        bfloat16.
+
+    Raises:
+        ValueError: dtypes or shapes that do not fit.
+    """
+    fits = x.shape[-1:] == w.shape[1:] and x_scales.shape == x.shape[:-1] and w_scales.shape == w.shape[:1]
+    if x.dtype != jnp.float8_e4m3fn or w.dtype != jnp.float8_e4m3fn or not fits:
+        raise ValueError(
+            "float8.matmul: expected x [..., in] and w [out, in] in float8_e4m3fn with scales [...] and [out], got "
+            f"{x.dtype}{x.shape}, {w.dtype}{w.shape}, {x_scales.shape} and {w_scales.shape}"
+        )
+    # XLA gives cuBLASLt its fast accumulation at the default precision alone.
+    precision = lax.Precision.HIGHEST if promoted else None
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    product = lax.dot_general(x, w, dims, precision=precision, preferred_element_type=jnp.bfloat16)
+    columns = w_scales.reshape((1,) * (x.ndim - 1) + w_scales.shape)
+    return (product.astype(jnp.float32) * (x_scales[..., None] * columns)).astype(jnp.bfloat16)

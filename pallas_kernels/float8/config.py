@@ -1,0 +1,30 @@
+"""Block sizes of the kernel that turns rows to float8."""
+
+import dataclasses
+
+#: Most columns of a row that a program holds in registers.
+MOST_COLUMNS = 32768
+_COLUMNS_PER_WARP = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class RowConfig:
+    """Block sizes of the Triton kernel, a row a program.
+
+    Attributes:
+        columns: of a row, rounded up to a power of two.
+        num_warps: warps a program.
+    """
+
+    columns: int
+    num_warps: int
+
+
+def row_config(columns: int) -> RowConfig:
+    """64 elements a thread at most.
+
+    Args:
+        columns: of a row.
+    """
+    padded = max(16, 1 << (columns - 1).bit_length())
+    return RowConfig(padded, min(16, max(1, padded // _COLUMNS_PER_WARP * 2)))

@@ -1,0 +1,49 @@
+"""The implementations of the quantisation of rows by name, in order of preference.
+
+forward(x) -> (codes [N, in], scales [N])
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.float8 import config, triton, xla
+
+
+class Case(NamedTuple):
+    """A call and its device.
+
+    Attributes:
+        target: the device.
+        columns: of x.
+        dtype: of x.
+    """
+
+    target: Target
+    columns: int
+    dtype: DTypeLike
+
+
+def _why_not_triton(case: Case) -> str | None:
+    capability = case.target.compute_capability if case.target.platform == "cuda" else None
+    if capability is None or capability < (8, 9):
+        return f"it needs an NVIDIA GPU of compute capability 8.9 or more, the target is {case.target}"
+    if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"it reads bfloat16, float16 or float32, not {jnp.dtype(case.dtype)}"
+    if case.columns > config.MOST_COLUMNS:
+        return f"it holds rows of up to {config.MOST_COLUMNS} columns, these have {case.columns}"
+    return None
+
+
+def _triton(x: Array) -> tuple[Array, Array]:
+    return triton.quantize_rows(x, config=config.row_config(x.shape[1]))
+
+
+QUANTIZE: Registry[Case] = Registry(
+    "float8.quantize_rows",
+    {"triton": Implementation(_why_not_triton, _triton), "xla": Implementation(lambda case: None, xla.quantize_rows)},
+    lambda case: ("triton", "xla"),
+)

@@ -1,0 +1,48 @@
+"""Rows to float8_e4m3fn with Pallas-Triton: a program holds a whole row in registers and reads it once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float
+
+from pallas_kernels import compat
+from pallas_kernels.float8.config import RowConfig
+from pallas_kernels.float8.scales import scale_of
+
+
+# Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def quantize_rows(
+    x: Float[Array, "N in"], *, config: RowConfig, interpret: bool = False
+) -> tuple[Float[Array, "N in"], Float[Array, " N"]]:
+    """Codes and scales.
+
+    Args:
+        x: bfloat16, float16 or float32.
+        config: block sizes.
+        interpret: run on any device, in jax.numpy.
+    """
+    compat.silence_triton_deprecation()
+    rows, columns = x.shape
+    return pl.pallas_call(
+        functools.partial(_kernel, config=config),
+        out_shape=(jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct((rows,), jnp.float32)),
+        grid=(rows,),
+        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="float8_quantize_rows",
+    )(x)
+
+
+def _kernel(x_ref, codes_ref, scales_ref, *, config: RowConfig):
+    row, columns = pl.program_id(0), jax.lax.iota(jnp.int32, config.columns)
+    inside = columns < x_ref.shape[1] if config.columns != x_ref.shape[1] else None
+    zero = None if inside is None else jnp.zeros((), x_ref.dtype)
+    x = pltriton.load(x_ref.at[row, columns], mask=inside, other=zero).astype(jnp.float32)
+    scale, inverse = scale_of(jnp.max(jnp.abs(x)))
+    pltriton.store(codes_ref.at[row, columns], (x * inverse).astype(codes_ref.dtype), mask=inside)
+    scales_ref[row] = scale

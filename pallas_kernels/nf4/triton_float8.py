@@ -1,0 +1,80 @@
+"""NF4 to the transposed matrix in float8_e4m3fn with Pallas-Triton, split order.
+
+A word of four codes' bytes is decoded by one piece of assembly for each of the eight columns that it holds, which takes
+the word of four neighbouring rows and returns the four rows' elements as one word of the result. So Triton moves words
+alone, and is free to choose which thread holds which.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels import compat
+from pallas_kernels.nf4 import ptx
+from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
+from pallas_kernels.nf4.config import TransposedConfig
+
+#: Rows of a word of the result, bytes of a word of codes, and words of a block's row.
+ROWS = 4
+WORDS = BLOCK_BYTES // 4
+
+
+# Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
+@functools.partial(jax.jit, static_argnames=("shape", "config", "interpret"))
+def dequantize_transposed(
+    codes: UInt8[Array, "..."],
+    absmax: Float[Array, "blocks out"],
+    *,
+    shape: tuple[int, int],
+    config: TransposedConfig,
+    interpret: bool = False,
+) -> Float[Array, "in out"]:
+    """Decode a matrix and transpose it.
+
+    Args:
+        codes: uint8, split order, out·in / 2 of them.
+        absmax: float32, by block of a row and by row; no product with NF4's values exceeds 448.
+        shape: (out, in); out is a multiple of `config.rows`, in one of 64.
+        config: block sizes.
+        interpret: run on any device, in jax.numpy.
+    """
+    compat.silence_triton_deprecation()
+    out, columns = shape
+    blocks, quads = columns // BLOCK, config.rows // ROWS
+    words = jax.lax.bitcast_convert_type(codes.reshape(out // ROWS, ROWS, columns // 8, 4), jnp.int32)
+    found = pl.pallas_call(
+        functools.partial(_kernel, interpret=interpret),
+        out_shape=jax.ShapeDtypeStruct((blocks, 2, WORDS, 4, out // ROWS), jnp.int32),
+        grid=(blocks, out // config.rows),
+        in_specs=[
+            pl.BlockSpec((quads, ROWS, WORDS), lambda block, tile: (tile, 0, block)),
+            pl.BlockSpec((1, quads, ROWS), lambda block, tile: (block, tile, 0)),
+        ],
+        out_specs=pl.BlockSpec((1, 2, WORDS, 4, quads), lambda block, tile: (block, 0, 0, 0, tile)),
+        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="nf4_dequantize_transposed",
+    )(words, absmax.reshape(blocks, out // ROWS, ROWS))
+    return jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn).reshape(columns, out)
+
+
+def _kernel(words_ref, absmax_ref, out_ref, *, interpret: bool):
+    words = [words_ref[:, row, :] for row in range(ROWS)]
+    absmax = [jnp.broadcast_to(absmax_ref[0, :, row][:, None], words[0].shape) for row in range(ROWS)]
+    for half in range(2):
+        for column in range(4):
+            if interpret:
+                found = ptx.column_in_jax(words, absmax, half, column)
+            else:
+                [found] = pltriton.elementwise_inline_asm(
+                    ptx.column(half, column),
+                    args=[*words, *absmax],
+                    constraints="=r," + ",".join(["r"] * ROWS + ["f"] * ROWS),
+                    pack=1,
+                    result_shape_dtypes=[jax.ShapeDtypeStruct(words[0].shape, jnp.int32)],
+                )
+            out_ref[0, half, :, column, :] = found.T

@@ -1,0 +1,168 @@
+"""Products in float8 over bases of every format against those of the rounded operands; steps, adapters and refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from convert.model.config import ModelConfig
+from fastjax.data.batches import Batch
+from fastjax.errors import ConfigError
+from fastjax.models.precision import make_precision
+from fastjax.parallel import make_mesh
+from fastjax.quantization import FP8Weight, NF4Weight, concatenate, matmul
+from fastjax.quantization.float8 import in_float8
+from fastjax.quantization.weights import as_weight, matmul_transposed
+from fastjax.training.config import ModelSection
+from pallas_kernels.float8 import quantize_rows
+from tests.support import families, steps, tiny
+
+SHAPE = (128, 192)
+
+
+def weight(kind):
+    rng = np.random.default_rng(0)
+    matrix = jnp.asarray(0.02 * rng.normal(size=SHAPE), jnp.bfloat16)
+    if kind == "nf4":
+        return NF4Weight.quantize(matrix)
+    if kind == "mixed":
+        return concatenate([NF4Weight.quantize(matrix[:64]), matrix[64:]])
+    if kind == "dense":
+        return matrix
+    block = {"fp8, rows": (1, 192), "fp8, tensor": (128, 192), "fp8, blocks": (64, 64)}[kind]
+    scales = rng.uniform(1e-4, 4e-4, (SHAPE[0] // block[0], SHAPE[1] // block[1]))
+    codes = (matrix.astype(jnp.float32) / 4e-4).astype(jnp.float8_e4m3fn)
+    return FP8Weight(codes, jnp.asarray(scales, jnp.float32), block, SHAPE, "bfloat16")
+
+
+def wide(codes, scales):
+    return np.asarray(codes, np.float64) * np.asarray(scales, np.float64)[..., None]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "mixed", "dense", "fp8, rows", "fp8, tensor", "fp8, blocks"])
+def test_products_are_those_of_the_rounded_operands(kind):
+    base = weight(kind)
+    rounded, rng = in_float8(base), np.random.default_rng(1)
+    x, dy = (jnp.asarray(rng.normal(size=(2, 3, size)), jnp.bfloat16) for size in reversed(SHAPE))
+    y, pull = jax.vjp(lambda x: matmul(x, rounded), x)
+    dx = pull(dy)[0]
+    np.testing.assert_array_equal(dx, matmul_transposed(dy, rounded))
+    pieces = base.weights if kind == "mixed" else [base]
+    plain = np.asarray(as_weight(base).dequantize(jnp.float32), np.float64)
+    expected, gradient, start = [], np.zeros((2, 3, SHAPE[1])), 0
+    for piece in map(as_weight, pieces):
+        own = dy[..., start : start + piece.shape[0]]
+        start += piece.shape[0]
+        forward, backward = piece.float8(False), piece.float8(True)
+        expected.append(wide(*quantize_rows(x)) @ wide(*forward[:2]).T)
+        if backward.factors is not None:
+            own = (own.astype(jnp.float32) * backward.factors[None, None, :]).astype(own.dtype)
+        gradient += wide(*quantize_rows(own)) @ wide(*backward[:2]).T
+    for ours, theirs, exact in (
+        (y, np.concatenate(expected, axis=-1), np.asarray(x, np.float64) @ plain.T),
+        (dx, gradient, np.asarray(dy, np.float64) @ plain),
+    ):
+        # bfloat16's rounding of the result, of two products for mixed weights
+        assert np.abs(np.asarray(ours, np.float64) - theirs).max() < 2.0**-7 * np.abs(theirs).max()
+        # two operands of 3 bits: 2.6% each
+        assert 0.02 < np.linalg.norm(theirs - exact) / np.linalg.norm(exact) < 0.045
+
+
+def test_what_is_not_bfloat16_is_multiplied_as_ever_and_rows_stay_in_float8():
+    base = weight("nf4")
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, SHAPE[1])), jnp.float32)
+    np.testing.assert_array_equal(matmul(x, in_float8(base)), matmul(x, base))
+    some, low = slice(64, 128), x.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(matmul(low, in_float8(base).rows(some)), matmul(low, in_float8(base))[..., some])
+
+
+#: Sides of 64 and 128, of whole blocks of NF4.
+CONFIG = tiny.config(hidden_size=128, intermediate_size=256, head_dim=32, num_hidden_layers=1, initializer_range=0.05)
+EVERY, OUTLIER = 37, 100
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose layers' inputs have outlier features, which the matrices hardly read."""
+    found = tmp_path_factory.mktemp("outliers")
+    tensors = tiny.arrays(CONFIG)
+    for name, array in tensors.items():
+        if name.endswith("layernorm.weight"):
+            array[::EVERY] = OUTLIER
+        elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
+            array[:, ::EVERY] /= OUTLIER
+    tiny.write_folder(found, CONFIG, tensors)
+    return found
+
+
+def model(folder, dtype="bfloat16", **options):
+    """Every trained array is random, and small: adapters read outliers too."""
+    found = tiny.adapted(tiny.model(folder, CONFIG, load_in_4bit=True, dtype=dtype, **options))
+    return found.replace(trainable=jax.tree.map(lambda leaf: 0.05 * leaf, found.trainable))
+
+
+def batch():
+    documents = [tiny.documents(CONFIG, lengths, seed=number) for number, lengths in enumerate([(30, 9), (40,)] * 4)]
+    return Batch(*(array[None] for array in tiny.rows(documents, 40)))
+
+
+def cosines(found, expected):
+    flat = [
+        (np.ravel(a).astype(np.float64), np.ravel(b).astype(np.float64)) for a, b in zip(found, expected, strict=True)
+    ]
+    return [float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)) for a, b in flat]
+
+
+def test_loss_and_every_adapters_gradient_stay_near_float32s_with_outliers_in_the_input(folder):
+    exact, expected = steps.gradients(model(folder, "float32"), batch())
+    metrics, found = steps.gradients(model(folder, base_compute="float8"), batch())
+    plain, others = steps.gradients(model(folder), batch())
+    np.testing.assert_allclose(metrics["loss"], exact["loss"], rtol=1e-2)
+    leaves = [jax.tree.leaves(tree) for tree in (found, expected, others)]
+    rounded, near = cosines(leaves[0], leaves[1]), cosines(leaves[2], leaves[1])
+    print(f"cosines with float32: float8 {min(rounded):.5f} to {max(rounded):.5f}, bfloat16 from {min(near):.5f}")
+    # 3.7% of noise a product; it is float8's, not bfloat16's
+    assert min(near) > min(rounded) > 0.99
+
+
+@pytest.mark.newer_world
+def test_several_devices_compute_what_one_does(folder):
+    ours = model(folder, base_compute="float8")
+    metrics, expected = steps.gradients(ours, batch())
+    spread, found = steps.gradients(ours, batch(), mesh=make_mesh(data=2, fsdp=2, tensor=2))
+    # Parts of a row along `tensor` have scales of their own; their sums are rounded to bfloat16, then added.
+    np.testing.assert_allclose(spread["loss"], metrics["loss"], rtol=1e-3)
+    assert min(cosines(jax.tree.leaves(found), jax.tree.leaves(expected))) > 0.995
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base_compute": "float4"}, r"base_compute: expected one of \['float8'\] or None, got 'float4'"),
+        ({"dtype": "float16"}, "base_compute: expected None .*, got float8 with dtype float16"),
+        ({"dtype": None}, "base_compute: expected None .*, got float8 with dtype float32"),
+        ({"trained": True}, "got float8 with full_finetuning: it is of the products of frozen weights"),
+    ],
+)
+def test_settings_that_are_refused(options, message):
+    given = {"dtype": "bfloat16", "base_compute": "float8"} | options
+    dtype = given.pop("dtype")
+    with pytest.raises(ConfigError, match=message):
+        make_precision(dtype, "float32", None, ModelConfig.from_hf(CONFIG, where="config"), **given)
+
+
+def test_mixtures_and_cards_without_float8_are_refused():
+    config = ModelConfig.from_hf(CONFIG, where="config")
+    for card in ("NVIDIA A100-SXM4-80GB", "Tesla T4"):
+        device = AbstractDevice(device_kind=card, num_cores=None, platform="cuda")
+        with (
+            jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
+            pytest.raises(ConfigError, match=f"base_compute: .*on {card} .*compute capability 8.9 or more"),
+        ):
+            make_precision("bfloat16", "float32", None, config, base_compute="float8")
+    moe = ModelConfig.from_hf(families.MIXTURES["qwen3_moe"], where="config")
+    with pytest.raises(ConfigError, match="base_compute: .*got float8 with mixtures of experts"):
+        make_precision("bfloat16", "float32", None, moe, base_compute="float8")
+    with pytest.raises(ConfigError, match="model.base_compute: expected null with model.full_finetuning: true"):
+        ModelSection("m", base_compute="float8", full_finetuning=True, load_in_4bit=False)
