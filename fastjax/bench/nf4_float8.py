@@ -24,7 +24,8 @@ Packed = Sequence[tuple[jax.Array, jax.Array]]
 def served() -> bool:
     """Whether this device multiplies in float8: an NVIDIA GPU that has it, or a CPU, for tests."""
     device = dispatch.target()
-    return device.platform == "cpu" or (device.compute_capability or (0, 0)) >= (8, 9)
+    capability = device.compute_capability
+    return device.platform == "cpu" or (capability is not None and capability >= (8, 9))
 
 
 def decodes(shape: tuple[int, int], transposed: bool, packed: Packed, rounds: int) -> dict[str, Timing]:

@@ -22,6 +22,7 @@ from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.models.remat import POLICIES
 from fastjax.parallel import batch_devices, context_devices, local, tensor_devices
+from fastjax.quantization.float8 import decoded_in_float8
 from fastjax.quantization.weight import Weight, after
 
 #: Tokens of a chunk, and the fewest tokens of a device that are cut, where the setting is "auto".
@@ -83,7 +84,8 @@ class _Call(NamedTuple):
         function: as of `by_chunks`.
         structure: of its state, with packed weights as leaves.
         places: of a chunk.
-        decode: dtype into which packed weights are decoded before the loop; None: they are not.
+        decode: dtype into which packed weights are decoded before the loop, float8_e4m3fn for products in it; None:
+            they are not.
     """
 
     function: Function
@@ -98,14 +100,20 @@ class _Call(NamedTuple):
         carry, _ = lax.scan(lambda c, n: (body(c, n * self.places, self.places, n), None), carry, numbers)
         return body(carry, jnp.int32(whole * self.places), rest, jnp.int32(whole)) if rest else carry
 
-    def decoded(self, x: Array, leaves: list[Any]) -> tuple[Array, list[Any]]:
-        """x, and the leaves, with packed weights decoded no earlier than x is there."""
+    def decoded(self, x: Array, leaves: list[Any], *, gradient: bool) -> tuple[Array, list[Any]]:
+        """x, and the leaves, with packed weights decoded no earlier than x is there; in float8 for one pass or both."""
         packed = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Weight)}
         if self.decode is None or not packed:
             return x, leaves
-        decode = local(lambda weight: weight.dequantize(self.decode), in_specs=P(), out_specs=P())
+
+        def decode(weight: Weight) -> Any:
+            if self.decode == jnp.float8_e4m3fn:
+                return decoded_in_float8(weight, gradient=gradient)
+            return weight.dequantize(self.decode)
+
+        island = local(decode, in_specs=P(), out_specs=P())
         waiting, x = after(list(packed.values()), x)
-        arrays = lax.optimization_barrier(dict(zip(packed, map(decode, waiting), strict=True)))
+        arrays = lax.optimization_barrier(dict(zip(packed, map(island, waiting), strict=True)))
         return x, [arrays.get(number, leaf) for number, leaf in enumerate(leaves)]
 
     def run(self, leaves: list[Any], key: PRNGKeyArray | None, number: Array, *tokens: Array) -> Array:
@@ -132,15 +140,15 @@ def by_chunks(
         x: the input in whose place the output, of the same shape and dtype, comes.
         *others: further inputs.
         places: along the sequence, of a chunk in each device's part of a row.
-        decode: dtype in which the function reads packed weights; they are decoded into it before the loop. None: the
-            function decodes them.
+        decode: dtype in which the function reads packed weights, float8_e4m3fn where its products are in float8; they
+            are decoded into it before the loop. None: the function decodes them.
     """
     leaves, structure = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, Weight))
     return _by_chunks(_Call(function, structure, places, decode), key, leaves, x, others)
 
 
 def _chunked(call: _Call, key: PRNGKeyArray | None, leaves: list[Any], x: Array, others: tuple[Array, ...]) -> Array:
-    x, leaves = call.decoded(x, leaves)
+    x, leaves = call.decoded(x, leaves, gradient=False)
 
     def body(y: Array, start: Array, places: int, number: Array) -> Array:
         piece = call.run(leaves, key, number, *(_cut(array, start, places) for array in (y, *apart)))
@@ -164,7 +172,7 @@ def _forward(call: _Call, *arguments: Any) -> tuple[Array, Any]:
 def _backward(call: _Call, residuals: Any, dy: Any) -> tuple[Any, ...]:
     key, trained, frozen, x, others = residuals
     dy = jnp.zeros_like(x) if isinstance(dy, SymbolicZero) else dy
-    x, frozen = call.decoded(x, frozen)
+    x, frozen = call.decoded(x, frozen, gradient=True)
 
     def body(carry: Any, start: Array, places: int, number: Array) -> Any:
         def run(trained: list[Any], *tokens: Array) -> Array:

@@ -78,16 +78,17 @@ class MLP(nnx.Module):
         return None
 
     def decoded_dtype(self, dtype: jnp.dtype) -> jnp.dtype | None:
-        """The dtype in which the block reads its weights; None: in several, or otherwise than in products.
+        """The dtype in which the block's products read its weights; None: in several, or otherwise than in products.
 
         Args:
             dtype: of the block's input.
         """
         adapters = [*self.gate_up.adapters.values(), *self.down.adapters.values()]
-        rounded = self.gate_up.float8 or self.down.float8
-        if self.float32 or rounded or any(adapter.magnitude is not None for adapter in adapters):
+        if self.float32 or any(adapter.magnitude is not None for adapter in adapters):
             return None
         dtypes = {*self.gate_up.dtypes(dtype), *self.down.dtypes(dtype)}
+        if dtypes == {jnp.dtype(jnp.bfloat16)} and self.gate_up.float8 and self.down.float8:
+            return jnp.dtype(jnp.float8_e4m3fn)
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def block(self) -> Block:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from fastjax.parallel import ROWS, local
-from fastjax.quantization.weight import Axes, Weight, after
+from fastjax.quantization.weight import Axes, Float8Operand, Weight, after
 from fastjax.quantization.weights import MixedWeight, WeightLike, as_weight, matmul, matmul_transposed
 from pallas_kernels import float8
 
@@ -24,11 +24,24 @@ def in_float8(weight: WeightLike) -> Weight:
     """A frozen weight whose products with bfloat16 are computed in float8.
 
     Args:
-        weight: of any format; of several, each one's products are its own.
+        weight: of any format; of several, each one's products are its own. One that is in float8 is itself.
     """
     if isinstance(weight, MixedWeight):
         return MixedWeight(tuple(in_float8(piece) for piece in weight.weights))
-    return Float8Compute(weight)
+    return weight if isinstance(weight, Float8Compute) else Float8Compute(weight)
+
+
+def decoded_in_float8(weight: WeightLike, *, gradient: bool) -> Weight:
+    """A weight in float8 whose operands are made here, for many products.
+
+    Args:
+        weight: as of `in_float8`.
+        gradient: whether the transpose is wanted too.
+    """
+    if isinstance(weight, MixedWeight):
+        return MixedWeight(tuple(decoded_in_float8(piece, gradient=gradient) for piece in weight.weights))
+    own = as_weight(weight)
+    return Float8Compute(weight, own.float8(False), own.float8(True) if gradient else None)
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +51,13 @@ class Float8Compute(Weight):
 
     Attributes:
         weight: packed, or an array.
+        operand: the matrix in float8, where it is made for several products; None: each makes its own.
+        transposed_operand: its transpose likewise.
     """
 
     weight: WeightLike
+    operand: Float8Operand | None = None
+    transposed_operand: Float8Operand | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -54,11 +71,11 @@ class Float8Compute(Weight):
 
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
         """x·Wᵀ in the dtype of x; a gradient flows to x alone."""
-        return _product(x, self.weight) if x.dtype == jnp.bfloat16 else matmul(x, self.weight)
+        return _product(x, self) if x.dtype == jnp.bfloat16 else matmul(x, self.weight)
 
     def transposed(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"]:
         """dy·W in the dtype of dy."""
-        return _multiply(dy, self.weight, True) if dy.dtype == jnp.bfloat16 else matmul_transposed(dy, self.weight)
+        return _multiply(dy, self, True) if dy.dtype == jnp.bfloat16 else matmul_transposed(dy, self.weight)
 
     def rows(self, rows: slice) -> Weight:
         """Some of the output rows."""
@@ -83,31 +100,34 @@ class Float8Compute(Weight):
 
 
 @jax.custom_vjp
-def _product(x: Array, weight: WeightLike) -> Array:
+def _product(x: Array, weight: Float8Compute) -> Array:
     return _multiply(x, weight, False)
 
 
-def _forward(x: Array, weight: WeightLike) -> tuple[Array, WeightLike]:
+def _forward(x: Array, weight: Float8Compute) -> tuple[Array, Float8Compute]:
     return _product(x, weight), weight
 
 
-def _backward(weight: WeightLike, dy: Array) -> tuple[Array, None]:
+def _backward(weight: Float8Compute, dy: Array) -> tuple[Array, None]:
     return _multiply(dy, weight, True), None
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _multiply(x: Array, weight: WeightLike, transposed: bool) -> Array:
+def _multiply(x: Array, weight: Float8Compute, transposed: bool) -> Array:
     """x·Wᵀ, or x·W, each device with its own rows of x."""
+    made = weight.transposed_operand if transposed else weight.operand
 
-    def product(x: Array, weight: Any) -> Array:
-        [weight], x = after([weight], x)
-        matrix, scales, factors = as_weight(weight).float8(transposed)
+    def product(x: Array, given: Any) -> Array:
+        if made is None:
+            [given], x = after([given], x)
+            given = as_weight(given).float8(transposed)
+        matrix, scales, factors = given
         if factors is not None:
             x = (x.astype(jnp.float32) * factors[None, None, :]).astype(x.dtype)
         # XLA must not fuse a decode into the product.
         matrix = jax.lax.optimization_barrier(matrix)
         return float8.matmul(*float8.quantize_rows(x), matrix, scales)
 
-    return local(product, in_specs=(ROWS, P()), out_specs=ROWS)(x, weight)
+    return local(product, in_specs=(ROWS, P()), out_specs=ROWS)(x, weight.weight if made is None else made)

@@ -126,6 +126,19 @@ def test_loss_and_every_adapters_gradient_stay_near_float32s_with_outliers_in_th
     assert min(near) > min(rounded) > 0.99
 
 
+def test_an_mlp_by_chunks_decodes_once_and_computes_the_same(folder):
+    """Rows are rounded one by one, so chunks of them are rounded alike, but for XLA's bfloat16 in other fusions."""
+    whole, expected = steps.gradients(model(folder, base_compute="float8"), batch())
+    chunked = model(folder, base_compute="float8", mlp_chunk=128)
+    metrics, found = steps.gradients(chunked, batch())
+    np.testing.assert_allclose(metrics["loss"], whole["loss"], rtol=1e-4)
+    near = min(cosines(jax.tree.leaves(found), jax.tree.leaves(expected)))
+    assert near > 0.999, near
+    decoder = chunked.module()
+    mlp = decoder.layers[0][0].mlp
+    assert mlp.decoded_dtype(jnp.dtype(jnp.bfloat16)) == jnp.float8_e4m3fn
+
+
 @pytest.mark.newer_world
 def test_several_devices_compute_what_one_does(folder):
     ours = model(folder, base_compute="float8")
