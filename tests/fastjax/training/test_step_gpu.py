@@ -172,12 +172,11 @@ CASES = {
         [BF16], {"r": 64}, LARGE, base="plain", rows="full", loop="unroll", remat="projections"
     ),
 }
+# Of a family one dtype for adapters and the other for every weight: how dtypes differ, the cases above show.
 for _family, _config in {"llama": tiny.CONFIG, **families.CONFIGS, "gemma3": families.NESTED}.items():
-    CASES[f"{_family}, adapters"] = Case(
-        [BF16, F16], {"target_modules": "all-linear"}, _config, rows="short", gated="xla"
-    )
+    CASES[f"{_family}, adapters"] = Case([BF16], {"target_modules": "all-linear"}, _config, rows="short", gated="xla")
     CASES[f"{_family}, every weight"] = Case(
-        [BF16, F16], None, _config, base="plain", rows="short", remat="projections", gated=None
+        [F16], None, _config, base="plain", rows="short", remat="projections", gated=None
     )
 
 
@@ -234,9 +233,10 @@ def card():
 def test_loss_and_every_gradient(name, tmp_path):
     case = CASES[name]
     model, batch = made(case, tmp_path), rows_of(case)
-    wide = device_steps.in_dtype(model, F32)
+    reference = model.with_checkpointing("none")  # the same numbers of a smaller program
+    wide = device_steps.in_dtype(reference, F32)
     exact = device_steps.step_on(device_steps.cpu(), wide, batch, compiler_options=device_steps.QUICK)
-    plain = device_steps.step_on(device_steps.cpu(), model, batch, compiler_options=device_steps.ROUNDED)
+    plain = device_steps.step_on(device_steps.cpu(), reference, batch, compiler_options=device_steps.ROUNDED)
     assert {chosen for _, chosen in exact.chosen | plain.chosen} <= {"xla", "decode_first"}  # of experts in 4 bits
     yardstick = device_steps.errors(plain, exact)
     for dtype in case.dtypes:
