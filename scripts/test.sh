@@ -62,6 +62,14 @@ check() {
   fi
 }
 
+# Waits for process $1, whose output is in file $2, and shows it.
+finish() {
+  local status=0
+  wait "$1" || status=$?
+  cat "$2"
+  return "$status"
+}
+
 quick=()
 if [ "${1:-}" = --quick ]; then
   shift
@@ -88,6 +96,7 @@ if [ ${#worlds[@]} -eq 0 ]; then # another Python: the newer world's pins
   prepare .venv-test-3.12 "$python" 3.12
 fi
 
+pyright=
 typed=${worlds[-1]} # the world with torch, whose types pyright reads
 for world in "${worlds[@]}"; do
   if [ -n "${installing[$world]:-}" ]; then wait "${installing[$world]}"; fi
@@ -98,13 +107,15 @@ for world in "${worlds[@]}"; do
     check "ruff format" "$bin/ruff" format --check .
   fi
   if [ $# -eq 0 ] && [ "$world" = "$typed" ]; then
-    check "pyright" "$bin/pyright" --pythonpath "$bin/python"
+    "$bin/pyright" --pythonpath "$bin/python" >"$bin/../types" 2>&1 & # beside the tests
+    pyright=$!
     if [ ${#worlds[@]} -gt 1 ]; then select=(-m "not newer_world"); fi
   elif [ $# -eq 0 ]; then
     select=(-m "not one_world")
   fi
   check "tests, Python $world" "$bin/python" -m pytest -n 2 --dist worksteal --durations 15 \
     ${select[@]+"${select[@]}"} "$@" </dev/null
+  if [ -n "$pyright" ]; then check "pyright" finish "$pyright" "$bin/../types"; fi
 done
 
 if [ ${#failed[@]} -gt 0 ]; then

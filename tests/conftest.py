@@ -22,13 +22,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one card
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    _FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_cpu_parallel_codegen_split_count=1"]
+if "cpu" in os.environ["JAX_PLATFORMS"]:
+    _FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
     if version("jaxlib").startswith("0.10."):
         _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-    # A collective holds its thread until all devices have come to it, and those that do not depend on each other are
-    # begun in any order: with a thread a device, XLA's default on few cores, devices wait for each other for ever.
-    os.environ.setdefault("PJRT_NPROC", "32")
+    if os.environ["JAX_PLATFORMS"] == "cpu":
+        _FLAGS.append("--xla_force_host_platform_device_count=8")
+        # A collective holds its thread until all devices have come to it, and those that do not depend on each other
+        # are begun in any order: with a thread a device, XLA's default on few cores, devices wait for each other for
+        # ever.
+        os.environ.setdefault("PJRT_NPROC", "32")
     os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *_FLAGS]))
 
 import jax

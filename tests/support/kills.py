@@ -34,7 +34,7 @@ class Kill(NamedTuple):
 
 def moments(kills: int, draw: random.Random) -> list[str]:
     """A tenth of the kills up to the first step, a third in saves; the last seventh while the result is written."""
-    start, save, export = max(1, kills // 10), kills // 3, max(1, kills // 7)
+    start, save, export = max(1, kills // 10), -(-kills // 3), max(1, kills // 7)
     before = ["start"] * start + ["save"] * save + ["step"] * (kills - start - save - export)
     draw.shuffle(before)
     return before + ["export"] * export

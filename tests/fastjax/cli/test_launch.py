@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Starts runs of full fine-tuning with the same four rows a step: (output, command before train, settings)."""
+    """Starts runs of full fine-tuning in two processes; `alone`, in one. All have the same four rows a step."""
     folder = tmp_path_factory.mktemp("world")
     content = {
         "model": {
@@ -39,17 +39,24 @@ def start(tmp_path_factory):
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(content))
 
-    def begin(output, *arguments, launch=("launch", "-n", "2", "--")):
-        words = [*launch, "train", "--config", str(folder / "run.yaml"), "--output.output_dir", str(output), "--resume"]
-        return Process([*words, *arguments], folder / "compiled")
+    def begin(output, *arguments):
+        return Process(["launch", "-n", "2", "--", *train(output), *arguments], folder / "compiled")
 
+    def train(output):
+        return ["train", "--config", str(folder / "run.yaml"), "--output.output_dir", str(output), "--resume"]
+
+    def alone(output):
+        """In the process of the tests, on one of its devices; returns the exit status."""
+        one = ["--training.per_device_train_batch_size", "4", "--parallel.data", "1", "--parallel.fsdp", "1"]
+        return main([*train(output), *one])
+
+    begin.alone = alone
     return begin
 
 
 def test_two_processes_killed_stopped_and_resumed(start, tmp_path):
     output = tmp_path / "run"
-    whole = start(tmp_path / "whole", "--training.per_device_train_batch_size", "4", launch=())
-    assert whole.status() == 0, whole.output
+    assert start.alone(tmp_path / "whole") == 0
 
     killed = start(output)
     assert killed.until(lambda: bool(killed.steps) and killed.steps[-1] >= 6), killed.output
@@ -68,8 +75,7 @@ def test_two_processes_killed_stopped_and_resumed(start, tmp_path):
     assert [row["message"] for row in rows(output) if row.get("event") == "interrupted"] == [
         f"interrupted by SIGTERM after step {last} of {STEPS}; its state is saved, and --resume goes on"
     ]
-    alone = start(output, "--training.per_device_train_batch_size", "4", launch=())
-    assert alone.status() == 0, alone.output
+    assert start.alone(output) == 0
     found, expected = (np.array([row[:4] for row in figures(f)], np.float64) for f in (output, tmp_path / "whole"))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
 

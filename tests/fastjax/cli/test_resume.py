@@ -7,7 +7,7 @@ import pytest
 from tests.support.kills import STEPS_A_KILL, survive
 from tests.support.runs import World, contents, events, figures, rows
 
-KILLS = 6
+KILLS = 5
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,3 @@ def test_terminated_interrupted_and_ended_at_once(world, whole, tmp_path):
     assert process.status() == 0, process.output
     assert contents(output / "adapter") == contents(whole / "adapter")
     assert figures(output) == figures(whole)
-    process = world.start(output)
-    assert process.status() == 0 and f"the run in {output} is finished: nothing is left to do" in process.output
-    assert process.steps == []
