@@ -73,8 +73,19 @@ def decode(codes: UInt8[np.ndarray, "*rows blocks bytes"], scales: UInt8[np.ndar
     """
     factors = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # non-finite values are found by their reader
-        values = _PAIRS[codes].reshape(*scales.shape, BLOCK) * factors[..., None]
+        values = decode_pairs(codes).reshape(*scales.shape, BLOCK) * factors[..., None]
     return values.reshape(*scales.shape[:-1], -1)
+
+
+def decode_pairs(codes: UInt8[np.ndarray, "*rows bytes"]) -> Float[np.ndarray, "*rows columns"]:
+    """E2M1 as float32, two values a byte, the even one in the low four bits."""
+    return _PAIRS[codes].reshape(*codes.shape[:-1], -1)
+
+
+def encode_pairs(values: Float[np.ndarray, "*rows columns"]) -> UInt8[np.ndarray, "*rows bytes"]:
+    """The inverse of `decode_pairs`: float32 clipped to ±6 and rounded, half to even."""
+    nibbles = np.clip(values, -_LARGEST, _LARGEST).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
 
 def encode(values: Float[np.ndarray, "X out in"]) -> MXFP4Tensor:
@@ -93,9 +104,7 @@ def encode(values: Float[np.ndarray, "X out in"]) -> MXFP4Tensor:
     if not np.isfinite(largest).all():
         raise ConvertError("MXFP4 encode: expected finite values, got infinity or NaN in the weight")
     exponents = np.clip(np.frexp(largest)[1] - 1 - _EXPONENT, -127, 127)
-    scaled = np.clip(np.ldexp(blocks, -exponents[..., None]), -_LARGEST, _LARGEST)
-    nibbles = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    codes = nibbles[..., ::2] | nibbles[..., 1::2] << 4
+    codes = encode_pairs(np.ldexp(blocks, -exponents[..., None]))
     return MXFP4Tensor(codes, (exponents + 127).astype(np.uint8), values.dtype.name)
 
 
