@@ -23,6 +23,7 @@ from convert.formats.mxfp4 import decode_pairs, encode_pairs
 from convert.formats.scales import SMALLEST
 
 BLOCK = 16
+SCALE_DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)
 _LARGEST, _LARGEST_SCALE = np.float32(6), np.float32(448)
 _LEAST_SCALE = np.float32(0.125)
 
@@ -72,11 +73,11 @@ def encode(
     """
     table = values.reshape(len(values), -1, BLOCK)
     largest = global_scale * (np.abs(table).max(axis=-1) / _LARGEST)
-    scales = np.minimum(largest, _LARGEST_SCALE).astype(ml_dtypes.float8_e4m3fn)
+    scales = np.minimum(largest, _LARGEST_SCALE).astype(SCALE_DTYPE)
     wide = scales.astype(np.float32)
     wide = np.where(wide == 0, _LEAST_SCALE, wide)
     codes = encode_pairs((table / (wide / global_scale)[..., None]).reshape(values.shape))
-    return NVFP4Tensor(codes, wide.astype(scales.dtype), global_scale, True, np.dtype(dtype).name)
+    return NVFP4Tensor(codes, wide.astype(SCALE_DTYPE), global_scale, True, np.dtype(dtype).name)
 
 
 def decode(tensor: NVFP4Tensor) -> Float[np.ndarray, "out in"]:
