@@ -19,10 +19,10 @@ from jaxtyping import Float, Int, Shaped, UInt8
 from convert.formats.scales import divided
 
 LOWEST, HIGHEST = np.float32(-8), np.float32(7)
-_OFFSET = 8  # of a code in its four bits
+OFFSET = 8  # of a code in its four bits
 _NUMBERS = np.arange(256, dtype=np.uint8)
 #: The two codes of a byte, the even element in the low bits.
-_PAIRS = np.stack([_NUMBERS & 15, _NUMBERS >> 4], axis=1).astype(np.float32) - np.float32(_OFFSET)
+_PAIRS = np.stack([_NUMBERS & 15, _NUMBERS >> 4], axis=1).astype(np.float32) - np.float32(OFFSET)
 
 
 class Int4Tensor(NamedTuple):
@@ -68,7 +68,7 @@ def encode(values: Float[np.ndarray, "out in"], group: int, symmetric: bool, dty
         scales = divided(high - low, 15, dtype)
         zeros = np.rint(np.clip(LOWEST - low / scales, LOWEST, HIGHEST))
         scaled = table / scales[..., None] + zeros[..., None]
-    codes = (np.rint(np.clip(scaled, LOWEST, HIGHEST)).astype(np.int8) + _OFFSET).view(np.uint8).reshape(values.shape)
+    codes = (np.rint(np.clip(scaled, LOWEST, HIGHEST)).astype(np.int8) + OFFSET).view(np.uint8).reshape(values.shape)
     packed = codes[:, ::2] | codes[:, 1::2] << 4
     return Int4Tensor(
         packed, scales.astype(dtype), None if zeros is None else zeros.astype(np.int8), np.dtype(dtype).name
@@ -89,7 +89,7 @@ def pack_zeros(zeros: Int[np.ndarray, "out groups"]) -> Int[np.ndarray, "words g
     """Zero points as a file has them: those of eight rows in an int32 [ceil(out / 8), groups], the first row lowest."""
     rows, groups = zeros.shape
     padded = np.zeros((-(-rows // 8) * 8, groups), np.uint8)
-    padded[:rows] = (zeros + np.int8(_OFFSET)).view(np.uint8)
+    padded[:rows] = (zeros + np.int8(OFFSET)).view(np.uint8)
     pairs = padded[::2] | padded[1::2] << 4
     return np.ascontiguousarray(pairs.reshape(-1, 4, groups).swapaxes(1, 2)).view("<i4")[..., 0]
 
@@ -99,4 +99,4 @@ def unpack_zeros(words: Int[np.ndarray, "words groups"], rows: int) -> Int[np.nd
     count, groups = words.shape
     pairs = np.ascontiguousarray(words, "<i4").view(np.uint8).reshape(count, groups, 4).swapaxes(1, 2)
     nibbles = np.stack([pairs & 15, pairs >> 4], axis=2).reshape(8 * count, groups)
-    return nibbles[:rows].view(np.int8) - np.int8(_OFFSET)
+    return nibbles[:rows].view(np.int8) - np.int8(OFFSET)
