@@ -76,8 +76,8 @@ class CompressedWriter(Writer, abc.ABC):
     ) -> Job:
         """A matrix from its values; as `Writer.job`."""
         if shape[1] % self.columns_together:
-            expected = f"rows of whole groups of {self.columns_together} for {self.name}"
-            raise unexpected(source, name, expected, f"{shape[1]} columns; leave the module in 16 bits")
+            expected = f"rows of whole groups of {self.columns_together} for {self.name} (or 16 bits: skip the module)"
+            raise unexpected(source, name, expected, shape[1])
         outputs = {name + suffix: described for suffix, described in self.described(shape, dtype).items()}
         refused = nonfinite(source, name, where=f"where {dtype} cannot hold them", way_out=not_in(self.label))
 

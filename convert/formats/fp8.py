@@ -157,8 +157,11 @@ class _FP8(Format):
         quantization = stored.checkpoint.config.get("quantization_config") or {}
         if quantization.get("quant_method") != compressed.METHOD or stored.info.dtype != DTYPES[0]:
             return self.name
-        block = _scale(stored).block
-        return {stored.shape: "fp8-tensor", (1, stored.shape[1]): "fp8-row", (128, 128): "fp8-block"}.get(block, self.name)
+        kinds = [weights for _, weights in compressed.group_weights(quantization) if weights.get("type") == "float"]
+        strategies = {weights.get("strategy") for weights in kinds}
+        if len(strategies) != 1 or any(weights.get("block_structure") not in (None, [128, 128]) for weights in kinds):
+            return self.name
+        return {"channel": "fp8-row", "tensor": "fp8-tensor", "block": "fp8-block"}.get(*strategies, self.name)
 
     def declares(self, quantization: Mapping[str, Any]) -> bool:
         other = quantization.get("quant_method") != compressed.METHOD
