@@ -78,7 +78,9 @@ def merge(
         adapter: PEFT folder.
         folder: The final place.
         dtype: "bfloat16", "float16" or "float32" for the whole model; or a key of `convert.formats.WRITERS`, such as
-            "nf4", for its layers' matrices quantised and the rest as it is; None: each tensor keeps its dtype, or takes the one that it decodes to.
+            "nf4", for its layers' matrices quantised and the rest as it is (matrices that the base has in that scheme
+            stay what they are where the adapter leaves them alone); None: each tensor keeps its dtype, or takes the
+            one that it decodes to.
         base_in_nf4: The base has 16 bits but the adapter was trained with its layers' matrices quantised to NF4 as
             they were read (``load_in_4bit``): they are quantised and decoded before the adapter is added.
         unsloth_expert_layout: The adapter is on experts and from an Unsloth before September 2026, which ordered B
@@ -196,22 +198,23 @@ class _Plan:
         peers = self._peers(place, into)
         self.changed, self.copied = self.changed + any(changes), self.copied + (not any(changes))
         if not any(changes) and not any(part.path in self.found.tensors for peer in peers for part in peer.weights):
-            own = into is not None and self.packed
-            if own or (into is None and form.name == target.name and place.name == tensor.name):
-                if own:
-                    self.written = self.written or (into, decoded)
+            if into is not None and self.packed:
+                self.written = self.written or (into, decoded)
+                return copied(weights.checkpoint, weights.stored_names(tensor.name))
+            if into is None and form.name == target.name and place.name == tensor.name:
                 return copied(weights.checkpoint, weights.stored_names(tensor.name))
         shape = next((change.shape for change in changes if change and tensor.layout == WHOLE), place.shape)
         return self._written(place.name, shape, target, tensor_blocks(place, self._values), into, peers)
 
     def _writer(self, tensor: TensorSpec) -> Writer | None:
         """What packs a tensor of the base; None: it stays plain, or as it is."""
+        writer = None if self.dtype is None else WRITERS.get(self.dtype)
         if not self.packed:
-            return WRITERS[self.dtype] if self.dtype in WRITERS and tensor.weights[0].kind in QUANTIZED else None
+            return writer if tensor.weights[0].kind in QUANTIZED else None
         if self.weights.scheme(tensor.name) != self.dtype:
             return None
         form = self.weights.tensor_format(tensor.name)
-        return form if form.writable else WRITERS[self.dtype]  # a variant of the base's own
+        return form if form.writable else writer  # a variant of the base's own
 
     def _peers(self, place: TensorSpec, writer: Writer | None) -> list[TensorSpec]:
         """The other matrices whose values a matrix's scale depends on."""

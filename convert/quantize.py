@@ -1,4 +1,4 @@
-"""A 16-bit folder in fewer bits, as transformers and servers load it, written tensor by tensor."""
+"""A 16-bit folder in 4 or 8 bits, as transformers and servers load it, written tensor by tensor."""
 
 import os
 import shutil

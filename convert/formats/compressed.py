@@ -27,7 +27,7 @@ UNUSED = (
     *(".input_global_scale", ".input_zero_point", ".output_zero_point"),
 )
 #: Kinds of weights that are read: (type, bits).
-_KINDS = {("float", 8), ("float", 4), ("int", 4), ("int", 8)}
+_KINDS = (("float", 4), ("float", 8), ("int", 4), ("int", 8))
 _FIELD = "quantization_config"
 
 
@@ -50,24 +50,30 @@ class Compressed(Format):
         """Some rows as they are stored, of class `packed`; `first` is a multiple of `rows_together`."""
 
     def claims(self, name: str) -> tuple[str, ...]:
+        """The weight's tensors, and the module's scales of activations."""
         module = name.removesuffix(".weight")
         return (*(name + suffix for suffix in self.suffixes), *(module + suffix for suffix in UNUSED))
 
     def decoded_dtype(self, stored: Stored) -> np.dtype:
+        """That of config.json."""
         return configured_dtype(stored)
 
     def read(self, stored: Stored) -> Any:
+        """All rows; as `Format.read`."""
         return self.rows(stored, 0, stored.shape[0])
 
     def blocks(self, stored: Stored) -> Iterator[Block]:
+        """Decoded rows; as `Format.blocks`."""
         for first, last in row_ranges(stored.shape, self.rows_together * stored.shape[1]):
             yield self.decode(self.rows(stored, first, last)).astype(np.float32, copy=False)
 
     def declares(self, quantization: Mapping[str, Any]) -> bool:
+        """Whether its first group has weights of this kind."""
         *kind, strategy = kind_of(quantization)
         return super().declares(quantization) and (*kind, self.kind[2] and strategy) == self.kind
 
     def check_config(self, quantization: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
+        """As `check_settings`."""
         check_settings(quantization, file)
 
 
@@ -136,7 +142,10 @@ def check_settings(quantization: Mapping[str, Any], file: str | os.PathLike[str]
         where = f"{_FIELD}.config_groups.{name}.weights"
         kind = weights.get("type"), weights.get("num_bits")
         if kind not in _KINDS:
-            known = ", ".join(f"{bits} bits of type {type_}" for type_, bits in sorted(_KINDS))
+            known = ", ".join(f"{bits} bits of type {type_}" for type_, bits in _KINDS)
             raise unexpected(file, where, known, f"{kind[1]} bits of type {kind[0]}")
+        size = weights.get("group_size")
+        if size is not None and (type(size) is not int or size == 0):
+            raise unexpected(file, f"{where}.group_size", "a positive integer, -1 or null", size)
         if weights.get("actorder") in ("group", "dynamic", True):
             raise unexpected(file, f"{where}.actorder", "none (columns are reordered)", weights["actorder"])

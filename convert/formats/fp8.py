@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Shaped
 
@@ -158,10 +157,12 @@ class _FP8(Format):
         if quantization.get("quant_method") != compressed.METHOD or stored.info.dtype != DTYPES[0]:
             return self.name
         kinds = [weights for _, weights in compressed.group_weights(quantization) if weights.get("type") == "float"]
-        strategies = {weights.get("strategy") for weights in kinds}
-        if len(strategies) != 1 or any(weights.get("block_structure") not in (None, [128, 128]) for weights in kinds):
+        strategy = compressed.kind_of(quantization)[2]
+        same = all(weights.get("strategy") == strategy for weights in kinds)
+        if not same or any(weights.get("block_structure") not in (None, [128, 128]) for weights in kinds):
             return self.name
-        return {"channel": "fp8-row", "tensor": "fp8-tensor", "block": "fp8-block"}.get(*strategies, self.name)
+        schemes = (("channel", "fp8-row"), ("tensor", "fp8-tensor"), ("block", "fp8-block"))
+        return next((name for known, name in schemes if known == strategy), self.name)
 
     def declares(self, quantization: Mapping[str, Any]) -> bool:
         other = quantization.get("quant_method") != compressed.METHOD

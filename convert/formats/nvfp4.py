@@ -4,7 +4,7 @@
 matrix with it: they share the scale) and G a group of 16:
 
 - global = 2688 / top (448 · 6: the largest scale times the largest value), 1 where top is below `SMALLEST`
-- scale = E4M3(clip(global · (max|G| / 6), 0, 448)), 0.125 where that is zero
+- scale = E4M3(min(global · (max|G| / 6), 448)), 0.125 where that is zero
 - code = E2M1(clip(w / (scale / global), -6, 6)); value = code · (scale / global)
 
 E4M3 and E2M1 round half to even. In compressed-tensors' files the global scale divides, in modelopt's its reciprocal
@@ -61,9 +61,7 @@ def global_scale_of(top: np.float32) -> Float[np.ndarray, " 1"]:
     return np.asarray([scale], np.float32)
 
 
-def encode(
-    values: Float[np.ndarray, "out in"], global_scale: Float[np.ndarray, " 1"], dtype: np.dtype
-) -> NVFP4Tensor:
+def encode(values: Float[np.ndarray, "out in"], global_scale: Float[np.ndarray, " 1"], dtype: np.dtype) -> NVFP4Tensor:
     """Quantise rows.
 
     Args:

@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         help="the adapter is on experts and from an Unsloth before September 2026, which ordered them otherwise",
     )
 
-    quantize = command("quantize", _quantize, "quantise a model; the result loads with bitsandbytes (nf4) or compressed-tensors")
+    quantize = command(
+        "quantize", _quantize, "quantise a model; the result loads with bitsandbytes (nf4) or compressed-tensors"
+    )
     quantize.add_argument("model", metavar="MODEL", help="16 or 32 bits, or FP8")
     quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     quantize.add_argument("--scheme", choices=_SCHEMES, default="nf4", help="default: %(default)s")

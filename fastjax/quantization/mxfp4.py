@@ -30,7 +30,8 @@ class MXFP4Weight(DecodedWeight):
 
     Attributes:
         codes: uint8 [X, out, in/2]: byte j of a block of 32 holds value j in its low four bits and value j + 16 in its
-            high ones, so that a decoded block is two runs of values. (A file's byte holds two neighbours.) X of experts.
+            high ones, so that a decoded block is two runs of values. (A file's byte holds two
+            neighbours.)
         scales: uint8 [X, out, in/32], exponents with a bias of 127.
         shape: (out, in).
         dtype: of the decoded weight, "bfloat16", "float16" or "float32".

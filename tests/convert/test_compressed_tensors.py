@@ -120,7 +120,9 @@ def test_merging_into_a_scheme_is_merging_and_quantising(folder, adapter, tmp_pa
 
 def test_what_cannot_be_quantised(make_folder, folder, tmp_path):
     narrow, tensors = make_folder("narrow", config=CONFIG | {"intermediate_size": 96})
-    with pytest.raises(ConvertError, match=r"down_proj.weight: expected rows of whole groups of 128 for int4-128.*got 96"):
+    with pytest.raises(
+        ConvertError, match=r"down_proj.weight: expected rows of whole groups of 128 for int4-128.*got 96"
+    ):
         quantize(narrow, tmp_path / "out", scheme="int4-128")
     quantize(narrow, tmp_path / "out", scheme="int4-128", skip=["down_proj"])
     for scheme, match in (("int3", "scheme: expected one of nf4, int4-32"), ("int8", "nested: expected true")):
