@@ -1,6 +1,7 @@
 """Tensors of a folder that is derived from another: which they are, and their values out of those of the weights."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from convert.blocks import Block, Blocks
 from convert.checkpoint import CONFIG
 from convert.errors import unexpected
 from convert.families import family_for
-from convert.model.spec import APART
+from convert.model.spec import APART, QUANTIZED
 from convert.model.tensors import TensorSpec
 from convert.weights import Weights
 
@@ -46,12 +47,28 @@ def derived_tensors(
                     yield name, tensor, target
 
 
+def served_together(weights: Weights, *, apart: bool) -> dict[str, tuple[TensorSpec, ...]]:
+    """Name of a matrix to write -> the matrices that servers hold as one with it, itself among them.
+
+    Args:
+        weights: The folder.
+        apart: As for `derived_tensors`.
+    """
+    fused: dict[tuple[Any, ...], list[TensorSpec]] = {}
+    for tensor in (_apart(weights) if apart else weights.tensors).values():
+        spec = tensor.weights[0]
+        if spec.kind in QUANTIZED:
+            key = spec.path if spec.group is None else (spec.path.layer, spec.group, tensor.expert)
+            fused.setdefault((key,), []).append(tensor)
+    return {tensor.name: tuple(tensors) for tensors in fused.values() for tensor in tensors}
+
+
 def _apart(weights: Weights) -> dict[str, TensorSpec]:
     config, file = weights.checkpoint.config, weights.checkpoint.folder / CONFIG
     family = family_for(config, file)
     if family.mixture is not None and family.mixture.layout != APART:
-        expected = f"another format: {family.model_type} has no tensors of single experts, which NF4 needs"
-        raise unexpected(file, "experts in NF4", expected, "NF4")
+        expected = f"another format: {family.model_type} has no tensors of single experts, which 4 and 8 bits need"
+        raise unexpected(file, "experts to quantise", expected, "a quantised one")
     return weights.family.tensors(config, file) if family.mixture is None else family.tensors(config, file)
 
 

@@ -57,5 +57,10 @@ def nonfinite(
     return ConvertError(f"{source}: {name}: expected finite values, got NaN or infinity{beside}; {way_out}")
 
 
-#: The remedy for a matrix that is to be quantised.
-NOT_IN_NF4 = "NF4 cannot hold them: mend the weights, or leave the module in 16 bits"
+def not_in(label: str) -> str:
+    """The remedy for a matrix that is to be quantised.
+
+    Args:
+        label: The format's name in messages, such as "NF4".
+    """
+    return f"{label} cannot hold them: mend the weights, or leave the module in 16 bits"

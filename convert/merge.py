@@ -8,7 +8,7 @@ family's table ignores, such as a vision tower.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from convert.adapters import Adapter, open_adapter
 from convert.blocks import Blocks, copied
 from convert.card import write_card
 from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
-from convert.derived import derived_tensors, tensor_blocks
+from convert.derived import derived_tensors, served_together, tensor_blocks
 from convert.errors import unexpected
-from convert.formats import FLOATS, FORMATS, Format
+from convert.formats import FLOATS, FORMATS, WRITERS, Writer
 from convert.model.paths import TABLES
 from convert.model.spec import MODULES, QUANTIZED, UNCAST, WHOLE
 from convert.model.tensors import TensorSpec
@@ -31,9 +31,7 @@ from convert.saving import copy_side_files
 from convert.source import TOKENIZER_FILES, check_apart, count_tokens, fingerprint
 from convert.weights import Weights, open_weights
 
-PACKED = FORMATS["nf4-nested"]
-"""The format of matrices that the base has plain."""
-DTYPES = (*FLOATS, PACKED.target)
+DTYPES = (*FLOATS, *WRITERS)
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,10 @@ def merge(
             over 4-bit weights the 4-bit folder and the original are different models; this one is taken.
         adapter: PEFT folder.
         folder: The final place.
-        dtype: "bfloat16", "float16" or "float32" for the whole model; "nf4" for its layers' matrices in NF4 and the
-            rest as it is; None: each tensor keeps its dtype, or takes the one that it decodes to.
+        dtype: "bfloat16", "float16" or "float32" for the whole model; or a key of `convert.formats.WRITERS`, such as
+            "nf4", for its layers' matrices quantised and the rest as it is (matrices that the base has in that scheme
+            stay what they are where the adapter leaves them alone); None: each tensor keeps its dtype, or takes the
+            one that it decodes to.
         base_in_nf4: The base has 16 bits but the adapter was trained with its layers' matrices quantised to NF4 as
             they were read (``load_in_4bit``): they are quantised and decoded before the adapter is added.
         unsloth_expert_layout: The adapter is on experts and from an Unsloth before September 2026, which ordered B
@@ -154,18 +154,23 @@ class _Plan:
     def __init__(self, weights: Weights, found: Changes, dtype: str | None):
         self.weights, self.found, self.dtype = weights, found, dtype
         self.changed = self.copied = 0
-        self.packed = any(form.target == PACKED.target for form in weights.formats())  # the base
-        self.written: tuple[Format, np.dtype] | None = (
-            None  # of the first packed tensor: its format, what it decodes to
-        )
+        #: Of matrices: whether the base has any in the scheme that is asked for, and keeps the others as they are.
+        self.packed = dtype in WRITERS and any(weights.scheme(name) == dtype for name in weights.tensors)
+        self.together = served_together(weights, apart=self.apart) if dtype in WRITERS else {}
+        #: Of the first packed tensor: what wrote it, and what it decodes to.
+        self.written: tuple[Writer, np.dtype] | None = None
         self.unpacked: list[str] = []  # paths of the layers' other matrices
+
+    @property
+    def apart(self) -> bool:
+        """Whether each expert gets tensors of its own."""
+        return self.dtype in WRITERS and not self.packed
 
     def jobs(self) -> Iterator[Job]:
         """In the order of the base's files."""
         weights = self.weights
         stale = any(f"{module}.weight" in self.found.tensors for module in TABLES)
-        apart = self.dtype == PACKED.target and not self.packed
-        for name, tensor, place in derived_tensors(weights, apart=apart):
+        for name, tensor, place in derived_tensors(weights, apart=self.apart):
             if tensor is not None and place is not None:
                 yield self._job(tensor, place)
                 continue
@@ -186,36 +191,58 @@ class _Plan:
         weights, spec = self.weights, place.weights[0]
         form, decoded = weights.tensor_format(tensor.name), weights.tensor_dtype(tensor.name)
         target = decoded if spec.kind in UNCAST else self._target(decoded)
-        own, quantized, packs = form.target == PACKED.target, spec.kind in QUANTIZED, self.dtype == PACKED.target
-        into = None if not packs else form if own else PACKED if quantized and not self.packed else None
+        into = self._writer(tensor)
         if spec.kind in MODULES and into is None:
             self.unpacked += [part.path for part in place.weights]
         changes = [self.found.tensors.get(part.path) for part in place.weights]
-        if not any(changes):
-            self.copied += 1
-            same = form.name == target.name and place.name == tensor.name
-            if into is form or (into is None and same):
-                if into is not None:
-                    self.written = self.written or (form, decoded)
+        peers = self._peers(place, into)
+        self.changed, self.copied = self.changed + any(changes), self.copied + (not any(changes))
+        if not any(changes) and not any(part.path in self.found.tensors for peer in peers for part in peer.weights):
+            if into is not None and self.packed:
+                self.written = self.written or (into, decoded)
                 return copied(weights.checkpoint, weights.stored_names(tensor.name))
-        else:
-            self.changed += 1
+            if into is None and form.name == target.name and place.name == tensor.name:
+                return copied(weights.checkpoint, weights.stored_names(tensor.name))
         shape = next((change.shape for change in changes if change and tensor.layout == WHOLE), place.shape)
-        return self._written(place.name, shape, target, tensor_blocks(place, self._values), into)
+        return self._written(place.name, shape, target, tensor_blocks(place, self._values), into, peers)
+
+    def _writer(self, tensor: TensorSpec) -> Writer | None:
+        """What packs a tensor of the base; None: it stays plain, or as it is."""
+        writer = None if self.dtype is None else WRITERS.get(self.dtype)
+        if not self.packed:
+            return writer if tensor.weights[0].kind in QUANTIZED else None
+        if self.weights.scheme(tensor.name) != self.dtype:
+            return None
+        form = self.weights.tensor_format(tensor.name)
+        return form if form.writable else writer  # a variant of the base's own
+
+    def _peers(self, place: TensorSpec, writer: Writer | None) -> list[TensorSpec]:
+        """The other matrices whose values a matrix's scale depends on."""
+        together = self.together.get(place.name, ()) if writer is not None and writer.whole else ()
+        return [peer for peer in together if peer.name != place.name and self._writer(peer) is not None]
 
     def _values(self, path: str, expert: int | None) -> Blocks:
         change = self.found.tensors.get(path)
         return self.weights.blocks(path, expert) if change is None else change.values(path, expert)
 
-    def _written(self, name: str, shape: tuple[int, ...], dtype: np.dtype, blocks: Blocks, into: Format | None) -> Job:
+    def _written(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        blocks: Blocks,
+        into: Writer | None,
+        peers: Sequence[TensorSpec] = (),
+    ) -> Job:
         """A tensor of values that decode to `dtype`, packed `into` a format or plain."""
         if into is not None:
             self.written = self.written or (into, dtype)
-        form = into or FORMATS[dtype.name]
-        return form.job(self.weights.checkpoint.folder, name, blocks, shape, dtype)
+        writer = into or FORMATS[dtype.name]
+        others = [tensor_blocks(peer, self._values) for peer in peers]
+        return writer.job(self.weights.checkpoint.folder, name, blocks, shape, dtype, others)
 
     def _target(self, own: np.dtype) -> np.dtype:
-        return own if self.dtype in (None, PACKED.target) else np.dtype(self.dtype)
+        return np.dtype(self.dtype) if self.dtype in FLOATS else own
 
 
 def _new_config(

@@ -1,4 +1,4 @@
-"""A 16-bit folder as an NF4 folder that bitsandbytes loads, written tensor by tensor."""
+"""A 16-bit folder in 4 or 8 bits, as transformers and servers load it, written tensor by tensor."""
 
 import os
 import shutil
@@ -10,9 +10,10 @@ import numpy as np
 
 from convert.blocks import copied
 from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
-from convert.derived import derived_tensors, tensor_blocks
+from convert.derived import derived_tensors, served_together, tensor_blocks
 from convert.errors import ConvertError, unexpected
-from convert.formats import FLOATS, FORMATS, Format
+from convert.formats import FLOATS, FORMATS, WRITERS, Writer
+from convert.formats.nf4_format import NF4, NF4_NESTED
 from convert.model.spec import MODULES, QUANTIZED, UNCAST
 from convert.output import Job, Monitor, Written, write_folder
 from convert.saving import copy_side_files
@@ -24,6 +25,7 @@ def quantize(
     source: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
+    scheme: str = NF4_NESTED.target,
     nested: bool = True,
     skip: Sequence[str] = (),
     dtype: str | None = None,
@@ -32,12 +34,13 @@ def quantize(
     allow_nonfinite: bool = False,
     monitor: Monitor | None = None,
 ) -> Written:
-    """Write a model folder whose layers' matrices are in NF4, as transformers with bitsandbytes saves it.
+    """Write a model folder whose layers' matrices are quantised: NF4 as bitsandbytes saves it, or compressed-tensors.
 
     Args:
         source: Model folder of 16 or 32 bits, or FP8, which is decoded first.
         folder: The final place.
-        nested: Quantise the scales too (``bnb_4bit_use_double_quant``).
+        scheme: A key of `convert.formats.WRITERS`: "nf4", "int4-128", "fp8-row", …
+        nested: Quantise NF4's scales too (``bnb_4bit_use_double_quant``).
         skip: Modules, or ends of their names ("layers.0.mlp.down_proj", "o_proj"), that stay as they are.
         dtype: "bfloat16", "float16" or "float32": what the matrices decode to and the rest is cast to; None: each
             keeps its own.
@@ -56,10 +59,14 @@ def quantize(
     """
     if dtype is not None and dtype not in FLOATS:
         raise unexpected(folder, "dtype", f"one of {', '.join(FLOATS)}", dtype)
+    if scheme not in WRITERS:
+        raise unexpected(folder, "scheme", f"one of {', '.join(WRITERS)}", scheme)
+    writer = WRITERS[scheme] if nested else NF4
+    if not nested and scheme != NF4.target:
+        raise unexpected(folder, "nested", f"true (only {NF4.label} has scales of scales)", False)
     check_apart(folder, source)
     weights = open_weights(source)
-    form = FORMATS["nf4-nested" if nested else "nf4"]
-    small = [found for found in weights.formats() if found.bits <= form.bits]
+    small = [found for found in weights.formats() if found.bits <= writer.bits]
     if small:
         raise ConvertError(
             f"{source}: expected weights of 16 bits or more, got {small[0].label}: it is quantised already"
@@ -68,7 +75,7 @@ def quantize(
     packed = [path for path, row in weights.specs.items() if row.kind in QUANTIZED and path not in kept]
     if not packed:
         raise ConvertError(f"{source}: expected a matrix to quantise, got none that is not skipped")
-    config = _config(weights, packed, form, dtype)
+    config = _config(weights, packed, writer, dtype)
 
     def finish(place: Path) -> None:
         copy_side_files(weights.checkpoint.folder, place)
@@ -79,8 +86,8 @@ def quantize(
 
     return write_folder(
         folder,
-        _jobs(weights, set(packed), form, dtype),
-        made_from={"source": fingerprint(source), "settings": [nested, list(skip), dtype, max_shard_bytes]},
+        _jobs(weights, set(packed), writer, dtype),
+        made_from={"source": fingerprint(source), "settings": [scheme, nested, list(skip), dtype, max_shard_bytes]},
         finish=finish,
         max_shard_bytes=max_shard_bytes,
         force=force,
@@ -89,8 +96,9 @@ def quantize(
     )
 
 
-def _jobs(weights: Weights, packed: set[str], form: Format, dtype: str | None) -> Iterator[Job]:
+def _jobs(weights: Weights, packed: set[str], writer: Writer, dtype: str | None) -> Iterator[Job]:
     apart = any(weights.specs[path].kind == "experts" for path in packed)
+    together = served_together(weights, apart=apart)
     for name, tensor, place in derived_tensors(weights, apart=apart):
         if tensor is None or place is None:
             yield copied(weights.checkpoint, [name])
@@ -102,9 +110,14 @@ def _jobs(weights: Weights, packed: set[str], form: Format, dtype: str | None) -
         if not packs and stored == target.name and place.name == tensor.name:
             yield copied(weights.checkpoint, [name])
             continue
-        written = form if packs else FORMATS[target.name]
+        written = writer if packs else FORMATS[target.name]
         blocks = tensor_blocks(place, weights.blocks)
-        yield written.job(weights.checkpoint.folder, place.name, blocks, place.shape, target)
+        peers = [
+            tensor_blocks(peer, weights.blocks)
+            for peer in (together[place.name] if packs and writer.whole else ())
+            if peer.name != place.name and peer.weights[0].path in packed
+        ]
+        yield written.job(weights.checkpoint.folder, place.name, blocks, place.shape, target, peers)
 
 
 def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:
@@ -123,11 +136,11 @@ def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:
     return kept
 
 
-def _config(weights: Weights, packed: Sequence[str], form: Format, dtype: str | None) -> dict[str, Any]:
+def _config(weights: Weights, packed: Sequence[str], writer: Writer, dtype: str | None) -> dict[str, Any]:
     target = weights.decoded_dtype(packed[0]).name if dtype is None else dtype
     left = [path for path, row in weights.specs.items() if row.kind in MODULES and path not in set(packed)]
     config = dict(weights.checkpoint.config)
-    config["quantization_config"] = form.quantization_config(target, weights.family.unquantized(left))
+    config["quantization_config"] = writer.quantization_config(target, weights.family.unquantized(left))
     if dtype is not None:
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     return config

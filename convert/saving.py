@@ -13,10 +13,10 @@ from convert.errors import ConvertError, unexpected
 from convert.families import family_for
 from convert.files import atomic_folder, read_json
 from convert.formats import Format, StackedTensor, format_of_tensor
+from convert.formats.declared import quantization_methods
 from convert.formats.mxfp4 import interleave
 from convert.model.spec import APART, MODULES, WeightSpec
 from convert.model.tensors import expert_name, tensors_of
-from convert.weights import quantization_methods
 
 SIDE_FILES = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),

@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from convert.checkpoint import (
 from convert.errors import ConvertError, listed, unexpected
 from convert.families import Family, family_for
 from convert.formats import FLOATS, FORMATS, Format, StackedTensor, Stored, format_of
+from convert.formats.declared import check_quantization
 from convert.model.paths import WeightPath
 from convert.model.spec import APART, WHOLE, WeightSpec
 from convert.model.tensors import TensorSpec, expert_name, tensors_of
@@ -60,6 +60,10 @@ class Weights:
         form = format_of(self._stored(name))
         assert form is not None, "formats are checked when a folder is opened"
         return form
+
+    def scheme(self, name: str) -> str:
+        """The entry of `convert.formats.WRITERS` that writes a tensor as it is stored; its format without one."""
+        return self.tensor_format(name).scheme(self._stored(name))
 
     def tensor_dtype(self, name: str) -> np.dtype:
         """The dtype of a tensor's values: float32, bfloat16 or float16."""
@@ -167,7 +171,7 @@ def open_weights(folder: str | os.PathLike[str] | Checkpoint) -> Weights:
     """
     checkpoint = folder if isinstance(folder, Checkpoint) else open_checkpoint(folder)
     file = checkpoint.folder / CONFIG
-    _check_quantization(checkpoint.config, file)
+    check_quantization(checkpoint.config, file)
     family = family_for(checkpoint.config, file).named_as(checkpoint.names)
     specs: dict[str, WeightSpec] = {spec.path: spec for spec in family.specs(checkpoint.config, file)}
     _check_experts(checkpoint, specs)
@@ -190,29 +194,6 @@ def stream(folder: str | os.PathLike[str], *, packed: bool | None = None) -> Ite
         ConvertError: As `open_weights` and `Weights.read`; names are checked before the first tensor.
     """
     yield from open_weights(folder).stream(packed=packed)
-
-
-def quantization_methods() -> dict[Any, Format]:
-    """``quant_method`` in config.json -> the first format of its folders."""
-    found: dict[Any, Format] = {}
-    for form in FORMATS.values():
-        for method in form.methods:
-            found.setdefault(method, form)
-    return found
-
-
-def _check_quantization(config: Mapping[str, Any], file: Path) -> None:
-    """Refuse other formats by name."""
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return
-    if not isinstance(quantization, dict):
-        raise unexpected(file, "quantization_config", "an object or null", quantization)
-    method, known = quantization.get("quant_method"), quantization_methods()
-    if method not in known:
-        expected = f"{', '.join(map(repr, known))} or no quantization"
-        raise unexpected(file, "quantization_config.quant_method", expected, method)
-    known[method].check_config(quantization, file)
 
 
 def _check_experts(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> None:

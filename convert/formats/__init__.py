@@ -2,16 +2,35 @@
 
 from typing import Any
 
-from convert.formats.format import Format, StackedTensor, Stored
+from convert.formats.eight_bits_format import EIGHT_BITS_WRITERS, INT8
+from convert.formats.format import Format, StackedTensor, Stored, Writer
+from convert.formats.fp4_format import FP4_WRITERS, MXFP4_ROWS, NVFP4, NVFP4_MODELOPT
 from convert.formats.fp8 import FP8
+from convert.formats.int4_format import INT4, INT4_WRITERS
 from convert.formats.mxfp4 import MXFP4
 from convert.formats.nf4_format import NF4, NF4_NESTED
 from convert.formats.plain import FLOATS, PLAIN
 
-__all__ = ["FLOATS", "FORMATS", "Format", "StackedTensor", "Stored", "format_of", "format_of_tensor"]
+__all__ = [
+    "FLOATS",
+    "FORMATS",
+    "WRITERS",
+    "Format",
+    "StackedTensor",
+    "Stored",
+    "Writer",
+    "format_of",
+    "format_of_tensor",
+]
 
-#: Name -> format.
-FORMATS: dict[str, Format] = {form.name: form for form in (*PLAIN, NF4, NF4_NESTED, FP8, MXFP4)}
+_PACKED = (NF4, NF4_NESTED, FP8, MXFP4, INT8, INT4, NVFP4, NVFP4_MODELOPT, MXFP4_ROWS)
+#: Name -> format of weights in folders.
+FORMATS: dict[str, Format] = {form.name: form for form in (*PLAIN, *_PACKED)}
+#: Name of a scheme -> what quantises a folder's matrices to it.
+WRITERS: dict[str, Writer] = {
+    NF4_NESTED.target: NF4_NESTED,
+    **{writer.name: writer for writer in (*INT4_WRITERS, *EIGHT_BITS_WRITERS, *FP4_WRITERS)},
+}
 
 
 def format_of(stored: Stored) -> Format | None:

@@ -1,5 +1,6 @@
 """The format of a weight by config.json alone, of a folder whose weights are elsewhere."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,37 @@ from convert.errors import unexpected
 from convert.formats import FORMATS
 from convert.formats.format import Format
 from convert.model.spec import QUANTIZED, WeightSpec
+
+
+def quantization_methods() -> list[str]:
+    """Values of ``quant_method`` in config.json of folders that are read."""
+    return list(dict.fromkeys(method for form in FORMATS.values() for method in form.methods))
+
+
+def check_quantization(config: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
+    """Refuse a ``quantization_config`` of another format.
+
+    Args:
+        config: Contents of config.json.
+        file: Its path, for messages.
+
+    Raises:
+        ConvertError: The message names the field.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return
+    if not isinstance(quantization, Mapping):
+        raise unexpected(file, "quantization_config", "an object or null", quantization)
+    method, known = quantization.get("quant_method"), quantization_methods()
+    if method not in known:
+        expected = f"{', '.join(map(repr, known))} or no quantization"
+        raise unexpected(file, "quantization_config.quant_method", expected, method)
+    for form in FORMATS.values():
+        if method in form.methods:
+            form.check_config(quantization, file)
+    if not any(form.declares(quantization) for form in FORMATS.values()):
+        raise unexpected(file, "quantization_config", "weights in a format that is read", quantization)
 
 
 def declared_format(config: Mapping[str, Any], spec: WeightSpec) -> tuple[Format, str]:
@@ -25,13 +57,8 @@ def declared_format(config: Mapping[str, Any], spec: WeightSpec) -> tuple[Format
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping):
         return FORMATS[dtype], dtype
-    method = quantization.get("quant_method")
-    forms = [form for form in FORMATS.values() if method in form.methods]
-    if not forms:
-        known = sorted({name for form in FORMATS.values() for name in form.methods})
-        raise unexpected(CONFIG, "quantization_config.quant_method", f"one of {', '.join(known)}", method)
-    nested = bool(quantization.get("bnb_4bit_use_double_quant"))
-    form = forms[0] if method != "bitsandbytes" else FORMATS["nf4-nested" if nested else "nf4"]
+    check_quantization(config, CONFIG)
+    form = next(form for form in FORMATS.values() if form.declares(quantization))
     skipped = [
         name
         for key in ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")

@@ -6,7 +6,7 @@ and inspecting folders know no more of it than this.
 
 import abc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -60,23 +60,68 @@ def configured_dtype(stored: Stored) -> np.dtype:
     return np.dtype(named if named in ("float32", "bfloat16", "float16") else ml_dtypes.bfloat16)
 
 
-class Format(abc.ABC):
-    """A format of weights on disk.
+class Writer:
+    """What writes weights in a format.
 
     Attributes:
-        name: Its key in `FORMATS`: "nf4-nested".
-        label: What messages call it: "NF4".
+        name: Its key in `FORMATS`, of one that is read too, or in `WRITERS`: "int4-128".
+        label: What messages call the format: "NF4".
         bits: A weight's, without its scales.
-        target: The format's name without its variants, as settings name it: "nf4".
-        packed: Exact class of its tensors as they are stored; NumPy arrays for plain ones.
-        methods: ``quantization_config.quant_method`` of folders in this format.
-        writable: Whether folders are written in it; what is not, streams decode.
-        shared_experts: Whether a tensor may hold all experts of a mixture.
+        whole: Whether there is a scale of the whole matrix, of all that is served as one matrix with it.
     """
 
     name: str
     label: str
     bits: int
+    whole: bool = False
+
+    def job(
+        self,
+        source: str | os.PathLike[str],
+        name: str,
+        blocks: Blocks,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        peers: Sequence[Blocks] = (),
+    ) -> Job:
+        """Write a weight from its values.
+
+        Args:
+            source: The folder that they come from, for messages.
+            name: The weight's.
+            blocks: Its values, float32.
+            shape: Its shape.
+            dtype: What it decodes to: float32, bfloat16 or float16.
+            peers: The values of the matrices that servers hold as one with it, for formats with one scale a matrix.
+
+        Raises:
+            ConvertError: The format cannot hold a matrix of this shape.
+        """
+        raise NotImplementedError(self.name)
+
+    def quantization_config(self, dtype: str, skipped: list[str], storage_dtype: str = "uint8") -> dict[str, Any]:
+        """The ``quantization_config`` of a folder in this format.
+
+        Args:
+            dtype: What the weights decode to.
+            skipped: Linear modules that are not quantised.
+            storage_dtype: Of the codes' bytes in the files.
+        """
+        raise NotImplementedError(self.name)
+
+
+class Format(Writer, abc.ABC):
+    """A format of weights in folders.
+
+    Attributes:
+        name: Its key in `FORMATS`: "nf4-nested".
+        target: The format's name without its variants, as settings name it: "nf4".
+        packed: Exact class of its tensors as they are stored; NumPy arrays for plain ones.
+        methods: ``quantization_config.quant_method`` of folders in this format.
+        writable: Whether what is read is written back in it; what is not, streams decode.
+        shared_experts: Whether a tensor may hold all experts of a mixture.
+    """
+
     target: str
     packed: type
     methods: tuple[str, ...] = ()
@@ -95,6 +140,10 @@ class Format(abc.ABC):
     def misfit(self, stored: Stored) -> str | None:
         """Why a weight in this format is not the model's, by names, dtypes and shapes alone; None if it may be."""
         return None
+
+    def scheme(self, stored: Stored) -> str:
+        """The entry of `convert.formats.WRITERS` that writes such a weight; the format's name without one."""
+        return self.target
 
     def codes_name(self, name: str) -> str:
         """The name of the tensor with a weight's values or codes; without it the weight is not in this format."""
@@ -136,6 +185,10 @@ class Format(abc.ABC):
         """
         raise NotImplementedError(self.name)
 
+    def declares(self, quantization: Mapping[str, Any]) -> bool:
+        """Whether a ``quantization_config`` says that its folder's matrices are in this format."""
+        return quantization.get("quant_method") in self.methods
+
     def check_config(self, quantization: Mapping[str, Any], file: str | os.PathLike[str]) -> None:  # noqa: B027
         """Refuse a ``quantization_config`` of one of `methods` that names another format.
 
@@ -149,28 +202,4 @@ class Format(abc.ABC):
 
     def to_tensors(self, name: str, tensor: Any) -> dict[str, np.ndarray]:
         """The tensors of a checkpoint for a weight, by name, the way back from `read`."""
-        raise NotImplementedError(self.name)
-
-    def job(
-        self, source: str | os.PathLike[str], name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype
-    ) -> Job:
-        """Write a weight from its values.
-
-        Args:
-            source: The folder that they come from, for messages.
-            name: The weight's.
-            blocks: Its values, float32.
-            shape: Its shape.
-            dtype: What it decodes to: float32, bfloat16 or float16.
-        """
-        raise NotImplementedError(self.name)
-
-    def quantization_config(self, dtype: str, skipped: list[str], storage_dtype: str = "uint8") -> dict[str, Any]:
-        """The ``quantization_config`` of a folder in this format.
-
-        Args:
-            dtype: What the weights decode to.
-            skipped: Linear modules that are not quantised.
-            storage_dtype: Of the codes' bytes in the files.
-        """
         raise NotImplementedError(self.name)

@@ -13,22 +13,22 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Shaped
 
 from convert.blocks import Block, row_ranges
 from convert.checkpoint import CONFIG
 from convert.errors import ConvertError, unexpected
+from convert.formats import compressed
 from convert.formats.format import Format, Stored, configured_dtype
 from convert.tensor_file import read_range
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
 SCALES = ("_scale_inv", "_scale")  # after the weight's name
-UNUSED = (".input_scale", ".activation_scale", ".input_scale_ub", ".output_scale")  # after the module's
-METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
+SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+METHODS = ("fp8", "fbgemm_fp8", compressed.METHOD)
 _CODES = np.arange(256, dtype=np.uint8)
-_VALUES = {name: _CODES.view(getattr(ml_dtypes, name)).astype(np.float32) for name in DTYPES}
+_VALUES = {name: _CODES.view(name).astype(np.float32) for name in (*DTYPES, "int8")}
 
 
 class Scale(NamedTuple):
@@ -63,21 +63,25 @@ class FP8Tensor(NamedTuple):
 
 
 def block_shape(config: Mapping[str, Any], file: str | os.PathLike[str]) -> tuple[int, int]:
-    """Rows and columns of a block by config.json; 128 × 128 without an entry.
+    """Rows and columns of a block by config.json, ``weight_block_size`` or a group's; 128 × 128 without an entry.
 
     Args:
         config: Contents of config.json.
         file: Its path, for the message.
 
     Raises:
-        ConvertError: ``quantization_config.weight_block_size`` is no pair of positive integers.
+        ConvertError: The entry is no pair of positive integers.
     """
     quantization = config.get("quantization_config")
-    size = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    field, size = "weight_block_size", None
+    if isinstance(quantization, Mapping):
+        size = quantization.get(field)
+        for name, weights in compressed.group_weights(quantization) if size is None else ():
+            field, size = f"config_groups.{name}.weights.block_structure", weights.get("block_structure", size)
     if size is None:
         return 128, 128
     if not (isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n < 2**31 for n in size)):
-        raise unexpected(file, "quantization_config.weight_block_size", "two positive integers", size)
+        raise unexpected(file, f"quantization_config.{field}", "two positive integers", size)
     return size[0], size[1]
 
 
@@ -100,7 +104,7 @@ def make_scale(
     Raises:
         ConvertError: Another shape or dtype, or scales that are not finite.
     """
-    if scales.dtype.name not in ("float32", "bfloat16", "float16", "float8_e8m0fnu"):
+    if scales.dtype.name not in SCALE_DTYPES:
         raise unexpected(file, name, "scales in float32, bfloat16, float16 or E8M0", scales.dtype.name)
     values = scales.astype(np.float32)
     if not np.isfinite(values).all():
@@ -122,7 +126,7 @@ def decode(
     """The values of some rows.
 
     Args:
-        codes: float8_e4m3fn or float8_e5m2.
+        codes: float8_e4m3fn, float8_e5m2 or int8.
         scale: Of the whole weight.
         first: Number of the first row in the weight.
 
@@ -148,9 +152,25 @@ class _FP8(Format):
         info = stored.info
         return info.dtype in DTYPES and info.shape == stored.shape and len(info.shape) == 2
 
+    def scheme(self, stored: Stored) -> str:
+        quantization = stored.checkpoint.config.get("quantization_config") or {}
+        if quantization.get("quant_method") != compressed.METHOD or stored.info.dtype != DTYPES[0]:
+            return self.name
+        kinds = [weights for _, weights in compressed.group_weights(quantization) if weights.get("type") == "float"]
+        strategy = compressed.kind_of(quantization)[2]
+        same = all(weights.get("strategy") == strategy for weights in kinds)
+        if not same or any(weights.get("block_structure") not in (None, [128, 128]) for weights in kinds):
+            return self.name
+        schemes = (("channel", "fp8-row"), ("tensor", "fp8-tensor"), ("block", "fp8-block"))
+        return next((name for known, name in schemes if known == strategy), self.name)
+
+    def declares(self, quantization: Mapping[str, Any]) -> bool:
+        other = quantization.get("quant_method") != compressed.METHOD
+        return super().declares(quantization) and (other or compressed.kind_of(quantization)[:2] == ("float", 8))
+
     def claims(self, name: str) -> tuple[str, ...]:
         module = name.removesuffix(".weight")
-        return (name, *(name + suffix for suffix in SCALES), *(module + suffix for suffix in UNUSED))
+        return (name, *(name + suffix for suffix in SCALES), *(module + suffix for suffix in compressed.UNUSED))
 
     def decoded_dtype(self, stored: Stored) -> np.dtype:
         return configured_dtype(stored)

@@ -28,23 +28,23 @@ _LARGEST, _EXPONENT = np.float32(6), 2  # of E2M1's values
 
 
 class MXFP4Tensor(NamedTuple):
-    """Matrices of all experts, [out, in] each.
+    """A matrix [out, in], or those of all experts.
 
     Attributes:
-        codes: uint8 [X, out, in / 32, 16], the even element in the low nibble.
-        scales: uint8 [X, out, in / 32], E8M0.
+        codes: uint8 [X, out, in / 32, 16], without X for a matrix, the even element in the low nibble.
+        scales: uint8 [X, out, in / 32], likewise, E8M0.
         dtype: Of the decoded weight, "bfloat16", "float16" or "float32".
     """
 
-    codes: UInt8[np.ndarray, "X out blocks bytes"]
-    scales: UInt8[np.ndarray, "X out blocks"]
+    codes: UInt8[np.ndarray, "*X out blocks bytes"]
+    scales: UInt8[np.ndarray, "*X out blocks"]
     dtype: str
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of the decoded weight, [X, out, in]."""
-        experts, rows, blocks = self.scales.shape
-        return experts, rows, blocks * BLOCK
+    def shape(self) -> tuple[int, ...]:
+        """Of the decoded weight, [X, out, in] or [out, in]."""
+        *rows, blocks = self.scales.shape
+        return *rows, blocks * BLOCK
 
     @property
     def storage_dtype(self) -> str:
@@ -73,11 +73,22 @@ def decode(codes: UInt8[np.ndarray, "*rows blocks bytes"], scales: UInt8[np.ndar
     """
     factors = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):  # non-finite values are found by their reader
-        values = _PAIRS[codes].reshape(*scales.shape, BLOCK) * factors[..., None]
+        values = decode_pairs(codes).reshape(*scales.shape, BLOCK) * factors[..., None]
     return values.reshape(*scales.shape[:-1], -1)
 
 
-def encode(values: Float[np.ndarray, "X out in"]) -> MXFP4Tensor:
+def decode_pairs(codes: UInt8[np.ndarray, "*rows bytes"]) -> Float[np.ndarray, "*rows columns"]:
+    """E2M1 as float32, two values a byte, the even one in the low four bits."""
+    return _PAIRS[codes].reshape(*codes.shape[:-1], -1)
+
+
+def encode_pairs(values: Float[np.ndarray, "*rows columns"]) -> UInt8[np.ndarray, "*rows bytes"]:
+    """The inverse of `decode_pairs`: float32 clipped to ±6 and rounded, half to even."""
+    nibbles = np.clip(values, -_LARGEST, _LARGEST).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def encode(values: Float[np.ndarray, "*X out in"]) -> MXFP4Tensor:
     """Quantise by the specification: the largest magnitude gives the scale, values round to nearest even.
 
     Args:
@@ -93,9 +104,7 @@ def encode(values: Float[np.ndarray, "X out in"]) -> MXFP4Tensor:
     if not np.isfinite(largest).all():
         raise ConvertError("MXFP4 encode: expected finite values, got infinity or NaN in the weight")
     exponents = np.clip(np.frexp(largest)[1] - 1 - _EXPONENT, -127, 127)
-    scaled = np.clip(np.ldexp(blocks, -exponents[..., None]), -_LARGEST, _LARGEST)
-    nibbles = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    codes = nibbles[..., ::2] | nibbles[..., 1::2] << 4
+    codes = encode_pairs(np.ldexp(blocks, -exponents[..., None]))
     return MXFP4Tensor(codes, (exponents + 127).astype(np.uint8), values.dtype.name)
 
 
@@ -106,6 +115,12 @@ class _MXFP4(Format):
 
     def holds(self, stored: Stored) -> bool:
         return all(name in stored.checkpoint.tensors for name in self.claims(stored.name))
+
+    def scheme(self, stored: Stored) -> str:
+        return "mxfp4-experts"
+
+    def made(self, tensor: Any) -> bool:
+        return type(tensor) is MXFP4Tensor and tensor.codes.ndim == 4
 
     def misfit(self, stored: Stored) -> str | None:
         codes, scales = (stored.checkpoint.info(name) for name in self.claims(stored.name))

@@ -7,14 +7,14 @@ ones) just work. Reading and writing go over the codes a few rows at a time.
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from convert.blocks import Block, Blocks, row_ranges, whole_groups
 from convert.errors import unexpected
-from convert.finite import NOT_IN_NF4, is_finite, nonfinite
+from convert.finite import is_finite, nonfinite, not_in
 from convert.formats import nf4
 from convert.formats.format import Format, Stored
 from convert.formats.nf4 import NF4Tensor
@@ -69,6 +69,10 @@ class _NF4(Format):
             )
             yield nf4.decode(part).astype(np.float32, copy=False)
 
+    def declares(self, quantization: Mapping[str, Any]) -> bool:
+        nested = bool(quantization.get("bnb_4bit_use_double_quant"))
+        return super().declares(quantization) and nested == self.nested
+
     def check_config(self, quantization: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
         if quantization.get("load_in_8bit"):
             raise unexpected(file, "quantization_config.load_in_8bit", "false (NF4 is the format that is read)", True)
@@ -86,7 +90,13 @@ class _NF4(Format):
         return nf4.quantization_config(dtype, skipped, nested=self.nested, storage_dtype=storage_dtype)
 
     def job(
-        self, source: str | os.PathLike[str], name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype
+        self,
+        source: str | os.PathLike[str],
+        name: str,
+        blocks: Blocks,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        peers: Sequence[Blocks] = (),
     ) -> Job:
         count, state = math.prod(shape), name + nf4.QUANT_STATE
         scales = np.zeros(math.ceil(count / nf4.BLOCK), np.float32)
@@ -103,7 +113,7 @@ class _NF4(Format):
                 with np.errstate(over="ignore"):
                     values = values.astype(dtype, copy=False)
                 if not is_finite(values):
-                    raise nonfinite(source, name, where=f"where {dtype} cannot hold them", way_out=NOT_IN_NF4)
+                    raise nonfinite(source, name, where=f"where {dtype} cannot hold them", way_out=not_in(self.label))
                 part = nf4.encode(values)
                 scales.append(part.absmax)
                 yield Part(name, first // 2, part.codes)
@@ -139,7 +149,7 @@ def through_nf4(
         parts = []
         for _, values in whole_groups(blocks(), nf4.BLOCK):
             if not is_finite(values):
-                raise nonfinite(source, name, way_out=NOT_IN_NF4)
+                raise nonfinite(source, name, way_out=not_in("NF4"))
             parts.append(nf4.encode(values.astype(dtype, copy=False)))
         scales = np.concatenate([part.absmax for part in parts])
         tensor = nf4.nest(NF4Tensor(np.empty(0, np.uint8), scales, nf4.NF4_MAP, shape, dtype.name))

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -51,7 +51,13 @@ class _Plain(Format):
         return array_blocks(stored.name, stored.info)
 
     def job(
-        self, source: str | os.PathLike[str], name: str, blocks: Blocks, shape: tuple[int, ...], dtype: np.dtype
+        self,
+        source: str | os.PathLike[str],
+        name: str,
+        blocks: Blocks,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        peers: Sequence[Blocks] = (),
     ) -> Job:
         def run() -> Iterator[Part]:
             first = 0

@@ -15,6 +15,10 @@ from convert.errors import ConvertError, shorten
 _DTYPES = ("bfloat16", "float16", "float32")
 #: A merge rounds each weight to 16 bits, by up to 2⁻⁹ of it; another base (4 bits or 16) differs by more than this.
 _LOGIT_TOLERANCE = 0.03
+_SCHEMES = (
+    *("nf4", "int4-32", "int4-128", "int4-32-zeros", "int4-128-zeros"),
+    *("int8", "fp8-row", "fp8-tensor", "fp8-block", "nvfp4", "mxfp4"),
+)
 _GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
@@ -49,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("base", metavar="BASE", help="the model to add to; a 4-bit folder is decoded first")
     merge.add_argument("adapter", metavar="ADAPTER", help="PEFT adapter")
     merge.add_argument("out", metavar="OUT", type=Path, help="folder to write")
-    merge.add_argument("--dtype", choices=(*_DTYPES, "nf4"), help="of the result (default: as the base's tensors)")
+    merge.add_argument("--dtype", choices=(*_DTYPES, *_SCHEMES), help="of the result (default: as the base's tensors)")
     merge.add_argument(
         "--base_in_nf4",
         action="store_true",
@@ -61,11 +65,14 @@ def _parser() -> argparse.ArgumentParser:
         help="the adapter is on experts and from an Unsloth before September 2026, which ordered them otherwise",
     )
 
-    quantize = command("quantize", _quantize, "quantise a model to NF4; the result loads with bitsandbytes")
+    quantize = command(
+        "quantize", _quantize, "quantise a model; the result loads with bitsandbytes (nf4) or compressed-tensors"
+    )
     quantize.add_argument("model", metavar="MODEL", help="16 or 32 bits, or FP8")
     quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    quantize.add_argument("--scheme", choices=_SCHEMES, default="nf4", help="default: %(default)s")
     quantize.add_argument("--dtype", choices=_DTYPES, help="that the weights decode to (default: their own)")
-    quantize.add_argument("--plain_scales", action="store_true", help="leave the scales in float32")
+    quantize.add_argument("--plain_scales", action="store_true", help="nf4: leave the scales in float32")
     quantize.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="modules that stay as they are")
 
     for made in (merge, quantize):
@@ -201,6 +208,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         written = quantize(
             _folder(arguments.model),
             arguments.out,
+            scheme=arguments.scheme,
             nested=not arguments.plain_scales,
             skip=arguments.skip,
             dtype=arguments.dtype,

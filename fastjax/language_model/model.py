@@ -218,8 +218,8 @@ class LanguageModel:
 
         Args:
             folder: created; appears under its name only when whole.
-            dtype: of the result: "bfloat16", "float16", "float32", or "nf4" for the layers' matrices; None: that of
-                the base's files.
+            dtype: of the result: "bfloat16", "float16", "float32", or a scheme for the layers' matrices, such as "nf4"
+                or "int4-128" (`convert.formats.WRITERS`); None: that of the base's files.
             base_in_nf4: add to the 4-bit weights that a 16-bit folder became with load_in_4bit, not to the folder's.
             force: replace an existing model folder.
             allow_nonfinite: write NaN and infinity instead of refusing.

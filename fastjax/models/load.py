@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from convert.errors import ConvertError
-from convert.finite import NOT_IN_NF4, nonfinite
+from convert.finite import nonfinite, not_in
 from convert.formats import FORMATS, Format
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
@@ -252,7 +252,7 @@ def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) ->
     name = opened.specs[path].name
     file = opened.checkpoint.info(name).file
     if quantized:
-        return nonfinite(file, name, way_out=f"{NOT_IN_NF4} (float32_modules)")
+        return nonfinite(file, name, way_out=f"{not_in('NF4')} (float32_modules)")
     return nonfinite(file, name, where=f"where {dtype} cannot hold them")
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Array
 
 from convert.checkpoint import CONFIG
-from convert.formats import FORMATS, Format
+from convert.formats import FORMATS, Format, nvfp4
+from convert.formats.compressed import group_weights
 from convert.formats.declared import declared_format
 from convert.formats.fp8 import block_shape
 from convert.formats.mxfp4 import BLOCK
@@ -24,7 +25,7 @@ from fastjax.models.layout import LayerStack
 from fastjax.models.load import Held, hold, plan_held
 from fastjax.models.places import fill_tree
 from fastjax.models.precision import Precision
-from fastjax.quantization import NF4Weight, WeightLike
+from fastjax.quantization import Int4Weight, NF4Weight, NVFP4Weight, WeightLike
 from fastjax.quantization.fp8 import FP8Weight
 from fastjax.quantization.mxfp4 import MXFP4Weight
 from pallas_kernels.nf4 import DYNAMIC_MAP
@@ -71,9 +72,17 @@ def zero_weights(
 
     def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
         for spec in config.specs:
-            yield spec.path, _zeros(spec.shape, held[spec.path], block)
+            yield spec.path, _zeros(spec.shape, held[spec.path], block, hf_config)
 
     return plan, fill_tree(config, plan, everything())
+
+
+def _groups(hf_config: Mapping[str, Any], columns: int) -> tuple[int, bool]:
+    """Groups in a row of int4's, and whether they have zero points."""
+    quantization = hf_config.get("quantization_config") or {}
+    weights = next((weights for _, weights in group_weights(quantization)), {})
+    size = weights.get("group_size")
+    return columns // size if size and size > 0 else 1, weights.get("symmetric") is False
 
 
 def _block(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -82,7 +91,9 @@ def _block(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
     return block_shape(hf_config, CONFIG) if quantization.get("quant_method") == "fp8" else None
 
 
-def _zeros(shape: tuple[int, ...], held: Held, block: tuple[int, int] | None) -> WeightLike:
+def _zeros(
+    shape: tuple[int, ...], held: Held, block: tuple[int, int] | None, hf_config: Mapping[str, Any]
+) -> WeightLike:
     *experts, out, into = shape if len(shape) > 1 else (1, *shape)
     if held.format is None:
         return jnp.zeros(shape, held.dtype)
@@ -90,7 +101,20 @@ def _zeros(shape: tuple[int, ...], held: Held, block: tuple[int, int] | None) ->
         rows, columns = block or (1, into)
         scales = jnp.zeros((*experts, math.ceil(out / rows), math.ceil(into / columns)), jnp.float32)
         return FP8Weight(jnp.zeros(shape, jnp.float8_e4m3fn), scales, (rows, columns), (out, into), held.dtype)
-    if held.format == "mxfp4":
+    if held.format == "int8":
+        scales = jnp.zeros((*experts, out, 1), jnp.float32)
+        return FP8Weight(jnp.zeros(shape, jnp.int8), scales, (1, into), (out, into), held.dtype)
+    if held.format == "int4":
+        groups, zeros = _groups(hf_config, into)
+        codes, scales = jnp.zeros((*experts, out, into // 2), jnp.uint8), jnp.zeros((*experts, out, groups), held.dtype)
+        points = jnp.zeros((*experts, out, groups), jnp.int8) if zeros else None
+        return Int4Weight(codes, scales, points, (out, into), held.dtype)
+    if held.format in ("nvfp4", "nvfp4-modelopt"):
+        codes = jnp.zeros((*experts, out, into // 2), jnp.uint8)
+        scales = jnp.zeros((*experts, out, into // nvfp4.BLOCK), jnp.float8_e4m3fn)
+        whole = jnp.zeros((*experts, out, 1), jnp.float32)
+        return NVFP4Weight(codes, scales, whole, held.format == "nvfp4", (out, into), held.dtype)
+    if held.format in ("mxfp4", "mxfp4-rows"):
         codes, scales = (jnp.zeros((*experts, out, into // n), jnp.uint8) for n in (2, BLOCK))
         return MXFP4Weight(codes, scales, (out, into), held.dtype)
     weight = _quantized(jnp.zeros(shape, held.dtype), held.format == "nf4-nested")

@@ -1,30 +1,30 @@
-"""The FP8 weight: a checkpoint's 8-bit codes with a scale for each block, row or matrix, as a pytree.
+"""The FP8 weight: a checkpoint's 8-bit codes, also integers, with a scale for each block, row or matrix, as a pytree.
 
 A value is the code in float32 times its scale in float32, rounded to the dtype of the folder's weights and cast to the
-product's. Each product decodes the matrix once its other operand is ready, and keeps nothing: the backward pass decodes
-again.
+product's.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from convert.formats.eight_bits_format import Int8Tensor
 from convert.formats.fp8 import FP8Tensor
-from fastjax.quantization.weight import Float8Operand, Weight
+from fastjax.quantization.decoded import DecodedWeight
+from fastjax.quantization.weight import Float8Operand
 from pallas_kernels.rounding import round_through
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FP8Weight(Weight):
+class FP8Weight(DecodedWeight):
     """A frozen matrix [out, in] in 8 bits.
 
     Attributes:
-        codes: float8_e4m3fn or float8_e5m2 [out, in].
+        codes: float8_e4m3fn, float8_e5m2 or int8 [out, in].
         scales: float32 [ceil(out / rows of a block), ceil(in / columns of a block)].
         block: rows and columns of a block.
         shape: (out, in).
@@ -41,10 +41,6 @@ class FP8Weight(Weight):
     def formats(self) -> tuple[str, ...]:
         """The codes' dtype."""
         return (str(self.codes.dtype),)
-
-    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
-        """x·Wᵀ in the dtype of x; a gradient flows to x alone."""
-        return _product(self.block, self.dtype, x, self.codes, self.scales)  # pyright: ignore[reportReturnType]
 
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The matrix in `dtype`: float32 code × float32 scale in its own dtype, cast."""
@@ -97,7 +93,7 @@ class FP8Weight(Weight):
         return dataclasses.replace(self, codes=P(out, into), scales=P(out, into))
 
     @classmethod
-    def from_tensor(cls, tensor: FP8Tensor) -> "FP8Weight":
+    def from_tensor(cls, tensor: FP8Tensor | Int8Tensor) -> "FP8Weight":
         """From a checkpoint's tensor, without loss.
 
         Args:
@@ -108,41 +104,11 @@ class FP8Weight(Weight):
         return cls(codes, scales, tensor.scale.block, (rows, columns), tensor.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(block: tuple[int, int], own: str, x, codes, scales):
-    x, weight = _decode_when_needed(x, codes, scales, block, own)
-    return _dot(x, weight, 1)
-
-
-def _forward(block, own, x, codes, scales):
-    return _product(block, own, x, codes, scales), (codes, scales)
-
-
-def _backward(block, own, packed, dy):
-    codes, scales = packed
-    dy, weight = _decode_when_needed(dy, codes, scales, block, own)
-    return _dot(dy, weight, 0), None, None
-
-
-_product.defvjp(_forward, _backward)
-
-
-def _decode_when_needed(x, codes, scales, block, own):
-    """As `pallas_kernels.nf4` does: decode no earlier than x is there, and not inside of the product."""
-    scales, x = jax.lax.optimization_barrier((scales, x))
-    return x, jax.lax.optimization_barrier(_decode(codes, scales, block, own, x.dtype))
-
-
 def _decode(codes, scales, block, own, dtype) -> Array:
     rows, columns = codes.shape
     wide = jnp.repeat(jnp.repeat(scales, block[0], axis=0)[:rows], block[1], axis=1)[:, :columns]
     values = codes.astype(jnp.float32) * wide
     return round_through(values, None if own == jnp.dtype(dtype).name else own).astype(dtype)
-
-
-def _dot(x, weight, contracted: int) -> Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (contracted,)), ((), ())), precision=precision)
 
 
 def _by_row(weight: FP8Weight) -> FP8Weight:

@@ -1,4 +1,4 @@
-"""The MXFP4 weight: experts of gpt-oss as they are stored, 4 bits a value and a power of two for 32 of them.
+"""The MXFP4 weight: matrices and experts as they are stored, 4 bits a value and a power of two for 32 of them.
 
 References: Open Compute Project, Microscaling Formats (MX) Specification 1.0.
 """
@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, UInt8
 
 from convert.errors import ConvertError
 from convert.formats.mxfp4 import BLOCK, MXFP4Tensor
-from fastjax.quantization.dense import linear
-from fastjax.quantization.weight import Weight
+from fastjax.quantization.decoded import DecodedWeight, from_runs, in_runs
 from pallas_kernels.rounding import round_through
 
 #: The largest scale at which every code is finite in float32.
@@ -26,12 +25,13 @@ _MEAN_SQUARE = 68.5 / 8
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MXFP4Weight(Weight):
-    """A frozen matrix [out, in] in 4 bits; its arrays lead with an axis of experts.
+class MXFP4Weight(DecodedWeight):
+    """A frozen matrix [out, in] in 4 bits; arrays of experts lead with their axis.
 
     Attributes:
         codes: uint8 [X, out, in/2]: byte j of a block of 32 holds value j in its low four bits and value j + 16 in its
-            high ones, so that a decoded block is two runs of values. (A file's byte holds two neighbours.)
+            high ones, so that a decoded block is two runs of values. (A file's byte holds two
+            neighbours.)
         scales: uint8 [X, out, in/32], exponents with a bias of 127.
         shape: (out, in).
         dtype: of the decoded weight, "bfloat16", "float16" or "float32".
@@ -47,14 +47,9 @@ class MXFP4Weight(Weight):
         """MXFP4."""
         return ("MXFP4",)
 
-    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
-        """x·Wᵀ in the dtype of x, of one expert's arrays."""
-        return linear(x, self.dequantize(x.dtype))
-
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """One expert's matrix in `dtype`: float32 value × power of two in its own dtype, cast."""
-        blocks = self.codes.reshape(*self.scales.shape, BLOCK // 2)
-        values = _values(jnp.concatenate([blocks & 15, blocks >> 4], axis=-1))
+        values = e2m1(from_runs(self.codes, self.scales.shape[-1]))
         values = (values * _power_of_two(self.scales)[..., None]).reshape(self.shape)
         through = None if self.dtype == jnp.dtype(dtype).name else self.dtype
         return round_through(values, through).astype(dtype)
@@ -85,7 +80,7 @@ class MXFP4Weight(Weight):
         """From a checkpoint's tensor, without loss.
 
         Args:
-            tensor: codes and scales of all experts as `convert` reads them.
+            tensor: codes and scales of a matrix or of all experts as `convert` reads them.
 
         Raises:
             ConvertError: a scale that is NaN or makes infinity.
@@ -94,8 +89,9 @@ class MXFP4Weight(Weight):
             raise ConvertError(
                 f"an MXFP4 tensor {list(tensor.shape)}: expected finite values, got the scale 2^{largest - 127}"
             )
-        codes = _in_runs(jnp.asarray(tensor.codes)).reshape(*tensor.codes.shape[:2], -1)
-        return cls(codes, jnp.asarray(tensor.scales), tensor.shape[1:], tensor.dtype)
+        *experts, rows, columns = tensor.shape
+        codes = in_runs(jnp.asarray(tensor.codes)).reshape(*experts, rows, -1)
+        return cls(codes, jnp.asarray(tensor.scales), (rows, columns), tensor.dtype)
 
     @classmethod
     def random(cls, key: PRNGKeyArray, shape: tuple[int, int, int], dtype: str, deviation: float) -> "MXFP4Weight":
@@ -128,14 +124,7 @@ def _random(key: PRNGKeyArray, shape: tuple[int, int, int], deviation: float) ->
     return codes, larger.astype(jnp.uint8) + jnp.uint8(127 + low)
 
 
-@jax.jit
-def _in_runs(codes: UInt8[Array, "X out blocks 16"]) -> UInt8[Array, "X out blocks 16"]:
-    """A file's codes, neighbours in a byte, in the order of `MXFP4Weight`."""
-    values = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], BLOCK)
-    return values[..., : BLOCK // 2] | values[..., BLOCK // 2 :] << 4
-
-
-def _values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
+def e2m1(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """E2M1 by its bits: sign, two of the exponent with a bias of 1, one of the fraction. Faster than a table of 16."""
     sign, rest = (codes >> 3).astype(jnp.int32) << 31, (codes & 7).astype(jnp.int32)
     # 0.5, the one subnormal number, has its exponent but not its fraction. Minima, not jnp.where, whose constants are

@@ -16,13 +16,18 @@ from jaxtyping import Array, Float
 
 from convert.errors import ConvertError
 from convert.formats import StackedTensor
+from convert.formats.eight_bits_format import Int8Tensor
 from convert.formats.fp8 import FP8Tensor
+from convert.formats.int4 import Int4Tensor
 from convert.formats.mxfp4 import MXFP4Tensor
 from convert.formats.nf4 import NF4Tensor
+from convert.formats.nvfp4 import NVFP4Tensor
 from fastjax.quantization.dense import DenseWeight, linear
 from fastjax.quantization.fp8 import FP8Weight
+from fastjax.quantization.int4 import Int4Weight
 from fastjax.quantization.mxfp4 import MXFP4Weight
 from fastjax.quantization.nf4 import NF4Weight
+from fastjax.quantization.nvfp4 import NVFP4Weight
 from fastjax.quantization.weight import Axes, Weight
 
 __all__ = [
@@ -43,7 +48,14 @@ __all__ = [
 #: A packed weight, or the array of a dense one.
 WeightLike = Array | Weight
 #: Class of a tensor on disk -> class of its weight, with `from_tensor`.
-WEIGHTS: dict[type, Any] = {NF4Tensor: NF4Weight, FP8Tensor: FP8Weight, MXFP4Tensor: MXFP4Weight}
+WEIGHTS: dict[type, Any] = {
+    NF4Tensor: NF4Weight,
+    FP8Tensor: FP8Weight,
+    Int8Tensor: FP8Weight,
+    Int4Tensor: Int4Weight,
+    NVFP4Tensor: NVFP4Weight,
+    MXFP4Tensor: MXFP4Weight,
+}
 
 
 def as_weight(weight: WeightLike) -> Weight:

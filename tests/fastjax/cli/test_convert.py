@@ -9,7 +9,10 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from convert.formats import WRITERS
+from convert.weights import open_weights
 from fastjax.cli import main
+from fastjax.commands.convert import _SCHEMES
 from fastjax.language_model import FastLanguageModel
 from tests.support import chat, tiny
 from tests.support.runs import World
@@ -76,6 +79,12 @@ def test_quantize_and_inspect(model, tmp_path, capsys):
     assert "everything in it is supported" in capsys.readouterr().out
     assert run("inspect", tmp_path) == 1
     assert "no such file" in capsys.readouterr().err
+
+
+def test_every_scheme_can_be_asked_for(model, tmp_path):
+    assert tuple(WRITERS) == _SCHEMES
+    assert run("quantize", model, tmp_path / "out", "--scheme", "int8") == 0
+    assert open_weights(tmp_path / "out").formats()[-1].label == "INT8"
 
 
 def test_the_adapter_of_a_checkpoint(tmp_path, capsys):

@@ -10,7 +10,7 @@ from convert.formats import mxfp4
 from convert.quantize import quantize
 from fastjax.language_model import FastLanguageModel
 from fastjax.models.layout import layer_of
-from fastjax.quantization import MXFP4Weight, NF4Weight, Weight, as_weight
+from fastjax.quantization import MXFP4Weight, NF4Weight, NVFP4Weight, Weight, as_weight
 from tests.convert.test_experts import in_mxfp4
 from tests.support import tiny
 from tests.support.families import MIXTURES
@@ -47,6 +47,23 @@ def test_nf4(width, tmp_path):
     # float32 sums in another order; the scales' offsets may differ in their last bit between the two encoders
     np.testing.assert_allclose(found["packed"], found["decoded"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(found["plain"], found["decoded"], rtol=0, atol=1e-4)
+
+
+def test_nvfp4(tmp_path):
+    """Experts packed one by one; an expert's gate and up share their global scale."""
+    config = MIXTURES["qwen2_moe"] | {"hidden_size": 64, "moe_intermediate_size": 128}
+    config |= {"intermediate_size": 48, "shared_expert_intermediate_size": 32}
+    tiny.write_folder(tmp_path / "plain", config, tiny.arrays(config))
+    quantize(tmp_path / "plain", tmp_path / "packed", scheme="nvfp4", skip=["o_proj"])
+    packed, decoded = (tiny.model(tmp_path / "packed", None, load_in_4bit=bits) for bits in (True, False))
+    weight = experts(packed)
+    assert isinstance(weight, NVFP4Weight)
+    scales = np.asarray(weight.global_scales)
+    assert (scales == scales[:, :1]).all() and len(np.unique(scales)) == len(scales)
+    np.testing.assert_array_equal(weight.experts(jnp.float32), experts(decoded))
+    tokens = tiny.documents(config, (40,))[0][None]
+    # float32 sums in another order
+    np.testing.assert_allclose(tiny.logits(packed, tokens), tiny.logits(decoded, tokens), rtol=0, atol=1e-4)
 
 
 def test_mxfp4(tmp_path):

@@ -11,6 +11,7 @@ from tests.support import tiny
 from tests.support.families import MIXTURES
 from tests.support.runs import config
 
+SERVED = ("int4-32", "int4-32-zeros", "int8", "nvfp4", "mxfp4")
 WIDE = tiny.config(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
 
 
@@ -25,6 +26,14 @@ def nf4(folder):
 
 def fp8(folder):
     tiny.write_fp8_folder(folder, WIDE, (32, 32))
+
+
+def served(scheme):
+    def write(folder):
+        plain(folder.with_name("plain"))
+        quantize(folder.with_name("plain"), folder, scheme=scheme)
+
+    return write
 
 
 def mxfp4(folder):
@@ -46,8 +55,9 @@ def described(model):
         (nf4, {"layer_loop": "unroll"}, {"r": 4}, 2),
         (fp8, {"load_in_4bit": False}, {"r": 4}, 1),
         (mxfp4, {}, {"r": 4, "target_modules": ["q_proj"]}, 1),
+        *((served(scheme), {"load_in_4bit": scheme != "int8"}, {"r": 4}, 1) for scheme in SERVED),
     ],
-    ids=["plain", "first layer", "whole", "nf4", "fp8", "mxfp4"],
+    ids=["plain", "first layer", "whole", "nf4", "fp8", "mxfp4", *SERVED],
 )
 def test_shapes_are_those_of_the_loaded_model(write, options, lora, stacks, tmp_path):
     folder = tmp_path / "model"

@@ -1,0 +1,151 @@
+"""compressed-tensors, the format of llm-compressor and vLLM: its settings in config.json, and its files.
+
+A folder's matrices are rows of codes with scales beside them, under names that begin with the weight's own:
+``X.weight_packed`` (or ``X.weight``), ``X.weight_scale``, ``X.weight_zero_point``, ``X.weight_shape``,
+``X.weight_global_scale``. Which format a matrix is in follows from these names, their dtypes and shapes, so folders
+that leave some modules in 16 bits or mix formats just work. Activations are not quantised here: settings and scales
+that are about them are for servers, and are read past.
+"""
+
+import abc
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from convert.blocks import Block, row_ranges
+from convert.errors import unexpected
+from convert.formats.format import Format, Stored, configured_dtype
+from convert.tensor_file import read_range
+
+METHOD = "compressed-tensors"
+#: Scales of activations, after the module's name.
+UNUSED = (
+    *(".input_scale", ".activation_scale", ".input_scale_ub", ".output_scale"),
+    *(".input_global_scale", ".input_zero_point", ".output_zero_point"),
+)
+#: Kinds of weights that are read: (type, bits).
+_KINDS = (("float", 4), ("float", 8), ("int", 4), ("int", 8))
+_FIELD = "quantization_config"
+
+
+class Compressed(Format):
+    """A format of compressed-tensors, read a few rows at a time.
+
+    Attributes:
+        kind: ``type``, ``num_bits`` and ``strategy`` of its weights in config.json; None: any strategy.
+        suffixes: What follows a weight's name in those of its tensors.
+        rows_together: Rows that share a part of the file.
+    """
+
+    methods = (METHOD,)
+    kind: tuple[str, int, str | None]
+    suffixes: tuple[str, ...]
+    rows_together: int = 1
+
+    @abc.abstractmethod
+    def rows(self, stored: Stored, first: int, last: int) -> Any:
+        """Some rows as they are stored, of class `packed`; `first` is a multiple of `rows_together`."""
+
+    def claims(self, name: str) -> tuple[str, ...]:
+        """The weight's tensors, and the module's scales of activations."""
+        module = name.removesuffix(".weight")
+        return (*(name + suffix for suffix in self.suffixes), *(module + suffix for suffix in UNUSED))
+
+    def decoded_dtype(self, stored: Stored) -> np.dtype:
+        """That of config.json."""
+        return configured_dtype(stored)
+
+    def read(self, stored: Stored) -> Any:
+        """All rows; as `Format.read`."""
+        return self.rows(stored, 0, stored.shape[0])
+
+    def blocks(self, stored: Stored) -> Iterator[Block]:
+        """Decoded rows; as `Format.blocks`."""
+        for first, last in row_ranges(stored.shape, self.rows_together * stored.shape[1]):
+            yield self.decode(self.rows(stored, first, last)).astype(np.float32, copy=False)
+
+    def declares(self, quantization: Mapping[str, Any]) -> bool:
+        """Whether its first group has weights of this kind."""
+        *kind, strategy = kind_of(quantization)
+        return super().declares(quantization) and (*kind, self.kind[2] and strategy) == self.kind
+
+    def check_config(self, quantization: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
+        """As `check_settings`."""
+        check_settings(quantization, file)
+
+
+def part(stored: Stored, suffix: str, first: int, last: int) -> np.ndarray:
+    """Rows of a tensor beside a weight, in its dtype.
+
+    Args:
+        stored: The weight.
+        suffix: What follows its name.
+        first: The first row.
+        last: One past the last.
+    """
+    name = stored.name + suffix
+    info = stored.checkpoint.info(name)
+    width = math.prod(info.shape[1:])
+    return read_range(name, info, first * width, last * width).reshape(last - first, width)
+
+
+def misfits(stored: Stored, expected: Mapping[str, tuple[Sequence[str], Sequence[tuple[int, ...]]]]) -> str | None:
+    """What is wrong with the tensors of a weight; None if nothing is.
+
+    Args:
+        stored: The weight.
+        expected: Suffix -> dtypes and shapes that the tensor may have.
+    """
+    for suffix, (dtypes, shapes) in expected.items():
+        name = stored.name + suffix
+        if name not in stored.checkpoint.tensors:
+            return f"{name} is missing"
+        info = stored.checkpoint.info(name)
+        if info.dtype not in dtypes or info.shape not in shapes:
+            few = " or ".join(str(list(shape)) for shape in shapes[:4])
+            return f"{name}: expected {' or '.join(dtypes)} {few}, got {info.dtype} {list(info.shape)}"
+    return None
+
+
+def group_weights(quantization: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Names of the groups of a ``quantization_config``, each with what it says of weights; none elsewhere."""
+    groups = quantization.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            yield name, weights
+
+
+def kind_of(quantization: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """``type``, ``num_bits`` and ``strategy`` of the first group's weights; without groups those of FP8."""
+    weights = next((weights for _, weights in group_weights(quantization)), {"type": "float", "num_bits": 8})
+    return weights.get("type"), weights.get("num_bits"), weights.get("strategy")
+
+
+def check_settings(quantization: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
+    """Refuse settings of compressed-tensors under which weights are not what their codes and scales say.
+
+    Args:
+        quantization: ``quantization_config`` of config.json.
+        file: The file, for messages.
+
+    Raises:
+        ConvertError: Weights are rotated, sparse, reordered or of a type that is not read; the message names the field.
+    """
+    for field in ("transform_config", "sparsity_config"):
+        if quantization.get(field):
+            raise unexpected(file, f"{_FIELD}.{field}", "nothing (it changes the weights)", quantization[field])
+    for name, weights in group_weights(quantization):
+        where = f"{_FIELD}.config_groups.{name}.weights"
+        kind = weights.get("type"), weights.get("num_bits")
+        if kind not in _KINDS:
+            known = ", ".join(f"{bits} bits of type {type_}" for type_, bits in _KINDS)
+            raise unexpected(file, where, known, f"{kind[1]} bits of type {kind[0]}")
+        size = weights.get("group_size")
+        if size is not None and (type(size) is not int or size == 0):
+            raise unexpected(file, f"{where}.group_size", "a positive integer, -1 or null", size)
+        if weights.get("actorder") in ("group", "dynamic", True):
+            raise unexpected(file, f"{where}.actorder", "none (columns are reordered)", weights["actorder"])

@@ -1,0 +1,126 @@
+"""Matrices and settings of compressed-tensors' folders, written."""
+
+import abc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from convert.blocks import Blocks, whole_groups
+from convert.errors import unexpected
+from convert.finite import is_finite, nonfinite, not_in
+from convert.formats.compressed import METHOD
+from convert.formats.format import Writer
+from convert.shard import Job, Part
+
+#: Suffix -> a tensor, or some rows of it.
+Arrays = Mapping[str, np.ndarray]
+
+
+class CompressedWriter(Writer, abc.ABC):
+    """A format of compressed-tensors, written a few rows at a time.
+
+    Values are rounded to the dtype that the matrix decodes to before they are quantised, so that it is one whether a
+    model is written in 16 bits first.
+
+    Attributes:
+        rows_together: Rows that are encoded together.
+        columns_together: Neighbours in a row that are; rows are whole groups of them.
+    """
+
+    rows_together: int = 1
+    columns_together: int = 1
+
+    @abc.abstractmethod
+    def described(self, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """Suffix -> dtype and shape of each tensor of a matrix.
+
+        Args:
+            shape: Of the matrix.
+            dtype: What it decodes to.
+        """
+
+    def once(self, shape: tuple[int, ...], dtype: np.dtype, top: np.float32) -> Arrays:
+        """The tensors that have no rows.
+
+        Args:
+            shape: Of the matrix.
+            dtype: What it decodes to.
+            top: With `whole`, the largest magnitude; else 0.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def encoded(self, values: np.ndarray, dtype: np.dtype, top: np.float32) -> Arrays:
+        """The other tensors' parts for some rows.
+
+        Args:
+            values: float32, finite values of `dtype`, the first row a multiple of `rows_together`.
+            dtype: What the matrix decodes to.
+            top: As for `once`.
+        """
+
+    @abc.abstractmethod
+    def settings(self) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+        """``format`` of the folder, ``weights`` and ``input_activations`` of its group; None: a server keeps those."""
+
+    def job(
+        self,
+        source: str | os.PathLike[str],
+        name: str,
+        blocks: Blocks,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        peers: Sequence[Blocks] = (),
+    ) -> Job:
+        """A matrix from its values; as `Writer.job`."""
+        if shape[1] % self.columns_together:
+            expected = f"rows of whole groups of {self.columns_together} for {self.name} (or 16 bits: skip the module)"
+            raise unexpected(source, name, expected, shape[1])
+        outputs = {name + suffix: described for suffix, described in self.described(shape, dtype).items()}
+        refused = nonfinite(source, name, where=f"where {dtype} cannot hold them", way_out=not_in(self.label))
+
+        def run() -> Iterator[Part]:
+            top = np.float32(0)
+            for every in (blocks, *peers) if self.whole else ():
+                for values in every():
+                    top = np.maximum(top, np.abs(_rounded(values, dtype)).max(initial=np.float32(0)))
+            if not np.isfinite(top):
+                raise refused
+            for suffix, array in self.once(shape, dtype, top).items():
+                yield Part(name + suffix, 0, array.reshape(-1))
+            done = dict.fromkeys(outputs, 0)
+            for _, flat in whole_groups(blocks(), self.rows_together * shape[1]):
+                values = _rounded(flat, dtype).reshape(-1, shape[1])
+                if not is_finite(values):
+                    raise refused
+                for suffix, array in self.encoded(values, dtype, top).items():
+                    yield Part(name + suffix, done[name + suffix], array.reshape(-1))
+                    done[name + suffix] += array.size
+
+        return Job(outputs, run, source)
+
+    def quantization_config(self, dtype: str, skipped: list[str], storage_dtype: str = "uint8") -> dict[str, Any]:
+        """The settings of a folder; as `Writer.quantization_config`."""
+        form, weights, activations = self.settings()
+        group = {
+            "targets": ["Linear"],
+            "weights": {"symmetric": True, "dynamic": False, **weights},
+            "input_activations": activations,
+            "output_activations": None,
+        }
+        return {
+            "quant_method": METHOD,
+            "format": form,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": skipped,
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
+
+
+def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):  # what overflows is found as infinity
+        return values.astype(dtype, copy=False).astype(np.float32, copy=False)

@@ -1,0 +1,101 @@
+"""int4 in checkpoints: compressed-tensors' ``pack-quantized``, with or without zero points."""
+
+from typing import Any
+
+import numpy as np
+
+from convert.formats import int4
+from convert.formats.compressed import Compressed, misfits, part
+from convert.formats.compressed_writer import Arrays, CompressedWriter
+from convert.formats.format import Stored
+from convert.formats.int4 import Int4Tensor
+
+PACKED, SCALE, ZEROS, SHAPE = "_packed", "_scale", "_zero_point", "_shape"
+_SCALES = ("float32", "bfloat16", "float16")
+_IN_A_WORD = 8  # codes, or zero points of rows
+
+
+class _Int4(Compressed):
+    name, label, target = "int4", "INT4", "int4"
+    bits, packed, kind = 4, Int4Tensor, ("int", 4, None)
+    suffixes, rows_together = (PACKED, SCALE, ZEROS, SHAPE), _IN_A_WORD
+
+    def codes_name(self, name: str) -> str:
+        return name + PACKED
+
+    def holds(self, stored: Stored) -> bool:
+        return stored.checkpoint.info(stored.name + PACKED).dtype == "int32"
+
+    def scheme(self, stored: Stored) -> str:
+        groups = stored.checkpoint.info(stored.name + SCALE).shape[1]
+        return _scheme(stored.shape[1] // groups, stored.name + ZEROS not in stored.checkpoint.tensors)
+
+    def misfit(self, stored: Stored) -> str | None:
+        if len(stored.shape) != 2 or stored.shape[1] % _IN_A_WORD:
+            return f"INT4: expected a matrix with rows of whole words of {_IN_A_WORD}, got {list(stored.shape)}"
+        rows, columns = stored.shape
+        expected = {
+            PACKED: (("int32",), [(rows, columns // _IN_A_WORD)]),
+            SCALE: (_SCALES, [(rows, n) for n in _divisors(columns)]),
+            SHAPE: (("int64", "int32"), [(2,)]),
+        }
+        problem = misfits(stored, expected)
+        if problem is None and stored.name + ZEROS in stored.checkpoint.tensors:
+            groups = stored.checkpoint.info(stored.name + SCALE).shape[1]
+            problem = misfits(stored, {ZEROS: (("int32",), [(-(-rows // _IN_A_WORD), groups)])})
+        return problem
+
+    def rows(self, stored: Stored, first: int, last: int) -> Int4Tensor:
+        codes = part(stored, PACKED, first, last).view(np.uint8)
+        scales = part(stored, SCALE, first, last)
+        zeros = None
+        if stored.name + ZEROS in stored.checkpoint.tensors:
+            words = part(stored, ZEROS, first // _IN_A_WORD, -(-last // _IN_A_WORD))
+            zeros = int4.unpack_zeros(words, last - first)
+        return Int4Tensor(codes, scales, zeros, self.decoded_dtype(stored).name)
+
+    def decode(self, tensor: Int4Tensor) -> np.ndarray:
+        return int4.decode(tensor)
+
+
+class _Int4Writer(CompressedWriter):
+    label, bits = "INT4", 4
+
+    def __init__(self, group: int, symmetric: bool):
+        self.name, self.group, self.symmetric = _scheme(group, symmetric), group, symmetric
+        self.columns_together, self.rows_together = group, 1 if symmetric else _IN_A_WORD
+
+    def described(self, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        rows, groups = shape[0], shape[1] // self.group
+        zeros = {} if self.symmetric else {ZEROS: (np.dtype(np.int32), (-(-rows // _IN_A_WORD), groups))}
+        return {
+            PACKED: (np.dtype(np.int32), (rows, shape[1] // _IN_A_WORD)),
+            SCALE: (dtype, (rows, groups)),
+            SHAPE: (np.dtype(np.int64), (2,)),
+            **zeros,
+        }
+
+    def once(self, shape: tuple[int, ...], dtype: np.dtype, top: np.float32) -> Arrays:
+        return {SHAPE: np.asarray(shape, np.int64)}
+
+    def encoded(self, values: np.ndarray, dtype: np.dtype, top: np.float32) -> Arrays:
+        tensor = int4.encode(values, self.group, self.symmetric, dtype)
+        parts = {PACKED: tensor.codes.view("<i4"), SCALE: tensor.scales}
+        return parts if tensor.zeros is None else parts | {ZEROS: int4.pack_zeros(tensor.zeros)}
+
+    def settings(self) -> tuple[str, dict[str, Any], None]:
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": self.group}
+        return "pack-quantized", weights | {"symmetric": self.symmetric}, None
+
+
+def _scheme(group: int, symmetric: bool) -> str:
+    return f"int4-{group}" if symmetric else f"int4-{group}-zeros"
+
+
+def _divisors(columns: int) -> list[int]:
+    """Numbers of groups: whole ones, of an even number of columns."""
+    return [groups for groups in range(1, columns // 2 + 1) if columns % (2 * groups) == 0]
+
+
+INT4 = _Int4()
+INT4_WRITERS = tuple(_Int4Writer(group, symmetric) for symmetric in (True, False) for group in (32, 128))

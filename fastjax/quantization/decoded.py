@@ -1,0 +1,70 @@
+"""What packed weights share that are decoded for each product: decoded when the other operand is there, kept by nobody.
+
+The backward pass decodes again; no dequantised matrix is a residual.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from fastjax.quantization.weight import Weight, after
+
+
+class DecodedWeight(Weight):
+    """A frozen matrix whose products decode it."""
+
+    def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
+        """x·Wᵀ in the dtype of x; a gradient flows to x alone."""
+        return _product(x, self)  # pyright: ignore[reportReturnType]
+
+
+@jax.custom_vjp
+def _product(x, weight):
+    x, matrix = _decode_when_needed(x, weight)
+    return _dot(x, matrix, 1)
+
+
+def _forward(x, weight):
+    return _product(x, weight), weight
+
+
+def _backward(weight, dy):
+    dy, matrix = _decode_when_needed(dy, weight)
+    return _dot(dy, matrix, 0), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _decode_when_needed(x, weight):
+    """As `pallas_kernels.nf4` does: decode no earlier than x is there, and not inside of the product."""
+    [weight], x = after([weight], x)
+    return x, jax.lax.optimization_barrier(weight.dequantize(x.dtype))
+
+
+def _dot(x, matrix, contracted: int) -> Array:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (contracted,)), ((), ())), precision=precision)
+
+
+@jax.jit
+def in_runs(codes: UInt8[Array, "... blocks bytes"]) -> UInt8[Array, "... blocks bytes"]:
+    """A file's codes of four bits, neighbours in a byte, in two runs: byte j of a block of 2n has values j and j + n.
+
+    Args:
+        codes: the even value in the low four bits.
+    """
+    values = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    half = codes.shape[-1]
+    return values[..., :half] | values[..., half:] << 4
+
+
+def from_runs(codes: UInt8[Array, "... bytes"], blocks: int) -> UInt8[Array, "... blocks values"]:
+    """The codes of each block, one a byte.
+
+    Args:
+        codes: of `in_runs`, the blocks of a row one after the other.
+        blocks: in a row.
+    """
+    bytes_ = codes.reshape(*codes.shape[:-1], blocks, -1)
+    return jnp.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1)

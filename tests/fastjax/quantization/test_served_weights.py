@@ -1,0 +1,73 @@
+"""int4, int8, NVFP4 and MXFP4 matrices: decoded as the file format decodes them, joined, cut, multiplied, loaded."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from convert.checkpoint import open_checkpoint
+from convert.formats import Stored, format_of
+from convert.quantize import quantize
+from convert.saving import save
+from convert.weights import stream
+from fastjax.quantization import MixedWeight, concatenate, dequantize, matmul, rows_of
+from fastjax.quantization.weights import from_tensor
+from tests.support import tiny
+
+SCHEMES = ("int4-32", "int4-32-zeros", "int8", "nvfp4", "mxfp4")
+CONFIG = tiny.config(hidden_size=64, intermediate_size=96)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return tiny.write_folder(tmp_path_factory.mktemp("plain"), CONFIG, tiny.arrays(CONFIG))
+
+
+def read(folder, scheme, own):
+    """Matrices of a folder, packed and decoded."""
+    checkpoint = open_checkpoint(folder)
+    found = []
+    for part, rows in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32)):
+        stored = Stored(checkpoint, f"model.layers.0.self_attn.{part}.weight", (rows, 64))
+        form = format_of(stored)
+        assert form is not None and form.label.lower() == scheme.partition("-")[0]
+        tensor = form.read(stored)._replace(dtype=own)
+        found.append((tensor, form.decode(tensor)))
+    return found
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_matrices_are_decoded_joined_cut_and_multiplied(plain, tmp_path, scheme):
+    quantize(plain, tmp_path / "packed", scheme=scheme)
+    for own in ("bfloat16", "float32"):
+        parts = read(tmp_path / "packed", scheme, own)
+        joined = concatenate([from_tensor(tensor) for tensor, _ in parts])
+        assert not isinstance(joined, MixedWeight) and joined.shape == (128, 64) and joined.dtype == own
+        right = np.concatenate([values for _, values in parts])
+        assert right.dtype == np.dtype(own) and np.abs(right.astype(np.float32)).max() > 0.1
+        for dtype in (np.float32, ml_dtypes.bfloat16):
+            found = jax.jit(lambda weight, dtype=dtype: dequantize(weight, dtype))(joined)
+            assert np.array_equal(np.asarray(found), right.astype(dtype))
+        cut = np.asarray(dequantize(rows_of(joined, slice(60, 100)), jnp.float32))
+        assert np.array_equal(cut, right[60:100].astype(np.float32))
+    # float32 values now: only the order of sums differs
+    x, dy = (jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, n)), jnp.float32) for n in (64, 128))
+    out, pull = jax.vjp(lambda x: matmul(x, joined), x)
+    np.testing.assert_allclose(out, x @ right.T, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(pull(dy)[0], dy @ right, rtol=0, atol=1e-5)
+    assert not any(getattr(leaf, "shape", None) == right.shape and leaf.dtype.kind == "f" and leaf.dtype.itemsize > 1
+                   for leaf in jax.tree.leaves(pull))  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["int4-32-zeros", "nvfp4"])
+def test_a_folder_is_a_base(plain, tmp_path, scheme):
+    """Its matrices stay packed, its logits are those of the decoded folder; layers stack."""
+    quantize(plain, tmp_path / "packed", scheme=scheme, skip=["layers.1.mlp.down_proj"])
+    save(tmp_path / "decoded", stream(tmp_path / "packed", packed=False), source=plain)
+    model = tiny.model(tmp_path / "packed", CONFIG, load_in_4bit=True)
+    assert jnp.dtype(jnp.uint8) in {leaf.dtype for leaf in jax.tree.leaves(model.frozen)}
+    tokens = np.stack(tiny.documents(CONFIG, (20, 20)))
+    expected = tiny.logits(tiny.model(tmp_path / "decoded", CONFIG), tokens)
+    # float32 both: the order of sums
+    np.testing.assert_allclose(tiny.logits(model, tokens), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
