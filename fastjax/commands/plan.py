@@ -102,6 +102,7 @@ def plan(
     from fastjax.models.remat import check_policy
     from fastjax.planning.memory import Room
     from fastjax.runs.mesh import check_model, mesh_shapes
+    from fastjax.runs.messages import say
     from fastjax.runs.opening import open_shapes
     from fastjax.runs.plan import fastest, longest_rows, plan_run
 
@@ -114,12 +115,18 @@ def plan(
     room = Room(limit or _share(device, gpu), host or _host(gpu))
     planned, rows, best = [], {}, None
     with console.status("opening the model") as status:
+
+        def tell(text: str) -> None:
+            status.update(text)
+            if not console.is_terminal:  # where nothing is drawn, minutes of compiling are not silent
+                say(Console(stderr=True), text)
+
         if longest:
             positions = opened.outline.config.max_length
-            rows = longest_rows(config, positions, device, policies, room, status.update)
+            rows = longest_rows(config, positions, device, policies, room, tell)
         else:
             for shape in shapes:  # of those that "auto" leaves open, the first on which anything fits
-                planned = plan_run(config, opened, device, policies, room, status.update, shape)
+                planned = plan_run(config, opened, device, policies, room, tell, shape)
                 if (best := fastest(planned, room)) is not None:
                     break
     if longest:

@@ -39,7 +39,8 @@ def test_a_plan_without_a_card(settings, tmp_path, capsys):
     assert row["device_bytes"] > row["argument_bytes"] > 68_928 / 2, "at least four bits a parameter"
     assert 0 < row["recomputed_flops"] < row["model_flops"] < 65e12 * row["step_seconds"]
     assert not (tmp_path / "out").exists()
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
+    assert told.splitlines()[-1] == "compiling for Tesla T4: full"
     assert "Tesla T4" in said and "model.use_gradient_checkpointing: full" in said
     assert row["link_bytes"] == {} and row["link_seconds"] == 0
     # Two cards: of the matrices each holds half, and what it gathers takes the link.
