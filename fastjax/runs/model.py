@@ -82,7 +82,7 @@ def load_base(
 
 
 def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:
-    """A run's base model with the adapter that it begins with, fresh or from a folder.
+    """A run's base model with the adapter that it begins with, fresh or from a folder, and its fake quantisers.
 
     Args:
         model: the base.
@@ -91,10 +91,19 @@ def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel | 
     """
     if opened.adapter is not None:
         assert opened.adapter.arrays is not None, "the adapter's arrays are on this machine"
-        return attach_opened(model, opened.adapter.arrays, opened.adapter.tokenizer, config.lora.lora_dropout)
+        adapter = opened.adapter.arrays
+        return _quantized(attach_opened(model, adapter, opened.adapter.tokenizer, config.lora.lora_dropout), config)
     if config.model.full_finetuning:
+        return _quantized(model, config)
+    return _quantized(FastLanguageModel.get_peft_model(model, **lora_arguments(config.lora)), config)
+
+
+def _quantized(model: LanguageModel, config: TrainConfig) -> LanguageModel:
+    """With the fake quantisers of `training.qat`."""
+    qat = config.training.quantization
+    if qat is None:
         return model
-    return FastLanguageModel.get_peft_model(model, **lora_arguments(config.lora))
+    return model.with_fake_quantization(qat.weights, qat.activations, qat.modules_to_not_quantize)
 
 
 def initial_state(config: TrainConfig, model: LanguageModel, total_steps: int, replicas: int = 1) -> TrainState:
