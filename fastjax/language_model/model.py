@@ -201,6 +201,8 @@ class LanguageModel:
             ConfigError: they are trained, or no layers are scanned.
         """
         check_host_layers(self.plan, self.full_finetuning)
+        if self.quantization_aware is not None:
+            raise ConfigError("offload_layers: expected false with qat, got true")
 
         def placed(leaf: Any, count: int) -> Any:
             return to_host_memory(leaf) if is_streamed(leaf, count) and not in_host_memory(leaf) else leaf

@@ -37,6 +37,8 @@ def save_trained(model: "LanguageModel", folder: Path) -> Path:
             write_adapter(whole, model.lora, arrays, family=family_for(model.hf_config))
         else:
             save(whole, trained_tensors(model), dict(model.hf_config), source=model.folder)
+        if model.quantization_aware is not None:
+            model.quantization_aware.write(whole)
         if model.tokenizer is not None and (model.lora is not None or _has_own_tokenizer(model)):
             _save_tokenizer(model.tokenizer, whole)
     return folder

@@ -4,10 +4,12 @@ Embedding, norms and head stay as they are. Layers of one stack have one descrip
 them or in none.
 """
 
-from collections.abc import Sequence
+import json
+from pathlib import Path
 from typing import NamedTuple
 
-from convert.errors import shown
+from convert.errors import shown, unexpected
+from convert.files import read_json
 from convert.model.paths import WeightPath
 from fastjax.errors import ConfigError
 from fastjax.lora.quantized import Quantizer
@@ -19,6 +21,8 @@ from fastjax.models.projection import Projection
 from fastjax.quantization.fake import ACTIVATIONS, WEIGHTS
 from fastjax.quantization.weights import as_weight
 
+#: In the folder of a result: what it was trained for.
+FILE = "quantization_aware.json"
 #: What packed weights of a base are called, by the only format of theirs that merged ones may go to.
 _OWN = {"nf4": ("NF4",)}
 
@@ -35,6 +39,26 @@ class QuantizationAware(NamedTuple):
     weights: str
     activations: str | None = None
     modules_to_not_quantize: tuple[str, ...] = ()
+
+    def write(self, folder: Path) -> None:
+        """Write `FILE` into a folder."""
+        (folder / FILE).write_text(json.dumps(self._asdict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "QuantizationAware | None":
+        """What a folder's result was trained for; None: it has no `FILE`.
+
+        Raises:
+            ConvertError: a file of another form.
+        """
+        if not (folder / FILE).is_file():
+            return None
+        found = read_json(folder / FILE)
+        names = found.get("modules_to_not_quantize")
+        texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if found.keys() != set(cls._fields) or not texts:
+            raise unexpected(folder / FILE, "", f"the keys {', '.join(cls._fields)}, the last a list of names", found)
+        return cls(found["weights"], found["activations"], tuple(found["modules_to_not_quantize"]))
 
 
 def quantize_layers(
@@ -53,7 +77,7 @@ def quantize_layers(
         ConfigError: a format, a module or an adapter that is not served.
     """
     for name, value, table in (("weights", aware.weights, WEIGHTS), ("activations", aware.activations, ACTIVATIONS)):
-        if value is not None and value not in table:
+        if (value is not None or table is WEIGHTS) and value not in tuple(table):
             raise ConfigError(f"qat.{name}: expected one of {', '.join(table)}, got {shown(value)}")
     if isinstance(decoder.mlp_chunk, int):
         raise ConfigError(f"mlp_chunk: expected auto or null with qat, got {decoder.mlp_chunk}")
