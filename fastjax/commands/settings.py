@@ -31,7 +31,11 @@ from fastjax.training.config.kinds import describe_kind, fits
 _USAGE = "fastjax train --config FILE [--section.key value ...] [--resume]"
 
 #: Settings with sections inside, or lists of them; and the key that such a section needs.
-_INSIDE = {"data.train": (DataSource, "path"), "data.eval": (DataSource, "path"), "training.qat": (QATSettings, "weights")}
+_INSIDE = {
+    "data.train": (DataSource, "path"),
+    "data.eval": (DataSource, "path"),
+    "training.qat": (QATSettings, "weights"),
+}
 
 #: The option of one process among several.
 DISTRIBUTED = "--distributed"

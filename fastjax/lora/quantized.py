@@ -1,8 +1,8 @@
 """A projection through a fake quantiser, as one differentiable unit: y = q(x)·Q(W + s·B·A)ᵀ.
 
-Q is the exact quantiser of the merged folder: of W in float32 plus s·(B·A), as the merge adds them, or of a trained W as
-it is saved, rounded to the folder's dtype. So what is trained is what the quantised folder computes. The unit keeps x
-alone and quantises again in the backward pass.
+Q is the exact quantiser of the merged folder: of W in float32 plus s·(B·A), as the merge adds them, or of a trained W
+as it is saved, rounded to the folder's dtype. So what is trained is what the quantised folder computes. The unit keeps
+x alone and quantises again in the backward pass.
 
 Gradients pass straight through Q and q (`quantization.fake`). Where a format has no values out of its range, those of A
 and B are the thin products of LoRA; else dyᵀ·q(x) is formed, one projection at a time, masked, and multiplied by A and
@@ -127,8 +127,8 @@ def _unit(call, x, weight, matrices, quantizing):
 
 def _forward(call: _Call, x, weight, matrices, quantizing):
     def quantized() -> Array:
-        values, _ = quantized_weight(call.quantizer, call.parts, weight, matrices)
-        return linear(_input(call, x), values.astype(x.dtype))
+        read, values, _ = _when_needed(call, x, weight, matrices)
+        return linear(_input(call, read), values)
 
     y = _choose(quantizing, quantized, lambda: _plain(call, x, weight, matrices))
     return y, (x, weight, matrices, quantizing)
@@ -138,12 +138,12 @@ def _backward(call: _Call, residuals, dy):
     x, weight, matrices, quantizing = residuals
 
     def quantized() -> Any:
-        values, inside = quantized_weight(call.quantizer, call.parts, weight, matrices)
+        mine, values, inside = _when_needed(call, dy, weight, matrices)
         read, pull_back = jax.vjp(functools.partial(_input, call), x)
-        (dx,) = pull_back(linear(dy, values.astype(dy.dtype).T))
+        (dx,) = pull_back(linear(mine, values.T))
         if not call.quantizer.trained and inside is None:
-            return dx, None, _thin(call, dy, read, matrices)
-        dvalues = over_tokens(dy, read)
+            return dx, None, _thin(call, mine, read, matrices)
+        dvalues = over_tokens(mine, read)
         dvalues = dvalues if inside is None else jnp.where(inside, dvalues, 0.0)
         if call.quantizer.trained:
             return dx, dvalues.astype(weight.dtype), {}
@@ -166,13 +166,23 @@ def _choose(quantizing: Array | None, quantized: Callable[[], T], plain: Callabl
     return quantized() if quantizing is None else jax.lax.cond(quantizing, quantized, plain)
 
 
+def _when_needed(call: _Call, x: Array, weight: WeightLike, matrices: Matrices) -> tuple[Array, Array, Array | None]:
+    """x, and `quantized_weight` in its dtype: made no earlier than x is there, not inside of the product."""
+    weight, x = jax.lax.optimization_barrier((weight, x))
+    values, inside = quantized_weight(call.quantizer, call.parts, weight, matrices)
+    return x, jax.lax.optimization_barrier(values.astype(x.dtype)), inside
+
+
 def _input(call: _Call, x: Float[Array, "B S in"]) -> Float[Array, "B S in"]:
     """The tokens through the format of activations."""
     scheme = call.quantizer.activations
-    return x if scheme is None else fake_quantize(x.reshape(-1, x.shape[-1]), scheme).reshape(x.shape)
+    if scheme is None:
+        return x
+    tokens: Any = fake_quantize(x.reshape(-1, x.shape[-1]), scheme)
+    return tokens.reshape(x.shape)
 
 
-def _plain(call: _Call, x, weight, matrices) -> Array:
+def _plain(call: _Call, x: Array, weight: WeightLike, matrices: Matrices) -> Array:
     """The projection without a quantiser."""
     adapters = {
         part.name: LoraLinear(*matrices[part.name], None, scaling=part.scaling, dropout=0.0)
@@ -182,7 +192,7 @@ def _plain(call: _Call, x, weight, matrices) -> Array:
     return project([(part.name, part.rows) for part in call.parts], weight, adapters, x, None)
 
 
-def _thin(call: _Call, dy, read, matrices) -> dict[str, tuple[Array, Array]]:
+def _thin(call: _Call, dy: Array, read: Array, matrices: Matrices) -> dict[str, tuple[Array, Array]]:
     """Gradients of A and B, the small dimension first."""
     found, start = {}, 0
     for part in call.parts:
@@ -196,7 +206,7 @@ def _thin(call: _Call, dy, read, matrices) -> dict[str, tuple[Array, Array]]:
     return into_dtypes(found, matrices)
 
 
-def _dense(call: _Call, dvalues, matrices) -> dict[str, tuple[Array, Array]]:
+def _dense(call: _Call, dvalues: Array, matrices: Matrices) -> dict[str, tuple[Array, Array]]:
     """Gradients of A and B from that of the merged weight."""
     found, start = {}, 0
     for part in call.parts:

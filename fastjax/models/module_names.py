@@ -8,9 +8,7 @@ from convert.model.paths import EMBEDDING, HEAD, NORM, TABLES, WeightPath
 from fastjax.errors import ConfigError
 
 
-def module_paths(
-    names: Iterable[str], config: ModelConfig, setting: str = "float32_modules"
-) -> frozenset[WeightPath]:
+def module_paths(names: Iterable[str], config: ModelConfig, setting: str = "float32_modules") -> frozenset[WeightPath]:
     """The paths of the modules named in a setting, and of all modules inside them.
 
     Args:

@@ -61,9 +61,7 @@ class QuantizationAware(NamedTuple):
         return cls(found["weights"], found["activations"], tuple(found["modules_to_not_quantize"]))
 
 
-def quantize_layers(
-    decoder: Decoder, aware: QuantizationAware, *, dtype: str, trained: bool, packed: bool
-) -> None:
+def quantize_layers(decoder: Decoder, aware: QuantizationAware, *, dtype: str, trained: bool, packed: bool) -> None:
     """Give the projections of a decoder's layers their fake quantisers.
 
     Args:
@@ -111,8 +109,8 @@ def _left_out(
     if found and len(found) < len(paths):
         together = ", ".join(part for part, _ in projection.parts)
         raise ConfigError(
-            f"qat.modules_to_not_quantize: expected {block}.({together}) together, which are one product, and in all of "
-            f"the equal layers {places[0]} to {places[-1]}, or in none, got {', '.join(found[:4])} alone"
+            f"qat.modules_to_not_quantize: expected {block}.({together}) together, which are one product, and in all "
+            f"of the equal layers {places[0]} to {places[-1]}, or in none, got {', '.join(found[:4])} alone"
             + ("; layers differ with layer_loop: unroll" if len(places) > 1 else "")
         )
     return bool(found)

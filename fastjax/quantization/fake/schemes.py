@@ -198,7 +198,7 @@ def _scale(largest: Float[Array, "..."], steps: float, dtype: DTypeLike) -> Floa
 
 
 def _quotient(x: Float[Array, "..."], divisor: Float[Array, "..."] | float) -> Float[Array, "..."]:
-    """x / divisor; where one divisor serves several numbers, XLA would multiply by its reciprocal."""
+    """X / divisor; where one divisor serves several numbers, XLA would multiply by its reciprocal."""
     return x / kept(jnp.broadcast_to(jnp.float32(divisor), x.shape), x != x)
 
 

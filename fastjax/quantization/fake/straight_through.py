@@ -11,9 +11,7 @@ from fastjax.quantization.fake.schemes import Scheme
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def fake_quantize(
-    w: Float[Array, "out in"], scheme: Scheme, dtype: DTypeLike = jnp.float32
-) -> Float[Array, "out in"]:
+def fake_quantize(w: Float[Array, "out in"], scheme: Scheme, dtype: DTypeLike = jnp.float32) -> Float[Array, "out in"]:
     """The values that a matrix decodes to after quantisation, in its dtype.
 
     The gradient passes as it is, but where a value lies outside of the format's range it is 0; scales count as

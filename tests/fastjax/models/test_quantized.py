@@ -1,4 +1,4 @@
-"""Quantisation-aware training: the trained model is the quantised folder's, and settings that are not served are refused."""
+"""Quantisation-aware training: the trained model is the quantised folder's; what is not served is refused."""
 
 import re
 
@@ -111,7 +111,11 @@ def test_modules_are_left_out_by_name(tmp_path):
     [
         ({"use_dora": True}, {}, "expected use_dora: false"),
         ({"lora_dropout": 0.1}, {}, "expected lora_dropout: 0"),
-        (None, {"weights": "int4-128"}, "layers.0.self_attn.(q_proj, k_proj, v_proj), got int4-128: rows of 64 columns"),
+        (
+            None,
+            {"weights": "int4-128"},
+            "layers.0.self_attn.(q_proj, k_proj, v_proj), got int4-128: rows of 64 columns",
+        ),
         (None, {"weights": "int3"}, "qat.weights: expected one of int4-32, int4-128"),
         (None, {"activations": "int4"}, "qat.activations: expected one of int8, fp8, nvfp4, got 'int4'"),
         (None, {"modules_to_not_quantize": ["k_proj"]}, "self_attn.(q_proj, k_proj, v_proj) together"),
