@@ -85,7 +85,7 @@ def held_out_loss(model: LanguageModel, config: TrainConfig) -> float:
     return run_evaluation(step, model.trainable, model.frozen, batches, jax.device_put).loss
 
 
-def _settings(arguments: argparse.Namespace, files: dict[str, str], name: str, qat: Any) -> TrainConfig:
+def _settings(arguments: argparse.Namespace, files: dict[str, Any], name: str, qat: Any) -> TrainConfig:
     return TrainConfig(
         model=ModelSection(
             model_name=arguments.model, max_seq_length=1024, load_in_4bit=False, full_finetuning=True,
@@ -102,7 +102,7 @@ def _settings(arguments: argparse.Namespace, files: dict[str, str], name: str, q
     )  # fmt: skip
 
 
-def _write_data(data: Path, folder: Path) -> dict[str, str]:
+def _write_data(data: Path, folder: Path) -> dict[str, Any]:
     lines = data.read_text(encoding="utf-8").splitlines()
     files = {}
     for name, part in (("train", lines[:-HELD_OUT]), ("eval", lines[-HELD_OUT:])):

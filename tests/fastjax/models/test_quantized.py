@@ -21,28 +21,28 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True
 TOLERANCE = 1e-4
 
 
-def quantized_folder(source, folder, config):
-    """A folder with the values that its layers' matrices have in int4, groups of 32, with scales in their dtype."""
+def quantized_folder(source, folder, config, dtype):
+    """A folder with the values that its layers' matrices have in int4, groups of 32, with scales in a dtype."""
     checkpoint = open_checkpoint(source)
     arrays = {name: checkpoint.read(name) for name in checkpoint.tensors}
     for name, array in arrays.items():
         if name.endswith("proj.weight"):
-            arrays[name] = integers(array.astype(np.float32), 32, -8, 7, array.dtype).astype(array.dtype)
+            arrays[name] = integers(array.astype(np.float32), 32, -8, 7, dtype).astype(dtype)
     return tiny.write_folder(folder, config, arrays)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_merged_folder_in_nf4_is_the_trained_model(tmp_path, dtype):
-    config = tiny.config(**WIDE, dtype=dtype)
-    own = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
-    folder = tiny.write_folder(
-        tmp_path / "base", config, {name: array.astype(own) for name, array in tiny.arrays(config).items()}
-    )
+@pytest.mark.parametrize(("scheme", "dtype"), [("nf4", "bfloat16"), ("nf4", "float32"), ("int4-32", "bfloat16")])
+def test_the_merged_and_quantised_folder_is_the_trained_model(tmp_path, scheme, dtype):
+    config, own = tiny.config(**WIDE, dtype=dtype), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+    arrays = {name: array.astype(own) for name, array in tiny.arrays(config).items()}
+    folder = tiny.write_folder(tmp_path / "base", config, arrays)
     ours = tiny.adapted(tiny.model(folder, config), target_modules=["q_proj", "v_proj", "down_proj"])
-    aware = ours.with_fake_quantization("nf4")
-    merged = tiny.model(ours.save_pretrained_merged(tmp_path / "merged", dtype="nf4"), config, load_in_4bit=True)
+    aware = ours.with_fake_quantization(scheme)
+    merged = ours.save_pretrained_merged(tmp_path / "merged", dtype="nf4" if scheme == "nf4" else "float32")
+    if scheme == "int4-32":
+        merged = quantized_folder(merged, tmp_path / "quantized", config, own)
     tokens = np.stack(tiny.documents(config, (40, 40)))
-    expected = tiny.logits(merged, tokens)
+    expected = tiny.logits(tiny.model(merged, config, load_in_4bit=scheme == "nf4"), tokens)
     np.testing.assert_allclose(tiny.logits(aware, tokens), expected, rtol=0, atol=TOLERANCE)
     assert np.abs(tiny.logits(ours, tokens) - expected).max() > 1000 * TOLERANCE, "quantisation does nothing"
 
@@ -68,7 +68,7 @@ def test_weights_trained_whole_are_those_quantised_after_the_save(tmp_path):
     config = tiny.config(**WIDE, dtype="bfloat16")
     model = tiny.model(tmp_path / "base", config, full_finetuning=True).with_fake_quantization("int4-32")
     saved = model.save_pretrained(tmp_path / "saved")
-    quantized = tiny.model(quantized_folder(saved, tmp_path / "quantized", config), config)
+    quantized = tiny.model(quantized_folder(saved, tmp_path / "quantized", config, ml_dtypes.bfloat16), config)
     # what is not quantised was rounded to bfloat16 by the save
     plain = tiny.model(saved, config, full_finetuning=True).with_fake_quantization("int4-32")
     tokens = np.stack(tiny.documents(config, (40, 40)))
@@ -99,7 +99,7 @@ def test_modules_are_left_out_by_name(tmp_path):
     tokens = np.stack(tiny.documents(config, (40, 40)))
     all_but = model.with_fake_quantization("int4-32", None, ["self_attn", "down_proj"])
     kept = {name for name, array in tiny.arrays(config).items() if "gate_proj" not in name and "up_proj" not in name}
-    whole = quantized_folder(tiny.shared_folder(**WIDE), tmp_path / "whole", config)
+    whole = quantized_folder(tiny.shared_folder(**WIDE), tmp_path / "whole", config, np.float32)
     checkpoint, quantized = open_checkpoint(tiny.shared_folder(**WIDE)), open_checkpoint(whole)
     arrays = {n: (checkpoint if n in kept else quantized).read(n) for n in checkpoint.tensors}
     mixed = tiny.model(tiny.write_folder(tmp_path / "mixed", config, arrays), config)
