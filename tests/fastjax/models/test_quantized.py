@@ -133,14 +133,17 @@ def test_what_is_not_served_is_refused_by_name(lora, arguments, message):
 
 
 def test_other_dtypes_modules_in_float32_and_chunks_are_refused():
-    folder, config = tiny.shared_folder(**WIDE), tiny.config(**WIDE)
-    for options, message in (
-        ({"dtype": "bfloat16"}, "dtype: expected float32, the folder's"),
-        ({"float32_modules": ["o_proj"]}, "float32_modules: expected none of layers.0.self_attn.(o_proj)"),
-        ({"mlp_chunk": 8}, "mlp_chunk: expected auto or null with qat, got 8"),
+    for own, options, message in (
+        ("float32", {"dtype": "bfloat16"}, "dtype: expected float32, the folder's"),
+        (
+            "bfloat16",
+            {"dtype": "bfloat16", "float32_modules": ["o_proj"]},
+            "float32_modules: expected none of layers.0",
+        ),
+        ("float32", {"mlp_chunk": 8}, "mlp_chunk: expected auto or null with qat, got 8"),
+        ("bfloat16", {"dtype": "bfloat16", "base_compute": "float8"}, "base_compute: expected none with qat"),
     ):
-        if "float32_modules" in options:
-            options["full_finetuning"] = True
-            options["dtype"] = "bfloat16"
+        changed = {**WIDE, "dtype": own}
+        model = tiny.model(tiny.shared_folder(**changed), tiny.config(**changed), **options)
         with pytest.raises(ConfigError, match=re.escape(message)):
-            tiny.model(folder, config, **options).with_fake_quantization("int4-32")
+            model.with_fake_quantization("int4-32")
