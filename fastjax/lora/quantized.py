@@ -1,8 +1,8 @@
 """A projection through a fake quantiser, as one differentiable unit: y = q(x)·Q(W + s·B·A)ᵀ.
 
 Q is the exact quantiser of the merged folder: of W in float32 plus s·(B·A), as the merge adds them, or of a trained W
-as it is saved, rounded to the folder's dtype. So what is trained is what the quantised folder computes. The unit keeps
-x alone and quantises again in the backward pass.
+alone, rounded to the folder's dtype as merge and save do. So what is trained is what the quantised folder computes. The
+unit keeps x alone and quantises again in the backward pass.
 
 Gradients pass straight through Q and q (`quantization.fake`). Where a format has no values out of its range, those of A
 and B are the thin products of LoRA; else dyᵀ·q(x) is formed, one projection at a time, masked, and multiplied by A and
@@ -99,7 +99,7 @@ def quantized_weight(
         if part.rank:
             a, b = (matrix.astype(jnp.float32) for matrix in matrices[part.name])
             own = linear(b, a.T) * part.scaling + own
-        merged.append(round_through(own, quantizer.dtype) if quantizer.trained else own)
+        merged.append(own if quantizer.copies and not part.rank else round_through(own, quantizer.dtype))
     top = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(own)) for own in merged))
     found = [
         (own, None) if quantizer.copies and not part.rank else _decoded(quantizer, own, top)

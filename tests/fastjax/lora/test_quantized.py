@@ -12,12 +12,18 @@ from fastjax.lora.params import LoraLinear
 from fastjax.lora.quantized import Quantizer, project_quantized
 from fastjax.quantization.fake import ACTIVATIONS, WEIGHTS, fake_quantize
 from fastjax.quantization.weights import dequantize
+from pallas_kernels.rounding import round_through
 from tests.fastjax.lora.conftest import BATCH, LENGTH, WIDTH, Maker, value_and_gradients
 
 #: With scales in float32 the most negative value of a group lies on the bound between two codes, within rounding.
 DTYPE = "bfloat16"
 SIZES = [("q_proj", 64), ("k_proj", 32), ("v_proj", 32)]
 ROWS = [rows for _, rows in SIZES]
+
+
+def rounded(values):
+    """In the values of DTYPE; gradients pass as they are."""
+    return values + jax.lax.stop_gradient(round_through(values, DTYPE) - values)
 
 
 def dense(weights, activations, weight, trained, x):
@@ -29,8 +35,7 @@ def dense(weights, activations, weight, trained, x):
         if name in trained:
             own = own + 1.5 * jnp.matmul(trained[name][1], trained[name][0], precision="highest")
         if name in trained or isinstance(weight, jax.Array):
-            values = fake_quantize(own, weights, DTYPE)
-            own = values + jax.lax.stop_gradient(values.astype(DTYPE).astype(jnp.float32) - values)
+            own = rounded(fake_quantize(rounded(own), weights, DTYPE))
         found.append(own)
     if activations is not None:
         x = fake_quantize(x.reshape(-1, WIDTH), activations).reshape(x.shape)

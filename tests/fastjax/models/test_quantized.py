@@ -38,7 +38,7 @@ def test_the_merged_and_quantised_folder_is_the_trained_model(tmp_path, scheme, 
     folder = tiny.write_folder(tmp_path / "base", config, arrays)
     ours = tiny.adapted(tiny.model(folder, config), target_modules=["q_proj", "v_proj", "down_proj"])
     aware = ours.with_fake_quantization(scheme)
-    merged = ours.save_pretrained_merged(tmp_path / "merged", dtype="nf4" if scheme == "nf4" else "float32")
+    merged = ours.save_pretrained_merged(tmp_path / "merged", dtype="nf4" if scheme == "nf4" else None)
     if scheme == "int4-32":
         merged = quantized_folder(merged, tmp_path / "quantized", config, own)
     tokens = np.stack(tiny.documents(config, (40, 40)))
