@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-_BITS = {2: jnp.int16, 4: jnp.int32}
+_BITS = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32}
 
 
 def kept(x: Float[Array, "..."], is_nan: Bool[Array, ""]) -> Float[Array, "..."]:
     """The number rounded to its dtype whatever follows.
 
     Args:
-        x: of 16 or 32 bits.
+        x: of 8, 16 or 32 bits.
         is_nan: false, as the comparison of a number with itself.
     """
     bits = _BITS[x.dtype.itemsize]
@@ -31,7 +31,7 @@ def round_through(x: Float[Array, "..."], dtype: DTypeLike | None) -> Float[Arra
 
     Args:
         x: float32.
-        dtype: bfloat16 or float16; None or float32 leaves x as it is.
+        dtype: bfloat16, float16 or one of 8 bits; None or float32 leaves x as it is.
     """
     if dtype is None or jnp.dtype(dtype) == x.dtype:
         return x

@@ -19,6 +19,7 @@ from fastjax.bench.step.case import (
 from fastjax.bench.step.presets import PRESETS
 from fastjax.commands.arguments import positive
 from fastjax.errors import ConfigError
+from fastjax.training.config.qat import NAMED
 
 _REGIMES = "; ".join(
     f"{name}: " + ", ".join(f"{part.batch}×{part.seq} {part.checkpointing} {part.layer_loop}" for part in parts)
@@ -114,6 +115,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--base_compute", choices=("float8",), help="dtype of the frozen matrices' products (default: --dtype)"
     )
+    parser.add_argument("--qat", choices=tuple(NAMED), help="quantisation-aware training (default: none)")
     parser.add_argument("--steps", type=positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
     parser.add_argument(
         "--warmup", type=positive, default=3, metavar="N", help="steps before these (default: %(default)s)"
@@ -167,6 +169,7 @@ def _cases(arguments: argparse.Namespace) -> list[StepCase]:
         "offload_embedding": arguments.offload_embedding,
         "mlp_chunk": arguments.mlp_chunk,
         "base_compute": arguments.base_compute,
+        "qat": arguments.qat,
     }
     if arguments.fill and arguments.lengths is None:
         raise ConfigError("bench step: --fill: expected --lengths beside it, whose documents it makes rows of")

@@ -12,7 +12,7 @@ import typing
 from typing import NamedTuple
 
 from fastjax.data.settings import DataSource
-from fastjax.training.config import TrainConfig
+from fastjax.training.config import QATSettings, TrainConfig
 from fastjax.training.config.kinds import describe_kind
 
 SECTIONS: dict[str, type] = typing.get_type_hints(TrainConfig)
@@ -50,10 +50,11 @@ class Section(NamedTuple):
 
 
 def list_sections() -> list[Section]:
-    """All sections, and last that of a data set in data.train or data.eval."""
+    """All sections, and last those inside of settings: a data set in data.train or data.eval, and training.qat."""
     listed = [_section(name, section) for name, section in SECTIONS.items()]
     source = _section("data.train[…]", DataSource)
-    return [*listed, source._replace(meaning="One data set, where data.train or data.eval lists sections.")]
+    source = source._replace(meaning="One data set, where data.train or data.eval lists sections.")
+    return [*listed, source, _section("training.qat", QATSettings)]
 
 
 def help_text(width: int) -> str:

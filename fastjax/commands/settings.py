@@ -25,13 +25,17 @@ from fastjax.data.settings import DataSource
 from fastjax.errors import ConfigError
 from fastjax.limits import MAX_MAGNITUDE, MAX_SETTINGS_BYTES, MAX_SETTINGS_VALUES
 from fastjax.strict_yaml import YamlError
-from fastjax.training.config import TrainConfig
+from fastjax.training.config import QATSettings, TrainConfig
 from fastjax.training.config.kinds import describe_kind, fits
 
 _USAGE = "fastjax train --config FILE [--section.key value ...] [--resume]"
 
-#: Settings that list data sets.
-_SOURCES = ("data.train", "data.eval")
+#: Settings with sections inside, or lists of them; and the key that such a section needs.
+_INSIDE = {
+    "data.train": (DataSource, "path"),
+    "data.eval": (DataSource, "path"),
+    "training.qat": (QATSettings, "weights"),
+}
 
 #: The option of one process among several.
 DISTRIBUTED = "--distributed"
@@ -163,7 +167,7 @@ def _check_texts(argv: Sequence[str], file: str | None, content: dict[str, Any])
         left = _counted(left, value, place + key)
         kind = _kind(key)
         listed = [option for option in (kind, *typing.get_args(kind)) if typing.get_origin(option) in (list, dict)]
-        if listed and not fits(_with_sources(key, value), kind):
+        if listed and not fits(_with_sections(key, value), kind):
             raise ConfigError(place + _misfit(key, kind, value))
 
 
@@ -180,15 +184,20 @@ def _counted(left: int, value: Any, name: str) -> int:
     return left
 
 
-def _with_sources(key: str, value: Any) -> Any:
-    """A list of data sets in the section's form, unless one is wrong."""
-    if key not in _SOURCES or not isinstance(value, list) or any(_wrong_sources(key, value)):
+def _with_sections(key: str, value: Any) -> Any:
+    """A value with sections inside in the form of these, unless one is wrong."""
+    if key not in _INSIDE or any(_wrong_sections(key, value)):
         return value
-    return [DataSource(**item) if isinstance(item, dict) else item for item in value]
+    section, _ = _INSIDE[key]
+    if isinstance(value, dict):
+        return section(**value)
+    return [section(**item) if isinstance(item, dict) else item for item in value]
 
 
 def _misfit(key: str, kind: Any, given: Any) -> str:
-    inside = next(_wrong_sources(key, given), None) if key in _SOURCES else None
+    if key in _INSIDE and isinstance(given, str) and given.lstrip().startswith("{"):
+        given = strict_yaml.parse(given)
+    inside = next(_wrong_sections(key, given), None) if key in _INSIDE else None
     return inside or f"{key}: expected {describe_kind(kind)}, got {shown(given, 80)}"
 
 
@@ -242,16 +251,18 @@ def _given(key: str, argv: Sequence[str], content: dict[str, Any]) -> Any:
     return value
 
 
-def _wrong_sources(key: str, given: Any) -> Iterator[str]:
-    """The errors in the sections of a list of data sets."""
-    kinds = typing.get_type_hints(DataSource)
-    for index, source in enumerate(given if isinstance(given, list) else []):
-        if not isinstance(source, dict):
+def _wrong_sections(key: str, given: Any) -> Iterator[str]:
+    """The errors in a section inside of a setting, or in those of a list."""
+    section, needed = _INSIDE[key]
+    kinds = typing.get_type_hints(section)
+    places = [(key, given)] if section is QATSettings else []
+    places += [(f"{key}[{index}]", item) for index, item in enumerate(given if isinstance(given, list) else [])]
+    for where, found in places:
+        if not isinstance(found, dict):
             continue
-        where = f"{key}[{index}]"
-        if "path" not in source:
-            yield f"{where}: expected a section with path, got {shown(source, 80)}"
-        for name, value in source.items():
+        if needed not in found:
+            yield f"{where}: expected a section with {needed}, got {shown(found, 80)}"
+        for name, value in found.items():
             if name not in kinds:
                 yield f"{where}.{shorten(str(name), 80)}: unknown; expected one of {', '.join(kinds)}"
             elif not fits(value, kinds[name]):

@@ -22,6 +22,7 @@ from fastjax.models.load import load_weights, random_weights
 from fastjax.models.new_rows import grown
 from fastjax.models.outline import Outline, read_outline, row_length
 from fastjax.models.precision import make_precision
+from fastjax.models.quantized import QuantizationAware
 from fastjax.models.remat import check_policy
 from fastjax.models.vocabulary import check_vocabulary
 from fastjax.models.zeros import zero_weights
@@ -261,7 +262,11 @@ class FastLanguageModel:
 
     @staticmethod
     def load_adapter(
-        model: LanguageModel, folder: str | Path, lora_dropout: float | None = None, allow_nonfinite: bool = False
+        model: LanguageModel,
+        folder: str | Path,
+        lora_dropout: float | None = None,
+        allow_nonfinite: bool = False,
+        fake_quantization: bool = True,
     ) -> LanguageModel:
         """Attach the adapter of a PEFT folder, to generate with it or to train it on.
 
@@ -273,12 +278,16 @@ class FastLanguageModel:
             folder: adapter_config.json and adapter_model.safetensors; or a name on the hub, as of a model.
             lora_dropout: in place of the adapter's own.
             allow_nonfinite: let NaN and infinity in its arrays through.
+            fake_quantization: of an adapter from quantisation-aware training, compute as it was trained.
 
         Raises:
             ConvertError: what is wrong with the folder.
             ConfigError: it is not for this model (every misfit named).
         """
-        return load_adapter(model, fetch(folder).folder, lora_dropout, allow_nonfinite)
+        place = fetch(folder).folder
+        model = load_adapter(model, place, lora_dropout, allow_nonfinite)
+        aware = QuantizationAware.read(place) if fake_quantization else None
+        return model if aware is None else model.with_fake_quantization(*aware)
 
 
 def load_opened(

@@ -26,7 +26,8 @@ from fastjax.lora.sites import adapter_sites
 from fastjax.models.chunks import Chunk
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import LayerStack
-from fastjax.models.precision import Precision
+from fastjax.models.precision import DTYPES, Precision
+from fastjax.models.quantized import QuantizationAware, quantize_layers
 from fastjax.models.streamed import is_streamed
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class LanguageModel:
         tokenizer: the folder's, with the new tokens, or None.
         new_token_ids: tokens added to the checkpoint's vocabulary.
         source: name and commit of a checkpoint from the hub; None for a folder.
+        quantization_aware: the quantisation that it is trained for (`models.quantized`), or None.
     """
 
     config: ModelConfig
@@ -109,6 +111,7 @@ class LanguageModel:
     tokenizer: "PreTrainedTokenizerBase | None" = dataclasses.field(repr=False)
     new_token_ids: tuple[int, ...] = ()
     source: tuple[str, str] | None = None
+    quantization_aware: QuantizationAware | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -135,6 +138,36 @@ class LanguageModel:
         module = self.module()
         module.remat = remat
         return self.replace(graphdef=nnx.split(module, self.trainable_filter, ...)[0], remat=remat)
+
+    @property
+    def folder_dtype(self) -> str:
+        """The dtype of the folder's weights, and of those that are trained whole as they are saved."""
+        named = str(self.hf_config.get("dtype", self.hf_config.get("torch_dtype")))
+        return named if named in DTYPES else "float32"
+
+    def with_fake_quantization(
+        self, weights: str, activations: str | None = None, modules_to_not_quantize: Sequence[str] = ()
+    ) -> "LanguageModel":
+        """The same arrays, with layers' projections that compute what they will after quantisation.
+
+        An adapter is merged into the weight for each product, as `save_pretrained_merged` will.
+
+        Args:
+            weights: format of the layers' matrices, a key of `quantization.fake.WEIGHTS`.
+            activations: of their inputs, a key of `ACTIVATIONS`; None: these stay.
+            modules_to_not_quantize: names of modules, or ends of names, that are left out.
+
+        Raises:
+            ConfigError: a format, a module or an adapter that is not served.
+        """
+        aware, own = QuantizationAware(weights, activations, tuple(modules_to_not_quantize)), self.folder_dtype
+        if not self.full_finetuning and str(self.dtype) not in (own, "float32"):
+            raise ConfigError(f"dtype: expected {own}, the folder's, or float32 with qat, got {self.dtype}")
+        module = self.module()
+        packed = "quantization_config" in self.hf_config
+        quantize_layers(module, aware, dtype=own, trained=self.full_finetuning, packed=packed)
+        graphdef = nnx.split(module, self.trainable_filter, ...)[0]
+        return self.replace(graphdef=graphdef, mlp_chunk=module.mlp_chunk, quantization_aware=aware)
 
     def with_host_embedding(self) -> "LanguageModel":
         """The same model with the table of embeddings in the host's pinned memory (`models.host_table`).
@@ -168,6 +201,8 @@ class LanguageModel:
             ConfigError: they are trained, or no layers are scanned.
         """
         check_host_layers(self.plan, self.full_finetuning)
+        if self.quantization_aware is not None:
+            raise ConfigError("offload_layers: expected false with qat, got true")
 
         def placed(leaf: Any, count: int) -> Any:
             return to_host_memory(leaf) if is_streamed(leaf, count) and not in_host_memory(leaf) else leaf

@@ -19,7 +19,6 @@ from fastjax.errors import ConfigError
 from fastjax.lora.export import export_adapters
 from fastjax.lora.tables import shares_whole_table
 from fastjax.models.layout import layer_of, split_layer
-from fastjax.models.precision import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +37,8 @@ def save_trained(model: "LanguageModel", folder: Path) -> Path:
             write_adapter(whole, model.lora, arrays, family=family_for(model.hf_config))
         else:
             save(whole, trained_tensors(model), dict(model.hf_config), source=model.folder)
+        if model.quantization_aware is not None:
+            model.quantization_aware.write(whole)
         if model.tokenizer is not None and (model.lora is not None or _has_own_tokenizer(model)):
             _save_tokenizer(model.tokenizer, whole)
     return folder
@@ -59,7 +60,7 @@ def save_merged(model: "LanguageModel", folder: Path, **options: Any) -> Path:
 def trained_tensors(model: "LanguageModel") -> Iterator[tuple[str, np.ndarray]]:
     """The trained weights by path, in the checkpoint's order."""
     tree, config = _together(model.trainable, model.frozen), model.config
-    dtype = jnp.dtype(DTYPES.get(str(model.hf_config.get("dtype", model.hf_config.get("torch_dtype"))), jnp.float32))
+    dtype = jnp.dtype(model.folder_dtype)
     yield "embed_tokens.weight", np.asarray(tree["embed_tokens"]["weight"].astype(dtype))
     runs = [[tree["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
     for index in range(config.num_hidden_layers):

@@ -40,6 +40,7 @@ class Context(NamedTuple):
         cache_segment_ids: with a cache, int32 [B, T]: which slots hold tokens (this step's included).
         mask: which tokens are not padding, bool [B, S]; None: all. Attention does not read it.
         query_scales: factors of the turned queries, float32 [B, S], by the same names as `rotary`, where there are any.
+        quantizing: whether fake quantisers are in force; None: they are.
     """
 
     rotary: dict[str, tuple[Float[Array, "B S R/2"], Float[Array, "B S R/2"]]]
@@ -50,6 +51,7 @@ class Context(NamedTuple):
     cache_segment_ids: Int[Array, "B T"] | None = None
     query_scales: Mapping[str, Float[Array, "B S"]] = {}
     mask: Bool[Array, "B S"] | None = None
+    quantizing: Bool[Array, ""] | None = None
 
 
 class LayerCache(NamedTuple):
@@ -170,6 +172,8 @@ class Attention(nnx.Module):
         adapters = self.qkv.adapters.values()
         if not adapters:
             return "no adapter is in it"
+        if self.qkv.quantizer is not None:
+            return "its adapters are merged for a fake quantiser"
         if any(adapter.magnitude is not None for adapter in adapters):
             return "DoRA scales the projections' results"
         if self.qkv.bias is not None or self.q_norm is not None:

@@ -18,6 +18,7 @@ from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, NORM
 from fastjax.lora.attach import Adapters
 from fastjax.lora.dropout import drop
+from fastjax.lora.params import Constant
 from fastjax.models.attention import Context, LayerCache, document_ranges
 from fastjax.models.chunks import Chunk, chunk_places
 from fastjax.models.layer import DecoderLayer
@@ -26,7 +27,7 @@ from fastjax.models.layout import LayerStack, logical_axes
 from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
-from fastjax.models.projection import Embedding, Head, without_adapters
+from fastjax.models.projection import Embedding, Head, quantized_projections, without_adapters
 from fastjax.models.remat import policy_of
 from fastjax.models.rotary import document_lengths, query_scales, rope_tables
 from fastjax.models.tensor_parts import layers_on_parts
@@ -58,6 +59,7 @@ class Decoder(nnx.Module):
         precision: of the computation; `precision.dtype` is that of the activations between the layers.
         remat: policy of rematerialisation, as `remat.policy_of` takes it.
         mlp_chunk: tokens that an MLP computes at a time, as `chunks.chunk_places` takes it.
+        quantizing: whether the layers' fake quantisers are in force, bool []; None: they are.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Decoder(nnx.Module):
         """
         self.config, self.plan, self.precision, self.remat = config, tuple(plan), precision, remat
         self.mlp_chunk: Chunk = mlp_chunk
+        self.quantizing: Constant | None = None
         adapters = adapters or Adapters([[{}] * stack.period for stack in plan])
         self.layers = nnx.List(
             [
@@ -164,6 +167,8 @@ class Decoder(nnx.Module):
         rotary = rotary_tables(self.config, positions, lengths)
         mask = None if segment_ids is None else segment_ids != 0
         context = Context(rotary, ranges, key, query_scales=query_scales(self.config, positions), mask=mask)
+        if model.quantizing is not None:
+            context = context._replace(quantizing=model.quantizing[...])
         x, _, sums = run_blocks(model, x, context)
         return Forward(model.norm(in_order(x)), sums)
 
@@ -279,6 +284,9 @@ def _run(
     after, total = [], {}
     for position, layer in enumerate(layers):
         key = None if context.key is None else jax.random.fold_in(context.key, first + position)
+        if context.quantizing is not None:
+            for projection in quantized_projections(layer):
+                projection.quantizing = nnx.data(Constant(context.quantizing))
         x, kept, sums = layer(x, context, key, None if cache is None else cache[position], places)
         after.append(kept)
         total = added(total, sums)

@@ -69,6 +69,8 @@ class MLP(nnx.Module):
         adapters = [*self.gate_up.adapters.values(), *self.down.adapters.values()]
         if not adapters:
             return "no adapter is in it"
+        if self.quantized:
+            return "its adapters are merged for a fake quantiser"
         if not self.gated:
             return "it is not gated"
         if any(adapter.magnitude is not None for adapter in adapters):
@@ -76,6 +78,11 @@ class MLP(nnx.Module):
         if len({*self.gate_up.dtypes(dtype), *self.down.dtypes(dtype)}) > 1:
             return "its projections are computed in different dtypes"
         return None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a projection goes through a fake quantiser."""
+        return any(projection.quantizer is not None for projection in (self.gate_up, self.down))
 
     def decoded_dtype(self, dtype: jnp.dtype) -> jnp.dtype | None:
         """The dtype in which the block's products read its weights; None: in several, or otherwise than in products.

@@ -1,4 +1,4 @@
-"""The modules named in `float32_modules`. No JAX."""
+"""The modules named in `float32_modules` and in other settings. No JAX."""
 
 from collections.abc import Iterable
 
@@ -8,18 +8,19 @@ from convert.model.paths import EMBEDDING, HEAD, NORM, TABLES, WeightPath
 from fastjax.errors import ConfigError
 
 
-def module_paths(names: Iterable[str], config: ModelConfig) -> frozenset[WeightPath]:
-    """The paths of the modules named in `float32_modules`, and of all modules inside them.
+def module_paths(names: Iterable[str], config: ModelConfig, setting: str = "float32_modules") -> frozenset[WeightPath]:
+    """The paths of the modules named in a setting, and of all modules inside them.
 
     Args:
         names: of modules, or the ends of names.
         config: the model's.
+        setting: its name.
 
     Raises:
         ConfigError: a name that no module has.
     """
     if isinstance(names, str):
-        raise ConfigError(f"float32_modules: expected a list of names, got the text {shown(names)}")
+        raise ConfigError(f"{setting}: expected a list of names, got the text {shown(names)}")
     paths = list(_paths(config))
     kept: set[WeightPath] = set()
     for name in names:
@@ -29,7 +30,7 @@ def module_paths(names: Iterable[str], config: ModelConfig) -> frozenset[WeightP
             named = [path for path in paths if path.layer in (None, 0)]
             ends = sorted({str(end) for path in named for end in (path.inside, path.part)} - {""})
             raise ConfigError(
-                f"float32_modules: no module has the name {shown(name)} or a name that ends with it; there are "
+                f"{setting}: no module has the name {shown(name)} or a name that ends with it; there are "
                 f"{ends}, in layers.0 to layers.{config.num_hidden_layers - 1} or beside the layers"
             )
         kept.update(path for path in paths for top in chosen if path == top or path.startswith(f"{top}."))

@@ -98,6 +98,9 @@ def _tables(decoder: Decoder, dtype: jnp.dtype) -> list[str]:
 def _projection(block: str, projection: Projection, dtype: jnp.dtype) -> str:
     names = _names(block, (name for name, _ in projection.parts))
     weights = _formats(projection)
+    if projection.quantizer is not None:
+        merged = f" and {_adapters(projection.adapters)}, merged" if projection.adapters else ""
+        return f"{names}: product with fake-quantised {weights}{merged}"
     if not projection.adapters:
         return f"{names}: product with {weights}; no adapter is on it"
     dtypes = projection.dtypes(dtype)

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from fastjax.errors import ConfigError
 from fastjax.lora.linear import parted, project
-from fastjax.lora.params import BaseParam, LoraEmbedding, LoraExperts, LoraLinear, SavedParam
+from fastjax.lora.params import BaseParam, Constant, LoraEmbedding, LoraExperts, LoraLinear, SavedParam
+from fastjax.lora.quantized import Quantizer, project_quantized
 from fastjax.lora.rank_products import Part
 from fastjax.lora.token_rows import TrainableTokens
 from fastjax.models.host_table import take_rows
@@ -31,6 +32,8 @@ class Projection(nnx.Module):
         float32: names of the parts computed in float32 whatever the input's dtype.
         tokens: trained rows in place of some of the weight's (of a head), or None.
         float8: whether the weight's products with bfloat16 are computed in float8.
+        quantizer: a fake quantiser that weight and input go through, adapters merged; None: none.
+        quantizing: whether it is in force, bool []; None: it is.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class Projection(nnx.Module):
         self.adapters = nnx.Dict(dict(adapters or {}))
         self.float32 = tuple(name for name, _ in parts if name in float32)
         self.tokens = tokens
+        self.quantizer: Quantizer | None = None
+        self.quantizing: Constant | None = None
 
     @property
     def operand(self) -> WeightLike:
@@ -128,6 +133,9 @@ class Projection(nnx.Module):
         residual: Array | None = None,
     ) -> Array:
         """The outputs of some parts side by side without bias, in the dtype of x."""
+        if self.quantizer is not None:
+            quantizing = None if self.quantizing is None else self.quantizing[...]
+            return project_quantized(self.quantizer, sizes, weight, self.adapters, x, residual, quantizing)
         drawn = None if dropped is None else dropped.astype(x.dtype)
         return project(sizes, weight, self.adapters, x, key, drawn, residual)
 
@@ -216,6 +224,12 @@ class Head(Projection):
         return wide.astype(logits.dtype)
 
 
+def quantized_projections(module: nnx.Module) -> list[Projection]:
+    """The projections in a module that go through a fake quantiser."""
+    found = (each for _, each in nnx.iter_modules(module) if isinstance(each, Projection))
+    return [projection for projection in found if projection.quantizer is not None]
+
+
 def without_adapters(module: M) -> M:
     """A copy of a module without low-rank adapters and trained rows, over the same arrays: the base model's.
 
@@ -239,7 +253,7 @@ def without_adapters(module: M) -> M:
             )
         found.tokens = None
         if isinstance(found, Projection):
-            found.adapters = nnx.Dict({})
+            found.adapters, found.quantizer = nnx.Dict({}), None
         else:
             found.adapter = None
     return base

@@ -102,11 +102,15 @@ def layers_on_parts(
 
 
 def _check_adapters(projection: Projection, devices: int) -> None:
-    """Refuse adapters that read more than a device's part: norms of whole rows, masks of whole inputs.
+    """Refuse adapters that read more than a device's part, and fake quantisers.
+
+    DoRA has norms of whole rows, dropout masks of whole inputs, a quantiser scales of whole groups.
 
     Raises:
         ConfigError: there are such.
     """
+    if projection.quantizer is not None:
+        raise ConfigError(f"parallel.tensor: expected 1 with training.qat, got {devices}")
     for name, adapter in projection.adapters.items():
         if adapter.magnitude is not None or adapter.dropout:
             what = "use_dora" if adapter.magnitude is not None else f"lora_dropout {adapter.dropout}"

@@ -61,7 +61,7 @@ def compare_logits(
     options: dict[str, Any] = {"dtype": "float32", "allow_nonfinite": True}  # differences show them
     model, _ = FastLanguageModel.from_pretrained(first, load_in_4bit=base_in_nf4, **options)
     if adapter is not None:
-        model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True)
+        model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True, fake_quantization=False)
     if model.tokenizer is None:
         raise ConfigError(f"{first}: expected a tokenizer, got none")
     encoder = Encoder(cast(PreTrainedTokenizerFast, model.tokenizer))

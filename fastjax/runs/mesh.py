@@ -37,6 +37,8 @@ def check_model(config: TrainConfig, opened: OpenModel | OpenShapes, shapes: tup
         if length % parts:
             where = f"context {shape.context} × tensor {shape.tensor}"
             raise ConfigError(f"model.max_seq_length: expected a multiple of {parts} with {where}, got {length}")
+        if shape.tensor > 1 and config.training.qat is not None:
+            raise ConfigError(f"parallel.tensor: expected 1 with training.qat, got {shape.tensor}")
         if shape.tensor > 1 and isinstance(chunk, int):
             raise ConfigError(f"model.mlp_chunk: expected auto or null with tensor {shape.tensor}, got {chunk}")
         sections = {

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
+from convert.model.spec import QUANTIZED
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel, LanguageModel
 from fastjax.language_model.adapters import attach_opened
@@ -82,7 +83,7 @@ def load_base(
 
 
 def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:
-    """A run's base model with the adapter that it begins with, fresh or from a folder.
+    """A run's base model with the adapter that it begins with, fresh or from a folder, and its fake quantisers.
 
     Args:
         model: the base.
@@ -91,10 +92,28 @@ def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel | 
     """
     if opened.adapter is not None:
         assert opened.adapter.arrays is not None, "the adapter's arrays are on this machine"
-        return attach_opened(model, opened.adapter.arrays, opened.adapter.tokenizer, config.lora.lora_dropout)
+        adapter = opened.adapter.arrays
+        return _quantized(
+            attach_opened(model, adapter, opened.adapter.tokenizer, config.lora.lora_dropout), config, opened
+        )
     if config.model.full_finetuning:
+        return _quantized(model, config, opened)
+    return _quantized(FastLanguageModel.get_peft_model(model, **lora_arguments(config.lora)), config, opened)
+
+
+def _quantized(model: LanguageModel, config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:
+    """With the fake quantisers of `training.qat`."""
+    qat, weights = config.training.quantization, opened.outline.weights
+    if qat is None:
         return model
-    return FastLanguageModel.get_peft_model(model, **lora_arguments(config.lora))
+    if weights is not None and not model.full_finetuning:
+        found = {weights.decoded_dtype(path).name for path, spec in weights.specs.items() if spec.kind in QUANTIZED}
+        if found != {model.folder_dtype}:  # a merge rounds to what the tensors have
+            raise ConfigError(
+                f"training.qat: expected a base whose matrices are in {model.folder_dtype}, as config.json says, got "
+                f"{' and '.join(sorted(found))}"
+            )
+    return model.with_fake_quantization(qat.weights, qat.activations, qat.modules_to_not_quantize)
 
 
 def initial_state(config: TrainConfig, model: LanguageModel, total_steps: int, replicas: int = 1) -> TrainState:

@@ -28,6 +28,7 @@ FIXED = (
     "lora",
     "optimizer.name",
     "parallel.gradient_exchange",
+    "training.qat",
     "training.seed",
 )
 #: Keys of a run's output and execution, not of its computation.

@@ -65,6 +65,7 @@ def run_step(
         loss_scale_window=config.training.loss_scale_window,
         mesh=mesh,
         gradient_exchange=config.parallel.gradient_exchange,
+        quantize_from=config.training.quantization.start_step if config.training.quantization else 0,
         compiler_options=compiler_options,
     )
 

@@ -23,6 +23,7 @@ from convert.model.config import ModelConfig
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.host_memory import in_host_memory
+from fastjax.lora.params import Constant
 from fastjax.models import remat
 from fastjax.models.layout import logical_axes
 from fastjax.models.tensor_parts import held_apart
@@ -107,6 +108,7 @@ def make_train_step(
     donate: bool = True,
     mesh: Mesh | None = None,
     gradient_exchange: str = "float32",
+    quantize_from: int = 0,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Array]]]:
     """Build the jitted step (state, frozen, batch) -> (state, metrics).
@@ -122,6 +124,7 @@ def make_train_step(
         mesh: spread the batch over these devices (`parallel.make_mesh`). Frozen weights elsewhere are sent to them in
             every step: place them once with `parallel.shard_frozen`.
         gradient_exchange: how gradients travel between replicas, a key of `parallel.exchange.FORMATS`.
+        quantize_from: updates made before fake quantisers (`models.quantized`) come into force, in the same program.
         compiler_options: XLA's, for this step alone, beside `COMPILER_OPTIONS` and before them.
 
     Returns:
@@ -135,7 +138,7 @@ def make_train_step(
     def mean(state: TrainState, frozen: Any, batch: Batch, targets: Array, total: Callable[[Any], Any]) -> Any:
         """Gradients of the step's loss, sums over the batch, and the loss's weight."""
         factor = None if state.loss_scale is None else state.loss_scale.scale
-        gradient = _gradient(graphdef, trainable_filter, loss, state, frozen, targets, factor)
+        gradient = _gradient(graphdef, trainable_filter, loss, state, frozen, targets, factor, quantize_from)
         grads, sums = _accumulate(gradient, batch, jnp.dtype(accumulation_dtype))
         sums, weight = total(sums), targets
         if factor is not None:
@@ -254,12 +257,15 @@ def _gradient(
     frozen: Any,
     targets: Array,
     factor: Array | None,
+    quantize_from: int = 0,
 ) -> Callable[[Array, Batch], tuple[Any, LossSums]]:
     """(number, rows) of a microbatch -> the gradient of `loss_sum / targets * factor`, and the sums."""
     key = jax.random.fold_in(state.key, state.step)
 
     def microbatch_loss(trainable: Any, number: Array, rows: Batch) -> tuple[Array, LossSums]:
         model = nnx.merge(graphdef, trainable, frozen)
+        if quantize_from:
+            model.quantizing = nnx.data(Constant(state.step >= quantize_from))
         sums = loss(model, trainable_filter, rows, key=jax.random.fold_in(key, number))
         mean = sums.loss_sum / targets
         return mean if factor is None else mean * factor, sums

@@ -18,6 +18,7 @@ from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.model import LanguageModel
 from fastjax.lora.sites import projections
+from fastjax.training.config.qat import NAMED
 from fastjax.training.step import TrainState, init_state
 
 #: Documents of each row.
@@ -51,16 +52,25 @@ def build_model(case: StepCase, mesh: Mesh | None = None) -> LanguageModel:
         base_compute=case.base_compute,  # pyright: ignore[reportArgumentType]
     )
     if case.full:
-        return model
+        return _quantized(model, case)
     if case.offload_embedding:
         model = model.with_host_embedding()
     with_experts = case.adapters == "all" and model.config.moe is not None
-    return FastLanguageModel.get_peft_model(
+    adapted = FastLanguageModel.get_peft_model(
         model,
         r=case.rank,
         target_modules=adapted_modules(model.config, case.adapters),
         target_parameters=_EXPERTS if with_experts else None,
     )
+    return _quantized(adapted, case)
+
+
+def _quantized(model: LanguageModel, case: StepCase) -> LanguageModel:
+    """With the case's fake quantisers, as over a folder in the dtype of the computation."""
+    if case.qat is None:
+        return model
+    qat, hf_config = NAMED[case.qat], {**model.hf_config, "dtype": str(model.dtype)}
+    return model.replace(hf_config=hf_config).with_fake_quantization(qat.weights, qat.activations)
 
 
 def adapted_modules(config: ModelConfig, adapters: str) -> list[str]:

@@ -70,6 +70,7 @@ class StepCase:
         mesh: of several devices; None: one.
         compiler_options: XLA's for the step, NAME=VALUE each.
         base_compute: dtype of the frozen matrices' products, "float8"; None: `dtype`.
+        qat: the scheme of quantisation-aware training, a key of `training.config.qat.NAMED`; None: none.
     """
 
     preset: str
@@ -95,6 +96,7 @@ class StepCase:
     mesh: "MeshShape | None" = None
     compiler_options: tuple[str, ...] = ()
     base_compute: str | None = None
+    qat: str | None = None
 
     @property
     def devices(self) -> int:
@@ -136,6 +138,8 @@ class StepCase:
             parts.append(f"r={self.rank}" + (" on attention" if self.adapters == "attention" else ""))
         if self.optimizer != "adamw":
             parts.append(self.optimizer)
+        if self.qat is not None:
+            parts.append(f"QAT {self.qat}")
         return ", ".join(parts)
 
     @property

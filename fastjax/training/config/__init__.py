@@ -14,6 +14,7 @@ from fastjax.training.config.model import LoraSection, ModelSection
 from fastjax.training.config.optimizer import OptimizerConfig
 from fastjax.training.config.output import OutputSection
 from fastjax.training.config.parallel import ParallelSection
+from fastjax.training.config.qat import QATSettings
 from fastjax.training.config.training import TrainingSection
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "OptimizerConfig",
     "OutputSection",
     "ParallelSection",
+    "QATSettings",
     "TrainConfig",
     "TrainingSection",
 ]

@@ -5,9 +5,11 @@ import typing
 from typing import Any, Literal
 
 from fastjax.data.settings import DataSource
+from fastjax.training.config.qat import QATSettings
 
 _WORDS: dict[Any, str] = {
     DataSource: "a section with path",
+    QATSettings: "a section with weights",
     Any: "anything",
     int: "an integer",
     float: "a number",

@@ -5,6 +5,7 @@ from typing import Literal
 
 from fastjax.limits import MAX_ROWS, MAX_STEPS
 from fastjax.training.config.checks import check_section, expect
+from fastjax.training.config.qat import NAMED, QATScheme, QATSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,10 @@ class TrainingSection:
         neftune_noise_alpha: magnitude of the noise on the embeddings in training (NEFTune); null: none.
         router_aux_loss_coef: of a mixture of experts: factor of the load-balancing loss that is added to the loss.
         router_z_loss_coef: likewise: factor of the mean square of the router logits' logsumexp.
+        qat: quantisation-aware training: the layers' matrices have the values that they will decode to after
+            quantisation, an adapter merged first; gradients pass straight through. A name: int4_weight_only (int4-32),
+            int8_dynamic_int4 (int4-32, inputs in int8), float8 (fp8-row, inputs in fp8), nvfp4, nf4, mxfp4; or a
+            section with weights. null: none.
         deterministic: on a GPU, deterministic operations only, and kernels chosen once and kept beside the
             checkpoints: two equal runs are equal bit for bit. Slower. On a CPU they always are.
         step_timeout: seconds that a step may take, compiling included, before the run ends with the stacks of its
@@ -58,6 +63,7 @@ class TrainingSection:
     neftune_noise_alpha: float | None = None
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
+    qat: QATScheme | QATSettings | None = None
     deterministic: bool = False
     step_timeout: float | None = 3600.0
     seed: int = 3407
@@ -92,4 +98,13 @@ class TrainingSection:
         expect("training.initial_loss_scale", scale, 1 <= scale <= 2.0**24, "from 1 to 2^24")
         threshold = self.early_stopping_threshold
         expect("training.early_stopping_threshold", threshold, threshold >= 0, "at least 0")
+        if self.quantization is not None:
+            check_section("training.qat", self.quantization)
+            start = self.quantization.start_step
+            expect("training.qat.start_step", start, start >= 0, "at least 0")
         expect("training.seed", self.seed, 0 <= self.seed < 2**32, "in [0, 2^32)")
+
+    @property
+    def quantization(self) -> QATSettings | None:
+        """`qat` as a section."""
+        return NAMED[self.qat] if isinstance(self.qat, str) else self.qat

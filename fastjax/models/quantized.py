@@ -1,0 +1,142 @@
+"""Fake quantisers on the projections of a decoder's layers: quantisation-aware training.
+
+Embedding, norms and head stay as they are. Layers of one stack have one description, so a module is left out in all of
+them or in none.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from convert.errors import shown, unexpected
+from convert.files import read_json
+from convert.model.paths import WeightPath
+from fastjax.errors import ConfigError
+from fastjax.lora.quantized import Quantizer
+from fastjax.models.decoder import Decoder
+from fastjax.models.layout import LayerStack
+from fastjax.models.module_names import module_paths
+from fastjax.models.moe import Mixture
+from fastjax.models.projection import Projection
+from fastjax.quantization.fake import ACTIVATIONS, WEIGHTS
+from fastjax.quantization.weights import as_weight
+
+#: In the folder of a result: what it was trained for.
+FILE = "quantization_aware.json"
+#: What packed weights of a base are called, by the only format of theirs that merged ones may go to.
+_OWN = {"nf4": ("NF4",)}
+
+
+class QuantizationAware(NamedTuple):
+    """The quantisation that a model is trained for.
+
+    Attributes:
+        weights: format of the layers' matrices, a key of `WEIGHTS`.
+        activations: of their inputs, a key of `ACTIVATIONS`; None: these stay.
+        modules_to_not_quantize: names of modules, or ends of names, that are left out.
+    """
+
+    weights: str
+    activations: str | None = None
+    modules_to_not_quantize: tuple[str, ...] = ()
+
+    def write(self, folder: Path) -> None:
+        """Write `FILE` into a folder."""
+        (folder / FILE).write_text(json.dumps(self._asdict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "QuantizationAware | None":
+        """What a folder's result was trained for; None: it has no `FILE`.
+
+        Raises:
+            ConvertError: a file of another form.
+        """
+        if not (folder / FILE).is_file():
+            return None
+        found = read_json(folder / FILE)
+        names = found.get("modules_to_not_quantize")
+        texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if found.keys() != set(cls._fields) or not texts:
+            raise unexpected(folder / FILE, "", f"the keys {', '.join(cls._fields)}, the last a list of names", found)
+        return cls(found["weights"], found["activations"], tuple(found["modules_to_not_quantize"]))
+
+
+def quantize_layers(decoder: Decoder, aware: QuantizationAware, *, dtype: str, trained: bool, packed: bool) -> None:
+    """Give the projections of a decoder's layers their fake quantisers.
+
+    Args:
+        decoder: with its adapters; changed.
+        aware: what it is trained for.
+        dtype: of the folder's weights.
+        trained: whether the weights themselves are trained.
+        packed: whether the folder's are quantised.
+
+    Raises:
+        ConfigError: a format, a module or an adapter that is not served.
+    """
+    for name, value, table in (("weights", aware.weights, WEIGHTS), ("activations", aware.activations, ACTIVATIONS)):
+        if (value is not None or table is WEIGHTS) and value not in tuple(table):
+            raise ConfigError(f"qat.{name}: expected one of {', '.join(table)}, got {shown(value)}")
+    if isinstance(decoder.mlp_chunk, int):
+        raise ConfigError(f"mlp_chunk: expected auto or null with qat, got {decoder.mlp_chunk}")
+    decoder.mlp_chunk = None
+    left_out = module_paths(aware.modules_to_not_quantize, decoder.config, "qat.modules_to_not_quantize")
+    activations = None if aware.activations is None else ACTIVATIONS[aware.activations]
+    quantizer = Quantizer(WEIGHTS[aware.weights], activations, dtype, trained, packed)
+    count = 0
+    for stack, layers in zip(decoder.plan, decoder.layers, strict=True):
+        for position, layer in enumerate(layers):
+            if isinstance(layer.mlp, Mixture):
+                raise ConfigError("qat: expected a model without mixtures of experts, got one with them")
+            own = {"self_attn": (layer.self_attn.qkv, layer.self_attn.o), "mlp": (layer.mlp.gate_up, layer.mlp.down)}
+            for block, projections in own.items():
+                for projection in projections:
+                    if not _left_out(projection, block, stack, position, left_out):
+                        _check(projection, f"layers.{stack.start + position}.{block}", aware)
+                        projection.quantizer = quantizer
+                        count += 1
+    if not count:
+        raise ConfigError("qat.modules_to_not_quantize: expected a projection that is quantised, got none")
+
+
+def _left_out(
+    projection: Projection, block: str, stack: LayerStack, position: int, left_out: frozenset[WeightPath]
+) -> bool:
+    """Whether a projection is left out, with all its parts, in every layer of a stack."""
+    places = [stack.start + position + stack.period * repeat for repeat in range(stack.count)]
+    paths = [WeightPath(place, block, part, "") for place in places for part, _ in projection.parts]
+    found = [path for path in paths if path in left_out]
+    if found and len(found) < len(paths):
+        together = ", ".join(part for part, _ in projection.parts)
+        raise ConfigError(
+            f"qat.modules_to_not_quantize: expected {block}.({together}) together, which are one product, and in all "
+            f"of the equal layers {places[0]} to {places[-1]}, or in none, got {', '.join(found[:4])} alone"
+            + ("; layers differ with layer_loop: unroll" if len(places) > 1 else "")
+        )
+    return bool(found)
+
+
+def _check(projection: Projection, where: str, aware: QuantizationAware) -> None:
+    """Refuse what a fake quantiser does not serve."""
+    weight, scheme = as_weight(projection.weight.get_value()), aware.weights
+    names = ", ".join(part for part, _ in projection.parts)
+    if projection.float8:
+        raise ConfigError("base_compute: expected none with qat, whose formats have their own values, got float8")
+    if projection.float32:
+        raise ConfigError(
+            f"float32_modules: expected none of {where}.({names}) with qat, or these in qat.modules_to_not_quantize too"
+        )
+    plain = all(name in ("bfloat16", "float16", "float32") for name in weight.formats)
+    if not plain and weight.formats != _OWN.get(scheme):
+        raise ConfigError(
+            f"qat.weights: expected a base in 16 or 32 bits (load_in_4bit: false) with {scheme}, got "
+            f"{' and '.join(weight.formats)} weights in {where}.({names}); a base in NF4 is served with nf4"
+        )
+    for name, format in (("weights", WEIGHTS[scheme]), ("activations", ACTIVATIONS.get(aware.activations or ""))):
+        reason = None if format is None else format.why_not(weight.shape[-1])
+        if reason is not None:
+            raise ConfigError(f"qat.{name}: expected a format for {where}.({names}), got {scheme}: {reason}")
+    for part, adapter in projection.adapters.items():
+        if adapter.magnitude is not None or adapter.dropout:
+            what = "use_dora: false" if adapter.magnitude is not None else "lora_dropout: 0"
+            raise ConfigError(f"qat: expected {what}, since the product is with the merged weight, got it on {part}")

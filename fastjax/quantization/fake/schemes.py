@@ -1,0 +1,223 @@
+"""Formats as fake quantisers: matrices in float32 to the values that they decode to, by name.
+
+The arithmetic is that of the exact quantisers in `convert.formats`, operation by operation: float32, true quotients,
+scales rounded to the dtype that holds them before codes are made, everything rounded half to even. Where scales come
+from a group's own range, 7.5 or 127.5 steps to each side, 15 from end to end, or 448, no value lies out of it: the
+largest may come out half a step beyond the largest code, and counts as inside. Blocks in E2M1 have values out of range.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from fastjax.quantization.nf4 import NF4Weight
+from pallas_kernels.rounding import kept, round_through
+
+#: Of scales that are kept: subnormal numbers, which some devices take for zero, never matter.
+SMALLEST = 2.0**-90
+_E4M3, _E2M1 = 448.0, 6.0  # largest magnitudes
+#: Between neighbouring magnitudes of E2M1: the bound, whether a tie goes up (to an even code), and the difference.
+_E2M1_STEPS = (
+    (0.25, False, 0.5),
+    (0.75, True, 0.5),
+    (1.25, False, 0.5),
+    (1.75, True, 0.5),
+    (2.5, False, 1.0),
+    (3.5, True, 1.0),
+    (5.0, False, 2.0),
+)
+
+
+class Scheme(Protocol):
+    """A format as a fake quantiser."""
+
+    def why_not(self, columns: int) -> str | None:
+        """The reason, a clause, that rows of so many columns cannot be held; None: they can."""
+        ...
+
+    def __call__(
+        self, w: Float[Array, "out in"], top: Float[Array, ""], dtype: DTypeLike
+    ) -> tuple[Float[Array, "out in"], Bool[Array, "out in"] | None]:
+        """The decoded values, float32, and where a value lies inside of the format's range; None: everywhere.
+
+        Args:
+            w: float32.
+            top: the largest magnitude of w and of the matrices that are served as one with it.
+            dtype: of scales, where the format does not say, and of a folder that the values decode in.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """Integers with a scale for each group of a row, symmetric or with zero points.
+
+    Attributes:
+        bits: of a code.
+        group: columns of a group; None: the whole row.
+        zero_points: a group's range runs from its smallest to its largest value, 0 included, not from -amax to amax.
+    """
+
+    bits: int
+    group: int | None
+    zero_points: bool = False
+
+    def why_not(self, columns: int) -> str | None:
+        """See `Scheme`."""
+        whole = self.group is None or columns % self.group == 0
+        return None if whole else f"rows of {columns} columns are not whole groups of {self.group}"
+
+    def __call__(self, w, top, dtype):
+        """See `Scheme`."""
+        groups = w.reshape(w.shape[0], -1, self.group or w.shape[1])
+        low, high = -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
+        if self.zero_points:
+            least = jnp.minimum(jnp.min(groups, 2, keepdims=True), 0.0)
+            most = jnp.maximum(jnp.max(groups, 2, keepdims=True), 0.0)
+            scale = _scale(most - least, high - low, dtype)
+            zero = jnp.round(jnp.clip(low - _quotient(least, scale), low, high))
+        else:
+            scale = _scale(jnp.max(jnp.abs(groups), 2, keepdims=True), (high - low) / 2, dtype)
+            zero = jnp.zeros_like(scale)
+        codes = jnp.round(jnp.clip(_quotient(groups, scale) + zero, low, high))
+        return ((codes - zero) * scale).reshape(w.shape), None
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8:
+    """E4M3 with a scale for each block of the matrix, or one for those served together.
+
+    Attributes:
+        block: rows and columns of a block, of which the last may be smaller, None: all columns; or None: one scale.
+    """
+
+    block: tuple[int, int | None] | None
+
+    def why_not(self, columns: int) -> str | None:
+        """See `Scheme`."""
+        return None
+
+    def __call__(self, w, top, dtype):
+        """See `Scheme`."""
+        if self.block is None:
+            scale = _scale(top, _E4M3, dtype)[None, None]
+            return _e4m3(jnp.clip(_quotient(w, scale), -_E4M3, _E4M3)) * scale, None
+        rows, columns = self.block[0], self.block[1] or w.shape[1]
+        padded = jnp.pad(w, ((0, -w.shape[0] % rows), (0, -w.shape[1] % columns)))
+        blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+        scale = _scale(jnp.max(jnp.abs(blocks), (1, 3), keepdims=True), _E4M3, dtype)
+        values = _e4m3(jnp.clip(_quotient(blocks, scale), -_E4M3, _E4M3)) * scale
+        return values.reshape(padded.shape)[: w.shape[0], : w.shape[1]], None
+
+
+@dataclasses.dataclass(frozen=True)
+class NF4:
+    """NF4 in blocks of 64 with nested scales, through the quantiser that quantised weights themselves go through."""
+
+    def why_not(self, columns: int) -> str | None:
+        """See `Scheme`."""
+        return None
+
+    def __call__(self, w, top, dtype):
+        """See `Scheme`."""
+        return NF4Weight.quantize(w.astype(dtype)).dequantize(jnp.float32), None
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP4:
+    """E2M1 in blocks of 32 with a power of two as scale (OCP Microscaling Formats 1.0)."""
+
+    def why_not(self, columns: int) -> str | None:
+        """See `Scheme`."""
+        return None if columns % 32 == 0 else f"rows of {columns} columns are not whole blocks of 32"
+
+    def __call__(self, w, top, dtype):
+        """See `Scheme`."""
+        blocks = w.reshape(w.shape[0], -1, 32)
+        largest = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), 2, keepdims=True), jnp.int32)
+        exponent = jnp.clip((largest >> 23) - 127 - 2, -126, 126)  # 2 is the exponent of the largest value, 6
+        scaled = blocks * _power(-exponent)
+        values = _e2m1(jnp.clip(scaled, -_E2M1, _E2M1)) * _power(exponent)
+        return values.reshape(w.shape), (jnp.abs(scaled) <= _E2M1).reshape(w.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4:
+    """E2M1 in blocks of 16 with a scale in E4M3, and one in float32 for the matrices served together.
+
+    Attributes:
+        by_row: whether each row has the float32 scale by itself, as tokens have.
+    """
+
+    by_row: bool = False
+
+    def why_not(self, columns: int) -> str | None:
+        """See `Scheme`."""
+        return None if columns % 16 == 0 else f"rows of {columns} columns are not whole blocks of 16"
+
+    def __call__(self, w, top, dtype):
+        """See `Scheme`."""
+        blocks = w.reshape(w.shape[0], -1, 16)
+        amax = jnp.max(jnp.abs(blocks), 2, keepdims=True)
+        top = jnp.max(amax, 1, keepdims=True) if self.by_row else top[None, None, None]
+        whole = jnp.where(top < SMALLEST, 1.0, _quotient(jnp.full_like(top, _E4M3 * _E2M1), jnp.maximum(top, SMALLEST)))
+        own = _e4m3(jnp.minimum(whole * _quotient(amax, _E2M1), _E4M3))
+        scale = _quotient(jnp.where(own == 0, 0.125, own), whole)
+        scaled = _quotient(blocks, scale)
+        values = _e2m1(jnp.clip(scaled, -_E2M1, _E2M1)) * scale
+        return values.reshape(w.shape), (jnp.abs(scaled) <= _E2M1).reshape(w.shape)
+
+
+#: Formats of weights by name.
+WEIGHTS: Mapping[str, Scheme] = {
+    "int4-32": Integers(4, 32),
+    "int4-128": Integers(4, 128),
+    "int4-32-zeros": Integers(4, 32, zero_points=True),
+    "int4-128-zeros": Integers(4, 128, zero_points=True),
+    "int8": Integers(8, None),
+    "fp8-row": FP8((1, None)),
+    "fp8-tensor": FP8(None),
+    "fp8-block": FP8((128, 128)),
+    "nf4": NF4(),
+    "mxfp4": MXFP4(),
+    "nvfp4": NVFP4(),
+}
+#: Formats of activations by name; each token has scales of its own.
+ACTIVATIONS: Mapping[str, Scheme] = {"int8": Integers(8, None), "fp8": FP8((1, None)), "nvfp4": NVFP4(by_row=True)}
+
+
+def _scale(largest: Float[Array, "..."], steps: float, dtype: DTypeLike) -> Float[Array, "..."]:
+    """`convert.formats.scales.divided`: largest / steps rounded to `dtype`, and its epsilon below `SMALLEST`."""
+    scale = round_through(_quotient(largest, steps), dtype)
+    return jnp.where(scale < SMALLEST, jnp.float32(jnp.finfo(dtype).eps), scale)
+
+
+def _quotient(x: Float[Array, "..."], divisor: Float[Array, "..."] | float) -> Float[Array, "..."]:
+    """X / divisor; where one divisor serves several numbers, XLA would multiply by its reciprocal."""
+    return x / kept(jnp.broadcast_to(jnp.float32(divisor), x.shape), x != x)
+
+
+def _e4m3(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return round_through(x, jnp.float8_e4m3fn)
+
+
+def _e2m1(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The nearest value of E2M1, ties to the even code.
+
+    Args:
+        x: float32 in [-6, 6].
+    """
+    size, value = jnp.abs(x), jnp.zeros_like(x)
+    for bound, up, step in _E2M1_STEPS:
+        value = value + jnp.where(size >= bound if up else size > bound, step, 0.0)
+    return jnp.where(x < 0, -value, value)
+
+
+def _power(exponent: Array) -> Float[Array, "..."]:
+    """2 to an int32 exponent from -126 to 127."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

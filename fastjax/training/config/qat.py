@@ -1,0 +1,49 @@
+"""The setting `training.qat`: the quantisation that a model is trained for."""
+
+import dataclasses
+from typing import Literal
+
+#: The keys of `quantization.fake.WEIGHTS` and of `ACTIVATIONS`, which need JAX.
+QATWeights = Literal[
+    "int4-32",
+    "int4-128",
+    "int4-32-zeros",
+    "int4-128-zeros",
+    "int8",
+    "fp8-row",
+    "fp8-tensor",
+    "fp8-block",
+    "nf4",
+    "mxfp4",
+    "nvfp4",
+]
+QATActivations = Literal["int8", "fp8", "nvfp4"]
+QATScheme = Literal["int4_weight_only", "int8_dynamic_int4", "float8", "nvfp4", "nf4", "mxfp4"]
+
+
+@dataclasses.dataclass(frozen=True)
+class QATSettings:
+    """The quantisation that a model is trained for.
+
+    Attributes:
+        weights: format of the layers' matrices.
+        activations: format of their inputs; null: these stay.
+        start_step: steps before it comes into force.
+        modules_to_not_quantize: names of modules, or ends of names, that are left out.
+    """
+
+    weights: QATWeights
+    activations: QATActivations | None = None
+    start_step: int = 0
+    modules_to_not_quantize: list[str] = dataclasses.field(default_factory=list)
+
+
+#: The schemes that have a name.
+NAMED: dict[str, QATSettings] = {
+    "int4_weight_only": QATSettings("int4-32"),
+    "int8_dynamic_int4": QATSettings("int4-32", "int8"),
+    "float8": QATSettings("fp8-row", "fp8"),
+    "nvfp4": QATSettings("nvfp4", "nvfp4"),
+    "nf4": QATSettings("nf4"),
+    "mxfp4": QATSettings("mxfp4"),
+}

@@ -1,0 +1,78 @@
+"""`fastjax train` with `training.qat`, to a result that knows what it was trained for."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from fastjax.cli import main
+from fastjax.language_model import FastLanguageModel
+from fastjax.models.quantized import QuantizationAware
+from tests.support import tiny
+
+
+@pytest.fixture
+def settings(chat_folder, chats, tmp_path):
+    """A file with the settings of a short run, after changes to sections."""
+
+    def write(**changes):
+        content = {
+            "model": {"model_name": str(chat_folder), "max_seq_length": 64, "dtype": "float32", "load_in_4bit": False},
+            "data": {"train": str(chats), "eval": str(chats), "cache_dir": None},
+            "training": {"max_steps": 2, "logging_steps": 1},
+            "output": {"output_dir": str(tmp_path / "run")},
+        }
+        for section, values in changes.items():
+            content[section] = content.get(section, {}) | values
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+        return ["train", "--config", str(tmp_path / "run.yaml")]
+
+    return write
+
+
+def test_full_fine_tuning_for_int4(settings, tmp_path, capsys):
+    command = settings(model={"full_finetuning": True}, training={"qat": "int4_weight_only"})
+    assert main(command) == 0
+    folder = tmp_path / "run" / "model"
+    assert QuantizationAware.read(folder) == QuantizationAware("int4-32")
+    rows = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (held_out,) = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    assert np.isfinite(held_out) and rows[-1]["event"] == "finished"
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["training"]["qat"] == "int4_weight_only"
+    capsys.readouterr()
+    assert main([*command, "--resume"]) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+
+
+def test_an_adapter_computes_as_it_was_trained(settings, tmp_path, chat_folder, capsys):
+    qat = {"weights": "int4-32", "activations": "int8", "start_step": 1, "modules_to_not_quantize": ["down_proj"]}
+    assert main(settings(lora={"r": 4}, training={"qat": qat})) == 0
+    assert "product with fake-quantised float32 weights and adapters of rank 4 on" in capsys.readouterr().out
+    folder = tmp_path / "run" / "adapter"
+    aware = QuantizationAware("int4-32", "int8", ("down_proj",))
+    assert QuantizationAware.read(folder) == aware
+    base, _ = FastLanguageModel.from_pretrained(chat_folder, dtype="float32", load_in_4bit=False)
+    ours = FastLanguageModel.load_adapter(base, folder)
+    plain = FastLanguageModel.load_adapter(base, folder, fake_quantization=False)
+    assert ours.quantization_aware == aware and plain.quantization_aware is None
+    tokens = np.arange(12, dtype=np.int32)[None]
+    assert np.abs(tiny.logits(ours, tokens) - tiny.logits(plain, tokens)).max() > 1e-3
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ours.trainable))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": {"lora_dropout": 0.1}, "training": {"qat": "nf4"}}, "qat: expected lora_dropout: 0"),
+        ({"model": {"load_in_4bit": True}, "training": {"qat": "mxfp4"}}, "load_in_4bit: false) with mxfp4"),
+        ({"training": {"qat": {"weights": "int5"}}}, "training.qat.weights: expected one of int4-32, int4-128"),
+        ({"training": {"qat": {"weights": "nf4", "bits": 4}}}, "training.qat.bits: unknown; expected one of weights"),
+        ({"training": {"qat": {"weights": "nf4", "start_step": -1}}}, "training.qat.start_step: expected a value at"),
+        ({"parallel": {"tensor": 2, "data": 1, "fsdp": 1}, "training": {"qat": "nf4"}}, "parallel"),
+    ],
+)
+def test_what_is_not_served_is_refused(settings, capsys, changes, message):
+    assert main(settings(**changes)) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""Quantisation-aware training: the trained model is the quantised folder's; what is not served is refused."""
+
+import re
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from convert.checkpoint import open_checkpoint
+from convert.quantize import quantize
+from fastjax.errors import ConfigError
+from fastjax.language_model import FastLanguageModel
+from fastjax.training.step import init_state
+from tests.fastjax.quantization.test_fake import integers
+from tests.support import tiny
+from tests.support.steps import RECORDER, gradients, recording_step
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
+#: float32, logits of a few units, sums of a hundred products in another order.
+TOLERANCE = 1e-4
+
+
+def quantized_folder(source, folder, config, dtype):
+    """A folder with the values that its layers' matrices have in int4, groups of 32, with scales in a dtype."""
+    checkpoint = open_checkpoint(source)
+    arrays = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    for name, array in arrays.items():
+        if name.endswith("proj.weight"):
+            arrays[name] = integers(array.astype(np.float32), 32, -8, 7, dtype).astype(dtype)
+    return tiny.write_folder(folder, config, arrays)
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("nf4", "bfloat16"), ("nf4", "float32"), ("int4-32", "bfloat16")])
+def test_the_merged_and_quantised_folder_is_the_trained_model(tmp_path, scheme, dtype):
+    config, own = tiny.config(**WIDE, dtype=dtype), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+    arrays = {name: array.astype(own) for name, array in tiny.arrays(config).items()}
+    folder = tiny.write_folder(tmp_path / "base", config, arrays)
+    ours = tiny.adapted(tiny.model(folder, config), target_modules=["q_proj", "v_proj", "down_proj"])
+    aware = ours.with_fake_quantization(scheme)
+    merged = ours.save_pretrained_merged(tmp_path / "merged", dtype="nf4" if scheme == "nf4" else None)
+    if scheme == "int4-32":
+        merged = quantized_folder(merged, tmp_path / "quantized", config, own)
+    tokens = np.stack(tiny.documents(config, (40, 40)))
+    expected = tiny.logits(tiny.model(merged, config, load_in_4bit=scheme == "nf4"), tokens)
+    np.testing.assert_allclose(tiny.logits(aware, tokens), expected, rtol=0, atol=TOLERANCE)
+    assert np.abs(tiny.logits(ours, tokens) - expected).max() > 1000 * TOLERANCE, "quantisation does nothing"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_adapter_over_nf4_goes_back_to_nf4(tmp_path, packed):
+    """Modules without an adapter keep their codes, or are quantised again, as the merge has it."""
+    config, folder = tiny.config(**WIDE), tiny.shared_folder(**WIDE)
+    if packed:
+        quantize(folder, tmp_path / "packed")
+        folder = tmp_path / "packed"
+    ours = tiny.adapted(tiny.model(folder, config, load_in_4bit=True), target_modules=["q_proj", "up_proj"])
+    aware = ours.with_fake_quantization("nf4")
+    folder = ours.save_pretrained_merged(tmp_path / "merged", dtype="nf4", base_in_nf4=not packed)
+    tokens = np.stack(tiny.documents(config, (40, 40)))
+    expected = tiny.logits(tiny.model(folder, config, load_in_4bit=True), tokens)
+    np.testing.assert_allclose(tiny.logits(aware, tokens), expected, rtol=0, atol=TOLERANCE)
+    with pytest.raises(ConfigError, match=r"load_in_4bit: false.* with int4-32, got NF4 weights"):
+        ours.with_fake_quantization("int4-32")
+
+
+def test_weights_trained_whole_are_those_quantised_after_the_save(tmp_path):
+    config = tiny.config(**WIDE, dtype="bfloat16")
+    model = tiny.model(tmp_path / "base", config, full_finetuning=True).with_fake_quantization("int4-32")
+    saved = model.save_pretrained(tmp_path / "saved")
+    quantized = tiny.model(quantized_folder(saved, tmp_path / "quantized", config, ml_dtypes.bfloat16), config)
+    # what is not quantised was rounded to bfloat16 by the save
+    plain = tiny.model(saved, config, full_finetuning=True).with_fake_quantization("int4-32")
+    tokens = np.stack(tiny.documents(config, (40, 40)))
+    np.testing.assert_allclose(tiny.logits(plain, tokens), tiny.logits(quantized, tokens), rtol=0, atol=TOLERANCE)
+    assert np.abs(tiny.logits(plain, tokens) - tiny.logits(tiny.model(saved, config), tokens)).max() > 0.1
+
+
+def test_a_step_is_plain_before_the_start_and_quantised_from_it_on_in_one_program():
+    config = tiny.config(**WIDE)
+    plain = tiny.adapted(tiny.model(tiny.shared_folder(**WIDE), config), target_modules=["q_proj", "down_proj"])
+    aware = plain.with_fake_quantization("int4-32")
+    [batch] = tiny.batches(config, 1)
+    expected, quantized = gradients(plain, batch), gradients(aware, batch)
+    step = recording_step(aware.graphdef, aware.trainable_filter, quantize_from=2)
+    state, found = init_state(aware.trainable, RECORDER, jax.random.key(0)), []
+    for _ in range(3):
+        state, metrics = step(state, aware.frozen, batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    assert step._cache_size() == 1
+    for number, (wanted, _) in enumerate([expected, expected, quantized]):
+        np.testing.assert_allclose(found[number], (wanted["loss"], wanted["grad_norm"]), rtol=1e-5)
+    assert abs(expected[0]["loss"] - quantized[0]["loss"]) > 1e-3
+
+
+def test_modules_are_left_out_by_name(tmp_path):
+    config = tiny.config(**WIDE)
+    model = tiny.model(tiny.shared_folder(**WIDE), config)
+    tokens = np.stack(tiny.documents(config, (40, 40)))
+    all_but = model.with_fake_quantization("int4-32", None, ["self_attn", "down_proj"])
+    kept = {name for name, array in tiny.arrays(config).items() if "gate_proj" not in name and "up_proj" not in name}
+    whole = quantized_folder(tiny.shared_folder(**WIDE), tmp_path / "whole", config, np.float32)
+    checkpoint, quantized = open_checkpoint(tiny.shared_folder(**WIDE)), open_checkpoint(whole)
+    arrays = {n: (checkpoint if n in kept else quantized).read(n) for n in checkpoint.tensors}
+    mixed = tiny.model(tiny.write_folder(tmp_path / "mixed", config, arrays), config)
+    np.testing.assert_allclose(tiny.logits(all_but, tokens), tiny.logits(mixed, tokens), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("lora", "arguments", "message"),
+    [
+        ({"use_dora": True}, {}, "expected use_dora: false"),
+        ({"lora_dropout": 0.1}, {}, "expected lora_dropout: 0"),
+        (
+            None,
+            {"weights": "int4-128"},
+            "layers.0.self_attn.(q_proj, k_proj, v_proj), got int4-128: rows of 64 columns",
+        ),
+        (None, {"weights": "int3"}, "qat.weights: expected one of int4-32, int4-128"),
+        (None, {"activations": "int4"}, "qat.activations: expected one of int8, fp8, nvfp4, got 'int4'"),
+        (None, {"modules_to_not_quantize": ["k_proj"]}, "self_attn.(q_proj, k_proj, v_proj) together"),
+        (None, {"modules_to_not_quantize": ["layers.0.mlp"]}, "layers differ with layer_loop: unroll"),
+        (None, {"modules_to_not_quantize": ["layers"]}, "expected a projection that is quantised, got none"),
+        (None, {"modules_to_not_quantize": ["k"]}, "qat.modules_to_not_quantize: no module has the name 'k'"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(lora, arguments, message):
+    model = tiny.model(tiny.shared_folder(**WIDE), tiny.config(**WIDE))
+    if lora is not None:
+        model = FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj"], **lora)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        model.with_fake_quantization(**{"weights": "int4-32", **arguments})
+
+
+def test_other_dtypes_modules_in_float32_and_chunks_are_refused():
+    for own, options, message in (
+        ("float32", {"dtype": "bfloat16"}, "dtype: expected float32, the folder's"),
+        (
+            "bfloat16",
+            {"dtype": "bfloat16", "float32_modules": ["o_proj"]},
+            "float32_modules: expected none of layers.0",
+        ),
+        ("float32", {"mlp_chunk": 8}, "mlp_chunk: expected auto or null with qat, got 8"),
+        ("bfloat16", {"dtype": "bfloat16", "base_compute": "float8"}, "base_compute: expected none with qat"),
+    ):
+        changed = {**WIDE, "dtype": own}
+        model = tiny.model(tiny.shared_folder(**changed), tiny.config(**changed), **options)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            model.with_fake_quantization("int4-32")
