@@ -47,6 +47,20 @@ def test_the_merged_and_quantised_folder_is_the_trained_model(tmp_path, scheme, 
     assert np.abs(tiny.logits(ours, tokens) - expected).max() > 1000 * TOLERANCE, "quantisation does nothing"
 
 
+def test_every_format_that_a_merge_writes_is_what_was_trained(tmp_path):
+    """One layer, so that the logits follow from products that are equal to the bit."""
+    config = tiny.config(**WIDE | {"hidden_size": 128}, dtype="bfloat16", num_hidden_layers=1)
+    arrays = {name: array.astype(ml_dtypes.bfloat16) for name, array in tiny.arrays(config).items()}
+    folder = tiny.write_folder(tmp_path / "base", config, arrays)
+    ours = tiny.adapted(tiny.model(folder, config), target_modules=["q_proj", "v_proj", "down_proj"])
+    tokens = np.stack(tiny.documents(config, (40, 40)))
+    for scheme in ("int4-32", "int4-32-zeros", "int8", "fp8-row", "fp8-tensor", "nvfp4"):
+        merged = tiny.model(ours.save_pretrained_merged(tmp_path / scheme, dtype=scheme), config)
+        aware, expected = ours.with_fake_quantization(scheme), tiny.logits(merged, tokens)
+        np.testing.assert_allclose(tiny.logits(aware, tokens), expected, rtol=0, atol=1e-5, err_msg=scheme)
+        assert np.abs(tiny.logits(ours, tokens) - expected).max() > 0.1, scheme
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_adapter_over_nf4_goes_back_to_nf4(tmp_path, packed):
     """Modules without an adapter keep their codes, or are quantised again, as the merge has it."""
