@@ -46,6 +46,10 @@ _FENCES = {
 }
 
 
+#: Of the steps that offload: no CUDA graphs, whose nodes run one after another, copies between device and host too.
+_NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**31 - 1}
+
+
 def policy_of(remat: str, index: int) -> str:
     """The policy of a layer.
 
@@ -130,15 +134,15 @@ def compiler_options(graphdef: nnx.GraphDef) -> dict[str, Any]:
     facts: dict[str, Any] = {
         name: getattr(leaf, "value", None) for name, leaf in graphdef.attributes if name in ("remat", "plan")
     }
-    single = [stack for stack in facts["plan"] if stack.count == 1]
-    policies = (POLICIES[policy_of(facts["remat"], stack.start)] for stack in single)
-    if not any(policy.offloaded for policy in policies if policy is not None):
-        return {}
+    offloading = [stack for stack in facts["plan"] if offloads(policy_of(facts["remat"], stack.start))]
+    single = [stack for stack in offloading if stack.count == 1]
+    if not single:
+        return dict(_NO_GRAPHS) if offloading else {}
     if jax.__version_info__ < (0, 11):
         if len(single) < len(facts["plan"]):
-            return {}
+            return dict(_NO_GRAPHS)
         raise ConfigError(
             f"layer_loop: expected 'scan' where activations are offloaded, got layers one by one; with jax "
             f"{jax.__version__} XLA brings the copies back to the device (jax 0.11 does not)"
         )
-    return dict(_FENCES)
+    return {**_NO_GRAPHS, **_FENCES}

@@ -134,18 +134,16 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
     step: Any = make_train_step(
         model.graphdef, optimizer, model.trainable_filter, mesh=mesh, compiler_options=case.options
     )
-    begin = functools.partial(_begin, model, optimizer)
-    if mesh is None:
-        state, frozen = begin(model.trainable), model.frozen
-    else:
-        state, frozen = start_on_mesh(begin, model.trainable, model.frozen, batch, step)
-        batch = place(batch, row_shardings(batch, mesh))
-    del begin, model  # the state has a copy of what is trained; of a whole model there should be one
+    arguments = _placed(model, optimizer, batch, step, mesh)
+    shapes = jax.tree.map(_shape, arguments)
+    del arguments, model
 
+    # As in a run: without the model on the device, where the compiler tries products out.
     start = time.perf_counter()
     with attention_implementation(case.attention):
-        compiled = step.trace(state, frozen, batch).lower().compile()
+        compiled = step.trace(*shapes).lower().compile()
     compile_seconds = time.perf_counter() - start
+    state, frozen, batch = _placed(build_model(case, mesh), optimizer, batch, step, mesh)
 
     check, ends, losses = GradientCheck(names), [time.perf_counter()], []
     running = None
@@ -178,6 +176,21 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
         losses=losses,
         profile=found,
     )
+
+
+def _placed(
+    model: LanguageModel, optimizer: optax.GradientTransformation, batch: Batch, step: Any, mesh: Mesh | None
+) -> tuple[TrainState, Any, Batch]:
+    """The step's arguments; the state has a copy of what is trained."""
+    begin = functools.partial(_begin, model, optimizer)
+    if mesh is None:
+        return begin(model.trainable), model.frozen, batch
+    state, frozen = start_on_mesh(begin, model.trainable, model.frozen, batch, step)
+    return state, frozen, place(batch, row_shardings(batch, mesh))
+
+
+def _shape(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=getattr(array, "sharding", None))
 
 
 def _begin(model: LanguageModel, optimizer: optax.GradientTransformation, trainable: Any) -> TrainState:
