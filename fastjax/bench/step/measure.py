@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from fastjax.bench.step.build import build_model, filled, first_state, make_batch
 from fastjax.bench.step.case import StepCase
@@ -24,6 +25,7 @@ from fastjax.bench.step.mesh import open_case_mesh
 from fastjax.bench.step.profile import Profile, summarize
 from fastjax.bench.step.scopes import scopes
 from fastjax.bench.trace import read_kernels
+from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.language_model.model import LanguageModel
 from fastjax.parallel import place, row_shardings
