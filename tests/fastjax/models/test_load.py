@@ -103,6 +103,7 @@ def test_a_4bit_folder_loaded_in_16_bits_is_decoded(tmp_path):
     steps.assert_same(ours.frozen, plain.frozen)
 
 
+@pytest.mark.both_worlds("whole blocks")
 @pytest.mark.parametrize("shapes", [WHOLE_BLOCKS, ODD], ids=["whole blocks", "blocks across rows"])
 def test_quantising_while_loading_gives_the_4bit_folders_model(tmp_path, shapes):
     config = tiny.config(**shapes)

@@ -67,6 +67,7 @@ def found(name, **options):
     return every
 
 
+@pytest.mark.both_worlds("NF4, DoRA and dropout everywhere-float32")
 @pytest.mark.parametrize(
     ("name", "param_dtype"), [(name, "float32") for name in MODELS] + [("LoRA and whole tables", "bfloat16")]
 )

@@ -25,6 +25,7 @@ def tensor(kind, rows, columns, seed=0, code="float8_e4m3fn", own="float32"):
     return fp8.FP8Tensor(codes, fp8.make_scale("scale", scales, codes.shape, BLOCK, "file"), own)
 
 
+@pytest.mark.both_worlds("36-rows2-float8_e4m3fn-blocks", "48-rows1-float8_e5m2-rows")
 @pytest.mark.parametrize("kind", ["blocks", "rows", "one"])
 @pytest.mark.parametrize("code", fp8.DTYPES)
 @pytest.mark.parametrize("rows", [(24,), (16, 8, 8), (20, 5)])  # the last: blocks end within a part

@@ -162,8 +162,15 @@ TWO_HEADS = {
 }
 
 
-@pytest.mark.parametrize("configs", [OWN_BLOCKS, TWO_HEADS], ids=["own blocks", "two heads"])
-@pytest.mark.parametrize("name", ["packed", "window, packed", "more keys", "an offset a row"])
+@pytest.mark.parametrize(
+    ("name", "configs"),
+    [
+        pytest.param("window, packed", OWN_BLOCKS, id="own blocks, window, packed"),
+        pytest.param("an offset a row", OWN_BLOCKS, id="own blocks, an offset a row"),
+        pytest.param("packed", TWO_HEADS, id="two heads, packed"),
+        pytest.param("more keys", TWO_HEADS, id="two heads, more keys"),
+    ],
+)
 def test_tiles_in_turn(name, configs, interpreted):
     """Thread blocks that take several tiles, of whose blocks one of the two warpgroups may not need all."""
     check(name, interpreted, configs, {} if "length" in CASES[name] else {"length": 450})

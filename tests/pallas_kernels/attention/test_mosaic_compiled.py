@@ -17,7 +17,6 @@ CASES = {
     "documents and sinks": ({"query_offset": None}, True),
     "window": ({"sliding_window": 1024}, False),
     "cap": ({"logits_soft_cap": 50.0}, False),
-    "dropout": ({"dropout_rate": 0.1}, False),
     "documents and dropout": ({"query_offset": None, "dropout_rate": 0.1}, True),
 }
 pytestmark = [pytest.mark.aot, needs_cuda_plugin]
