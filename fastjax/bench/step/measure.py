@@ -149,10 +149,8 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
 
     check, ends, losses = GradientCheck(names), [time.perf_counter()], []
     running = None
-    for number in range(total + 1):
-        queued = None
-        if number < total:
-            state, queued = compiled(state, frozen, batch)
+    for number in range(total + 1):  # the last one is not timed: a step's time has the next one's dispatch in it
+        state, queued = compiled(state, frozen, batch)
         if running is not None:
             values = jax.device_get(running)
             ends.append(time.perf_counter())
@@ -161,6 +159,7 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
                 raise TrainingError(f"step {number - 1}: loss {losses[-1]:g}, or a gradient that is not finite")
             check.step(values["squared_norms"], _RATE, last=number == total)
         running = queued
+    jax.block_until_ready(state)
     seconds = [end - start for start, end in itertools.pairwise(ends)]
     peak = peak_memory()
     found = None if profile is None else _profiled(compiled, state, (frozen, batch), profile)
