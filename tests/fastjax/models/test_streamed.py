@@ -34,6 +34,15 @@ def by_chunks(model, chunk):
     return model.replace(graphdef=nnx.split(decoder, model.trainable_filter, ...)[0])
 
 
+def loop_bodies(text):
+    """The lines of the two loops' bodies with copies in them."""
+    bodies = [
+        part for part in text.split("\n\n") if "fusion-start" in part and "tuple(" in part and "ENTRY" not in part
+    ]
+    assert len(bodies) == 2
+    return [body.splitlines() for body in bodies]
+
+
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
     base = tiny.model(tmp_path_factory.mktemp("base"), tiny.config(**LLAMA), load_in_4bit=True)
@@ -100,6 +109,49 @@ def test_refusals(adapted):
         step(state, model.frozen, tiny.batches(tiny.config(**LLAMA), 1)[0])
 
 
+@pytest.mark.one_world
+@pytest.mark.parametrize("policy", ["offload", "offload_attention"])
+def test_residuals_in_the_host_change_nothing(adapted, policy):
+    """Bit for bit the same as with the same residuals on the device, or computed again; and they are in the host."""
+    batch = tiny.batches(tiny.config(**LLAMA), 1, accumulation=2)[0]
+    moved, plain = (adapted.with_checkpointing(name) for name in (policy, "full"))
+    (metrics, grads), (expected, other) = steps.gradients(moved, batch), steps.gradients(plain, batch)
+    assert metrics["loss"] == expected["loss"]
+    steps.assert_same(grads, other)
+    step = make_train_step(moved.graphdef, steps.RECORDER, moved.trainable_filter)
+    state = init_state(moved.trainable, steps.RECORDER, jax.random.key(0))
+    sent = 1 if policy == "offload" else 2
+    assert str(step.trace(state, moved.frozen, batch).jaxpr).count("<host>[3,") >= sent
+
+
+@needs_cuda_plugin
+@pytest.mark.aot
+@pytest.mark.newer_world
+def test_residuals_travel_beside_the_products():
+    """In both passes the copy of a layer's input begins before the layer's products and ends after them."""
+    width, count = 2048, 6
+    aot = AOT("h200")
+
+    def layer(x, state, shared, index):
+        return jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ state["in"]) @ state["out"]) * state["scale"])(x), {}
+
+    def loss(scale, x, weights):
+        out, _ = run_streamed(layer, x, {"scale": scale, **weights}, (), count, offload=True)
+        return jnp.sum(out.astype(jnp.float32))
+
+    x, scale = aot.spec((4096, width), jnp.bfloat16), aot.spec((count, 1, width), jnp.bfloat16)
+    stack = aot.spec((count, width, width), jnp.bfloat16)
+    compiled = aot.compile(jax.value_and_grad(loss), scale, x, {"in": stack, "out": stack}, options=COMPILER_OPTIONS)
+    assert compiled.memory_analysis().host_temp_size_in_bytes == (count - 1) * 4096 * width * 2
+    for lines in loop_bodies(compiled.as_text()):
+        large = rf"bf16\[({count - 1}|1),4096,{width}\]"
+        starts = [n for n, line in enumerate(lines) if re.search(rf"{large}.* fusion-start\(", line)]
+        ends = [n for n, line in enumerate(lines) if re.search(rf"= {large}.* fusion-done\(", line)]
+        # A product of a layer in a stack is one with the slice that it reads.
+        products = [n for n, line in enumerate(lines) if "__cublas" in line or "calls=%dynamic-slice-fusion" in line]
+        assert len(products) >= 2 and min(starts) < products[0] and products[-2] < max(ends)
+
+
 @needs_cuda_plugin
 @pytest.mark.aot
 @pytest.mark.newer_world
@@ -121,13 +173,8 @@ def test_copies_run_beside_the_products():
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.host_argument_size_in_bytes == 2 * count * width * width * 2
     assert memory.temp_size_in_bytes < 5 * 2 * width * width * 2 + 2 * count * 512 * width * 2, "not all layers"
-    bodies = [
-        part for part in text.split("\n\n") if "fusion-start" in part and "tuple(" in part and "ENTRY" not in part
-    ]
-    assert len(bodies) == 2
     large = rf"bf16\[1,{width},{width}\]"
-    for body in bodies:
-        lines = body.splitlines()
+    for lines in loop_bodies(text):
         starts = [n for n, line in enumerate(lines) if re.search(rf"{large}.* fusion-start\(", line)]
         ends = [n for n, line in enumerate(lines) if re.search(rf"{large}.* fusion-done\(", line)]
         products = [n for n, line in enumerate(lines) if "custom-call(" in line and "__cublas" in line]
