@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 METHODS = {"qlora": ("nf4", "mxfp4"), "lora": ("16bit",), "full": ("16bit",)}
 #: What adapters are on: the attention's projections; or every projection, a mixture's experts included.
 ADAPTERS = ("all", "attention")
-OPTIMIZERS = ("adamw", "adamw_8bit")
+OPTIMIZERS = ("adamw", "adamw_16bit", "adamw_8bit")
 PARAM_DTYPES = ("bfloat16", "float32")
 #: What documents are made rows by: packing; one a row, padded to the row's tokens, or to the longest of the batch.
 FILLS = ("packed", "padded", "longest")

@@ -12,8 +12,9 @@ class OptimizerConfig:
     """The optimizer and its schedule.
 
     Attributes:
-        name: adamw; adamw_8bit, with moments in eight bits, block by block, in a quarter of the memory; adafactor, with
-            one number for each row and column instead; or lion, with one moment.
+        name: adamw; adamw_16bit, with moments in bfloat16, rounded stochastically, in half the memory; adamw_8bit, with
+            moments in eight bits, block by block, in a quarter of the memory; adafactor, with one number for each row
+            and column instead; or lion, with one moment.
         learning_rate: the highest learning rate, reached at the end of the warm-up. Lion wants a third to a tenth of
             AdamW's.
         loraplus_lr_ratio: LoRA+: the learning rate of every lora_B is this many times learning_rate; null: once.
@@ -33,7 +34,7 @@ class OptimizerConfig:
         max_grad_norm: the gradient is scaled down to this global norm; 0: it is not.
     """
 
-    name: Literal["adamw", "adamw_8bit", "adafactor", "lion"] = "adamw"
+    name: Literal["adamw", "adamw_16bit", "adamw_8bit", "adafactor", "lion"] = "adamw"
     learning_rate: float = 2e-4
     loraplus_lr_ratio: float | None = None
     embedding_learning_rate: float | None = None

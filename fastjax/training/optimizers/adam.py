@@ -1,4 +1,8 @@
-"""Adam's direction (Kingma and Ba, arXiv 1412.6980), with moments of 32 bits, or of 8 as in bitsandbytes.
+"""Adam's direction (Kingma and Ba, arXiv 1412.6980), with moments of 32 bits, of 16, or of 8 as in bitsandbytes.
+
+With 16 bits a step updates the moments of matrices in float32, takes the direction from these, and rounds them to
+bfloat16 stochastically: to the nearest, the second one would stand still, because 0.1% of it is below half a unit in
+its last place.
 
 With 8 bits (Dettmers et al., arXiv 2110.02861) a step decodes the moments, updates them in float32, takes the
 direction from these, and only then encodes them again: the first with the signed dynamic map, the second with the
@@ -10,7 +14,7 @@ Moments in the host's memory (as in ZeRO-Offload, arXiv 2101.06840) are fetched,
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from fastjax.host_memory import in_host_memory, zeros_in_host_memory
 from fastjax.training.optimizers.blockwise import BLOCK, Blockwise, block_absmax, dequantize, quantize, zeros
 from fastjax.training.optimizers.groups import stack_dims
+from fastjax.training.optimizers.stochastic import round_stochastically
 
 #: Tensors with fewer elements keep moments of 32 bits (bitsandbytes' min_8bit_size).
 MIN_8BIT_SIZE = 4096
@@ -32,7 +37,7 @@ class AdamState(NamedTuple):
 
     Attributes:
         count: updates made; int32 [].
-        mu: mean of the gradient; a leaf is a float32 array or `Blockwise`.
+        mu: mean of the gradient; a leaf is a float32 or bfloat16 array or `Blockwise`.
         nu: mean of its square, likewise.
     """
 
@@ -42,7 +47,7 @@ class AdamState(NamedTuple):
 
 
 def scale_by_adam(
-    b1: float, b2: float, eps: float, *, eight_bit: bool, offload: bool = False
+    b1: float, b2: float, eps: float, *, bits: Literal[8, 16, 32], offload: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """The direction m / (√v + eps), with m and v the bias-corrected means of the gradient and of its square.
 
@@ -50,7 +55,7 @@ def scale_by_adam(
         b1: decay of the first mean.
         b2: decay of the second mean.
         eps: added to the root.
-        eight_bit: keep the moments of tensors with at least `MIN_8BIT_SIZE` elements in 8 bits.
+        bits: of the moments; 8: of tensors with at least `MIN_8BIT_SIZE` elements; 16: of matrices, in bfloat16.
         offload: keep the moments of matrices in the host's memory.
 
     Returns:
@@ -61,9 +66,9 @@ def scale_by_adam(
     def moment(path: tuple[Any, ...], leaf: Any) -> Array | Blockwise:
         stack = stack_dims(path, leaf)
         make = zeros_in_host_memory if offload and leaf.ndim > 1 else jnp.zeros
-        if eight_bit and math.prod(leaf.shape[stack:]) >= MIN_8BIT_SIZE:
+        if bits == 8 and math.prod(leaf.shape[stack:]) >= MIN_8BIT_SIZE:
             return zeros(leaf.shape, stack, make)
-        return make(leaf.shape, jnp.float32)
+        return make(leaf.shape, jnp.bfloat16 if bits == 16 and leaf.ndim - stack > 1 else jnp.float32)
 
     def init(params: Any) -> AdamState:
         mu, nu = (jax.tree_util.tree_map_with_path(moment, params) for _ in range(2))
@@ -88,6 +93,8 @@ def scale_by_adam(
                 old, scales = jax.lax.optimization_barrier(((mu.absmax, nu.absmax), scales))
                 m, v = moments(gradient, mu._replace(absmax=old[0]), nu._replace(absmax=old[1]))
                 mu, nu = quantize(m, scales[0], signed=True), quantize(v, scales[1], signed=False)
+            elif mu.dtype == jnp.bfloat16:
+                mu, nu = round_stochastically(m, 2 * count), round_stochastically(v, 2 * count + 1)
             else:
                 mu, nu = m, v
             return (m / correction1) / (jnp.sqrt(v / correction2) + eps), mu, nu
@@ -147,7 +154,7 @@ def _parts(gradient: Float[Array, "..."], moments: Any) -> int:
 
 
 def _load(moment: Any, *, signed: bool) -> Float[Array, "..."]:
-    return dequantize(moment, signed=signed) if isinstance(moment, Blockwise) else moment
+    return dequantize(moment, signed=signed) if isinstance(moment, Blockwise) else moment.astype(jnp.float32)
 
 
 def _one_minus_power(base: float, count: Int[Array, ""]) -> Float[Array, ""]:

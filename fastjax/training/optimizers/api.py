@@ -2,7 +2,7 @@
 
 The parts share their shape: a rule turns the clipped gradient into a direction, the decay is added to it, and each
 leaf's learning rate multiplies both (decoupled weight decay: Loshchilov and Hutter, arXiv 1711.05101). The rules are
-AdamW with moments of 32 bits or of 8 (`adam.py`), Adafactor (`adafactor.py`) and Lion (Chen et al., arXiv 2302.06675).
+AdamW with moments of 32, 16 or 8 bits (`adam.py`), Adafactor (`adafactor.py`) and Lion (Chen et al., arXiv 2302.06675).
 """
 
 from typing import Any
@@ -36,8 +36,7 @@ def make_optimizer(
 
     Returns:
         A transformation of gradients into updates in the dtype of the parameters. All arithmetic is float32, and so
-        is the state except 8-bit codes: in bfloat16 a second moment would stand still, because 0.1% of it is below
-        half a unit in its last place. The state consists of arrays alone, the learning rates among them.
+        is the state except moments in 8 or 16 bits. The state consists of arrays alone, the learning rates among them.
     """
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     decay = optax.add_decayed_weights(config.weight_decay, mask=lambda params: decays(params, config.no_decay))
@@ -53,8 +52,8 @@ def _direction(config: OptimizerConfig, offload: bool) -> optax.GradientTransfor
         return scale_by_factored_rms()
     if config.name == "lion":
         return optax.scale_by_lion(config.adam_beta1, config.adam_beta2)
-    betas, eight_bit = (config.adam_beta1, config.adam_beta2), config.name == "adamw_8bit"
-    return scale_by_adam(*betas, config.adam_epsilon, eight_bit=eight_bit, offload=offload)
+    bits: Any = {"adamw": 32, "adamw_16bit": 16, "adamw_8bit": 8}[config.name]
+    return scale_by_adam(config.adam_beta1, config.adam_beta2, config.adam_epsilon, bits=bits, offload=offload)
 
 
 def _scale_by_rates() -> optax.GradientTransformationExtraArgs:

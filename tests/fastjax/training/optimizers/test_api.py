@@ -8,7 +8,7 @@ import pytest
 
 from fastjax.training.optimizers import OptimizerConfig, learning_rates, make_optimizer
 
-NAMES = ["adamw", "adamw_8bit", "adafactor", "lion"]
+NAMES = ["adamw", "adamw_16bit", "adamw_8bit", "adafactor", "lion"]
 
 
 def reference_update(name, config, gradient, m, v, step):
@@ -106,7 +106,7 @@ def test_updates_have_the_parameters_dtype_and_arithmetic_is_float32(name):
     updates, new_state = jax.jit(optimizer.update)(gradient, state, params)
     assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("bfloat16")}
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), new_state)
-    wanted = {"float32", "int32"} | ({"uint8"} if name == "adamw_8bit" else set())
+    wanted = {"float32", "int32"} | {"adamw_8bit": {"uint8"}, "adamw_16bit": {"bfloat16"}}.get(name, set())
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == wanted
 
 
