@@ -115,31 +115,55 @@ def _select(lines: list[str], word: int, planes: int, halves: tuple[str, ...]) -
 
 
 @functools.cache
-def column(half: int, byte: int) -> str:
-    """Assembly that decodes one column of a word of codes of each of four rows, to float8_e4m3fn.
+def table(index: int) -> str:
+    """Assembly that makes a fourth of a block's table in float8_e4m3fn: four of the scaled values.
 
-    Operands: the result, the four rows' elements in order; the four words; the absmax of their blocks as float
-    registers.
+    Operands: the result; the absmax as a float register.
 
     Args:
-        half: 0: of the low nibbles, 1: of the high ones.
-        byte: of the word, 0 to 3.
+        index: 0 to 3.
     """
-    lines = []
-    for row in range(4):
-        text = lookup("float8_e4m3fn", (HALVES[half],)).replace("$0", f"r{row}")
-        lines.append(text.replace("$2", f"${5 + row}").replace("$1", f"${1 + row}"))
-    lines += [f"prmt.b32 s0, r0, r1, 0x00{byte + 4:x}{byte:x};", f"prmt.b32 s1, r2, r3, 0x00{byte + 4:x}{byte:x};"]
-    return "{ .reg .b32 r<4>, s<2>; " + " ".join(lines) + " prmt.b32 $0, s0, s1, 0x5410; }"
+    lines = ["mov.f32 x, $1;", *_scaled_fourth(index, None), f"mov.b32 $0, q0_{index};"]
+    return f"{{ .reg .b32 q0_{index}, a, b; .reg .b16 h0, h1; .reg .f32 x, f0, f1; " + " ".join(lines) + " }"
 
 
-def column_in_jax(words: list[Array], absmax: list[Array], half: int, byte: int) -> Array:
-    """The same as `column`, for interpreters without assembly."""
-    found = jnp.zeros(words[0].shape, jnp.int32)
-    for row, (word, scale) in enumerate(zip(words, absmax, strict=True)):
-        codes = ((word >> (8 * byte)) & 255).astype(jnp.uint8)
-        value = lookup_in_jax(codes, scale, jnp.float8_e4m3fn, HALVES[half])
-        found |= jax.lax.bitcast_convert_type(value, jnp.uint8).astype(jnp.int32) << (8 * row)
+@functools.cache
+def lookup_in_table(half: str) -> str:
+    """Assembly that decodes one half of a word of codes to float8_e4m3fn.
+
+    Operands: the result, four elements in order; the word; the four parts of `table`.
+
+    Args:
+        half: "low" or "high".
+    """
+    return _select([f"mov.b32 q0_{index}, ${2 + index};" for index in range(4)], 1, 1, (half,))
+
+
+@functools.cache
+def column(byte: int) -> str:
+    """Assembly that makes a column of four rows: one byte of each.
+
+    Operands: the result; the four rows' words.
+
+    Args:
+        byte: of the words, 0 to 3.
+    """
+    picked = f"0x00{byte + 4:x}{byte:x}"
+    lines = [f"prmt.b32 s0, $1, $2, {picked};", f"prmt.b32 s1, $3, $4, {picked};", "prmt.b32 $0, s0, s1, 0x5410;"]
+    return "{ .reg .b32 s<2>; " + " ".join(lines) + " }"
+
+
+def columns_in_jax(words: list[Array], absmax: list[Array]) -> list[Array]:
+    """The eight columns that the three above make of four rows' words, for interpreters without assembly."""
+    found = []
+    for half in HALVES:
+        for byte in range(4):
+            column = jnp.zeros(words[0].shape, jnp.int32)
+            for row, (word, scale) in enumerate(zip(words, absmax, strict=True)):
+                codes = ((word >> (8 * byte)) & 255).astype(jnp.uint8)
+                value = lookup_in_jax(codes, scale, jnp.float8_e4m3fn, half)
+                column |= jax.lax.bitcast_convert_type(value, jnp.uint8).astype(jnp.int32) << (8 * row)
+            found.append(column)
     return found
 
 
@@ -182,12 +206,14 @@ def _products(pair: int, through: str | None) -> list[str]:
 
 def _scaled_plane(through: str | None) -> list[str]:
     """q0_i: the sixteen products in 8 bits, four to a register."""
+    return [line for index in range(4) for line in _scaled_fourth(index, through)]
+
+
+def _scaled_fourth(index: int, through: str | None) -> list[str]:
     lines = []
-    for index in range(4):
-        for half in range(2):
-            lines += [*_products(2 * index + half, through), f"cvt.rn.satfinite.e4m3x2.f32 h{half}, f1, f0;"]
-        lines += [f"mov.b32 q0_{index}, {{h0, h1}};"]
-    return lines
+    for half in range(2):
+        lines += [*_products(2 * index + half, through), f"cvt.rn.satfinite.e4m3x2.f32 h{half}, f1, f0;"]
+    return [*lines, f"mov.b32 q0_{index}, {{h0, h1}};"]
 
 
 def _scaled_planes(convert: str, through: str | None) -> list[str]:

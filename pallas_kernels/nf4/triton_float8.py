@@ -1,8 +1,8 @@
 """NF4 to the transposed matrix in float8_e4m3fn with Pallas-Triton, split order.
 
-A word of four codes' bytes is decoded by one piece of assembly for each of the eight columns that it holds, which takes
-the word of four neighbouring rows and returns the four rows' elements as one word of the result. So Triton moves words
-alone, and is free to choose which thread holds which.
+A block's table is made once for each row, in four words; a word of eight codes becomes two words of elements; and of
+four neighbouring rows' words each of their four columns becomes a word of the result. So Triton moves words alone, and
+is free to choose which thread holds which.
 """
 
 import functools
@@ -64,17 +64,29 @@ def dequantize_transposed(
 
 def _kernel(words_ref, absmax_ref, out_ref, *, interpret: bool):
     words = [words_ref[:, row, :] for row in range(ROWS)]
-    absmax = [jnp.broadcast_to(absmax_ref[0, :, row][:, None], words[0].shape) for row in range(ROWS)]
-    for half in range(2):
-        for column in range(4):
-            if interpret:
-                found = ptx.column_in_jax(words, absmax, half, column)
-            else:
-                [found] = pltriton.elementwise_inline_asm(
-                    ptx.column(half, column),
-                    args=[*words, *absmax],
-                    constraints="=r," + ",".join(["r"] * ROWS + ["f"] * ROWS),
-                    pack=1,
-                    result_shape_dtypes=[jax.ShapeDtypeStruct(words[0].shape, jnp.int32)],
-                )
-            out_ref[0, half, :, column, :] = found.T
+    absmax = [absmax_ref[0, :, row] for row in range(ROWS)]
+    shape = words[0].shape
+    if interpret:
+        found = ptx.columns_in_jax(words, [jnp.broadcast_to(scale[:, None], shape) for scale in absmax])
+    else:
+        tables = [[_words(ptx.table(index), [], [scale]) for index in range(4)] for scale in absmax]
+        wide = [[jnp.broadcast_to(part[:, None], shape) for part in table] for table in tables]
+        found = []
+        for half in ptx.HALVES:
+            decode = ptx.lookup_in_table(half)
+            rows = [_words(decode, [word, *table], []) for word, table in zip(words, wide, strict=True)]
+            found += [_words(ptx.column(byte), rows, []) for byte in range(4)]
+    for number, column in enumerate(found):
+        out_ref[0, number // 4, :, number % 4, :] = column.T
+
+
+def _words(text: str, words: list[Array], scales: list[Array]) -> Array:
+    """The result of assembly that takes words, or scales, one by one."""
+    [found] = pltriton.elementwise_inline_asm(
+        text,
+        args=[*words, *scales],
+        constraints=",".join(["=r"] + ["r"] * len(words) + ["f"] * len(scales)),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((words or scales)[0].shape, jnp.int32)],
+    )
+    return found
