@@ -4,7 +4,7 @@ import dataclasses
 
 #: Most columns of a row that a program holds in registers.
 MOST_COLUMNS = 32768
-_COLUMNS_PER_WARP = 2048
+_COLUMNS_PER_WARP = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +21,10 @@ class RowConfig:
 
 
 def row_config(columns: int) -> RowConfig:
-    """64 elements a thread at most.
+    """32 elements a thread, as many programs as a multiprocessor has threads for.
 
     Args:
         columns: of a row.
     """
     padded = max(16, 1 << (columns - 1).bit_length())
-    return RowConfig(padded, min(16, max(1, padded // _COLUMNS_PER_WARP * 2)))
+    return RowConfig(padded, max(1, padded // _COLUMNS_PER_WARP))

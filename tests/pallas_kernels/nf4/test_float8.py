@@ -81,7 +81,9 @@ def test_triton_for_hopper(transposed, tmp_path):
 
     specs = aot.spec((out, columns // 2), jnp.uint8), aot.spec((out, columns // 64), jnp.float32)
     used = resources.of_triton(aot, decode, *specs, folder=tmp_path)
-    assert used is None or (used.spill_bytes == used.stack_bytes == 0 and used.registers <= 80)  # six programs of four warps at a time
+    assert used is None or (
+        used.spill_bytes == used.stack_bytes == 0 and used.registers <= 80
+    )  # six programs of four warps at a time
 
 
 @pytest.mark.aot
