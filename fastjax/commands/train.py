@@ -1,6 +1,7 @@
 """`fastjax train`: fine-tune as a YAML file says."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -8,6 +9,9 @@ from convert.errors import ConvertError
 from fastjax.commands.compilation_cache import OPTION, keep_programs
 from fastjax.commands.settings import DISTRIBUTED, parse_train_config
 from fastjax.errors import ConfigError, DataError, TrainingError
+
+if TYPE_CHECKING:
+    from fastjax.runs.training_run import FineTuned
 
 
 def main(argv: Sequence[str]) -> None:
@@ -38,3 +42,17 @@ def main(argv: Sequence[str]) -> None:
     console.print(f"report: {result.folder.parent / 'report.html'}", highlight=False, soft_wrap=True)
     command, _ = usage(result.config, result.folder, result.model.hf_config, str(result.model.dtype))
     console.print(f"use it: {command}", highlight=False, soft_wrap=True)
+    if (packing := _packing(result)) is not None:
+        console.print(f"as what it was trained for: {packing}", highlight=False, soft_wrap=True)
+
+
+def _packing(result: "FineTuned") -> str | None:
+    """The command that makes a quantised folder of a quantisation-aware result; None: it is no such result."""
+    aware, model = result.model.quantization_aware, result.config.model
+    if aware is None or aware.modules_to_not_quantize:
+        return None
+    out = f"{result.folder}-{aware.weights}"
+    if model.full_finetuning:
+        return f"fastjax convert quantize {result.folder} {out} --scheme {aware.weights}"
+    base = " --base_in_nf4" if model.load_in_4bit else ""
+    return f"fastjax convert merge {model.model_name} {result.folder} {out} --dtype {aware.weights}{base}"

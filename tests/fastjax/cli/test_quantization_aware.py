@@ -1,6 +1,7 @@
 """`fastjax train` with `training.qat`, to a result that knows what it was trained for."""
 
 import json
+import shlex
 
 import jax
 import numpy as np
@@ -41,6 +42,10 @@ def test_full_fine_tuning_for_int4(settings, tmp_path, capsys):
     (held_out,) = [row["eval_loss"] for row in rows if "eval_loss" in row]
     assert np.isfinite(held_out) and rows[-1]["event"] == "finished"
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["training"]["qat"] == "int4_weight_only"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("as what it was trained for: ")]
+    program, *packing = shlex.split(line.partition(": ")[2])
+    assert program == "fastjax" and main(packing) == 0
+    assert json.loads((tmp_path / "run" / "model-int4-32" / "config.json").read_text())["quantization_config"]
     capsys.readouterr()
     assert main([*command, "--resume"]) == 0
     assert "nothing is left to do" in capsys.readouterr().out
