@@ -11,6 +11,9 @@ from pallas_kernels import dispatch
 from pallas_kernels.nf4 import config, mosaic_sm90
 from pallas_kernels.nf4.codebook import BLOCK
 
+#: Fewer rows are multiplied in the time in which the weight is read.
+_FEW_ROWS = 128
+
 
 def fused(
     x: Float[Array, "*rows summed"],
@@ -62,6 +65,8 @@ def decode_first(
     weight = lax.optimization_barrier(weight)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((x.ndim - 1,), (0 if gradient else 1,)), ((), ()))
-    # No preferred_element_type: 16-bit products are accumulated in float32 anyway, and when it is asked for a float32
-    # result XLA writes one and converts it in a second kernel.
-    return lax.dot_general(x, weight, dims, precision=precision)
+    # Products in 16 bits are accumulated in float32, and of many rows XLA writes a float32 result, when it is asked for
+    # one, before it converts it in a second kernel. Of few rows it splits the sums and adds their parts in the result's
+    # dtype: those are asked for in float32, which costs nothing beside the reading of the weight.
+    wide = jnp.float32 if math.prod(x.shape[:-1]) < _FEW_ROWS else None
+    return lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=wide).astype(x.dtype)

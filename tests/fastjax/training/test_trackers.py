@@ -7,12 +7,13 @@ import types
 
 import pytest
 from rich.console import Console
-from tensorboardX.proto.event_pb2 import Event
 
 from fastjax.errors import ConfigError
 from fastjax.training.metrics import Tolerant
 from fastjax.training.progress import PlainLines
 from fastjax.training.trackers import make_trackers
+
+Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
 
 CONFIG = {"model": {"model_name": "m", "load_in_4bit": True}}
 ROWS = [
@@ -23,7 +24,7 @@ ROWS = [
 ]
 
 
-def events(folder) -> list[Event]:
+def events(folder) -> list:
     """TFRecords: eight bytes of length, four of its checksum, the record, four of the record's."""
     found = []
     for file in sorted((folder / "tensorboard").iterdir()):
