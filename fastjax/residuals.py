@@ -9,6 +9,8 @@ from jaxtyping import Array
 SAVED = ("projection", "lora", "attention_out", "attention_lse")
 #: The input of a layer, which every policy keeps somewhere.
 LAYER_INPUT = "layer_input"
+#: Queries, keys and values as the attention reads them, and the residual stream behind it.
+HEADS, ATTENDED = "heads", "attended"
 
 
 def name_residual(product: Array, name: str) -> Array:

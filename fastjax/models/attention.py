@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -17,7 +18,7 @@ from fastjax.lora.params import BaseParam
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, CONTEXT, ROWS, batch_part, context_devices, local
-from fastjax.residuals import name_residual
+from fastjax.residuals import HEADS, name_residual
 from pallas_kernels.attention import SegmentRanges, attention, ring_attention, segment_ranges
 from pallas_kernels.rope import rope
 from pallas_kernels.split_rope import split_rope
@@ -136,7 +137,7 @@ class Attention(nnx.Module):
         batch, length = x.shape[:2]
         dtype = x.dtype
         x = x.astype(jnp.float32) if self.float32 else x
-        q, k, v = self._heads(x, context, key, products)
+        q, k, v = (checkpoint_name(part, HEADS) for part in self._heads(x, context, key, products))
         if cache is None:
             out = self._attend(q, k, v, context.segment_ranges, key)
         else:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from convert.model.config import ModelConfig
@@ -17,6 +18,7 @@ from fastjax.models.moe import Mixture, build_mixture
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.models.residual_stream import FeedForward, Stream
+from fastjax.residuals import ATTENDED
 
 
 class DecoderLayer(nnx.Module):
@@ -101,6 +103,7 @@ class DecoderLayer(nnx.Module):
         else:
             attended, cache = attention(read, context, key, cache, None, products)
             x = stream.added(x, attended, key)
+        x = checkpoint_name(x, ATTENDED)
         stream = self._stream("mlp", self.around_mlp)
         if isinstance(self.mlp, Mixture):
             output, sums = self.mlp(read if self.parallel else stream.normed(x), key, context.mask)

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
 from fastjax.parallel.gather import everything_but_gathered
-from fastjax.residuals import LAYER_INPUT, SAVED
+from fastjax.residuals import ATTENDED, HEADS, LAYER_INPUT, SAVED
 
 
 class Policy(NamedTuple):
@@ -37,6 +37,7 @@ POLICIES: Mapping[str, Policy | None] = {
     "full": Policy(),
     "offload": Policy((), (LAYER_INPUT,)),
     "offload_attention": Policy(("attention_lse",), (LAYER_INPUT, "attention_out")),
+    "offload_projections": Policy(("attention_lse", "lora"), (LAYER_INPUT, HEADS, "attention_out", ATTENDED)),
 }
 #: Of the steps that offload from layers called one by one: copies between device and host that are far apart stay so.
 #: Without the fences XLA moves them together, and everything is on the device again.

@@ -70,9 +70,9 @@ def run_streamed(
         state: the layers' arrays along a leading axis, some of them in the host's memory, where they are frozen.
         shared: arrays that all layers read; constants for the gradient.
         count: number of layers, at least 2.
-        offload: keep residuals of at least half of x's bytes in the host's memory.
+        offload: keep residuals of at least a sixteenth of x's bytes in the host's memory.
     """
-    least = x.size * x.dtype.itemsize // 2 if offload else math.inf
+    least = x.size * x.dtype.itemsize // 16 if offload else math.inf
     leaves, structure = jax.tree.flatten(state)
     places = tuple(map(in_host_memory, leaves))
     near = [leaf for leaf, far in zip(leaves, places, strict=True) if not far]

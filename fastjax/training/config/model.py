@@ -11,7 +11,7 @@ from fastjax.lora.settings import LoraSettings
 from fastjax.training.config.checks import check_section, expect
 
 #: The policies of `models.remat.POLICIES`, which needs JAX.
-CHECKPOINTING = ("none", "projections", "attention", "full", "offload", "offload_attention")
+CHECKPOINTING = ("none", "projections", "attention", "full", "offload", "offload_attention", "offload_projections")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,7 @@ class ModelSection:
         use_gradient_checkpointing: the backward pass recomputes: none: nothing; false or projections: the operations
             between the projections and the attention; attention: all but the attention; true or full: all but the
             layers' inputs; offload, offload_attention: as full and attention, with what is kept in the host's memory;
+            offload_projections: the MLP, and what lies between the projections and the attention, with the same there;
             projections:8: the first eight layers by projections, the others by full. auto: of all but none the fastest
             that the GPU has memory for, full on a CPU; a resumed run keeps its choice.
         offload_embedding: hold the table of embeddings in the host's memory, where it is frozen and not the head's too:

@@ -110,8 +110,11 @@ def test_refusals(adapted):
 
 
 @pytest.mark.one_world
-@pytest.mark.parametrize("policy", ["offload", "offload_attention"])
-def test_residuals_in_the_host_change_nothing(adapted, policy):
+@pytest.mark.parametrize(
+    ("policy", "stream", "queries", "keys"),
+    [("offload", 1, 0, 0), ("offload_attention", 1, 1, 0), ("offload_projections", 2, 2, 2)],
+)
+def test_residuals_in_the_host_change_nothing(adapted, policy, stream, queries, keys):
     """Bit for bit the same as with the same residuals on the device, or computed again; and they are in the host."""
     batch = tiny.batches(tiny.config(**LLAMA), 1, accumulation=2)[0]
     moved, plain = (adapted.with_checkpointing(name) for name in (policy, "full"))
@@ -120,8 +123,8 @@ def test_residuals_in_the_host_change_nothing(adapted, policy):
     steps.assert_same(grads, other)
     step = make_train_step(moved.graphdef, steps.RECORDER, moved.trainable_filter)
     state = init_state(moved.trainable, steps.RECORDER, jax.random.key(0))
-    sent = 1 if policy == "offload" else 2
-    assert str(step.trace(state, moved.frozen, batch).jaxpr).count("<host>[3,") >= sent
+    made = re.findall(r"<host>\[3,2,40,(\S+)\] = device_put", str(step.trace(state, moved.frozen, batch).jaxpr))
+    assert [made.count(one) for one in ("64", "4,16", "2,16")] == [stream, queries, keys]
 
 
 @needs_cuda_plugin
