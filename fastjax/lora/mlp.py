@@ -6,8 +6,8 @@
 The adapters of gate and up are applied where gate and up are read for h (`pallas_kernels.glu.lora`), without a pass
 over arrays of that size; their biases are one more column of B, whose rank product is 1. The backward pass keeps x,
 [gate | up] and the rank products. It makes the gradients of B and C where gate, up and h are in registers anyway, and
-passes dh and [dgate | dup] on to the large products as they are. No dense B·A is formed and no decoded weight is
-kept.
+passes dh and [dgate | dup] on to the large products as they are. Without any adapter the weights are trained: h, which the
+gradient of V takes, is written over dh. No dense B·A is formed and no decoded weight is kept.
 """
 
 import functools
@@ -33,6 +33,7 @@ from fastjax.lora.rank_products import (
     with_adapter,
 )
 from fastjax.parallel import ROWS, SHARES, local
+from fastjax.quantization.weight import Weight
 from fastjax.quantization.weights import WeightLike, linear, matmul, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
 from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward
@@ -52,6 +53,11 @@ class Block(NamedTuple):
     activation: str
     parts: tuple[Part, ...]
     down: Part
+
+    @property
+    def adapted(self) -> bool:
+        """Whether there is an adapter."""
+        return any(part.rank for part in (*self.parts, self.down))
 
     @property
     def features(self) -> int:
@@ -135,16 +141,18 @@ def _backward(block: Block, residuals, dy):
         gradients[down.name] = None, dB_down[down.name]
         down_A = None if dropped else _down_A(block, arrays, dy.dtype)
     dh = matmul_transposed(dy, arrays.down)
-    # h again, for the gradients that the kernel does not make: a plain weight's, unused where it is frozen, and an
-    # adapter's with a dropped input.
+    # h again, for the gradients that the kernel does not make: an adapter's with a dropped input, and a weight's beside
+    # adapters, mostly frozen and then unused.
     h, _ = _gate(block, gate_up, inner, None)
     if dropped and dproduct_down is not None:
         dh, dA = rank_product_gradients((down,), matrices, dh, h, dproduct_down, arrays.key)
         gradients[down.name] = dA[down.name], gradients[down.name][1]
+    trained = not block.adapted and not isinstance(arrays.down, Weight)
     inside = None
     if down_A is not None and dproduct_down is not None:
         inside = down_A, dproduct_down
-    dgate_up, dB, dA = _ungate(block, gate_up, inner, dh, inside)
+    dgate_up, again, dB, dA = _ungate(block, gate_up, inner, dh, inside, with_h=trained)
+    h = h if again is None else again
     if dA is not None:
         gradients[down.name] = dA[: down.rank], gradients[down.name][1]
     dx = matmul_transposed(dgate_up, arrays.gate_up)
@@ -247,19 +255,22 @@ def _gate(block: Block, gate_up, inner: Inner | None, down_A):
     return local(gate, in_specs=(ROWS, ROWS, P(), P()), out_specs=(ROWS, ROWS))(gate_up, products, lora_B, down_A)
 
 
-def _ungate(block: Block, gate_up, inner: Inner | None, dh, down):
+def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: bool):
     """`glu_lora_backward` of [B, S, ...], on each device of its own rows."""
 
     def ungate(gate_up, products, lora_B, dh, down_A, dproducts):
         own = None if products is None else Inner(_rows(products), lora_B)
         below = None if down_A is None else (down_A, _rows(dproducts))
-        dgate_up, *sums = glu_lora_backward(_rows(gate_up), own, _rows(dh), below, activation=block.activation)
-        return dgate_up.reshape(gate_up.shape), *(None if share is None else share[None] for share in sums)
+        gradient, h, *sums = glu_lora_backward(
+            _rows(gate_up), own, _rows(dh), below, activation=block.activation, with_h=with_h
+        )
+        shares = (None if share is None else share[None] for share in sums)
+        return gradient.reshape(gate_up.shape), None if h is None else h.reshape(dh.shape), *shares
 
     (products, lora_B), (down_A, dproducts) = ((None, None) if pair is None else pair for pair in (inner, down))
-    island = local(ungate, in_specs=(ROWS, ROWS, P(), ROWS, P(), ROWS), out_specs=(ROWS, SHARES, SHARES))
-    dgate_up, *shares = island(gate_up, products, lora_B, dh, down_A, dproducts)
-    return dgate_up, *(None if share is None else jnp.sum(share, axis=0) for share in shares)
+    island = local(ungate, in_specs=(ROWS, ROWS, P(), ROWS, P(), ROWS), out_specs=(ROWS, ROWS, SHARES, SHARES))
+    dgate_up, h, *shares = island(gate_up, products, lora_B, dh, down_A, dproducts)
+    return dgate_up, h, *(None if share is None else jnp.sum(share, axis=0) for share in shares)
 
 
 def _rows(array: Array) -> Array:

@@ -67,12 +67,12 @@ class MLP(nnx.Module):
             dtype: of the block's input.
         """
         adapters = [*self.gate_up.adapters.values(), *self.down.adapters.values()]
-        if not adapters:
-            return "no adapter is in it"
         if self.quantized:
             return "its adapters are merged for a fake quantiser"
         if not self.gated:
             return "it is not gated"
+        if not adapters and self.gate_up.bias is not None:
+            return "there is a bias and no adapter to add it with"
         if any(adapter.magnitude is not None for adapter in adapters):
             return "DoRA scales the projections' results"
         if len({*self.gate_up.dtypes(dtype), *self.down.dtypes(dtype)}) > 1:

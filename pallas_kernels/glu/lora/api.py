@@ -71,8 +71,11 @@ def glu_lora_backward(
     down: tuple[Float[Array, "R F"], Float[Array, "N R"]] | None,
     *,
     activation: str,
+    with_h: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "N 2F"], Float[Array, "2 F R"] | None, Float[Array, "R F"] | None]:
+) -> tuple[
+    Float[Array, "N 2F"], Float[Array, "N F"] | None, Float[Array, "2 F R"] | None, Float[Array, "R F"] | None
+]:
     """The gradients of gate and up as their weights and rank products need them, and those of B and of down's A.
 
     Args:
@@ -81,10 +84,12 @@ def glu_lora_backward(
         dh: the gradient of h through the down projection's weight.
         down: A of the down projection's adapter and the gradient of h·Aᵀ; None: there is none.
         activation: one of ``ACTIVATIONS``.
+        with_h: whether h is returned, for the gradient of a weight that it meets; it may be written over dh.
         implementation: None, "triton" or "xla".
 
     Returns:
-        The gradient of `gate_up` in its dtype; of `inner.lora_B`, float32, or None; of `down_A`, float32, or None.
+        The gradient of `gate_up` in its dtype; h as `glu_lora_forward` makes it, or None; the gradients of
+        `inner.lora_B`, float32, or None; of `down_A`, float32, or None.
 
     Raises:
         ValueError: operands that do not fit.
@@ -95,7 +100,7 @@ def glu_lora_backward(
     if dh.shape != (gate_up.shape[0], gate_up.shape[1] // 2) or dh.dtype != gate_up.dtype:
         raise ValueError(f"glu_lora_backward: dh must be {gate_up.dtype} of half of {list(gate_up.shape)}, got {dh}")
     chosen = REGISTRY.choose(Case(dispatch.target(), gate_up.shape, gate_up.dtype, ranks, activation), implementation)
-    return REGISTRY[chosen].backward(gate_up, inner, dh, down_A, dproducts, activation)
+    return REGISTRY[chosen].backward(gate_up, inner, dh, down_A, dproducts, activation, with_h)
 
 
 def _check(op: str, gate_up, inner: Inner | None, down_A, activation: str) -> tuple[int, int]:

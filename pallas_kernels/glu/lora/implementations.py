@@ -3,7 +3,8 @@
 Each is a pair of functions:
 
     forward(gate_up, inner, down_A, activation) -> (h, h·Aᵀ or None)
-    backward(gate_up, inner, dh, down_A, dproducts, activation) -> (gradient of gate_up, of inner.lora_B, of down_A)
+    backward(gate_up, inner, dh, down_A, dproducts, activation, with_h)
+        -> (gradient of gate_up, h or None, gradient of inner.lora_B, of down_A)
 """
 
 from typing import Any, NamedTuple
@@ -62,12 +63,12 @@ def _triton_forward(gate_up: Array, inner: Any, down_A: Array | None, activation
 
 
 def _triton_backward(
-    gate_up: Array, inner: Any, dh: Array, down_A: Array | None, dproducts: Array | None, activation: str
+    gate_up: Array, inner: Any, dh: Array, down_A: Array | None, dproducts: Array | None, activation: str, with_h: bool
 ):
     compat.silence_triton_deprecation()
     products, lora_B = (None, None) if inner is None else inner
     tiles = config.backward_config(_capability(), _rank(lora_B, down_A))
-    return triton.backward(gate_up, products, lora_B, dh, down_A, dproducts, activation, tiles)
+    return triton.backward(gate_up, products, lora_B, dh, down_A, dproducts, activation, tiles, with_h)
 
 
 def _rank(lora_B: Array | None, down_A: Array | None) -> int:

@@ -90,7 +90,7 @@ def _forward(
         down_products_ref[share, rows, :] = total[0]
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7, 8))
+@functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
 def backward(
     gate_up: Array,
     products: Array | None,
@@ -100,9 +100,10 @@ def backward(
     dproducts: Array | None,
     activation: str,
     tiles: Tiles,
+    with_h: bool = False,
     interpret: bool = False,
-) -> tuple[Array, Array | None, Array | None]:
-    """The gradients of `gate_up`, of B or None, of A or None."""
+) -> tuple[Array, Array | None, Array | None, Array | None]:
+    """The gradients of `gate_up`, h or None, the gradients of B or None, of A or None."""
     rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     loop = divisor(rows // tiles.rows, tiles.loop)
     shares = rows // tiles.rows // loop
@@ -111,17 +112,20 @@ def backward(
         dB = jax.ShapeDtypeStruct((shares, *lora_B.shape), jnp.float32)
     if down_A is not None:
         dA = jax.ShapeDtypeStruct((shares, *down_A.shape), jnp.float32)
-    dgate_up, dB, dA = pl.pallas_call(
+    own = jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype), jax.ShapeDtypeStruct(dh.shape, dh.dtype)
+    # A program writes a tile's gradients, and h, where it has read the tile.
+    aliases = {0: 0, 1 if products is None else 3: 1} if with_h else {0: 0}
+    dgate_up, h, dB, dA = pl.pallas_call(
         functools.partial(_backward, activation=activation, tiles=tiles, loop=loop),
-        out_shape=(jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype), dB, dA),
+        out_shape=(own[0], own[1] if with_h else None, dB, dA),
         grid=(features // tiles.columns, shares),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
-        input_output_aliases={0: 0},  # a program writes a tile's gradients where it has read the tile
+        input_output_aliases=aliases,
         interpret=interpret,
         name="glu_lora_backward",
     )(gate_up, products, lora_B, dh, down_A, dproducts)
     dB, dA = (None if shares is None else jnp.sum(shares, axis=0) for shares in (dB, dA))
-    return dgate_up, dB, dA
+    return dgate_up, h, dB, dA
 
 
 def _backward(
@@ -132,6 +136,7 @@ def _backward(
     a_ref,
     dproducts_ref,
     dgate_up_ref,
+    h_ref,
     dB_ref,
     dA_ref,
     *,
@@ -160,11 +165,14 @@ def _backward(
         dgate, dup = dgate.astype(dtype), (dh * activated).astype(dtype)
         dgate_up_ref[rows, cols] = dgate
         dgate_up_ref[rows, up_cols] = dup
+        h = (activated * up).astype(dtype)
+        if h_ref is not None:
+            h_ref[rows, cols] = h
         sums = []
         if products is not None:
             sums += [pltriton.dot(d, product, trans_a=True) for d, product in zip((dgate, dup), products, strict=True)]
         if dproducts is not None:
-            sums.append(pltriton.dot(dproducts, (activated * up).astype(dtype), trans_a=True))
+            sums.append(pltriton.dot(dproducts, h, trans_a=True))
         return tuple(total + part for total, part in zip(carry, sums, strict=True))
 
     shapes = [] if b_ref is None else [(tiles.columns, b_ref.shape[-1])] * 2

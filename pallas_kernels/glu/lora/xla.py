@@ -14,8 +14,10 @@ def forward(gate_up: Array, inner, down_A: Array | None, activation: str) -> tup
     return h, None if down_A is None else _dot(h, down_A, ((1,), (1,)))
 
 
-def backward(gate_up: Array, inner, dh: Array, down_A: Array | None, dproducts: Array | None, activation: str):
-    """The gradients of gate and up, of B or None, of A or None."""
+def backward(
+    gate_up: Array, inner, dh: Array, down_A: Array | None, dproducts: Array | None, activation: str, with_h: bool
+):
+    """The gradients of gate and up, h or None, the gradients of B or None, of A or None."""
     gate, up = _halves(gate_up, inner)
     dh = dh.astype(jnp.float32)
     if down_A is not None and dproducts is not None:
@@ -23,15 +25,15 @@ def backward(gate_up: Array, inner, dh: Array, down_A: Array | None, dproducts: 
     activated, pullback = jax.vjp(ACTIVATIONS[activation], gate)
     (dgate,) = pullback(dh * up)
     dgate_up = jnp.concatenate([dgate, dh * activated], axis=1).astype(gate_up.dtype)
+    h = (activated * up).astype(gate_up.dtype)
     dB = dA = None
     if inner is not None:
         features, rank = inner.lora_B.shape[1:]
         sums = _dot(dgate_up, inner.products, ((0,), (0,)), jnp.float32)
         dB = jnp.stack([sums[:features, :rank], sums[features:, -rank:]])
     if dproducts is not None:
-        h = (activated * up).astype(gate_up.dtype)
         dA = _dot(dproducts, h, ((0,), (0,)), jnp.float32)
-    return dgate_up, dB, dA
+    return dgate_up, h if with_h else None, dB, dA
 
 
 def _halves(gate_up: Array, inner) -> tuple[Array, Array]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from fastjax.lora.params import LoraParam
+from fastjax.lora.params import BaseParam, LoraParam
 from fastjax.models.mlp import MLP
 from fastjax.models.projection import Projection
 from fastjax.residuals import SAVED
@@ -48,8 +48,8 @@ def make(maker, ranks, *, kind=jnp.float32, biases=False, dora=False, activation
     return MLP(activation, projection(sizes, inner, WIDTH), projection([("down_proj", WIDTH)], [down], FEATURES))
 
 
-def functions(block, dropout):
-    graphdef, trained, frozen = nnx.split(block, LoraParam, ...)
+def functions(block, dropout, kind=LoraParam):
+    graphdef, trained, frozen = nnx.split(block, kind, ...)
 
     def of(run):
         def loss(trained, x):
@@ -69,6 +69,15 @@ def test_equals_plain_lora(compare, name, dtype):
     assert block.why_not_fused(dtype) is None
     x, dy = maker.normal(2, BATCH, LENGTH, WIDTH, dtype=dtype)
     compare(*functions(block, options.get("dropout")), x, dy)
+
+
+@pytest.mark.parametrize("ranks", [(0, 0, 0), (8, 8, 0)], ids=["no adapter", "beside adapters"])
+def test_trained_weights_have_their_gradients(compare, ranks):
+    """Without an adapter h comes out of the kernel that makes the gradient of gate and up."""
+    maker = Maker(5)
+    block = make(maker, ranks)
+    x, dy = maker.normal(2, BATCH, LENGTH, WIDTH)
+    compare(*functions(block, None, BaseParam), x, dy)
 
 
 @pytest.mark.both_worlds("nf4-dropout", "fp8-all")
@@ -101,7 +110,8 @@ def test_dora_goes_projection_by_projection(compare, options):
 
 def test_why_a_block_is_not_one_unit():
     maker = Maker(4)
-    assert "no adapter" in make(maker, (0, 0, 0)).why_not_fused(jnp.float32)
+    assert make(maker, (0, 0, 0)).why_not_fused(jnp.float32) is None
+    assert "no adapter" in make(maker, (0, 0, 0), biases=True).why_not_fused(jnp.float32)
     block = make(maker, (4, 4, 4))
     block.down.float32 = ("down_proj",)
     assert "different dtypes" in block.why_not_fused(jnp.bfloat16) and block.why_not_fused(jnp.float32) is None
@@ -119,7 +129,7 @@ def test_a_block_without_a_gate_goes_projection_by_projection(compare, activatio
 
     inner, outer = projection("up_proj", FEATURES, WIDTH, ranks[0]), projection("down_proj", WIDTH, FEATURES, ranks[1])
     block = MLP(activation, inner, outer, gated=False)
-    assert ("not gated" if any(ranks) else "no adapter") in block.why_not_fused(jnp.float32)
+    assert "not gated" in block.why_not_fused(jnp.float32)
     x, dy = maker.normal(2, BATCH, LENGTH, WIDTH)
     compare(*functions(block, 0.3), x, dy)
 

@@ -47,14 +47,20 @@ def exact(arrays, activation):
             lambda *args: reference.glu_lora(*args, activation=activation), gate_up, products, b, a
         )
         dgate_up, _, db, da = pullback((dh, dproducts))
-    return h, down_products, dgate_up, db, da
+    return h, down_products, dgate_up, None if rank_of(arrays) else h, db, da
+
+
+def rank_of(arrays):
+    """The largest rank; 0: there is no adapter."""
+    return max(0 if arrays[place] is None else arrays[place].shape[axis] for place, axis in ((2, 2), (4, 0)))
 
 
 def results(gate_up, products, b, dh, a, dproducts, activation, implementation=None):
     inner = None if products is None else Inner(products, b)
     forward = glu_lora_forward(gate_up, inner, a, activation=activation, implementation=implementation)
     down = None if a is None else (a, dproducts)
-    backward = glu_lora_backward(gate_up, inner, dh, down, activation=activation, implementation=implementation)
+    options = {"activation": activation, "with_h": inner is None and a is None, "implementation": implementation}
+    backward = glu_lora_backward(gate_up, inner, dh, down, **options)
     return *forward, *backward
 
 
@@ -88,10 +94,10 @@ def test_xla_matches_float64(case, activation):
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_triton_in_the_interpreter_matches_float64(case, activation, capability):
     gate_up, products, b, dh, a, dproducts = arrays = operands(*case, jnp.bfloat16)
-    rank = max(0 if array is None else array.shape[axis] for array, axis in ((b, 2), (a, 0)))
+    rank = rank_of(arrays)
     tiles = config.forward_config(capability, rank), config.backward_config(capability, rank)
     forward = triton.forward(gate_up, products, b, a, activation, tiles[0], True)
-    backward = triton.backward(gate_up, products, b, dh, a, dproducts, activation, tiles[1], True)
+    backward = triton.backward(gate_up, products, b, dh, a, dproducts, activation, tiles[1], not rank, True)
     # two roundings to bfloat16, each of at most 2^-9: of the terms summed over features or tokens, and of the result
     close((*forward, *backward), exact(arrays, activation), 2**-8.5)
 
@@ -103,7 +109,7 @@ def test_a_run_of_several_tiles_is_added_up():
     )
     tiles = config.Tiles(64, 64, 2, 4, 1)
     forward = triton.forward(gate_up, products, b, a, "silu", tiles, True)
-    backward = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, True)
+    backward = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, False, True)
     close((*forward, *backward), exact(arrays, "silu"), 2**-8.5)
 
 
