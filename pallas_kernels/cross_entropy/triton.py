@@ -2,10 +2,12 @@
 
 A program owns a row. It goes over it once for its numbers, with a running maximum (online softmax, arXiv 1805.02867),
 and, for the gradient, once more right behind, when the row is still in the L2 cache: it writes the gradient in the
-place of the logits. Memory sees one read and one write. A row without a target is not read.
+place of the logits. Memory sees one read and one write. A row without a target is not read. The block of the target is
+the only one whose words are told apart: for the others their largest logit says whether the target is the prediction.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -69,50 +71,69 @@ def _kernel(
     row, vocab = pl.program_id(0), logits_ref.shape[1]
     word = targets_ref[row]
     counted = word != IGNORE_INDEX
-    target = options.logits(logits_ref[row, jnp.clip(word, 0, vocab - 1)].astype(jnp.float32))
-    blocks, offsets = pl.cdiv(vocab, columns), lax.iota(jnp.int32, columns)
+    column = jnp.clip(word, 0, vocab - 1)
+    blocks, own, offsets = pl.cdiv(vocab, columns), column // columns, lax.iota(jnp.int32, columns)
 
     def load(block) -> Array:
-        """The logits of a block; −∞ behind the last word, and in a row without a target, which is not read."""
+        """The products of a block; −∞ behind the last word, and in a row without a target, which is not read."""
         seen = (block * columns + offsets < vocab) & counted
         cell = logits_ref.at[row, pl.ds(block * columns, columns)]
         return pltriton.load(cell, mask=seen, other=jnp.asarray(-jnp.inf, logits_ref.dtype))
 
+    def binary(products) -> Array:
+        """The logits of products over log 2: one multiplication, and powers of two in place of exponentials."""
+        if options.soft_cap is None:
+            return products.astype(jnp.float32) * (options.scale / math.log(2.0))
+        return options.logits(products.astype(jnp.float32)) * (1.0 / math.log(2.0))
+
+    target = binary(logits_ref[row, column])
+
     def add(block, carry):
-        ready, highest, total, ahead, *plain = carry
+        ready, highest, total, before, behind, *plain = carry
         following = load(block + 1)  # under way while this block is computed
-        words, logits = block * columns + offsets, options.logits(ready.astype(jnp.float32))
+        words, logits = block * columns + offsets, binary(ready)
         if options.soft_cap is not None and vocab % columns:
             logits = jnp.where(words < vocab, logits, -jnp.inf)  # the cap would lift it
-        new = jnp.maximum(highest, jnp.max(logits))
-        total = total * jnp.exp(highest - new) + jnp.exp(logits - new)
-        ahead = ahead + ((logits > target) | ((logits == target) & (words < word))).astype(jnp.int32)
+        top = jnp.max(logits)
+        new = jnp.maximum(highest, top)
+        total = total * jnp.exp2(highest - new) + jnp.exp2(logits - new)
+        before = jnp.where(block < own, new, before)
+        behind = jnp.where(block > own, jnp.maximum(behind, top), behind)
         plain = [sums + jnp.where(words < vocab, logits, 0.0) for sums in plain]
-        return following, new, total, ahead, *plain
+        return following, new, total, before, behind, *plain
 
-    zeros = jnp.zeros((columns,), jnp.float32)
-    sums = zeros, jnp.zeros((columns,), jnp.int32), *[zeros] * bool(options.label_smoothing)
-    start = load(0), jnp.float32(_LOWEST), *sums
-    _, highest, total, ahead, *plain = lax.fori_loop(jnp.int32(0), jnp.where(counted, jnp.int32(blocks), 0), add, start)
-    logsumexp = jnp.where(counted, highest + jnp.log(jnp.sum(total)), 0.0)
-    logsumexp_ref[row], target_ref[row] = logsumexp, target
-    correct_ref[row] = (jnp.sum(ahead) == 0).astype(jnp.int32)
+    lowest, zeros = jnp.float32(_LOWEST), jnp.zeros((columns,), jnp.float32)
+    start = load(0), lowest, zeros, lowest, lowest, *[zeros] * bool(options.label_smoothing)
+    _, highest, total, before, behind, *plain = lax.fori_loop(
+        jnp.int32(0), jnp.where(counted, jnp.int32(blocks), 0), add, start
+    )
+    logsumexp = jnp.where(counted, highest + jnp.log2(jnp.sum(total)), 0.0)
+    natural = logsumexp * math.log(2.0)
+    words, logits = own * columns + offsets, binary(load(own))
+    ahead = (words < vocab) & ((logits > target) | ((logits == target) & (words < column)))
+    first = (jnp.sum(ahead.astype(jnp.int32)) == 0) & (before < target) & (behind <= target)
+    logsumexp_ref[row], target_ref[row], correct_ref[row] = natural, target * math.log(2.0), first.astype(jnp.int32)
     if mean_ref is not None:
-        mean_ref[row] = jnp.sum(plain[0]) / vocab
+        mean_ref[row] = jnp.sum(plain[0]) * math.log(2.0) / vocab
     if gradient_ref is None:
         return
 
-    def differentiate(block, ready):
+    def differentiate(block, ready, here: bool = False):
         following = load(block + 1)
-        words, logits = block * columns + offsets, options.logits(ready.astype(jnp.float32))
-        gradient = jnp.exp(logits - logsumexp)
+        words, logits = block * columns + offsets, binary(ready)
+        gradient = jnp.exp2(logits - logsumexp)
         if options.z_loss:
-            gradient = gradient * (1.0 + 2.0 * options.z_loss * logsumexp)
-        gradient = gradient - jnp.where(words == word, 1.0 - options.label_smoothing, 0.0)
+            gradient = gradient * (1.0 + 2.0 * options.z_loss * natural)
+        if here:
+            gradient = gradient - jnp.where(words == word, 1.0 - options.label_smoothing, 0.0)
         if options.label_smoothing:
             gradient = gradient - options.label_smoothing / vocab
-        gradient = jnp.where(counted, options.through(gradient, logits), 0.0).astype(gradient_ref.dtype)
-        pltriton.store(gradient_ref.at[row, pl.ds(block * columns, columns)], gradient, mask=words < vocab)
+        gradient = options.through(gradient, logits * math.log(2.0))
+        if options.label_smoothing or options.soft_cap is not None:  # else it is zero in a row that was not read
+            gradient = jnp.where(counted, gradient, 0.0)
+        cell = gradient_ref.at[row, pl.ds(block * columns, columns)]
+        pltriton.store(cell, gradient.astype(gradient_ref.dtype), mask=words < vocab)
         return following
 
-    lax.fori_loop(0, blocks, differentiate, load(0))
+    ready = differentiate(own, lax.fori_loop(jnp.int32(0), own, differentiate, load(0)), here=True)
+    lax.fori_loop(own + 1, jnp.int32(blocks), differentiate, ready)

@@ -73,9 +73,7 @@ def glu_lora_backward(
     activation: str,
     with_h: bool = False,
     implementation: str | None = None,
-) -> tuple[
-    Float[Array, "N 2F"], Float[Array, "N F"] | None, Float[Array, "2 F R"] | None, Float[Array, "R F"] | None
-]:
+) -> tuple[Float[Array, "N 2F"], Float[Array, "N F"] | None, Float[Array, "2 F R"] | None, Float[Array, "R F"] | None]:
     """The gradients of gate and up as their weights and rank products need them, and those of B and of down's A.
 
     Args:

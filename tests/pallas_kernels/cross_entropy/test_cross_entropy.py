@@ -158,7 +158,7 @@ def test_rows_of_the_triton_kernel(vocab, columns, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [Options(), Options(0.1, 1e-3, 0.75)], ids=["plain", "all but the cap"])
+@pytest.mark.parametrize("options", [Options(), Options(0.1, 1e-3, 0.75), Options(0.1, 1e-3, 0.75, 12.0)], ids=str)
 @pytest.mark.parametrize("vocab", [128_256, 50_257])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
 def test_rows_of_the_triton_kernel_on_a_card(dtype, vocab, options):
