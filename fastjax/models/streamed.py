@@ -175,6 +175,7 @@ def _forward(
                 group = "sent" if leaf.size * leaf.dtype.itemsize >= least else "kept"
                 known[id(leaf)] = group, len(groups[group])
                 groups[group].append(leaf)
+        groups["sent"] = _sent(groups["sent"], x)
         pullbacks.append(_Pullback(structure, tuple(known[id(leaf)] for leaf in residuals)))
         return y, (sums, groups["kept"]), groups["sent"]
 
@@ -188,14 +189,16 @@ def _forward(
 
     def body(carry: Any, _: None) -> tuple[Any, None]:
         number, x, here, stacks, sent = carry
-        ahead, index = _ahead(far, number, 1)
+        ahead, index = _ahead(far, number, 1, beside)
         x, made, large = run(index, x, here)
         away = [jax.device_put(leaf, jax.memory.Space.Host) for leaf in large]
         return (number + 1, x, ahead, _put(stacks, made, index), _put(sent, away, number)), None
 
     _, made, large = structure.unflatten(traced.out_avals)
     stacks = jax.tree.map(lambda aval: _empty(aval, count), made)
-    sent = [jax.device_put(_empty(aval, count - 1), jax.memory.Space.Host) for aval in large]
+    beside = near[:1] if len(large) > 1 else ()
+    # Of unlike values: one array of zeros for two equal shapes would be copied, by the host, before the loop.
+    sent = [jax.device_put(_empty(aval, count - 1, number), jax.memory.Space.Host) for number, aval in enumerate(large)]
     first = (jnp.int32(0), x, here, stacks, sent)
     (number, x, here, stacks, sent), _ = jax.lax.scan(body, first, None, length=count - 1)
     x, made, held = run(number, x, here)
@@ -235,14 +238,17 @@ def _backward(count: int, kept: _Kept, near, far, shared, moves: Sequence[bool],
 _fetch = jax.jit(fetched)
 
 
-def _ahead(far: Sequence[Array], index: Array, step: int) -> tuple[list[Array], Array]:
+def _ahead(far: Sequence[Array], index: Array, step: int, near: Sequence[Array] = ()) -> tuple[list[Array], Array]:
     """The arrays of layer `index + step` from the host, and `index` for the layer that computes meanwhile.
 
     XLA begins a copy as soon as all that it takes is in its schedule, which is as late as something else takes it. So
     what computes must take as much: one number of each array, whose copies come before the large ones, and the large
     ones' offset.
+
+    What a layer takes of stacks on the device would be copies too, in the queues of the ones to the host, of which there
+    are four, and behind them. With a number of an array in `near` in its offset, XLA cannot make it a plain copy.
     """
-    if not far:
+    if not (far or near):
         return [], index
     following = index + step
 
@@ -253,7 +259,21 @@ def _ahead(far: Sequence[Array], index: Array, step: int) -> tuple[list[Array], 
         return jax.lax.bitcast_convert_type(one, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.int32)
 
     zero, after = jax.lax.optimization_barrier((jnp.int32(0), following))
-    return [fetched(leaf, following) for leaf in far], after - step + (sum(map(number, far), jnp.int32(0)) & zero)
+    numbers = sum(map(number, [*far, *near]), jnp.int32(0))
+    return [fetched(leaf, following) for leaf in far], after - step + (numbers & zero)
+
+
+def _sent(leaves: Sequence[Array], x: Array) -> list[Array]:
+    """Residuals for the host. Beside others the layer's input goes as a copy, made when one of those is there.
+
+    As it is, XLA would wait for it as soon as it is under way, before the layer computes.
+    """
+    found = list(leaves)
+    for place, leaf in enumerate(leaves):
+        if leaf is x and len(leaves) > 1:
+            unit, _ = jax.lax.optimization_barrier((jnp.ones((), x.dtype), leaves[place - 1]))
+            found[place] = x * unit
+    return found
 
 
 def _taken(stacks: Sequence[Array], index: Any) -> list[Array]:
@@ -273,9 +293,9 @@ def _put(stacks: Any, layer: Any, index: Any) -> Any:
     return jax.tree.map(put, stacks, layer)
 
 
-def _empty(aval: Any, count: int) -> Array:
-    """Zeros for all layers, in the memory of one's array."""
-    zero = jnp.zeros((), aval.dtype)
+def _empty(aval: Any, count: int, value: int = 0) -> Array:
+    """An array of one value for all layers, in the memory of one's array."""
+    zero = jnp.full((), value, aval.dtype)
     if aval.memory_space == jax.memory.Space.Host:
         zero = jax.device_put(zero, jax.memory.Space.Host)
     return jax.lax.broadcast(zero, (count, *aval.shape))
