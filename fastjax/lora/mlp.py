@@ -6,8 +6,8 @@
 The adapters of gate and up are applied where gate and up are read for h (`pallas_kernels.glu.lora`), without a pass
 over arrays of that size; their biases are one more column of B, whose rank product is 1. The backward pass keeps x,
 [gate | up] and the rank products. It makes the gradients of B and C where gate, up and h are in registers anyway, and
-passes dh and [dgate | dup] on to the large products as they are. Without any adapter the weights are trained: h, which the
-gradient of V takes, is written over dh. No dense B·A is formed and no decoded weight is kept.
+passes dh and [dgate | dup] on to the large products as they are. Without any adapter the weights are trained: h, which
+the gradient of V takes, is written over dh. No dense B·A is formed and no decoded weight is kept.
 """
 
 import functools

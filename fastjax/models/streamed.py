@@ -245,8 +245,8 @@ def _ahead(far: Sequence[Array], index: Array, step: int, near: Sequence[Array] 
     what computes must take as much: one number of each array, whose copies come before the large ones, and the large
     ones' offset.
 
-    What a layer takes of stacks on the device would be copies too, in the queues of the ones to the host, of which there
-    are four, and behind them. With a number of an array in `near` in its offset, XLA cannot make it a plain copy.
+    What a layer takes of stacks on the device would be copies too, behind the ones to the host in the same four queues.
+    With a number of an array in `near` in its offset, XLA cannot make it a plain copy.
     """
     if not (far or near):
         return [], index

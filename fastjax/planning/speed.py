@@ -16,8 +16,9 @@ from fastjax.training.flops import peak_flops
 
 #: Share of the peak that products reach, and of the bandwidth that other kernels do.
 PEAK_SHARE, BANDWIDTH_SHARE = 0.7, 0.7
-#: Share of the time of copies to and from the host by which a step is longer: an H200, scanned (docs/lab/step.md).
-EXPOSED_SHARE = 0.65
+#: Share of the time of copies to and from the host by which a step is longer: an H200, scanned
+#: (docs/lab/long_rows.md).
+EXPOSED_SHARE = 0.1
 #: Share of the bus's bandwidth that large copies reach: 54 of 63 GB/s, beside an H200.
 BUS_SHARE = 0.85
 

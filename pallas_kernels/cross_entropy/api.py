@@ -167,9 +167,7 @@ _cross_entropy.defvjp(_forward, _backward)
 
 def _rows(call: _Call, logits: Float[Array, "B C V"], targets: Int[Array, "B C"], *, differentiated: bool) -> Any:
     """`Rows` of a chunk's logits, and where it is differentiated their gradient behind them."""
-    chosen = REGISTRY.choose(
-        Case(dispatch.target(), logits.shape, logits.dtype, call.options.soft_cap is not None), call.implementation
-    )
+    chosen = REGISTRY.choose(Case(dispatch.target(), logits.shape, logits.dtype), call.implementation)
     operation = REGISTRY[chosen].backward if differentiated else REGISTRY[chosen].forward
     return operation(logits, targets, options=call.options)
 

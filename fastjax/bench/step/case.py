@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 REGIMES = {
     "speed": (Layout(4, 2048, "projections", "unroll"), Layout(4, 2048, "projections", "scan")),
     "small": (Layout(4, 2048, "offload", "scan"), Layout(4, 2048, "full", "scan")),
-    "long": (Layout(1, 16384, "offload_attention", "scan"), Layout(1, 65536, "offload_attention", "scan")),
+    "long": (Layout(1, 16384, "offload_projections", "scan"), Layout(1, 65536, "offload_attention", "scan")),
 }
 
 

@@ -162,7 +162,7 @@ def test_rows_of_the_triton_kernel(vocab, columns, options):
 @pytest.mark.parametrize("vocab", [128_256, 50_257])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
 def test_rows_of_the_triton_kernel_on_a_card(dtype, vocab, options):
-    """Beside XLA's rows of float32 logits on the same card: of scaled bfloat16 ones XLA rounds the result, once more."""
+    """Beside XLA's rows of float32 logits on the same card; of scaled bfloat16 ones it rounds the result once more."""
     keys = jax.random.split(jax.random.key(0), 2)
     logits = 4 * jax.random.normal(keys[0], (3, 64, vocab), dtype)
     targets = jax.random.randint(keys[1], (3, 64), 0, vocab, jnp.int32).at[1, 7:30].set(IGNORE_INDEX)
