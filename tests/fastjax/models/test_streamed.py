@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
 from fastjax.generation import generate
@@ -153,6 +154,38 @@ def test_residuals_travel_beside_the_products():
         # A product of a layer in a stack is one with the slice that it reads.
         products = [n for n, line in enumerate(lines) if "__cublas" in line or "calls=%dynamic-slice-fusion" in line]
         assert len(products) >= 2 and min(starts) < products[0] and products[-2] < max(ends)
+
+
+@needs_cuda_plugin
+@pytest.mark.aot
+@pytest.mark.newer_world
+def test_several_residuals_travel_beside_the_products():
+    """Equal ones too, without a copy by the host; and all are awaited at the end."""
+    width, count = 2048, 6
+    aot = AOT("h200")
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+
+    def layer(x, state, shared, index):
+        def own(x):
+            hidden = checkpoint_name(jnp.tanh(x @ state["in"]), "hidden")
+            return jnp.tanh(jnp.tanh(hidden @ state["mid"]) @ state["out"]) * state["scale"]
+
+        return jax.checkpoint(own, policy=policy)(x), {}
+
+    def loss(scale, x, weights):
+        out, _ = run_streamed(layer, x, {"scale": scale, **weights}, (), count, offload=True)
+        return jnp.sum(out.astype(jnp.float32))
+
+    x, scale = aot.spec((4096, width), jnp.bfloat16), aot.spec((count, 1, width), jnp.bfloat16)
+    weights = dict.fromkeys(("in", "mid", "out"), aot.spec((count, width, width), jnp.bfloat16))
+    compiled = aot.compile(jax.value_and_grad(loss), scale, x, weights, options=COMPILER_OPTIONS)
+    assert compiled.memory_analysis().host_temp_size_in_bytes == 2 * (count - 1) * 4096 * width * 2
+    text = compiled.as_text()
+    assert not re.search(rf"bf16\[{count - 1},4096,{width}\]\S*S\(5\)\S* copy\(", text), "of one array for two"
+    forward = next(lines for lines in loop_bodies(text) if any("dynamic-update-slice-start" in line for line in lines))
+    ends = [n for n, line in enumerate(forward) if re.search(rf"= bf16\[{count - 1},4096,{width}\].*-done\(", line)]
+    products = [n for n, line in enumerate(forward) if "__cublas" in line or "calls=%dynamic-slice-fusion" in line]
+    assert len(ends) == 2 and len(products) >= 3 and products[-1] < min(ends)
 
 
 @needs_cuda_plugin
