@@ -15,7 +15,13 @@ def forward(gate_up: Array, inner, down_A: Array | None, activation: str) -> tup
 
 
 def backward(
-    gate_up: Array, inner, dh: Array, down_A: Array | None, dproducts: Array | None, activation: str, with_h: bool
+    gate_up: Array,
+    inner,
+    dh: Array,
+    down_A: Array | None,
+    dproducts: Array | None,
+    activation: str,
+    with_h: bool = False,
 ):
     """The gradients of gate and up, h or None, the gradients of B or None, of A or None."""
     gate, up = _halves(gate_up, inner)
