@@ -142,17 +142,17 @@ def _backward(block: Block, residuals, dy):
         down_A = None if dropped else _down_A(block, arrays, dy.dtype)
     dh = matmul_transposed(dy, arrays.down)
     # h again, for the gradients that the kernel does not make: an adapter's with a dropped input, and a weight's beside
-    # adapters, mostly frozen and then unused.
-    h, _ = _gate(block, gate_up, inner, None)
+    # adapters, mostly frozen and then unused. Without adapters the weights are trained, and it comes with dgate_up.
+    trained = not block.adapted and not isinstance(arrays.down, Weight)
+    h = None if trained else _gate(block, gate_up, inner, None)[0]
     if dropped and dproduct_down is not None:
         dh, dA = rank_product_gradients((down,), matrices, dh, h, dproduct_down, arrays.key)
         gradients[down.name] = dA[down.name], gradients[down.name][1]
-    trained = not block.adapted and not isinstance(arrays.down, Weight)
     inside = None
     if down_A is not None and dproduct_down is not None:
         inside = down_A, dproduct_down
     dgate_up, again, dB, dA = _ungate(block, gate_up, inner, dh, inside, with_h=trained)
-    h = h if again is None else again
+    h = again if trained else h
     if dA is not None:
         gradients[down.name] = dA[: down.rank], gradients[down.name][1]
     dx = matmul_transposed(dgate_up, arrays.gate_up)

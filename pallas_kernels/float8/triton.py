@@ -42,9 +42,8 @@ def _kernel(x_ref, codes_ref, scales_ref, *, config: RowConfig):
     row, columns = pl.program_id(0), jax.lax.iota(jnp.int32, config.columns)
     inside = columns < x_ref.shape[1] if config.columns != x_ref.shape[1] else None
     zero = None if inside is None else jnp.zeros((), x_ref.dtype)
-    x = pltriton.load(
-        x_ref.at[row, columns], mask=inside, other=zero
-    )  # held as it comes: 16 bits take half the registers
+    # Held as it comes: 16 bits take half the registers.
+    x = pltriton.load(x_ref.at[row, columns], mask=inside, other=zero)
     scale, inverse = scale_of(jnp.max(jnp.abs(x)).astype(jnp.float32))
     codes = (x.astype(jnp.float32) * inverse).astype(codes_ref.dtype)
     pltriton.store(codes_ref.at[row, columns], codes, mask=inside)

@@ -128,31 +128,47 @@ def test_residuals_in_the_host_change_nothing(adapted, policy, stream, queries, 
     assert [made.count(one) for one in ("64", "4,16", "2,16")] == [stream, queries, keys]
 
 
+#: Of the layers compiled for a card.
+WIDTH, COUNT = 2048, 6
+
+
+def compiled_layers(own, names, *, tokens, memory_kind="device", policy=None, offload=False):
+    """Forward and backward pass of layers x -> own(x, weights) · scale, of which scale is trained, for an H200."""
+    aot = AOT("h200")
+
+    def layer(x, state, shared, index):
+        return jax.checkpoint(lambda x: own(x, state) * state["scale"], policy=policy)(x), {}
+
+    def loss(scale, x, weights):
+        out, _ = run_streamed(layer, x, {"scale": scale, **weights}, (), COUNT, offload=offload)
+        return jnp.sum(out.astype(jnp.float32))
+
+    x, scale = aot.spec((tokens, WIDTH), jnp.bfloat16), aot.spec((COUNT, 1, WIDTH), jnp.bfloat16)
+    weights = dict.fromkeys(names, aot.spec((COUNT, WIDTH, WIDTH), jnp.bfloat16, memory_kind=memory_kind))
+    return aot.compile(jax.value_and_grad(loss), scale, x, weights, options=COMPILER_OPTIONS)
+
+
+def two_products(x, state):
+    return jnp.tanh(jnp.tanh(x @ state["in"]) @ state["out"])
+
+
+def products_in(lines):
+    """A product of a layer in a stack is one with the slice that it reads."""
+    return [n for n, line in enumerate(lines) if "__cublas" in line or "calls=%dynamic-slice-fusion" in line]
+
+
 @needs_cuda_plugin
 @pytest.mark.aot
 @pytest.mark.newer_world
 def test_residuals_travel_beside_the_products():
     """In both passes the copy of a layer's input begins before the layer's products and ends after them."""
-    width, count = 2048, 6
-    aot = AOT("h200")
-
-    def layer(x, state, shared, index):
-        return jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ state["in"]) @ state["out"]) * state["scale"])(x), {}
-
-    def loss(scale, x, weights):
-        out, _ = run_streamed(layer, x, {"scale": scale, **weights}, (), count, offload=True)
-        return jnp.sum(out.astype(jnp.float32))
-
-    x, scale = aot.spec((4096, width), jnp.bfloat16), aot.spec((count, 1, width), jnp.bfloat16)
-    stack = aot.spec((count, width, width), jnp.bfloat16)
-    compiled = aot.compile(jax.value_and_grad(loss), scale, x, {"in": stack, "out": stack}, options=COMPILER_OPTIONS)
-    assert compiled.memory_analysis().host_temp_size_in_bytes == (count - 1) * 4096 * width * 2
+    compiled = compiled_layers(two_products, ("in", "out"), tokens=4096, offload=True)
+    assert compiled.memory_analysis().host_temp_size_in_bytes == (COUNT - 1) * 4096 * WIDTH * 2
     for lines in loop_bodies(compiled.as_text()):
-        large = rf"bf16\[({count - 1}|1),4096,{width}\]"
+        large = rf"bf16\[({COUNT - 1}|1),4096,{WIDTH}\]"
         starts = [n for n, line in enumerate(lines) if re.search(rf"{large}.* fusion-start\(", line)]
         ends = [n for n, line in enumerate(lines) if re.search(rf"= {large}.* fusion-done\(", line)]
-        # A product of a layer in a stack is one with the slice that it reads.
-        products = [n for n, line in enumerate(lines) if "__cublas" in line or "calls=%dynamic-slice-fusion" in line]
+        products = products_in(lines)
         assert len(products) >= 2 and min(starts) < products[0] and products[-2] < max(ends)
 
 
@@ -161,30 +177,19 @@ def test_residuals_travel_beside_the_products():
 @pytest.mark.newer_world
 def test_several_residuals_travel_beside_the_products():
     """Equal ones too, without a copy by the host; and all are awaited at the end."""
-    width, count = 2048, 6
-    aot = AOT("h200")
+
+    def own(x, state):
+        hidden = checkpoint_name(jnp.tanh(x @ state["in"]), "hidden")
+        return jnp.tanh(jnp.tanh(hidden @ state["mid"]) @ state["out"])
+
     policy = jax.checkpoint_policies.save_only_these_names("hidden")
-
-    def layer(x, state, shared, index):
-        def own(x):
-            hidden = checkpoint_name(jnp.tanh(x @ state["in"]), "hidden")
-            return jnp.tanh(jnp.tanh(hidden @ state["mid"]) @ state["out"]) * state["scale"]
-
-        return jax.checkpoint(own, policy=policy)(x), {}
-
-    def loss(scale, x, weights):
-        out, _ = run_streamed(layer, x, {"scale": scale, **weights}, (), count, offload=True)
-        return jnp.sum(out.astype(jnp.float32))
-
-    x, scale = aot.spec((4096, width), jnp.bfloat16), aot.spec((count, 1, width), jnp.bfloat16)
-    weights = dict.fromkeys(("in", "mid", "out"), aot.spec((count, width, width), jnp.bfloat16))
-    compiled = aot.compile(jax.value_and_grad(loss), scale, x, weights, options=COMPILER_OPTIONS)
-    assert compiled.memory_analysis().host_temp_size_in_bytes == 2 * (count - 1) * 4096 * width * 2
-    text = compiled.as_text()
-    assert not re.search(rf"bf16\[{count - 1},4096,{width}\]\S*S\(5\)\S* copy\(", text), "of one array for two"
+    compiled = compiled_layers(own, ("in", "mid", "out"), tokens=4096, policy=policy, offload=True)
+    assert compiled.memory_analysis().host_temp_size_in_bytes == 2 * (COUNT - 1) * 4096 * WIDTH * 2
+    text, large = compiled.as_text(), rf"bf16\[{COUNT - 1},4096,{WIDTH}\]"
+    assert not re.search(rf"{large}\S*S\(5\)\S* copy\(", text), "of one array for two"
     forward = next(lines for lines in loop_bodies(text) if any("dynamic-update-slice-start" in line for line in lines))
-    ends = [n for n, line in enumerate(forward) if re.search(rf"= bf16\[{count - 1},4096,{width}\].*-done\(", line)]
-    products = [n for n, line in enumerate(forward) if "__cublas" in line or "calls=%dynamic-slice-fusion" in line]
+    ends = [n for n, line in enumerate(forward) if re.search(rf"= {large}.*-done\(", line)]
+    products = products_in(forward)
     assert len(ends) == 2 and len(products) >= 3 and products[-1] < min(ends)
 
 
@@ -193,23 +198,11 @@ def test_several_residuals_travel_beside_the_products():
 @pytest.mark.newer_world
 def test_copies_run_beside_the_products():
     """In both passes a layer's copies, at offsets linear in the loop's counter, begin before another's products."""
-    width, count = 2048, 6
-    aot = AOT("h200")
-
-    def layer(x, state, shared, index):
-        return jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ state["in"]) @ state["out"]) * state["scale"])(x), {}
-
-    def loss(scale, x, weights):
-        return jnp.sum(run_streamed(layer, x, {"scale": scale, **weights}, (), count)[0].astype(jnp.float32))
-
-    x, scale = aot.spec((512, width), jnp.bfloat16), aot.spec((count, 1, width), jnp.bfloat16)
-    stack = aot.spec((count, width, width), jnp.bfloat16, memory_kind="pinned_host")
-    weights = {"in": stack, "out": stack}
-    compiled = aot.compile(jax.value_and_grad(loss), scale, x, weights, options=COMPILER_OPTIONS)
+    compiled = compiled_layers(two_products, ("in", "out"), tokens=512, memory_kind="pinned_host")
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory.host_argument_size_in_bytes == 2 * count * width * width * 2
-    assert memory.temp_size_in_bytes < 5 * 2 * width * width * 2 + 2 * count * 512 * width * 2, "not all layers"
-    large = rf"bf16\[1,{width},{width}\]"
+    assert memory.host_argument_size_in_bytes == 2 * COUNT * WIDTH * WIDTH * 2
+    assert memory.temp_size_in_bytes < 5 * 2 * WIDTH * WIDTH * 2 + 2 * COUNT * 512 * WIDTH * 2, "not all layers"
+    large = rf"bf16\[1,{WIDTH},{WIDTH}\]"
     for lines in loop_bodies(text):
         starts = [n for n, line in enumerate(lines) if re.search(rf"{large}.* fusion-start\(", line)]
         ends = [n for n, line in enumerate(lines) if re.search(rf"{large}.* fusion-done\(", line)]
@@ -218,5 +211,5 @@ def test_copies_run_beside_the_products():
         assert max(starts) < min(products) and products[-2] < min(ends)
     strides = re.findall(r'"byte_stride":"(-?\d+)"', text)
     assert jax.__version_info__ < (0, 11) or all(
-        strides.count(str(sign * width * width * 2)) >= 2 for sign in (1, -1)
+        strides.count(str(sign * WIDTH * WIDTH * 2)) >= 2 for sign in (1, -1)
     ), "two copies in each loop"

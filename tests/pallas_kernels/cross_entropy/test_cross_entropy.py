@@ -141,6 +141,7 @@ def test_rows_of_the_triton_kernel(vocab, columns, options):
         products[1, 3, :20] = -np.inf  # a block and more
     targets = rng.integers(20, vocab, (2, 5)).astype(np.int32)
     targets[0, :2] = IGNORE_INDEX, 0
+    products[0, 2], targets[0, 2] = 3.0, 32  # the first word of its block, and as large as those before
     given = jnp.asarray(products), jnp.asarray(targets), options, Tiles(columns, 1, 1)
     rows, gradient = triton.backward(*given, interpret=True)
 

@@ -1,6 +1,7 @@
 """The product with a packed weight: values and gradient against the dense product, and the saved residuals."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,16 @@ def assert_close(actual, expected, dtype):
     assert actual.dtype == dtype
     error = np.abs(np.asarray(actual, np.float64) - expected).max() / np.abs(expected).max()
     assert error <= TOLERANCE[dtype], error
+
+
+@pytest.mark.parametrize(("rows", "asked"), [((1, 127), ["float32"]), ((1, 128), [])])
+def test_sums_of_few_rows_are_float32_until_the_end(rows, asked):
+    """XLA on a GPU may split them, and adds the parts in the dtype that it is asked for."""
+    shape, order = SHAPES[0]
+    x, _, codes, absmax, _ = case(shape, order, "bfloat16", rows)
+    traced = jax.make_jaxpr(lambda x: nf4.matmul(x, codes, absmax, shape=shape, order=order))(x)
+    assert traced.out_avals[0].dtype == jnp.bfloat16
+    assert re.findall(r"preferred_element_type=(\w+)", str(traced)) == asked
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
