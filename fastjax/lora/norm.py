@@ -55,7 +55,7 @@ def _unit(scale: Scale, parts: tuple[Part, ...], x, weight, matrices: Matrices):
 
 
 def _forward(scale: Scale, parts: tuple[Part, ...], x, weight, matrices: Matrices):
-    normed, (_, _, rstd) = rms_norm(x, weight, scale.eps, scale.offset)
+    normed, rstd = rms_norm(x, weight, scale.eps, scale.offset)
     products = name_residual(rank_products(parts, matrices, normed, None, slot(parts)), "lora")
     return (x, normed, products), (x, weight, rstd, products, matrices)
 

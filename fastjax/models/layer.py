@@ -106,7 +106,9 @@ class DecoderLayer(nnx.Module):
         x = checkpoint_name(x, ATTENDED)
         stream = self._stream("mlp", self.around_mlp)
         if isinstance(self.mlp, Mixture):
-            output, sums = self.mlp(read if self.parallel else stream.normed(x), key, context.mask)
+            if not self.parallel:
+                x, read = stream.normed(x)
+            output, sums = self.mlp(read, key, context.mask)
             return stream.added(x, output, key), cache, sums
         tokens = (x, read) if self.parallel else (x,)
         return _feed_forward(FeedForward(stream, self.mlp), key, tokens, places), cache, {}

@@ -1,13 +1,17 @@
 """Normalisations with a learned scale, in float32 inside."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from convert.model.config import ModelConfig
 from fastjax.lora.params import BaseParam
-from pallas_kernels.rms_norm import rms_norm
+from fastjax.parallel import ROWS, local
+from pallas_kernels.rms_norm import rms_norm, rms_norm_in_stream
 
 
 class Norm(nnx.Module):
@@ -42,3 +46,10 @@ class Norm(nnx.Module):
         square = jnp.mean(inner * inner, axis=-1, keepdims=True)
         scale = (weight.astype(jnp.float32) + self.offset)[None, None]
         return (inner * jax.lax.rsqrt(square + self.eps) * scale).astype(x.dtype)
+
+    def beside(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"]]:
+        """The residual stream, to be read in its place, so that one pass makes its gradient; its normalised rows."""
+        if not self.plain:
+            return x, self(x)
+        op = functools.partial(rms_norm_in_stream, eps=self.eps, offset=self.offset)
+        return local(op, in_specs=(ROWS, P()), out_specs=(ROWS, ROWS))(x, self.weight[...])

@@ -35,9 +35,9 @@ class Stream(nnx.Module):
         """Whether the output is added as it is; that of devices along `tensor` is a sum first."""
         return tensor_devices() == 1 and self.after is None and self.multiplier == 1.0 and self.dropout == 0.0
 
-    def normed(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        """The part's input."""
-        return x if self.before is None else self.before(x)
+    def normed(self, x: Float[Array, "B S E"]) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"]]:
+        """The residual stream, to be read in its place; the part's input."""
+        return (x, x) if self.before is None else self.before.beside(x)
 
     def read(
         self, x: Float[Array, "B S E"], projection: Projection | None, key: PRNGKeyArray | None
@@ -53,12 +53,13 @@ class Stream(nnx.Module):
         """
         norm = self.before
         if tensor_devices() > 1:
-            return x, all_tokens(self.normed(x)), None
+            x, normed = self.normed(x)
+            return x, all_tokens(normed), None
         if norm is None or projection is None or not projection.adapters:
-            return x, self.normed(x), None
+            return *self.normed(x), None
         parts = describe(projection.parts, projection.adapters)
         if not norm.plain or drops(parts, key) or set(projection.dtypes(x.dtype)) != {x.dtype}:
-            return x, norm(x), None
+            return *self.normed(x), None
         scale = Scale(norm.eps, norm.offset)
         return normed_products(scale, parts, x, norm.weight[...], matrices_of(projection.adapters))
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, UInt8
 from convert.formats.nvfp4 import NVFP4Tensor
 from fastjax.quantization.decoded import DecodedWeight, from_runs, in_runs
 from fastjax.quantization.mxfp4 import e2m1
-from pallas_kernels.rounding import kept, round_through
+from pallas_kernels.rounding import kept, quotient, round_through
 
 
 @jax.tree_util.register_dataclass
@@ -47,9 +47,9 @@ class NVFP4Weight(DecodedWeight):
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The matrix in `dtype`: float32 value × float32 scale in its own dtype, cast."""
         scales = self.scales.astype(jnp.float32)
-        # XLA would multiply by a reciprocal that is broadcast, and by the code before it divides.
-        whole = kept(jnp.broadcast_to(self.global_scales, scales.shape), scales != scales)
-        scales = kept(scales / whole if self.divides else scales * whole, scales != scales)
+        # Kept, or XLA would multiply by the code first.
+        whole = self.global_scales
+        scales = kept(quotient(scales, whole) if self.divides else scales * whole, scales != scales)
         values = (e2m1(from_runs(self.codes, scales.shape[-1])) * scales[..., None]).reshape(self.shape)
         return round_through(values, None if self.dtype == jnp.dtype(dtype).name else self.dtype).astype(dtype)
 

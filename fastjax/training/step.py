@@ -31,6 +31,7 @@ from fastjax.parallel import BATCH, MeshShape, batch_part, local, place, row_sha
 from fastjax.parallel.checks import check_exchange, check_rows
 from fastjax.parallel.exchange import Feedback, exchange, no_feedback
 from fastjax.parallel.gather import scattered
+from fastjax.training.commit import finite_or_kept
 from fastjax.training.health import squared_norms
 from fastjax.training.loss import Loss, LossSums, loss_sums
 from fastjax.training.loss_scale import LossScale
@@ -181,9 +182,7 @@ def make_train_step(
             updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable, **extra)
             trainable = optax.apply_updates(state.trainable, updates)
         updated = state._replace(step=state.step + 1, trainable=trainable, opt_state=opt_state, feedback=feedback)
-        new_state = jax.tree.map(
-            lambda new, old: new if in_host_memory(old) else jnp.where(finite, new, old), updated, state
-        )
+        new_state = finite_or_kept(finite, updated, state)
         metrics = {
             **{name: value if name in COUNTS else value / weight for name, value in sums.metrics.items()},
             "loss": sums.loss_sum / weight,

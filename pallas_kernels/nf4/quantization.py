@@ -19,7 +19,7 @@ from pallas_kernels.nf4.codebook import (
     NF4_VALUES,
     ORDERS,
 )
-from pallas_kernels.rounding import kept
+from pallas_kernels.rounding import kept, quotient
 
 _BRANCHES = 16
 # What bitsandbytes records for a last, partial block of zeros. It is subnormal; XLA's CPU code flushes those to zero in
@@ -56,7 +56,7 @@ def quantize(weight: Float[Array, "out in"]) -> tuple[UInt8[Array, " bytes"], Fl
     if whole < flat.size:  # the last block is partial: bitsandbytes divides there
         last = flat[whole:]
         largest = jnp.max(jnp.abs(last), keepdims=True)
-        codes = jnp.concatenate([codes, _count_midpoints_below(last / jnp.where(largest > 0, largest, 1.0))])
+        codes = jnp.concatenate([codes, _count_midpoints_below(quotient(last, jnp.where(largest > 0, largest, 1.0)))])
         absmax = jnp.concatenate([absmax, _or_smallest(largest)])
     if codes.size % 2:
         codes = jnp.append(codes, jnp.uint8(np.flatnonzero(NF4_VALUES == 0)[0]))
@@ -138,7 +138,8 @@ def mean(scales: Float[Array, " blocks"]) -> Float[Array, ""]:
         scales: float32, none below 0; finite.
     """
     # A power of two, so that no sum of fewer than 2²⁸ scales overflows.
-    unit = jnp.where(jnp.max(scales) > 2.0**99, jnp.float32(2.0**-28), jnp.float32(1))
+    large = jnp.max(scales) > 2.0**99
+    unit, back = (jnp.where(large, jnp.float32(power), jnp.float32(1)) for power in (2.0**-28, 2.0**28))
     high, low = scales * unit[None], jnp.zeros_like(scales)
     while high.size > 1:
         columns = -(-high.size // _BRANCHES)
@@ -151,8 +152,7 @@ def mean(scales: Float[Array, " blocks"]) -> Float[Array, ""]:
             added = total - high
             low = low + (rest + ((high - (total - added)) + (more - added)))
             high = total
-    # Divided by a constant XLA would multiply by its reciprocal.
-    return (high + low)[0] / kept(jnp.float32(scales.size), unit != unit) / unit
+    return quotient((high + low)[0], scales.size) * back
 
 
 def dequantize_absmax(
@@ -194,7 +194,7 @@ def _count_midpoints_below(scaled: Float[Array, "..."]) -> UInt8[Array, "..."]:
 
 def _reciprocal(absmax: Float[Array, "..."]) -> Float[Array, "..."]:
     """1 / absmax, and 0 for a block of zeros."""
-    return jnp.where(absmax > 0, 1.0 / jnp.where(absmax > 0, absmax, 1.0), 0.0)
+    return jnp.where(absmax > 0, quotient(jnp.ones_like(absmax), jnp.where(absmax > 0, absmax, 1.0)), 0.0)
 
 
 def _or_smallest(absmax: Float[Array, "1"]) -> Float[Array, "1"]:

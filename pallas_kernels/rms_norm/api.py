@@ -1,8 +1,19 @@
-"""Root mean square layer normalisation (arXiv 1910.07467): the public function."""
+"""Root mean square layer normalisation (arXiv 1910.07467): the public functions.
 
+The implementations of the norm in a residual stream, in order of preference:
+
+- ``triton``: NVIDIA GPUs of compute capability 8.0 or more; each array is read once;
+- ``xla``: everything else.
+"""
+
+import functools
+
+import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels import dispatch
 from pallas_kernels.rms_norm import xla
+from pallas_kernels.rms_norm.implementations import REGISTRY, Case
 
 
 def rms_norm(
@@ -30,8 +41,66 @@ def rms_norm(
     Raises:
         ValueError: the weight is not one number a feature.
     """
+    _check("rms_norm", x, weight)
+    return xla.rms_norm(x, weight, eps, offset)
+
+
+def rms_norm_in_stream(
+    x: Float[Array, "*rows E"],
+    weight: Float[Array, " E"],
+    *,
+    eps: float,
+    offset: float = 0.0,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*rows E"], Float[Array, "*rows E"]]:
+    """x, to be read in its place, and `rms_norm` of it.
+
+    Where x is a residual stream its gradient has two parts, beside the norm and through it. As x is handed through, the
+    pass that makes the one adds the other, in float32.
+
+    Args:
+        x: as of `rms_norm`.
+        weight: likewise.
+        eps: likewise.
+        offset: likewise.
+        implementation: None, "triton" or "xla".
+
+    Returns:
+        x; the normalised rows in x's dtype. Differentiable in x and weight.
+
+    Raises:
+        ValueError: the weight is not one number a feature.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    _check("rms_norm_in_stream", x, weight)
+    rows = x.reshape(-1, x.shape[-1])
+    chosen = REGISTRY.choose(Case(dispatch.target(), *rows.shape, x.dtype), implementation)
+    return _in_stream(eps, offset, chosen, x, weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _in_stream(eps: float, offset: float, chosen: str, x: Array, weight: Array) -> tuple[Array, Array]:
+    return _forward(eps, offset, chosen, x, weight)[0]
+
+
+def _forward(eps: float, offset: float, chosen: str, x: Array, weight: Array) -> tuple[tuple[Array, Array], tuple]:
+    normed, rstd = REGISTRY[chosen].forward(x.reshape(-1, x.shape[-1]), weight, eps, offset)
+    return (x, normed.reshape(x.shape)), (x, weight, rstd)
+
+
+def _backward(eps: float, offset: float, chosen: str, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
+    x, weight, rstd = residuals
+    rows = (array.reshape(-1, x.shape[-1]) for array in (x, *gradients))
+    x_rows, dresidual, dnormed = rows
+    dx, dweight = REGISTRY[chosen].backward(x_rows, weight, rstd, dresidual, dnormed, offset)
+    return dx.reshape(x.shape), dweight.astype(weight.dtype)
+
+
+_in_stream.defvjp(_forward, _backward)
+
+
+def _check(op: str, x: Array, weight: Array) -> None:
     if weight.shape != x.shape[-1:]:
         raise ValueError(
-            f"rms_norm: weight must have the shape of x's last axis, {x.shape[-1:]}, got {weight.shape} for x {x.shape}"
+            f"{op}: weight must have the shape of x's last axis, {x.shape[-1:]}, got {weight.shape} for x {x.shape}"
         )
-    return xla.rms_norm(x, weight, eps, offset)

@@ -19,24 +19,38 @@ def rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
     return forward(x, weight, eps, offset)[0]
 
 
-def forward(x: Array, weight: Array, eps: float, offset: float) -> tuple[Array, tuple[Array, Array, Array]]:
-    """The normalised rows; x, the weight, and the reciprocal root mean square of each row, [*rows, 1]."""
+def forward(x: Array, weight: Array, eps: float, offset: float) -> tuple[Array, Array]:
+    """The normalised rows, and the reciprocal root mean square of each, [*rows, 1]."""
     x32 = x.astype(jnp.float32)
     rstd = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)  # [*rows, 1]
     normed = x32 * rstd
     if offset == 0.0:
         normed = normed.astype(x.dtype).astype(jnp.float32)
-    return (normed * scale_of(weight, offset, x.ndim)).astype(x.dtype), (x, weight, rstd)
+    return (normed * scale_of(weight, offset, x.ndim)).astype(x.dtype), rstd
 
 
-def _backward(eps: float, offset: float, residuals: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, weight, rstd = residuals
+def backward(
+    x: Array, weight: Array, rstd: Array, dresidual: Array | None, dy: Array, offset: float
+) -> tuple[Array, Array]:
+    """The gradients of x, with that beside the norm if there is one, and of the weight in float32."""
     dy32 = dy.astype(jnp.float32)
     normed = x.astype(jnp.float32) * rstd
     g = dy32 * scale_of(weight, offset, x.ndim)
     dx = rstd * (g - normed * jnp.mean(g * normed, axis=-1, keepdims=True))
     dweight = jnp.sum(dy32 * normed, axis=tuple(range(x.ndim - 1)))
-    return dx.astype(x.dtype), dweight.astype(weight.dtype)
+    dx = dx.astype(x.dtype)
+    return dx if dresidual is None else dresidual + dx, dweight
+
+
+def _forward(x: Array, weight: Array, eps: float, offset: float) -> tuple[Array, tuple[Array, Array, Array]]:
+    normed, rstd = forward(x, weight, eps, offset)
+    return normed, (x, weight, rstd)
+
+
+def _backward(eps: float, offset: float, residuals: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, weight, rstd = residuals
+    dx, dweight = backward(x, weight, rstd, None, dy, offset)
+    return dx, dweight.astype(weight.dtype)
 
 
 def scale_of(weight: Array, offset: float, ndim: int) -> Array:
@@ -44,4 +58,4 @@ def scale_of(weight: Array, offset: float, ndim: int) -> Array:
     return (weight.astype(jnp.float32) + offset).reshape((1,) * (ndim - 1) + weight.shape)
 
 
-rms_norm.defvjp(forward, _backward)
+rms_norm.defvjp(_forward, _backward)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from fastjax.quantization.nf4 import NF4Weight
-from pallas_kernels.rounding import kept, round_through
+from pallas_kernels.rounding import quotient, round_through
 
 #: Of scales that are kept: subnormal numbers, which some devices take for zero, never matter.
 SMALLEST = 2.0**-90
@@ -80,11 +80,11 @@ class Integers:
             least = jnp.minimum(jnp.min(groups, 2, keepdims=True), 0.0)
             most = jnp.maximum(jnp.max(groups, 2, keepdims=True), 0.0)
             scale = _scale(most - least, high - low, dtype)
-            zero = jnp.round(jnp.clip(low - _quotient(least, scale), low, high))
+            zero = jnp.round(jnp.clip(low - quotient(least, scale), low, high))
         else:
             scale = _scale(jnp.max(jnp.abs(groups), 2, keepdims=True), (high - low) / 2, dtype)
             zero = jnp.zeros_like(scale)
-        codes = jnp.round(jnp.clip(_quotient(groups, scale) + zero, low, high))
+        codes = jnp.round(jnp.clip(quotient(groups, scale) + zero, low, high))
         return ((codes - zero) * scale).reshape(w.shape), None
 
 
@@ -106,12 +106,12 @@ class FP8:
         """See `Scheme`."""
         if self.block is None:
             scale = _scale(top, _E4M3, dtype)[None, None]
-            return _e4m3(jnp.clip(_quotient(w, scale), -_E4M3, _E4M3)) * scale, None
+            return _e4m3(jnp.clip(quotient(w, scale), -_E4M3, _E4M3)) * scale, None
         rows, columns = self.block[0], self.block[1] or w.shape[1]
         padded = jnp.pad(w, ((0, -w.shape[0] % rows), (0, -w.shape[1] % columns)))
         blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
         scale = _scale(jnp.max(jnp.abs(blocks), (1, 3), keepdims=True), _E4M3, dtype)
-        values = _e4m3(jnp.clip(_quotient(blocks, scale), -_E4M3, _E4M3)) * scale
+        values = _e4m3(jnp.clip(quotient(blocks, scale), -_E4M3, _E4M3)) * scale
         return values.reshape(padded.shape)[: w.shape[0], : w.shape[1]], None
 
 
@@ -165,10 +165,10 @@ class NVFP4:
         blocks = w.reshape(w.shape[0], -1, 16)
         amax = jnp.max(jnp.abs(blocks), 2, keepdims=True)
         top = jnp.max(amax, 1, keepdims=True) if self.by_row else top[None, None, None]
-        whole = jnp.where(top < SMALLEST, 1.0, _quotient(jnp.full_like(top, _E4M3 * _E2M1), jnp.maximum(top, SMALLEST)))
-        own = _e4m3(jnp.minimum(whole * _quotient(amax, _E2M1), _E4M3))
-        scale = _quotient(jnp.where(own == 0, 0.125, own), whole)
-        scaled = _quotient(blocks, scale)
+        whole = jnp.where(top < SMALLEST, 1.0, quotient(jnp.full_like(top, _E4M3 * _E2M1), jnp.maximum(top, SMALLEST)))
+        own = _e4m3(jnp.minimum(whole * quotient(amax, _E2M1), _E4M3))
+        scale = quotient(jnp.where(own == 0, 0.125, own), whole)
+        scaled = quotient(blocks, scale)
         values = _e2m1(jnp.clip(scaled, -_E2M1, _E2M1)) * scale
         return values.reshape(w.shape), (jnp.abs(scaled) <= _E2M1).reshape(w.shape)
 
@@ -193,13 +193,8 @@ ACTIVATIONS: Mapping[str, Scheme] = {"int8": Integers(8, None), "fp8": FP8((1, N
 
 def _scale(largest: Float[Array, "..."], steps: float, dtype: DTypeLike) -> Float[Array, "..."]:
     """`convert.formats.scales.divided`: largest / steps rounded to `dtype`, and its epsilon below `SMALLEST`."""
-    scale = round_through(_quotient(largest, steps), dtype)
+    scale = round_through(quotient(largest, steps), dtype)
     return jnp.where(scale < SMALLEST, jnp.float32(jnp.finfo(dtype).eps), scale)
-
-
-def _quotient(x: Float[Array, "..."], divisor: Float[Array, "..."] | float) -> Float[Array, "..."]:
-    """X / divisor; where one divisor serves several numbers, XLA would multiply by its reciprocal."""
-    return x / kept(jnp.broadcast_to(jnp.float32(divisor), x.shape), x != x)
 
 
 def _e4m3(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -77,7 +77,8 @@ def scale_by_adam(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params
         count = state.count + 1
-        correction1, correction2 = _one_minus_power(b1, count), _one_minus_power(b2, count)
+        # One division for each number: the corrections' reciprocals are those of scalars.
+        rates = 1 / _one_minus_power(b1, count), jax.lax.rsqrt(_one_minus_power(b2, count))
 
         def moments(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Array]:
             m = b1 * _load(mu, signed=True) + (1 - b1) * gradient
@@ -94,10 +95,10 @@ def scale_by_adam(
                 m, v = moments(gradient, mu._replace(absmax=old[0]), nu._replace(absmax=old[1]))
                 mu, nu = quantize(m, scales[0], signed=True), quantize(v, scales[1], signed=False)
             elif mu.dtype == jnp.bfloat16:
-                mu, nu = round_stochastically(m, 2 * count), round_stochastically(v, 2 * count + 1)
+                mu, nu = round_stochastically((m, v), count)
             else:
                 mu, nu = m, v
-            return (m / correction1) / (jnp.sqrt(v / correction2) + eps), mu, nu
+            return m * rates[0] / (jnp.sqrt(v) * rates[1] + eps), mu, nu
 
         def anywhere(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Any, Any]:
             if not in_host_memory(jax.tree.leaves(mu)[0]):

@@ -38,13 +38,24 @@ def make_optimizer(
         A transformation of gradients into updates in the dtype of the parameters. All arithmetic is float32, and so
         is the state except moments in 8 or 16 bits. The state consists of arrays alone, the learning rates among them.
     """
-    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+    clip = _clip(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     decay = optax.add_decayed_weights(config.weight_decay, mask=lambda params: decays(params, config.no_decay))
     rates = LearningRates(
         rates_by_step(config, total_steps),  # pyright: ignore[reportArgumentType]  # on the device in the state
         np.asarray(group_factors(config), np.float32),  # pyright: ignore[reportArgumentType]
     )
     return _in_float32(optax.chain(clip, _direction(config, offload), decay, _scale_by_rates()), rates)
+
+
+def _clip(most: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` with one factor for all, where that divides each number."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        factor = most / jnp.maximum(optax.tree.norm(updates), most)
+        return jax.tree.map(lambda leaf: leaf * factor, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def _direction(config: OptimizerConfig, offload: bool) -> optax.GradientTransformation:

@@ -5,19 +5,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int
 
 
-def round_stochastically(x: Float[Array, "..."], draw: Int[Array, ""]) -> BFloat16[Array, "..."]:
-    """One of the two neighbours of each number in bfloat16, the nearer one more often.
+def round_stochastically(
+    pair: tuple[Float[Array, "..."], Float[Array, "..."]], draw: Int[Array, ""]
+) -> tuple[BFloat16[Array, "..."], BFloat16[Array, "..."]]:
+    """Of each number one of its two neighbours in bfloat16, the nearer one more often.
 
     The random bits are a hash of the draw and of the number's place in the last two axes, so that layers in a stack are
-    rounded as they would be by themselves, on any number of devices.
+    rounded as they would be by themselves, on any number of devices; its lower half is for the first array, its upper
+    half for the second.
 
     Args:
-        x: float32, finite.
+        pair: float32, finite, of one shape.
         draw: another one gives other random bits.
     """
-    rows, columns = (jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) for axis in (x.ndim - 2, x.ndim - 1))
-    place = rows * jnp.uint32(x.shape[-1]) + columns
-    noise = _hash(place ^ _hash(draw.astype(jnp.uint32))) >> 16
+    shape = pair[0].shape
+    rows, columns = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (len(shape) - 2, len(shape) - 1))
+    noise = _hash((rows * jnp.uint32(shape[-1]) + columns) ^ _hash(draw.astype(jnp.uint32)))
+    return _rounded(pair[0], noise & jnp.uint32(0xFFFF)), _rounded(pair[1], noise >> 16)
+
+
+def _rounded(x: Array, noise: Array) -> Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise  # a carry into the upper half rounds up
     kept = bits & jnp.uint32(0xFFFF0000)
     return jax.lax.bitcast_convert_type(kept, jnp.float32).astype(jnp.bfloat16)
