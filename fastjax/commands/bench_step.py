@@ -116,6 +116,9 @@ def add_parser(commands: Any) -> None:
         "--base_compute", choices=("float8",), help="dtype of the frozen matrices' products (default: --dtype)"
     )
     parser.add_argument("--qat", choices=tuple(NAMED), help="quantisation-aware training (default: none)")
+    parser.add_argument(
+        "--seed", type=int, default=3407, metavar="N", help="of the adapters' first values (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=positive, default=10, metavar="N", help="timed steps (default: %(default)s)")
     parser.add_argument(
         "--warmup", type=positive, default=3, metavar="N", help="steps before these (default: %(default)s)"
@@ -170,6 +173,7 @@ def _cases(arguments: argparse.Namespace) -> list[StepCase]:
         "mlp_chunk": arguments.mlp_chunk,
         "base_compute": arguments.base_compute,
         "qat": arguments.qat,
+        "seed": arguments.seed,
     }
     if arguments.fill and arguments.lengths is None:
         raise ConfigError("bench step: --fill: expected --lengths beside it, whose documents it makes rows of")

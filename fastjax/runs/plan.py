@@ -125,7 +125,7 @@ def plan_run(
             kernels(text),
             flops=flops + recomputed,
             offloaded_bytes=memory.host - _host_bytes(frozen),
-            streamed_bytes=2 * config.training.gradient_accumulation_steps * _host_bytes(frozen["layers"]),
+            streamed_bytes=2 * config.training.gradient_accumulation_steps * _host_bytes(frozen.get("layers", {})),
             card=device.card,
             dtype=model.dtype,
         )

@@ -9,7 +9,7 @@ from pallas_kernels.rounding import nearest_quotient, quotient
 
 
 def pairs(count=200_000):
-    """Dividends, divisors and quotients: numbers of many sizes; quotients that are numbers, or almost; ties of codes, of largest values over 7.5."""
+    """Dividends, divisors and quotients of many sizes; some are whole numbers, or ties of codes, or almost."""
     rng = np.random.default_rng()
     x = rng.standard_normal(count) * 2.0 ** rng.integers(-60, 60, count)
     divisor = rng.standard_normal(count) * 2.0 ** rng.integers(-60, 30, count)

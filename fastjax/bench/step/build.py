@@ -61,6 +61,7 @@ def build_model(case: StepCase, mesh: Mesh | None = None) -> LanguageModel:
         r=case.rank,
         target_modules=adapted_modules(model.config, case.adapters),
         target_parameters=_EXPERTS if with_experts else None,
+        random_state=case.seed,
     )
     return _quantized(adapted, case)
 

@@ -71,6 +71,7 @@ class StepCase:
         compiler_options: XLA's for the step, NAME=VALUE each.
         base_compute: dtype of the frozen matrices' products, "float8"; None: `dtype`.
         qat: the scheme of quantisation-aware training, a key of `training.config.qat.NAMED`; None: none.
+        seed: of the adapters' first values.
     """
 
     preset: str
@@ -97,6 +98,7 @@ class StepCase:
     compiler_options: tuple[str, ...] = ()
     base_compute: str | None = None
     qat: str | None = None
+    seed: int = 3407
 
     @property
     def devices(self) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -52,6 +53,20 @@ def test_a_plan_without_a_card(settings, tmp_path, capsys):
     assert shards["link_bytes"]["all-gather"] > 0 and 0 < shards["link_seconds"] < shards["step_seconds"]
     assert shards["model_flops"] == row["model_flops"], "a card's"
     assert "Tesla T4 × 2 · fsdp 2 · of one card" in capsys.readouterr().out
+
+
+@needs_cuda_plugin
+@pytest.mark.aot
+@pytest.mark.newer_world
+def test_a_plan_of_full_fine_tuning(settings, tmp_path):
+    """No weight is frozen."""
+    content, output = yaml.safe_load(Path(settings).read_text()), tmp_path / "plan.json"
+    content = {name: section for name, section in content.items() if name != "lora"}
+    content["model"] |= {"full_finetuning": True, "load_in_4bit": False}
+    Path(settings).write_text(yaml.safe_dump(content))
+    assert main(["plan", settings, "--gpu", "h200", "--checkpointing", "full", "--output", str(output)]) == 0
+    (row,) = json.loads(output.read_text())["policies"]
+    assert row["argument_bytes"] > 3 * 4 * 68_928, "weights and two moments in float32"
 
 
 @needs_cuda_plugin

@@ -168,6 +168,38 @@ def test_neither_loop_nor_rematerialisation_nor_chunks_change_the_gradients(kind
     steps.assert_close(tiny.by_layer(found, other.plan), tiny.by_layer(grads, reference.plan), TOLERANCE)
 
 
+@pytest.mark.both_worlds("projections-unroll-None", "offload_projections-scan-48")
+@pytest.mark.parametrize(
+    ("remat", "layer_loop", "chunk"),
+    [
+        ("projections", "unroll", None),
+        ("projections:1", "scan", None),
+        ("full", "scan", 48),
+        ("offload", "scan", None),
+        ("offload_attention", "scan", None),
+        ("offload_projections", "scan", 48),
+    ],
+)
+def test_twenty_steps_have_the_losses_of_the_plain_path(remat, layer_loop, chunk):
+    """Under every regime: speed, little memory, long rows."""
+    found, expected = losses("qlora", layer_loop, remat, mlp_chunk=chunk), losses("qlora", "unroll", "none")
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert expected[-1] < 0.8 * expected[0]
+
+
+@functools.cache
+def losses(*arguments, **options):
+    trained = model(*arguments, **options)
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.01, warmup_steps=2), 20)
+    step = make_train_step(trained.graphdef, optimizer, trained.trainable_filter)
+    state, found = init_state(jax.tree.map(jnp.copy, trained.trainable), optimizer, jax.random.key(0)), []
+    for number in range(20):
+        rows = packed_rows()
+        state, metrics = step(state, trained.frozen, batch([np.roll(array, number, axis=0) for array in rows]))
+        found.append(float(metrics["loss"]))
+    return found
+
+
 @pytest.mark.both_worlds("qlora-float16")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
