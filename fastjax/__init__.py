@@ -1,21 +1,46 @@
 """Fast, lean fine-tuning of language models on NVIDIA GPUs in JAX.
 
-`from fastjax import FastLanguageModel` is where a script starts. It is imported when it is asked for, so that what
-needs no JAX (the command line's help, conversions) imports none.
+`from fastjax import FastLanguageModel, Trainer` is where a script starts. They are imported when they are asked for, so
+that what needs no JAX (the command line's help, conversions) imports none.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastjax.data.settings import DataSource
     from fastjax.language_model import FastLanguageModel, LanguageModel
+    from fastjax.runs.trainer import Event, Trainer, TrainerSettings
+    from fastjax.training.config import OptimizerConfig, OutputSection, TrainingSection
 
-__all__ = ["FastLanguageModel", "LanguageModel"]
+_PLACES = {
+    "DataSource": "fastjax.data.settings",
+    "Event": "fastjax.runs.trainer",
+    "FastLanguageModel": "fastjax.language_model",
+    "LanguageModel": "fastjax.language_model",
+    "OptimizerConfig": "fastjax.training.config",
+    "OutputSection": "fastjax.training.config",
+    "Trainer": "fastjax.runs.trainer",
+    "TrainerSettings": "fastjax.runs.trainer",
+    "TrainingSection": "fastjax.training.config",
+}
+
+__all__ = [
+    "DataSource",
+    "Event",
+    "FastLanguageModel",
+    "LanguageModel",
+    "OptimizerConfig",
+    "OutputSection",
+    "Trainer",
+    "TrainerSettings",
+    "TrainingSection",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module("fastjax.language_model"), name)
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +21,6 @@ from fastjax.data.files import SUFFIXES, Row, is_readable, read_rows, without_nu
 from fastjax.data.records import Record
 from fastjax.data.settings import DataSource
 from fastjax.errors import ConfigError, DataError
-
-Sources = str | Path | DataSource | Sequence[str | Path | DataSource]
-"""One or several data sets, each a path or a description."""
 
 _SLICED = re.compile(r"(?P<split>\w+)\[(?P<start>-?\d{1,12}%?)?:(?P<stop>-?\d{1,12}%?)?\]")
 
@@ -78,8 +75,59 @@ class OpenSource(NamedTuple):
             rows = itertools.chain.from_iterable(map(read_rows, self.files))
             return itertools.islice(_sliced(rows, self.source.split), skip, None)
         rows = self.dataset.skip(skip) if skip else self.dataset
-        name = f"{self.source.path}[{self.source.split or 'train'}] row"
+        name = self.source.path if isinstance(rows, Rows) else f"{self.source.path}[{self.source.split or 'train'}]"
+        name += " row"
         return ((without_nulls(row), f"{name} {n}") for n, row in enumerate(_iterate(rows, name), start=skip))
+
+
+Source = str | Path | DataSource | OpenSource
+"""A data set: a path, a description, or one that is open."""
+
+Sources = Source | Sequence[Source]
+"""One or several data sets."""
+
+
+class Rows:
+    """Rows that a program has made, read as a `datasets.Dataset` is."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], name: str):
+        """Read them.
+
+        Args:
+            rows: dicts of columns; an iterator is read to its end.
+            name: of the data set, for errors.
+
+        Raises:
+            DataError: a row that is no dict.
+        """
+        self._rows = list(rows)
+        for number, row in enumerate(self._rows):
+            if not isinstance(row, Mapping):
+                raise DataError(f"{name} row {number}: expected a dict of columns, got {shorten(repr(row), 80)}")
+        told = json.dumps(self._rows, sort_keys=True, default=repr)
+        self._fingerprint = hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self._rows)
+
+
+def given_rows(rows: Any, name: str, columns: dict[str, str] | None = None) -> OpenSource:
+    """A data set that is in memory.
+
+    Args:
+        rows: a `datasets.Dataset`, or an iterable of dicts, which is read to its end.
+        name: what it is called in errors.
+        columns: as of `DataSource`.
+
+    Raises:
+        ConfigError: rows that are neither.
+        DataError: a row that is no dict.
+    """
+    check_columns(columns or {})
+    if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
+        raise ConfigError(f"{name}: expected a data set, an iterable of dicts or a path, got {type(rows).__name__}")
+    arrow = hasattr(rows, "_fingerprint") and hasattr(rows, "column_names")
+    return OpenSource(DataSource(name, columns=columns), None, rows if arrow else Rows(rows, name))
 
 
 def open_sources(sources: Sources, *, streaming: bool = False) -> list[OpenSource]:
@@ -97,12 +145,16 @@ def open_sources(sources: Sources, *, streaming: bool = False) -> list[OpenSourc
         OSError: A missing file or data set.
         DataError: `datasets` cannot read it.
     """
-    single = isinstance(sources, str | Path | DataSource)
-    listed = [sources] if single else list(sources)
+    single = isinstance(sources, str | Path | DataSource | OpenSource)
+    listed: list[Any] = [sources] if single else list(sources)
     if not listed:
         raise ConfigError("expected at least one data set, got none")
-    described = [item if isinstance(item, DataSource) else DataSource(str(item)) for item in listed]
-    return [_open(dataclasses.replace(source, streaming=streaming)) for source in described]
+    return [source if isinstance(source, OpenSource) else _open_one(source, streaming) for source in listed]
+
+
+def _open_one(item: str | Path | DataSource, streaming: bool) -> OpenSource:
+    source = item if isinstance(item, DataSource) else DataSource(str(item))
+    return _open(dataclasses.replace(source, streaming=streaming))
 
 
 def read_jsonl(paths: str | Path | Iterable[str | Path]) -> Iterator[Record]:

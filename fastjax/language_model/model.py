@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from convert.adapters import AdapterConfig
 from convert.model.config import ModelConfig
@@ -21,6 +22,7 @@ from convert.model.paths import EMBEDDING
 from fastjax.errors import ConfigError
 from fastjax.host_memory import in_host_memory, to_device_memory, to_host_memory
 from fastjax.language_model import saving
+from fastjax.language_model.use import described, logits_of
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.lora.sites import adapter_sites
 from fastjax.models.chunks import Chunk
@@ -69,7 +71,7 @@ def check_host_layers(plan: Sequence[LayerStack], full_finetuning: bool) -> None
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LanguageModel:
     """A model and its origin; immutable, its methods return new ones.
 
@@ -97,9 +99,9 @@ class LanguageModel:
     config: ModelConfig
     hf_config: Mapping[str, Any]
     folder: Path | None
-    graphdef: nnx.GraphDef = dataclasses.field(repr=False)
-    trainable: Any = dataclasses.field(repr=False)
-    frozen: Any = dataclasses.field(repr=False)
+    graphdef: nnx.GraphDef
+    trainable: Any
+    frozen: Any
     plan: tuple[LayerStack, ...]
     lora: AdapterConfig | None
     full_finetuning: bool
@@ -108,7 +110,7 @@ class LanguageModel:
     mlp_chunk: Chunk
     layer_loop: str
     max_seq_length: int
-    tokenizer: "PreTrainedTokenizerBase | None" = dataclasses.field(repr=False)
+    tokenizer: "PreTrainedTokenizerBase | None"
     new_token_ids: tuple[int, ...] = ()
     source: tuple[str, str] | None = None
     quantization_aware: QuantizationAware | None = None
@@ -122,6 +124,44 @@ class LanguageModel:
     def trainable_filter(self) -> Any:
         """The nnx filter that separates trainable from frozen variables."""
         return nnx.Param if self.full_finetuning else nnx.Any(LoraParam, SavedParam)
+
+    def __repr__(self) -> str:
+        return described(self)
+
+    def logits(
+        self,
+        tokens: Int[Array, "B S"] | Any,
+        *,
+        segment_ids: Int[Array, "B S"] | Any = None,
+        positions: Int[Array, "B S"] | Any = None,
+        adapters: bool = True,
+    ) -> Float[Array, "B S V"]:
+        """The logits of each place's next token, without dropout; compiled once a shape.
+
+        Args:
+            tokens: ids, [B, S], in any form that NumPy takes.
+            segment_ids: document of each token, 0 for padding; None: every row is one document.
+            positions: of each token in its document; needed with `segment_ids`.
+            adapters: False: the base model's.
+
+        Returns:
+            float32.
+
+        Raises:
+            ConfigError: shapes or ids that do not fit.
+        """
+        return logits_of(self, tokens, segment_ids, positions, adapters)
+
+    def generate(self, prompts: Sequence[Any], **options: Any) -> list[str]:
+        """Answers to prompts; arguments and errors are those of `generation.text.answer`.
+
+        Args:
+            prompts: user messages, or conversations as lists of messages; with `chat=False` beginnings of texts.
+            options: chat, max_new_tokens, temperature, top_k, top_p, seed, batch_size, special_tokens.
+        """
+        from fastjax.generation.text import answer  # which imports this module
+
+        return answer(self, prompts, **options)
 
     def module(self) -> Decoder:
         """The decoder itself, for inspection or for code that calls modules."""

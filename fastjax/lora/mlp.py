@@ -144,7 +144,7 @@ def _backward(block: Block, residuals, dy):
     # h again, for the gradients that the kernel does not make: an adapter's with a dropped input, and a weight's beside
     # adapters, mostly frozen and then unused. Without adapters the weights are trained, and it comes with dgate_up.
     trained = not block.adapted and not isinstance(arrays.down, Weight)
-    h = None if trained else _gate(block, gate_up, inner, None)[0]
+    h: Any = None if trained else _gate(block, gate_up, inner, None)[0]
     if dropped and dproduct_down is not None:
         dh, dA = rank_product_gradients((down,), matrices, dh, h, dproduct_down, arrays.key)
         gradients[down.name] = dA[down.name], gradients[down.name][1]

@@ -4,20 +4,26 @@ Nothing here imports JAX.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
 
 from fastjax.data import Batches, BatchSource, Dataset, StreamedBatches, prepare, stream
-from fastjax.data.sources import check_sources
+from fastjax.data.settings import DataSource
+from fastjax.data.sources import OpenSource, check_sources
 from fastjax.errors import ConfigError
 from fastjax.limits import MAX_STEPS
 from fastjax.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+#: Data sets in memory, by "train" and "eval".
+Given = Mapping[str, Sequence[OpenSource]]
+_NONE: Given = {}
 
 
 class RunData(NamedTuple):
@@ -63,6 +69,7 @@ def load_run_data(
     tokenizer: "PreTrainedTokenizerFast",
     progress: Callable[[str], None] | None = None,
     replicas: int = 1,
+    given: Given = _NONE,
 ) -> RunData:
     """The data, batches and number of steps of a run; see `load_datasets`.
 
@@ -71,8 +78,9 @@ def load_run_data(
         tokenizer: the run's, of `open_model`.
         progress: takes a message for people now and then.
         replicas: devices, or groups of them, that take per_device_train_batch_size rows each.
+        given: as for `load_datasets`.
     """
-    train, held_out = load_datasets(config, tokenizer, progress, replicas)
+    train, held_out = load_datasets(config, tokenizer, progress, replicas, given)
     batches = train_batches(config, train, replicas)
     return RunData(train, held_out, batches, total_steps(config, batches))
 
@@ -82,6 +90,7 @@ def load_datasets(
     tokenizer: "PreTrainedTokenizerFast",
     progress: Callable[[str], None] | None = None,
     replicas: int = 1,
+    given: Given = _NONE,
 ) -> tuple[Dataset | StreamedBatches, Dataset | None]:
     """Read, encode and pack the training data and the held-out data.
 
@@ -90,6 +99,7 @@ def load_datasets(
         tokenizer: the run's, of `open_model`; it has the chat template of the settings afterwards.
         progress: takes a message for people now and then.
         replicas: as for `load_run_data`.
+        given: data sets that are open already, by "train" and "eval", in place of the settings'.
 
     Returns:
         The training data, which are only opened where one of them is streamed; and the held-out data where the
@@ -101,7 +111,9 @@ def load_datasets(
         OSError: a file that cannot be read.
     """
     data, length, settings = config.data, config.model.max_seq_length, config.training
-    check_sources([*data.sources("train"), *data.sources("eval")])  # before the first of them is encoded
+    sources: dict[str, list[Any]] = {name: list(given.get(name) or data.sources(name)) for name in ("train", "eval")}
+    named = [source for listed in sources.values() for source in listed if isinstance(source, DataSource)]
+    check_sources(named)  # before the first of them is encoded
     shared: Any = {
         "chat_template": data.chat_template,
         "loss_on": data.loss_on,
@@ -113,12 +125,12 @@ def load_datasets(
         "progress": progress,
     }
     kept: Any = shared | {"cache_dir": data.cache_dir}
-    if any(source.streaming for source in data.sources("train")):
+    if any(isinstance(source, DataSource) and source.streaming for source in sources["train"]):
         size, parts = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
-        train = stream(data.sources("train"), tokenizer, length, size, parts, **shared)
+        train = stream(sources["train"], tokenizer, length, size, parts, **shared)
     else:
-        train = prepare(data.sources("train"), tokenizer, length, **kept)
-    return train, None if data.eval is None else prepare(data.sources("eval"), tokenizer, length, **kept)
+        train = prepare(sources["train"], tokenizer, length, **kept)
+    return train, prepare(sources["eval"], tokenizer, length, **kept) if sources["eval"] else None
 
 
 def train_batches(config: TrainConfig, train: Dataset | StreamedBatches, replicas: int = 1) -> BatchSource:

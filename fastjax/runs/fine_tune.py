@@ -30,7 +30,7 @@ from fastjax.runs.result import check_result, damage, finished, last_evaluation
 from fastjax.runs.resume import Earlier, newest
 from fastjax.runs.settings_changes import check_settings
 from fastjax.runs.steps import with_policy
-from fastjax.runs.training_run import Evaluate, FineTuned, TrainingRun, describe
+from fastjax.runs.training_run import Evaluate, FineTuned, Own, TrainingRun, describe
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import LoraSection, TrainConfig
 from fastjax.training.determinism import compiler_options
@@ -119,7 +119,7 @@ def fine_tune(
                 say(console, line)
         check_vocabulary(model, data)
         checkpoints.extra = describe(config, data, identity, step.policy, replicas)
-        run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, loss, evaluate)
+        run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, Own(loss, evaluate))
         del model  # its trained arrays: the run has copies
         return run.train(earlier, changed if resume else None, startup)
 

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from convert.tensor_file import TensorInfo
 from fastjax.errors import ConfigError
 from fastjax.runs.datasets import RunData
 from fastjax.runs.opening import OpenModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _BLOCK, _BLOCKS = 4096, 16
 #: Fields of an adapter's settings that nothing here depends on.
@@ -83,16 +86,25 @@ def run_identity(data: RunData, model: OpenModel) -> Identity:
     if adapter is not None:
         known = {name: value for name, value in dataclasses.asdict(adapter.config).items() if name not in _NO_SETTINGS}
         known |= {name: sorted(value) for name, value in known.items() if isinstance(value, list)}  # PEFT's are sets
-        settings = _digest(json.dumps(known, sort_keys=True))
-    shown = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
+        settings = digest(json.dumps(known, sort_keys=True))
     return Identity(
         **base_identity(base.checkpoint),
         data=data.train.fingerprint,
         adapter=settings,
         adapter_weights=None if adapter is None else tensors_fingerprint(adapter.tensors),
-        tokenizer=_digest(json.dumps(shown)),
+        tokenizer=tokenizer_fingerprint(tokenizer),
         held_out=None if data.held_out is None else data.held_out.fingerprint,
     )
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """A short name for a tokenizer with its chat template.
+
+    Args:
+        tokenizer: the tokenizer.
+    """
+    shown = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
+    return digest(json.dumps(shown))
 
 
 def base_identity(base: Checkpoint) -> dict[str, str]:
@@ -170,5 +182,10 @@ def _blocks(size: int) -> list[tuple[int, int]]:
     return [(int(start), _BLOCK) for start in np.linspace(0, size - _BLOCK, _BLOCKS).astype(np.int64)]
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """A short name for a text.
+
+    Args:
+        text: the text.
+    """
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

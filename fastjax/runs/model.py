@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -116,7 +117,23 @@ def _quantized(model: LanguageModel, config: TrainConfig, opened: OpenModel | Op
     return model.with_fake_quantization(qat.weights, qat.activations, qat.modules_to_not_quantize)
 
 
-def initial_state(config: TrainConfig, model: LanguageModel, total_steps: int, replicas: int = 1) -> TrainState:
+def run_optimizer(config: TrainConfig, total_steps: int) -> optax.GradientTransformation:
+    """The optimizer of a run's settings.
+
+    Args:
+        config: the run.
+        total_steps: of the run.
+    """
+    return make_optimizer(config.optimizer, total_steps, offload=config.training.offload_optimizer)
+
+
+def initial_state(
+    config: TrainConfig,
+    model: LanguageModel,
+    total_steps: int,
+    replicas: int = 1,
+    optimizer: optax.GradientTransformation | None = None,
+) -> TrainState:
     """The state of a run before its first step.
 
     Args:
@@ -124,10 +141,11 @@ def initial_state(config: TrainConfig, model: LanguageModel, total_steps: int, r
         model: with the trained arrays' initial values.
         total_steps: of the run.
         replicas: parts in which the devices take a step's rows.
+        optimizer: in place of the settings' own.
     """
     scale = config.training.initial_loss_scale if model.dtype == jnp.float16 else None
     key = jax.random.key(config.training.seed)
-    optimizer = make_optimizer(config.optimizer, total_steps, offload=config.training.offload_optimizer)
+    optimizer = optimizer or run_optimizer(config, total_steps)
     exchange = config.parallel.gradient_exchange
     return init_state(model.trainable, optimizer, key, scale, gradient_exchange=exchange, replicas=replicas)
 

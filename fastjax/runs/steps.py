@@ -7,17 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from fastjax.data.batches import Batch
 from fastjax.host_memory import shapes_of
 from fastjax.language_model import LanguageModel
-from fastjax.runs.model import initial_state, run_shapes
+from fastjax.runs.model import initial_state, run_optimizer, run_shapes
 from fastjax.runs.opening import OpenModel, OpenShapes
 from fastjax.training.config import ParallelSection, TrainConfig
 from fastjax.training.config.training import TrainingSection
 from fastjax.training.loss import Loss, loss_sums
-from fastjax.training.optimizers import make_optimizer
 from fastjax.training.placement import start_on_mesh
 from fastjax.training.step import TrainState, make_train_step
 
@@ -45,6 +45,7 @@ def run_step(
     loss: Loss,
     compiler_options: Mapping[str, Any] | None,
     mesh: Mesh | None = None,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> Callable[..., Any]:
     """The jitted train step of a run (`training.step.make_train_step`).
 
@@ -55,10 +56,11 @@ def run_step(
         loss: of a microbatch.
         compiler_options: XLA's.
         mesh: of several devices; None: there is one.
+        optimizer: in place of the settings' own.
     """
     return make_train_step(
         model.graphdef,
-        make_optimizer(config.optimizer, total_steps, offload=config.training.offload_optimizer),
+        optimizer or run_optimizer(config, total_steps),
         model.trainable_filter,
         loss=loss,
         accumulation_dtype=config.training.accumulation_dtype,

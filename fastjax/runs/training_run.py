@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from rich.console import Console
 
 from fastjax.data import Batches
@@ -62,6 +63,24 @@ class FineTuned(NamedTuple):
     config: TrainConfig
 
 
+class Own(NamedTuple):
+    """What a program brings to a run beside its settings.
+
+    Attributes:
+        loss: in place of the cross-entropy; see `training.loss.Loss`.
+        evaluate: a measurement at each held-out evaluation.
+        optimizer: in place of the settings' own, and the learning rates of all steps, float32 [total_steps].
+        sinks: take the rows behind the run's own.
+        ended: whether the run is to end; asked before each step.
+    """
+
+    loss: Loss | None = None
+    evaluate: Evaluate | None = None
+    optimizer: tuple[optax.GradientTransformation, np.ndarray] | None = None
+    sinks: Sequence[Sink] = ()
+    ended: Callable[[], bool] = lambda: False
+
+
 class TrainingRun:
     """A run whose settings, data and model are there."""
 
@@ -75,23 +94,24 @@ class TrainingRun:
         identity: Identity,
         model: LanguageModel,
         step: RunStep,
-        loss: Loss | None,
-        evaluate: Evaluate | None,
+        own: Own,
     ):
         self.config, self.console, self.folder, self.checkpoints, self.data = config, console, folder, checkpoints, data
-        self.identity, self.user_evaluate = identity, evaluate
-        self.loss = loss or run_loss(config.training)
+        self.identity, self.own = identity, own
+        self.loss = own.loss or run_loss(config.training)
+        rule = None if own.optimizer is None else own.optimizer[0]
         options = compiler_options(config.training.deterministic, folder.path)
         self.mesh = open_mesh(step.mesh)
-        self.step, self.train_step = step, run_step(config, model, data.total_steps, self.loss, options, self.mesh)
+        total = data.total_steps
+        self.step, self.train_step = step, run_step(config, model, total, self.loss, options, self.mesh, rule)
         self.eval_step = make_eval_step(
             model.graphdef, model.trainable_filter, loss=self.loss, mesh=self.mesh, compiler_options=options
         )
         self.peaks: list[int] = []
         if self.mesh is None:
-            self.state = initial_state(config, model, data.total_steps)
+            self.state = initial_state(config, model, total, optimizer=rule)
         else:
-            self.state, frozen = on_mesh(config, model, data.total_steps, self.train_step, step.mesh.replicas)
+            self.state, frozen = on_mesh(config, model, total, self.train_step, step.mesh.replicas)
             model = model.replace(frozen=frozen)
         if step.choice is not None:
             self.train_step = step.choice.compiled
@@ -108,6 +128,7 @@ class TrainingRun:
     def train(self, earlier: Earlier | None, changed: list[str] | None, startup: Startup) -> FineTuned:
         """Take the steps, from the start or from a checkpoint, and save the result."""
         config, total = self.config, self.data.total_steps
+        rates = None if self.own.optimizer is None else self.own.optimizer[1]
         start, position = Progress(), None
         barrier("start")  # before it the others look for checkpoints
         if earlier is None:
@@ -145,7 +166,7 @@ class TrainingRun:
                 self.state,
                 self.model.frozen,
                 self.data.batches.from_step(start.step, total, position),
-                learning_rates=learning_rates(config.optimizer, total),
+                learning_rates=learning_rates(config.optimizer, total) if rates is None else rates,
                 start=start,
                 cadence=Cadence(
                     config.training.eval_steps,
@@ -163,6 +184,7 @@ class TrainingRun:
                 stop=stop,
                 check=self.check,
                 explain=self._explain,
+                ended=self.own.ended,
                 **evaluations,
             )
             if not fitted.complete:
@@ -197,10 +219,10 @@ class TrainingRun:
         size = training.per_device_eval_batch_size or training.per_device_train_batch_size
         batches = Batches(held_out.rows, size * self.step.mesh.replicas, shuffle=False).epoch()
         found = run_evaluation(self.eval_step, trainable, self.model.frozen, batches, self._send)
-        if self.user_evaluate is None:
+        if self.own.evaluate is None:
             return found
         extra = {
-            name: float(value) for name, value in self.user_evaluate(self.model.replace(trainable=trainable)).items()
+            name: float(value) for name, value in self.own.evaluate(self.model.replace(trainable=trainable)).items()
         }
         wrong = [name for name in extra if not name.startswith("eval_")]
         if wrong:
@@ -218,7 +240,7 @@ class TrainingRun:
             output.report_to, self.folder.path, name, dataclasses.asdict(self.config), resume_step, self.console
         )
         progress = make_progress(total, self.config.training.logging_steps, self.console)
-        return [file, *trackers, Tolerant(progress, "the progress", Console(stderr=True))]
+        return [file, *trackers, Tolerant(progress, "the progress", Console(stderr=True)), *self.own.sinks]
 
     def _throughput(self, start: Progress) -> Throughput:
         peak = peak_flops(jax.devices()[0].device_kind, self.model.dtype)

@@ -95,6 +95,7 @@ def fit(
     explain: Callable[[Any, Batch, int], str] | None = None,
     send: Callable[[Batch], Batch] = jax.device_put,
     watch: Callable[[str | None], None] = lambda what: None,
+    ended: Callable[[], bool] = lambda: False,
 ) -> Fitted:
     """Take steps until there is one for each learning rate.
 
@@ -116,6 +117,7 @@ def fit(
         explain: (state, batch, step) → the rows that broke the step.
         send: puts a batch on the devices.
         watch: is told what the loop waits for; None: for something that may take any time.
+        ended: whether the run is to end before its last step; asked before each.
 
     Returns:
         The end of the loop.
@@ -125,7 +127,7 @@ def fit(
             state that cannot be saved when the run is stopped.
     """
     return _Loop(learning_rates, start, cadence, sinks, throughput, startup, checkpoints, check, explain, watch).run(
-        train_step, state, frozen, batches, evaluate, stop or StopSignals(), send
+        train_step, state, frozen, batches, evaluate, stop or StopSignals(), send, ended
     )
 
 
@@ -141,10 +143,10 @@ class _Loop:
         self.pending: _Pending | None = None
         self.saved_step = start.step or None  # this step has a whole checkpoint
 
-    def run(self, train_step, state, frozen, batches, evaluate, stop, send) -> Fitted:
+    def run(self, train_step, state, frozen, batches, evaluate, stop, send, ended) -> Fitted:
         cadence, evaluation = self.cadence, None
         with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=functools.partial(_sent, send))) as ready:
-            while self.progress.step < self.total and not cadence.exhausted(self.progress):
+            while self.progress.step < self.total and not cadence.exhausted(self.progress) and not ended():
                 self.watch(f"the batch of step {self.progress.step + 1}")
                 if (item := next(ready, None)) is None:
                     raise TrainingError(
@@ -182,6 +184,7 @@ class _Loop:
                 self.poll()
                 if actions.stop == "signal":
                     return Fitted(state, self.progress, evaluation, complete=False)
+        self.report(state)  # of a run that was ended
         self.watch(None)
         self.settle()
         return Fitted(state, self.progress, evaluation, complete=True)

@@ -7,6 +7,7 @@ The implementations of the norm in a residual stream, in order of preference:
 """
 
 import functools
+import math
 
 import jax
 from jaxtyping import Array, Float
@@ -73,8 +74,8 @@ def rms_norm_in_stream(
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     _check("rms_norm_in_stream", x, weight)
-    rows = x.reshape(-1, x.shape[-1])
-    chosen = REGISTRY.choose(Case(dispatch.target(), *rows.shape, x.dtype), implementation)
+    case = Case(dispatch.target(), math.prod(x.shape[:-1]), x.shape[-1], x.dtype)
+    chosen = REGISTRY.choose(case, implementation)
     return _in_stream(eps, offset, chosen, x, weight)
 
 
@@ -90,9 +91,8 @@ def _forward(eps: float, offset: float, chosen: str, x: Array, weight: Array) ->
 
 def _backward(eps: float, offset: float, chosen: str, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     x, weight, rstd = residuals
-    rows = (array.reshape(-1, x.shape[-1]) for array in (x, *gradients))
-    x_rows, dresidual, dnormed = rows
-    dx, dweight = REGISTRY[chosen].backward(x_rows, weight, rstd, dresidual, dnormed, offset)
+    rows, dresidual, dnormed = (array.reshape(-1, x.shape[-1]) for array in (x, *gradients))
+    dx, dweight = REGISTRY[chosen].backward(rows, weight, rstd, dresidual, dnormed, offset)
     return dx.reshape(x.shape), dweight.astype(weight.dtype)
 
 

@@ -1,0 +1,303 @@
+"""Training from Python: a model, data in memory or in files, settings made in the program, over the loop of a run."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+
+from convert.checkpoint import open_checkpoint
+from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens, TooLong
+from fastjax.data.sources import OpenSource, given_rows
+from fastjax.errors import ConfigError
+from fastjax.language_model import LanguageModel
+from fastjax.parallel import MeshShape
+from fastjax.quantization.nf4 import NF4Weight
+from fastjax.runs.checkpointing import RunStep
+from fastjax.runs.datasets import load_run_data
+from fastjax.runs.folder import claimed
+from fastjax.runs.identity import Identity, base_identity, check_identity, digest, tokenizer_fingerprint
+from fastjax.runs.messages import say
+from fastjax.runs.model import check_vocabulary
+from fastjax.runs.result import finished
+from fastjax.runs.resume import newest
+from fastjax.runs.settings_changes import check_settings
+from fastjax.runs.training_run import Evaluate, FineTuned, Own, TrainingRun, describe
+from fastjax.training.checkpoint import Checkpoints
+from fastjax.training.config import (
+    DataSection,
+    LoraSection,
+    ModelSection,
+    OptimizerConfig,
+    OutputSection,
+    TrainConfig,
+    TrainingSection,
+)
+from fastjax.training.loop import Startup
+from fastjax.training.loss import Loss
+from fastjax.training.metrics import Row, Sink
+from fastjax.training.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+#: A data set: a path or its description, a `datasets.Dataset`, or an iterable of dicts.
+Data = str | Path | DataSource | Iterable[Mapping[str, Any]]
+#: An optimizer of one's own, alone or with its schedule (updates made -> learning rate).
+Optimizer = optax.GradientTransformation | tuple[optax.GradientTransformation, Callable[[Any], Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSettings:
+    """The settings of a trainer; those of the data are `DataSection`'s.
+
+    Attributes:
+        output: the output folder, or the whole section.
+        training: length, batches, evaluation.
+        optimizer: the rule of the updates and its schedule, where the trainer gets none of your own.
+        columns: as of `DataSection`.
+        chat_template: likewise.
+        loss_on: likewise.
+        special_tokens: likewise.
+        too_long: likewise.
+        packing: likewise.
+        mixture_ends: likewise.
+        cache_dir: likewise, of data in files; data in memory are prepared each time.
+    """
+
+    output: OutputSection | str
+    training: TrainingSection = dataclasses.field(default_factory=TrainingSection)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    columns: dict[str, str] | None = DataSection.columns
+    chat_template: str | None = DataSection.chat_template
+    loss_on: LossOn = DataSection.loss_on
+    special_tokens: SpecialTokens = DataSection.special_tokens
+    too_long: TooLong = DataSection.too_long
+    packing: bool = DataSection.packing
+    mixture_ends: Exhaustion = DataSection.mixture_ends
+    cache_dir: str | None = DataSection.cache_dir
+
+
+class Event(NamedTuple):
+    """Something that a callback is told.
+
+    Attributes:
+        name: "step", "evaluation", or that of a row of metrics.jsonl with an event: "started", "saved", "finished", …
+        step: the number of the step.
+        values: the row.
+        end: ends the run after the step that is under way; its result is saved.
+    """
+
+    name: str
+    step: int
+    values: Mapping[str, Any]
+    end: Callable[[], None]
+
+
+Callback = Callable[[Event], None]
+
+
+class Trainer:
+    """Fine-tunes a model that is in memory, on one device.
+
+    The run is that of `fastjax train`: the same loop, checkpoints, `metrics.jsonl`, report and result in the output
+    folder. For several devices use `fastjax train`, which loads the weights in parts.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: "PreTrainedTokenizerFast | None" = None,
+        train_dataset: Data | Sequence[str | DataSource] | None = None,
+        eval_dataset: Data | Sequence[str | DataSource] | None = None,
+        settings: TrainerSettings | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+        loss: Loss | None = None,
+        evaluate: Evaluate | None = None,
+        callbacks: Sequence[Callback] = (),
+        sinks: Sequence[Sink] = (),
+        console: Console | None = None,
+    ):
+        """Look at the settings; nothing is read yet.
+
+        Args:
+            model: with an adapter, or with every weight trained.
+            tokenizer: None: the model's own.
+            train_dataset: a path, a description, several of these; a `datasets.Dataset` or an iterable of dicts.
+            eval_dataset: held-out data, likewise; None: no evaluation.
+            settings: of the run.
+            optimizer: in place of the settings' own; without a schedule the rows have no learning rate.
+            loss: in place of the cross-entropy; see `training.loss.Loss`.
+            evaluate: a measurement of your own at each held-out evaluation.
+            callbacks: functions that are told each event, in the order of the rows; what they raise ends the run.
+            sinks: further receivers of the rows.
+            console: for progress; None: standard output.
+
+        Raises:
+            ConfigError: settings that contradict each other or the model, or no data.
+        """
+        tokenizer = tokenizer if tokenizer is not None else model.tokenizer  # pyright: ignore[reportAssignmentType]
+        for name, value in (("train_dataset", train_dataset), ("settings", settings), ("tokenizer", tokenizer)):
+            if value is None:
+                raise ConfigError(f"Trainer: {name}: expected one, got none")
+        assert settings is not None and tokenizer is not None
+        if model.lora is None and not model.full_finetuning:
+            raise ConfigError(
+                "Trainer: model: expected one with an adapter (FastLanguageModel.get_peft_model) or with "
+                "full_finetuning=True, got one of which nothing is trained"
+            )
+        if jax.process_count() > 1:
+            raise ConfigError(f"Trainer: expected one process, got {jax.process_count()}; use fastjax launch")
+        qat = settings.training.quantization
+        if qat is not None and model.quantization_aware is None:
+            model = model.with_fake_quantization(qat.weights, qat.activations, qat.modules_to_not_quantize)
+        columns = settings.columns
+        paths: dict[str, Any] = {"train": "train_dataset", "eval": None if eval_dataset is None else "eval_dataset"}
+        given: dict[str, list[OpenSource]] = {}
+        for name, data in (("train", train_dataset), ("eval", eval_dataset)):
+            if data is not None and (named := _named(data)) is not None:
+                paths[name] = named
+            elif data is not None:
+                given[name] = [given_rows(data, paths[name], columns)]
+        self.config, self._given = _config(model, settings, paths), given
+        self.model, self._optimizer = model.replace(tokenizer=tokenizer), optimizer
+        self._console, self._ended = console or Console(), False
+        own = [_Told(callback, self._end) for callback in callbacks]
+        self._own = Own(loss, evaluate, None, (*sinks, *own), lambda: self._ended)
+
+    def train(self, resume: bool = False) -> FineTuned:
+        """Train, and save the result.
+
+        Args:
+            resume: go on from the newest whole checkpoint in the output folder; from the start where there is none.
+
+        Returns:
+            The trained model and its folder; `self.model` is it, too.
+
+        Raises:
+            ConfigError: settings that contradict the output folder or the checkpoint, or a run that is finished.
+            DataError: what is wrong with the data.
+            TrainingError: a step that is not finite, weights without gradient, or a device without enough memory.
+            Interrupted: SIGTERM, SIGHUP or SIGINT came; the state is saved.
+            OSError: a file that cannot be read or written.
+        """
+        config, console, model = self.config, self._console, self.model
+        self._ended, changed = False, []
+        with claimed(config, resume=resume) as folder:
+            if resume and finished(folder, config):
+                raise ConfigError(
+                    f"resume: the run in {folder.path} is finished, its result is {folder.result}; load it "
+                    "(FastLanguageModel.load_adapter, or from_pretrained after full fine-tuning) or train anew"
+                )
+            checkpoints = Checkpoints(folder.checkpoints, keep=config.output.save_total_limit)
+            earlier = newest(checkpoints, console) if resume else None
+            if earlier is not None:
+                changed += check_settings(earlier.where, earlier.config, dataclasses.asdict(config), None)
+            check_trackers(config.output.report_to)
+            began, tell = time.perf_counter(), functools.partial(say, console)
+            data = load_run_data(config, model.tokenizer, tell, given=self._given)  # pyright: ignore[reportArgumentType]
+            for name, became in data.statistics().items():
+                say(console, f"{name}: {became}")
+            identity = _identity(model, data)
+            if earlier is not None:
+                changed += check_identity(earlier.where, earlier.identity, identity)
+            check_vocabulary(model, data)
+            checkpoints.extra = describe(config, data, identity, model.remat, 1)
+            own = self._own._replace(optimizer=_rule(self._optimizer, data.total_steps))
+            step = RunStep(model.remat, None, MeshShape())
+            run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, own)
+            startup = Startup(load_seconds=time.perf_counter() - began)
+            result = run.train(earlier, changed if resume else None, startup)
+        self.model = result.model
+        return result
+
+    def _end(self) -> None:
+        self._ended = True
+
+
+class _Told:
+    """A callback as a sink."""
+
+    def __init__(self, callback: Callback, end: Callable[[], None]):
+        self._callback, self._end = callback, end
+
+    def write(self, row: Row) -> None:
+        """Tell the event that the row is."""
+        name = str(row.get("event") or ("step" if "loss" in row else "evaluation"))
+        self._callback(Event(name, int(row["step"] or 0), row, self._end))
+
+    def close(self) -> None:
+        """Nothing: there is no more to tell."""
+
+
+def _named(data: Any) -> Any:
+    """The data set as the settings name it; None: it is in memory."""
+    if isinstance(data, str | Path):
+        return str(data)
+    if isinstance(data, DataSource):
+        return [data]
+    if isinstance(data, Sequence) and data and all(isinstance(one, str | Path | DataSource) for one in data):
+        return [one if isinstance(one, DataSource) else str(one) for one in data]
+    return None
+
+
+def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str, Any]) -> TrainConfig:
+    """The settings of the run, those that the model is already made by included."""
+    leaves = jax.tree.leaves(model.frozen, is_leaf=lambda leaf: isinstance(leaf, NF4Weight))
+    if model.source is not None:
+        name = "@".join(model.source)
+    else:
+        name = "random weights" if model.folder is None else str(model.folder)
+    section = ModelSection(
+        model_name=name,
+        max_seq_length=model.max_seq_length,
+        dtype=str(model.dtype),  # pyright: ignore[reportArgumentType]
+        param_dtype=str(model.precision.param_dtype),  # pyright: ignore[reportArgumentType]
+        load_in_4bit=any(isinstance(leaf, NF4Weight) for leaf in leaves),
+        full_finetuning=model.full_finetuning,
+        use_gradient_checkpointing=model.remat,
+        offload_embedding=model.has_host_embedding,
+        offload_layers=model.has_host_layers,
+        mlp_chunk=model.mlp_chunk,
+        layer_loop=model.layer_loop,  # pyright: ignore[reportArgumentType]
+    )
+    lora = LoraSection()
+    if model.lora is not None:
+        known = {field.name for field in dataclasses.fields(LoraSection)}
+        lora = LoraSection(**{key: value for key, value in dataclasses.asdict(model.lora).items() if key in known})
+    output = settings.output if isinstance(settings.output, OutputSection) else OutputSection(settings.output)
+    others = {field.name for field in dataclasses.fields(DataSection)} - {"train", "eval"}
+    data = DataSection(**paths, **{name: getattr(settings, name) for name in others})
+    return TrainConfig(section, data, output, lora, settings.optimizer, settings.training)
+
+
+def _rule(optimizer: Optimizer | None, total: int) -> tuple[optax.GradientTransformation, np.ndarray] | None:
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optimizer, np.full(total, np.nan, np.float32)
+    rule, schedule = optimizer
+    rates = np.asarray([float(schedule(jnp.int32(update))) for update in range(total)], np.float32)
+    return rule, rates
+
+
+def _identity(model: LanguageModel, data: Any) -> Identity:
+    """The fingerprints of the run's inputs; what the model has learnt before is not among them."""
+    if model.folder is None:
+        base = {"model": digest(str(sorted(model.hf_config.items())))}
+    else:
+        base = base_identity(open_checkpoint(model.folder))
+    return Identity(
+        **base,
+        data=data.train.fingerprint,
+        tokenizer=tokenizer_fingerprint(model.tokenizer),  # pyright: ignore[reportArgumentType]
+        held_out=None if data.held_out is None else data.held_out.fingerprint,
+    )

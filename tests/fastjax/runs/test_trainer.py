@@ -1,0 +1,211 @@
+"""Training from Python: what `fastjax train` does with the same settings, over data in memory, and what it is told."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from rich.console import Console
+
+import fastjax
+from fastjax import FastLanguageModel, OptimizerConfig, OutputSection, Trainer, TrainerSettings, TrainingSection
+from fastjax.cli import main
+from fastjax.errors import ConfigError, DataError
+from fastjax.runs.folder import RUN_FILES
+
+ASSETS = Path(fastjax.__file__).parent / "assets"
+TRAINING = {"per_device_train_batch_size": 2, "max_steps": 4, "eval_steps": 2}
+OPTIMIZER = {"learning_rate": 3e-3, "warmup_steps": 1}
+
+
+def rows(name="train", count=40):
+    lines = (ASSETS / "tiny-chat" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[:count]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    base, _ = FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=128, load_in_4bit=True)
+    return FastLanguageModel.get_peft_model(base, r=4)
+
+
+def settings(folder, **training):
+    output = OutputSection(str(folder), save_steps=2)
+    return TrainerSettings(output, TrainingSection(**(TRAINING | training)), OptimizerConfig(**OPTIMIZER))
+
+
+def metrics(folder):
+    found = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if "event" not in row]
+
+
+def told(found):
+    return [
+        {key: row[key] for key in ("step", "loss", "eval_loss", "grad_norm", "learning_rate") if key in row}
+        for row in found
+    ]
+
+
+def quiet():
+    return Console(quiet=True)
+
+
+def test_it_is_the_run_of_the_command_line(model, tmp_path):
+    """Rows in memory and as a file give the same steps, bit for bit, and the same files."""
+    for name, found in (("train", rows()), ("eval", rows("test", 8))):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, found)))
+    content = {
+        "model": {
+            "model_name": str(ASSETS / "tiny-llama"),
+            "max_seq_length": 128,
+            "use_gradient_checkpointing": "full",
+        },
+        "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl"), "cache_dir": None},
+        "lora": {"r": 4},
+        "training": TRAINING,
+        "optimizer": OPTIMIZER,
+        "parallel": {"data": 1, "fsdp": 1},
+        "output": {"output_dir": str(tmp_path / "command"), "save_steps": 2},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 0
+    events = []
+    trainer = Trainer(
+        model,
+        train_dataset=iter(rows()),
+        eval_dataset=rows("test", 8),
+        settings=settings(tmp_path / "python"),
+        callbacks=[events.append],
+        console=quiet(),
+    )
+    result = trainer.train()
+    assert told(metrics(tmp_path / "python")) == told(metrics(tmp_path / "command"))
+    names = {name for name in RUN_FILES if (tmp_path / "command" / name).exists()}
+    assert names == {name for name in RUN_FILES if (tmp_path / "python" / name).exists()}
+    ours, theirs = (
+        (tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in ("python", "command")
+    )
+    assert ours == theirs and result.folder == tmp_path / "python" / "adapter"
+    assert [(event.name, event.step) for event in events if event.name in ("step", "evaluation")] == [
+        ("step", 1),
+        ("step", 2),
+        ("evaluation", 2),
+        ("step", 3),
+        ("step", 4),
+        ("evaluation", 4),
+    ]
+    assert {"started", "saved", "finished"} <= {event.name for event in events}
+    assert trainer.model is result.model
+
+
+def test_an_optimizer_a_loss_and_a_sink_of_ones_own_and_an_early_end(model, tmp_path):
+    """Adam with a schedule is the settings' own rule; a callback ends the run, whose result is saved."""
+
+    class Kept:
+        rows, closed = [], False
+
+        def write(self, row):
+            self.rows.append(row)
+
+        def close(self):
+            Kept.closed = True
+
+    schedule = optax.linear_schedule(0.0, 3e-3, 1)
+    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
+    losses = []
+
+    def end_after_two(event):
+        if event.name == "step":
+            losses.append(event.values["loss"])
+            if event.step == 2:
+                event.end()
+
+    data = {"train_dataset": rows(), "console": quiet()}
+    plain = TrainingSection(per_device_train_batch_size=2, max_steps=6)
+    options = TrainerSettings(str(tmp_path / "own"), plain)
+    result = Trainer(
+        model, settings=options, optimizer=(rule, schedule), callbacks=[end_after_two], sinks=[Kept()], **data
+    ).train()
+    found = metrics(tmp_path / "own")
+    assert len(found) in (2, 3) and [row["loss"] for row in found] == losses and Kept.closed
+    assert [row["learning_rate"] for row in found[:2]] == pytest.approx([0.0, 3e-3])
+    assert (result.folder / "adapter_model.safetensors").is_file()
+    assert [row["step"] for row in Kept.rows if "event" not in row] == [row["step"] for row in found]
+    with pytest.raises(ConfigError, match="output_dir: expected a folder without an earlier run"):
+        Trainer(model, settings=options, **data).train()
+
+
+def test_a_run_that_is_stopped_goes_on(model, tmp_path):
+    """With rows in memory, as a `datasets.Dataset` has them too."""
+    datasets = pytest.importorskip("datasets")
+    whole = Trainer(
+        model, train_dataset=rows(), settings=settings(tmp_path / "whole", eval_steps=None), console=quiet()
+    )
+    whole.train()
+
+    class Stopped(Exception):
+        pass
+
+    def stop(event):
+        if event.name == "step" and event.step == 3:
+            raise Stopped
+
+    parts = settings(tmp_path / "parts", eval_steps=None)
+    with pytest.raises(Stopped):
+        Trainer(model, train_dataset=rows(), settings=parts, callbacks=[stop], console=quiet()).train()
+    with pytest.raises(ConfigError, match=r"data\.train: expected the data of .*, got other rows"):
+        Trainer(model, train_dataset=rows()[1:], settings=parts, console=quiet()).train(resume=True)
+    Trainer(model, train_dataset=datasets.Dataset.from_list(rows()), settings=parts, console=quiet()).train(resume=True)
+    assert told(metrics(tmp_path / "parts")) == told(metrics(tmp_path / "whole"))
+    with pytest.raises(ConfigError, match="resume: the run in .* is finished"):
+        Trainer(model, train_dataset=rows(), settings=parts, console=quiet()).train(resume=True)
+
+
+def test_what_cannot_be_trained_is_refused(model, tmp_path):
+    base, _ = FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=128)
+    plain = TrainerSettings(str(tmp_path / "out"))
+    for arguments, error, message in (
+        ({"model": base, "train_dataset": rows()}, ConfigError, "model: expected one with an adapter"),
+        ({}, ConfigError, "train_dataset: expected one, got none"),
+        (
+            {"train_dataset": 3},
+            ConfigError,
+            "train_dataset: expected a data set, an iterable of dicts or a path, got int",
+        ),
+        ({"train_dataset": ["a text", {}]}, DataError, "train_dataset row 0: expected a dict of columns, got 'a text'"),
+    ):
+        with pytest.raises(error, match=message):
+            Trainer(**({"model": model, "settings": plain, "console": quiet()} | arguments))
+    with pytest.raises(DataError, match="train_dataset row 1: "):
+        Trainer(model, train_dataset=[rows()[0], {"other": 1}], settings=plain, console=quiet()).train()
+    with pytest.raises(ConfigError, match=r"training\.eval_steps: expected data\.eval with it"):
+        Trainer(model, train_dataset=rows(), settings=settings(tmp_path / "out"))
+    assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+def test_a_model_says_what_it_is_and_computes_logits_and_answers(model):
+    assert repr(model).startswith("LanguageModel(llama, ") and "trained: r=4" in repr(model) and "NF4" in repr(model)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24))
+    logits = model.logits(tokens)
+    assert logits.shape == (2, 24, model.config.vocab_size) and logits.dtype == jnp.float32
+    packed = {
+        "segment_ids": np.repeat([[1] * 10 + [2] * 14], 2, 0),
+        "positions": np.repeat([[*range(10), *range(14)]], 2, 0),
+    }
+    apart = np.concatenate([model.logits(tokens[:, :10]), model.logits(tokens[:, 10:])], axis=1)
+    np.testing.assert_allclose(model.logits(tokens, **packed), apart, rtol=1e-4, atol=1e-4)  # float32, other shapes
+    np.testing.assert_array_equal(model.logits(tokens, adapters=False), logits)  # B is zero
+    (answer,) = model.generate(["Record: Ben bought 9 red pens for 2 coins each."], max_new_tokens=4)
+    assert isinstance(answer, str)
+    for arguments, message in (
+        ((tokens[0],), r"tokens: expected rows of tokens, \[B, S\], got \[24\]"),
+        ((tokens - 10**6,), "tokens: expected ids from 0 to"),
+        ((np.zeros((1, 129), int),), "tokens: expected at most 128 a row, max_seq_length, got 129"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            model.logits(*arguments)
+    with pytest.raises(ConfigError, match="positions: expected those of each token"):
+        model.logits(tokens, segment_ids=packed["segment_ids"])
