@@ -11,7 +11,7 @@ the gradient of V takes, is written over dh. No dense B·A is formed and no deco
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
