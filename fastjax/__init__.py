@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastjax.data.settings import DataSource
     from fastjax.language_model import FastLanguageModel, LanguageModel
+    from fastjax.runs.sft import SFTConfig, SFTTrainer, train_on_responses_only
     from fastjax.runs.trainer import Event, Trainer, TrainerSettings
     from fastjax.training.config import OptimizerConfig, OutputSection, TrainingSection
 
@@ -20,9 +21,12 @@ _PLACES = {
     "LanguageModel": "fastjax.language_model",
     "OptimizerConfig": "fastjax.training.config",
     "OutputSection": "fastjax.training.config",
+    "SFTConfig": "fastjax.runs.sft",
+    "SFTTrainer": "fastjax.runs.sft",
     "Trainer": "fastjax.runs.trainer",
     "TrainerSettings": "fastjax.runs.trainer",
     "TrainingSection": "fastjax.training.config",
+    "train_on_responses_only": "fastjax.runs.sft",
 }
 
 __all__ = [
@@ -32,9 +36,12 @@ __all__ = [
     "LanguageModel",
     "OptimizerConfig",
     "OutputSection",
+    "SFTConfig",
+    "SFTTrainer",
     "Trainer",
     "TrainerSettings",
     "TrainingSection",
+    "train_on_responses_only",
 ]
 
 

@@ -67,7 +67,8 @@ class FastLanguageModel:
             load_in_4bit: quantise the layers' matrices to NF4 as they are read, or keep them as a 4-bit folder has
                 them. Without it those of an FP8 folder keep their 8 bits.
             full_finetuning: train every weight (excludes `load_in_4bit`).
-            use_gradient_checkpointing: True or "full": keep only the layers' inputs; False or "projections": keep the
+            use_gradient_checkpointing: True or "full": keep only the layers' inputs; "unsloth" or "offload": keep these
+                in the host's memory; False or "projections": keep the
                 projections' and the attention's results too; or another name of `models.remat.POLICIES`, or "NAME:k":
                 the first k layers by NAME, the others by "full". "auto": "full"; a run (`runs.fine_tune`) with this
                 setting takes the fastest that the device has memory for.
@@ -203,6 +204,7 @@ class FastLanguageModel:
         ensure_weight_tying: bool = False,
         trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         target_parameters: Sequence[str] | None = None,
+        loftq_config: None = None,
     ) -> LanguageModel:
         """Attach fresh LoRA adapters; everything else is frozen.
 
@@ -230,10 +232,13 @@ class FastLanguageModel:
                 always among them, unless `modules_to_save` trains the whole table.
             target_parameters: matrices of a mixture's experts, "mlp.experts.gate_up_proj" and "mlp.experts.down_proj",
                 that get an adapter for each expert; and the router's, such as "mlp.gate.weight".
+            loftq_config: None: an adapter starts as `init_lora_weights` says.
 
         Raises:
             ConfigError: a value that is not supported, or settings that match no module.
         """
+        if loftq_config:
+            raise ConfigError(f"loftq_config: expected None, got {shown(loftq_config)}; see init_lora_weights")
         name, revision = model.source or (None if model.folder is None else str(model.folder), None)
         if use_gradient_checkpointing is not None:
             model = model.replace(remat=_remat(use_gradient_checkpointing))
@@ -259,6 +264,24 @@ class FastLanguageModel:
             target_parameters=target_parameters,
         )
         return attach_adapter(model, adapter, None, jax.random.key(random_state))
+
+    @staticmethod
+    def for_inference(model: LanguageModel) -> LanguageModel:
+        """The model itself: it is a value that trains and generates as it is.
+
+        Args:
+            model: any.
+        """
+        return model
+
+    @staticmethod
+    def for_training(model: LanguageModel) -> LanguageModel:
+        """Likewise.
+
+        Args:
+            model: any.
+        """
+        return model
 
     @staticmethod
     def load_adapter(
@@ -415,4 +438,6 @@ def _remat(use_gradient_checkpointing: bool | str) -> str:
         return "full" if use_gradient_checkpointing else "projections"
     if use_gradient_checkpointing == "auto":  # a run chooses before it loads its model
         return "full"
+    if use_gradient_checkpointing == "unsloth":
+        return "offload"
     return check_policy(use_gradient_checkpointing)

@@ -264,7 +264,12 @@ class LanguageModel:
         base = sum(math.prod(spec.shape) for spec in self.config.specs)
         return trained, base if self.full_finetuning else base + trained
 
-    def save_pretrained(self, folder: str | Path) -> Path:
+    def print_trainable_parameters(self) -> None:
+        """Print how many parameters are trained, as PEFT does."""
+        trained, every = self.num_parameters()
+        print(f"trainable params: {trained:,} || all params: {every:,} || trainable%: {trained / every:.4%}"[:-1])
+
+    def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> Path:
         """Write the trained weights: a PEFT adapter folder, or after full fine-tuning a Hugging Face folder.
 
         An adapter with new tokens has their rows and the tokenizer that knows them. PEFT's
@@ -273,16 +278,19 @@ class LanguageModel:
 
         Args:
             folder: created; appears under its name only when whole.
+            tokenizer: saved in place of the model's own; None: that.
 
         Raises:
             ConfigError: nothing is trained, or there is no checkpoint to take config and tokenizer from.
             OSError: the disk is full, …; nothing is left behind.
         """
-        return saving.save_trained(self, Path(folder))
+        return saving.save_trained(self if tokenizer is None else self.replace(tokenizer=tokenizer), Path(folder))
 
     def save_pretrained_merged(
         self,
         folder: str | Path,
+        tokenizer: Any = None,
+        save_method: str | None = None,
         *,
         dtype: str | None = None,
         base_in_nf4: bool = False,
@@ -293,6 +301,9 @@ class LanguageModel:
 
         Args:
             folder: created; appears under its name only when whole.
+            tokenizer: saved in place of the model's own; None: that.
+            save_method: in place of dtype, Unsloth's name: "merged_16bit", "merged_4bit", or "lora", which is
+                `save_pretrained`.
             dtype: of the result: "bfloat16", "float16", "float32", or a scheme for the layers' matrices, such as "nf4"
                 or "int4-128" (`convert.formats.WRITERS`); None: that of the base's files.
             base_in_nf4: add to the 4-bit weights that a 16-bit folder became with load_in_4bit, not to the folder's.
@@ -304,6 +315,63 @@ class LanguageModel:
             ConvertError: the folder is taken, or something is wrong with the base.
             OSError: the disk is full, …; nothing is left behind.
         """
+        model = self if tokenizer is None else self.replace(tokenizer=tokenizer)
+        if save_method == "lora":
+            return saving.save_trained(model, Path(folder))
+        dtype = saving.merged_dtype(model, save_method, dtype)
         return saving.save_merged(
-            self, Path(folder), dtype=dtype, base_in_nf4=base_in_nf4, force=force, allow_nonfinite=allow_nonfinite
+            model, Path(folder), dtype=dtype, base_in_nf4=base_in_nf4, force=force, allow_nonfinite=allow_nonfinite
         )
+
+    def save_pretrained_gguf(
+        self,
+        folder: str | Path,
+        tokenizer: Any = None,
+        quantization_method: str = "q8_0",
+        *,
+        base_in_nf4: bool = False,
+        pre_tokenizer: str | None = None,
+        force: bool = False,
+    ) -> Path:
+        """Write a GGUF file for llama.cpp, the adapter merged first, as `convert.gguf.export_gguf` does.
+
+        Args:
+            folder: of the file; created.
+            tokenizer: in place of the model's own; None: that.
+            quantization_method: type of the matrices, one of `convert.gguf.TYPES`.
+            base_in_nf4: as of `save_pretrained_merged`.
+            pre_tokenizer: llama.cpp's name of the pre-tokenizer, where it is unknown here.
+            force: replace an existing file.
+
+        Returns:
+            The file, named by the folder and the type.
+
+        Raises:
+            ConfigError: as of `save_pretrained_merged`.
+            ConvertError: as of `export_gguf`.
+            OSError: the disk is full, …; nothing half-written is left.
+        """
+        model = self if tokenizer is None else self.replace(tokenizer=tokenizer)
+        options = {"pre_tokenizer": pre_tokenizer, "force": force}
+        return saving.save_gguf(model, Path(folder), quantization_method, base_in_nf4, **options)
+
+    def push_to_hub(
+        self, repo_id: str, tokenizer: Any = None, *, token: str | None = None, private: bool = False
+    ) -> str:
+        """Upload what `save_pretrained` writes.
+
+        Args:
+            repo_id: organisation/name; created where it is missing.
+            tokenizer: in place of the model's own; None: that.
+            token: of the hub; None: HF_TOKEN, or that of the login.
+            private: whether a new repository is.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            ConfigError: nothing is trained.
+            OSError: the hub's errors.
+        """
+        model = self if tokenizer is None else self.replace(tokenizer=tokenizer)
+        return saving.push(model, repo_id, token=token, private=private)

@@ -1,6 +1,7 @@
 """Writing a model: its adapter for PEFT, its trained weights as a Hugging Face folder, or base and adapter merged."""
 
 import errno
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from convert.adapters import write_adapter
 from convert.checkpoint import WEIGHT_FILES
 from convert.families import family_for
 from convert.files import atomic_folder, scratch_folder
+from convert.gguf import TYPES, export_gguf, require_gguf
 from convert.merge import merge
 from convert.saving import save
 from fastjax.data.tokenizer import load_tokenizer
@@ -42,6 +44,60 @@ def save_trained(model: "LanguageModel", folder: Path) -> Path:
         if model.tokenizer is not None and (model.lora is not None or _has_own_tokenizer(model)):
             _save_tokenizer(model.tokenizer, whole)
     return folder
+
+
+def merged_dtype(model: "LanguageModel", save_method: str | None, dtype: str | None) -> str | None:
+    """The dtype that Unsloth's name of a way to save stands for.
+
+    Args:
+        model: with an adapter.
+        save_method: the name; None: there is none.
+        dtype: given beside it.
+
+    Raises:
+        ConfigError: an unknown name, or both.
+    """
+    if save_method is None:
+        return dtype
+    if dtype is not None:
+        raise ConfigError(f"save_method: expected none beside dtype, got {save_method}")
+    own = model.folder_dtype
+    known = {"merged_16bit": own if own in ("bfloat16", "float16") else "bfloat16", "merged_4bit": "nf4"}
+    known["merged_4bit_forced"] = known["merged_4bit"]
+    if save_method not in known:
+        raise ConfigError(f"save_method: expected one of {', '.join([*known, 'lora'])}, got {save_method}")
+    return known[save_method]
+
+
+def save_gguf(model: "LanguageModel", folder: Path, kind: str, base_in_nf4: bool, **options: Any) -> Path:
+    """`LanguageModel.save_pretrained_gguf`, whose options are `convert.gguf.export_gguf`'s."""
+    if kind not in TYPES:
+        raise ConfigError(
+            f"quantization_method: expected one of {', '.join(TYPES)}, got {kind}; for K-quants write f16 or bf16 and "
+            "use llama.cpp's llama-quantize"
+        )
+    require_gguf()  # before anything is merged
+    file = folder / f"{folder.name}-{kind}.gguf"
+    folder.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(file) as scratch:
+        whole = scratch / "model"
+        if model.full_finetuning:
+            save_trained(model, whole)
+        else:
+            save_merged(model, whole, base_in_nf4=base_in_nf4, dtype=merged_dtype(model, "merged_16bit", None))
+        export_gguf(whole, file, type=kind, **options)
+    return file
+
+
+def push(model: "LanguageModel", repo_id: str, *, token: str | None, private: bool) -> str:
+    """`LanguageModel.push_to_hub`."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = save_trained(model, Path(temporary) / "model")
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
 
 def save_merged(model: "LanguageModel", folder: Path, **options: Any) -> Path:

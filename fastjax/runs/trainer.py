@@ -14,8 +14,9 @@ import optax
 from rich.console import Console
 
 from convert.checkpoint import open_checkpoint
+from fastjax.data.records import Record
 from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens, TooLong
-from fastjax.data.sources import OpenSource, given_rows
+from fastjax.data.sources import OpenSource, given_rows, open_sources
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.parallel import MeshShape
@@ -236,6 +237,24 @@ class _Told:
 
     def close(self) -> None:
         """Nothing: there is no more to tell."""
+
+
+def first_record(data: Data, name: str, columns: dict[str, str] | None = None) -> Record | None:
+    """The first example of a data set; None: it has none.
+
+    Args:
+        data: as of `Trainer`, no iterator.
+        name: of the data set, for errors.
+        columns: as of `DataSection`.
+
+    Raises:
+        ConfigError: it is no data set.
+        DataError: a row that cannot be used.
+        OSError: a file that cannot be read.
+    """
+    named = _named(data)
+    opened = [given_rows(data, name, columns)] if named is None else open_sources(named)
+    return next(opened[0].records(), None)
 
 
 def _named(data: Any) -> Any:

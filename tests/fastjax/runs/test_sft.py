@@ -1,0 +1,145 @@
+"""TRL's and Unsloth's names: a run as their notebooks write it, what their settings become, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fastjax
+from fastjax import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
+from fastjax.errors import ConfigError
+
+ASSETS = Path(fastjax.__file__).parent / "assets"
+
+
+def rows(count=24):
+    lines = (ASSETS / "tiny-chat" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[:count]]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name=ASSETS / "tiny-llama", max_seq_length=256, dtype=None, load_in_4bit=True
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        lora_alpha=8,
+        lora_dropout=0,
+        bias="none",
+        use_gradient_checkpointing="unsloth",
+        random_state=3407,
+        use_rslora=False,
+        loftq_config=None,
+    )
+    return model, tokenizer
+
+
+def test_a_notebook_s_cells(loaded, tmp_path, capsys):
+    """Conversations, answers alone, saved in three ways, generated from."""
+    model, tokenizer = loaded
+    model.print_trainable_parameters()
+    said = capsys.readouterr().out
+    trained, every = model.num_parameters()
+    assert (
+        said == f"trainable params: {trained:,} || all params: {every:,} || trainable%: {100 * trained / every:.4f}\n"
+    )
+    trainer = SFTTrainer(
+        model=model,
+        tokenizer=tokenizer,
+        train_dataset=rows(),
+        max_seq_length=128,
+        dataset_num_proc=2,
+        packing=True,
+        args=SFTConfig(
+            per_device_train_batch_size=2,
+            max_steps=2,
+            learning_rate=2e-4,
+            output_dir=str(tmp_path / "out"),
+            optim="adamw_8bit",
+        ),
+    )
+    whole = trainer._trainer.config
+    trainer = train_on_responses_only(trainer, instruction_part="<|user|>", response_part="<|assistant|>")
+    answers = trainer._trainer.config
+    assert (whole.data.loss_on, answers.data.loss_on, whole.data.packing) == ("all", "responses", True)
+    assert (answers.model.max_seq_length, answers.model.use_gradient_checkpointing) == (128, "offload")
+    assert (answers.optimizer.name, answers.optimizer.learning_rate, answers.training.max_steps) == (
+        "adamw_8bit",
+        2e-4,
+        2,
+    )
+    assert answers.optimizer.lr_scheduler_type == "linear" and answers.output.save_steps == 500
+    trainer.train()
+    model = FastLanguageModel.for_inference(trainer.model)
+    assert len(model.generate(["Record: Ben bought 9 red pens for 2 coins each."], max_new_tokens=3)) == 1
+    for method, file in (
+        ("merged_16bit", "model.safetensors"),
+        ("merged_4bit", "model.safetensors"),
+        ("lora", "adapter_model.safetensors"),
+    ):
+        folder = model.save_pretrained_merged(str(tmp_path / method), tokenizer, save_method=method)
+        assert (folder / file).is_file() and (folder / "tokenizer.json").is_file()
+    again = FastLanguageModel.load_adapter(
+        FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", 128)[0], tmp_path / "lora"
+    )
+    assert again.lora is not None and again.lora.r == 4
+
+
+def test_a_gguf_file(loaded, tmp_path):
+    pytest.importorskip("gguf")
+    file = loaded[0].save_pretrained_gguf(
+        tmp_path / "gguf", loaded[1], quantization_method="q8_0", pre_tokenizer="llama-bpe"
+    )
+    assert (
+        file.read_bytes()[:4] == b"GGUF"
+        and file.name == "gguf-q8_0.gguf"
+        and list((tmp_path / "gguf").iterdir()) == [file]
+    )
+    with pytest.raises(ConfigError, match="quantization_method: expected one of f32, .* got q4_k_m; .* llama-quantize"):
+        loaded[0].save_pretrained_gguf(tmp_path / "gguf", quantization_method="q4_k_m")
+
+
+@pytest.mark.parametrize(
+    ("given", "loss_on", "expected"),
+    [
+        ({}, "all", "messages"),
+        ({"assistant_only_loss": True}, "responses", "messages"),
+        ({}, "responses", "prompt"),
+        ({"completion_only_loss": False}, "all", "prompt"),
+        ({"dataset_text_field": "story"}, "responses", "story"),
+    ],
+)
+def test_what_is_learnt_is_what_it_is_there(loaded, given, loss_on, expected):
+    """Of conversations all unless it is said, of completions these unless it is said."""
+    data = {
+        "messages": rows(2),
+        "prompt": [{"prompt": "a", "completion": "b"}],
+        "story": [{"story": "once"}],
+    }[expected]
+    trainer = SFTTrainer(loaded[0], SFTConfig(output_dir="nowhere", **given), iter(data))
+    assert trainer._trainer.config.data.loss_on == loss_on
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"peft_config": object()}, "peft_config: expected none, .* use FastLanguageModel.get_peft_model"),
+        ({"bogus": 1}, "SFTConfig: bogus: expected a name of SFTConfig, got an unknown one"),
+        ({"optim": "sgd"}, "SFTConfig: optim: expected one of adamw_torch, .* got 'sgd'"),
+        ({"save_strategy": "epoch"}, "SFTConfig: save_strategy: expected one of no, steps, got 'epoch'"),
+        (
+            {"fp16": True},
+            "SFTConfig: fp16: expected none over a model that computes in .*; load it with dtype='float16'",
+        ),
+    ],
+)
+def test_names_that_are_not_served(loaded, others, message):
+    with pytest.raises(ConfigError, match=message):
+        SFTTrainer(loaded[0], train_dataset=rows(1), **others)
+    with pytest.raises(ConfigError, match="save_method: expected one of merged_16bit, .*, lora, got merged_8bit"):
+        loaded[0].save_pretrained_merged("nowhere", save_method="merged_8bit")
+    with pytest.raises(ConfigError, match="loftq_config: expected None"):
+        FastLanguageModel.get_peft_model(loaded[0], loftq_config={"loftq_bits": 4})
