@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from fastjax.data.settings import Exhaustion
+from fastjax.errors import ConfigError
 
 
 def choose(
@@ -39,6 +40,34 @@ def choose(
         part = np.random.default_rng((seed, index)).permutation(size)[:rest]
         chosen.append(np.sort(np.concatenate([np.tile(np.arange(size), times), part])))
     return chosen
+
+
+def split_off(sizes: Sequence[int], held_out: float) -> list[Int64[np.ndarray, " _"]]:
+    """Choose the examples that are held out, by chance, of each data set its part.
+
+    Args:
+        sizes: Examples in each data set.
+        held_out: Their number, or their share below 1.
+
+    Returns:
+        For each data set the indices of those held out, ascending; the same ones each time.
+
+    Raises:
+        ConfigError: Nothing would be held out, or nothing left.
+    """
+    total = sum(sizes)
+    count = round(held_out * total) if held_out < 1 else int(held_out)
+    if not 0 < count < total:
+        raise ConfigError(
+            f"data.val_set_size: expected at least 1 and fewer than the {total:,} examples, got {held_out:g}"
+        )
+    parts = count / total * np.array(sizes)
+    counts = parts.astype(np.int64)
+    counts[np.argsort(counts - parts, kind="stable")[: count - counts.sum()]] += 1
+    return [
+        np.sort(np.random.default_rng((0, index)).permutation(size)[:part])
+        for index, (size, part) in enumerate(zip(sizes, counts.tolist(), strict=True))
+    ]
 
 
 def next_source(weights: Sequence[float], drawn: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ import tokenizers
 from fastjax.data import cache
 from fastjax.data.documents import IGNORE, Documents
 from fastjax.data.encoding import Encoder
-from fastjax.data.mixture import choose
+from fastjax.data.mixture import choose, split_off
 from fastjax.data.named_templates import set_chat_template
 from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows, pack_documents
@@ -56,6 +56,7 @@ def prepare(
     packing: bool = True,
     mixture_ends: Exhaustion = "first_exhausted",
     seed: int = 0,
+    split: tuple[float, bool] | None = None,
     cache_dir: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Dataset:
@@ -72,6 +73,7 @@ def prepare(
         packing: Whether examples share rows.
         mixture_ends: The end of an epoch with weights; see `choose`.
         seed: Of the random parts of a mixture.
+        split: How much is held out (`split_off`), and whether it is that which is wanted; None: everything is.
         cache_dir: Folder of the cache; None: no cache.
         progress: Takes messages for people; None: no messages.
 
@@ -86,7 +88,7 @@ def prepare(
     options = [max_seq_length, loss_on, special_tokens, too_long, packing, chat_template is not None]
     folder = None
     if cache_dir is not None:
-        key = identity(opened, tokenizer, [*options, mixture_ends, seed])
+        key = identity(opened, tokenizer, [*options, mixture_ends, seed, *(split or ())])
         folder = Path(cache_dir).expanduser() / key
         found = cache.load(folder)
         if found is not None:
@@ -96,6 +98,15 @@ def prepare(
     for name, read in zip(names, records, strict=True):
         if not read:
             raise DataError(f"{name}: no examples")
+    if split is not None:
+        held_out = [set(part.tolist()) for part in split_off([len(read) for read in records], split[0])]
+        records = [
+            [record for index, record in enumerate(read) if (index in part) == split[1]]
+            for read, part in zip(records, held_out, strict=True)
+        ]
+        left = [(one, read) for one, read in zip(opened, records, strict=True) if read]
+        opened, records = ([pair[index] for pair in left] for index in range(2))
+        names = [source.source.path for source in opened]
     chosen = choose([len(read) for read in records], [s.source.weight for s in opened], mixture_ends, seed)
     if progress is not None and len(opened) > 1:
         parts = zip(names, chosen, records, strict=True)

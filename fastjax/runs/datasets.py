@@ -129,7 +129,10 @@ def load_datasets(
         size, parts = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
         train = stream(sources["train"], tokenizer, length, size, parts, **shared)
     else:
-        train = prepare(sources["train"], tokenizer, length, **kept)
+        size = data.val_set_size
+        train = prepare(sources["train"], tokenizer, length, split=None if size is None else (size, False), **kept)
+        if size is not None:
+            return train, prepare(sources["train"], tokenizer, length, split=(size, True), **kept)
     return train, prepare(sources["eval"], tokenizer, length, **kept) if sources["eval"] else None
 
 

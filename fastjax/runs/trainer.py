@@ -63,7 +63,8 @@ class TrainerSettings:
         output: the output folder, or the whole section.
         training: length, batches, evaluation.
         optimizer: the rule of the updates and its schedule, where the trainer gets none of your own.
-        columns: as of `DataSection`.
+        val_set_size: as of `DataSection`.
+        columns: likewise.
         chat_template: likewise.
         loss_on: likewise.
         special_tokens: likewise.
@@ -76,6 +77,7 @@ class TrainerSettings:
     output: OutputSection | str
     training: TrainingSection = dataclasses.field(default_factory=TrainingSection)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    val_set_size: int | float | None = DataSection.val_set_size
     columns: dict[str, str] | None = DataSection.columns
     chat_template: str | None = DataSection.chat_template
     loss_on: LossOn = DataSection.loss_on

@@ -66,8 +66,11 @@ class TrainConfig:
             "output.load_best_model_at_end": self.output.load_best_model_at_end,
         }
         for name, given in needs_eval.items():
-            if given and self.data.eval is None:
-                raise ConfigError(f"{name}: expected data.eval with it, got none; name held-out data or leave it out")
+            if given and self.data.eval is None and self.data.val_set_size is None:
+                raise ConfigError(
+                    f"{name}: expected data.eval or data.val_set_size with it, got none; name held-out data or leave it "
+                    "out"
+                )
         training = self.training
         size = max(training.per_device_train_batch_size, training.per_device_eval_batch_size or 1)
         tokens = size * training.gradient_accumulation_steps * self.model.max_seq_length

@@ -4,7 +4,7 @@ import dataclasses
 
 from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens, TooLong
 from fastjax.errors import ConfigError
-from fastjax.training.config.checks import check_section
+from fastjax.training.config.checks import check_section, expect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +15,9 @@ class DataSection:
         train: a file, a folder, or a name that `datasets.load_dataset` takes; or a list of these, or of sections with
             path, name, split, weight, streaming and columns. Rows hold messages (with tools), conversations (ShareGPT),
             prompt and completion, instruction, input and output, or text. If one is streamed, all are.
-        eval: held-out data, named in the same way; null: no evaluation.
+        eval: held-out data, named in the same way; null: none but those of val_set_size.
+        val_set_size: hold so many examples of the training data out, or a share of them below 1, of each data set its
+            part, the same ones whatever training.seed is; null: none.
         columns: names of the columns of data sets without their own: {prompt: question, completion: answer}.
         mixture_ends: with weights: first_exhausted (an epoch ends before any example would be repeated; of the other
             data sets it has a random part) or all_exhausted (no example is left out; the others repeat).
@@ -34,6 +36,7 @@ class DataSection:
 
     train: str | list[str | DataSource]
     eval: str | list[str | DataSource] | None = None
+    val_set_size: int | float | None = None
     columns: dict[str, str] | None = None
     mixture_ends: Exhaustion = "first_exhausted"
     chat_template: str | None = None
@@ -54,6 +57,12 @@ class DataSection:
                 )
         if not self.sources("train"):
             raise ConfigError("data.train: expected at least one data set, got none")
+        size = self.val_set_size
+        fits = size is None or 0 < size < 1 or (size >= 1 and size == int(size))
+        expect("data.val_set_size", size, fits, "that is a whole number from 1, or a share between 0 and 1")
+        if size is not None and (self.eval is not None or any(source.streaming for source in self.sources("train"))):
+            beside = "data.eval" if self.eval is not None else "streaming: true in data.train"
+            raise ConfigError(f"data.val_set_size: expected null beside {beside}, got {size}")
         if any(source.streaming for source in self.sources("eval")):
             raise ConfigError("data.eval: streaming: expected false, got true; held-out data are read whole")
 

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from fastjax.data.mixture import choose, next_source
+from fastjax.data.mixture import choose, next_source, split_off
+from fastjax.errors import ConfigError
 
 
 def test_without_weights_everything_once():
@@ -26,6 +27,22 @@ def test_all_exhausted_leaves_nothing_out():
 def test_shares_are_those_of_the_weights(ends):
     parts = choose([700, 900, 40], [0.5, 0.3, 0.2], ends, 0)
     np.testing.assert_allclose([len(part) / sum(map(len, parts)) for part in parts], [0.5, 0.3, 0.2], atol=0.005)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "counts"), [(0.1, [10, 3, 0]), (13, [10, 3, 0]), (1, [1, 0, 0]), (131, [99, 30, 2])]
+)
+def test_of_each_data_set_its_part_is_held_out(held_out, counts):
+    parts = split_off([99 + 1, 30, 2], held_out)
+    assert [len(part) for part in parts] == counts
+    assert all((np.diff(part) > 0).all() for part in parts)
+    assert [part.tolist() for part in parts] == [part.tolist() for part in split_off([100, 30, 2], held_out)]
+
+
+@pytest.mark.parametrize("held_out", [132, 0.001, 200])
+def test_something_is_held_out_and_something_left(held_out):
+    with pytest.raises(ConfigError, match="val_set_size: expected at least 1 and fewer than the 132 examples, got"):
+        split_off([100, 30, 2], held_out)
 
 
 def test_a_stream_keeps_the_shares_at_any_time():

@@ -75,6 +75,26 @@ def test_data_sets_are_mixed_by_weight_and_repeated(tmp_path, make_tokenizer):
     assert len(found) == 20 and said == [f"{files[0]}: 10 of 10 examples; {files[1]}: 10 of 4 examples"]
 
 
+def test_what_is_held_out_is_not_trained_on(tmp_path, make_tokenizer):
+    """Two parts of all examples, each cached by itself."""
+    tokenizer = make_tokenizer("llama3")
+    many = write(tmp_path / "many.jsonl", [chat("what is the answer", "a" * (n + 1)) for n in range(10)])
+    few = write(tmp_path / "few.jsonl", [chat("what is the answer", "b" * (n + 1)) for n in range(2)])
+    options = {"cache_dir": tmp_path / "cache", "packing": False}
+    whole, train, held_out, again = (
+        prepare([many, few], tokenizer, 64, split=split, **options)
+        for split in (None, (0.25, False), (0.25, True), (0.25, True))
+    )
+
+    def found(dataset):
+        (batch,) = Batches(dataset.rows, batch_size=len(dataset.rows), shuffle=False).epoch()
+        return {tuple(row[row != -100].tolist()) for row in batch.targets[0]}
+
+    assert found(train) | found(held_out) == found(whole) and not found(train) & found(held_out)
+    assert (train.statistics.examples, held_out.statistics.examples) == (9, 3)
+    assert again.from_cache and again.fingerprint == held_out.fingerprint != train.fingerprint
+
+
 def test_the_largest_token_is_known_before_the_model_is(tmp_path, make_tokenizer):
     tokenizer = make_tokenizer(None)
     tokenizer.add_tokens(["<|new|>"])

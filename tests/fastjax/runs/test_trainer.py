@@ -181,7 +181,7 @@ def test_what_cannot_be_trained_is_refused(model, tmp_path):
             Trainer(**({"model": model, "settings": plain, "console": quiet()} | arguments))
     with pytest.raises(DataError, match="train_dataset row 1: "):
         Trainer(model, train_dataset=[rows()[0], {"other": 1}], settings=plain, console=quiet()).train()
-    with pytest.raises(ConfigError, match=r"training\.eval_steps: expected data\.eval with it"):
+    with pytest.raises(ConfigError, match=r"training\.eval_steps: expected data\.eval or data\.val_set_size with it"):
         Trainer(model, train_dataset=rows(), settings=settings(tmp_path / "out"))
     assert not list((tmp_path / "out").glob("*.jsonl"))
 

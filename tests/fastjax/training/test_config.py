@@ -104,7 +104,7 @@ def test_contradictions():
     whole = ModelSection("m", full_finetuning=True, load_in_4bit=False)
     with pytest.raises(ConfigError, match="lora: expected no such section"):
         TrainConfig(whole, DataSection("d"), OutputSection("o"), lora=LoraSection(r=4))
-    with pytest.raises(ConfigError, match="training.eval_steps: expected data.eval with it"):
+    with pytest.raises(ConfigError, match="training.eval_steps: expected data.eval or data.val_set_size with it"):
         TrainConfig(ModelSection("m"), DataSection("d"), OutputSection("o"), training=TrainingSection(eval_steps=5))
 
 
@@ -119,3 +119,20 @@ def test_every_field_is_described(section):
     described = "".join((kind.__doc__ or "").partition("Attributes:")[2] for kind in section.__mro__)
     for field in dataclasses.fields(section):
         assert f"\n        {field.name}: " in described
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"val_set_size": 0},
+            "val_set_size: expected a value that is a whole number from 1, or a share between 0 and 1",
+        ),
+        ({"val_set_size": 1.5}, "val_set_size: expected a value that is a whole number"),
+        ({"val_set_size": 5, "eval": "b.jsonl"}, "val_set_size: expected null beside data.eval, got 5"),
+        ({"val_set_size": 5, "train": [DataSource("a", streaming=True)]}, "expected null beside streaming: true"),
+    ],
+)
+def test_what_is_held_out_is_named_once(data, message):
+    with pytest.raises(ConfigError, match=message):
+        DataSection(**{"train": "a.jsonl", **data})
