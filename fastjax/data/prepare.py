@@ -104,8 +104,8 @@ def prepare(
             [record for index, record in enumerate(read) if (index in part) == split[1]]
             for read, part in zip(records, held_out, strict=True)
         ]
-        left = [(one, read) for one, read in zip(opened, records, strict=True) if read]
-        opened, records = ([pair[index] for pair in left] for index in range(2))
+        opened = [one for one, read in zip(opened, records, strict=True) if read]
+        records = [read for read in records if read]
         names = [source.source.path for source in opened]
     chosen = choose([len(read) for read in records], [s.source.weight for s in opened], mixture_ends, seed)
     if progress is not None and len(opened) > 1:

@@ -68,8 +68,8 @@ class TrainConfig:
         for name, given in needs_eval.items():
             if given and self.data.eval is None and self.data.val_set_size is None:
                 raise ConfigError(
-                    f"{name}: expected data.eval or data.val_set_size with it, got none; name held-out data or leave it "
-                    "out"
+                    f"{name}: expected data.eval or data.val_set_size with it, got none; name held-out data or leave "
+                    "it out"
                 )
         training = self.training
         size = max(training.per_device_train_batch_size, training.per_device_eval_batch_size or 1)
