@@ -87,14 +87,14 @@ def _forward(call: Call, trainable: PyTree, frozen: PyTree, hidden: Array, targe
         return dhidden, log_probs_of(rows, chunk_targets, logits.shape[2])
 
     dhidden, log_probs = scan_chunks(call, step, zeros_in_chunks(call, hidden), hidden, targets)
-    head = (trainable, frozen, hidden, targets) if jax.tree.leaves(trainable) else (trainable,)
-    return _whole(log_probs, hidden.shape[1]), (dhidden[:, : hidden.shape[1]], *head)
+    head = (frozen, hidden, targets) if jax.tree.leaves(trainable) else None
+    return _whole(log_probs, hidden.shape[1]), (dhidden[:, : hidden.shape[1]], trainable, head)
 
 
 def _backward(call: Call, residuals: tuple, cotangent: Float[Array, "B S"]):
-    dhidden, trainable, *head = residuals
+    dhidden, trainable, head = residuals
     dhidden = (-cotangent[:, :, None] * dhidden.astype(jnp.float32)).astype(dhidden.dtype)
-    dtrainable = _head_gradient(call, trainable, *head, cotangent) if head else trainable
+    dtrainable = trainable if head is None else _head_gradient(call, trainable, head, cotangent)
     return dtrainable, None, dhidden, None
 
 
@@ -102,9 +102,10 @@ _log_probs.defvjp(_forward, _backward)
 
 
 def _head_gradient(
-    call: Call, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array, cotangent: Float[Array, "B S"]
+    call: Call, trainable: PyTree, head: tuple[PyTree, Array, Array], cotangent: Float[Array, "B S"]
 ) -> PyTree:
     """The gradient in the head's trained arrays; the logits are computed again."""
+    frozen, hidden, targets = head
     largest = jnp.max(jnp.abs(cotangent))
     factors = cotangent / jnp.where(largest > 0, largest, 1.0)
 
