@@ -1,10 +1,12 @@
 """The objectives as losses of the train step.
 
 A loss is a sum over the pairs, or for KTO over the answers, whose number is its weight: the rows' division into
-microbatches and devices does not change it, but for KTO's divergence, an estimate of each microbatch. Defaults are the
-papers' or TRL's. Metrics, as in TRL: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies,
-logps/chosen, logps/rejected, with rewards β·log(π/π₀), or β·(mean of log π) without a reference; of ORPO nll_loss and
-log_odds_ratio, of KTO kl. Routers' losses and label smoothing over the vocabulary are not added.
+microbatches and devices does not change it, but for KTO's divergence, an estimate of each microbatch. Defaults are
+TRL's; those of SimPO are where its authors' code says to start.
+
+Metrics, as in TRL: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen, logps/rejected,
+with rewards β·log(π/π₀), or β·(mean of log π) without a reference; of ORPO nll_loss and log_odds_ratio, of KTO kl.
+Routers' losses and label smoothing over the vocabulary are not added.
 """
 
 import dataclasses
@@ -35,7 +37,7 @@ class Pairs(NamedTuple):
     whole: Bool[Array, ""]
 
     def of(self, values: Float[Array, "B D"]) -> tuple[Float[Array, "B P"], Float[Array, "B P"]]:
-        """The documents' numbers, of the chosen and of the rejected; −1 where there is no pair."""
+        """The documents' numbers, of the chosen and of the rejected; without a pair −1, whose odds are finite."""
         return jnp.where(self.present, values[:, :-1], -1.0), jnp.where(self.present, values[:, 1:], -1.0)
 
     def sums(
