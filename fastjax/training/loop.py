@@ -8,6 +8,7 @@ nothing. A thread makes batches and sends them to the device.
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from fastjax.errors import TrainingError
 from fastjax.training.cadence import Cadence, Progress
 from fastjax.training.checkpoint import Checkpoints, SaveFailed
 from fastjax.training.health import GradientCheck
-from fastjax.training.loss import LossSums
+from fastjax.training.loss import LossSums, Mean
 from fastjax.training.metrics import Evaluation, Row, Sink, Throughput
 from fastjax.training.signals import SharedStop, StopSignals
 from fastjax.training.step import COUNTS, STEP_METRICS
@@ -320,12 +321,16 @@ def run_evaluation(
     with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=send)) as ready:
         found: list[LossSums] = jax.device_get([eval_step(trainable, frozen, batch) for batch in ready])
     loss = sum(float(sums.loss_sum) for sums in found)
-    weight = sum(float(sums.metrics["num_targets"] if sums.weight is None else sums.weight) for sums in found)
+    totals: dict[str, Any] = {}
+    if found:
+        totals = jax.tree.map(lambda *parts: sum(map(float, parts)), *(dict(sums.metrics) for sums in found))
+    weights = [float(sums.weight) for sums in found if sums.weight is not None]
+    weight = sum(weights) if weights else totals.get("num_targets", 0.0)
     if not weight:
         raise TrainingError("the evaluation rows hold no token to predict; expected at least one")
-    totals = {name: sum(float(sums.metrics[name]) for sums in found) for name in found[0].metrics}
     targets, correct = (int(totals.pop(name, 0)) for name in COUNTS)
-    own = {f"eval_{name}": total / weight for name, total in totals.items()}
+    means = {name: tuple(total) if isinstance(total, Mean) else (total, weight) for name, total in totals.items()}
+    own: dict[str, Any] = {f"eval_{name}": total / each if each else math.nan for name, (total, each) in means.items()}
     return Evaluation(loss / weight, correct / max(1, targets), targets, own)
 
 

@@ -1,20 +1,15 @@
 """The loss of a batch: cross-entropy summed over target tokens, never the whole logits at once."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
-from flax import nnx
 from flax.nnx.filterlib import Filter
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from fastjax.models.decoder import Decoder, lm_logits
+from fastjax.models.decoder import Decoder
 from fastjax.models.moe import load_of, router_statistics
-from fastjax.parallel import ROWS, SHARES, batch_devices, context_devices, local, tensor_devices
-from pallas_kernels.cross_entropy import CrossEntropy, chunk_size_for, chunked_cross_entropy
+from fastjax.training.head import head_cross_entropy
 from pallas_kernels.moe_routing import load_balancing_loss, z_loss
 
 
@@ -25,12 +20,24 @@ class LossSums(NamedTuple):
         loss_sum: the numerator of the loss.
         weight: the denominator, at least 0; None: the metric num_targets, the number of the rows' target tokens.
         metrics: by name. `num_targets` and `num_correct` are counts of tokens and make the token accuracy; the mean of
-            any other, over the weight, is reported under its name.
+            any other, over the weight or over its own (`Mean`), is reported under its name.
     """
 
     loss_sum: Float[Array, ""]
     weight: Float[Array, ""] | Int[Array, ""] | None
-    metrics: Mapping[str, Array]
+    metrics: Mapping[str, "Array | Mean"]
+
+
+class Mean(NamedTuple):
+    """A metric with a weight of its own; reported as NaN where this is zero.
+
+    Attributes:
+        total: the sum.
+        weight: at least 0.
+    """
+
+    total: Float[Array, ""]
+    weight: Float[Array, ""]
 
 
 class Loss(Protocol):
@@ -89,27 +96,9 @@ def loss_sums(
     options = {"key": key, "neftune_noise_alpha": neftune_noise_alpha}
     forward = model.forward(rows.tokens, rows.positions, rows.segment_ids, **options)
     hidden = model.head_input(forward.hidden, key)
-    graphdef, trained, frozen = nnx.split(model.lm_head, trainable_filter, ...)
-
-    def project(trained: nnx.State, frozen: nnx.State, hidden: Array) -> Array:
-        head = nnx.merge(graphdef, trained, frozen)
-        head.scale, head.soft_cap = 1.0, None  # the operation scales and caps where it reads the logits anyway
-        return lm_logits(head, hidden)
-
-    local_rows = -(-rows.tokens.shape[0] // batch_devices())
-    length = rows.tokens.shape[1] // (context_devices() * tensor_devices())
-    size = chunk_size or chunk_size_for(local_rows, length, model.config.vocab_size)
     smoothing, coefficient = (0.0, 0.0) if key is None else (label_smoothing_factor, z_loss_coef)
-    cross_entropy = functools.partial(
-        chunked_cross_entropy,
-        project,
-        chunk_size=size,
-        label_smoothing=smoothing,
-        z_loss=coefficient,
-        logits_scale=model.lm_head.scale,
-        logits_soft_cap=model.lm_head.soft_cap,
-    )
-    sums = _on_each_device(cross_entropy)(nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen), hidden, rows.targets)
+    terms = {"label_smoothing": smoothing, "z_loss": coefficient}
+    sums = head_cross_entropy(model, trainable_filter, hidden, rows.targets, chunk_size=chunk_size, **terms)
     loss_sum, num_targets = sums.loss_sum, sums.num_targets
     metrics = {"num_targets": num_targets, "num_correct": sums.num_correct}
     if smoothing or coefficient:
@@ -122,16 +111,3 @@ def loss_sums(
         loss_sum = loss_sum + weight * (router_aux_loss_coef * balance + router_z_loss_coef * z_loss(load))
     routers = router_statistics(forward.sums) | {"router_load_balancing_loss": balance}
     return LossSums(loss_sum, None, metrics | {name: weight * value for name, value in routers.items()})
-
-
-def _on_each_device(op: Callable[..., CrossEntropy]) -> Callable[..., CrossEntropy]:
-    """A loss of (trained, frozen, hidden, targets) over each device's own rows and tokens, and the sum of these.
-
-    The head is gathered once, and its gradient summed once, not for each chunk.
-    """
-
-    def own(*arguments: Any) -> CrossEntropy:
-        return jax.tree.map(lambda total: jnp.asarray(total)[None], op(*arguments))
-
-    island = local(own, in_specs=(P(), P(), ROWS, ROWS), out_specs=SHARES)
-    return lambda *arguments: jax.tree.map(lambda totals: jnp.sum(totals, axis=0), island(*arguments))

@@ -33,7 +33,7 @@ from fastjax.parallel.exchange import Feedback, exchange, no_feedback
 from fastjax.parallel.gather import scattered
 from fastjax.training.commit import finite_or_kept
 from fastjax.training.health import squared_norms
-from fastjax.training.loss import Loss, LossSums, loss_sums
+from fastjax.training.loss import Loss, LossSums, Mean, loss_sums
 from fastjax.training.loss_scale import LossScale
 from fastjax.training.placement import state_shardings, weight_shardings
 
@@ -131,7 +131,7 @@ def make_train_step(
     Returns:
         The step. Its batch holds int32 [A, B, S] arrays, A the accumulation axis; `segment_ids` may be None where
         every row is one document, and `extra` fields are [A, B, …]. Metrics, on the device: loss (mean over the
-        weight), the loss's own (num_targets and num_correct as sums, others as means over the weight), grad_norm
+        weight), the loss's own (num_targets and num_correct as sums, others as means), grad_norm
         (before clipping), squared_norms (float32 [n], in the order of `health.leaf_names`), finite, updates (made
         before this step), and with a loss scale loss_scale (that of this step) and skipped_steps (so far).
     """
@@ -184,7 +184,7 @@ def make_train_step(
         updated = state._replace(step=state.step + 1, trainable=trainable, opt_state=opt_state, feedback=feedback)
         new_state = finite_or_kept(finite, updated, state)
         metrics = {
-            **{name: value if name in COUNTS else value / weight for name, value in sums.metrics.items()},
+            **{name: _reported(name, value, weight) for name, value in sums.metrics.items()},
             "loss": sums.loss_sum / weight,
             "grad_norm": grad_norm,
             "squared_norms": norms,
@@ -294,6 +294,13 @@ def _accumulate(gradient: Callable[..., tuple[Any, LossSums]], batch: Batch, dty
         jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums),
     )
     return jax.lax.scan(body, zero, (numbers, batch))[0]
+
+
+def _reported(name: str, value: Array | Mean, weight: Array) -> Array:
+    """A metric of the sums: a count, or the mean over its own weight or that of the loss."""
+    if isinstance(value, Mean):
+        return value.total / value.weight
+    return value if name in COUNTS else value / weight
 
 
 def _on_mesh(

@@ -62,3 +62,16 @@ def cross_entropy(
         cross_entropy_sum,
         z_loss_sum,
     )
+
+
+def token_log_probs(logits: Float[Array, "B S V"], targets: Int[Array, "B S"]) -> Float[Array, "B S"]:
+    """Log-probabilities of the targets, 0 where it is ``IGNORE_INDEX``; float32 (float64 for float64).
+
+    Args:
+        logits: unnormalised log-probabilities.
+        targets: the index of the right word, or ``IGNORE_INDEX``.
+    """
+    logits = logits.astype(jnp.float64 if logits.dtype == jnp.float64 else jnp.float32)
+    counted = targets != IGNORE_INDEX
+    words = jnp.where(counted, targets, 0)[:, :, None]
+    return jnp.where(counted, jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), words, axis=-1)[:, :, 0], 0.0)

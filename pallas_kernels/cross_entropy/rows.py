@@ -62,6 +62,18 @@ class Rows(NamedTuple):
     correct: Bool[Array, "B C"]
 
 
+def log_probs_of(rows: Rows, targets: Int[Array, "B C"], vocab: int) -> Float[Array, "B C"]:
+    """Log-probabilities of the targets; 0 where it is ``IGNORE_INDEX``, NaN where it is outside the vocabulary.
+
+    Args:
+        rows: their numbers.
+        targets: the index of the right word, or ``IGNORE_INDEX``.
+        vocab: V.
+    """
+    right = jnp.where((targets >= 0) & (targets < vocab), rows.target - rows.logsumexp, jnp.nan)
+    return jnp.where(targets == IGNORE_INDEX, 0.0, right)
+
+
 def sums_of(rows: Rows, targets: Int[Array, "B C"], vocab: int, options: Options) -> CrossEntropy:
     """The sums over rows; NaN where a target is outside the vocabulary.
 
@@ -72,7 +84,7 @@ def sums_of(rows: Rows, targets: Int[Array, "B C"], vocab: int, options: Options
         options: of the call.
     """
     counted = targets != IGNORE_INDEX
-    right = jnp.where((targets >= 0) & (targets < vocab), rows.logsumexp - rows.target, jnp.nan)
+    right = -log_probs_of(rows, targets, vocab)
     losses, squares = right, jnp.square(rows.logsumexp)
     if rows.mean is not None:
         smooth = rows.logsumexp - rows.mean

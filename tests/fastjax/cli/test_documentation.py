@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fastjax.cli import COMMANDS
@@ -85,6 +86,7 @@ def test_readme_names_every_recipe():
             "docs/convert.md",
             "docs/memory.md",
             "docs/parallel.md",
+            "docs/preferences.md",
         ),
         *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs/lab").glob("*.md"))),
     ],
@@ -158,3 +160,19 @@ def test_own_loss_and_evaluation(chat_folder, chats, tmp_path, monkeypatch):
     names: dict = {}
     exec(code.replace(given, given + options), names)
     assert names["result"].evaluation.extra == {"eval_exact": 0.0}
+
+
+def test_preferences(chat_folder, monkeypatch):
+    """The blocks of docs/preferences.md, on a small model: the loss falls, the margin grows."""
+    code = "\n".join(blocks("python", (ROOT / "docs" / "preferences.md").read_text(encoding="utf-8")))
+    for written, used in [("path/to/model", str(chat_folder)), ("2048", "128"), ("1e-3", "3e-3")]:
+        assert written in code
+        code = code.replace(written, used)
+    names: dict = {}
+    exec(code, names)
+    losses, margins = zip(*names["history"], strict=True)
+    np.testing.assert_allclose(losses[0], np.log(2), rtol=1e-6)  # B is zero: policy and reference are equal
+    assert margins[0] == 0
+    assert np.all(np.diff(losses) < 0) and np.all(np.diff(margins) > 0)
+    known = names["rows"].reference_log_probs
+    assert known.shape == (4,) and np.all(known < 0)

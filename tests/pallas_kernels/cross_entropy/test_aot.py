@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy, triton
+from pallas_kernels.cross_entropy import chunk_size_for, chunked_cross_entropy, token_log_probs, triton
 from pallas_kernels.cross_entropy.config import TILES
 from pallas_kernels.cross_entropy.rows import Options
 from pallas_kernels.cross_entropy.shapes import HEADS
@@ -20,13 +20,16 @@ HEAD = HEADS[0]
 GIB = 2**30
 
 
-def compiled(differentiate, implementation=None):
+def compiled(differentiate, implementation=None, log_probs=False):
     def loss(hidden, weight, targets):
         def project(trainable, frozen, piece):
             return jnp.einsum("bse,ve->bsv", piece, frozen)
 
         chunk_size = chunk_size_for(BATCH, LENGTH, HEAD.vocab)
         options = {"chunk_size": chunk_size, "implementation": implementation}
+        if log_probs:
+            found = token_log_probs(project, (), weight, hidden, targets, **options)
+            return -jax.nn.log_sigmoid(jnp.sum(found)), found
         sums = chunked_cross_entropy(project, (), weight, hidden, targets, **options)
         return sums.loss_sum / sums.num_targets.astype(jnp.float32), sums
 
@@ -55,6 +58,15 @@ def test_gradient_takes_two_bfloat16_products_and_one_chunk_of_logits(implementa
     assert gemm_dtypes(program.as_text()) == [("bf16", "bf16", "bf16")] * 2
     chunk = 2048 * HEAD.vocab * 2  # 0.49 GiB; the whole logits would be 1.96
     assert logits * chunk < program.memory_analysis().temp_size_in_bytes < (logits + 0.08) * chunk
+
+
+@pytest.mark.newer_world
+def test_log_probs_with_a_cotangent_each_take_as_much():
+    """The rows of the gradient in hidden, which is of hidden's size, are multiplied in the backward pass."""
+    program = compiled(differentiate=True, log_probs=True)
+    assert gemm_dtypes(program.as_text()) == [("bf16", "bf16", "bf16")] * 2
+    chunk = 2048 * HEAD.vocab * 2
+    assert chunk < program.memory_analysis().temp_size_in_bytes < 1.08 * chunk
 
 
 @pytest.mark.both_worlds("128256-h200", others="newer_world")

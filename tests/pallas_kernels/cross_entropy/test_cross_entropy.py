@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.cross_entropy import IGNORE_INDEX, CrossEntropy, chunk_size_for, chunked_cross_entropy, triton
+from pallas_kernels.cross_entropy import (
+    IGNORE_INDEX,
+    CrossEntropy,
+    chunk_size_for,
+    chunked_cross_entropy,
+    reference,
+    token_log_probs,
+    triton,
+)
 from pallas_kernels.cross_entropy.config import Tiles
 from pallas_kernels.cross_entropy.implementations import REGISTRY
 from pallas_kernels.cross_entropy.reference import cross_entropy
@@ -115,6 +123,60 @@ def test_terms_of_the_loss_in_value_and_gradient(terms):
     assert_close(sums.cross_entropy_sum, plain.loss_sum, 2e-6)
     assert abs(float(sums.loss_sum) - float(plain.loss_sum)) > 0.01
     assert np.abs(gradients[1] - plain_gradients[1]).max() > 1e-4  # of hidden
+
+
+def weighted(chunk_size, **options):
+    """Σ weight · log p of chunks, with the log-probabilities, as a loss of preferences takes them."""
+
+    def total(trainable, hidden, frozen, targets, weights):
+        found = token_log_probs(project, trainable, frozen, hidden, targets, chunk_size=chunk_size, **options)
+        return jnp.sum(weights * found), found
+
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
+
+
+def weighted_oracle(trainable, hidden, frozen, targets, weights, head=project):
+    """The same of whole logits in float64."""
+
+    def total(trainable, hidden):
+        found = reference.token_log_probs(head(trainable, wide[2], hidden), targets)
+        return jnp.sum(wide[3] * found), found
+
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (trainable, hidden, frozen, weights))
+        results = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(*wide[:2])
+        return jax.tree.map(np.asarray, results)
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("dtype, size", [("float32", 1.0), ("bfloat16", 1e-9), ("float16", 1e-9)])
+def test_log_probs_of_tokens_with_a_cotangent_each(dtype, size, trained):
+    """Through a scale, a soft cap and a chunk that leaves a rest; cotangents of both signs, small ones too."""
+    trainable, frozen, hidden, targets = inputs(jnp.dtype(dtype))
+    trainable = trainable if trained else {}
+    weights = size * np.random.default_rng(3).standard_normal((B, S)).astype(np.float32)
+    given = trainable, hidden, frozen, targets, jnp.asarray(weights)
+    (_, found), (dtrainable, dhidden) = weighted(5, **CAPPED)(*given)
+    (_, expected), (wanted, wanted_hidden) = weighted_oracle(*given, head=capped)
+    assert found.dtype == jnp.float32 and dhidden.dtype == hidden.dtype
+    assert not np.any(np.asarray(found)[np.asarray(targets) == IGNORE_INDEX])
+    if dtype == "float32":
+        assert_close((found, dtrainable, dhidden), (expected, wanted, wanted_hidden), 5e-6)
+        return
+    # logits, their gradient, once more with its factor, and the result in the dtype; its half unit is 2⁻⁹ or 2⁻¹²
+    tolerance = 2**-6 if dtype == "bfloat16" else 2**-9
+    assert_close((found, dtrainable), (expected, wanted), tolerance)
+    if dtype == "bfloat16":  # in float16 the gradient in hidden is below the smallest number, as this loss has no scale
+        assert_close(dhidden, wanted_hidden, tolerance)
+
+
+def test_products_of_log_probs():
+    """A frozen head costs two; nothing but the forward pass runs without differentiation."""
+    trainable, frozen, hidden, targets = inputs()
+    lowered = weighted(5).lower({}, hidden, frozen, targets, jnp.ones((B, S))).as_text()
+    assert lowered.count("dot_general") == 2
+    plain = jax.jit(lambda *given: token_log_probs(project, *given, chunk_size=5))
+    assert plain.lower(trainable, frozen, hidden, targets).as_text().count("dot_general") == 3
 
 
 @pytest.mark.torch
@@ -287,8 +349,9 @@ def test_large_logits_stay_finite():
 @pytest.mark.parametrize("target", [V, -1, -101])
 def test_a_target_outside_the_vocabulary_is_not_silent(target):
     trainable, frozen, hidden, targets = inputs()
-    sums = chunked_cross_entropy(project, trainable, frozen, hidden, targets.at[1, 2].set(target), chunk_size=4)
-    assert np.isnan(sums.loss_sum)
+    given = project, trainable, frozen, hidden, targets.at[1, 2].set(target)
+    assert np.isnan(chunked_cross_entropy(*given, chunk_size=4).loss_sum)
+    assert np.argwhere(np.isnan(token_log_probs(*given, chunk_size=4))).tolist() == [[1, 2]]
 
 
 def test_rows_sharded_over_eight_devices():

@@ -1,0 +1,94 @@
+"""The head's operations over chunks of the sequence, for losses: each device takes its own rows and tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.filterlib import Filter
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from fastjax.models.decoder import Decoder, lm_logits
+from fastjax.parallel import ROWS, SHARES, batch_devices, context_devices, local, tensor_devices
+from pallas_kernels.cross_entropy import CrossEntropy, chunk_size_for, chunked_cross_entropy, token_log_probs
+
+
+def head_cross_entropy(
+    model: Decoder,
+    trainable_filter: Filter,
+    hidden: Float[Array, "B S C"],
+    targets: Int[Array, "B S"],
+    *,
+    chunk_size: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> CrossEntropy:
+    """`chunked_cross_entropy` of the model's head, summed over the devices.
+
+    Args:
+        model: the decoder, merged.
+        trainable_filter: the nnx filter of the trained variables.
+        hidden: `Decoder.head_input`'s result.
+        targets: -100 where nothing is learnt.
+        chunk_size: sequence places whose logits exist at once on a device; None: by the size of the vocabulary.
+        label_smoothing: share of the loss that is the mean of −log p over the vocabulary.
+        z_loss: factor of the square of the logits' logsumexp, which is added.
+    """
+
+    def own(*arguments: Any) -> CrossEntropy:
+        sums = chunked_cross_entropy(*arguments, **options, label_smoothing=label_smoothing, z_loss=z_loss)
+        return jax.tree.map(lambda total: jnp.asarray(total)[None], sums)
+
+    project, trained, frozen, options = _head(model, trainable_filter, targets.shape, chunk_size)
+    island = local(lambda *arrays: own(project, *arrays), in_specs=(P(), P(), ROWS, ROWS), out_specs=SHARES)
+    return jax.tree.map(lambda totals: jnp.sum(totals, axis=0), island(trained, frozen, hidden, targets))
+
+
+def head_log_probs(
+    model: Decoder,
+    trainable_filter: Filter,
+    hidden: Float[Array, "B S C"],
+    targets: Int[Array, "B S"],
+    *,
+    chunk_size: int | None = None,
+) -> Float[Array, "B S"]:
+    """`token_log_probs` of the model's head.
+
+    Args:
+        model: the decoder, merged.
+        trainable_filter: the nnx filter of the trained variables.
+        hidden: `Decoder.head_input`'s result.
+        targets: -100 where nothing is learnt.
+        chunk_size: as for `head_cross_entropy`.
+    """
+    project, trained, frozen, options = _head(model, trainable_filter, targets.shape, chunk_size)
+    island = local(
+        lambda *arrays: token_log_probs(project, *arrays, **options), in_specs=(P(), P(), ROWS, ROWS), out_specs=ROWS
+    )
+    return island(trained, frozen, hidden, targets)
+
+
+def _head(
+    model: Decoder, trainable_filter: Filter, shape: tuple[int, ...], chunk_size: int | None
+) -> tuple[Callable[..., Array], Any, Any, dict[str, Any]]:
+    """The head as its operations take it: function, trained and frozen arrays, options.
+
+    On a mesh the arrays go whole into an island: they are gathered once, and the gradient summed once, not for each
+    chunk.
+    """
+    graphdef, trained, frozen = nnx.split(model.lm_head, trainable_filter, ...)
+
+    def project(trained: nnx.State, frozen: nnx.State, hidden: Array) -> Array:
+        head = nnx.merge(graphdef, trained, frozen)
+        head.scale, head.soft_cap = 1.0, None  # the operation scales and caps where it reads the logits anyway
+        return lm_logits(head, hidden)
+
+    rows, length = -(-shape[0] // batch_devices()), shape[1] // (context_devices() * tensor_devices())
+    options = {
+        "chunk_size": chunk_size or chunk_size_for(rows, length, model.config.vocab_size),
+        "logits_scale": model.lm_head.scale,
+        "logits_soft_cap": model.lm_head.soft_cap,
+    }
+    return project, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen), options

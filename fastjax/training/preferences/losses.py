@@ -1,0 +1,248 @@
+"""The objectives as losses of the train step.
+
+A loss is a sum over the pairs, or for KTO over the answers, whose number is its weight: the rows' division into
+microbatches and devices does not change it, but for KTO's divergence, an estimate of each microbatch. Defaults are
+TRL's; those of SimPO are where its authors' code says to start.
+
+Metrics, as in TRL: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen, logps/rejected,
+with rewards β·log(π/π₀), or β·(mean of log π) without a reference; of ORPO nll_loss and log_odds_ratio, of KTO kl.
+Routers' losses and label smoothing over the vocabulary are not added.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.nnx.filterlib import Filter
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from fastjax.data.preferences import Role
+from fastjax.models.decoder import Decoder
+from fastjax.training.loss import LossSums, Mean
+from fastjax.training.preferences import objectives
+from fastjax.training.preferences.scores import document_scores, reference_log_probs
+
+
+class Pairs(NamedTuple):
+    """The pairs of rows, at the place of their chosen document.
+
+    Attributes:
+        present: where there is one.
+        whole: whether every chosen or rejected document is in one; bool [].
+    """
+
+    present: Bool[Array, "B P"]
+    whole: Bool[Array, ""]
+
+    def of(self, values: Float[Array, "B D"]) -> tuple[Float[Array, "B P"], Float[Array, "B P"]]:
+        """The documents' numbers, of the chosen and of the rejected; without a pair −1, whose odds are finite."""
+        return jnp.where(self.present, values[:, :-1], -1.0), jnp.where(self.present, values[:, 1:], -1.0)
+
+    def sums(
+        self, losses: Float[Array, "B P"], chosen: Float[Array, "B P"], rejected: Float[Array, "B P"], **means: Array
+    ) -> LossSums:
+        """The sums over the pairs; a loss of NaN where a chosen or rejected document has no partner.
+
+        Args:
+            losses: of each pair.
+            chosen: the rewards of the chosen documents.
+            rejected: those of the rejected ones.
+            means: further numbers of each pair.
+        """
+        means |= {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).astype(losses.dtype),
+        }
+        metrics = {name: self.total(jax.lax.stop_gradient(value)) for name, value in means.items()}
+        loss_sum = jnp.where(self.whole, self.total(losses), jnp.nan)
+        return LossSums(loss_sum, jnp.sum(self.present, dtype=losses.dtype), metrics)
+
+    def total(self, values: Float[Array, "B P"]) -> Float[Array, ""]:
+        """The sum over the pairs."""
+        return jnp.sum(jnp.where(self.present, values, 0.0))
+
+
+def pairs_of(roles: Array) -> Pairs:
+    """The pairs among documents: a chosen one and the rejected one right behind it.
+
+    Args:
+        roles: `Role`s, int32 [B, D].
+    """
+    chosen, rejected = roles == Role.CHOSEN, roles == Role.REJECTED
+    present = chosen[:, :-1] & rejected[:, 1:]
+    count = jnp.sum(present)
+    return Pairs(present, (jnp.sum(chosen) == count) & (jnp.sum(rejected) == count))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPOLoss:
+    """`objectives.dpo` over pairs.
+
+    Attributes:
+        beta: strength of the tie to the reference.
+        label_smoothing: probability that a pair's label is wrong (cDPO).
+        chunk_size: sequence places whose logits exist at once on a device; None: by the size of the vocabulary.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    chunk_size: int | None = None
+
+    def __post_init__(self):
+        _check_positive(self, "beta")
+        _check_label_smoothing(self.label_smoothing)
+
+    def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
+        """The sums over a microbatch; see `training.loss.Loss`."""
+        policy = document_scores(model, trainable_filter, rows, key=key, chunk_size=self.chunk_size)
+        reference = reference_log_probs(model, trainable_filter, rows, chunk_size=self.chunk_size)
+        pairs = pairs_of(rows.extra["roles"])
+        chosen, rejected = pairs.of(policy.log_probs)
+        base_chosen, base_rejected = pairs.of(reference)
+        options = {"beta": self.beta, "label_smoothing": self.label_smoothing}
+        losses = objectives.dpo(chosen, rejected, base_chosen, base_rejected, **options)
+        rewards = self.beta * (chosen - base_chosen), self.beta * (rejected - base_rejected)
+        return pairs.sums(losses, *rewards, **_log_probs(chosen, rejected))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IPOLoss:
+    """`objectives.ipo` over pairs, of mean log-probabilities.
+
+    Attributes:
+        beta: strength of the tie to the reference (τ).
+        chunk_size: as of `DPOLoss`.
+    """
+
+    beta: float = 0.1
+    chunk_size: int | None = None
+
+    def __post_init__(self):
+        _check_positive(self, "beta")
+
+    def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
+        """The sums over a microbatch; see `training.loss.Loss`."""
+        policy = document_scores(model, trainable_filter, rows, key=key, chunk_size=self.chunk_size)
+        reference = reference_log_probs(model, trainable_filter, rows, chunk_size=self.chunk_size)
+        pairs = pairs_of(rows.extra["roles"])
+        base = policy._replace(log_probs=reference)
+        chosen, rejected = pairs.of(policy.means)
+        base_chosen, base_rejected = pairs.of(base.means)
+        losses = objectives.ipo(chosen, rejected, base_chosen, base_rejected, beta=self.beta)
+        ratios = pairs.of(self.beta * (policy.log_probs - reference))
+        return pairs.sums(losses, *ratios, **_log_probs(*pairs.of(policy.log_probs)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ORPOLoss:
+    """`objectives.orpo` over pairs: the chosen answer's cross-entropy a token and the odds ratio, without a reference.
+
+    Attributes:
+        beta: factor of the odds ratio's term (λ).
+        chunk_size: as of `DPOLoss`.
+    """
+
+    beta: float = 0.1
+    chunk_size: int | None = None
+
+    def __post_init__(self):
+        _check_positive(self, "beta")
+
+    def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
+        """The sums over a microbatch; see `training.loss.Loss`."""
+        policy = document_scores(model, trainable_filter, rows, key=key, chunk_size=self.chunk_size)
+        pairs = pairs_of(rows.extra["roles"])
+        chosen, rejected = pairs.of(policy.means)
+        losses = objectives.orpo(chosen, rejected, beta=self.beta)
+        own = {"nll_loss": -chosen, "log_odds_ratio": objectives.log_odds(chosen) - objectives.log_odds(rejected)}
+        return pairs.sums(losses, self.beta * chosen, self.beta * rejected, **own, **_log_probs(chosen, rejected))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimPOLoss:
+    """`objectives.simpo` over pairs, without a reference.
+
+    Attributes:
+        beta: factor of the mean log-probabilities.
+        gamma: margin by which the chosen answer's reward should be larger.
+        label_smoothing: probability that a pair's label is wrong.
+        chunk_size: as of `DPOLoss`.
+    """
+
+    beta: float = 2.0
+    gamma: float = 1.0
+    label_smoothing: float = 0.0
+    chunk_size: int | None = None
+
+    def __post_init__(self):
+        _check_positive(self, "beta")
+        _check_label_smoothing(self.label_smoothing)
+
+    def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
+        """The sums over a microbatch; see `training.loss.Loss`."""
+        policy = document_scores(model, trainable_filter, rows, key=key, chunk_size=self.chunk_size)
+        pairs = pairs_of(rows.extra["roles"])
+        chosen, rejected = pairs.of(policy.means)
+        options = {"beta": self.beta, "gamma": self.gamma, "label_smoothing": self.label_smoothing}
+        losses = objectives.simpo(chosen, rejected, **options)
+        return pairs.sums(losses, self.beta * chosen, self.beta * rejected, **_log_probs(chosen, rejected))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KTOLoss:
+    """`objectives.kto` over single answers; a microbatch with answers needs a mismatched document, or it gives NaN.
+
+    Mismatched documents share the rows, and so the pass, with the answers; no gradient comes from them.
+
+    Attributes:
+        beta: strength of the tie to the reference.
+        desirable_weight: factor of desirable answers' losses.
+        undesirable_weight: of undesirable ones'.
+        chunk_size: as of `DPOLoss`.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    chunk_size: int | None = None
+
+    def __post_init__(self):
+        _check_positive(self, "beta", "desirable_weight", "undesirable_weight")
+
+    def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
+        """The sums over a microbatch; see `training.loss.Loss`."""
+        policy = document_scores(model, trainable_filter, rows, key=key, chunk_size=self.chunk_size).log_probs
+        reference = reference_log_probs(model, trainable_filter, rows, chunk_size=self.chunk_size)
+        roles = rows.extra["roles"]
+        desirable, undesirable = roles == Role.CHOSEN, roles == Role.REJECTED
+        divergence = objectives.kto_divergence(policy, reference, roles == Role.MISMATCHED)
+        answers = desirable | undesirable
+        weight = jnp.sum(answers, dtype=policy.dtype)
+        divergence = jnp.where(weight > 0, divergence, 0.0)
+        weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
+        losses = objectives.kto(policy, reference, desirable, divergence, beta=self.beta, **weights)
+        metrics: dict[str, Array | Mean] = {"kl": weight * divergence}
+        for name, own in (("chosen", desirable), ("rejected", undesirable)):
+            count = jnp.sum(own, dtype=policy.dtype)
+            for kind, values in (("rewards", self.beta * (policy - reference)), ("logps", policy)):
+                metrics[f"{kind}/{name}"] = Mean(jnp.sum(jax.lax.stop_gradient(jnp.where(own, values, 0.0))), count)
+        return LossSums(jnp.sum(jnp.where(answers, losses, 0.0)), weight, metrics)
+
+
+def _log_probs(chosen: Array, rejected: Array) -> Mapping[str, Array]:
+    return {"logps/chosen": chosen, "logps/rejected": rejected}
+
+
+def _check_positive(loss: Any, *names: str) -> None:
+    for name in names:
+        if not getattr(loss, name) > 0:
+            raise ValueError(f"{type(loss).__name__}: {name}: expected more than 0, got {getattr(loss, name)}")
+
+
+def _check_label_smoothing(value: float) -> None:
+    if not 0 <= value < 0.5:
+        raise ValueError(f"label_smoothing: expected a number in [0, 0.5), got {value}")

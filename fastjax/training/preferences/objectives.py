@@ -1,0 +1,145 @@
+"""The papers' equations: log-probabilities of answers in, the loss of each pair or answer out.
+
+π is the policy, π₀ the reference, y₊ and y₋ the chosen and the rejected answer of a prompt x, σ the logistic function.
+Arguments are float32 of one shape. Nothing is averaged, and no gradient is stopped: a caller that differentiates passes
+the reference as a constant.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def dpo(
+    policy_chosen: Float[Array, "*P"],
+    policy_rejected: Float[Array, "*P"],
+    reference_chosen: Float[Array, "*P"],
+    reference_rejected: Float[Array, "*P"],
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> Float[Array, "*P"]:
+    """DPO (arXiv 2305.18290, equation 7), conservative where labels are smoothed (cDPO).
+
+        h = log(π(y₊)/π₀(y₊)) − log(π(y₋)/π₀(y₋));   −(1 − ε)·log σ(β·h) − ε·log σ(−β·h)
+
+    Args:
+        policy_chosen: Σ log π of the chosen answer's tokens.
+        policy_rejected: likewise of the rejected one's.
+        reference_chosen: Σ log π₀.
+        reference_rejected: likewise.
+        beta: β.
+        label_smoothing: ε, the probability that a label is wrong, in [0, 0.5).
+    """
+    margin = (policy_chosen - reference_chosen) - (policy_rejected - reference_rejected)
+    return _smoothed(beta * margin, label_smoothing)
+
+
+def ipo(
+    policy_chosen: Float[Array, "*P"],
+    policy_rejected: Float[Array, "*P"],
+    reference_chosen: Float[Array, "*P"],
+    reference_rejected: Float[Array, "*P"],
+    *,
+    beta: float,
+) -> Float[Array, "*P"]:
+    """IPO (arXiv 2310.12036, equation 17): (h − 1/(2τ))², h as for `dpo`.
+
+    Args:
+        policy_chosen: mean of log π over the chosen answer's tokens: the published results are of means, and so is
+            TRL's loss.
+        policy_rejected: likewise of the rejected one's.
+        reference_chosen: mean of log π₀.
+        reference_rejected: likewise.
+        beta: τ.
+    """
+    margin = (policy_chosen - reference_chosen) - (policy_rejected - reference_rejected)
+    return jnp.square(margin - 1.0 / (2.0 * beta))
+
+
+def kto(
+    policy: Float[Array, "*P"],
+    reference: Float[Array, "*P"],
+    desirable: Bool[Array, "*P"],
+    divergence: Float[Array, ""],
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Float[Array, "*P"]:
+    """KTO (arXiv 2402.01306, equation 8), with r = log(π(y)/π₀(y)):
+
+        λ₊·(1 − σ(β·(r − z)))   of a desirable answer,   λ₋·(1 − σ(β·(z − r)))   of an undesirable one
+
+    Args:
+        policy: Σ log π of the answer's tokens.
+        reference: Σ log π₀.
+        desirable: which answers are.
+        divergence: z, `kto_divergence`.
+        beta: β.
+        desirable_weight: λ₊.
+        undesirable_weight: λ₋.
+    """
+    margin = beta * (policy - reference - divergence)
+    return jnp.where(desirable, desirable_weight * jax.nn.sigmoid(-margin), undesirable_weight * jax.nn.sigmoid(margin))
+
+
+def kto_divergence(
+    policy: Float[Array, "*P"], reference: Float[Array, "*P"], mismatched: Bool[Array, "*P"]
+) -> Float[Array, ""]:
+    """KTO's estimate of the policy's divergence from the reference: max(0, mean of log(π/π₀)); a constant.
+
+    Args:
+        policy: Σ log π of a completion's tokens behind a prompt that is not its own.
+        reference: Σ log π₀.
+        mismatched: which of the documents are such; NaN where none is.
+    """
+    total = jnp.sum(jnp.where(mismatched, policy - reference, 0.0))
+    mean = total / jnp.sum(mismatched, dtype=policy.dtype)
+    return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
+
+
+def orpo(policy_chosen: Float[Array, "*P"], policy_rejected: Float[Array, "*P"], *, beta: float) -> Float[Array, "*P"]:
+    """ORPO (arXiv 2403.07691, equation 6), with odds(p) = p / (1 − p):
+
+        −log p(y₊) − λ·log σ(log(odds(p(y₊)) / odds(p(y₋)))),   log p(y) = mean of log π over y's tokens
+
+    Args:
+        policy_chosen: log p of the chosen answer, below 0.
+        policy_rejected: likewise of the rejected one.
+        beta: λ.
+    """
+    return -policy_chosen - beta * jax.nn.log_sigmoid(log_odds(policy_chosen) - log_odds(policy_rejected))
+
+
+def log_odds(log_prob: Float[Array, "*P"]) -> Float[Array, "*P"]:
+    """log(p / (1 − p)) of log p, below 0."""
+    return log_prob - jax.nn.log1mexp(-log_prob)
+
+
+def simpo(
+    policy_chosen: Float[Array, "*P"],
+    policy_rejected: Float[Array, "*P"],
+    *,
+    beta: float,
+    gamma: float,
+    label_smoothing: float = 0.0,
+) -> Float[Array, "*P"]:
+    """SimPO (arXiv 2405.14734, equation 6): −log σ(β·log p(y₊) − β·log p(y₋) − γ), log p as for `orpo`.
+
+    Args:
+        policy_chosen: log p of the chosen answer.
+        policy_rejected: likewise of the rejected one.
+        beta: β.
+        gamma: γ, the margin.
+        label_smoothing: as for `dpo`.
+    """
+    return _smoothed(beta * (policy_chosen - policy_rejected) - gamma, label_smoothing)
+
+
+def _smoothed(logits: Float[Array, "*P"], label_smoothing: float) -> Float[Array, "*P"]:
+    """Binary cross-entropy of logits whose label is one, but with a probability of `label_smoothing`."""
+    right = -jax.nn.log_sigmoid(logits)
+    if not label_smoothing:
+        return right
+    return (1.0 - label_smoothing) * right - label_smoothing * jax.nn.log_sigmoid(-logits)

@@ -1,0 +1,94 @@
+"""Log-probabilities of the documents in packed rows, under the model and under the reference.
+
+The reference of an adapter is the model without it: a second pass over the same frozen arrays, in the same step, of
+which nothing is kept for the backward pass. Where the trained weights have no frozen original, or the reference is
+another model, its log-probabilities are computed once and come with the rows.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.filterlib import Filter
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from fastjax.errors import ConfigError
+from fastjax.models.decoder import Decoder
+from fastjax.models.projection import without_adapters
+from fastjax.training.head import head_log_probs
+from pallas_kernels.cross_entropy import IGNORE_INDEX
+
+
+class Scores(NamedTuple):
+    """Numbers of the documents of rows; 0 where there is none. D is the number of `rows.extra["roles"]` a row.
+
+    Attributes:
+        log_probs: sum over the document's target tokens, float32.
+        lengths: their number, float32.
+    """
+
+    log_probs: Float[Array, "B D"]
+    lengths: Float[Array, "B D"]
+
+    @property
+    def means(self) -> Float[Array, "B D"]:
+        """Log-probability a token."""
+        return self.log_probs / jnp.maximum(self.lengths, 1.0)
+
+
+def document_scores(
+    model: Decoder,
+    trainable_filter: Filter,
+    rows: Any,
+    *,
+    key: PRNGKeyArray | None = None,
+    chunk_size: int | None = None,
+) -> Scores:
+    """The documents' log-probabilities under the model.
+
+    Args:
+        model: the decoder, merged.
+        trainable_filter: the nnx filter of the trained variables.
+        rows: a Batch without its accumulation axis, whose `extra` has `roles`, int32 [B, D], in the order of segments.
+        key: dropout key; None: no dropout.
+        chunk_size: sequence places whose logits exist at once on a device; None: by the size of the vocabulary.
+    """
+    hidden = model.head_input(model.forward(rows.tokens, rows.positions, rows.segment_ids, key=key).hidden, key)
+    log_probs = head_log_probs(model, trainable_filter, hidden, rows.targets, chunk_size=chunk_size)
+    segments = jnp.ones_like(rows.tokens) if rows.segment_ids is None else rows.segment_ids
+    slots = jnp.arange(1, rows.extra["roles"].shape[1] + 1, dtype=segments.dtype)
+    own = segments[:, :, None] == slots[None, None, :]
+    counted = own & (rows.targets != IGNORE_INDEX)[:, :, None]
+    return Scores(
+        jnp.sum(jnp.where(own, log_probs[:, :, None], 0.0), axis=1), jnp.sum(counted, axis=1, dtype=log_probs.dtype)
+    )
+
+
+def reference_log_probs(
+    model: Decoder, trainable_filter: Filter, rows: Any, *, chunk_size: int | None = None
+) -> Float[Array, "B D"]:
+    """The documents' log-probabilities under the reference, a constant.
+
+    Args:
+        model: the decoder, merged.
+        trainable_filter: the nnx filter of the trained variables.
+        rows: as for `document_scores`. `extra["reference_log_probs"]`, float32 [B, D], are those of the reference;
+            without them it is the model without its adapters.
+        chunk_size: as for `document_scores`.
+
+    Raises:
+        ConfigError: neither: weights are trained in the place of the reference's.
+    """
+    if "reference_log_probs" in rows.extra:
+        return jax.lax.stop_gradient(rows.extra["reference_log_probs"])
+    expected = "reference_log_probs: expected in the rows' extra fields, as the model without adapters is no reference"
+    try:
+        base = without_adapters(model)
+    except ConfigError as error:
+        raise ConfigError(f"{expected}: {error}") from error
+    trained = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.split(base, trainable_filter, ...)[1]))
+    if trained:
+        names = ", ".join(jax.tree_util.keystr(path) for path, _ in trained[:3])
+        raise ConfigError(f"{expected}: {len(trained)} of its arrays are trained, such as {names}; got none")
+    return jax.lax.stop_gradient(document_scores(base, trainable_filter, rows, chunk_size=chunk_size).log_probs)
