@@ -8,13 +8,15 @@
   const charts = element("charts") ? JSON.parse(element("charts").textContent) : [];
   const plots = charts.map((_, index) => element(`chart-${index}`));
   const touch = matchMedia("(pointer: coarse)").matches; // a finger that drags scrolls the page
+  const isShown = (trace) => trace.visible ?? true; // or "legendonly"
   let drawn = false;
 
-  const traces = (chart) => chart.traces.map((trace) => {
+  const traces = (chart, plot) => chart.traces.map((trace, index) => {
+    const visible = isShown(plot.data?.[index] ?? {}); // hidden lines and a zoom outlive a change of colours
     const own = colour(trace.meta);
     const edge = { color: own, ...trace.marker?.line };
     const marker = trace.marker && { ...trace.marker, color: own, line: edge };
-    return { type: "scatter", ...trace, line: { ...trace.line, color: own }, ...(marker && { marker }) };
+    return { type: "scatter", visible, ...trace, line: { ...trace.line, color: own }, ...(marker && { marker }) };
   });
 
   const layout = (chart, plot) => {
@@ -22,7 +24,7 @@
     const pointer = { spikecolor: colour("soft"), spikedash: "solid", spikethickness: -2 }; // 1 pixel, without an edge
     const steps = { title: { text: "step", standoff: 8 }, tickformat: ",d", unifiedhovertitle: { text: "step %{x:,d}" } };
     const axes = Object.entries(chart.layout).filter(([name]) => name.includes("axis")).map(([name, axis]) => {
-      const { range, autorange } = plot.layout?.[name] ?? {}; // a zoom outlives a change of colours
+      const { range, autorange } = plot.layout?.[name] ?? {};
       const zoomed = { ...(range && { range }), ...(autorange !== undefined && { autorange }) };
       const common = name === "xaxis" ? { ...pointer, ...steps } : { automargin: true };
       return [name, { ...grid, ...common, ...axis, ...zoomed }];
@@ -37,8 +39,7 @@
       hovermode: "x unified",
       legend: {
         orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: colour("ink") },
-        uirevision: "kept", // so do hidden lines
-        ...(plot.clientWidth < 480 && { title: { text: " ", side: "top" } }), // the buttons' row
+        title: { text: " ", side: "top" }, // the row of the caption and the buttons
       },
       margin: { l: 48, r: 16, t: 28, b: 40 },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("soft"), activecolor: colour("ink") },
@@ -52,10 +53,18 @@
     displaylogo: false, doubleClick: "reset", modeBarButtons: [buttons], responsive: true, showTips: false,
   };
   const draw = () => Promise.all(charts.map((chart, index) =>
-    Plotly.react(plots[index], traces(chart), layout(chart, plots[index]), config)));
+    Plotly.react(plots[index], traces(chart, plots[index]), layout(chart, plots[index]), config)));
 
-  /** Zoom all plots to the steps of one of them, or all back. */
+  /** Zoom all plots to the steps of one of them, or all back, and hide and show what is of one group in all. */
   const link = (plot) => {
+    plot.on("plotly_restyle", () => {
+      const groups = new Map(plot.data.filter((trace) => trace.legendgroup).map((t) => [t.legendgroup, isShown(t)]));
+      for (const other of plots)
+        other.data.forEach((trace, index) => {
+          const shown = groups.get(trace.legendgroup) ?? isShown(trace);
+          if (shown !== isShown(trace)) Plotly.restyle(other, { visible: shown }, [index]);
+        });
+    });
     plot.on("plotly_relayout", (change) => {
       if (!Object.keys(change).some((key) => key.startsWith("xaxis."))) return;
       const range = plot.layout.xaxis.range;

@@ -138,9 +138,9 @@ def smoothed(history: History, name: str, colour: str, label: str, form: Any = "
     window = smoothing_window(len(steps))
     if len(steps) < 3 * window:
         return [Series(label, colour, steps, values, symbol="circle", form=form)]
-    pale = Series(label, colour, steps, values, width=0.8, opacity=0.3, legend=False, group=label)
-    name, medians = f"{label} (median of {window} steps)", smooth(values, window)
-    return [pale, pale._replace(label=name, y=medians, width=1.8, opacity=1.0, form=form, legend=True)]
+    pale = Series(label, colour, steps, values, width=0.8, opacity=0.3, legend=False, group=f"{name} {label}")
+    median_line = pale._replace(y=smooth(values, window), width=1.8, opacity=1.0, form=form, legend=True)
+    return [pale, median_line._replace(label=f"{label} (median of {window} steps)")]
 
 
 def held_out(history: History, name: str, label: str, colour: str = "red", form: Any = "solid") -> list[Series]:
@@ -193,7 +193,9 @@ def _loss(history: History, spikes: Sequence[Spike]) -> Panel:
     return Panel("Loss (nats)", [*series, *_events(history)], True, base=base, limits=limits, labels=labels)
 
 
-def loss_axis(histories: Sequence[History]) -> tuple[int | None, tuple[float | None, float | None], float]:
+def loss_axis(
+    histories: Sequence[History],
+) -> tuple[int | None, tuple[float | None, float | None], float]:
     """An axis that fits losses without their rare peaks, which are marked at its upper edge.
 
     A loss that falls to a thirtieth gets a logarithmic axis; its end would be flat otherwise.
