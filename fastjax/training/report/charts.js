@@ -107,9 +107,9 @@
     recolour("light");
     plots.forEach((plot) => Plotly.Plots.resize(plot));
   });
-  addEventListener("afterprint", () => {
+  addEventListener("afterprint", async () => {
     root.classList.remove("printed");
-    recolour(before);
-    plots.forEach((plot) => Plotly.Plots.resize(plot));
+    await Promise.all(plots.map((plot) => Plotly.Plots.resize(plot)));
+    await recolour(before);
   });
 })();

@@ -138,7 +138,7 @@ def smoothed(history: History, name: str, colour: str, label: str, form: Any = "
     window = smoothing_window(len(steps))
     if len(steps) < 3 * window:
         return [Series(label, colour, steps, values, symbol="circle", form=form)]
-    pale = Series(label, colour, steps, values, width=0.8, opacity=0.3, legend=False, group=f"{name} {label}")
+    pale = Series(label, colour, steps, values, width=0.8, opacity=0.4, legend=False, group=f"{name} {label}")
     median_line = pale._replace(y=smooth(values, window), width=1.8, opacity=1.0, form=form, legend=True)
     return [pale, median_line._replace(label=f"{label} (median of {window} steps)")]
 
