@@ -21,6 +21,7 @@ COMMANDS = {
     "launch": "run `train` in several processes of this host, a GPU each",
     "preview": "show the data of a run as the model will see them",
     "plan": "memory and speed of a run on a GPU, compiled without one",
+    "compare": "several runs in one page, with the settings in which they differ",
     "generate": "let a model, with or without an adapter, answer prompts",
     "convert": "merge adapters, quantise, compare and look into model folders",
     "bench": "measure a kernel or a whole train step on this machine",

@@ -3,26 +3,25 @@
 Its source is metrics.jsonl, so resumed, interrupted and failed runs have one too.
 """
 
-import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from rich.console import Console
 
 from convert.files import atomic_file
 from fastjax.training.metrics import read_rows
+from fastjax.training.report.charts import describe_chart
 from fastjax.training.report.environment import describe_environment
-from fastjax.training.report.facts import about, headline, list_evaluations, list_events, list_spikes, show_loss
+from fastjax.training.report.facts import about, headline, list_evaluations, list_events, list_spikes
 from fastjax.training.report.history import History
+from fastjax.training.report.page import render_page
+from fastjax.training.report.panels import panels
 from fastjax.training.report.settings import default_settings, list_settings
 from fastjax.training.report.spikes import DEVIATIONS, LEAST_SPREAD, WINDOW, find_spikes
 from fastjax.training.report.usage import usage
 
 __all__ = ["default_settings", "describe_environment", "usage", "write_report"]
-
-_TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 
 def write_report(
@@ -70,7 +69,6 @@ def _write(
     status: str,
 ) -> Path:
     from fastjax.training.report.picture import draw_picture  # matplotlib takes a while to import
-    from fastjax.training.report.plots import panels, svg
 
     history = History.from_rows(read_rows(folder / "metrics.jsonl"))
     spikes = find_spikes(history.steps["step"], history.steps["loss"])
@@ -82,18 +80,16 @@ def _write(
     name = config.get("output", {}).get("run_name") or folder.resolve().name
     facts = headline(history)
     sentence = about(config, environment)
-    templates = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    templates.filters["loss"] = show_loss
-    page = templates.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     listed = list_spikes(spikes)
-    html = page.render(
+    html = render_page(
+        "page.html.jinja",
+        [describe_chart(panel, history.extent) for panel in plots],
         name=name,
         status=status,
         finished=status.startswith("finished"),
         about=sentence,
         facts=facts,
         tile_columns=-(-len(facts) // -(-len(facts) // 6)) if facts else 1,
-        plots=[{"title": plot.title, "wide": plot.wide, "source": _data_url(svg(plot, history))} for plot in plots],
         result=result,
         evaluations=list_evaluations(history),
         spikes={
@@ -115,7 +111,3 @@ def _write(
     with atomic_file(folder / "report.png") as file:
         file.write(picture)
     return folder / "report.html"
-
-
-def _data_url(image: str) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(image.encode()).decode()}"

@@ -63,11 +63,21 @@ class History(NamedTuple):
         """Whether any step has the figure."""
         return bool(np.isfinite(self.steps[name]).any())
 
+    def column(self, name: str) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
+        """The steps, and their figures."""
+        return self.steps["step"], self.steps[name]
+
     def evaluated(self, name: str) -> tuple[list[int], list[float]]:
         """The steps of the evaluations with a figure, and the figures."""
         found = [(row["step"], _number(row.get(name))) for row in self.evaluations]
         found = [(step, value) for step, value in found if np.isfinite(value)]
         return [step for step, _ in found], [value for _, value in found]
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The steps that plots span: from 0 to the last one, at least to 1."""
+        steps = [*map(int, self.steps["step"]), *(row["step"] for row in self.evaluations)]
+        return min([0, *steps]), max([1, *steps])
 
     @property
     def own_metrics(self) -> list[str]:

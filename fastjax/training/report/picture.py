@@ -9,7 +9,8 @@ from matplotlib.figure import Figure, SubFigure
 
 from fastjax.training.report.facts import Fact
 from fastjax.training.report.history import History
-from fastjax.training.report.plots import GREY, STYLE, Panel, draw_panel
+from fastjax.training.report.panels import Panel
+from fastjax.training.report.plots import GREY, STYLE, draw_panel
 from fastjax.training.report.settings import Setting
 
 _WIDTH = 12.0

@@ -1,6 +1,5 @@
 """The report: what it finds in the rows, what stands in the page, and that nothing in it can end a run."""
 
-import base64
 import dataclasses
 import io
 import json
@@ -19,11 +18,15 @@ from fastjax.parallel import MeshShape
 from fastjax.training.config import DataSection, ModelSection, OptimizerConfig, OutputSection, TrainConfig
 from fastjax.training.metrics import Evaluation, JsonLines
 from fastjax.training.report import default_settings, describe_environment, environment, usage, write_report
+from fastjax.training.report.charts import MOST_POINTS, describe_chart, thinned
 from fastjax.training.report.facts import headline, list_evaluations, list_events, show_loss
 from fastjax.training.report.history import History, smooth
-from fastjax.training.report.plots import draw_panel, panels
+from fastjax.training.report.page import render_page
+from fastjax.training.report.panels import panels
+from fastjax.training.report.plots import draw_panel
 from fastjax.training.report.settings import list_settings
 from fastjax.training.report.spikes import Spike, find_spikes
+from tests.support.pages import check_self_contained, embedded_charts
 
 CONFIG = TrainConfig(
     ModelSection("path/to/base", full_finetuning=False),
@@ -220,15 +223,25 @@ def test_report(tmp_path):
     page = report(tmp_path, found, "interrupted at step 120")
     assert page == tmp_path / "report.html"
     html = page.read_text(encoding="utf-8")
-    assert "<script" not in html
+    assert "<script>alert" not in html
     assert "&lt;script&gt;alert(1)" in html
     assert "<h1>a &lt;b&gt;run&lt;/b&gt;</h1>" in html
     assert "&lt;img src=x onerror=alert(2)&gt;" in html
-    assert not re.search(r"(?:src|href)=\"(?!data:)", html)  # it needs nothing but itself
-    assert "url(" not in html
-    images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
-    assert len(images) == 7
-    assert all(b"</svg>" in base64.b64decode(image) for image in images)
+    check_self_contained(html)
+    charts = {chart["title"]: chart for chart in embedded_charts(html)}
+    assert len(charts) == 7
+    loss = {trace["name"]: trace for trace in charts["Loss (nats)"]["traces"]}
+    history = History.from_rows(found)
+    assert loss["training"]["x"] == list(range(1, 121))
+    np.testing.assert_allclose(loss["training"]["y"], history.steps["loss"], rtol=1e-5)
+    assert (loss["held out"]["x"], loss["held out"]["y"]) == ([60, 120], [1.5, 1.6])
+    (spike,) = find_spikes(history.steps["step"], history.steps["loss"])
+    assert loss["spike (1)"]["text"] == [f"spike: 12.5, expected {spike.expected:.4g}"]
+    speed = charts["Tokens a second · model FLOPs utilisation (right)"]
+    assert [trace["y"][:2] for trace in speed["traces"]] == [[None, 2000], [None, 0.4]]
+    low, high = (speed["layout"][axis]["range"][1] for axis in ("yaxis", "yaxis2"))
+    assert high / low == pytest.approx(0.4 / 2000)  # the two axes say the same of the line
+    assert len(html) < 2_500_000
     assert '<span class="status bad">interrupted at step 120</span>' in html
     assert '<td class="number">79</td><td class="number">12.5000</td>' in html
     assert "optimizer.learning_rate" in html.partition("settings are as by default")[0]
@@ -270,6 +283,24 @@ def test_a_failing_report_is_a_warning(tmp_path):
     assert write_report(folder, **arguments, console=console) is None
     assert file.getvalue().startswith(f"warning: no report in {folder}: ")
     assert file.getvalue().count("\n") == 1
+
+
+def test_long_lines_are_thinned_to_their_extremes():
+    steps, values = np.arange(50_000.0), np.zeros(50_000)
+    values[[7, 31_111]], values[40_000] = (5.0, -3.0), np.nan
+    x, y = thinned(steps, values)
+    assert len(x) <= MOST_POINTS and (np.diff(x) > 0).all()
+    assert {(7.0, 5.0), (31_111.0, -3.0)} <= set(zip(x, y, strict=True))
+    assert thinned(steps[:9], values[:9])[0].tolist() == list(range(9))
+
+
+def test_names_of_metrics_are_no_markup():
+    found = [Evaluation(2.0, 0.5, 1, {"eval_</script><b>": 0.5}).row(step) for step in (1, 2)]
+    (panel,) = [panel for panel in panels(History.from_rows(found), []) if panel.title.startswith("Held out")]
+    assert describe_chart(panel, (0, 2))["traces"][0]["name"] == "Held out: &lt;/script&gt;&lt;b&gt;"
+    page = render_page("frame.html.jinja", [describe_chart(panel, (0, 2))])
+    assert "</script><b>" not in page
+    assert embedded_charts(page)[0]["title"] == panel.title
 
 
 # Settings and surroundings
