@@ -1,0 +1,383 @@
+"""torchtune's settings (pytorch/torchtune, recipes/configs), of its recipes of supervised fine-tuning.
+
+A section names the function that takes it (`_component_`), and a value may refer to another (`${output_dir}`), as
+OmegaConf has it.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from convert.errors import shorten, shown
+from fastjax.config_import.common import KERNELS, PARALLEL, RECOMPUTE, SIXTEEN, write_data
+from fastjax.config_import.job import Job, Tool
+from fastjax.config_import.rows import Row, among, lost, refused, to, to_number, unneeded
+from fastjax.errors import ConfigError
+
+_PREFERENCE = "only supervised fine-tuning is there, no preference or reinforcement learning"
+_DISTIL = "there is no distillation"
+_CHECKPOINT = "`fastjax train --resume` goes on from this program's own checkpoints"
+
+#: A component's last name → the optimizer here and in what it differs.
+_OPTIMIZERS = {
+    **dict.fromkeys(("AdamW",), ("adamw", "")),
+    "PagedAdamW": ("adamw", "its state is not paged; training.offload_optimizer holds it in the host's memory"),
+    "PagedAdamW32bit": ("adamw", "its state is not paged; training.offload_optimizer holds it in the host's memory"),
+    "PagedAdamW8bit": ("adamw_8bit", "its state is not paged"),
+    **dict.fromkeys(("AdamW8bit", "AdamWFp8"), ("adamw_8bit", "its state in 8 bits, block by block")),
+    "AdamW4bit": ("adamw_8bit", "its state in 8 bits instead of 4"),
+}
+
+#: torchtune's projections → PEFT's names, and those of families whose projections are fused in their folders.
+_PROJECTIONS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
+_FUSED = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"), "output_proj": "o_proj"}
+_MLP = ["gate_proj", "up_proj", "down_proj"]
+_FUSED_MLP = ["gate_up_proj", "down_proj"]
+_FUSING = frozenset(("phi3", "phi4"))
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+_ALPACA = {"instruction": "instruction", "input": "input", "output": "output"}
+_PAIR = {"prompt": "input", "completion": "output"}
+
+#: A data set's builder → its kind, its source, its columns, and train_on_input's default there.
+_BUILDERS: dict[str, tuple[str, str | None, dict[str, str], bool]] = {
+    "alpaca_dataset": ("alpaca", "tatsu-lab/alpaca", _ALPACA, True),
+    "alpaca_cleaned_dataset": ("alpaca", "yahma/alpaca-cleaned", _ALPACA, True),
+    "instruct_dataset": ("pair", None, _PAIR, False),
+    "grammar_dataset": ("pair", "liweili/c4_200m", _PAIR, False),
+    "samsum_dataset": ("pair", "Samsung/samsum", {"prompt": "dialogue", "completion": "summary"}, False),
+    "slimorca_dataset": ("chat", "Open-Orca/SlimOrca-Dedup", {"conversations": "conversations"}, False),
+    "chat_dataset": ("chat", None, {}, False),
+    "text_completion_dataset": ("text", None, {"text": "text"}, True),
+    "wikitext_dataset": ("text", "EleutherAI/wikitext_document_level", {"text": "page"}, True),
+    "cnn_dailymail_articles_dataset": ("text", "ccdv/cnn_dailymail", {"text": "article"}, True),
+}
+_CONFIGURATIONS = {"wikitext_dataset": "wikitext-103-v1", "cnn_dailymail_articles_dataset": "3.0.0"}
+_STYLES = {"sharegpt": "conversations", "openai": "messages"}
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+def resolved(content: Mapping[Any, Any], file: Path) -> Mapping[Any, Any]:
+    """A file's content with the values that its references stand for.
+
+    Args:
+        content: the file, parsed.
+        file: its name, for errors.
+
+    Raises:
+        ConfigError: a reference to nothing, to a section, in a circle, or a resolver such as `${oc.env:HOME}`.
+    """
+    leaves: dict[str, Any] = {}
+
+    def collect(value: Any, name: str) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                collect(item, f"{name}.{key}" if name else str(key))
+        else:
+            leaves[name] = value
+
+    def replace(value: Any, seen: tuple[str, ...]) -> Any:
+        if isinstance(value, Mapping):
+            return {key: replace(item, seen) for key, item in value.items()}
+        if isinstance(value, list):
+            return [replace(item, seen) for item in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if whole := _REFERENCE.fullmatch(value):
+            return look_up(whole[1], seen)
+        text = _REFERENCE.sub(lambda match: str(look_up(match[1], seen)), value)
+        if "${" in text:
+            raise ConfigError(f"{file}: expected references such as ${{output_dir}}, got {shown(value, 80)}")
+        return text
+
+    def look_up(name: str, seen: tuple[str, ...]) -> Any:
+        if name not in leaves or name in seen:
+            why = "to itself" if name in seen else "to nothing"
+            raise ConfigError(f"{file}: ${{{shorten(name, 80)}}}: expected a reference to another value, got one {why}")
+        return replace(leaves[name], (*seen, name))
+
+    collect(content, "")
+    return replace(content, ())
+
+
+def _component(job: Job, section: str) -> tuple[str, str]:
+    """The last name of a section's component, and the one before it; "": there is none."""
+    name = job.text(f"{section}._component_") or ""
+    found = re.fullmatch(r"(?:.*?(\w+)\.)?(\w+)", name)
+    return (found[2], found[1] or "") if found else ("", "")
+
+
+def _model(job: Job) -> None:
+    """The model's builder: LoRA, QLoRA or full fine-tuning, and what gets adapters."""
+    builder, family = _component(job, "model")
+    if not builder:
+        raise job.wrong("model._component_", "a builder such as torchtune.models.llama3_1.lora_llama3_1_8b", None)
+    if any(word in f"{family} {builder}" for word in ("vision", "multimodal", "classifier", "reward", "clip", "flux")):
+        job.refused["model._component_"] = "models of text only, no classifiers, no rewards"
+    lora = builder.startswith(("lora_", "qlora_"))
+    four = builder.startswith("qlora_") or job.flag("model.quantize_base")
+    if "model.quantize_base" in job.taken and not four:
+        job.not_needed["model.quantize_base"] = "off"
+    job.carry("model._component_", "model.full_finetuning", not lora)
+    key = "model.quantize_base" if job.values.get("model.quantize_base") else "model._component_"
+    job.carry(key, "model.load_in_4bit", lora and four)
+    names = job.names("model.lora_attn_modules") or []
+    fused = family in _FUSING
+    targets = list(dict.fromkeys((_FUSED if fused else _PROJECTIONS).get(name, name) for name in names))
+    if job.flag("model.apply_lora_to_mlp"):
+        targets += _FUSED_MLP if fused else _MLP
+    if job.flag("model.apply_lora_to_output"):
+        targets.append("lm_head")
+    for key in ("model.apply_lora_to_mlp", "model.apply_lora_to_output"):
+        if key in job.taken:
+            job.not_needed[key] = "lora.target_modules says it"
+    if lora:
+        note = "queries, keys and values are one matrix in the folder, gate and up another" if fused else ""
+        job.carry("model.lora_attn_modules", "lora.target_modules", targets, note)
+    directory = job.text("checkpointer.checkpoint_dir")
+    if directory is None:
+        raise job.wrong("checkpointer.checkpoint_dir", "the base model's folder", directory)
+    kind, _ = _component(job, "checkpointer")
+    note = "" if kind == "FullModelHFCheckpointer" else "the folder must hold weights in Hugging Face format"
+    folder = re.sub(r"/original/?$", "", directory)
+    job.carry("checkpointer.checkpoint_dir", "model.model_name", folder, note)
+
+
+def _precision(job: Job) -> None:
+    name = job.text("dtype") or "bf16"
+    if name not in _DTYPES:
+        raise job.wrong("dtype", ", ".join(_DTYPES), name)
+    job.carry("dtype", "model.dtype", _DTYPES[name])
+    full = job.carried["model.full_finetuning"].value
+    if full and name != "fp32":
+        job.carry("dtype", "model.param_dtype", _DTYPES[name], SIXTEEN)
+
+
+def _optimizer(job: Job) -> None:
+    name, _ = _component(job, "optimizer")
+    if name not in _OPTIMIZERS:
+        job.refused["optimizer._component_"] = f"there is no {shorten(name, 80) or 'such optimizer'}; AdamW there is"
+    else:
+        ours, note = _OPTIMIZERS[name]
+        job.carry("optimizer._component_", "optimizer.name", ours, note)
+    betas = job.take("optimizer.betas")
+    if betas is not None:
+        if not isinstance(betas, list) or len(betas) != 2:
+            raise job.wrong("optimizer.betas", "two numbers", betas)
+        for number, beta in enumerate(betas, start=1):
+            job.carry("optimizer.betas", f"optimizer.adam_beta{number}", job.to_number("optimizer.betas", beta))
+    schedule, _ = _component(job, "lr_scheduler")
+    if schedule not in ("", "get_cosine_schedule_with_warmup"):
+        job.refused["lr_scheduler._component_"] = "get_cosine_schedule_with_warmup and none (constant) there are"
+    note = "" if schedule else "torchtune's default: no lr_scheduler"
+    kind = "cosine" if schedule else "constant"
+    job.carry("lr_scheduler._component_", "optimizer.lr_scheduler_type", kind, note)
+    loss, _ = _component(job, "loss")
+    if "CrossEntropy" in loss or loss in ("", "CEWithChunkedOutputLoss"):
+        job.not_needed["loss._component_"] = "the loss is cross-entropy, in chunks"
+    else:
+        job.refused["loss._component_"] = _PREFERENCE if "PO" in loss else "the loss is cross-entropy"
+
+
+def _length(job: Job) -> None:
+    length = job.number("tokenizer.max_seq_len")
+    note = "rows of any length there; longer ones are cut here" if length is None else ""
+    job.carry("tokenizer.max_seq_len", "model.max_seq_length", int(length or 2048), note)
+    epochs, most = job.number("epochs"), job.number("max_steps_per_epoch")
+    if epochs is not None:
+        job.carry("epochs", "training.num_train_epochs", epochs)
+    if most is not None:
+        note = "" if epochs in (None, 1) else f"{int(most)} of each epoch there, one after the other here"
+        job.carry("max_steps_per_epoch", "training.max_steps", int(most * (epochs or 1)), note)
+
+
+def _data(job: Job) -> None:
+    """Data sets and what is learnt of them."""
+    learnt: set[bool] = set()
+    packed: set[bool] = set()
+    for key, setting in (("dataset", "data.train"), ("dataset_val", "data.eval")):
+        given = job.take(key)
+        if given is None:
+            continue
+        listed = given if isinstance(given, list) else [given]
+        several = isinstance(given, list)
+        sources = [
+            _source(job, f"{key}[{n}]" if several else key, item, learnt, packed) for n, item in enumerate(listed)
+        ]
+        write_data(job, key, sources, setting)
+    if "data.train" not in job.carried:
+        raise job.wrong("dataset", "a section with _component_", None)
+    if len(learnt) > 1:
+        job.refused["dataset.train_on_input"] = "data.loss_on holds for all data sets"
+    if learnt == {True}:
+        job.carry("dataset.train_on_input", "data.loss_on", "all")
+    job.carry("dataset.packed", "data.packing", True in packed)
+
+
+def _source(job: Job, where: str, item: Any, learnt: set[bool], packed: set[bool]) -> dict[str, Any]:
+    """A data set as a section of data.train."""
+    given = job.to_mapping(where, item)
+    component = given.pop("_component_", None)
+    if not isinstance(component, str):
+        raise job.wrong(f"{where}._component_", "a data set's builder", component)
+    builder = re.sub(r".*\.", "", component)
+    if builder not in _BUILDERS:
+        job.refused[f"{where}._component_"] = f"{shorten(component, 80)}: there are {', '.join(_BUILDERS)}"
+        return {"path": ""}
+    kind, path, columns, on_input = _BUILDERS[builder]
+    source: dict[str, Any] = {"path": given.pop("source", path), "columns": dict(columns)}
+    if source["path"] is None:
+        raise job.wrong(f"{where}.source", "the data set", None)
+    files = given.pop("data_files", None)
+    if files is not None:
+        if source["path"] not in ("json", "csv", "parquet") or not isinstance(files, str):
+            job.refused[f"{where}.data_files"] = "a data set is a file, a glob pattern or a name"
+        source["path"] = files
+    names = (given.pop("name", None), given.pop("subset", None), _CONFIGURATIONS.get(builder))
+    source["name"] = next((name for name in names if name is not None), None)
+    if (split := str(given.pop("split", "train"))) != "train":
+        source["split"] = split
+    if kind == "chat":
+        style = str(given.pop("conversation_style", "sharegpt"))
+        if style not in _STYLES:
+            raise job.wrong(f"{where}.conversation_style", "sharegpt or openai", style)
+        column = given.pop("conversation_column", None)
+        if column is not None or not columns:
+            source["columns"] = {_STYLES[style]: column or _STYLES[style]}
+    _map_columns(job.to_texts(f"{where}.column_map", given.pop("column_map", {})), kind, source["columns"])
+    if kind == "text":
+        source["columns"]["text"] = given.pop("column", columns["text"])
+        given.pop("add_eos", None)
+        given.pop("split_across_pack", None)
+    else:
+        learnt.add(bool(given.pop("train_on_input", on_input)))
+    if kind == "alpaca":
+        job.not_carried[f"{where}._component_"] = (
+            "Alpaca's wording around the instruction; data.chat_template: alpaca has it"
+        )
+    packed.add(bool(given.pop("packed", False)))
+    for key, value in given.items():
+        if key in ("new_system_prompt", "filter_fn"):
+            job.refused[f"{where}.{key}"] = "rows are read as they are; change them beforehand"
+        else:
+            job.not_carried[f"{where}.{key}"] = f"unknown to this import, {shown(value, 40)}"
+    return source
+
+
+def _map_columns(renamed: Mapping[str, str], kind: str, columns: dict[str, str]) -> None:
+    """Enter a builder's names of columns, in place."""
+    meanings = {"input": "prompt", "output": "completion"} if kind == "pair" else {}
+    for name, column in renamed.items():
+        meaning = meanings.get(name, name)
+        if meaning in columns:
+            columns[meaning] = column
+
+
+def _trackers(job: Job) -> None:
+    name, _ = _component(job, "metric_logger")
+    kinds = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}
+    if name in kinds:
+        job.carry("metric_logger._component_", "output.report_to", [kinds[name]])
+    elif name in ("DiskLogger", "StdoutLogger"):
+        job.not_needed["metric_logger._component_"] = "metrics.jsonl in output.output_dir"
+    elif name:
+        job.not_carried["metric_logger._component_"] = "output.report_to has tensorboard and wandb"
+
+
+def _qat(job: Job) -> None:
+    name, _ = _component(job, "quantizer")
+    if not name:
+        return
+    size = job.number("quantizer.groupsize") or 256
+    if name != "Int8DynActInt4WeightQATQuantizer" or size not in (32, 128):
+        job.refused["quantizer"] = "training.qat has int4 in groups of 32 or 128, with inputs in int8"
+        return
+    section: dict[str, Any] = {"weights": f"int4-{int(size)}", "activations": "int8"}
+    if start := job.number("fake_quant_after_n_steps"):
+        section["start_step"] = int(start)
+    job.carry("quantizer._component_", "training.qat", section)
+
+
+_ROWS: dict[str, Row] = {
+    "model.lora_rank": to("lora.r", 8),
+    "model.lora_alpha": to("lora.lora_alpha", 16),
+    "model.lora_dropout": to_number("lora.lora_dropout"),
+    "model.use_dora": to("lora.use_dora"),
+    "optimizer.lr": to_number("optimizer.learning_rate", 1e-3),
+    "optimizer.weight_decay": to_number("optimizer.weight_decay", 0.01),
+    "optimizer.eps": to_number("optimizer.adam_epsilon"),
+    "lr_scheduler.num_warmup_steps": to("optimizer.warmup_steps"),
+    "clip_grad_norm": to_number("optimizer.max_grad_norm", 0.0),
+    "batch_size": to("training.per_device_train_batch_size"),
+    "batch_size_val": to("training.per_device_eval_batch_size"),
+    "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
+    "run_val_every_n_steps": to("training.eval_steps"),
+    "log_every_n_steps": to("training.logging_steps"),
+    "seed": to("training.seed"),
+    "output_dir": to("output.output_dir", "torchtune-out"),
+    "save_every_n_steps": to("output.save_steps"),
+    "checkpointer.keep_last_n_checkpoints": to("output.save_total_limit"),
+    "metric_logger.name": to("output.run_name"),
+    "tensor_parallel_dim": to("parallel.tensor"),
+    "context_parallel_dim": to("parallel.context"),
+    "data_parallel_replicate_dim": to("parallel.data"),
+    "data_parallel_shard_dim": Row(
+        lambda job, key, value: (
+            job.not_needed.update({key: "parallel.fsdp: auto"})
+            if value == -1
+            else job.carry(key, "parallel.fsdp", value)
+        )
+    ),
+    # What changes nothing.
+    "tokenizer.*": unneeded("the tokenizer is that of the model's folder"),
+    **dict.fromkeys(
+        ("checkpointer.checkpoint_files", "checkpointer.model_type"), unneeded("the folder's files say it")
+    ),
+    "checkpointer.output_dir": unneeded("output.output_dir"),
+    **dict.fromkeys(
+        ("checkpointer.safe_serialization", "save_adapter_weights_only"), unneeded("a checkpoint is whole")
+    ),
+    "enable_async_checkpointing": unneeded("checkpoints are written beside the training"),
+    **dict.fromkeys(("optimizer.fused", "optimizer.foreach", "compile", "compile.*"), unneeded(KERNELS)),
+    "loss.num_output_chunks": unneeded(KERNELS),
+    "optimizer_in_bwd": unneeded("each weight is updated in its place"),
+    **dict.fromkeys(("enable_activation_checkpointing", "enable_activation_offloading"), unneeded(RECOMPUTE)),
+    **dict.fromkeys(("ac_mode", "ac_option"), unneeded(RECOMPUTE)),
+    **dict.fromkeys(("custom_sharded_layers", "fsdp*", "tensor_parallel_plan"), unneeded(PARALLEL)),
+    **dict.fromkeys(("memory_efficient_fsdp_wrap", "low_cpu_ram", "device", "cudnn*"), unneeded(PARALLEL)),
+    **dict.fromkeys(
+        ("metric_logger.log_dir", "metric_logger.output_fmt"), unneeded("output.output_dir has the metrics")
+    ),
+    **dict.fromkeys(("log_level", "log_peak_memory_stats"), unneeded("the metrics have peak memory")),
+    **dict.fromkeys(("profiler", "dataloader"), unneeded("`fastjax bench step --profile` profiles a step")),
+    "collate_fn": unneeded("rows are padded or packed"),
+    "shuffle": lost("rows are always shuffled", among(True)),
+    "cudnn_deterministic_mode": to("training.deterministic"),
+    # What is not there.
+    "metric_logger.*": lost("wandb reads it from its environment variables (WANDB_PROJECT, WANDB_ENTITY)"),
+    "resume_from_checkpoint": lost(_CHECKPOINT),
+    **dict.fromkeys(("checkpointer.recipe_checkpoint", "checkpointer.adapter_checkpoint"), lost(_CHECKPOINT)),
+    "save_every_n_epochs": lost("output.save_steps takes a number of steps"),
+    "epochs_to_save": lost("output.save_steps takes a number of steps"),
+    # What would make the result another.
+    **dict.fromkeys(("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"), refused(_DISTIL)),
+    **dict.fromkeys(
+        ("ref_checkpointer", "policy_model", "reward_and_value_model", "ppo_*", "grpo_*"), refused(_PREFERENCE)
+    ),
+    **dict.fromkeys(("reward_checkpointer", "value_checkpointer", "ref_policy_checkpointer"), refused(_PREFERENCE)),
+    "tokenizer.prompt_template": refused("data.chat_template takes a name or a Jinja file; put it there by hand"),
+    "lr_scheduler.num_cycles": refused("cosine falls once", among(0.5)),
+    "loss.label_smoothing": to_number("training.label_smoothing_factor"),
+    "model.*": refused("the model is that of config.json"),
+}
+
+TORCHTUNE = Tool(
+    "torchtune",
+    ("tokenizer", "checkpointer", "metric_logger", "batch_size_val", "epochs", "clip_grad_norm"),
+    _ROWS,
+    (_model, _precision, _optimizer, _length, _data, _trackers, _qat),
+    resolved,
+)
