@@ -50,7 +50,7 @@ def written(job: Job) -> str:
     """The YAML file of an import, with what was not carried over in its comments."""
     lines = [f"# From {job.tool.name}'s {shown(str(job.file))}, by fastjax import-config."]
     if job.not_carried:
-        lines += ["# Not carried over:", *(f"#   {ascii(key)[1:-1]}: {why}" for key, why in job.not_carried.items())]
+        lines += ["# Not carried over:", *(f"#   {_line(key)}: {_line(why)}" for key, why in job.not_carried.items())]
     config = job.config
     sections = {
         name: {field.name: config[name][field.name] for field in fields(section) if field.name in config[name]}
@@ -59,6 +59,11 @@ def written(job: Job) -> str:
     }
     body = yaml.dump(sections, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return "\n".join([*lines, body])
+
+
+def _line(text: str) -> str:
+    """A text on one line, of characters that YAML allows."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 class _Dumper(yaml.SafeDumper):

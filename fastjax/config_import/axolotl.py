@@ -33,7 +33,7 @@ _WANDB = "wandb reads it from its environment variables (WANDB_PROJECT, WANDB_EN
 _PEFT_TARGETS = ["q_proj", "v_proj"]
 
 #: Plugins of Axolotl that change speed and memory alone.
-_FAST = ("cut_cross_entropy", "liger", "kernels")
+_FAST = ("cut_cross_entropy", "liger", "kernels", "expert_parallel")
 
 #: (weight_dtype, activation_dtype) of `qat` → weights and activations of training.qat.
 _QAT = {
@@ -355,6 +355,8 @@ def _plugins(job: Job) -> None:
         short = re.sub(r"^axolotl\.integrations\.", "", name)
         if any(short.startswith(fast) for fast in _FAST):
             job.not_needed[f"plugins: {short}"] = KERNELS
+        elif short.startswith("swanlab"):
+            job.not_carried[f"plugins: {short}"] = _LOG
         else:
             job.refused[f"plugins: {short}"] = "there are no plugins, and this one may change what is trained"
 

@@ -157,7 +157,8 @@ class Job:
 
     def wrong(self, key: str, expected: str, given: Any) -> ConfigError:
         """The error of a value that the tool itself could not take."""
-        return ConfigError(f"{self.file}: {shorten(key, 80)}: expected {expected}, got {shown(given, 80)}")
+        where = " ".join(shorten(key, 80).split())
+        return ConfigError(f"{self.file}: {where}: expected {expected}, got {shown(given, 80)}")
 
     @property
     def config(self) -> dict[str, dict[str, Any]]:
@@ -195,7 +196,7 @@ def import_settings(tool: Tool, content: Mapping[Any, Any], file: Path) -> Job:
     _reconcile(job)
     if job.refused:
         reasons = "; ".join(f"{shorten(key, 80)}: {reason}" for key, reason in job.refused.items())
-        raise ConfigError(f"{file}: cannot be carried over: {reasons}")
+        raise ConfigError(f"{file}: cannot be carried over: {' '.join(reasons.split())}")
     return job
 
 
