@@ -90,13 +90,13 @@ def _method(job: Job) -> None:
 
 def _length(job: Job) -> None:
     """Rows a step."""
-    total, rows = job.number("batch_size"), job.number("micro_batch_size") or 1
-    steps = job.number("gradient_accumulation_steps")
-    job.carry("micro_batch_size", "training.per_device_train_batch_size", int(rows))
+    total, rows = job.integer("batch_size"), job.integer("micro_batch_size") or 1
+    steps = job.integer("gradient_accumulation_steps")
+    job.carry("micro_batch_size", "training.per_device_train_batch_size", rows)
     if steps is not None:
-        job.carry("gradient_accumulation_steps", "training.gradient_accumulation_steps", int(steps))
+        job.carry("gradient_accumulation_steps", "training.gradient_accumulation_steps", steps)
     elif total is not None:
-        job.carry("batch_size", "training.gradient_accumulation_steps", max(1, int(total // rows)))
+        job.carry("batch_size", "training.gradient_accumulation_steps", max(1, total // rows))
     if total is not None and steps is not None:
         job.not_needed["batch_size"] = "gradient_accumulation_steps says it"
 
@@ -114,6 +114,9 @@ def _schedule(job: Job) -> None:
 def _precision(job: Job) -> None:
     flags = (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"), ("float16", "float16"))
     precision(job, (*flags, ("float32", "float32")), param_dtype=job.values.get("adapter") is None)
+    if job.values.get("bf16") is False and "model.dtype" not in job.carried:
+        del job.not_needed["bf16"]
+        job.carry("bf16", "model.dtype", "float32", "no 16-bit dtype is named")
 
 
 def _checkpoints(job: Job) -> None:

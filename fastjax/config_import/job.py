@@ -92,6 +92,13 @@ class Job:
         value = self.take(key)
         return None if value is None else self.to_number(key, value)
 
+    def integer(self, key: str) -> int | None:
+        """A key's whole number."""
+        value = self.number(key)
+        if value is not None and value != int(value):
+            raise self.wrong(key, "an integer", value)
+        return None if value is None else int(value)
+
     def flag(self, key: str, default: bool = False) -> bool:
         """A key's true or false."""
         value = self.take(key)

@@ -74,13 +74,11 @@ def _method(job: Job) -> None:
         job.refused["quantization_method"] = f"{shorten(how, 80)}: 4 bits are bitsandbytes' NF4"
     elif "quantization_method" in job.taken:
         job.not_needed["quantization_method"] = "4 bits are bitsandbytes' NF4"
-    rank = job.number("lora_rank")
-    job.carry(
-        "lora_rank", "lora.r", 8 if rank is None else int(rank), f"{job.tool.name}'s default" if rank is None else ""
-    )
+    rank = job.integer("lora_rank")
+    job.carry("lora_rank", "lora.r", 8 if rank is None else rank)
     alpha = job.number("lora_alpha")
     if alpha is None:
-        job.carry("lora_alpha", "lora.lora_alpha", 2 * int(rank or 8), f"{job.tool.name}'s default: twice the rank")
+        job.carry("lora_alpha", "lora.lora_alpha", 2 * (rank or 8), f"{job.tool.name}'s default: twice the rank")
     else:
         job.carry("lora_alpha", "lora.lora_alpha", alpha)
     targets = job.names("lora_target") or ["all"]
@@ -99,9 +97,9 @@ def _schedule(job: Job) -> None:
     schedule(job, "lr_scheduler_type", "lr_scheduler_kwargs", default="linear")
     warmup(job, "warmup_steps", "warmup_ratio")
     optimizer(job, "optim")
-    steps = job.number("max_steps")
+    steps = job.integer("max_steps")
     if steps is not None and steps > 0:
-        job.carry("max_steps", "training.max_steps", int(steps))
+        job.carry("max_steps", "training.max_steps", steps)
     elif steps is not None:
         job.not_needed["max_steps"] = "none, as here"
 
@@ -151,11 +149,11 @@ def _data(job: Job) -> None:
     held_out = [_described(job, name, plain) for name in job.names("eval_dataset") or []]
     if not listed and not job.refused:
         raise job.wrong("dataset", "at least one data set", None)
-    rows = job.number("max_samples")
+    rows = job.integer("max_samples")
     if rows is not None:
         for source in (*listed, *held_out):
             if "split" not in source or source["split"].isalnum():
-                source["split"] = f"{source.get('split', 'train')}[:{int(rows)}]"
+                source["split"] = f"{source.get('split', 'train')}[:{rows}]"
     if job.flag("streaming"):
         for source in listed:
             source["streaming"] = True

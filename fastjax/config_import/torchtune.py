@@ -183,15 +183,15 @@ def _optimizer(job: Job) -> None:
 
 
 def _length(job: Job) -> None:
-    length = job.number("tokenizer.max_seq_len")
+    length = job.integer("tokenizer.max_seq_len")
     note = "rows of any length there; longer ones are cut here" if length is None else ""
-    job.carry("tokenizer.max_seq_len", "model.max_seq_length", int(length or 2048), note)
-    epochs, most = job.number("epochs"), job.number("max_steps_per_epoch")
+    job.carry("tokenizer.max_seq_len", "model.max_seq_length", 2048 if length is None else length, note)
+    epochs, most = job.integer("epochs"), job.integer("max_steps_per_epoch")
     if epochs is not None:
         job.carry("epochs", "training.num_train_epochs", epochs)
     if most is not None:
-        note = "" if epochs in (None, 1) else f"{int(most)} of each epoch there, one after the other here"
-        job.carry("max_steps_per_epoch", "training.max_steps", int(most * (epochs or 1)), note)
+        note = "" if epochs in (None, 1) else f"{most} of each epoch there, one after the other here"
+        job.carry("max_steps_per_epoch", "training.max_steps", most * (epochs or 1), note)
 
 
 def _data(job: Job) -> None:
@@ -291,13 +291,13 @@ def _qat(job: Job) -> None:
     name, _ = _component(job, "quantizer")
     if not name:
         return
-    size = job.number("quantizer.groupsize") or 256
+    size = job.integer("quantizer.groupsize") or 256
     if name != "Int8DynActInt4WeightQATQuantizer" or size not in (32, 128):
         job.refused["quantizer"] = "training.qat has int4 in groups of 32 or 128, with inputs in int8"
         return
-    section: dict[str, Any] = {"weights": f"int4-{int(size)}", "activations": "int8"}
-    if start := job.number("fake_quant_after_n_steps"):
-        section["start_step"] = int(start)
+    section: dict[str, Any] = {"weights": f"int4-{size}", "activations": "int8"}
+    if start := job.integer("fake_quant_after_n_steps"):
+        section["start_step"] = start
     job.carry("quantizer._component_", "training.qat", section)
 
 

@@ -1,6 +1,8 @@
 """`fastjax import-config`: settings of Axolotl, LLaMA-Factory and torchtune, to files that `fastjax train` takes."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -307,6 +309,7 @@ TUNE = yaml.safe_load(TORCHTUNE)
             ALPACA | {"warmup_ratio": 2},
             "warmup_ratio: becomes optimizer.warmup_ratio: expected a value in [0, 1), got 2",
         ),
+        (ALPACA | {"micro_batch_size": 2.5}, "micro_batch_size: expected an integer, got 2.5"),
         (ALPACA | {"datasets": 3}, "datasets: expected a list, got 3"),
         (ALPACA | {"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type: jeopardy is not supported"),
         (
@@ -342,13 +345,26 @@ def test_a_data_set_of_llama_factory_needs_its_description(refused):
 
 def test_the_tool_can_be_named_and_files_stay(imported, tmp_path, capsys):
     text = "{base_model: m, learning_rate: 1e-4, adapter: lora, stage: sft, datasets: [{path: a, type: alpaca}]}"
-    config, _ = imported(text, "--from", "axolotl")
+    config, _ = imported(text.replace("stage: sft", "stage: sft, bf16: false"), "--from", "axolotl")
     assert config.data.chat_template == "alpaca" and config.lora.target_modules == ["q_proj", "v_proj"]
+    assert config.model.dtype == "float32"
     before = (tmp_path / "run.yaml").read_bytes()
     assert main(["import-config", "theirs.yml", "--from", "axolotl"]) == 2
     assert "run.yaml: expected a new file (--force replaces a file), got one that exists" in capsys.readouterr().err
     assert (tmp_path / "run.yaml").read_bytes() == before
     assert imported(text.replace("1e-4", "3e-4"), "--from", "axolotl", "--force")[0].optimizer.learning_rate == 3e-4
+
+
+def test_an_import_needs_no_jax(tmp_path):
+    (tmp_path / "theirs.yml").write_text(AXOLOTL)
+    arguments = ["import-config", str(tmp_path / "theirs.yml"), "--output", str(tmp_path / "new" / "run.yaml")]
+    script = f"""
+import sys
+from fastjax.cli import main
+assert main({arguments}) == 0
+assert not {{"jax", "transformers", "datasets"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
 def test_an_imported_run_trains(chat_folder, chats, imported, tmp_path):
