@@ -1,6 +1,5 @@
 """What the tools share with transformers: optimizers, schedules, warm-up, held-out parts, steps between saves."""
 
-import re
 from typing import Any
 
 from convert.errors import shorten, shown
@@ -140,42 +139,24 @@ def precision(job: Job, sixteen: tuple[tuple[str, str], ...], *, param_dtype: bo
                 job.carry(key, "model.param_dtype", dtype, SIXTEEN)
 
 
-def hold_out(job: Job, key: str, size: float, sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Set a part of each data set aside for evaluation.
+def hold_out(job: Job, key: str, sources: list[dict[str, Any]], *, named: bool) -> None:
+    """Carry the size of a held-out part over.
 
     Args:
         job: the import.
-        key: of the size.
-        size: a part below 1, or a number of rows.
-        sources: the training data, whose splits leave that part out afterwards.
-
-    Returns:
-        The held-out data; none where the part cannot be named.
+        key: of the size, a share or a number of rows.
+        sources: the training data.
+        named: whether held-out data are named beside it.
     """
-    cuts = [_cut(source.get("split", "train"), size) for source in sources]
-    if None in cuts or (size >= 1 and len(sources) > 1) or any(source.get("streaming") for source in sources):
-        job.not_carried[key] = "no part that a split can name; name held-out data as data.eval"
-        return []
-    held_out = []
-    for source, cut in zip(sources, filter(None, cuts), strict=True):
-        held_out.append(source | {"split": cut[1]})
-        source["split"] = cut[0]
-    return held_out
-
-
-def _cut(split: str, size: float) -> tuple[str, str] | None:
-    """A split without its last part, and that part; None: no split names them."""
-    match = re.fullmatch(r"(\w+)(?:\[:(\d{1,9})(%?)\])?", split)
-    if match is None or size < 0:
-        return None
-    name, end, percent = match[1], match[2], match[3] or ("" if match[2] else "%")
-    if size >= 1:
-        return None if end or size != int(size) else (f"{name}[:-{int(size)}]", f"{name}[-{int(size)}:]")
-    whole = int(end or 100)
-    kept = round(whole * (1 - size))
-    if not 0 < kept < whole or abs(kept - whole * (1 - size)) > 1e-6:
-        return None
-    return f"{name}[:{kept}{percent}]", f"{name}[{kept}{percent}:{end + percent if end else ''}]"
+    size = job.number(key)
+    if size is None:
+        return
+    if size <= 0 or named:
+        job.not_needed[key] = "held-out data are named" if size > 0 else "no held-out data, as here"
+    elif any(source.get("streaming") for source in sources):
+        job.not_carried[key] = "data that are streamed have no held-out part; name held-out data as data.eval"
+    else:
+        job.carry(key, "data.val_set_size", int(size) if size >= 1 else size)
 
 
 def write_data(job: Job, key: str, sources: list[dict[str, Any]], setting: str = "data.train", note: str = "") -> None:

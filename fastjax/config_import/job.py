@@ -248,7 +248,9 @@ def _reconcile(job: Job) -> None:
         line = job.carried.pop(setting)
         if line.key in job.values:
             job.not_needed[line.key] = reason
-    if "data.eval" not in job.carried:
+    if not {"data.eval", "data.val_set_size"} & set(job.carried):
         for setting in _OF_EVALUATION:
             if (line := job.carried.pop(setting, None)) is not None and line.key in job.values:
-                job.not_carried[line.key] = f"{setting} needs data.eval, and there are no held-out data"
+                job.not_carried[line.key] = (
+                    f"{setting} needs held-out data (data.eval, data.val_set_size), and there are none"
+                )

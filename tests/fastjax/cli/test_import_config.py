@@ -213,13 +213,13 @@ def test_axolotl(imported, tmp_path):
     assert config.data.too_long == "drop"  # Axolotl's default
     assert config.parallel.fsdp == 2
     first, second = config.data.sources("train")
-    assert (first.path, first.split, first.columns) == ("org/talks", "train[:19%]", {"conversations": "conversations"})
+    assert (first.path, first.split, first.columns) == ("org/talks", "train[:20%]", {"conversations": "conversations"})
     assert (second.path, second.split, second.columns) == (
         "org/more",
-        "train[:95%]",
+        None,
         {"conversations": "conversations"},
     )
-    assert [source.split for source in config.data.sources("eval")] == ["train[19%:20%]", "train[95%:]"]
+    assert (config.data.val_set_size, config.data.eval) == (0.05, None)
     shown = lists(out)
     assert {"flash_attention", "liger_rope", "deepspeed", "tf32", "gradient_checkpointing"} <= set(shown["not needed"])
     assert {"load_in_8bit", "wandb_entity", "lora_target_linear", "model_type"} <= set(shown["not needed"])
@@ -247,7 +247,7 @@ def test_llama_factory(imported, tmp_path):
     own, talks = config.data.sources("train")
     assert (own.path, own.split, own.columns) == (
         "own.json",
-        "train[:450]",
+        "train[:500]",
         {"instruction": "question", "input": "input", "output": "answer"},
     )
     assert (talks.path, talks.name, talks.columns) == (
@@ -255,7 +255,7 @@ def test_llama_factory(imported, tmp_path):
         "en",
         {"messages": "messages", "tools": "functions"},
     )
-    assert [source.split for source in config.data.sources("eval")] == ["train[450:500]"] * 2
+    assert config.data.val_set_size == 0.1
     shown = lists(out)
     assert set(shown["not carried over"]) == {"template", "report_to:", "mlflow"}
     assert {"do_train", "stage", "plot_loss", "resume_from_checkpoint"} <= set(shown["not needed"])
