@@ -8,6 +8,7 @@ from fastjax.config_import.common import (
     FLOAT8,
     KERNELS,
     PARALLEL,
+    PREFERENCE,
     RECOMPUTE,
     cadence,
     optimizer,
@@ -18,8 +19,7 @@ from fastjax.config_import.common import (
 from fastjax.config_import.job import Job, Tool
 from fastjax.config_import.rows import Row, among, lost, refused, to, to_list, to_number, unneeded
 
-_PREFERENCE = "only supervised fine-tuning is there, no preference or reinforcement learning"
-_REWARD = "only supervised fine-tuning is there, no reward models"
+_REWARD = "a file's run is supervised fine-tuning, there are no reward models"
 _MULTIMODAL = "models of text only"
 _LOG = "no such tracker; output.report_to has tensorboard and wandb"
 _HUB = "nothing is uploaded; output.output_dir has the result"
@@ -316,7 +316,7 @@ _ROWS: dict[str, Row] = {
     "group_by_length": lost("rows are shuffled; data.packing: true wastes no slots"),
     "dataset_exact_deduplication": refused("rows are not deduplicated; do so beforehand"),
     # What would make the result another.
-    "rl": refused(_PREFERENCE),
+    "rl": refused(PREFERENCE),
     **dict.fromkeys(("reward_model", "process_reward_model"), refused(_REWARD)),
     **dict.fromkeys(("processor_type", "image_size", "freeze_mm_modules"), refused(_MULTIMODAL)),
     "gptq": refused("no bases in GPTQ; 16 bits, NF4, FP8 and compressed-tensors there are"),

@@ -251,6 +251,4 @@ def _reconcile(job: Job) -> None:
     if not {"data.eval", "data.val_set_size"} & set(job.carried):
         for setting in _OF_EVALUATION:
             if (line := job.carried.pop(setting, None)) is not None and line.key in job.values:
-                job.not_carried[line.key] = (
-                    f"{setting} needs held-out data (data.eval, data.val_set_size), and there are none"
-                )
+                job.not_carried[line.key] = f"{setting} needs data.eval or data.val_set_size, and there is neither"

@@ -8,6 +8,7 @@ from fastjax.config_import.common import (
     FLOAT8,
     KERNELS,
     PARALLEL,
+    PREFERENCE,
     RECOMPUTE,
     TRACKERS,
     cadence,
@@ -49,7 +50,7 @@ def _method(job: Job) -> None:
     """The stage, and LoRA, QLoRA or full fine-tuning."""
     stage = job.text("stage") or "sft"
     if stage not in ("sft", "pt"):
-        job.refused["stage"] = f"{shorten(stage, 80)}: sft and pt (plain text) there are; no preferences, no rewards"
+        job.refused["stage"] = f"{shorten(stage, 80)}: sft and pt (plain text) there are; {PREFERENCE}"
     else:
         job.not_needed["stage"] = "the columns of the data say it"
     method = job.text("finetuning_type") or "lora"

@@ -5,7 +5,7 @@ from typing import Any
 
 from convert import strict_json
 from convert.errors import shorten
-from fastjax.config_import.common import TEMPLATES, hold_out, speakers_differ, write_data
+from fastjax.config_import.common import PREFERENCE, TEMPLATES, hold_out, speakers_differ, write_data
 from fastjax.config_import.job import Job
 
 INFO = "dataset_info.json"
@@ -100,7 +100,7 @@ def _described(job: Job, name: str, plain: bool) -> dict[str, Any]:
         if given.pop(key, None):
             job.refused[f"{where}.{key}"] = "a data set is a file, a folder or a name on the hub"
     if given.pop("ranking", False):
-        job.refused[f"{where}.ranking"] = "only supervised fine-tuning is there, no preferences"
+        job.refused[f"{where}.ranking"] = PREFERENCE
     form = given.pop("formatting", "alpaca")
     columns = job.to_texts(f"{where}.columns", given.pop("columns", {}))
     tags = job.to_texts(f"{where}.tags", given.pop("tags", {}))

@@ -8,13 +8,12 @@ import re
 from typing import Any
 
 from convert.errors import shorten
-from fastjax.config_import.common import KERNELS, PARALLEL, RECOMPUTE, SIXTEEN
+from fastjax.config_import.common import KERNELS, PARALLEL, PREFERENCE, RECOMPUTE, SIXTEEN
 from fastjax.config_import.job import Job, Tool
 from fastjax.config_import.references import resolved
 from fastjax.config_import.rows import Row, among, lost, refused, to, to_number, unneeded
 from fastjax.config_import.torchtune_data import data
 
-_PREFERENCE = "only supervised fine-tuning is there, no preference or reinforcement learning"
 _DISTIL = "there is no distillation"
 _CHECKPOINT = "`fastjax train --resume` goes on from this program's own checkpoints"
 
@@ -114,7 +113,7 @@ def _optimizer(job: Job) -> None:
     if "CrossEntropy" in loss or loss in ("", "CEWithChunkedOutputLoss"):
         job.not_needed["loss._component_"] = "the loss is cross-entropy, in chunks"
     else:
-        job.refused["loss._component_"] = _PREFERENCE if "PO" in loss else "the loss is cross-entropy"
+        job.refused["loss._component_"] = PREFERENCE if "PO" in loss else "the loss is cross-entropy"
 
 
 def _length(job: Job) -> None:
@@ -218,9 +217,9 @@ _ROWS: dict[str, Row] = {
     # What would make the result another.
     **dict.fromkeys(("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"), refused(_DISTIL)),
     **dict.fromkeys(
-        ("ref_checkpointer", "policy_model", "reward_and_value_model", "ppo_*", "grpo_*"), refused(_PREFERENCE)
+        ("ref_checkpointer", "policy_model", "reward_and_value_model", "ppo_*", "grpo_*"), refused(PREFERENCE)
     ),
-    **dict.fromkeys(("reward_checkpointer", "value_checkpointer", "ref_policy_checkpointer"), refused(_PREFERENCE)),
+    **dict.fromkeys(("reward_checkpointer", "value_checkpointer", "ref_policy_checkpointer"), refused(PREFERENCE)),
     "tokenizer.prompt_template": refused("data.chat_template takes a name or a Jinja file; put it there by hand"),
     "lr_scheduler.num_cycles": refused("cosine falls once", among(0.5)),
     "loss.label_smoothing": to_number("training.label_smoothing_factor"),

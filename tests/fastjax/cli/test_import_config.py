@@ -301,7 +301,10 @@ TUNE = yaml.safe_load(TORCHTUNE)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (ALPACA | {"rl": "dpo", "gptq": True}, "compressed-tensors there are; rl: only supervised fine-tuning"),
+        (
+            ALPACA | {"rl": "dpo", "gptq": True},
+            "compressed-tensors there are; rl: a file's run is supervised fine-tuning; there are losses",
+        ),
         (ALPACA | {"optimizer": "muon"}, "optimizer: there is no muon; adamw,"),
         (ALPACA | {"processor_type": "AutoProcessor"}, "processor_type: models of text only"),
         (ALPACA | {"learning_rate": "fast"}, "learning_rate: expected a number, got 'fast'"),
@@ -318,13 +321,16 @@ TUNE = yaml.safe_load(TORCHTUNE)
         ),
         (
             {"model_name_or_path": "m", "stage": "dpo", "dataset": "pairs"},
-            "stage: dpo: sft and pt (plain text) there are; no preferences, no rewards; dataset_info.json: pairs.",
+            "stage: dpo: sft and pt (plain text) there are; a file's run is supervised",
         ),
         (
             {"model_name_or_path": "m", "stage": "sft", "dataset": "none"},
             "expected names in dataset_info.json (own, talks",
         ),
-        (TUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "loss._component_: only supervised"),
+        (
+            TUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}},
+            "loss._component_: a file's run is supervised",
+        ),
         (TUNE | {"teacher_model": {"_component_": "x"}}, "teacher_model: there is no distillation"),
         (TUNE | {"output_dir": "${nowhere}"}, "${nowhere}: expected a reference to another value, got one to nothing"),
         ({"model": {"model_name": "m"}}, "expected the keys of one tool, axolotl's (base_model,"),
