@@ -15,7 +15,7 @@ from importlib import metadata
 from convert.errors import ConvertError, shorten
 from fastjax.errors import ConfigError, DataError, Interrupted, TrainingError
 
-#: Subcommand → summary; its module is fastjax.commands.<name>.
+#: Subcommand → summary; its module is fastjax.commands.<name>, with _ for -.
 COMMANDS = {
     "train": "fine-tune a model as a YAML file says",
     "launch": "run `train` in several processes of this host, a GPU each",
@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": "memory and speed of a run on a GPU, compiled without one",
     "compare": "several runs in one page, with the settings in which they differ",
     "generate": "let a model, with or without an adapter, answer prompts",
+    "import-config": "turn a run of Axolotl, LLaMA-Factory or torchtune into settings of `train`",
     "convert": "merge adapters, quantise, compare and look into model folders",
     "bench": "measure a kernel or a whole train step on this machine",
     "quickstart": "fine-tune the embedded tiny model and show it before and after",
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        importlib.import_module(f"fastjax.commands.{arguments.command}").main(arguments.arguments)
+        importlib.import_module(f"fastjax.commands.{arguments.command.replace('-', '_')}").main(arguments.arguments)
     except KeyboardInterrupt:
         print("fastjax: interrupted", file=sys.stderr)
         return 130

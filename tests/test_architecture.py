@@ -13,7 +13,7 @@ PACKAGES = ("convert", "pallas_kernels", "fastjax")
 #: The floors of fastjax, top down: a module imports from its own floor and from those below it.
 FLOORS = (
     ("cli", "__main__", "commands", "bench"),
-    ("runs", "preview"),
+    ("runs", "preview", "config_import"),
     ("language_model", "peft", "generation"),
     ("planning",),
     ("training",),
@@ -28,6 +28,7 @@ OTHER_NAMES = {
     "convert/model/paths.py": "the parser itself",
     "pallas_kernels/compat.py": "versions",
     "fastjax/commands/settings.py": "keys of the settings, section.key",
+    "fastjax/config_import/job.py": "likewise",
     "fastjax/runs/hub_names.py": "likewise",
     "fastjax/runs/settings_changes.py": "likewise",
 }

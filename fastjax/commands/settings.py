@@ -117,21 +117,37 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _read(file: str) -> dict[str, Any]:
-    try:
-        with open(file, "rb") as stream:
-            raw = stream.read(MAX_SETTINGS_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"--config: cannot read {shorten(file)}: {error.strerror}") from error
+def read_yaml(file: str) -> Any:
+    """Read a file of settings.
+
+    Args:
+        file: its name.
+
+    Returns:
+        What the YAML says.
+
+    Raises:
+        OSError: it cannot be read.
+        ConfigError: it is too long, or not YAML.
+    """
+    with open(file, "rb") as stream:
+        raw = stream.read(MAX_SETTINGS_BYTES + 1)
     if len(raw) > MAX_SETTINGS_BYTES:
         raise ConfigError(f"{file}: expected settings of at most {MAX_SETTINGS_BYTES} bytes, got more")
     try:
-        content = strict_yaml.parse(raw.decode("utf-8-sig"))
+        return strict_yaml.parse(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     except YamlError as error:
         line = "" if error.line is None else f":{error.line}"
         raise ConfigError(f"{file}{line}: not valid YAML: {error.problem}") from error
+
+
+def _read(file: str) -> dict[str, Any]:
+    try:
+        content = read_yaml(file)
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {shorten(file)}: {error.strerror}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected the sections {', '.join(SECTIONS)}, got {shown(content, 80)}")
     for name, section in content.items():

@@ -126,7 +126,7 @@ def test_readme_names_every_command():
     for command in COMMANDS:
         assert f"`fastjax {command}" in README
     for line in README.splitlines():
-        for command in re.findall(r"`fastjax (?!--)(\w+)", line):
+        for command in re.findall(r"`fastjax (?!--)([\w-]+)", line):
             assert command in COMMANDS
 
 

@@ -1,0 +1,176 @@
+"""What the tools share with transformers: optimizers, schedules, warm-up, held-out parts, steps between saves."""
+
+from typing import Any
+
+from convert.errors import shorten, shown
+from fastjax.config_import.job import Job
+from fastjax.data.columns import SHAREGPT_ROLES
+
+_PAGED = "its state is not paged; training.offload_optimizer holds it in the host's memory"
+_EIGHT = "its state in 8 bits, block by block"
+
+#: An optimizer's name in transformers, bitsandbytes or torch → its name here and in what it differs.
+OPTIMIZERS: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla"), ("adamw", "")
+    ),
+    **dict.fromkeys(
+        ("adamw_anyprecision", "optimi_adamw", "adamw", "adamw_torch_npu_fused", "flash_adamw"), ("adamw", "")
+    ),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), ("adamw_8bit", "")),
+    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit", "ao_adamw_fp8"), ("adamw_8bit", _EIGHT)),
+    **dict.fromkeys(("adamw_torch_4bit", "ao_adamw_4bit"), ("adamw_8bit", "its state in 8 bits instead of 4")),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), ("adamw", _PAGED)),
+    "paged_adamw_8bit": ("adamw_8bit", _PAGED),
+    "adafactor": ("adafactor", ""),
+    **dict.fromkeys(("lion", "lion_32bit", "paged_lion", "paged_lion_32bit", "flash_lion"), ("lion", "")),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("lion", "its state in 32 bits instead of 8")),
+}
+
+#: A schedule's name in transformers → its name here.
+SCHEDULES = {
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+}
+
+#: Chat templates that both the tools and this program have under these names; others are the tokenizer's own.
+TEMPLATES = ("alpaca", "chatml", "gemma", "llama3")
+
+#: The kinds of trackers here, as the tools name them.
+TRACKERS = ("tensorboard", "wandb")
+
+PARALLEL = "parallel sizes itself: copies of the model where it fits on one device, else parallel.fsdp"
+PREFERENCE = "a file's run is supervised fine-tuning; there are losses of preferences from Python (docs/preferences.md)"
+FLOAT8 = "model.base_compute: float8 computes a frozen base in it, training.qat: float8 trains for serving in it"
+KERNELS = "kernels are chosen for the GPU by themselves"
+SIXTEEN = "the trained weights have 16 bits there too; float32 keeps small updates"
+RECOMPUTE = "model.use_gradient_checkpointing: auto recomputes what the GPU has no memory for"
+
+
+def optimizer(job: Job, key: str) -> None:
+    """Carry an optimizer of transformers over, by default AdamW."""
+    name = job.text(key) or "adamw"
+    if name in OPTIMIZERS:
+        ours, note = OPTIMIZERS[name]
+        job.carry(key, "optimizer.name", ours, note)
+    else:
+        job.refused[key] = f"there is no {shorten(name, 80)}; adamw, adamw_8bit, adafactor and lion there are"
+
+
+def schedule(job: Job, key: str, kwargs: str, *, default: str) -> None:
+    """Carry a schedule of transformers over, with its arguments."""
+    name = job.text(key) or default
+    if name not in SCHEDULES:
+        job.refused[key] = f"there is no schedule {shorten(name, 80)}; cosine, linear, constant and wsd there are"
+        return
+    job.carry(key, "optimizer.lr_scheduler_type", SCHEDULES[name])
+    for argument, value in job.mapping(kwargs).items():
+        where = f"{kwargs}.{argument}"
+        if argument in ("min_lr_ratio", "min_lr_rate"):
+            job.carry(where, "optimizer.min_lr_ratio", job.to_number(where, value))
+        elif argument == "min_lr" and (top := job.values.get("learning_rate")):
+            ratio = job.to_number(where, value) / job.to_number("learning_rate", top)
+            job.carry(where, "optimizer.min_lr_ratio", ratio)
+        else:
+            job.refused[where] = "no argument of the schedules here (optimizer.min_lr_ratio, optimizer.decay_ratio)"
+
+
+def warmup(job: Job, steps: str, ratio: str) -> None:
+    """Carry warm-up over, which transformers reads as steps from 1 on and as a part of them below; steps win."""
+    if job.values.get("lr_scheduler", job.values.get("lr_scheduler_type")) == "constant":
+        for key in (steps, ratio):
+            if job.number(key) is not None:
+                job.not_needed[key] = "the schedule constant has no warm-up there"
+        return
+    number, part = job.number(steps), job.number(ratio)
+    if number:
+        count = number if number < 1 else int(number)
+        job.carry(steps, "optimizer.warmup_ratio" if number < 1 else "optimizer.warmup_steps", count)
+        if part is not None:
+            job.not_needed[ratio] = f"{steps} stands before it"
+        return
+    if number is not None:
+        job.not_needed[steps] = "none, as here"
+    if part is not None:
+        job.carry(ratio, "optimizer.warmup_ratio", part)
+
+
+def cadence(job: Job, key: str, setting: str) -> None:
+    """Carry a number of steps between two saves or evaluations over; below 1 it is a part of max_steps."""
+    steps = job.number(key)
+    if steps is None:
+        return
+    total = job.to_number("max_steps", job.values.get("max_steps") or 0)
+    if steps >= 1 or (0 < steps and total > 0):
+        job.carry(key, setting, int(steps) if steps >= 1 else max(1, round(steps * total)))
+    elif steps > 0:
+        job.not_carried[key] = f"a part of all steps, whose number is not known; {setting} takes a number of steps"
+    else:
+        job.not_needed[key] = "none, as here"
+
+
+def precision(job: Job, sixteen: tuple[tuple[str, str], ...], *, param_dtype: bool) -> None:
+    """Carry the flags of 16-bit dtypes over.
+
+    Args:
+        job: the import.
+        sixteen: pairs of flag and dtype; the first flag that is set wins.
+        param_dtype: with it, the trained weights have that dtype too.
+    """
+    done = False
+    for key, dtype in sixteen:
+        value = job.take(key)
+        if value is None:
+            continue
+        if value is False or done:
+            job.not_needed[key] = "not set" if value is False else "another flag stands before it"
+        elif value is not True and value not in ("auto", "full"):
+            raise job.wrong(key, "true, false or auto", value)
+        else:
+            done = True
+            if value == "auto":
+                job.not_needed[key] = "model.dtype: null is bfloat16 on a GPU that has it"
+            else:
+                job.carry(key, "model.dtype", dtype)
+            if param_dtype:
+                job.carry(key, "model.param_dtype", dtype, SIXTEEN)
+
+
+def hold_out(job: Job, key: str, sources: list[dict[str, Any]], *, named: bool) -> None:
+    """Carry the size of a held-out part over.
+
+    Args:
+        job: the import.
+        key: of the size, a share or a number of rows.
+        sources: the training data.
+        named: whether held-out data are named beside it.
+    """
+    size = job.number(key)
+    if size is None:
+        return
+    if size <= 0 or named:
+        job.not_needed[key] = "held-out data are named" if size > 0 else "no held-out data, as here"
+    elif any(source.get("streaming") for source in sources):
+        job.not_carried[key] = "data that are streamed have no held-out part; name held-out data as data.eval"
+    else:
+        job.carry(key, "data.val_set_size", int(size) if size >= 1 else size)
+
+
+def write_data(job: Job, key: str, sources: list[dict[str, Any]], setting: str = "data.train", note: str = "") -> None:
+    """Make the setting of data sets, each with its path, name, split, weight and columns."""
+    order = ("path", "name", "split", "weight", "streaming", "columns")
+    listed = [{name: source[name] for name in order if source.get(name) is not None} for source in sources]
+    job.carry(key, setting, listed, note)
+
+
+def speakers_differ(roles: dict[str, str]) -> list[str]:
+    """Speakers who would be read as another role here.
+
+    Args:
+        roles: speaker → role.
+    """
+    return [shown(name, 60) for name, role in roles.items() if SHAREGPT_ROLES.get(name) != role]

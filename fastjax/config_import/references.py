@@ -1,0 +1,54 @@
+"""References between the values of a file, as OmegaConf has them: `${output_dir}`, `${model.name}`."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from convert.errors import shorten, shown
+from fastjax.errors import ConfigError
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+def resolved(content: Mapping[Any, Any], file: Path) -> Mapping[Any, Any]:
+    """A file's content with the values that its references stand for.
+
+    Args:
+        content: the file, parsed.
+        file: its name, for errors.
+
+    Raises:
+        ConfigError: a reference to nothing, to a section, in a circle, or a resolver such as `${oc.env:HOME}`.
+    """
+    leaves: dict[str, Any] = {}
+
+    def collect(value: Any, name: str) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                collect(item, f"{name}.{key}" if name else str(key))
+        else:
+            leaves[name] = value
+
+    def replace(value: Any, seen: tuple[str, ...]) -> Any:
+        if isinstance(value, Mapping):
+            return {key: replace(item, seen) for key, item in value.items()}
+        if isinstance(value, list):
+            return [replace(item, seen) for item in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if whole := _REFERENCE.fullmatch(value):
+            return look_up(whole[1], seen)
+        text = _REFERENCE.sub(lambda match: str(look_up(match[1], seen)), value)
+        if "${" in text:
+            raise ConfigError(f"{file}: expected references such as ${{output_dir}}, got {shown(value, 80)}")
+        return text
+
+    def look_up(name: str, seen: tuple[str, ...]) -> Any:
+        if name not in leaves or name in seen:
+            why = "to itself" if name in seen else "to nothing"
+            raise ConfigError(f"{file}: ${{{shorten(name, 80)}}}: expected a reference to another value, got one {why}")
+        return replace(leaves[name], (*seen, name))
+
+    collect(content, "")
+    return replace(content, ())

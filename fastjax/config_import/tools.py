@@ -1,0 +1,33 @@
+"""The tools, and which of them a file belongs to."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastjax.config_import.axolotl import AXOLOTL
+from fastjax.config_import.job import Tool
+from fastjax.config_import.llama_factory import LLAMA_FACTORY
+from fastjax.config_import.torchtune import TORCHTUNE
+from fastjax.errors import ConfigError
+
+TOOLS: dict[str, Tool] = {tool.name: tool for tool in (AXOLOTL, LLAMA_FACTORY, TORCHTUNE)}
+
+
+def tool_of(content: Mapping[Any, Any], file: Path) -> Tool:
+    """The tool whose settings a file holds.
+
+    Args:
+        content: the file, parsed.
+        file: its name.
+
+    Raises:
+        ConfigError: the keys of none, or of several.
+    """
+    found = {name: [mark for mark in tool.marks if mark in content] for name, tool in TOOLS.items()}
+    most = max(map(len, found.values()))
+    best = [name for name, marks in found.items() if len(marks) == most]
+    if most and len(best) == 1:
+        return TOOLS[best[0]]
+    wanted = "; ".join(f"{name}'s ({', '.join(tool.marks)})" for name, tool in TOOLS.items())
+    given = "; ".join(f"{name}'s {', '.join(marks)}" for name, marks in found.items() if marks) or "none of them"
+    raise ConfigError(f"{file}: expected the keys of one tool, {wanted}, got {given}; --from names the tool")

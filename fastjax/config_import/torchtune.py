@@ -1,0 +1,235 @@
+"""torchtune's settings (pytorch/torchtune, recipes/configs), of its recipes of supervised fine-tuning.
+
+A section names the function that takes it (`_component_`), and a value may refer to another (`${output_dir}`), as
+OmegaConf has it.
+"""
+
+import re
+from typing import Any
+
+from convert.errors import shorten
+from fastjax.config_import.common import KERNELS, PARALLEL, PREFERENCE, RECOMPUTE, SIXTEEN
+from fastjax.config_import.job import Job, Tool
+from fastjax.config_import.references import resolved
+from fastjax.config_import.rows import Row, among, lost, refused, to, to_number, unneeded
+from fastjax.config_import.torchtune_data import data
+
+_DISTIL = "there is no distillation"
+_CHECKPOINT = "`fastjax train --resume` goes on from this program's own checkpoints"
+
+#: A component's last name → the optimizer here and in what it differs.
+_OPTIMIZERS = {
+    **dict.fromkeys(("AdamW",), ("adamw", "")),
+    "PagedAdamW": ("adamw", "its state is not paged; training.offload_optimizer holds it in the host's memory"),
+    "PagedAdamW32bit": ("adamw", "its state is not paged; training.offload_optimizer holds it in the host's memory"),
+    "PagedAdamW8bit": ("adamw_8bit", "its state is not paged"),
+    **dict.fromkeys(("AdamW8bit", "AdamWFp8"), ("adamw_8bit", "its state in 8 bits, block by block")),
+    "AdamW4bit": ("adamw_8bit", "its state in 8 bits instead of 4"),
+}
+
+#: torchtune's projections → PEFT's names, and those of families whose projections are fused in their folders.
+_PROJECTIONS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
+_FUSED = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"), "output_proj": "o_proj"}
+_MLP = ["gate_proj", "up_proj", "down_proj"]
+_FUSED_MLP = ["gate_up_proj", "down_proj"]
+_FUSING = frozenset(("phi3", "phi4"))
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _component(job: Job, section: str) -> tuple[str, str]:
+    """The last name of a section's component, and the one before it; "": there is none."""
+    name = job.text(f"{section}._component_") or ""
+    found = re.fullmatch(r"(?:.*?(\w+)\.)?(\w+)", name)
+    return (found[2], found[1] or "") if found else ("", "")
+
+
+def _model(job: Job) -> None:
+    """The model's builder: LoRA, QLoRA or full fine-tuning, and what gets adapters."""
+    builder, family = _component(job, "model")
+    if not builder:
+        raise job.wrong("model._component_", "a builder such as torchtune.models.llama3_1.lora_llama3_1_8b", None)
+    if any(word in f"{family} {builder}" for word in ("vision", "multimodal", "classifier", "reward", "clip", "flux")):
+        job.refused["model._component_"] = "models of text only, no classifiers, no rewards"
+    lora = builder.startswith(("lora_", "qlora_"))
+    four = builder.startswith("qlora_") or job.flag("model.quantize_base")
+    if "model.quantize_base" in job.taken and not four:
+        job.not_needed["model.quantize_base"] = "off"
+    job.carry("model._component_", "model.full_finetuning", not lora)
+    key = "model.quantize_base" if job.values.get("model.quantize_base") else "model._component_"
+    job.carry(key, "model.load_in_4bit", lora and four)
+    names = job.names("model.lora_attn_modules") or []
+    fused = family in _FUSING
+    targets = list(dict.fromkeys((_FUSED if fused else _PROJECTIONS).get(name, name) for name in names))
+    if job.flag("model.apply_lora_to_mlp"):
+        targets += _FUSED_MLP if fused else _MLP
+    if job.flag("model.apply_lora_to_output"):
+        targets.append("lm_head")
+    for key in ("model.apply_lora_to_mlp", "model.apply_lora_to_output"):
+        if key in job.taken:
+            job.not_needed[key] = "lora.target_modules says it"
+    if lora:
+        note = "queries, keys and values are one matrix in the folder, gate and up another" if fused else ""
+        job.carry("model.lora_attn_modules", "lora.target_modules", targets, note)
+    directory = job.text("checkpointer.checkpoint_dir")
+    if directory is None:
+        raise job.wrong("checkpointer.checkpoint_dir", "the base model's folder", directory)
+    kind, _ = _component(job, "checkpointer")
+    note = "" if kind == "FullModelHFCheckpointer" else "the folder must hold weights in Hugging Face format"
+    folder = re.sub(r"/original/?$", "", directory)
+    job.carry("checkpointer.checkpoint_dir", "model.model_name", folder, note)
+
+
+def _precision(job: Job) -> None:
+    name = job.text("dtype") or "bf16"
+    if name not in _DTYPES:
+        raise job.wrong("dtype", ", ".join(_DTYPES), name)
+    job.carry("dtype", "model.dtype", _DTYPES[name])
+    full = job.carried["model.full_finetuning"].value
+    if full and name != "fp32":
+        job.carry("dtype", "model.param_dtype", _DTYPES[name], SIXTEEN)
+
+
+def _optimizer(job: Job) -> None:
+    name, _ = _component(job, "optimizer")
+    if name not in _OPTIMIZERS:
+        job.refused["optimizer._component_"] = f"there is no {shorten(name, 80) or 'such optimizer'}; AdamW there is"
+    else:
+        ours, note = _OPTIMIZERS[name]
+        job.carry("optimizer._component_", "optimizer.name", ours, note)
+    betas = job.take("optimizer.betas")
+    if betas is not None:
+        if not isinstance(betas, list) or len(betas) != 2:
+            raise job.wrong("optimizer.betas", "two numbers", betas)
+        for number, beta in enumerate(betas, start=1):
+            job.carry("optimizer.betas", f"optimizer.adam_beta{number}", job.to_number("optimizer.betas", beta))
+    schedule, _ = _component(job, "lr_scheduler")
+    if schedule not in ("", "get_cosine_schedule_with_warmup"):
+        job.refused["lr_scheduler._component_"] = "get_cosine_schedule_with_warmup and none (constant) there are"
+    note = "" if schedule else "torchtune's default: no lr_scheduler"
+    kind = "cosine" if schedule else "constant"
+    job.carry("lr_scheduler._component_", "optimizer.lr_scheduler_type", kind, note)
+    loss, _ = _component(job, "loss")
+    if "CrossEntropy" in loss or loss in ("", "CEWithChunkedOutputLoss"):
+        job.not_needed["loss._component_"] = "the loss is cross-entropy, in chunks"
+    else:
+        job.refused["loss._component_"] = PREFERENCE if "PO" in loss else "the loss is cross-entropy"
+
+
+def _length(job: Job) -> None:
+    length = job.integer("tokenizer.max_seq_len")
+    note = "rows of any length there; longer ones are cut here" if length is None else ""
+    job.carry("tokenizer.max_seq_len", "model.max_seq_length", 2048 if length is None else length, note)
+    epochs, most = job.integer("epochs"), job.integer("max_steps_per_epoch")
+    if epochs is not None:
+        job.carry("epochs", "training.num_train_epochs", epochs)
+    if most is not None:
+        note = "" if epochs in (None, 1) else f"{most} of each epoch there, one after the other here"
+        job.carry("max_steps_per_epoch", "training.max_steps", most * (epochs or 1), note)
+
+
+def _trackers(job: Job) -> None:
+    name, _ = _component(job, "metric_logger")
+    kinds = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}
+    if name in kinds:
+        job.carry("metric_logger._component_", "output.report_to", [kinds[name]])
+    elif name in ("DiskLogger", "StdoutLogger"):
+        job.not_needed["metric_logger._component_"] = "metrics.jsonl in output.output_dir"
+    elif name:
+        job.not_carried["metric_logger._component_"] = "output.report_to has tensorboard and wandb"
+
+
+def _qat(job: Job) -> None:
+    name, _ = _component(job, "quantizer")
+    if not name:
+        return
+    size = job.integer("quantizer.groupsize") or 256
+    if name != "Int8DynActInt4WeightQATQuantizer" or size not in (32, 128):
+        job.refused["quantizer"] = "training.qat has int4 in groups of 32 or 128, with inputs in int8"
+        return
+    section: dict[str, Any] = {"weights": f"int4-{size}", "activations": "int8"}
+    if start := job.integer("fake_quant_after_n_steps"):
+        section["start_step"] = start
+    job.carry("quantizer._component_", "training.qat", section)
+
+
+_ROWS: dict[str, Row] = {
+    "model.lora_rank": to("lora.r", 8),
+    "model.lora_alpha": to("lora.lora_alpha", 16),
+    "model.lora_dropout": to_number("lora.lora_dropout"),
+    "model.use_dora": to("lora.use_dora"),
+    "optimizer.lr": to_number("optimizer.learning_rate", 1e-3),
+    "optimizer.weight_decay": to_number("optimizer.weight_decay", 0.01),
+    "optimizer.eps": to_number("optimizer.adam_epsilon"),
+    "lr_scheduler.num_warmup_steps": to("optimizer.warmup_steps"),
+    "clip_grad_norm": to_number("optimizer.max_grad_norm", 0.0),
+    "batch_size": to("training.per_device_train_batch_size"),
+    "batch_size_val": to("training.per_device_eval_batch_size"),
+    "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
+    "run_val_every_n_steps": to("training.eval_steps"),
+    "log_every_n_steps": to("training.logging_steps"),
+    "seed": to("training.seed"),
+    "output_dir": to("output.output_dir", "torchtune-out"),
+    "save_every_n_steps": to("output.save_steps"),
+    "checkpointer.keep_last_n_checkpoints": to("output.save_total_limit"),
+    "metric_logger.name": to("output.run_name"),
+    "tensor_parallel_dim": to("parallel.tensor"),
+    "context_parallel_dim": to("parallel.context"),
+    "data_parallel_replicate_dim": to("parallel.data"),
+    "data_parallel_shard_dim": Row(
+        lambda job, key, value: (
+            job.not_needed.update({key: "parallel.fsdp: auto"})
+            if value == -1
+            else job.carry(key, "parallel.fsdp", value)
+        )
+    ),
+    # What changes nothing.
+    "tokenizer.*": unneeded("the tokenizer is that of the model's folder"),
+    **dict.fromkeys(
+        ("checkpointer.checkpoint_files", "checkpointer.model_type"), unneeded("the folder's files say it")
+    ),
+    "checkpointer.output_dir": unneeded("output.output_dir"),
+    **dict.fromkeys(
+        ("checkpointer.safe_serialization", "save_adapter_weights_only"), unneeded("a checkpoint is whole")
+    ),
+    "enable_async_checkpointing": unneeded("checkpoints are written beside the training"),
+    **dict.fromkeys(("optimizer.fused", "optimizer.foreach", "compile", "compile.*"), unneeded(KERNELS)),
+    "loss.num_output_chunks": unneeded(KERNELS),
+    "optimizer_in_bwd": unneeded("each weight is updated in its place"),
+    **dict.fromkeys(("enable_activation_checkpointing", "enable_activation_offloading"), unneeded(RECOMPUTE)),
+    **dict.fromkeys(("ac_mode", "ac_option"), unneeded(RECOMPUTE)),
+    **dict.fromkeys(("custom_sharded_layers", "fsdp*", "tensor_parallel_plan"), unneeded(PARALLEL)),
+    **dict.fromkeys(("memory_efficient_fsdp_wrap", "low_cpu_ram", "device", "cudnn*"), unneeded(PARALLEL)),
+    **dict.fromkeys(
+        ("metric_logger.log_dir", "metric_logger.output_fmt"), unneeded("output.output_dir has the metrics")
+    ),
+    **dict.fromkeys(("log_level", "log_peak_memory_stats"), unneeded("the metrics have peak memory")),
+    **dict.fromkeys(("profiler", "dataloader"), unneeded("`fastjax bench step --profile` profiles a step")),
+    "collate_fn": unneeded("rows are padded or packed"),
+    "shuffle": lost("rows are always shuffled", among(True)),
+    "cudnn_deterministic_mode": to("training.deterministic"),
+    # What is not there.
+    "metric_logger.*": lost("wandb reads it from its environment variables (WANDB_PROJECT, WANDB_ENTITY)"),
+    "resume_from_checkpoint": lost(_CHECKPOINT),
+    **dict.fromkeys(("checkpointer.recipe_checkpoint", "checkpointer.adapter_checkpoint"), lost(_CHECKPOINT)),
+    "save_every_n_epochs": lost("output.save_steps takes a number of steps"),
+    "epochs_to_save": lost("output.save_steps takes a number of steps"),
+    # What would make the result another.
+    **dict.fromkeys(("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"), refused(_DISTIL)),
+    **dict.fromkeys(
+        ("ref_checkpointer", "policy_model", "reward_and_value_model", "ppo_*", "grpo_*"), refused(PREFERENCE)
+    ),
+    **dict.fromkeys(("reward_checkpointer", "value_checkpointer", "ref_policy_checkpointer"), refused(PREFERENCE)),
+    "tokenizer.prompt_template": refused("data.chat_template takes a name or a Jinja file; put it there by hand"),
+    "lr_scheduler.num_cycles": refused("cosine falls once", among(0.5)),
+    "loss.label_smoothing": to_number("training.label_smoothing_factor"),
+    "model.*": refused("the model is that of config.json"),
+}
+
+TORCHTUNE = Tool(
+    "torchtune",
+    ("tokenizer", "checkpointer", "metric_logger", "batch_size_val", "epochs", "clip_grad_norm"),
+    _ROWS,
+    (_model, _precision, _optimizer, _length, data, _trackers, _qat),
+    resolved,
+)

@@ -1,0 +1,110 @@
+"""torchtune's data sets, by their builders, and what is learnt of them."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from convert.errors import shorten, shown
+from fastjax.config_import.common import write_data
+from fastjax.config_import.job import Job
+
+_ALPACA = {"instruction": "instruction", "input": "input", "output": "output"}
+_PAIR = {"prompt": "input", "completion": "output"}
+
+#: A data set's builder → its kind, its source, its columns, and train_on_input's default there.
+_BUILDERS: dict[str, tuple[str, str | None, dict[str, str], bool]] = {
+    "alpaca_dataset": ("alpaca", "tatsu-lab/alpaca", _ALPACA, True),
+    "alpaca_cleaned_dataset": ("alpaca", "yahma/alpaca-cleaned", _ALPACA, True),
+    "instruct_dataset": ("pair", None, _PAIR, False),
+    "grammar_dataset": ("pair", "liweili/c4_200m", _PAIR, False),
+    "samsum_dataset": ("pair", "Samsung/samsum", {"prompt": "dialogue", "completion": "summary"}, False),
+    "slimorca_dataset": ("chat", "Open-Orca/SlimOrca-Dedup", {"conversations": "conversations"}, False),
+    "chat_dataset": ("chat", None, {}, False),
+    "text_completion_dataset": ("text", None, {"text": "text"}, True),
+    "wikitext_dataset": ("text", "EleutherAI/wikitext_document_level", {"text": "page"}, True),
+    "cnn_dailymail_articles_dataset": ("text", "ccdv/cnn_dailymail", {"text": "article"}, True),
+}
+_CONFIGURATIONS = {"wikitext_dataset": "wikitext-103-v1", "cnn_dailymail_articles_dataset": "3.0.0"}
+_STYLES = {"sharegpt": "conversations", "openai": "messages"}
+
+
+def data(job: Job) -> None:
+    """Data sets and what is learnt of them."""
+    learnt: set[bool] = set()
+    packed: set[bool] = set()
+    for key, setting in (("dataset", "data.train"), ("dataset_val", "data.eval")):
+        given = job.take(key)
+        if given is None:
+            continue
+        listed = given if isinstance(given, list) else [given]
+        several = isinstance(given, list)
+        sources = [
+            _source(job, f"{key}[{n}]" if several else key, item, learnt, packed) for n, item in enumerate(listed)
+        ]
+        write_data(job, key, sources, setting)
+    if "data.train" not in job.carried:
+        raise job.wrong("dataset", "a section with _component_", None)
+    if len(learnt) > 1:
+        job.refused["dataset.train_on_input"] = "data.loss_on holds for all data sets"
+    if learnt == {True}:
+        job.carry("dataset.train_on_input", "data.loss_on", "all")
+    job.carry("dataset.packed", "data.packing", True in packed)
+
+
+def _source(job: Job, where: str, item: Any, learnt: set[bool], packed: set[bool]) -> dict[str, Any]:
+    """A data set as a section of data.train."""
+    given = job.to_mapping(where, item)
+    component = given.pop("_component_", None)
+    if not isinstance(component, str):
+        raise job.wrong(f"{where}._component_", "a data set's builder", component)
+    builder = re.sub(r".*\.", "", component)
+    if builder not in _BUILDERS:
+        job.refused[f"{where}._component_"] = f"{shorten(component, 80)}: there are {', '.join(_BUILDERS)}"
+        return {"path": ""}
+    kind, path, columns, on_input = _BUILDERS[builder]
+    source: dict[str, Any] = {"path": given.pop("source", path), "columns": dict(columns)}
+    if source["path"] is None:
+        raise job.wrong(f"{where}.source", "the data set", None)
+    files = given.pop("data_files", None)
+    if files is not None:
+        if source["path"] not in ("json", "csv", "parquet") or not isinstance(files, str):
+            job.refused[f"{where}.data_files"] = "a data set is a file, a glob pattern or a name"
+        source["path"] = files
+    names = (given.pop("name", None), given.pop("subset", None), _CONFIGURATIONS.get(builder))
+    source["name"] = next((name for name in names if name is not None), None)
+    if (split := str(given.pop("split", "train"))) != "train":
+        source["split"] = split
+    if kind == "chat":
+        style = str(given.pop("conversation_style", "sharegpt"))
+        if style not in _STYLES:
+            raise job.wrong(f"{where}.conversation_style", "sharegpt or openai", style)
+        column = given.pop("conversation_column", None)
+        if column is not None or not columns:
+            source["columns"] = {_STYLES[style]: column or _STYLES[style]}
+    _map_columns(job.to_texts(f"{where}.column_map", given.pop("column_map", {})), kind, source["columns"])
+    if kind == "text":
+        source["columns"]["text"] = given.pop("column", columns["text"])
+        given.pop("add_eos", None)
+        given.pop("split_across_pack", None)
+    else:
+        learnt.add(bool(given.pop("train_on_input", on_input)))
+    if kind == "alpaca":
+        job.not_carried[f"{where}._component_"] = (
+            "Alpaca's wording around the instruction; data.chat_template: alpaca has it"
+        )
+    packed.add(bool(given.pop("packed", False)))
+    for key, value in given.items():
+        if key in ("new_system_prompt", "filter_fn"):
+            job.refused[f"{where}.{key}"] = "rows are read as they are; change them beforehand"
+        else:
+            job.not_carried[f"{where}.{key}"] = f"unknown to this import, {shown(value, 40)}"
+    return source
+
+
+def _map_columns(renamed: Mapping[str, str], kind: str, columns: dict[str, str]) -> None:
+    """Enter a builder's names of columns, in place."""
+    meanings = {"input": "prompt", "output": "completion"} if kind == "pair" else {}
+    for name, column in renamed.items():
+        meaning = meanings.get(name, name)
+        if meaning in columns:
+            columns[meaning] = column

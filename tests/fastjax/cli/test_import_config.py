@@ -1,0 +1,400 @@
+"""`fastjax import-config`: settings of Axolotl, LLaMA-Factory and torchtune, to files that `fastjax train` takes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from convert.adapters import read_adapter
+from fastjax.cli import main
+from fastjax.commands.settings import parse_train_config
+
+AXOLOTL = """
+base_model: org/base-1b
+model_type: AutoModelForCausalLM
+adapter: qlora
+load_in_4bit: true
+load_in_8bit: false
+lora_r: 32
+lora_alpha: 64
+lora_dropout: 0.05
+lora_target_linear: true
+lora_modules_to_save: [embed_tokens]
+datasets:
+  - path: org/talks
+    type: chat_template
+    split: train[:20%]
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+    roles: {user: [human], assistant: [gpt]}
+  - {path: org/more, type: sharegpt}
+val_set_size: 0.05
+chat_template: llama3
+sequence_len: 4096
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 8
+num_epochs: 2
+optimizer: paged_adamw_8bit
+lr_scheduler: cosine
+lr_scheduler_kwargs: {min_lr: 2e-5}
+learning_rate: "2e-4"
+warmup_steps: 10
+weight_decay: 0.01
+max_grad_norm: 0.5
+adam_beta2: 0.95
+bf16: true
+tf32: false
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: false}
+flash_attention: true
+eval_steps: 50
+saves_per_epoch: 2
+early_stopping_patience: 3
+logging_steps: 5
+wandb_project: talks
+wandb_entity:
+wandb_name: first
+plugins: [axolotl.integrations.liger.LigerPlugin]
+liger_rope: true
+deepspeed: deepspeed_configs/zero2.json
+neftune_noise_alpha: 5
+seed: 7
+special_tokens: {pad_token: "<pad>", eos_token: "</s>"}
+tokens: ["<tool>"]
+dp_shard_size: 2
+output_dir: ./outputs/talks
+my_own_key: 3
+"""
+
+LLAMA_FACTORY = """
+model_name_or_path: org/base-8b
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: q_proj, v_proj
+quantization_bit: 4
+dataset: own, talks
+template: qwen
+cutoff_len: 1024
+max_samples: 500
+preprocessing_num_workers: 16
+mask_history: true
+neat_packing: true
+output_dir: saves/own
+plot_loss: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+pure_bf16: true
+resume_from_checkpoint: null
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 100
+label_smoothing_factor: 0.1
+report_to: [tensorboard, mlflow]
+"""
+INFO = {
+    "own": {"file_name": "own.json", "columns": {"prompt": "question", "response": "answer"}},
+    "talks": {
+        "hf_hub_url": "org/talks",
+        "formatting": "sharegpt",
+        "subset": "en",
+        "columns": {"messages": "messages", "tools": "functions"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "pairs": {"file_name": "pairs.json", "ranking": True, "columns": {"chosen": "chosen", "rejected": "rejected"}},
+}
+
+TORCHTUNE = """
+output_dir: /tmp/out/3b
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /models/3b/tokenizer.model, max_seq_len: null}
+model:
+  _component_: torchtune.models.llama3_2.lora_llama3_2_3b
+  lora_attn_modules: [q_proj, output_proj]
+  apply_lora_to_mlp: true
+  lora_rank: 64
+  lora_alpha: 128
+checkpointer:
+  _component_: torchtune.training.FullModelMetaCheckpointer
+  checkpoint_dir: /models/3b/original/
+  checkpoint_files: [consolidated.00.pth]
+  recipe_checkpoint: null
+  output_dir: ${output_dir}
+  model_type: LLAMA3
+dataset:
+  - {_component_: torchtune.datasets.chat_dataset, source: json, data_files: chats.json, conversation_column: talk,
+     conversation_style: openai, packed: true}
+  - {_component_: torchtune.datasets.instruct_dataset, source: org/pairs, split: "train[:50%]",
+     column_map: {input: q, output: a}}
+optimizer: {_component_: torch.optim.AdamW, fused: true, lr: 3e-4, betas: [0.9, 0.95]}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 100}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+batch_size: 4
+batch_size_val: ${batch_size}
+epochs: 2
+max_steps_per_epoch: 30
+gradient_accumulation_steps: 2
+clip_grad_norm: null
+shuffle: false
+seed: 1
+metric_logger: {_component_: torchtune.training.metric_logging.WandBLogger, project: own}
+dtype: bf16
+enable_activation_checkpointing: true
+"""
+
+
+@pytest.fixture
+def imported(tmp_path, monkeypatch, capsys):
+    """Imports a text and gives the settings with what was printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, *options):
+        (tmp_path / "theirs.yml").write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+        status = main(["import-config", "theirs.yml", *options])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return parse_train_config(["--config", "run.yaml"]), out
+
+    return run
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Gives the error of an import, after which no file is there."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, *options):
+        (tmp_path / "theirs.yml").write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+        assert main(["import-config", "theirs.yml", *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json") == ["theirs.yml"]
+        return err
+
+    return run
+
+
+def lists(out):
+    """Title of a list on the screen → its keys."""
+    found = {}
+    for block in out.split("\n\n")[1:-1]:
+        title, *lines = block.splitlines()
+        found[title.partition(" (")[0]] = (
+            " ".join(line[2:].partition("  ")[0] for line in lines).replace(",", "").split()
+        )
+        assert all("  " in line[2:] for line in lines)
+    return found
+
+
+def test_axolotl(imported, tmp_path):
+    config, out = imported(AXOLOTL)
+    model, lora, optimizer = config.model, config.lora, config.optimizer
+    training, output = config.training, config.output
+    assert (model.model_name, model.max_seq_length) == ("org/base-1b", 4096)
+    assert (model.dtype, model.load_in_4bit) == ("bfloat16", True)
+    assert (model.param_dtype, model.full_finetuning, model.new_tokens) == ("float32", False, ["<tool>"])
+    assert (lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules) == (32, 64, 0.05, None)
+    assert lora.modules_to_save == ["embed_tokens"]
+    assert (optimizer.name, optimizer.learning_rate, optimizer.warmup_steps) == ("adamw_8bit", 2e-4, 10)
+    assert (optimizer.weight_decay, optimizer.max_grad_norm, optimizer.adam_beta2) == (0.01, 0.5, 0.95)
+    assert (optimizer.lr_scheduler_type, optimizer.min_lr_ratio) == ("cosine", pytest.approx(0.1))
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (2, 8)
+    assert (training.num_train_epochs, training.eval_steps, training.early_stopping_patience) == (2, 50, 3)
+    assert (training.neftune_noise_alpha, training.seed, training.logging_steps) == (5, 7, 5)
+    assert (output.output_dir, output.report_to, output.run_name) == ("./outputs/talks", ["wandb"], "first")
+    assert (config.data.chat_template, config.data.loss_on, config.data.packing) == ("llama3", "responses", True)
+    assert config.data.too_long == "drop"  # Axolotl's default
+    assert config.parallel.fsdp == 2
+    first, second = config.data.sources("train")
+    assert (first.path, first.split, first.columns) == ("org/talks", "train[:20%]", {"conversations": "conversations"})
+    assert (second.path, second.split, second.columns) == (
+        "org/more",
+        None,
+        {"conversations": "conversations"},
+    )
+    assert (config.data.val_set_size, config.data.eval) == (0.05, None)
+    shown = lists(out)
+    assert {"flash_attention", "liger_rope", "deepspeed", "tf32", "gradient_checkpointing"} <= set(shown["not needed"])
+    assert {"load_in_8bit", "wandb_entity", "lora_target_linear", "model_type"} <= set(shown["not needed"])
+    assert shown["not carried over"] == ["saves_per_epoch", "special_tokens.eos_token", "my_own_key"]
+    assert "its state is not paged" in out and "WANDB_PROJECT" in out
+    comments = (tmp_path / "run.yaml").read_text().partition("model:")[0]
+    assert all(f"#   {key}: " in comments for key in shown["not carried over"])
+    given = yaml.safe_load(AXOLOTL)
+    inside = {"special_tokens": "special_tokens.eos_token", "lr_scheduler_kwargs": "lr_scheduler_kwargs.min_lr"}
+    everywhere = [key for keys in shown.values() for key in keys]
+    missing = {key for key in given if inside.get(key, key) not in everywhere}
+    assert missing == {"plugins"} and "plugins: liger.LigerPlugin" in out
+
+
+def test_llama_factory(imported, tmp_path):
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    config, out = imported(LLAMA_FACTORY)
+    model, optimizer, training = config.model, config.optimizer, config.training
+    assert (model.load_in_4bit, model.dtype, model.param_dtype) == (True, "bfloat16", "bfloat16")
+    assert (config.lora.r, config.lora.lora_alpha, config.lora.target_modules) == (8, 16, ["q_proj", "v_proj"])
+    assert (optimizer.learning_rate, optimizer.warmup_ratio) == (1e-4, 0.1)
+    assert (training.num_train_epochs, training.eval_steps, training.label_smoothing_factor) == (3.0, 100, 0.1)
+    assert (config.output.save_steps, config.output.report_to) == (500, ["tensorboard"])  # transformers' default
+    assert (config.data.chat_template, config.data.loss_on, config.data.packing) == (None, "last_response", True)
+    own, talks = config.data.sources("train")
+    assert (own.path, own.split, own.columns) == (
+        "own.json",
+        "train[:500]",
+        {"instruction": "question", "input": "input", "output": "answer"},
+    )
+    assert (talks.path, talks.name, talks.columns) == (
+        "org/talks",
+        "en",
+        {"messages": "messages", "tools": "functions"},
+    )
+    assert config.data.val_set_size == 0.1
+    shown = lists(out)
+    assert set(shown["not carried over"]) == {"template", "report_to:", "mlflow"}
+    assert {"do_train", "stage", "plot_loss", "resume_from_checkpoint"} <= set(shown["not needed"])
+
+
+def test_torchtune(imported):
+    config, out = imported(TORCHTUNE)
+    optimizer, training = config.optimizer, config.training
+    assert (config.model.model_name, config.model.max_seq_length) == ("/models/3b", 2048)
+    assert (config.model.load_in_4bit, config.model.dtype, config.model.param_dtype) == (False, "bfloat16", "float32")
+    assert config.lora.target_modules == ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert (config.lora.r, config.lora.lora_alpha) == (64, 128)
+    assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.max_grad_norm) == (
+        3e-4,
+        0.01,
+        0.0,
+    )  # its defaults
+    assert (optimizer.warmup_steps, optimizer.adam_beta2) == (100, 0.95)
+    assert (training.num_train_epochs, training.max_steps, training.per_device_eval_batch_size) == (2, 60, None)
+    assert (config.data.packing, config.data.loss_on) == (True, "responses")
+    chats, pairs = config.data.sources("train")
+    assert (chats.path, chats.columns) == ("chats.json", {"messages": "talk"})
+    assert (pairs.path, pairs.split, pairs.columns) == ("org/pairs", "train[:50%]", {"prompt": "q", "completion": "a"})
+    shown = lists(out)
+    assert set(shown["not carried over"]) == {"batch_size_val", "shuffle", "metric_logger.project"}
+    assert {"optimizer.fused", "tokenizer.path", "checkpointer.checkpoint_files"} <= set(shown["not needed"])
+
+
+def test_full_fine_tuning_has_no_adapter(imported):
+    base = {"base_model": "m", "datasets": [{"path": "a.json", "type": "completion", "field": "body"}], "bf16": "auto"}
+    config, out = imported(base | {"micro_batch_size": 1, "learning_rate": 1e-5, "lora_r": 8, "eval_steps": 5})
+    assert config.model.full_finetuning and not config.model.load_in_4bit
+    assert (config.model.param_dtype, config.lora.r) == ("bfloat16", 16)
+    assert (config.data.sources("train")[0].columns, config.data.too_long) == ({"text": "body"}, "split")
+    assert (config.optimizer.warmup_ratio, config.model.max_seq_length) == (0.03, 512)  # Axolotl's defaults
+    assert lists(out)["not carried over"] == ["eval_steps"] and "lora_r" in lists(out)["not needed"]
+
+
+ALPACA = {"base_model": "m", "datasets": [{"path": "a.json", "type": "alpaca"}], "learning_rate": 1e-5}
+TUNE = yaml.safe_load(TORCHTUNE)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ALPACA | {"rl": "dpo", "gptq": True},
+            "compressed-tensors there are; rl: a file's run is supervised fine-tuning; there are losses",
+        ),
+        (ALPACA | {"optimizer": "muon"}, "optimizer: there is no muon; adamw,"),
+        (ALPACA | {"processor_type": "AutoProcessor"}, "processor_type: models of text only"),
+        (ALPACA | {"learning_rate": "fast"}, "learning_rate: expected a number, got 'fast'"),
+        (
+            ALPACA | {"warmup_ratio": 2},
+            "warmup_ratio: becomes optimizer.warmup_ratio: expected a value in [0, 1), got 2",
+        ),
+        (ALPACA | {"micro_batch_size": 2.5}, "micro_batch_size: expected an integer, got 2.5"),
+        (ALPACA | {"datasets": 3}, "datasets: expected a list, got 3"),
+        (ALPACA | {"datasets": [{"path": "a", "type": "jeopardy"}]}, "datasets[0].type: jeopardy is not supported"),
+        (
+            ALPACA | {"datasets": [{"path": "a", "type": "chat_template", "roles": {"user": ["bot"]}}]},
+            "datasets[0].roles: 'bot' would be read as another role",
+        ),
+        (
+            {"model_name_or_path": "m", "stage": "dpo", "dataset": "pairs"},
+            "stage: dpo: sft and pt (plain text) there are; a file's run is supervised",
+        ),
+        (
+            {"model_name_or_path": "m", "stage": "sft", "dataset": "none"},
+            "expected names in dataset_info.json (own, talks",
+        ),
+        (
+            TUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}},
+            "loss._component_: a file's run is supervised",
+        ),
+        (TUNE | {"teacher_model": {"_component_": "x"}}, "teacher_model: there is no distillation"),
+        (TUNE | {"output_dir": "${nowhere}"}, "${nowhere}: expected a reference to another value, got one to nothing"),
+        ({"model": {"model_name": "m"}}, "expected the keys of one tool, axolotl's (base_model,"),
+        ("- 1", "expected the keys of axolotl, llama-factory, torchtune, got [1]"),
+        ("a: [", "theirs.yml:1: not valid YAML"),
+    ],
+)
+def test_what_would_train_another_model_is_refused(given, message, refused, tmp_path):
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    error = refused(given)
+    assert error.startswith("fastjax import-config: error: theirs.yml") and message in error
+
+
+def test_a_data_set_of_llama_factory_needs_its_description(refused):
+    error = refused({"model_name_or_path": "m", "stage": "sft", "dataset": "own"})
+    assert "dataset: expected dataset_info.json, which describes it, in data or beside the file, got 'own'" in error
+
+
+def test_the_tool_can_be_named_and_files_stay(imported, tmp_path, capsys):
+    text = "{base_model: m, learning_rate: 1e-4, adapter: lora, stage: sft, datasets: [{path: a, type: alpaca}]}"
+    config, _ = imported(text.replace("stage: sft", "stage: sft, bf16: false"), "--from", "axolotl")
+    assert config.data.chat_template == "alpaca" and config.lora.target_modules == ["q_proj", "v_proj"]
+    assert config.model.dtype == "float32"
+    before = (tmp_path / "run.yaml").read_bytes()
+    assert main(["import-config", "theirs.yml", "--from", "axolotl"]) == 2
+    assert "run.yaml: expected a new file (--force replaces a file), got one that exists" in capsys.readouterr().err
+    assert (tmp_path / "run.yaml").read_bytes() == before
+    assert imported(text.replace("1e-4", "3e-4"), "--from", "axolotl", "--force")[0].optimizer.learning_rate == 3e-4
+
+
+def test_an_import_needs_no_jax(tmp_path):
+    (tmp_path / "theirs.yml").write_text(AXOLOTL)
+    arguments = ["import-config", str(tmp_path / "theirs.yml"), "--output", str(tmp_path / "new" / "run.yaml")]
+    script = f"""
+import sys
+from fastjax.cli import main
+assert main({arguments}) == 0
+assert not {{"jax", "transformers", "datasets"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_an_imported_run_trains(chat_folder, chats, imported, tmp_path):
+    given = {
+        "base_model": str(chat_folder),
+        "adapter": "qlora",
+        "lora_r": 4,
+        "lora_alpha": 16,
+        "lora_target_linear": True,
+        "datasets": [{"path": str(chats), "ds_type": "json", "type": "chat_template"}],
+        "val_set_size": 0.25,
+        "dataset_prepared_path": None,
+        "sequence_len": 64,
+        "sample_packing": True,
+        "micro_batch_size": 2,
+        "max_steps": 2,
+        "learning_rate": "1e-2",
+        "lr_scheduler": "constant",
+        "optimizer": "adamw_torch",
+        "float32": True,
+        "output_dir": str(tmp_path / "run"),
+    }
+    imported(given)
+    assert main(["train", "--config", "run.yaml", "--data.cache_dir", "null"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    assert read_adapter(tmp_path / "run" / "adapter")[0].r == 4
