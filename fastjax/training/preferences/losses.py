@@ -2,7 +2,7 @@
 
 A loss is a sum over the pairs, or for KTO over the answers, whose number is its weight: the rows' division into
 microbatches and devices does not change it, but for KTO's divergence, an estimate of each microbatch. Defaults are
-TRL's; those of SimPO are where its authors' code says to start.
+TRL's, but SimPO's (β 2, γ 1; there 0.1, γ 0.5).
 
 Metrics, as in TRL: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen, logps/rejected,
 with rewards β·log(π/π₀), or β·(mean of log π) without a reference; of ORPO nll_loss and log_odds_ratio, of KTO kl.
