@@ -47,7 +47,10 @@ def _base(job: Job) -> None:
     name, revision = job.text("base_model"), job.text("revision_of_model")
     if name is None:
         raise job.wrong("base_model", "a folder or a name on the hub", name)
-    job.carry("base_model", "model.model_name", name if revision is None else f"{name}@{revision}")
+    if revision is None:
+        job.carry("base_model", "model.model_name", name)
+    else:
+        job.carry("base_model, revision_of_model", "model.model_name", f"{name}@{revision}")
     for key in ("base_model_config", "tokenizer_config"):
         if (other := job.text(key)) == name:
             job.not_needed[key] = "the base model's own"
@@ -142,28 +145,33 @@ def _trackers(job: Job) -> None:
     if wanted is False:
         job.not_needed["use_wandb"] = "off"
     if job.flag("use_tensorboard"):
-        kinds = ["tensorboard", *(job.carried["output.report_to"].value if wanted or project else [])]
-        job.carry("use_tensorboard", "output.report_to", kinds)
+        earlier = job.carried.get("output.report_to")
+        keys = ["use_tensorboard"] if earlier is None else [earlier.key, "use_tensorboard"]
+        kinds = ["tensorboard"] if earlier is None else ["tensorboard", *earlier.value]
+        job.carry(", ".join(keys), "output.report_to", kinds, "" if earlier is None else earlier.note)
+    elif "use_tensorboard" in job.taken:
+        job.not_needed["use_tensorboard"] = "off"
     if name := job.text("wandb_name"):
         job.carry("wandb_name", "output.run_name", name)
 
 
 def _tokens(job: Job) -> None:
     tokens = job.take("tokens")
-    given = {**job.mapping("special_tokens"), **(tokens if isinstance(tokens, dict) else {})}
-    for key, value in given.items():
-        where = f"special_tokens.{key}"
-        if key == "pad_token" or not value:
+    old = job.to_mapping("tokens", tokens) if isinstance(tokens, dict) else {}
+    given = {f"special_tokens.{key}": value for key, value in job.mapping("special_tokens").items()}
+    for where, value in (given | {f"tokens.{key}": value for key, value in old.items()}).items():
+        if where.endswith(".pad_token") or not value:
             job.not_needed[where] = "rows are filled without one"
-        elif key == "additional_special_tokens":
+        elif where.endswith(".additional_special_tokens"):
             job.carry(where, "model.new_tokens", value)
         else:
             job.not_carried[where] = (
                 "the tokenizer's own is taken; another is set in the folder's tokenizer_config.json"
             )
     if isinstance(tokens, list) and tokens:
-        earlier = job.carried["model.new_tokens"].value if "model.new_tokens" in job.carried else []
-        job.carry("tokens", "model.new_tokens", [*earlier, *tokens])
+        earlier = job.carried.get("model.new_tokens")
+        key = "tokens" if earlier is None else f"{earlier.key}, tokens"
+        job.carry(key, "model.new_tokens", [*([] if earlier is None else earlier.value), *tokens])
     elif tokens is not None and not isinstance(tokens, dict):
         raise job.wrong("tokens", "a list of strings", tokens)
 

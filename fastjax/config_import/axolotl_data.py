@@ -119,7 +119,7 @@ def _columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
     role = given.pop("message_field_role", None) or names.pop("role", "from" if old else "role")
     content = given.pop("message_field_content", None) or names.pop("content", "value" if old else "content")
     column = given.pop("field_messages", None) or ("conversations" if old else "messages")
-    meaning = {("role", "content"): "messages", ("from", "value"): "conversations"}.get((role, content))
+    meaning = {("role", "content"): "messages", ("from", "value"): "conversations"}.get((str(role), str(content)))
     if meaning is None or any(name != value for name, value in names.items()):
         job.refused[f"{where}.message_property_mappings"] = "messages have role and content, or from and value"
     told = job.to_mapping(f"{where}.roles", given.pop("roles", {}))

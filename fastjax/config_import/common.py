@@ -72,9 +72,8 @@ def schedule(job: Job, key: str, kwargs: str, *, default: str) -> None:
         where = f"{kwargs}.{argument}"
         if argument in ("min_lr_ratio", "min_lr_rate"):
             job.carry(where, "optimizer.min_lr_ratio", job.to_number(where, value))
-        elif argument == "min_lr" and (top := job.values.get("learning_rate")):
-            ratio = job.to_number(where, value) / job.to_number("learning_rate", top)
-            job.carry(where, "optimizer.min_lr_ratio", ratio)
+        elif argument == "min_lr" and (top := job.to_number("learning_rate", job.values.get("learning_rate") or 0)):
+            job.carry(where, "optimizer.min_lr_ratio", job.to_number(where, value) / top)
         else:
             job.refused[where] = "no argument of the schedules here (optimizer.min_lr_ratio, optimizer.decay_ratio)"
 

@@ -160,6 +160,9 @@ class Job:
         """Make a setting of a key, or of the tool's default where the file has no such key."""
         if not note and re.fullmatch(r"[\w.]+", key) and self.values.get(key) is None:
             note = f"{self.tool.name}'s default"
+        earlier = self.carried.get(setting)
+        if earlier is not None and earlier.key in self.values and earlier.key not in key:
+            self.not_carried[earlier.key] = f"{key} stands before it"
         self.carried[setting] = Carried(key, setting, value, note)
 
     def wrong(self, key: str, expected: str, given: Any) -> ConfigError:
@@ -215,8 +218,11 @@ def _flat(content: Mapping[Any, Any], outer: str = "") -> Iterator[tuple[str, An
 
 
 def _pass(job: Job, key: str, value: Any) -> None:
-    """Account for a key that no group has taken."""
+    """Account for a key that no group has taken, or that one has taken and found empty."""
     if key in job.taken:
+        empty = not value or (isinstance(value, Mapping) and not any(item is not None for item in value.values()))
+        if empty and key not in (*job.not_needed, *job.not_carried, *(line.key for line in job.carried.values())):
+            job.not_needed[key] = "empty"
         return
     row = job.tool.rows.get(key) or next(
         (row for name, row in job.tool.rows.items() if name.endswith("*") and key.startswith(name[:-1])), None

@@ -38,8 +38,8 @@ def _base(job: Job) -> None:
         job.not_needed["model_revision"] = "it is part of model.model_name" if pinned else "the hub's default"
     tokens = [token for key in ("add_tokens", "add_special_tokens") for token in job.names(key) or []]
     if tokens:
-        key = "add_tokens" if job.values.get("add_tokens") else "add_special_tokens"
-        job.carry(key, "model.new_tokens", list(dict.fromkeys(tokens)))
+        keys = [key for key in ("add_tokens", "add_special_tokens") if key in job.taken]
+        job.carry(", ".join(keys), "model.new_tokens", list(dict.fromkeys(tokens)))
     if job.flag("split_special_tokens"):
         job.carry("split_special_tokens", "data.special_tokens", "text")
     elif "split_special_tokens" in job.taken:
@@ -101,10 +101,11 @@ def _precision(job: Job) -> None:
     pure = job.flag("pure_bf16")
     if pure:
         job.carry("pure_bf16", "model.param_dtype", "bfloat16", "float32 keeps small updates")
-        job.carry("pure_bf16", "model.dtype", "bfloat16")
     elif "pure_bf16" in job.taken:
         job.not_needed["pure_bf16"] = "off"
     precision(job, (("bf16", "bfloat16"), ("fp16", "float16")), param_dtype=False)
+    if pure and "model.dtype" not in job.carried:
+        job.carry("pure_bf16", "model.dtype", "bfloat16")
 
 
 def _checkpoints(job: Job) -> None:

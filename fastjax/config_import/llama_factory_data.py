@@ -62,6 +62,8 @@ def _learnt(job: Job) -> None:
     if everything or last:
         key = "train_on_prompt" if everything else "mask_history"
         job.carry(key, "data.loss_on", "all" if everything else "last_response")
+    if everything and last:
+        job.not_carried["mask_history"] = "train_on_prompt stands before it"
     for key, value in (("train_on_prompt", everything), ("mask_history", last)):
         if key in job.taken and not value:
             job.not_needed[key] = "data.loss_on: responses"
