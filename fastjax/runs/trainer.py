@@ -282,6 +282,8 @@ def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str,
         max_seq_length=model.max_seq_length,
         dtype=str(model.dtype),  # pyright: ignore[reportArgumentType]
         param_dtype=str(model.precision.param_dtype),  # pyright: ignore[reportArgumentType]
+        float32_modules=sorted(map(str, model.precision.float32_modules)) or None,
+        base_compute=model.precision.base_compute,  # pyright: ignore[reportArgumentType]
         load_in_4bit=any(isinstance(leaf, NF4Weight) for leaf in leaves),
         full_finetuning=model.full_finetuning,
         use_gradient_checkpointing=model.remat,
