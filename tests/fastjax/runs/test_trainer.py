@@ -101,6 +101,7 @@ def test_it_is_the_run_of_the_command_line(model, tmp_path):
     assert trainer.model is result.model
 
 
+@pytest.mark.one_world
 def test_an_optimizer_a_loss_and_a_sink_of_ones_own_and_an_early_end(model, tmp_path):
     """Adam with a schedule is the settings' own rule; a callback ends the run, whose result is saved."""
 
@@ -138,6 +139,7 @@ def test_an_optimizer_a_loss_and_a_sink_of_ones_own_and_an_early_end(model, tmp_
         Trainer(model, settings=options, **data).train()
 
 
+@pytest.mark.one_world
 def test_a_run_that_is_stopped_goes_on(model, tmp_path):
     """With rows in memory, as a `datasets.Dataset` has them too."""
     datasets = pytest.importorskip("datasets")
@@ -164,6 +166,7 @@ def test_a_run_that_is_stopped_goes_on(model, tmp_path):
         Trainer(model, train_dataset=rows(), settings=parts, console=quiet()).train(resume=True)
 
 
+@pytest.mark.one_world
 def test_what_cannot_be_trained_is_refused(model, tmp_path):
     base, _ = FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=128)
     plain = TrainerSettings(str(tmp_path / "out"))

@@ -15,7 +15,7 @@ from fastjax.bench.step.build import filled
 from fastjax.bench.step.case import StepCase
 from fastjax.cli import main
 from fastjax.errors import ConfigError
-from fastjax.training import loss
+from fastjax.training import head
 
 SIZE = ("--preset", "tiny", "--batch", "2", "--seq", "32", "--steps", "2", "--warmup", "1", "--checkpointing", "full")
 CASE = StepCase("tiny", 2, 32, "full", "scan", rank=4, steps=2, warmup=1)
@@ -143,8 +143,8 @@ def test_a_device_without_enough_memory_is_a_result(monkeypatch):
 
 def test_a_step_that_does_not_train_has_no_figure(tmp_path, capsys, here, monkeypatch):
     """A weight that is cut off from the loss: a line says so, and the exit status."""
-    project = loss.lm_logits
-    monkeypatch.setattr(loss, "lm_logits", lambda head, hidden: project(head, jax.lax.stop_gradient(hidden)))
+    project = head.lm_logits
+    monkeypatch.setattr(head, "lm_logits", lambda own, hidden: project(own, jax.lax.stop_gradient(hidden)))
     text = tmp_path / "step.md"
     assert main(["bench", "step", *SIZE, "--method", "full", "--markdown", str(text)]) == 1
     captured = capsys.readouterr()
