@@ -6,8 +6,8 @@ optimization_barrier (XLA's CPU compiler of jax 0.10.2 drops it before it fuses)
 identity at float32, and without subnormal numbers at float16) helps. So the bits are added to an integer zero that the
 compiler cannot know to be zero: "is NaN".
 
-On a GPU XLA divides with PTX's ``div.full``, which is off by one in the last place in a quarter of all cases
-(openxla/xla issue 37181). `quotient` is what IEEE 754 says.
+On a GPU XLA divides with PTX's ``div.full``, which is off by one in the last place in a quarter of all cases and by
+two in some (openxla/xla issue 37181). `quotient` is what IEEE 754 says.
 """
 
 import functools
@@ -55,16 +55,16 @@ def quotient(x: Float[Array, "..."], divisor: Float[Array, "..."] | float) -> Fl
         The quotient; where it, x or the divisor is not between 2⁻⁷⁰ and 2¹⁰⁰, as the device divides.
     """
     divisor = kept(jnp.broadcast_to(jnp.float32(divisor), x.shape), x != x)
-    return nearest_quotient(x, divisor, x / divisor)
+    return nearest_quotient(x, divisor, nearest_quotient(x, divisor, x / divisor))
 
 
 def nearest_quotient(
     x: Float[Array, "..."], divisor: Float[Array, "..."], near: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """The float32 nearest to x / divisor, from one that is it or its neighbour (`quotient`).
+    """The float32 nearest to x / divisor, from one that is it or its neighbour (`quotient`); else one place nearer.
 
-    What is left, x − near · divisor, is exact: of halves of 12 bits all products are, fused with the subtraction or not
-    (Dekker, 1971). A quotient never lies in the middle of two numbers.
+    What is left of a neighbour, x − near · divisor, is exact: of halves of 12 bits all products are, fused with the
+    subtraction or not (Dekker, 1971). A quotient never lies in the middle of two numbers.
     """
     (a, b), (c, d) = _halves(near), _halves(divisor)
     rest = x - a * c - a * d - b * c - b * d
