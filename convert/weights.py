@@ -3,7 +3,9 @@
 The family's table says which tensors there are and under what names, `convert.formats` what each is stored in.
 """
 
+import functools
 import itertools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from convert.formats.declared import check_quantization
 from convert.model.paths import WeightPath
 from convert.model.spec import APART, WHOLE, WeightSpec
 from convert.model.tensors import TensorSpec, expert_name, tensors_of
+from convert.read_ahead import read_ahead
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,20 @@ class Weights:
         tensor = form.read(self._stored(name))
         return tensor if packed else form.decode(tensor)
 
-    def stream(self, *, packed: bool | None = None) -> Iterator[tuple[WeightPath, Any]]:
-        """All weights in the model's order, each read when its turn comes; as `stream`."""
+    def stream(self, *, packed: bool | None = None, ahead: int = 0) -> Iterator[tuple[WeightPath, Any]]:
+        """All weights in the model's order; as `stream`.
+
+        Args:
+            packed: as in `read`.
+            ahead: bytes, once decoded, that threads may read before their turn comes; 0: each is read when it does.
+        """
         _check_copies(self)
-        for path, spec in self.specs.items():
-            yield spec.path, self.read(path, packed=packed)
+        reads = (
+            (math.prod(spec.shape) * self.decoded_dtype(path).itemsize, functools.partial(self.read, path, packed=packed))
+            for path, spec in self.specs.items()
+        )
+        places = (spec.path for spec in self.specs.values())
+        yield from zip(places, read_ahead(reads, ahead) if ahead else (read() for _, read in reads), strict=True)
 
     def blocks(self, path: str, expert: int | None = None) -> Blocks:
         """A weight's values as blocks, rounded to the dtype that they decode to, in the tree's layout.

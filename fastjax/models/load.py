@@ -1,6 +1,6 @@
 """From a stream of named tensors to the decoder's tree: fused, quantised and stacked, one layer at a time.
 
-Host memory stays at what the stream holds, device memory at the finished tree plus one layer.
+Host memory stays at what the stream holds and reads ahead, device memory at the finished tree plus one layer.
 """
 
 import functools
@@ -25,6 +25,9 @@ from fastjax.models.precision import Precision
 from fastjax.models.remat import policy_of
 from fastjax.quantization import MXFP4Weight, NF4Weight, WeightLike
 from fastjax.quantization.weights import from_tensor
+
+#: Bytes of weights that are read while the device takes those before them.
+_AHEAD = 2**29
 
 
 def load_weights(
@@ -94,7 +97,7 @@ def load_weights(
         return _quantize(ready) if quantizes(path) else ready
 
     plan = plan_held(config, held, precision, layer_loop, remat)
-    arrays = ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True))
+    arrays = ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True, ahead=_AHEAD))
     tree = fill_tree(config, plan, arrays, offload_layers=offload_layers, mesh=mesh)
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
