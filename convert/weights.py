@@ -122,12 +122,10 @@ class Weights:
             ahead: bytes, once decoded, that threads may read before their turn comes; 0: each is read when it does.
         """
         _check_copies(self)
-        reads = (
-            (math.prod(spec.shape) * self.decoded_dtype(path).itemsize, functools.partial(self.read, path, packed=packed))
-            for path, spec in self.specs.items()
-        )
-        places = (spec.path for spec in self.specs.values())
-        yield from zip(places, read_ahead(reads, ahead) if ahead else (read() for _, read in reads), strict=True)
+        sizes = (math.prod(spec.shape) * self.decoded_dtype(path).itemsize for path, spec in self.specs.items())
+        reads = (functools.partial(self.read, path, packed=packed) for path in self.specs)
+        tensors = read_ahead(zip(sizes, reads, strict=True), ahead) if ahead else (read() for read in reads)
+        yield from zip((spec.path for spec in self.specs.values()), tensors, strict=True)
 
     def blocks(self, path: str, expert: int | None = None) -> Blocks:
         """A weight's values as blocks, rounded to the dtype that they decode to, in the tree's layout.
