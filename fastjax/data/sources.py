@@ -52,7 +52,7 @@ class OpenSource(NamedTuple):
             OSError: A file that cannot be read.
             DataError: A row that cannot be used.
         """
-        for row, where in self._rows(skip):
+        for row, where in self.rows(skip):
             yield parse_row(row, where, self.source.columns, templated=templated)
 
     def identity(self) -> str:
@@ -70,7 +70,12 @@ class OpenSource(NamedTuple):
             digest.update("".join(file.suffixes).encode())
         return digest.hexdigest()
 
-    def _rows(self, skip: int) -> Iterator[Row]:
+    def rows(self, skip: int = 0) -> Iterator[Row]:
+        """Rows as they are, with their place in words, for `records`.
+
+        Args:
+            skip: rows to skip at the beginning.
+        """
         if self.files is not None:
             rows = itertools.chain.from_iterable(map(read_rows, self.files))
             return itertools.islice(_sliced(rows, self.source.split), skip, None)

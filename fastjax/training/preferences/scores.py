@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.filterlib import Filter
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from fastjax.errors import ConfigError
 from fastjax.models.decoder import Decoder
@@ -56,13 +56,22 @@ def document_scores(
     """
     hidden = model.head_input(model.forward(rows.tokens, rows.positions, rows.segment_ids, key=key).hidden, key)
     log_probs = head_log_probs(model, trainable_filter, hidden, rows.targets, chunk_size=chunk_size)
-    segments = jnp.ones_like(rows.tokens) if rows.segment_ids is None else rows.segment_ids
-    slots = jnp.arange(1, rows.extra["roles"].shape[1] + 1, dtype=segments.dtype)
-    own = segments[:, :, None] == slots[None, None, :]
+    own = documents_of(rows)
     counted = own & (rows.targets != IGNORE_INDEX)[:, :, None]
     return Scores(
         jnp.sum(jnp.where(own, log_probs[:, :, None], 0.0), axis=1), jnp.sum(counted, axis=1, dtype=log_probs.dtype)
     )
+
+
+def documents_of(rows: Any) -> Bool[Array, "B S D"]:
+    """Whether a token belongs to a document.
+
+    Args:
+        rows: as for `document_scores`.
+    """
+    segments = jnp.ones_like(rows.tokens) if rows.segment_ids is None else rows.segment_ids
+    slots = jnp.arange(1, rows.extra["roles"].shape[1] + 1, dtype=segments.dtype)
+    return segments[:, :, None] == slots[None, None, :]
 
 
 def reference_log_probs(

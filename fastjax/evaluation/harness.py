@@ -1,0 +1,145 @@
+"""A model for lm-evaluation-harness (`pip install fastjax[lm-eval]`; Gao et al., doi 10.5281/zenodo.5371628).
+
+import lm_eval
+from fastjax.evaluation.harness import HarnessModel
+
+results = lm_eval.simple_evaluate(HarnessModel(model), tasks=["arc_easy"])
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.model import LM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from fastjax.data import Encoder
+from fastjax.errors import ConfigError
+from fastjax.evaluation.run import encoded_pair
+from fastjax.evaluation.scoring import completion_scores
+from fastjax.generation.generate import generate
+from fastjax.language_model import LanguageModel
+
+_LOG = logging.getLogger(__name__)
+#: Names that tasks give the longest answer, and the other keys of a generation.
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_OTHERS = ("until", "do_sample", "temperature", "top_k", "top_p", *_LENGTHS)
+
+
+class HarnessModel(LM):
+    """A model as the harness asks it: likelihoods of continuations, of whole texts, and answers.
+
+    Prompts longer than the model's rows lose their beginning, as with the harness's own models, and a line says so.
+    """
+
+    def __init__(self, model: LanguageModel, *, batch_size: int = 32, max_new_tokens: int = 256, seed: int = 0):
+        """Take a model.
+
+        Args:
+            model: with or without an adapter; with a tokenizer.
+            batch_size: rows, or prompts, that go through it together.
+            max_new_tokens: longest answer, where a task names none.
+            seed: of the sampling, where a task samples.
+
+        Raises:
+            ConfigError: a model without tokenizer.
+        """
+        super().__init__()
+        if model.tokenizer is None:
+            raise ConfigError("HarnessModel: expected a model with a tokenizer, got one without; load it from a folder")
+        self.model, self.batch_size, self.max_new_tokens, self.seed = model, batch_size, max_new_tokens, seed
+        self.encoder = Encoder(model.tokenizer)  # pyright: ignore[reportArgumentType]
+        bos = model.tokenizer.bos_token_id
+        self._first = int(model.tokenizer.eos_token_id if bos is None else bos)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer's folder or name."""
+        return str(self.encoder.tokenizer.name_or_path).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The tokenizer's template."""
+        return str(self.encoder.tokenizer.chat_template or "") if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text."""
+        return self.encoder.template.render(
+            chat_history, "the conversation", tools=None, add_generation_prompt=add_generation_prompt
+        )
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-likelihoods of continuations, and whether each is what greedy decoding says."""
+        pairs = []
+        for context, continuation in (request.args for request in requests):
+            kept = context.rstrip()
+            if kept:  # white space belongs to the word behind it
+                pairs.append(encoded_pair(self.encoder, kept, context[len(kept) :] + continuation))
+            else:
+                pairs.append(([self._first], self._tokens(context + continuation)))
+        return self._scored(pairs)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, in windows of the model's rows that predict each token once."""
+        pairs, counts = [], []
+        for (text,) in (request.args for request in requests):
+            windows = get_rolling_token_windows(self._tokens(text), self._first, self.model.max_seq_length, 1)
+            own = [make_disjoint_window(window) for window in windows]
+            pairs += own
+            counts.append(len(own))
+        scores = iter(self._scored(pairs))
+        return [sum(next(scores)[0] for _ in range(count)) for count in counts]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Answers up to the first of the texts that end them."""
+        stops, decode = self.encoder.stop_tokens(), self.encoder.tokenizer.decode
+        found: list[str] = [""] * len(requests)
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(self._options(request.args[1]), []).append(number)
+        for (most, *sampling), members in groups.items():
+            names = dict(zip(("temperature", "top_k", "top_p"), sampling, strict=True))
+            for start in range(0, len(members), self.batch_size):
+                part = members[start : start + self.batch_size]
+                prompts = [self._cut(self.encoder.encode_beginning(requests[n].args[0]), most) for n in part]
+                new = generate(
+                    self.model, prompts, max_new_tokens=most, seed=self.seed + start, stop_tokens=stops, **names
+                )
+                for number, tokens in zip(part, new, strict=True):
+                    text = str(decode(tokens, skip_special_tokens=True))
+                    for end in _until(requests[number].args[1]):
+                        text = text.split(end)[0]
+                    found[number] = text
+        return found
+
+    def _tokens(self, text: str) -> list[int]:
+        return [int(token) for token in self.encoder.tokenizer.encode(text, add_special_tokens=False)]
+
+    def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        most = self.model.max_seq_length
+        kept = [(self._cut(prompt, len(completion) - 1), completion[-most:]) for prompt, completion in pairs]
+        return [(score.log_prob, score.greedy) for score in completion_scores(self.model, kept, rows=self.batch_size)]
+
+    def _cut(self, prompt: list[int], beside: int) -> list[int]:
+        """A prompt that leaves room for so many tokens, without its beginning if need be."""
+        room = max(1, self.model.max_seq_length - beside)
+        if len(prompt) > room:
+            _LOG.warning("a prompt of %d tokens is cut to its last %d (max_seq_length)", len(prompt), room)
+        return prompt[-room:]
+
+    def _options(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        """Of a generation: longest answer, temperature, top_k, top_p."""
+        unknown = sorted(set(given) - set(_OTHERS))
+        if unknown:
+            raise ConfigError(f"generation_kwargs: expected some of {', '.join(_OTHERS)}, got {unknown[0]}")
+        most = next((int(given[name]) for name in _LENGTHS if given.get(name) is not None), self.max_new_tokens)
+        if given.get("do_sample") is False:
+            return most, 0.0, None, None
+        temperature = given.get("temperature")
+        if temperature is None:
+            temperature = 1.0 if given.get("do_sample") else 0.0
+        return most, float(temperature), given.get("top_k"), given.get("top_p")
+
+
+def _until(given: dict[str, Any]) -> list[str]:
+    until = given.get("until") or []
+    return [end for end in ([until] if isinstance(until, str) else until) if end]

@@ -1,0 +1,169 @@
+"""Evaluations: scores are those of the whole forward pass, tasks count what is right, and what they refuse."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from fastjax.cli import main
+from fastjax.errors import ConfigError, DataError
+from fastjax.evaluation import Task, completion_scores, evaluate, read_tasks
+from fastjax.generation import generate
+from fastjax.generation.text import answer
+from fastjax.language_model import FastLanguageModel
+from tests.support import tiny
+from tests.support.chat import write_model
+
+QUESTIONS = ["Who bought pens?", "How many?", "And what did Ann say then, after all?"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("evaluated") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return FastLanguageModel.from_pretrained(str(folder), max_seq_length=192, dtype="float32", load_in_4bit=False)[0]
+
+
+def write(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+def test_scores_are_those_of_the_whole_forward_pass():
+    changes = {"tie_word_embeddings": False, "initializer_range": 0.3, "hidden_size": 64}
+    config = tiny.config(**changes)
+    base = tiny.model(tiny.shared_folder(**changes), config, load_in_4bit=True)
+    made = tiny.adapted(base, target_modules=["q_proj", "down_proj"])
+    documents = [one.tolist() for one in tiny.documents(config, (9, 30, 33, 2, 20, 41), seed=4)]
+    examples = [(one[: len(one) // 2], one[len(one) // 2 :]) for one in documents]
+    prompts = [prompt for prompt, _ in examples[:2]]
+    examples += list(zip(prompts, generate(made, prompts, max_new_tokens=5), strict=True))
+    found = completion_scores(made, examples, rows=2)
+    for (prompt, completion), score in zip(examples, found, strict=True):
+        logits = tiny.logits(made, np.asarray([[*prompt, *completion]], np.int32))[0, len(prompt) - 1 : -1]
+        logits = np.asarray(logits, np.float32)
+        expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(completion)), completion].sum()
+        np.testing.assert_allclose(score.log_prob, expected, rtol=2e-5)
+        assert score.tokens == len(completion)
+        assert score.greedy == (logits.argmax(-1).tolist() == completion)
+    assert [score.greedy for score in found[-2:]] == [True, True]
+    with pytest.raises(ConfigError, match="example 1: expected at least one token .* got 2 and 0"):
+        completion_scores(made, [([1], [2]), ([1, 2], [])])
+
+
+def test_answers_that_match(model, tmp_path):
+    said = answer(model, QUESTIONS, max_new_tokens=6)
+    rows = [{"q": q, "a": f" x{a.strip()} "} for q, a in zip(QUESTIONS, said, strict=True)]
+    rows[1]["a"] = "xsomething else"
+    task = Task("own", "exact_match", write(tmp_path / "own.jsonl", rows), "{q}", answer="{a}", max_new_tokens=6)
+    [plain] = evaluate(model, [task], batch_size=2)
+    assert plain.metrics["exact_match"] == 0.0
+    matching = Task(**{**vars(task), "extract": "(?s)^ ?x?(.*)$"})
+    [found] = evaluate(model, [matching], batch_size=2)
+    assert [one["right"] for one in found.samples] == [True, False, True]
+    assert found.metrics == {"exact_match": pytest.approx(2 / 3), "exact_match_stderr": pytest.approx(1 / 3)}
+    assert [one["answer"] for one in found.samples] == said
+
+
+def test_the_likeliest_choice(folder, model, tmp_path, capsys):
+    """Labels as number, letter and text; as plain texts behind two others; and by the command."""
+    choices = ["He has 9 pens.", "Ann.", "nobody knows that yet"]
+    rows = [{"q": q, "c": choices, "right": right} for q, right in zip(QUESTIONS, (1, "C", "Ann."), strict=True)]
+    data = write(tmp_path / "choices.jsonl", rows)
+    shots = {"few_shot": 2, "few_shot_data": data}
+    tasks = [
+        Task("chat", "choice", data, "{q}", choices="c", label="right"),
+        Task("raw", "choice", data, "{q}\n", choices="c", label="right", chat=False, **shots),
+    ]
+    chat, raw = evaluate(model, tasks, batch_size=2)
+    assert [one["expected"] for one in chat.samples] == [1, 2, 1]
+    before = "".join(f"{q}\n {choices[right]}\n\n" for q, right in zip(QUESTIONS, (1, 2), strict=False))
+    for number, sample in enumerate(raw.samples):
+        texts = [f"{before}{QUESTIONS[number]}\n {choice}" for choice in choices]
+        expected = [text_log_prob(model, text, len(choice) + 1) for text, choice in zip(texts, choices, strict=True)]
+        np.testing.assert_allclose(sample["log_probs"], expected, rtol=1e-4)
+        assert sample["answer"] == int(np.argmax(expected))
+    lengths = np.asarray([len(choice) for choice in choices])
+    by_byte = [int(np.argmax(np.asarray(one["log_probs"]) / lengths)) == one["expected"] for one in raw.samples]
+    assert raw.metrics["acc_norm"] == np.mean(by_byte)
+
+    (tmp_path / "tasks.yaml").write_text(json.dumps({"tasks": [vars(tasks[0])]}))
+    command = ["evaluate", "--model", str(folder), "--tasks", str(tmp_path / "tasks.yaml"), "--batch_size", "2"]
+    command += ["--max_seq_length", "192", "--dtype", "float32", "--output", str(tmp_path / "out.json")]
+    assert main([*command, "--no_compilation_cache"]) == 0
+    assert "acc_norm" in capsys.readouterr().out
+    [written] = json.loads((tmp_path / "out.json").read_text())["tasks"]
+    assert written["metrics"] == chat.metrics
+    np.testing.assert_allclose([s["log_probs"] for s in written["samples"]], [s["log_probs"] for s in chat.samples])
+
+
+def text_log_prob(model, text, scored):
+    """Of the last characters, a token each."""
+    tokens = model.tokenizer.encode(text, add_special_tokens=False)
+    logits = np.asarray(model.logits(np.asarray([tokens], np.int32)))[0, :-1]
+    every = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(tokens) - 1), tokens[1:]]
+    offsets = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return sum(p for p, (start, _) in zip(every, offsets[1:], strict=True) if start >= len(text) - scored)
+
+
+TASK = {"name": "t", "kind": "choice", "data": "rows.jsonl", "prompt": "{q}", "choices": "c", "label": "l"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"kind": "other"}, "task 't': kind: expected exact_match or choice, got 'other'"),
+        ({"label": None}, "task 't': label: expected one with kind choice, got none"),
+        ({"answer": "{a}"}, "task 't': answer: expected none with kind choice, got '{a}'"),
+        ({"limit": 0}, "task 't': limit: expected at least 1, got 0"),
+        ({"limit": "many"}, "task 't': limit: expected a whole number, got 'many'"),
+        ({"few_shot": 2}, "task 't': few_shot_data: expected one exactly with few_shot, got None"),
+        ({"choices": ["a"]}, "task 't': choices: expected a column or 2 to 26 texts"),
+        ({"shots": 2}, "tasks.yaml: task 1: expected the keys .*; got 'shots'"),
+        (
+            {"kind": "exact_match", "choices": None, "label": None, "answer": "{a}", "extract": "("},
+            "extract: expected a",
+        ),
+    ],
+)
+def test_tasks_that_are_refused(changes, error, tmp_path):
+    file = tmp_path / "tasks.yaml"
+    file.write_text(json.dumps({"tasks": [TASK | changes]}))
+    with pytest.raises(ConfigError, match=error):
+        read_tasks(file)
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        (
+            {"q": "?", "c": ["a", "b"], "l": 2},
+            "l: expected a number from 0 to 1, a letter or one of the choices, got 2",
+        ),
+        ({"q": "?", "c": ["a"], "l": 0}, r"c: expected a list of two texts or more, got \['a'\]"),
+        ({"c": ["a", "b"], "l": 0}, "expected a column 'q' for '{q}', got c, l"),
+        ({"q": None, "c": ["a", "b"], "l": 0}, "q"),
+    ],
+)
+def test_rows_that_are_refused(row, error, model, tmp_path):
+    task = Task(**TASK | {"data": write(tmp_path / "rows.jsonl", [row])})
+    with pytest.raises(DataError, match=f"rows.jsonl:1: .*{error}"):
+        evaluate(model, [task])
+
+
+def test_the_blocks_of_the_manual(folder, tmp_path, monkeypatch):
+    text = (Path(__file__).parents[3] / "docs/evaluation.md").read_text(encoding="utf-8")
+    settings, code = (re.search(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)[1] for kind in ("yaml", "python"))
+    monkeypatch.chdir(tmp_path)
+    Path("tasks.yaml").write_text(settings)
+    assert [(task.name, task.few_shot) for task in read_tasks(Path("tasks.yaml"))] == [("gsm8k", 0), ("arc", 5)]
+    write(tmp_path / "pens.jsonl", [{"question": "Pens?", "other": "perhaps", "answer": "perhaps"}])
+    names = {}
+    exec(code.replace("path/to/model", str(folder)).replace("2048", "192"), names)
+    assert names["result"].rows == 1 and len(names["result"].samples[0]["log_probs"]) == 3

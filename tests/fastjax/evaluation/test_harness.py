@@ -1,0 +1,62 @@
+"""The model as lm-evaluation-harness asks it; needs lm_eval (the extra `lm-eval`)."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("lm_eval")
+
+from fastjax.errors import ConfigError
+from fastjax.evaluation.harness import HarnessModel
+from fastjax.language_model import FastLanguageModel
+from tests.support.chat import write_model
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("harness") / "model")
+    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, dtype="float32", load_in_4bit=False)
+    return HarnessModel(model, batch_size=2, max_new_tokens=5)
+
+
+def asked(*arguments):
+    return SimpleNamespace(args=arguments)
+
+
+def log_probs(harness, tokens):
+    logits = np.asarray(harness.model.logits(np.asarray([tokens[:-1]], np.int32)))[0]
+    every = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(tokens) - 1), tokens[1:]]
+    return every, logits.argmax(-1)
+
+
+def test_continuations_with_and_without_context(harness):
+    requests = [asked("Who? ", "Ann"), asked("", "Ben"), asked("x" * 100, "y")]
+    found = harness.loglikelihood(requests)
+    for (context, text), (value, greedy) in zip((request.args for request in requests), found, strict=True):
+        tokens = harness._tokens(context + text)[-65:]  # a byte a token; this tokenizer puts no BOS before a text
+        tokens = tokens if context else [1, *tokens]
+        scored = len(text) + (context[-1:] == " ")
+        every, best = log_probs(harness, tokens)
+        np.testing.assert_allclose(value, every[-scored:].sum(), rtol=1e-4)
+        assert greedy == (best[-scored:].tolist() == tokens[-scored:])
+
+
+def test_a_long_text_predicts_each_token_once(harness):
+    text = "abcdefghij" * 15
+    (found,) = harness.loglikelihood_rolling([asked(text)])
+    tokens = [1, *harness._tokens(text)]
+    parts = [log_probs(harness, tokens[start : start + 65])[0] for start in (0, 64)]
+    last = log_probs(harness, tokens[86:])[0][-22:]  # with all the context that a row holds
+    np.testing.assert_allclose(found, sum(part.sum() for part in (*parts, last)), rtol=1e-4)
+
+
+def test_answers_end_where_the_task_says(harness):
+    (free,) = harness.generate_until([asked("Who?", {"until": [], "do_sample": False})])
+    assert free
+    end = free[len(free) // 2]
+    cut, short = harness.generate_until([asked("Who?", {"until": end}), asked("Who?", {"max_gen_toks": 2})])
+    assert cut == free.split(end)[0] and free.startswith(short) and len(short) < len(free)
+    with pytest.raises(ConfigError, match="generation_kwargs: expected some of until, .* got num_beams"):
+        harness.generate_until([asked("Who?", {"num_beams": 4})])
