@@ -14,7 +14,7 @@ PACKAGES = ("convert", "pallas_kernels", "fastjax")
 FLOORS = (
     ("cli", "__main__", "commands", "bench"),
     ("runs", "preview", "config_import"),
-    ("language_model", "peft", "generation"),
+    ("language_model", "peft", "generation", "evaluation"),
     ("planning",),
     ("training",),
     ("models",),

@@ -10,8 +10,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval.api.model import LM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
+from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+    get_rolling_token_windows,
+    make_disjoint_window,
+)
 
 from fastjax.data import Encoder
 from fastjax.errors import ConfigError

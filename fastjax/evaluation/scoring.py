@@ -89,7 +89,7 @@ def _batches(packed: PreferenceRows, rows: int) -> Iterator[tuple[list[Any], Bat
 @functools.lru_cache(maxsize=8)
 def _compiled(graphdef: nnx.GraphDef, trainable_filter: Any) -> Any:
     @jax.jit
-    def scores(trainable: Any, frozen: Any, rows: Batch) -> tuple[Array, Array, Array]:
+    def scores(trainable: Any, frozen: Any, rows: Any) -> tuple[Array, Array, Array]:
         model = nnx.merge(graphdef, trainable, frozen)
         hidden = model.head_input(model.forward(rows.tokens, rows.positions, rows.segment_ids).hidden, None)
         log_probs = head_log_probs(model, trainable_filter, hidden, rows.targets)
