@@ -5,9 +5,12 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
 import pytest
 
+from fastjax import FastLanguageModel
 from fastjax.cli import COMMANDS
 from fastjax.commands import convert, generate
 from fastjax.commands.quickstart import quickstart_config
@@ -17,6 +20,7 @@ from fastjax.training.report import usage
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -148,10 +152,36 @@ def test_readme_python(chat_folder, chats, tmp_path, monkeypatch):
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
+def test_the_page_of_python(tmp_path, monkeypatch):
+    """The other blocks of docs/python.md, one after the other, on the embedded model."""
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(block for block in blocks("python", PYTHON) if "fine_tune" not in block)
+    assets = ROOT / "fastjax" / "assets"
+    for written, used in [
+        ("path/to/model", assets / "tiny-llama"),
+        ("chat.jsonl", assets / "tiny-chat" / "test.jsonl"),
+        ("2048", 128),
+        ('type="q8_0"', 'type="q8_0", pre_tokenizer="gpt-2"'),  # the tiny tokenizer's own has no name in llama.cpp
+    ]:
+        assert written in code
+        code = code.replace(written, str(used))
+    names: dict = {}
+    exec(code, names)
+    learnt = jax.tree.leaves(names["trained"].trainable)
+    loaded = jax.tree.leaves(FastLanguageModel.load_adapter(names["base"], "trained").trainable)
+    assert all(np.array_equal(one, other) for one, other in zip(learnt, loaded, strict=True))
+    assert np.isfinite(names["held_out_loss"]) and int(names["fitted"].progress.step) == 3
+    assert 0 < max(names["errors"].values()) < 0.02  # int8 with a scale a row: half a step of 1/127 of the largest
+    np.testing.assert_allclose(names["y"], names["x"] @ names["W"].T, rtol=1e-4, atol=1e-4)
+    expected = optax.softmax_cross_entropy_with_integer_labels(names["hidden"] @ names["W"].T, names["targets"]).sum()
+    np.testing.assert_allclose(names["loss"], expected, rtol=1e-5)
+    assert names["out"].shape == (1, 32, 4, 16) and not names["out"][0, 28:].any()  # padding sees nothing
+
+
 def test_own_loss_and_evaluation(chat_folder, chats, tmp_path, monkeypatch):
-    """The block of docs/training.md, on a small model and two steps."""
+    """The block of docs/python.md, on a small model and two steps."""
     monkeypatch.chdir(ROOT)
-    (code,) = blocks("python", (ROOT / "docs" / "training.md").read_text(encoding="utf-8"))
+    (code,) = [block for block in blocks("python", PYTHON) if "fine_tune" in block]
     given = '"--config", "examples/quickstart.yaml"'
     assert given in code
     changes = {"model.model_name": chat_folder, "data.train": chats, "data.eval": chats, "output.output_dir": tmp_path}
