@@ -1,7 +1,7 @@
 """Pages of the manual's site for files outside docs/ to which its pages link: README.md, recipes, scripts.
 
-In the repository a page of docs/ links to them by relative paths, as a code host reads them. mkdocs calls these hooks to
-give each such file a page below `repository/`, Markdown as it is and the rest as a listing, and to turn links that way.
+In the repository a page of docs/ links to them by relative paths, as a code host reads them. mkdocs calls these hooks
+to give each such file a page below `repository/`, Markdown as it is and the rest as a listing, and to turn its links.
 """
 
 import posixpath

@@ -1,6 +1,7 @@
 """What README and the examples say works."""
 
 import dataclasses
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -9,7 +10,9 @@ import jax
 import numpy as np
 import optax
 import pytest
+import yaml
 
+import fastjax
 from fastjax import FastLanguageModel
 from fastjax.cli import COMMANDS
 from fastjax.commands import convert, generate
@@ -82,23 +85,56 @@ def test_readme_names_every_recipe():
 @pytest.mark.parametrize(
     "file",
     [
-        *(
-            "README.md",
-            "CONTRIBUTING.md",
-            "docs/training.md",
-            "docs/performance.md",
-            "docs/convert.md",
-            "docs/memory.md",
-            "docs/parallel.md",
-            "docs/preferences.md",
-        ),
-        *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs/lab").glob("*.md"))),
+        *("README.md", "CONTRIBUTING.md"),
+        *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs").rglob("*.md"))),
     ],
 )
 def test_links_lead_somewhere(file):
     text = (ROOT / file).read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert ((ROOT / file).parent / link).exists(), link
+
+
+def test_recipes_are_changes_of_the_settings_for_a_model_of_ones_own(tmp_path):
+    shown = blocks("yaml", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"))
+    assert len(shown) > 10
+    for number, block in enumerate(shown):
+        settings = yaml.safe_load((ROOT / "examples/my_model.yaml").read_text(encoding="utf-8"))
+        changes = yaml.safe_load(block)
+        if changes.get("model", {}).get("full_finetuning") or "adapter" in changes.get("lora", {}):
+            del settings["lora"]  # as the text says
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(yaml.safe_dump(settings | {name: settings.get(name, {}) | changes[name] for name in changes}))
+        config = dataclasses.asdict(parse_train_config(["--config", str(file)]))
+        for section, keys in changes.items():
+            for key, value in keys.items():
+                assert key == "train" or config[section][key] == value, f"{section}.{key}"
+
+
+def test_the_start_page_shows_commands_of_readme():
+    lines = [
+        line for block in blocks("bash", (ROOT / "docs/index.md").read_text("utf-8")) for line in block.splitlines()
+    ]
+    assert len(lines) > 2 and set(lines) <= set(README.splitlines())
+
+
+def test_the_reference_has_every_public_name():
+    """Names that README and the manual import or spell out are among those that docs/api is written from."""
+    pages = {file: file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")}
+    listed = [
+        re.findall(r"^::: (\S+)$", text, re.MULTILINE) for file, text in pages.items() if file.parent.name == "api"
+    ]
+    known = set(itertools.chain.from_iterable(listed))
+    assert len(known) > 80
+    text = "\n".join([README, *(text for file, text in pages.items() if file.parent.name == "docs")])
+    public = set(re.findall(r"`((?:fastjax|convert|pallas_kernels)(?:\.\w+)+)[`(]", text))
+    for module, names in re.findall(
+        r"^from ((?:fastjax|convert|pallas_kernels)[\w.]*) import (.+)$", text, re.MULTILINE
+    ):
+        public |= {f"{module}.{name}" for name in names.split(", ")}
+    modules = {name.rpartition(".")[0] for name in known} | {"convert.formats"}  # whose formats are tables
+    assert public - known - modules == set()
+    assert set(fastjax.__all__) <= {name.removeprefix("fastjax.") for name in known}
 
 
 def test_the_reference_of_settings_is_up_to_date(monkeypatch):
