@@ -4,6 +4,7 @@ In the repository a page of docs/ links to them by relative paths, as a code hos
 to give each such file a page below `repository/`, Markdown as it is and the rest as a listing, and to turn its links.
 """
 
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -42,7 +43,10 @@ def linked(file: str, text: str) -> Iterator[str]:
 
 
 def listing(file: str, text: str) -> str:
-    """A page that shows a file that is no Markdown."""
+    """A page that shows a file that is no Markdown: its text, or a notebook's cells."""
+    if file.endswith(".ipynb"):
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+        return "\n\n".join(part if kind == "markdown" else f"~~~~python\n{part}\n~~~~" for kind, part in cells)
     language = {".py": "python", ".yaml": "yaml", ".sh": "bash"}.get(posixpath.splitext(file)[1], "text")
     return f"# {file}\n\n~~~~{language}\n{text.rstrip()}\n~~~~\n"
 
