@@ -7,7 +7,6 @@ to give each such file a page below `repository/`, Markdown as it is and the res
 import json
 import posixpath
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, PAGES = "docs/", "repository/"
+#: Files whose links are turned; a program has none.
+PROSE = (".md", ".ipynb")
 #: The path in a relative link or picture, without its anchor.
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)[^)#\s]+")
 
@@ -30,16 +31,21 @@ def source_of(file: str) -> str:
 
 
 def file_of(source: str) -> str:
-    """The file of the repository that a Markdown page of the site shows."""
-    return source.removeprefix(PAGES) if source.startswith(PAGES) else DOCS + source
+    """The file of the repository that a page of the site shows."""
+    if not source.startswith(PAGES):
+        return DOCS + source
+    file = source.removeprefix(PAGES)
+    return file if (ROOT / file).is_file() else file.removesuffix(".md")
 
 
-def linked(file: str, text: str) -> Iterator[str]:
-    """Files of the repository outside docs/ to which a page links."""
-    for match in LINK.finditer(text):
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(file), match[0]))
-        if not target.startswith((DOCS, "..")) and (ROOT / target).is_file():
-            yield target
+def target_of(file: str, link: str) -> str:
+    """The file of the repository to which a relative link leads."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(file), link))
+
+
+def is_outside(file: str) -> bool:
+    """Whether a path is one of a file of the repository outside docs/."""
+    return not file.startswith((DOCS, "..")) and (ROOT / file).is_file()
 
 
 def listing(file: str, text: str) -> str:
@@ -58,27 +64,30 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     known: set[str] = set()
     waiting = [(file_of(file.src_uri), file.content_string) for file in files.documentation_pages()]
     while waiting:
-        for file in linked(*waiting.pop()):
-            if file in known:
+        page, text = waiting.pop()
+        for file in sorted({target_of(page, link) for link in LINK.findall(text)} - known):
+            if not is_outside(file):
                 continue
             known.add(file)
             text = (ROOT / file).read_text(encoding="utf-8")
-            if file.endswith(".md"):
-                waiting.append((file, text))
-            else:
+            if not file.endswith(".md"):
                 text = listing(file, text)
             files.append(File.generated(config, source_of(file), content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+            if file.endswith(PROSE):
+                waiting.append((file, text))
     return files
 
 
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Turn links between docs/ and the rest of the repository to the pages of the site."""
-    file, source = file_of(page.file.src_uri), page.file.src_uri
-    outside = set(linked(file, markdown))
+    source = page.file.src_uri
+    file = file_of(source)
+    if not file.endswith(PROSE):
+        return markdown
 
     def turned(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(file), match[0]))
-        if target not in outside and not (source.startswith(PAGES) and target.startswith(DOCS)):
+        target = target_of(file, match[0])
+        if not is_outside(target) and not (is_outside(file) and target.startswith(DOCS)):
             return match[0]
         return posixpath.relpath(source_of(target), posixpath.dirname(source) or ".")
 
