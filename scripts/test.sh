@@ -2,8 +2,8 @@
 # Installs fastjax with its test dependencies in a virtual environment of its own and runs the tests, once for each
 # supported pair of Python and JAX that this machine can run. Arguments go to pytest:
 #
-#     scripts/test.sh                              everything: style, types, tests
-#     scripts/test.sh --quick                      style, types, and the tests that are not marked slow, in one world
+#     scripts/test.sh                              everything: style, manual, types, tests
+#     scripts/test.sh --quick                      style, manual, types, and the tests that are not marked slow, in one world
 #     scripts/test.sh tests/fastjax/training -k loop     only these tests
 #
 # The environments .venv-test-3.11 and .venv-test-3.12 are kept and reused until what they install changes, and so are
@@ -21,7 +21,7 @@ declare -A PINS=(
   [3.11]="jax==0.10.2 flax==0.12.8"
   [3.12]="jax==0.11.2"
 )
-declare -A EXTRAS=([3.11]="test,parity" [3.12]="test")
+declare -A EXTRAS=([3.11]="test,docs,parity" [3.12]="test,docs")
 
 # Prints the path of a working Python of version $1, or fails.
 find_python() {
@@ -105,6 +105,7 @@ for world in "${worlds[@]}"; do
   if [ $# -eq 0 ] && [ "$world" = "${worlds[0]}" ]; then
     check "ruff check" "$bin/ruff" check .
     check "ruff format" "$bin/ruff" format --check .
+    check "manual" env NO_MKDOCS_2_WARNING=1 "$bin/python" -m mkdocs build --quiet --strict --site-dir "$bin/../site"
   fi
   if [ $# -eq 0 ] && [ "$world" = "$typed" ]; then
     "$bin/pyright" --pythonpath "$bin/python" >"$bin/../types" 2>&1 & # beside the tests

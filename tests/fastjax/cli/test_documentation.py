@@ -1,13 +1,20 @@
 """What README and the examples say works."""
 
 import dataclasses
+import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
 import pytest
+import yaml
 
+import fastjax
+from fastjax import FastLanguageModel
 from fastjax.cli import COMMANDS
 from fastjax.commands import convert, generate
 from fastjax.commands.quickstart import quickstart_config
@@ -17,6 +24,7 @@ from fastjax.training.report import usage
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -78,23 +86,59 @@ def test_readme_names_every_recipe():
 @pytest.mark.parametrize(
     "file",
     [
-        *(
-            "README.md",
-            "CONTRIBUTING.md",
-            "docs/training.md",
-            "docs/performance.md",
-            "docs/convert.md",
-            "docs/memory.md",
-            "docs/parallel.md",
-            "docs/preferences.md",
-        ),
-        *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs/lab").glob("*.md"))),
+        *("README.md", "CONTRIBUTING.md"),
+        *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs").rglob("*.md"))),
     ],
 )
 def test_links_lead_somewhere(file):
     text = (ROOT / file).read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert ((ROOT / file).parent / link).exists(), link
+
+
+def test_recipes_are_changes_of_the_settings_for_a_model_of_ones_own(tmp_path):
+    shown = blocks("yaml", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"))
+    assert len(shown) > 10
+    for number, block in enumerate(shown):
+        settings = yaml.safe_load((ROOT / "examples/my_model.yaml").read_text(encoding="utf-8"))
+        changes = yaml.safe_load(block)
+        if changes.get("model", {}).get("full_finetuning") or "adapter" in changes.get("lora", {}):
+            del settings["lora"]  # as the text says
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(yaml.safe_dump(settings | {name: settings.get(name, {}) | changes[name] for name in changes}))
+        config = dataclasses.asdict(parse_train_config(["--config", str(file)]))
+        for section, keys in changes.items():
+            for key, value in keys.items():
+                assert key == "train" or config[section][key] == value, f"{section}.{key}"
+
+
+def test_the_start_page_shows_lines_of_readme():
+    text = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    lines = {line for kind in ("text", "bash") for block in blocks(kind, text) for line in block.splitlines()}
+    assert len(lines) > 6
+    assert lines <= {line.partition("  #")[0].rstrip() for line in README.splitlines()}
+
+
+def named(name: str) -> object:
+    """The module, function or class of a dotted name."""
+    place, _, last = name.rpartition(".")
+    module = importlib.import_module(place)
+    return getattr(module, last) if hasattr(module, last) else importlib.import_module(name)
+
+
+def test_the_reference_has_every_public_name():
+    """What README and the manual import or spell out, and `fastjax.__all__`, are in docs/api."""
+    pages = {file: file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")}
+    api = "\n".join(text for file, text in pages.items() if file.parent.name == "api")
+    listed = [named(name) for name in re.findall(r"^::: (\S+)$", api, re.MULTILINE)]
+    assert len(listed) > 80
+    text = "\n".join([README, *(text for file, text in pages.items() if file.parent.name == "docs")])
+    names = {f"fastjax.{name}" for name in fastjax.__all__}
+    names |= set(re.findall(r"`((?:fastjax|convert|pallas_kernels)(?:\.\w+)+)[`(]", text))
+    for module, imported in re.findall(r"^from ((?:fastjax|convert|pallas)\S*) import (.+)$", text, re.MULTILINE):
+        names |= {f"{module}.{name}" for name in imported.split(", ")}
+    found = {name: named(name) for name in names}
+    assert [name for name, value in found.items() if not inspect.ismodule(value) and value not in listed] == []
 
 
 def test_the_reference_of_settings_is_up_to_date(monkeypatch):
@@ -148,10 +192,36 @@ def test_readme_python(chat_folder, chats, tmp_path, monkeypatch):
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
+def test_the_page_of_python(tmp_path, monkeypatch):
+    """The other blocks of docs/python.md, one after the other, on the embedded model."""
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(block for block in blocks("python", PYTHON) if "fine_tune" not in block)
+    assets = ROOT / "fastjax" / "assets"
+    for written, used in [
+        ("path/to/model", assets / "tiny-llama"),
+        ("chat.jsonl", assets / "tiny-chat" / "test.jsonl"),
+        ("2048", 128),
+        ('type="q8_0"', 'type="q8_0", pre_tokenizer="gpt-2"'),  # the tiny tokenizer's own has no name in llama.cpp
+    ]:
+        assert written in code
+        code = code.replace(written, str(used))
+    names: dict = {}
+    exec(code, names)
+    learnt = jax.tree.leaves(names["trained"].trainable)
+    loaded = jax.tree.leaves(FastLanguageModel.load_adapter(names["base"], "trained").trainable)
+    assert all(np.array_equal(one, other) for one, other in zip(learnt, loaded, strict=True))
+    assert np.isfinite(names["held_out_loss"]) and int(names["fitted"].progress.step) == 3
+    assert 0 < max(names["errors"].values()) < 0.02  # int8 with a scale a row: half a step of 1/127 of the largest
+    np.testing.assert_allclose(names["y"], names["x"] @ names["W"].T, rtol=1e-4, atol=1e-4)
+    expected = optax.softmax_cross_entropy_with_integer_labels(names["hidden"] @ names["W"].T, names["targets"]).sum()
+    np.testing.assert_allclose(names["loss"], expected, rtol=1e-5)
+    assert names["out"].shape == (1, 32, 4, 16) and not names["out"][0, 28:].any()  # padding sees nothing
+
+
 def test_own_loss_and_evaluation(chat_folder, chats, tmp_path, monkeypatch):
-    """The block of docs/training.md, on a small model and two steps."""
+    """The block of docs/python.md, on a small model and two steps."""
     monkeypatch.chdir(ROOT)
-    (code,) = blocks("python", (ROOT / "docs" / "training.md").read_text(encoding="utf-8"))
+    (code,) = [block for block in blocks("python", PYTHON) if "fine_tune" in block]
     given = '"--config", "examples/quickstart.yaml"'
     assert given in code
     changes = {"model.model_name": chat_folder, "data.train": chats, "data.eval": chats, "output.output_dir": tmp_path}
