@@ -99,16 +99,11 @@ def warmup(job: Job, steps: str, ratio: str) -> None:
 
 
 def cadence(job: Job, key: str, setting: str) -> None:
-    """Carry a number of steps between two saves or evaluations over; below 1 it is a part of max_steps."""
+    """Carry a number of steps between two saves or evaluations over; below 1 it is a share of all of them."""
     steps = job.number(key)
-    if steps is None:
-        return
-    total = job.to_number("max_steps", job.values.get("max_steps") or 0)
-    if steps >= 1 or (0 < steps and total > 0):
-        job.carry(key, setting, int(steps) if steps >= 1 else max(1, round(steps * total)))
-    elif steps > 0:
-        job.not_carried[key] = f"a part of all steps, whose number is not known; {setting} takes a number of steps"
-    else:
+    if steps is not None and steps > 0:
+        job.carry(key, setting, steps if steps < 1 else int(steps))
+    elif steps is not None:
         job.not_needed[key] = "none, as here"
 
 

@@ -118,8 +118,10 @@ def _checkpoints(job: Job) -> None:
                 job.not_needed[f"{kind}_steps"] = f"{key} is {strategy}"
             if strategy == "no":
                 job.not_needed[key] = f"{setting}: null"
+            elif strategy == "epoch":
+                job.carry(key, setting, "epoch")
             else:
-                job.not_carried[key] = f"{setting} takes a number of steps; `fastjax preview` shows those of an epoch"
+                job.not_carried[key] = "output.load_best_model_at_end keeps the best checkpoint"
             continue
         if strategy is not None:
             job.not_needed[key] = f"{setting} says it"

@@ -86,7 +86,8 @@ def test_axolotl(imported, tmp_path):
     shown = lists(out)
     assert {"flash_attention", "liger_rope", "deepspeed", "tf32", "gradient_checkpointing"} <= set(shown["not needed"])
     assert {"load_in_8bit", "wandb_entity", "lora_target_linear", "model_type"} <= set(shown["not needed"])
-    assert shown["not carried over"] == ["saves_per_epoch", "special_tokens.eos_token", "my_own_key"]
+    assert shown["not carried over"] == ["special_tokens.eos_token", "my_own_key"]
+    assert output.save_steps == 0.25  # twice in each of two epochs
     assert "its state is not paged" in out and "WANDB_PROJECT" in out
     comments = (tmp_path / "run.yaml").read_text().partition("model:")[0]
     assert all(f"#   {key}: " in comments for key in shown["not carried over"])
@@ -155,6 +156,35 @@ def test_full_fine_tuning_has_no_adapter(imported):
     assert (config.data.sources("train")[0].columns, config.data.too_long) == ({"text": "body"}, "split")
     assert (config.optimizer.warmup_ratio, config.model.max_seq_length) == (0.03, 512)  # Axolotl's defaults
     assert lists(out)["not carried over"] == ["eval_steps"] and "lora_r" in lists(out)["not needed"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (None, "epoch")),  # Axolotl's default
+        ({"save_strategy": "no", "eval_strategy": "epoch"}, ("epoch", None)),
+        ({"evals_per_epoch": 1, "saves_per_epoch": 1, "num_epochs": 3}, ("epoch", "epoch")),
+        ({"evals_per_epoch": 1, "saves_per_epoch": 2, "max_steps": 90, "num_epochs": 3}, (1 / 3, 1 / 6)),
+        ({"eval_steps": 0.05, "save_steps": 100, "saves_per_epoch": 2}, (0.05, 100)),
+    ],
+)
+def test_evaluations_and_saves_of_axolotl(imported, given, expected):
+    config, out = imported(ALPACA | {"val_set_size": 0.1, **given})
+    assert (config.training.eval_steps, config.output.save_steps) == expected
+    assert "not carried over" not in lists(out)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, ("epoch", "epoch")),
+        ({"eval_strategy": "steps", "eval_steps": 0.2, "save_steps": 0.5}, (0.2, 0.5)),
+    ],
+)
+def test_evaluations_and_saves_of_llama_factory(imported, tmp_path, given, expected):
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    config, _ = imported({**yaml.safe_load(LLAMA_FACTORY), **given})
+    assert (config.training.eval_steps, config.output.save_steps) == expected
 
 
 ALPACA = {"base_model": "m", "datasets": [{"path": "a.json", "type": "alpaca"}], "learning_rate": 1e-5}

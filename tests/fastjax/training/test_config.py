@@ -46,6 +46,7 @@ SECTIONS = {
         ("training", "max_steps", 0),
         ("training", "gradient_accumulation_steps", 0),
         ("training", "eval_steps", 0),
+        ("training", "eval_steps", 2.5),
         ("training", "num_train_epochs", 0.0),
         ("training", "seed", -1),
     ],
@@ -106,6 +107,16 @@ def test_contradictions():
         TrainConfig(whole, DataSection("d"), OutputSection("o"), lora=LoraSection(r=4))
     with pytest.raises(ConfigError, match="training.eval_steps: expected data.eval or data.val_set_size with it"):
         TrainConfig(ModelSection("m"), DataSection("d"), OutputSection("o"), training=TrainingSection(eval_steps=5))
+
+
+def test_streamed_data_have_no_epochs():
+    data = DataSection([DataSource("a", streaming=True)])
+    with pytest.raises(
+        ConfigError, match=r"output\.save_steps: expected a number of steps, or a share of them, for str"
+    ):
+        TrainConfig(
+            ModelSection("m"), data, OutputSection("o", save_steps="epoch"), training=TrainingSection(max_steps=9)
+        )
 
 
 def test_an_adapter_to_start_from_has_its_own_settings():
