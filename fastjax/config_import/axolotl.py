@@ -337,7 +337,7 @@ _ROWS: dict[str, Row] = {
     **dict.fromkeys(("trackio*", "use_trackio", "use_otel_metrics", "otel_*"), lost(_LOG)),
     **dict.fromkeys(("hub_*", "push_dataset_to_hub", "hf_use_auth_token"), lost(_HUB)),
     "resume_from_checkpoint": lost("`fastjax train --resume` goes on from this program's own checkpoints"),
-    "auto_resume_from_checkpoints": lost("`fastjax train --resume`"),
+    "auto_resume_from_checkpoints": to("output.resume"),
     "group_by_length": lost("rows are shuffled; data.packing: true wastes no slots"),
     "dataset_exact_deduplication": refused("rows are not deduplicated; do so beforehand"),
     # What would make the result another.

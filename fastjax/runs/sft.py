@@ -149,12 +149,12 @@ class SFTConfig:
         return TrainerSettings(
             OutputSection(
                 self.output_dir,
-                self.overwrite_output_dir,
-                _every(self.save_strategy, self.save_steps),
-                self.save_total_limit or 2,
-                self.load_best_model_at_end,
-                [name for name in told if name != "none"],  # pyright: ignore[reportArgumentType]
-                self.run_name,
+                overwrite_output_dir=self.overwrite_output_dir,
+                save_steps=_every(self.save_strategy, self.save_steps),
+                save_total_limit=self.save_total_limit or 2,
+                load_best_model_at_end=self.load_best_model_at_end,
+                report_to=[name for name in told if name != "none"],  # pyright: ignore[reportArgumentType]
+                run_name=self.run_name,
             ),
             TrainingSection(
                 per_device_train_batch_size=self.per_device_train_batch_size,

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from fastjax.errors import ConfigError
 from fastjax.training.config.checks import check_section, expect, expect_interval
 
 
@@ -14,6 +15,8 @@ class OutputSection:
         output_dir: folder of the run: `config.yaml`, `metrics.jsonl`, `checkpoints/`, `report.html`, `report.png`, and
             at the end `adapter/` (or `model/` after full fine-tuning).
         overwrite_output_dir: replace an earlier run in that folder.
+        resume: go on from the newest whole checkpoint in that folder, and from the start where there is none, as
+            `--resume` does: for jobs that are stopped and begun again with the same command.
         save_steps: write a checkpoint every so many steps; below 1: after such a share of the run's steps each time,
             rounded up; epoch: at the end of each; null: only when the run is stopped.
         save_total_limit: how many of the newest checkpoints are kept.
@@ -24,6 +27,7 @@ class OutputSection:
 
     output_dir: str
     overwrite_output_dir: bool = False
+    resume: bool = False
     save_steps: int | float | Literal["epoch"] | None = None
     save_total_limit: int = 2
     load_best_model_at_end: bool = False
@@ -33,4 +37,6 @@ class OutputSection:
     def __post_init__(self) -> None:
         check_section("output", self)
         expect_interval("output.save_steps", self.save_steps)
+        if self.resume and self.overwrite_output_dir:
+            raise ConfigError("output.resume and output.overwrite_output_dir: expected one of them, got both true")
         expect("output.save_total_limit", self.save_total_limit, self.save_total_limit >= 1, "at least 1")

@@ -169,7 +169,8 @@ def test_full_fine_tuning_has_no_adapter(imported):
     ],
 )
 def test_evaluations_and_saves_of_axolotl(imported, given, expected):
-    config, out = imported(ALPACA | {"val_set_size": 0.1, **given})
+    config, out = imported(ALPACA | {"val_set_size": 0.1, "auto_resume_from_checkpoints": True, **given})
+    assert config.output.resume
     assert (config.training.eval_steps, config.output.save_steps) == expected
     assert "not carried over" not in lists(out)
 
@@ -185,6 +186,14 @@ def test_evaluations_and_saves_of_llama_factory(imported, tmp_path, given, expec
     (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
     config, _ = imported({**yaml.safe_load(LLAMA_FACTORY), **given})
     assert (config.training.eval_steps, config.output.save_steps) == expected
+
+
+def test_roles_of_axolotl(imported, refused):
+    chat = {"path": "a.jsonl", "type": "chat_template", "roles_to_train": ["tool", "gpt"]}
+    base = {"base_model": "m", "learning_rate": 1e-5, "datasets": [chat, {"path": "b", "type": "completion"}]}
+    other = [*base["datasets"], {"path": "c.jsonl", "type": "chat_template"}]
+    assert "datasets[].roles_to_train: data.loss_on holds for all data sets" in refused(base | {"datasets": other})
+    assert imported(base)[0].data.loss_on == ["assistant", "tool"]
 
 
 ALPACA = {"base_model": "m", "datasets": [{"path": "a.json", "type": "alpaca"}], "learning_rate": 1e-5}

@@ -147,7 +147,7 @@ def test_a_run_that_is_stopped_goes_on(model, tmp_path):
 
     def options(folder):
         found = settings(folder, eval_steps="epoch", max_steps=None, num_train_epochs=2, early_stopping_patience=2)
-        output = OutputSection(str(folder), save_steps=0.25, load_best_model_at_end=True)
+        output = OutputSection(str(folder), save_steps=0.25, load_best_model_at_end=True, resume=True)
         return dataclasses.replace(found, output=output)
 
     def trainer(folder, data, **more):
@@ -172,8 +172,11 @@ def test_a_run_that_is_stopped_goes_on(model, tmp_path):
         trainer(folder, data, callbacks=[stop]).train()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["2"]
     with pytest.raises(ConfigError, match=r"data\.train: expected the data of .*, got other rows"):
-        trainer(folder, data[1:]).train(resume=True)
-    trainer(folder, datasets.Dataset.from_list(data)).train(resume=True)
+        trainer(folder, data[1:]).train()
+    trainer(folder, datasets.Dataset.from_list(data)).train()
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (going_on,) = [row["message"] for row in events if row.get("event") == "resumed" and row["step"]]
+    assert going_on == f"going on after step 2, from {folder}/checkpoints/2"
     assert told(metrics(folder)) == told(found)
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"6", "8"}
     with pytest.raises(ConfigError, match="resume: the run in .* is finished"):

@@ -98,6 +98,8 @@ def test_sizes_of_a_run_are_bounded():
 
 
 def test_contradictions():
+    with pytest.raises(ConfigError, match=r"output\.resume and output\.overwrite_output_dir: expected one of them"):
+        OutputSection("o", overwrite_output_dir=True, resume=True)
     with pytest.raises(ConfigError, match=r"warmup_steps \(3\) and optimizer.warmup_ratio \(0.1\) are both set"):
         OptimizerConfig(warmup_steps=3, warmup_ratio=0.1)
     with pytest.raises(ConfigError, match="model.load_in_4bit: expected false with model.full_finetuning: true"):
