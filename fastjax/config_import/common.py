@@ -9,6 +9,12 @@ from fastjax.data.columns import SHAREGPT_ROLES
 _PAGED = "its state is not paged; training.offload_optimizer holds it in the host's memory"
 _EIGHT = "its state in 8 bits, block by block"
 
+NAMES = "adamw, adamw_8bit, adafactor, lion and muon there are"
+_SPECTRAL = (
+    "its updates have a spectral norm of the learning rate there; with optimizer.name: muon they have AdamW's size, so "
+    "set it by hand with a learning rate of AdamW's"
+)
+
 #: An optimizer's name in transformers, bitsandbytes or torch → its name here and in what it differs.
 OPTIMIZERS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
@@ -58,7 +64,8 @@ def optimizer(job: Job, key: str) -> None:
         ours, note = OPTIMIZERS[name]
         job.carry(key, "optimizer.name", ours, note)
     else:
-        job.refused[key] = f"there is no {shorten(name, 80)}; adamw, adamw_8bit, adafactor and lion there are"
+        reason = f"there is no {shorten(name, 80)}; {NAMES}"
+        job.refused[key] = _SPECTRAL if name == "muon" else reason
 
 
 def schedule(job: Job, key: str, kwargs: str, *, default: str) -> None:

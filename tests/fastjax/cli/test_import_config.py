@@ -184,7 +184,8 @@ def test_evaluations_and_saves_of_axolotl(imported, given, expected):
 )
 def test_evaluations_and_saves_of_llama_factory(imported, tmp_path, given, expected):
     (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
-    config, _ = imported({**yaml.safe_load(LLAMA_FACTORY), **given})
+    config, _ = imported({**yaml.safe_load(LLAMA_FACTORY), "use_muon": True, **given})
+    assert config.optimizer.name == "muon"
     assert (config.training.eval_steps, config.output.save_steps) == expected
 
 
@@ -207,7 +208,8 @@ TUNE = yaml.safe_load(TORCHTUNE)
             ALPACA | {"rl": "dpo", "gptq": True},
             "compressed-tensors there are; rl: a file's run is supervised fine-tuning; there are losses",
         ),
-        (ALPACA | {"optimizer": "muon"}, "optimizer: there is no muon; adamw,"),
+        (ALPACA | {"optimizer": "muon"}, "optimizer: its updates have a spectral norm of the learning rate there"),
+        (ALPACA | {"optimizer": "sgd"}, "optimizer: there is no sgd; adamw,"),
         (ALPACA | {"processor_type": "AutoProcessor"}, "processor_type: models of text only"),
         (ALPACA | {"learning_rate": "fast"}, "learning_rate: expected a number, got 'fast'"),
         (

@@ -142,13 +142,13 @@ def test_an_optimizer_a_loss_and_a_sink_of_ones_own_and_an_early_end(model, tmp_
 
 @pytest.mark.one_world
 def test_a_run_that_is_stopped_goes_on(model, tmp_path):
-    """In the middle of its first epoch, with evaluations at the end of each; rows as a `datasets.Dataset` too."""
+    """In the middle of its first epoch, with evaluations after each, with Muon; rows as a `datasets.Dataset` too."""
     datasets = pytest.importorskip("datasets")
 
     def options(folder):
         found = settings(folder, eval_steps="epoch", max_steps=None, num_train_epochs=2, early_stopping_patience=2)
         output = OutputSection(str(folder), save_steps=0.25, load_best_model_at_end=True, resume=True)
-        return dataclasses.replace(found, output=output)
+        return dataclasses.replace(found, output=output, optimizer=OptimizerConfig(name="muon", learning_rate=1e-3))
 
     def trainer(folder, data, **more):
         held_out = rows("test", 8)
