@@ -124,15 +124,32 @@ def _checkpoints(job: Job) -> None:
         setting = {"save": "output.save_steps", "eval": "training.eval_steps"}[kind]
         cadence(job, f"{kind}_steps", setting)
         strategy, times = job.text(f"{kind}_strategy"), job.number(per_epoch)
-        if strategy == "steps" or strategy == "no":
-            job.not_needed[f"{kind}_strategy"] = f"{setting} says it"
-        elif strategy is not None:
-            job.not_carried[f"{kind}_strategy"] = f"{setting} takes a number of steps"
-        if times:
-            hint = "`fastjax preview` shows the steps of an epoch"
-            job.not_carried[per_epoch] = f"{setting} takes a number of steps; {hint}"
+        if times and setting not in job.carried:
+            _per_epoch(job, per_epoch, times, setting)
         elif times is not None:
-            job.not_needed[per_epoch] = "none, as here"
+            job.not_needed[per_epoch] = f"{kind}_steps says it" if times else "none, as here"
+        if strategy == "best":
+            job.not_carried[f"{kind}_strategy"] = "output.load_best_model_at_end keeps the best checkpoint"
+        elif setting in job.carried or strategy in ("steps", "no"):
+            if strategy is not None:
+                job.not_needed[f"{kind}_strategy"] = f"{setting} says it"
+        elif strategy == "epoch" or (strategy is None and kind == "save"):
+            job.carry(f"{kind}_strategy", setting, "epoch")
+        elif strategy is not None:
+            raise job.wrong(f"{kind}_strategy", "no, steps, epoch or best", strategy)
+
+
+def _per_epoch(job: Job, key: str, times: float, setting: str) -> None:
+    """So many saves or evaluations an epoch: there, a share of the steps of num_epochs, unless that is all of them."""
+    epochs = job.to_number("num_epochs", job.values.get("num_epochs") or 1)
+    if times <= 0 or epochs <= 0:
+        raise job.wrong(key if times <= 0 else "num_epochs", "a number above 0", times if times <= 0 else epochs)
+    if times == 1 and not job.values.get("max_steps"):
+        job.carry(key, setting, "epoch")
+    elif times * epochs > 1:
+        job.carry(key, setting, 1 / (times * epochs))
+    else:
+        job.not_needed[key] = "less than once in the run"
 
 
 def _trackers(job: Job) -> None:
@@ -320,7 +337,7 @@ _ROWS: dict[str, Row] = {
     **dict.fromkeys(("trackio*", "use_trackio", "use_otel_metrics", "otel_*"), lost(_LOG)),
     **dict.fromkeys(("hub_*", "push_dataset_to_hub", "hf_use_auth_token"), lost(_HUB)),
     "resume_from_checkpoint": lost("`fastjax train --resume` goes on from this program's own checkpoints"),
-    "auto_resume_from_checkpoints": lost("`fastjax train --resume`"),
+    "auto_resume_from_checkpoints": to("output.resume"),
     "group_by_length": lost("rows are shuffled; data.packing: true wastes no slots"),
     "dataset_exact_deduplication": refused("rows are not deduplicated; do so beforehand"),
     # What would make the result another.

@@ -5,6 +5,7 @@ from typing import Any
 
 from fastjax.config_import.common import TEMPLATES, hold_out, speakers_differ, write_data
 from fastjax.config_import.job import Job
+from fastjax.data.columns import SHAREGPT_ROLES
 
 
 def data(job: Job) -> None:
@@ -15,16 +16,22 @@ def data(job: Job) -> None:
     listed += [_pretraining(job, f"pretraining_dataset[{n}]", item) for n, item in enumerate(streamed)]
     if not listed and not job.refused:
         raise job.wrong("datasets", "at least one data set", None)
-    kinds = {source.pop("kind") for source in listed}
     held_out = [_source(job, f"test_datasets[{n}]", item) for n, item in enumerate(job.listed("test_datasets"))]
+    chats = [source for source in (*listed, *held_out) if source["kind"] != "text"]
+    roles = {tuple(source.pop("learnt", ("assistant",))) for source in chats}
+    kinds = {source.pop("kind") for source in listed}
     _template(job, kinds | {source.pop("kind") for source in held_out})
     if held_out:
         write_data(job, "test_datasets", held_out, "data.eval")
     hold_out(job, "val_set_size", listed, named=bool(held_out))
     if listed:
         write_data(job, "datasets" if "datasets" in job.taken else "pretraining_dataset", listed)
+    if len(roles) > 1:
+        job.refused["datasets[].roles_to_train"] = "data.loss_on holds for all data sets"
     if job.flag("train_on_inputs"):
         job.carry("train_on_inputs", "data.loss_on", "all")
+    elif roles - {("assistant",)}:
+        job.carry("datasets[].roles_to_train", "data.loss_on", list(roles.pop()))
     elif "train_on_inputs" in job.taken:
         job.not_needed["train_on_inputs"] = "data.loss_on: responses"
     too_long = job.text("excess_length_strategy") or ("split" if kinds == {"text"} else "drop")
@@ -129,14 +136,13 @@ def _columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
     if differing := speakers_differ(roles):
         job.refused[f"{where}.roles"] = f"{', '.join(differing)} would be read as another role, or as none"
     learnt = given.pop("roles_to_train", ["assistant"])
-    if learnt not in (["assistant"], ["gpt"], ["gpt", "assistant"], ["assistant", "gpt"]):
-        job.refused[f"{where}.roles_to_train"] = (
-            "what is learnt is the assistant's; data.loss_on: all learns everything"
-        )
+    told = [SHAREGPT_ROLES.get(name) for name in learnt] if isinstance(learnt, list) else []
+    if not told or None in told:
+        job.refused[f"{where}.roles_to_train"] = f"expected some of {', '.join(SHAREGPT_ROLES)}"
     columns = {meaning or "messages": column}
     if (tools := given.pop("field_tools", None)) is not None:
         columns["tools"] = tools
-    return {"kind": "chat", "columns": columns}
+    return {"kind": "chat", "columns": columns, "learnt": sorted(set(filter(None, told)))}
 
 
 def _own_instructions(job: Job, where: str, fields: dict[str, Any]) -> dict[str, Any]:

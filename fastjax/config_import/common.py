@@ -9,6 +9,12 @@ from fastjax.data.columns import SHAREGPT_ROLES
 _PAGED = "its state is not paged; training.offload_optimizer holds it in the host's memory"
 _EIGHT = "its state in 8 bits, block by block"
 
+NAMES = "adamw, adamw_8bit, adafactor, lion and muon there are"
+_SPECTRAL = (
+    "its updates have a spectral norm of the learning rate there; with optimizer.name: muon they have AdamW's size, so "
+    "set it by hand with a learning rate of AdamW's"
+)
+
 #: An optimizer's name in transformers, bitsandbytes or torch → its name here and in what it differs.
 OPTIMIZERS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
@@ -58,7 +64,8 @@ def optimizer(job: Job, key: str) -> None:
         ours, note = OPTIMIZERS[name]
         job.carry(key, "optimizer.name", ours, note)
     else:
-        job.refused[key] = f"there is no {shorten(name, 80)}; adamw, adamw_8bit, adafactor and lion there are"
+        reason = f"there is no {shorten(name, 80)}; {NAMES}"
+        job.refused[key] = _SPECTRAL if name == "muon" else reason
 
 
 def schedule(job: Job, key: str, kwargs: str, *, default: str) -> None:
@@ -99,16 +106,11 @@ def warmup(job: Job, steps: str, ratio: str) -> None:
 
 
 def cadence(job: Job, key: str, setting: str) -> None:
-    """Carry a number of steps between two saves or evaluations over; below 1 it is a part of max_steps."""
+    """Carry a number of steps between two saves or evaluations over; below 1 it is a share of all of them."""
     steps = job.number(key)
-    if steps is None:
-        return
-    total = job.to_number("max_steps", job.values.get("max_steps") or 0)
-    if steps >= 1 or (0 < steps and total > 0):
-        job.carry(key, setting, int(steps) if steps >= 1 else max(1, round(steps * total)))
-    elif steps > 0:
-        job.not_carried[key] = f"a part of all steps, whose number is not known; {setting} takes a number of steps"
-    else:
+    if steps is not None and steps > 0:
+        job.carry(key, setting, steps if steps < 1 else int(steps))
+    elif steps is not None:
         job.not_needed[key] = "none, as here"
 
 

@@ -254,6 +254,14 @@ def _reconcile(job: Job) -> None:
         line = job.carried.pop(setting)
         if line.key in job.values:
             job.not_needed[line.key] = reason
+    streamed = "data.train" in job.carried and any(
+        isinstance(source, dict) and source.get("streaming") for source in job.carried["data.train"].value
+    )
+    for setting in ("training.eval_steps", "output.save_steps"):
+        if streamed and setting in job.carried and job.carried[setting].value == "epoch":
+            line = job.carried.pop(setting)
+            if line.key in job.values:
+                job.not_carried[line.key] = f"the end of an epoch is not known of streamed data; {setting} takes steps"
     if not {"data.eval", "data.val_set_size"} & set(job.carried):
         for setting in _OF_EVALUATION:
             if (line := job.carried.pop(setting, None)) is not None and line.key in job.values:

@@ -7,6 +7,7 @@ from convert.errors import shorten
 from fastjax.config_import.common import (
     FLOAT8,
     KERNELS,
+    NAMES,
     PARALLEL,
     PREFERENCE,
     RECOMPUTE,
@@ -22,7 +23,6 @@ from fastjax.config_import.llama_factory_data import data
 from fastjax.config_import.rows import Row, among, lost, refused, to, to_list, to_number, unneeded
 
 _LOSS = "the loss is cross-entropy"
-_OPTIMIZER = "adamw, adamw_8bit, adafactor and lion there are"
 _METHOD = "an adapter (lora) or every weight (full) is trained"
 _MULTIMODAL = "models of text only"
 _SWANLAB = "no such tracker; output.report_to has tensorboard and wandb"
@@ -90,6 +90,8 @@ def _schedule(job: Job) -> None:
     schedule(job, "lr_scheduler_type", "lr_scheduler_kwargs", default="linear")
     warmup(job, "warmup_steps", "warmup_ratio")
     optimizer(job, "optim")
+    if job.flag("use_muon"):
+        job.carry("use_muon", "optimizer.name", "muon")
     steps = job.integer("max_steps")
     if steps is not None and steps > 0:
         job.carry("max_steps", "training.max_steps", steps)
@@ -118,8 +120,10 @@ def _checkpoints(job: Job) -> None:
                 job.not_needed[f"{kind}_steps"] = f"{key} is {strategy}"
             if strategy == "no":
                 job.not_needed[key] = f"{setting}: null"
+            elif strategy == "epoch":
+                job.carry(key, setting, "epoch")
             else:
-                job.not_carried[key] = f"{setting} takes a number of steps; `fastjax preview` shows those of an epoch"
+                job.not_carried[key] = "output.load_best_model_at_end keeps the best checkpoint"
             continue
         if strategy is not None:
             job.not_needed[key] = f"{setting} says it"
@@ -216,7 +220,7 @@ _ROWS: dict[str, Row] = {
     "create_new_adapter": unneeded("a fresh adapter, unless lora.adapter names one"),
     # What would make the result another.
     **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss"), refused(_LOSS)),
-    **dict.fromkeys(("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"), refused(_OPTIMIZER)),
+    **dict.fromkeys(("use_galore", "use_apollo", "use_badam", "use_adam_mini"), refused(NAMES)),
     **dict.fromkeys(
         ("galore_*", "apollo_*", "badam_*", "asft_alpha", "eaft_alpha"), unneeded("of a method that is off")
     ),

@@ -153,6 +153,14 @@ def _qat(job: Job) -> None:
     job.carry("quantizer._component_", "training.qat", section)
 
 
+def _save_epochs(job: Job, key: str, value: Any) -> None:
+    """Epochs between two saves."""
+    if value == 1:
+        job.carry(key, "output.save_steps", "epoch")
+    else:
+        job.not_carried[key] = "output.save_steps: epoch saves at the end of each"
+
+
 _ROWS: dict[str, Row] = {
     "model.lora_rank": to("lora.r", 8),
     "model.lora_alpha": to("lora.lora_alpha", 16),
@@ -212,8 +220,8 @@ _ROWS: dict[str, Row] = {
     "metric_logger.*": lost("wandb reads it from its environment variables (WANDB_PROJECT, WANDB_ENTITY)"),
     "resume_from_checkpoint": lost(_CHECKPOINT),
     **dict.fromkeys(("checkpointer.recipe_checkpoint", "checkpointer.adapter_checkpoint"), lost(_CHECKPOINT)),
-    "save_every_n_epochs": lost("output.save_steps takes a number of steps"),
-    "epochs_to_save": lost("output.save_steps takes a number of steps"),
+    "save_every_n_epochs": Row(_save_epochs, "output.save_steps"),
+    "epochs_to_save": lost("output.save_steps: epoch saves at the end of each"),
     # What would make the result another.
     **dict.fromkeys(("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"), refused(_DISTIL)),
     **dict.fromkeys(

@@ -20,15 +20,15 @@ these two, so that a conversation is the same text in training and afterwards.
 import functools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from convert import strict_json
 from convert.errors import shorten, shown
 from fastjax.data.records import ChatRecord, Message, Record, TextRecord
-from fastjax.data.settings import COLUMNS
+from fastjax.data.settings import COLUMNS, Role
 from fastjax.errors import ConfigError, DataError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = get_args(Role)
 """The roles of messages."""
 
 KINDS: dict[str, tuple[str, ...]] = {

@@ -22,6 +22,7 @@ import numpy as np
 
 from convert.errors import shown
 from fastjax.data.characters import check_characters
+from fastjax.data.columns import ROLES
 from fastjax.data.examples import Examples
 from fastjax.data.records import ChatRecord, Message, Record
 from fastjax.data.settings import LossOn, SpecialTokens
@@ -52,7 +53,8 @@ class Encoder:
         Args:
             tokenizer: A tokenizer with a Rust backend. It needs an EOS token.
             loss_on: "responses": the assistant's words and the end of its turns, a completion, and all of a plain
-                text; "last_response": of a conversation only the last of these; "all": every token.
+                text; "last_response": of a conversation only the last of these; "all": every token; a list of roles:
+                as "responses", of messages with one of these.
             special_tokens: "control": a special token's text in a row's content is that token; "text": it is text, and
                 only the template writes control tokens.
 
@@ -63,12 +65,17 @@ class Encoder:
         if special_tokens not in get_args(SpecialTokens):
             expected = ", ".join(get_args(SpecialTokens))
             raise ConfigError(f"special_tokens must be one of {expected}, got {special_tokens!r}")
-        if loss_on not in get_args(LossOn):
-            raise ConfigError(f"loss_on must be one of {', '.join(get_args(LossOn))}, got {shown(loss_on)}")
+        named = get_args(get_args(LossOn)[0])
+        if not (loss_on and all(role in ROLES for role in loss_on) if isinstance(loss_on, list) else loss_on in named):
+            raise ConfigError(
+                f"loss_on must be one of {', '.join(named)}, or a list of roles ({', '.join(ROLES)}), got "
+                f"{shown(loss_on)}"
+            )
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token, so no end can be learnt")
         self.tokenizer = tokenizer
         self.loss_on = loss_on
+        self._roles = tuple(loss_on) if isinstance(loss_on, list) else ("assistant",)
         self.special_tokens: SpecialTokens = special_tokens
         self._special_texts = SpecialTexts(tokenizer)
         self._as_text = ContentAsText(tokenizer, self._special_texts) if special_tokens == "text" else None
@@ -252,6 +259,7 @@ class Encoder:
                 tools=record.tools,
                 given=record.prompt,
                 last=self.loss_on == "last_response",
+                roles=self._roles,
                 train=record.train,
             )
         start = 0 if self.loss_on == "all" else record.prompt
@@ -267,11 +275,12 @@ class Encoder:
                         f"{place} is not to be learnt (train: false, or weight: 0), but loss_on is all, which learns "
                         "every token; set loss_on to responses, or leave it out"
                     )
-            elif asked and (message["role"] != "assistant" or index < record.prompt):
+            elif asked and (message["role"] not in self._roles or index < record.prompt):
                 what = "part of the prompt" if index < record.prompt else f"the {message['role']}'s"
+                whose = "what the assistant answers" if self._roles == ("assistant",) else " and ".join(self._roles)
                 raise DataError(
-                    f"{place} is to be learnt (train: true, or weight: 1), but is {what}, and only what the assistant "
-                    "answers is learnt; leave it out, or learn every token (loss_on: all)"
+                    f"{place} is to be learnt (train: true, or weight: 1), but is {what}, and only {whose} is learnt; "
+                    "leave it out, name the role (loss_on takes a list of them), or learn every token (loss_on: all)"
                 )
 
     def _spans(
@@ -292,6 +301,9 @@ class Encoder:
         elif templated:
             spans = [(start, self._end_of_turn(encoding, ids, chat.text, start, end)) for start, end in spans]
         needs_end = needs_end and not self._ends(ids, spans[-1], templated)
+        if chat.others:
+            others = [_token_span(encoding, start, end) for start, end in chat.others]
+            spans = [(start, self._end_of_turn(encoding, ids, chat.text, start, end)) for start, end in others] + spans
         if self._bos is not None:
             ids = self._with_bos(ids)
             added = len(ids) - length

@@ -3,8 +3,11 @@
 import dataclasses
 from typing import Literal
 
-LossOn = Literal["responses", "last_response", "all"]
-"""Target tokens: the assistant's answers, only its last one, or every token."""
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+"""Role of a message."""
+
+LossOn = Literal["responses", "last_response", "all"] | list[Role]
+"""Target tokens: the assistant's answers, only its last one, every token, or the messages of some roles."""
 
 TooLong = Literal["truncate", "split", "drop"]
 """Treatment of an example longer than a row."""

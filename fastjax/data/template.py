@@ -7,6 +7,9 @@ If a template marks responses (`{% generation %} … {% endgeneration %}`), the 
 is enough. Otherwise a response is the text added by the assistant's message: it lies between the rendering of all
 messages before it, with the generation prompt, and the rendering of all messages up to it. Both must be prefixes of the
 whole conversation's text, or the template is refused: a response is never searched for.
+
+A message of another role begins where its content does, which a rendering with other content in its place shows, and
+ends with its turn; the results of several tools in one turn are one range.
 """
 
 import itertools
@@ -32,11 +35,13 @@ class RenderedChat(NamedTuple):
         responses: The range [start, end) of characters of each response to learn: as marked, or the text added by an
             assistant's message after the generation prompt, the end of its turn included.
         marked: Whether the template marked them.
+        others: The range of each message of another role to learn, the end of its turn included.
     """
 
     text: str
     responses: list[tuple[int, int]]
     marked: bool = False
+    others: Sequence[tuple[int, int]] = ()
 
 
 class ChatTemplate:
@@ -116,27 +121,32 @@ class ChatTemplate:
         given: int = 0,
         last: bool = False,
         train: Sequence[bool | None] | None = None,
+        roles: Sequence[str] = ("assistant",),
     ) -> RenderedChat:
-        """Render a conversation and find its responses.
+        """Render a conversation and find what of it is learnt.
 
         Args:
             messages: The messages in order.
             where: Their place, for errors.
             tools: The functions that the assistant may call.
-            given: Messages at the beginning that are no responses.
+            given: Messages at the beginning that are not learnt.
             last: Only the last response counts.
-            train: Each message's flag; False: it is no response.
+            train: Each message's flag; False: it is not learnt.
+            roles: Whose messages are learnt.
 
         Returns:
-            The text and the range of each response in it.
+            The text, and the ranges in it of the responses and of the other messages.
 
         Raises:
             DataError: The template refuses the messages, or does not keep the beginning of a conversation when
                 messages follow.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        learnt = [i for i in turns[-1 if last else 0 :] if i >= given and not (train and train[i] is False)]
+        wanted = [i for i in range(given, len(messages)) if not (train and train[i] is False)]
+        learnt = [i for i in turns[-1 if last else 0 :] if i in wanted and "assistant" in roles]
         chat = self._render(messages, where, tools)
+        others = [i for i in wanted if i not in turns and messages[i]["role"] in roles]
+        chat = chat._replace(others=self._others(chat.text, messages, others, where, tools))
         if chat.marked:
             return chat._replace(responses=self._marked(chat, messages, turns, learnt, where, tools))
         text, responses = chat.text, []
@@ -151,7 +161,35 @@ class ChatTemplate:
                     "response, or learn other tokens (loss_on: last_response, or all)"
                 )
             responses.append((len(before), len(through)))
-        return RenderedChat(text, responses)
+        return chat._replace(responses=responses)
+
+    def _others(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        learnt: Sequence[int],
+        where: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> list[tuple[int, int]]:
+        """The ranges of messages of other roles than the assistant's; one for successive ones of a role."""
+        found, taken = [], set(learnt)
+        for first in learnt:
+            role = messages[first]["role"]
+            if first - 1 in taken and messages[first - 1]["role"] == role:
+                continue
+            behind = first + 1
+            while behind in taken and messages[behind]["role"] == role:
+                behind += 1
+            other = [*messages[:first], {**messages[first], "content": _PROBE}]
+            begun, probe, _ = self.render(other, where, tools=tools).partition(_PROBE)
+            through = self.render(messages[:behind], where, tools=tools) if behind < len(messages) else text
+            if not (probe and text.startswith(begun) and text.startswith(through) and len(begun) <= len(through)):
+                raise DataError(
+                    f"{where}: the chat template does not write messages[{first}], the {role}'s, by itself, so it "
+                    "cannot be told apart; learn other tokens (loss_on: responses, or all)"
+                )
+            found.append((len(begun), len(through)))
+        return found
 
     def _marked(
         self,
@@ -202,6 +240,9 @@ class ChatTemplate:
             length += len(piece)
         return RenderedChat("".join(pieces), responses, bool(responses))
 
+
+_PROBE = "\ufdd0content\ufdd1"
+"""Content in another's place; the two are no characters of a text."""
 
 _FAILURES = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),

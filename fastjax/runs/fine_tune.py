@@ -54,7 +54,8 @@ def fine_tune(
         config: the settings.
         console: for progress; None: standard output.
         resume: go on from the newest whole checkpoint in the output folder; from the start where there is none. The
-            result of a finished run with the same settings is read back and nothing is trained.
+            result of a finished run with the same settings is read back and nothing is trained. So does
+            `output.resume`.
         loss: a loss of your own in place of the cross-entropy; see `training.loss.Loss`.
         evaluate: a measurement of your own at each held-out evaluation.
 
@@ -69,6 +70,7 @@ def fine_tune(
         Interrupted: SIGTERM, SIGHUP or SIGINT came; the state is saved.
         OSError: a file that cannot be read or written.
     """
+    resume = resume or config.output.resume
     console = (console or Console()) if is_primary() else Console(quiet=True)
     with _shared_folder(config, resume) as folder:
         config = pinned(config, folder.read_settings() if resume else None)

@@ -120,8 +120,8 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[RunFolder]:
     if found and not resume and not config.output.overwrite_output_dir:
         raise ConfigError(
             f"output.output_dir: expected a folder without an earlier run, got {output}, which holds "
-            f"{', '.join(found)}; go on with that run (--resume), name another folder, or replace it "
-            "(output.overwrite_output_dir: true)"
+            f"{', '.join(found)}; go on with that run (--resume, or output.resume: true), name another folder, or "
+            "replace it (output.overwrite_output_dir: true)"
         )
     output.mkdir(parents=True, exist_ok=True)
     with open(output / ".lock", "w") as lock:

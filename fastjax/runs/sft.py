@@ -63,8 +63,10 @@ class SFTConfig:
         bf16: the computation is in bfloat16, which the model was loaded for; None: whatever it is.
         fp16: likewise float16.
         optim: the optimizer, one of adamw_torch, adamw_8bit, adafactor, lion_32bit and their other names.
-        eval_strategy: "no" or "steps".
-        save_strategy: "no" or "steps".
+        eval_strategy: "no", "steps" or "epoch".
+        eval_steps: a number of steps, or a share of the run's below 1.
+        save_strategy: "no", "steps" or "epoch".
+        save_steps: as eval_steps.
         others: names of theirs that are refused with what to use instead, or need nothing here.
     """
 
@@ -97,9 +99,9 @@ class SFTConfig:
     fp16: bool | None = None
     logging_steps: int = 10
     eval_strategy: str = "no"
-    eval_steps: int | None = None
+    eval_steps: int | float | None = None
     save_strategy: str = "steps"
-    save_steps: int = 500
+    save_steps: int | float = 500
     save_total_limit: int | None = None
     load_best_model_at_end: bool = False
     report_to: str | Sequence[str] = "none"
@@ -115,8 +117,8 @@ class SFTConfig:
         for name, known in (
             ("optim", _OPTIMIZERS),
             ("lr_scheduler_type", _SCHEDULES),
-            ("eval_strategy", ("no", "steps")),
-            ("save_strategy", ("no", "steps")),
+            ("eval_strategy", ("no", "steps", "epoch")),
+            ("save_strategy", ("no", "steps", "epoch")),
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"SFTConfig: {name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -147,12 +149,12 @@ class SFTConfig:
         return TrainerSettings(
             OutputSection(
                 self.output_dir,
-                self.overwrite_output_dir,
-                self.save_steps if self.save_strategy == "steps" else None,
-                self.save_total_limit or 2,
-                self.load_best_model_at_end,
-                [name for name in told if name != "none"],  # pyright: ignore[reportArgumentType]
-                self.run_name,
+                overwrite_output_dir=self.overwrite_output_dir,
+                save_steps=_every(self.save_strategy, self.save_steps),
+                save_total_limit=self.save_total_limit or 2,
+                load_best_model_at_end=self.load_best_model_at_end,
+                report_to=[name for name in told if name != "none"],  # pyright: ignore[reportArgumentType]
+                run_name=self.run_name,
             ),
             TrainingSection(
                 per_device_train_batch_size=self.per_device_train_batch_size,
@@ -160,7 +162,7 @@ class SFTConfig:
                 num_train_epochs=self.num_train_epochs,
                 max_steps=self.max_steps if self.max_steps > 0 else None,
                 per_device_eval_batch_size=self.per_device_eval_batch_size,
-                eval_steps=(self.eval_steps or self.logging_steps) if self.eval_strategy == "steps" else None,
+                eval_steps=_every(self.eval_strategy, self.eval_steps or self.logging_steps),
                 logging_steps=self.logging_steps,
                 label_smoothing_factor=self.label_smoothing_factor,
                 neftune_noise_alpha=self.neftune_noise_alpha,
@@ -182,6 +184,11 @@ class SFTConfig:
             packing=self.packing,
             loss_on="all" if whole else "responses",
         )
+
+
+def _every(strategy: str, steps: int | float) -> Any:
+    """A strategy of transformers and its steps as `eval_steps` or `save_steps`."""
+    return {"no": None, "steps": steps, "epoch": "epoch"}[strategy]
 
 
 class SFTTrainer:

@@ -181,6 +181,7 @@ class Trainer:
 
         Args:
             resume: go on from the newest whole checkpoint in the output folder; from the start where there is none.
+                So does `output.resume`.
 
         Returns:
             The trained model and its folder; `self.model` is it, too.
@@ -193,7 +194,7 @@ class Trainer:
             OSError: a file that cannot be read or written.
         """
         config, console, model = self.config, self._console, self.model
-        self._ended, changed = False, []
+        self._ended, changed, resume = False, [], resume or config.output.resume
         with claimed(config, resume=resume) as folder:
             if resume and finished(folder, config):
                 raise ConfigError(

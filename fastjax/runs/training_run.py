@@ -26,7 +26,7 @@ from fastjax.runs.model import initial_state
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
 from fastjax.runs.steps import on_mesh, run_loss, run_step
-from fastjax.training.cadence import Cadence, Progress
+from fastjax.training.cadence import Cadence, Progress, interval
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
 from fastjax.training.determinism import compiler_options
@@ -169,8 +169,8 @@ class TrainingRun:
                 learning_rates=learning_rates(config.optimizer, total) if rates is None else rates,
                 start=start,
                 cadence=Cadence(
-                    config.training.eval_steps,
-                    config.output.save_steps,
+                    interval(config.training.eval_steps, total, self.data.batches.steps_per_epoch),
+                    interval(config.output.save_steps, total, self.data.batches.steps_per_epoch),
                     config.output.load_best_model_at_end,
                     config.training.early_stopping_patience,
                     config.training.early_stopping_threshold,

@@ -1,5 +1,6 @@
 """The loop's decisions as pure functions: the actions after a step, from the progress of the run."""
 
+import math
 from typing import Literal, NamedTuple
 
 
@@ -95,6 +96,25 @@ class Cadence(NamedTuple):
     def exhausted(self, progress: Progress) -> bool:
         """Whether patience is at its end; a resumed run may begin so."""
         return self.patience is not None and progress.evaluations_since_best >= self.patience
+
+
+def interval(every: int | float | Literal["epoch"] | None, total: int, steps_per_epoch: int | None) -> int | None:
+    """The steps between two evaluations, or saves, as `Cadence` takes them.
+
+    Args:
+        every: the setting: a number of steps, a share of `total` below 1, "epoch", or None.
+        total: steps of the run.
+        steps_per_epoch: None: unknown, where "epoch" is refused before.
+
+    Returns:
+        A share rounded up, as in transformers.
+    """
+    if every is None:
+        return None
+    if every == "epoch":
+        assert steps_per_epoch is not None, "TrainConfig refuses epochs of streamed data"
+        return steps_per_epoch
+    return math.ceil(every * total) if every < 1 else int(every)
 
 
 def _due(every: int | None, step: int) -> bool:

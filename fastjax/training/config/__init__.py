@@ -82,3 +82,12 @@ class TrainConfig:
         streaming = any(source.streaming for source in self.data.sources("train"))
         if streaming and self.training.max_steps is None:
             raise ConfigError("training.max_steps: expected a number of steps for streamed data, got none")
+        for name, every in (
+            ("training.eval_steps", training.eval_steps),
+            ("output.save_steps", self.output.save_steps),
+        ):
+            if streaming and every == "epoch":
+                raise ConfigError(
+                    f"{name}: expected a number of steps, or a share of them, for streamed data, got epoch; the end of "
+                    "theirs is not known"
+                )

@@ -47,6 +47,12 @@ def expect(name: str, value: Any, holds: bool, expected: str) -> None:
         raise ConfigError(f"{name}: expected a value {expected}, got {shown(value, 80)}")
 
 
+def expect_interval(name: str, value: Any) -> None:
+    """Raise ConfigError unless a value is null, a number of steps, a share of a run's steps below 1, or "epoch"."""
+    fits = value is None or isinstance(value, str) or 0 < value < 1 or (value >= 1 and value == int(value))
+    expect(name, value, fits, "that is a number of steps from 1, a share of them between 0 and 1, or epoch")
+
+
 def _scalars(value: Any) -> Iterator[Any]:
     """The keys and values in a setting."""
     if dataclasses.is_dataclass(value):

@@ -24,7 +24,8 @@ class DataSection:
         chat_template: chatml, llama3, mistral, gemma, alpaca, plain, or a file with a Jinja template, which is saved
             with the tokenizer; prompt and completion then are a user's and an assistant's message. null: the
             tokenizer's own, for conversations only.
-        loss_on: the tokens to learn: the assistant's responses, its last_response, or all.
+        loss_on: the tokens to learn: the assistant's responses, its last_response, or all; or a list of roles whose
+            messages are learnt, such as [assistant, tool].
         special_tokens: the reading of the tokenizer's special tokens in rows, such as <|im_end|> in a user's message:
             control (that token, as in transformers) or text (its letters; only the template writes control tokens).
             Rows that hold any are counted.
@@ -55,6 +56,7 @@ class DataSection:
                 raise ConfigError(
                     f"data.{which}: weight: expected a positive number in every data set or in none, got {weights}"
                 )
+        expect("data.loss_on", self.loss_on, self.loss_on != [], "with a role")
         if not self.sources("train"):
             raise ConfigError("data.train: expected at least one data set, got none")
         size = self.val_set_size

@@ -14,7 +14,8 @@ class OptimizerConfig:
     Attributes:
         name: adamw; adamw_16bit, with moments in bfloat16, rounded stochastically, in half the memory; adamw_8bit, with
             moments in eight bits, block by block, in a quarter of the memory; adafactor, with one number for each row
-            and column instead; or lion, with one moment.
+            and column instead; lion, with one moment; or muon, with one moment of matrices in layers, whose updates are
+            orthogonal, and AdamW for embeddings, head and vectors.
         learning_rate: the highest learning rate, reached at the end of the warm-up. Lion wants a third to a tenth of
             AdamW's.
         loraplus_lr_ratio: LoRA+: the learning rate of every lora_B is this many times learning_rate; null: once.
@@ -30,11 +31,12 @@ class OptimizerConfig:
         no_decay: parts of names of weights that do not decay; by default no vector does.
         adam_beta1: decay of the first moment (lion: of the interpolation; adafactor has none).
         adam_beta2: decay of the second moment (lion: of the momentum; adafactor: 1 - step^-0.8 instead).
-        adam_epsilon: added to the root of the second moment (AdamW only).
+        adam_epsilon: added to the root of the second moment (AdamW only, muon's too).
+        muon_momentum: decay of muon's moment of matrices; adam_beta1 and adam_beta2 are those of its AdamW.
         max_grad_norm: the gradient is scaled down to this global norm; 0: it is not.
     """
 
-    name: Literal["adamw", "adamw_16bit", "adamw_8bit", "adafactor", "lion"] = "adamw"
+    name: Literal["adamw", "adamw_16bit", "adamw_8bit", "adafactor", "lion", "muon"] = "adamw"
     learning_rate: float = 2e-4
     loraplus_lr_ratio: float | None = None
     embedding_learning_rate: float | None = None
@@ -48,6 +50,7 @@ class OptimizerConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
+    muon_momentum: float = 0.95
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
@@ -58,7 +61,7 @@ class OptimizerConfig:
             expect(f"optimizer.{name}", value, value is None or value > 0, "greater than 0")
         for name in ("warmup_steps", "weight_decay", "max_grad_norm"):
             expect(f"optimizer.{name}", getattr(self, name), getattr(self, name) >= 0, "at least 0")
-        for name in ("warmup_ratio", "adam_beta1", "adam_beta2", "min_lr_ratio"):
+        for name in ("warmup_ratio", "adam_beta1", "adam_beta2", "muon_momentum", "min_lr_ratio"):
             expect(f"optimizer.{name}", getattr(self, name), 0 <= getattr(self, name) < 1, "in [0, 1)")
         expect("optimizer.decay_ratio", self.decay_ratio, 0 < self.decay_ratio <= 1, "in (0, 1]")
         if self.warmup_steps and self.warmup_ratio:

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from fastjax.training.config.checks import check_section, expect
+from fastjax.errors import ConfigError
+from fastjax.training.config.checks import check_section, expect, expect_interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +15,10 @@ class OutputSection:
         output_dir: folder of the run: `config.yaml`, `metrics.jsonl`, `checkpoints/`, `report.html`, `report.png`, and
             at the end `adapter/` (or `model/` after full fine-tuning).
         overwrite_output_dir: replace an earlier run in that folder.
-        save_steps: write a checkpoint every so many steps; null: only when the run is stopped.
+        resume: go on from the newest whole checkpoint in that folder, and from the start where there is none, as
+            `--resume` does: for jobs that are stopped and begun again with the same command.
+        save_steps: write a checkpoint every so many steps; below 1: after such a share of the run's steps each time,
+            rounded up; epoch: at the end of each; null: only when the run is stopped.
         save_total_limit: how many of the newest checkpoints are kept.
         load_best_model_at_end: keep the checkpoint with the lowest held-out loss too, and save that one as the result.
         report_to: trackers that get the metrics beside metrics.jsonl: tensorboard, wandb.
@@ -23,7 +27,8 @@ class OutputSection:
 
     output_dir: str
     overwrite_output_dir: bool = False
-    save_steps: int | None = None
+    resume: bool = False
+    save_steps: int | float | Literal["epoch"] | None = None
     save_total_limit: int = 2
     load_best_model_at_end: bool = False
     report_to: list[Literal["tensorboard", "wandb"]] = dataclasses.field(default_factory=list)
@@ -31,5 +36,7 @@ class OutputSection:
 
     def __post_init__(self) -> None:
         check_section("output", self)
-        expect("output.save_steps", self.save_steps, self.save_steps is None or self.save_steps >= 1, "at least 1")
+        expect_interval("output.save_steps", self.save_steps)
+        if self.resume and self.overwrite_output_dir:
+            raise ConfigError("output.resume and output.overwrite_output_dir: expected one of them, got both true")
         expect("output.save_total_limit", self.save_total_limit, self.save_total_limit >= 1, "at least 1")

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from fastjax.limits import MAX_ROWS, MAX_STEPS
-from fastjax.training.config.checks import check_section, expect
+from fastjax.training.config.checks import check_section, expect, expect_interval
 from fastjax.training.config.qat import NAMED, QATScheme, QATSettings
 
 
@@ -18,7 +18,8 @@ class TrainingSection:
         num_train_epochs: passes over the data.
         max_steps: number of steps, in place of num_train_epochs.
         per_device_eval_batch_size: rows a device takes at once in an evaluation; null: as in training.
-        eval_steps: evaluate every so many steps; null: at the end only.
+        eval_steps: evaluate every so many steps; below 1: after such a share of the run's steps each time, rounded up;
+            epoch: at the end of each; null: at the end only.
         early_stopping_patience: end after so many evaluations in a row that are no better than the best; null: never.
         early_stopping_threshold: how much lower than the best an evaluation's loss must be to be better, in nats.
         logging_steps: print a line every so many steps where the output is not a terminal.
@@ -50,7 +51,7 @@ class TrainingSection:
     num_train_epochs: float = 1.0
     max_steps: int | None = None
     per_device_eval_batch_size: int | None = None
-    eval_steps: int | None = None
+    eval_steps: int | float | Literal["epoch"] | None = None
     early_stopping_patience: int | None = None
     early_stopping_threshold: float = 0.0
     logging_steps: int = 10
@@ -75,13 +76,13 @@ class TrainingSection:
             "gradient_accumulation_steps",
             "max_steps",
             "per_device_eval_batch_size",
-            "eval_steps",
             "early_stopping_patience",
             "logging_steps",
             "loss_scale_window",
         ):
             value = getattr(self, name)
             expect(f"training.{name}", value, value is None or value >= 1, "at least 1")
+        expect_interval("training.eval_steps", self.eval_steps)
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             value = getattr(self, name)
             expect(f"training.{name}", value, value is None or value <= MAX_ROWS, f"of at most {MAX_ROWS}")

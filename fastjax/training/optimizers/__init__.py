@@ -1,4 +1,4 @@
-"""Optimizers as optax transformations: AdamW with moments of 32 or 8 bits, Adafactor, Lion; schedules and groups."""
+"""Optimizers as optax transformations: AdamW with moments of 32 or 8 bits, Adafactor, Lion, Muon; schedules."""
 
 from fastjax.training.config import OptimizerConfig
 from fastjax.training.optimizers.api import make_optimizer

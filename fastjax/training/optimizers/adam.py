@@ -78,7 +78,7 @@ def scale_by_adam(
         del params
         count = state.count + 1
         # One division for each number: the corrections' reciprocals are those of scalars.
-        rates = 1 / _one_minus_power(b1, count), jax.lax.rsqrt(_one_minus_power(b2, count))
+        rates = 1 / one_minus_power(b1, count), jax.lax.rsqrt(one_minus_power(b2, count))
 
         def moments(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Array]:
             m = b1 * _load(mu, signed=True) + (1 - b1) * gradient
@@ -107,7 +107,8 @@ def scale_by_adam(
 
         leaves, structure = jax.tree.flatten(updates)
         found = map(anywhere, leaves, structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu))
-        directions, mu, nu = (structure.unflatten(column) for column in zip(*found, strict=True))
+        columns = list(zip(*found, strict=True)) or [()] * 3  # of no weight, as where all are another rule's
+        directions, mu, nu = map(structure.unflatten, columns)
         return directions, AdamState(count, mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -158,6 +159,6 @@ def _load(moment: Any, *, signed: bool) -> Float[Array, "..."]:
     return dequantize(moment, signed=signed) if isinstance(moment, Blockwise) else moment.astype(jnp.float32)
 
 
-def _one_minus_power(base: float, count: Int[Array, ""]) -> Float[Array, ""]:
+def one_minus_power(base: float, count: Int[Array, ""]) -> Float[Array, ""]:
     """1 - base^count without cancellation: at count 1, 1 - 0.999 in float32 has an error of one in 80,000."""
     return -jnp.expm1(count.astype(jnp.float32) * (math.log(base) if base else -math.inf))

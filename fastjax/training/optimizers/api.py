@@ -2,7 +2,8 @@
 
 The parts share their shape: a rule turns the clipped gradient into a direction, the decay is added to it, and each
 leaf's learning rate multiplies both (decoupled weight decay: Loshchilov and Hutter, arXiv 1711.05101). The rules are
-AdamW with moments of 32, 16 or 8 bits (`adam.py`), Adafactor (`adafactor.py`) and Lion (Chen et al., arXiv 2302.06675).
+AdamW with moments of 32, 16 or 8 bits (`adam.py`), Adafactor (`adafactor.py`), Muon (`muon.py`) and Lion (Chen et al.,
+arXiv 2302.06675).
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ from fastjax.training.config import OptimizerConfig
 from fastjax.training.optimizers.adafactor import scale_by_factored_rms
 from fastjax.training.optimizers.adam import scale_by_adam
 from fastjax.training.optimizers.groups import decays, group_factors, rate_groups
+from fastjax.training.optimizers.muon import scale_by_muon
 from fastjax.training.optimizers.schedules import LearningRates, rates_by_step
 
 
@@ -63,6 +65,8 @@ def _direction(config: OptimizerConfig, offload: bool) -> optax.GradientTransfor
         return scale_by_factored_rms()
     if config.name == "lion":
         return optax.scale_by_lion(config.adam_beta1, config.adam_beta2)
+    if config.name == "muon":
+        return scale_by_muon(config.muon_momentum, config.adam_beta1, config.adam_beta2, config.adam_epsilon)
     bits: Any = {"adamw": 32, "adamw_16bit": 16, "adamw_8bit": 8}[config.name]
     return scale_by_adam(config.adam_beta1, config.adam_beta2, config.adam_epsilon, bits=bits, offload=offload)
 

@@ -86,7 +86,8 @@ def test_axolotl(imported, tmp_path):
     shown = lists(out)
     assert {"flash_attention", "liger_rope", "deepspeed", "tf32", "gradient_checkpointing"} <= set(shown["not needed"])
     assert {"load_in_8bit", "wandb_entity", "lora_target_linear", "model_type"} <= set(shown["not needed"])
-    assert shown["not carried over"] == ["saves_per_epoch", "special_tokens.eos_token", "my_own_key"]
+    assert shown["not carried over"] == ["special_tokens.eos_token", "my_own_key"]
+    assert output.save_steps == 0.25  # twice in each of two epochs
     assert "its state is not paged" in out and "WANDB_PROJECT" in out
     comments = (tmp_path / "run.yaml").read_text().partition("model:")[0]
     assert all(f"#   {key}: " in comments for key in shown["not carried over"])
@@ -157,6 +158,45 @@ def test_full_fine_tuning_has_no_adapter(imported):
     assert lists(out)["not carried over"] == ["eval_steps"] and "lora_r" in lists(out)["not needed"]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (None, "epoch")),  # Axolotl's default
+        ({"save_strategy": "no", "eval_strategy": "epoch"}, ("epoch", None)),
+        ({"evals_per_epoch": 1, "saves_per_epoch": 1, "num_epochs": 3}, ("epoch", "epoch")),
+        ({"evals_per_epoch": 1, "saves_per_epoch": 2, "max_steps": 90, "num_epochs": 3}, (1 / 3, 1 / 6)),
+        ({"eval_steps": 0.05, "save_steps": 100, "saves_per_epoch": 2}, (0.05, 100)),
+    ],
+)
+def test_evaluations_and_saves_of_axolotl(imported, given, expected):
+    config, out = imported(ALPACA | {"val_set_size": 0.1, "auto_resume_from_checkpoints": True, **given})
+    assert config.output.resume
+    assert (config.training.eval_steps, config.output.save_steps) == expected
+    assert "not carried over" not in lists(out)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, ("epoch", "epoch")),
+        ({"eval_strategy": "steps", "eval_steps": 0.2, "save_steps": 0.5}, (0.2, 0.5)),
+    ],
+)
+def test_evaluations_and_saves_of_llama_factory(imported, tmp_path, given, expected):
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    config, _ = imported({**yaml.safe_load(LLAMA_FACTORY), "use_muon": True, **given})
+    assert config.optimizer.name == "muon"
+    assert (config.training.eval_steps, config.output.save_steps) == expected
+
+
+def test_roles_of_axolotl(imported, refused):
+    chat = {"path": "a.jsonl", "type": "chat_template", "roles_to_train": ["tool", "gpt"]}
+    base = {"base_model": "m", "learning_rate": 1e-5, "datasets": [chat, {"path": "b", "type": "completion"}]}
+    other = [*base["datasets"], {"path": "c.jsonl", "type": "chat_template"}]
+    assert "datasets[].roles_to_train: data.loss_on holds for all data sets" in refused(base | {"datasets": other})
+    assert imported(base)[0].data.loss_on == ["assistant", "tool"]
+
+
 ALPACA = {"base_model": "m", "datasets": [{"path": "a.json", "type": "alpaca"}], "learning_rate": 1e-5}
 TUNE = yaml.safe_load(TORCHTUNE)
 
@@ -168,7 +208,8 @@ TUNE = yaml.safe_load(TORCHTUNE)
             ALPACA | {"rl": "dpo", "gptq": True},
             "compressed-tensors there are; rl: a file's run is supervised fine-tuning; there are losses",
         ),
-        (ALPACA | {"optimizer": "muon"}, "optimizer: there is no muon; adamw,"),
+        (ALPACA | {"optimizer": "muon"}, "optimizer: its updates have a spectral norm of the learning rate there"),
+        (ALPACA | {"optimizer": "sgd"}, "optimizer: there is no sgd; adamw,"),
         (ALPACA | {"processor_type": "AutoProcessor"}, "processor_type: models of text only"),
         (ALPACA | {"learning_rate": "fast"}, "learning_rate: expected a number, got 'fast'"),
         (

@@ -76,8 +76,11 @@ def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
     assert capsys.readouterr().out.startswith("> abc\n")
 
 
-def test_the_settings_that_were_used_run_again(settings, tmp_path):
-    assert main([*settings(), "--lora.r", "2"]) == 0
+def test_the_settings_that_were_used_run_again(settings, tmp_path, capsys):
+    assert main([*settings(output={"resume": True}), "--lora.r", "2"]) == 0
+    assert "no checkpoint to go on from: started from the beginning" in capsys.readouterr().out
+    assert main([*settings(output={"resume": True}), "--lora.r", "2"]) == 0
+    assert "is finished: nothing is left to do" in capsys.readouterr().out
     again = tmp_path / "run" / "config.yaml"
     first = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert main(["train", "--config", str(again), "--output.output_dir", str(tmp_path / "again")]) == 0

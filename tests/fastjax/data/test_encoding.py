@@ -118,6 +118,63 @@ def test_a_row_that_asks_for_what_is_not_learnt_is_refused(make_tokenizer):
         list(Encoder(tokenizer, "all").encode([excluded]))
 
 
+CALLS = [
+    {"role": "system", "content": "the assistant"},
+    {"role": "user", "content": "what the user asked"},
+    {"role": "assistant", "content": "the call"},
+    {"role": "tool", "content": "one"},
+    {"role": "tool", "content": "two"},
+    {"role": "assistant", "content": "the answer"},
+    {"role": "user", "content": "the end"},
+]
+TURN_OF_TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user"
+    "{% endif %}<result>\n{{ m.content }}\n</result>{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
+    "<|im_end|>\n{% endif %}{% else %}<|im_start|>{{ m.role }}\n{MESSAGE}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Results of tools in one turn of the user's, as Qwen's template writes them."""
+MARKED = (
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("message", ["{{ m.content }}", MARKED])
+@pytest.mark.parametrize(
+    ("roles", "learnt"),
+    [
+        (["assistant"], ["the call<|im_end|>", "the answer<|im_end|>"]),
+        (
+            ["tool", "assistant"],
+            [
+                "the call<|im_end|>",
+                "one\n</result><result>\ntwo\n</result><|im_end|>",
+                "the answer<|im_end|>",
+            ],
+        ),
+        (["user", "system"], ["the assistant<|im_end|>", "what the user asked<|im_end|>", "the end<|im_end|>"]),
+    ],
+)
+def test_roles_to_learn(make_tokenizer, roles, learnt, message):
+    pieces, tokens = encode(make_tokenizer(TURN_OF_TOOLS.replace("{MESSAGE}", message)), CALLS, roles)
+    assert pieces[1::2] == learnt
+
+
+def test_roles_to_learn_and_messages_that_are_not(make_tokenizer):
+    flags = (None, False, None, True, False, None, True)
+    record = ChatRecord(CALLS, "x", prompt=1, train=flags)
+    tokenizer = make_tokenizer("chatml")
+    ((example,),) = Encoder(tokenizer, ["system", "user", "tool"]).encode([record])
+    assert tokenizer.decode(example.tokens[example.learn]) == "one<|im_end|>the end<|im_end|>"
+    with pytest.raises(DataError, match=r"x: messages\[6\] is to be learnt .* only tool is learnt; leave it out, name"):
+        list(Encoder(tokenizer, ["tool"]).encode([record]))
+    with pytest.raises(DataError, match=r"x: the chat template does not write messages\[0\], the user's, by itself"):
+        encode(make_tokenizer("{{ messages | length }}"), CHAT, ["user"])
+    with pytest.raises(ConfigError, match=r"or a list of roles \(system, .*\), got \['model'\]"):
+        Encoder(tokenizer, ["model"])
+
+
 def test_everything_is_learnt_on_request(make_tokenizer):
     pieces, tokens = encode(make_tokenizer("llama3", adds_bos=True), CHAT[:2], loss_on="all")
     assert pieces[0] == "<s>" and pieces[1].endswith("世<|eot_id|>") and len(pieces) == 2
@@ -219,7 +276,7 @@ def test_a_beginning_has_no_end_that_the_tokenizer_adds(make_tokenizer):
 def test_what_cannot_be_done_is_said(make_tokenizer):
     with pytest.raises(ConfigError, match="has no eos_token"):
         Encoder(make_tokenizer("chatml", eos_token=None))
-    with pytest.raises(ConfigError, match="loss_on must be one of responses, last_response, all, got 'answers'"):
+    with pytest.raises(ConfigError, match="loss_on must be one of responses, last_response, all, or .*, got 'answers'"):
         Encoder(make_tokenizer("chatml"), "answers")
     with pytest.raises(ConfigError, match="has no chat template"):
         Encoder(make_tokenizer(None)).encode_prompt(CHAT)

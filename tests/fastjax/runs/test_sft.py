@@ -88,6 +88,11 @@ def test_a_notebook_s_cells(loaded, tmp_path, capsys):
     assert again.lora is not None and again.lora.r == 4
 
 
+def test_evaluations_and_saves(loaded):
+    by_epoch = SFTConfig(eval_strategy="epoch", save_strategy="steps", save_steps=0.2).settings(loaded[0], True)
+    assert (by_epoch.training.eval_steps, by_epoch.output.save_steps) == ("epoch", 0.2)
+
+
 def test_a_gguf_file(loaded, tmp_path):
     pytest.importorskip("gguf")
     file = loaded[0].save_pretrained_gguf(
@@ -129,7 +134,7 @@ def test_what_is_learnt_is_what_it_is_there(loaded, given, loss_on, expected):
         ({"peft_config": object()}, "peft_config: expected none, .* use FastLanguageModel.get_peft_model"),
         ({"bogus": 1}, "SFTConfig: bogus: expected a name of SFTConfig, got an unknown one"),
         ({"optim": "sgd"}, "SFTConfig: optim: expected one of adamw_torch, .* got 'sgd'"),
-        ({"save_strategy": "epoch"}, "SFTConfig: save_strategy: expected one of no, steps, got 'epoch'"),
+        ({"save_strategy": "best"}, "SFTConfig: save_strategy: expected one of no, steps, epoch, got 'best'"),
         (
             {"fp16": True},
             "SFTConfig: fp16: expected none over a model that computes in .*; load it with dtype='float16'",

@@ -1,5 +1,6 @@
 """Training from Python: what `fastjax train` does with the same settings, over data in memory, and what it is told."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -141,12 +142,24 @@ def test_an_optimizer_a_loss_and_a_sink_of_ones_own_and_an_early_end(model, tmp_
 
 @pytest.mark.one_world
 def test_a_run_that_is_stopped_goes_on(model, tmp_path):
-    """With rows in memory, as a `datasets.Dataset` has them too."""
+    """In the middle of its first epoch, with evaluations after each, with Muon; rows as a `datasets.Dataset` too."""
     datasets = pytest.importorskip("datasets")
-    whole = Trainer(
-        model, train_dataset=rows(), settings=settings(tmp_path / "whole", eval_steps=None), console=quiet()
-    )
-    whole.train()
+
+    def options(folder):
+        found = settings(folder, eval_steps="epoch", max_steps=None, num_train_epochs=2, early_stopping_patience=2)
+        output = OutputSection(str(folder), save_steps=0.25, load_best_model_at_end=True, resume=True)
+        return dataclasses.replace(found, output=output, optimizer=OptimizerConfig(name="muon", learning_rate=1e-3))
+
+    def trainer(folder, data, **more):
+        held_out = rows("test", 8)
+        return Trainer(
+            model, train_dataset=data, eval_dataset=held_out, settings=options(folder), console=quiet(), **more
+        )
+
+    data, folder = rows(count=12), tmp_path / "parts"
+    trainer(tmp_path / "whole", data).train()
+    found = metrics(tmp_path / "whole")
+    assert [row["step"] for row in found if "eval_loss" in row] == [4, 8]
 
     class Stopped(Exception):
         pass
@@ -155,15 +168,19 @@ def test_a_run_that_is_stopped_goes_on(model, tmp_path):
         if event.name == "step" and event.step == 3:
             raise Stopped
 
-    parts = settings(tmp_path / "parts", eval_steps=None)
     with pytest.raises(Stopped):
-        Trainer(model, train_dataset=rows(), settings=parts, callbacks=[stop], console=quiet()).train()
+        trainer(folder, data, callbacks=[stop]).train()
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["2"]
     with pytest.raises(ConfigError, match=r"data\.train: expected the data of .*, got other rows"):
-        Trainer(model, train_dataset=rows()[1:], settings=parts, console=quiet()).train(resume=True)
-    Trainer(model, train_dataset=datasets.Dataset.from_list(rows()), settings=parts, console=quiet()).train(resume=True)
-    assert told(metrics(tmp_path / "parts")) == told(metrics(tmp_path / "whole"))
+        trainer(folder, data[1:]).train()
+    trainer(folder, datasets.Dataset.from_list(data)).train()
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (going_on,) = [row["message"] for row in events if row.get("event") == "resumed" and row["step"]]
+    assert going_on == f"going on after step 2, from {folder}/checkpoints/2"
+    assert told(metrics(folder)) == told(found)
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"6", "8"}
     with pytest.raises(ConfigError, match="resume: the run in .* is finished"):
-        Trainer(model, train_dataset=rows(), settings=parts, console=quiet()).train(resume=True)
+        trainer(folder, data).train(resume=True)
 
 
 @pytest.mark.one_world

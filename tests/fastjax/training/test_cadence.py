@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastjax.training.cadence import Actions, Cadence, Progress
+from fastjax.training.cadence import Actions, Cadence, Progress, interval
 
 GO_ON, LOOK = Actions(), Actions(evaluate=True)
 SAVE = Actions(log=True, save=True)
@@ -59,6 +59,14 @@ def best(step, at=None, waited=0):
 )
 def test_after_a_step_of_nine(cadence, progress, options, expected):
     assert cadence.after(progress, 9, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [(None, None), (7, 7), (7.0, 7), ("epoch", 12), (0.1, 3), (0.25, 7), (0.001, 1), (0.99, 25)],
+)
+def test_intervals_in_a_run_of_25_steps(every, steps):
+    assert interval(every, 25, 12) == steps
 
 
 def test_an_evaluation_is_better_by_more_than_the_threshold():

@@ -46,6 +46,7 @@ SECTIONS = {
         ("training", "max_steps", 0),
         ("training", "gradient_accumulation_steps", 0),
         ("training", "eval_steps", 0),
+        ("training", "eval_steps", 2.5),
         ("training", "num_train_epochs", 0.0),
         ("training", "seed", -1),
     ],
@@ -97,6 +98,8 @@ def test_sizes_of_a_run_are_bounded():
 
 
 def test_contradictions():
+    with pytest.raises(ConfigError, match=r"output\.resume and output\.overwrite_output_dir: expected one of them"):
+        OutputSection("o", overwrite_output_dir=True, resume=True)
     with pytest.raises(ConfigError, match=r"warmup_steps \(3\) and optimizer.warmup_ratio \(0.1\) are both set"):
         OptimizerConfig(warmup_steps=3, warmup_ratio=0.1)
     with pytest.raises(ConfigError, match="model.load_in_4bit: expected false with model.full_finetuning: true"):
@@ -106,6 +109,16 @@ def test_contradictions():
         TrainConfig(whole, DataSection("d"), OutputSection("o"), lora=LoraSection(r=4))
     with pytest.raises(ConfigError, match="training.eval_steps: expected data.eval or data.val_set_size with it"):
         TrainConfig(ModelSection("m"), DataSection("d"), OutputSection("o"), training=TrainingSection(eval_steps=5))
+
+
+def test_streamed_data_have_no_epochs():
+    data = DataSection([DataSource("a", streaming=True)])
+    with pytest.raises(
+        ConfigError, match=r"output\.save_steps: expected a number of steps, or a share of them, for str"
+    ):
+        TrainConfig(
+            ModelSection("m"), data, OutputSection("o", save_steps="epoch"), training=TrainingSection(max_steps=9)
+        )
 
 
 def test_an_adapter_to_start_from_has_its_own_settings():

@@ -114,7 +114,7 @@ def test_eight_devices_equal_one(kind, mesh):
     steps.assert_close(spread, arrays, TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "lion", "muon"])
 def test_a_device_holds_its_share_of_weights_and_moments(name):
     ours, optimizer = model("full"), make_optimizer(dataclasses.replace(OPTIMIZER, name=name), 3)
     state = jax.eval_shape(lambda: init_state(ours.trainable, optimizer, jax.random.key(1)))

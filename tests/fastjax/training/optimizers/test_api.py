@@ -8,7 +8,7 @@ import pytest
 
 from fastjax.training.optimizers import OptimizerConfig, learning_rates, make_optimizer
 
-NAMES = ["adamw", "adamw_16bit", "adamw_8bit", "adafactor", "lion"]
+NAMES = ["adamw", "adamw_16bit", "adamw_8bit", "adafactor", "lion", "muon"]
 
 
 def reference_update(name, config, gradient, m, v, step):
