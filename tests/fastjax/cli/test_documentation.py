@@ -137,6 +137,7 @@ def test_the_reference_has_every_public_name():
     names |= set(re.findall(r"`((?:fastjax|convert|pallas_kernels)(?:\.\w+)+)[`(]", text))
     for module, imported in re.findall(r"^from ((?:fastjax|convert|pallas)\S*) import (.+)$", text, re.MULTILINE):
         names |= {f"{module}.{name}" for name in imported.split(", ")}
+    names -= {"fastjax.evaluation.harness.HarnessModel"}  # its module needs the extra lm-eval
     found = {name: named(name) for name in names}
     assert [name for name, value in found.items() if not inspect.ismodule(value) and value not in listed] == []
 
