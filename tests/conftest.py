@@ -114,6 +114,7 @@ ONE_WORLD = (
     "fastjax/cli/test_run_import.py",
     "fastjax/cli/test_train.py",
     "fastjax/data",
+    "fastjax/evaluation",
     "fastjax/lora/test_models.py",
     "fastjax/runs/test_sft.py",
     "fastjax/training/preferences",
