@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -47,17 +49,18 @@ def main(argv: Sequence[str]) -> None:
     )
     if arguments.adapter is not None:
         model = FastLanguageModel.load_adapter(model, arguments.adapter)
-    console, errors = Console(), Console(stderr=True)
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as bar:
+        bars = {task.name: bar.add_task(escape(task.name), total=None) for task in tasks}
 
-    def say(text: str) -> None:
-        errors.print(text, highlight=False, markup=False, soft_wrap=True)
+        def progress(task: str, done: int, rows: int) -> None:
+            bar.update(bars[task], completed=done, total=rows)
 
-    results = evaluate(model, tasks, batch_size=arguments.batch_size, progress=say)
+        results = evaluate(model, tasks, batch_size=arguments.batch_size, progress=progress)
     if arguments.output is not None:
         said = {"model": arguments.model, "adapter": arguments.adapter, "tasks": [one._asdict() for one in results]}
         with atomic_file(arguments.output) as file:
             file.write(json.dumps(said, ensure_ascii=False, indent=1).encode())
-    console.print(_table(results))
+    Console().print(_table(results))
 
 
 def _parser() -> argparse.ArgumentParser:

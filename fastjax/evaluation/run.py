@@ -14,6 +14,9 @@ from fastjax.evaluation.tasks import Task, filled
 from fastjax.generation.text import answer
 from fastjax.language_model import LanguageModel
 
+#: Batches between two reports of the progress.
+_PART = 4
+
 
 class Result(NamedTuple):
     """A task's outcome.
@@ -38,7 +41,7 @@ def evaluate(
     tasks: Sequence[Task],
     *,
     batch_size: int = 32,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str, int, int], None] = lambda task, done, rows: None,
 ) -> list[Result]:
     """Let a model do tasks.
 
@@ -46,7 +49,7 @@ def evaluate(
         model: with or without an adapter; with a tokenizer.
         tasks: what is asked.
         batch_size: prompts, or rows of packed choices, that go through the model together.
-        progress: takes a line before each task.
+        progress: told a task's name, and how many of its rows are done of how many.
 
     Raises:
         ConfigError: a model without tokenizer or, where a task asks for one, chat template.
@@ -58,9 +61,13 @@ def evaluate(
     read = [(task, _rows(task)) for task in tasks]  # before the first one takes its time
     results = []
     for task, (rows, shots) in read:
-        progress(f"{task.name}: {len(rows):,} rows, {task.kind}")
         run = _exact_match if task.kind == "exact_match" else _choice
-        results.append(run(model, task, rows, shots, batch_size))
+        samples: list[dict[str, Any]] = []
+        for start in range(0, len(rows), _PART * batch_size):
+            progress(task.name, start, len(rows))
+            samples += run(model, task, rows[start : start + _PART * batch_size], shots, batch_size)
+        progress(task.name, len(rows), len(rows))
+        results.append(Result(task.name, len(rows), _shares(task, samples), samples))
     return results
 
 
@@ -118,38 +125,48 @@ def _spaced(text: str) -> str:
     return text if text[:1].isspace() else f" {text}"
 
 
-def _exact_match(model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int) -> Result:
+def _exact_match(
+    model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int
+) -> list[dict[str, Any]]:
     prompts = [_asked(task, row, shots) for row in rows]
     said = answer(model, prompts, chat=task.chat, max_new_tokens=task.max_new_tokens, batch_size=batch_size)
-    right = [task.compared(text) == task.compared(row.answer) for text, row in zip(said, rows, strict=True)]
-    samples = [
-        {"prompt": row.turns[0], "expected": row.answer, "answer": text, "right": one}
-        for row, text, one in zip(rows, said, right, strict=True)
+    return [
+        {
+            "prompt": row.turns[0],
+            "expected": row.answer,
+            "answer": text,
+            "right": task.compared(text) == task.compared(row.answer),
+        }
+        for row, text in zip(rows, said, strict=True)
     ]
-    return Result(task.name, len(rows), _shares(exact_match=right), samples)
 
 
-def _choice(model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int) -> Result:
+def _choice(
+    model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int
+) -> list[dict[str, Any]]:
     encoder = Encoder(model.tokenizer)  # pyright: ignore[reportArgumentType]
-    examples, places = [], []
+    examples = []
     for row in rows:
         asked = _asked(task, row, shots)
-        places.append(len(examples))
         examples += [encoded_pair(encoder, asked, choice if task.chat else _spaced(choice)) for choice in row.choices]
-    scores = completion_scores(model, examples, rows=batch_size)
-    plain, by_byte, samples = [], [], []
-    for row, start in zip(rows, places, strict=True):
-        found = [score.log_prob for score in scores[start : start + len(row.choices)]]
-        lengths = [len(choice.encode("utf-8", "surrogatepass")) for choice in row.choices]
-        taken = max(range(len(found)), key=found.__getitem__)
-        by_length = max(range(len(found)), key=lambda n: found[n] / max(1, lengths[n]))
-        plain.append(taken == row.label)
-        by_byte.append(by_length == row.label)
+    scores = iter(completion_scores(model, examples, rows=batch_size))
+    samples = []
+    for row in rows:
+        found = [next(scores).log_prob for _ in row.choices]
+        by_byte = [value / max(1, len(choice.encode())) for value, choice in zip(found, row.choices, strict=True)]
+        taken, by_length = (max(range(len(values)), key=values.__getitem__) for values in (found, by_byte))
         samples.append(
-            {"prompt": row.turns[0], "expected": row.label, "choices": row.choices, "log_probs": found, "answer": taken}
-            | {"right": plain[-1]}
+            {
+                "prompt": row.turns[0],
+                "expected": row.label,
+                "choices": row.choices,
+                "log_probs": found,
+                "answer": taken,
+                "right": taken == row.label,
+                "right_by_length": by_length == row.label,
+            }
         )
-    return Result(task.name, len(rows), _shares(acc=plain, acc_norm=by_byte), samples)
+    return samples
 
 
 def encoded_pair(encoder: Encoder, prompt: Any, completion: str) -> tuple[list[int], list[int]]:
@@ -168,11 +185,12 @@ def encoded_pair(encoder: Encoder, prompt: Any, completion: str) -> tuple[list[i
     return whole[:place], whole[place:]
 
 
-def _shares(**right: list[bool]) -> dict[str, float]:
-    """Shares, and their standard errors."""
-    metrics = {}
-    for name, values in right.items():
-        share, count = sum(values) / len(values), len(values)
+def _shares(task: Task, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Shares of the rows, and their standard errors."""
+    names = {"exact_match": "right"} if task.kind == "exact_match" else {"acc": "right", "acc_norm": "right_by_length"}
+    metrics, count = {}, len(samples)
+    for name, key in names.items():
+        share = sum(sample[key] for sample in samples) / count
         metrics[name] = share
         if count > 1:
             metrics[f"{name}_stderr"] = math.sqrt(share * (1 - share) / (count - 1))
