@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, PAGES = "docs/", "repository/"
 #: Files whose links are turned; a program has none.
 PROSE = (".md", ".ipynb")
+#: Rows of tables, and code in them, in which a code host wants a backslash before a pipe and mkdocs none.
+ROW, CODE = re.compile(r"^\|.*$", re.MULTILINE), re.compile(r"`[^`]*`")
 #: The path in a relative link or picture, without its anchor.
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)[^)#\s]+")
 
@@ -79,7 +81,7 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
 
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
-    """Turn links between docs/ and the rest of the repository to the pages of the site."""
+    """Turn links between docs/ and the rest of the repository to the pages of the site; read tables as a code host."""
     source = page.file.src_uri
     file = file_of(source)
     if not file.endswith(PROSE):
@@ -91,4 +93,5 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
             return match[0]
         return posixpath.relpath(source_of(target), posixpath.dirname(source) or ".")
 
+    markdown = ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
     return LINK.sub(turned, markdown)

@@ -105,7 +105,7 @@ for world in "${worlds[@]}"; do
   if [ $# -eq 0 ] && [ "$world" = "${worlds[0]}" ]; then
     check "ruff check" "$bin/ruff" check .
     check "ruff format" "$bin/ruff" format --check .
-    check "manual" env NO_MKDOCS_2_WARNING=1 "$bin/python" -m mkdocs build --quiet --strict --site-dir "$bin/../site"
+    check "manual" env NO_MKDOCS_2_WARNING=1 "$bin/python" -m mkdocs build --strict --site-dir "$bin/../site"
   fi
   if [ $# -eq 0 ] && [ "$world" = "$typed" ]; then
     "$bin/pyright" --pythonpath "$bin/python" >"$bin/../types" 2>&1 & # beside the tests

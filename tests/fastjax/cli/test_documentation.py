@@ -130,16 +130,17 @@ def test_the_reference_has_every_public_name():
     """What README and the manual import or spell out, and `fastjax.__all__`, are in docs/api."""
     pages = {file: file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")}
     api = "\n".join(text for file, text in pages.items() if file.parent.name == "api")
-    listed = [named(name) for name in re.findall(r"^::: (\S+)$", api, re.MULTILINE)]
+    listed = re.findall(r"^::: (\S+)$", api, re.MULTILINE)
     assert len(listed) > 80
     text = "\n".join([README, *(text for file, text in pages.items() if file.parent.name == "docs")])
     names = {f"fastjax.{name}" for name in fastjax.__all__}
     names |= set(re.findall(r"`((?:fastjax|convert|pallas_kernels)(?:\.\w+)+)[`(]", text))
     for module, imported in re.findall(r"^from ((?:fastjax|convert|pallas)\S*) import (.+)$", text, re.MULTILINE):
         names |= {f"{module}.{name}" for name in imported.split(", ")}
-    names -= {"fastjax.evaluation.harness.HarnessModel"}  # its module needs the extra lm-eval
-    found = {name: named(name) for name in names}
-    assert [name for name, value in found.items() if not inspect.ismodule(value) and value not in listed] == []
+    for name in sorted(names - set(listed)):
+        value, last = named(name), name.rpartition(".")[2]
+        elsewhere = [named(other) for other in listed if other.endswith(f".{last}")]
+        assert inspect.ismodule(value) or value in elsewhere, f"{name}: expected a line in docs/api"
 
 
 def test_the_reference_of_settings_is_up_to_date(monkeypatch):
