@@ -166,7 +166,7 @@ TUNE = yaml.safe_load(TORCHTUNE)
     [
         (
             ALPACA | {"rl": "dpo", "gptq": True},
-            "compressed-tensors there are; rl: a file's run is supervised fine-tuning; there are losses",
+            "compressed-tensors there are; rl: a file's run is supervised fine-tuning; write the section preferences",
         ),
         (ALPACA | {"optimizer": "muon"}, "optimizer: there is no muon; adamw,"),
         (ALPACA | {"processor_type": "AutoProcessor"}, "processor_type: models of text only"),
