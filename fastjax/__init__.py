@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fastjax.language_model import FastLanguageModel, LanguageModel
     from fastjax.runs.sft import SFTConfig, SFTTrainer, train_on_responses_only
     from fastjax.runs.trainer import Event, Trainer, TrainerSettings
-    from fastjax.training.config import OptimizerConfig, OutputSection, TrainingSection
+    from fastjax.training.config import OptimizerConfig, OutputSection, PreferencesSection, TrainingSection
 
 _PLACES = {
     "DataSource": "fastjax.data.settings",
@@ -21,6 +21,7 @@ _PLACES = {
     "LanguageModel": "fastjax.language_model",
     "OptimizerConfig": "fastjax.training.config",
     "OutputSection": "fastjax.training.config",
+    "PreferencesSection": "fastjax.training.config",
     "SFTConfig": "fastjax.runs.sft",
     "SFTTrainer": "fastjax.runs.sft",
     "Trainer": "fastjax.runs.trainer",
@@ -36,6 +37,7 @@ __all__ = [
     "LanguageModel",
     "OptimizerConfig",
     "OutputSection",
+    "PreferencesSection",
     "SFTConfig",
     "SFTTrainer",
     "Trainer",

@@ -80,7 +80,7 @@ def held_out_loss(model: LanguageModel, config: TrainConfig) -> float:
     """
     held_out = load_run_data(config, open_model(config).tokenizer, lambda text: None, 1).held_out
     assert held_out is not None, "every run here has held-out data"
-    step = make_eval_step(model.graphdef, model.trainable_filter, loss=run_loss(config.training))
+    step = make_eval_step(model.graphdef, model.trainable_filter, loss=run_loss(config))
     batches = Batches(held_out.rows, ROWS, shuffle=False).epoch()
     return run_evaluation(step, model.trainable, model.frozen, batches, jax.device_put).loss
 

@@ -69,7 +69,7 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
         for name, source in sources.items():
             for row in first_rows(source, num_rows):
                 where = f"{name}, step {row.step}, row {row.place}" if name == "train" else name
-                documents = view_row(row.tokens, row.targets, row.segment_ids, tokenizer)
+                documents = view_row(row.tokens, row.targets, row.segment_ids, tokenizer, row.roles)
                 console.print()
                 console.print(show_row(documents, len(row.tokens), where, row.origin, console))
     known = {name: data for name, data in (("train", train), ("held out", held_out)) if isinstance(data, Dataset)}

@@ -14,6 +14,7 @@ A row passes through the modules of this folder in one direction::
     documents        examples as documents in flat arrays, cut to the row length, with counts of the cuts
     packing          documents → rows of a fixed length, with segment ids, positions and shifted targets
     cache            rows kept for the next run
+    preferences      answers of pairs, or with labels: from preference_columns by prepare_preferences to groups in rows
     batches          rows → Batch [A, B, S], shuffled by seed and epoch
 
 `prepare` runs all but the last. `stream` does the same incrementally during training (streaming), and `prefetched`
@@ -22,13 +23,14 @@ runs either ahead of the train step. Nothing here imports JAX or torch.
 
 from fastjax.data.batches import Batch, Batches, BatchSource
 from fastjax.data.columns import parse_row
+from fastjax.data.dataset import Dataset
 from fastjax.data.documents import Documents
 from fastjax.data.encoding import Encoder
 from fastjax.data.examples import Example, Examples
 from fastjax.data.named_templates import NAMED_TEMPLATES, set_chat_template
 from fastjax.data.packing import PackedRows, pack_documents
 from fastjax.data.prefetch import Prefetched, prefetched
-from fastjax.data.prepare import Dataset, prepare, prepare_records
+from fastjax.data.prepare import prepare, prepare_records
 from fastjax.data.records import ChatRecord, Record, TextRecord
 from fastjax.data.settings import DataSource
 from fastjax.data.sources import read_jsonl

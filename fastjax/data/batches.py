@@ -88,8 +88,7 @@ class Batches(NamedTuple):
         Args:
             step: The step of the run, from 0.
         """
-        numbers = self.row_numbers(step)
-        return stack(self.rows.rows(numbers.ravel()), numbers.shape)
+        return batch_of(self.rows, self.row_numbers(step))
 
     def row_numbers(self, step: int) -> Int64[np.ndarray, "A B"]:
         """The row numbers of a step's batch.
@@ -154,6 +153,30 @@ class Batches(NamedTuple):
             `steps_per_epoch` batches.
         """
         yield from self.from_step(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
+
+
+def batch_of(rows: PackedRows, numbers: Int[np.ndarray, "A B"], documents_per_row: int | None = None) -> Batch:
+    """The batch of rows, with the fields of their documents.
+
+    Args:
+        rows: The rows of a data set.
+        numbers: Of the batch's rows; one outside [0, len(rows)) is a row of padding.
+        documents_per_row: Room for documents in the fields (D); None: what `rows` need.
+
+    Returns:
+        The batch; a field of the rows is one of its `extra`, [A, B, D]: at place d the number of the document of
+        segment d + 1, 0 where there is none.
+    """
+    batch = stack(rows.rows(numbers.ravel()), numbers.shape)
+    if not rows.fields:
+        return batch
+    members = [rows.members(int(number)) for number in numbers.ravel()]
+    shape = (len(members), documents_per_row or rows.documents_per_row)
+    extra = {name: np.zeros(shape, values.dtype) for name, values in rows.fields.items()}
+    for name, values in rows.fields.items():
+        for row, documents in enumerate(members):
+            extra[name][row, : len(documents)] = values[documents]
+    return batch._replace(extra={name: found.reshape(*numbers.shape, -1) for name, found in extra.items()})
 
 
 def stack(rows: Rows, shape: tuple[int, ...]) -> Batch:

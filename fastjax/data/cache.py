@@ -36,7 +36,7 @@ def arrays_of(rows: PackedRows) -> dict[str, np.ndarray]:
         rows: The rows.
 
     Returns:
-        Name → array; the names of the origins' arrays begin with `origins.`.
+        Name → array; the names of the origins' arrays begin with `origins.`, of the documents' fields with `fields.`.
     """
     documents, origins = rows.documents, rows.origins
     arrays = {
@@ -47,6 +47,7 @@ def arrays_of(rows: PackedRows) -> dict[str, np.ndarray]:
         "rows.order": rows.order,
         "rows.offsets": rows.offsets,
     }
+    arrays |= {f"fields.{name}": field for name, field in rows.fields.items()}
     return arrays | ({} if origins is None else {"origins.place": origins.place, "origins.number": origins.number})
 
 
@@ -82,7 +83,9 @@ def load(folder: Path) -> tuple[PackedRows, dict[str, Any]] | None:
         parts = {name: arrays[f"documents.{name}"] for name in ("tokens", "targets", "offsets", "examples")}
         documents = Documents(**parts, counts=Counts(*meta["counts"]))
         origins = Origins(tuple(meta["places"]), arrays["origins.place"], arrays["origins.number"])
-        rows = PackedRows(documents, arrays["rows.order"], arrays["rows.offsets"], meta["row_length"], origins)
+        fields = {name.removeprefix("fields."): array for name, array in arrays.items() if name.startswith("fields.")}
+        order, offsets = arrays["rows.order"], arrays["rows.offsets"]
+        rows = PackedRows(documents, order, offsets, meta["row_length"], origins, fields)
         return (rows, meta["extra"]) if fingerprint(rows) == meta["fingerprint"] else None
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None

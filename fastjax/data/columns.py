@@ -114,7 +114,7 @@ def parse_row(row: Any, where: str, columns: Mapping[str, str] | None = None, *,
 
     if kind == "text":
         return TextRecord(_text(value("text"), where, name("text")), where)
-    tools = _tools(value("tools"), where)
+    tools = parse_tools(value("tools"), where)
     if kind == "messages":
         messages, train = _messages(value(kind), where, name(kind))
         return ChatRecord(messages, where, tools, train=train)
@@ -123,15 +123,40 @@ def parse_row(row: Any, where: str, columns: Mapping[str, str] | None = None, *,
         return ChatRecord(messages, where, tools, train=train)
     if kind == "instruction":
         return _instruction(value, where, name, tools)
-    prompt, completion = value("prompt"), value("completion")
+    names = name("prompt"), name("completion")
+    return completion_record(value("prompt"), value("completion"), where, names, tools, templated=templated)
+
+
+def completion_record(
+    prompt: Any,
+    completion: Any,
+    where: str,
+    names: tuple[str, str],
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    templated: bool = False,
+) -> Record:
+    """A prompt and its completion as an example.
+
+    Args:
+        prompt: A text, or a list of messages.
+        completion: Likewise.
+        where: Their place, for errors.
+        names: Of their columns, for errors.
+        tools: The functions that the assistant may call.
+        templated: As of `parse_row`.
+
+    Raises:
+        DataError: Values of the wrong type.
+    """
     if isinstance(prompt, list) or isinstance(completion, list):
-        given, before = _messages(prompt, where, name("prompt"))
-        said, behind = _messages(completion, where, name("completion"))
+        given, before = _messages(prompt, where, names[0])
+        said, behind = _messages(completion, where, names[1])
         train = None
         if before or behind:
             train = (*(before or (None,) * len(given)), *(behind or (None,) * len(said)))
         return ChatRecord([*given, *said], where, tools, len(given), train)
-    prompt, completion = _text(prompt, where, name("prompt")), _text(completion, where, name("completion"))
+    prompt, completion = _text(prompt, where, names[0]), _text(completion, where, names[1])
     if templated:
         return ChatRecord(_question(prompt) + _answer(completion), where, tools)
     return TextRecord(prompt + completion, where, len(prompt))
@@ -154,7 +179,10 @@ def _kind(row: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> str
         )
     names = ", ".join(repr(name) for needed in wanted.values() for name in needed) if named else _KINDS_IN_WORDS
     listed = ", ".join(shorten(str(name) if name in there else f"{name} (null)", 80) for name in row) or "none"
-    raise DataError(f"{where}: expected the columns {shorten(names)}; the columns there are: {shorten(listed, 500)}")
+    way_out = "; to learn preferences, name a loss (preferences.loss)" if {"chosen", "rejected"} <= there else ""
+    raise DataError(
+        f"{where}: expected the columns {shorten(names)}; the columns there are: {shorten(listed, 500)}{way_out}"
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -297,8 +325,19 @@ def _turn(turn: Any, where: str) -> Message:
     return _message({"role": role, "content": said, "tool_calls": turn.get("tool_calls")}, where)
 
 
-def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """The callable functions; many data sets store them as a string of JSON."""
+def parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """The callable functions; many data sets store them as a string of JSON.
+
+    Args:
+        value: Of the column `tools`.
+        where: Its place, for errors.
+
+    Returns:
+        JSON schemas in OpenAI's format; None: there are none.
+
+    Raises:
+        DataError: Anything else.
+    """
     value = _json(value, where, "tools") if isinstance(value, str) and value.strip() else value
     if not value:
         return None

@@ -8,11 +8,11 @@ Truncations Improve Language Modeling", arXiv:2404.10830, use a segment tree for
 The assignment of documents to rows is computed once; a row's arrays are built on access.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32, Int64
+from jaxtyping import Int, Int32, Int64, Shaped
 
 from fastjax.data.documents import IGNORE, Documents
 from fastjax.data.origins import Origins
@@ -43,6 +43,7 @@ class PackedRows(NamedTuple):
         offsets: The start of each row in `order`, and the total at the end.
         row_length: Tokens in a row.
         origins: The names of the examples; None: unknown.
+        fields: Further numbers of each document, by name: one of `documents` each.
     """
 
     documents: Documents
@@ -50,6 +51,12 @@ class PackedRows(NamedTuple):
     offsets: Int64[np.ndarray, " R_plus_1"]
     row_length: int
     origins: Origins | None = None
+    fields: Mapping[str, Shaped[np.ndarray, " _"]] = {}
+
+    @property
+    def documents_per_row(self) -> int:
+        """Documents in the row that has the most."""
+        return int(np.diff(self.offsets).max(initial=1))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

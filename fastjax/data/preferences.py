@@ -5,16 +5,16 @@ are packed as one, so they share a row, and with it a microbatch and a device. K
 of the divergence takes mismatched documents, a prompt with the completion of another one.
 """
 
-import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int, Int32, Shaped
+from jaxtyping import Bool, Float32, Int, Int32, Int64
 
-from fastjax.data.batches import Batch, stack
 from fastjax.data.documents import IGNORE, Counts, Documents
+from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows, best_fit
 
 
@@ -48,62 +48,7 @@ class Answer(NamedTuple):
     role: Role
 
 
-@dataclasses.dataclass(frozen=True)
-class PreferenceRows:
-    """Packed answers.
-
-    Attributes:
-        packed: rows of the answers as documents.
-        roles: of each document.
-        slots: documents that a row holds at most.
-        reference_log_probs: of each document under the reference; None: they are not known.
-    """
-
-    packed: PackedRows
-    roles: Int32[np.ndarray, " D"]
-    slots: int
-    reference_log_probs: Float32[np.ndarray, " D"] | None = None
-
-    def __len__(self) -> int:
-        return len(self.packed)
-
-    def batch(self, numbers: Int[np.ndarray, "A B"]) -> Batch:
-        """A batch whose extra fields say what the documents of each row are.
-
-        Args:
-            numbers: of its rows; one outside [0, len(self)) is a row of padding.
-
-        Returns:
-            The batch, with `roles`, int32 [A, B, slots], and if it is known `reference_log_probs`, float32 [A, B,
-            slots]: at place d that of the document of segment d + 1.
-        """
-        rows = [self.packed.members(int(number)) for number in numbers.ravel()]
-
-        def by_slot(values: np.ndarray) -> np.ndarray:
-            found = np.zeros((len(rows), self.slots), values.dtype)
-            for row, members in enumerate(rows):
-                found[row, : len(members)] = values[members]
-            return found.reshape(*numbers.shape, self.slots)
-
-        extra: Mapping[str, Shaped[np.ndarray, "A B ..."]] = {"roles": by_slot(self.roles)}
-        if self.reference_log_probs is not None:
-            extra = {**extra, "reference_log_probs": by_slot(self.reference_log_probs)}
-        return stack(self.packed.rows(numbers.ravel()), numbers.shape)._replace(extra=extra)
-
-    def with_reference(self, log_probs: Float32[np.ndarray, "R slots"]) -> "PreferenceRows":
-        """The same rows with the log-probabilities of their documents under the reference.
-
-        Args:
-            log_probs: row after row, in the places of `batch`.
-        """
-        found = np.zeros(len(self.roles), np.float32)
-        for row in range(len(self)):
-            members = self.packed.members(row)
-            found[members] = log_probs[row, : len(members)]
-        return dataclasses.replace(self, reference_log_probs=found)
-
-
-def pack_preferences(groups: Sequence[Sequence[Answer]], row_length: int) -> PreferenceRows:
+def pack_preferences(groups: Sequence[Sequence[Answer]], row_length: int) -> PackedRows:
     """Pack groups of answers, none of which is cut or divided over rows.
 
     Args:
@@ -123,21 +68,87 @@ def pack_preferences(groups: Sequence[Sequence[Answer]], row_length: int) -> Pre
                 f"answer {number}: expected at least one token of the prompt and one of the completion, "
                 f"got {len(answer.prompt)} and {len(answer.completion)}"
             )
-    lengths = [len(answer.prompt) + len(answer.completion) - 1 for answer in answers]
+    tokens = [np.asarray([*a.prompt, *a.completion], np.int32) for a in answers]
+    learnt = [np.arange(len(ids)) >= len(a.prompt) for a, ids in zip(answers, tokens, strict=True)]
+    documents = documents_of(tokens, learnt, np.arange(len(answers)), Counts(len(answers)))
     starts = np.cumsum([0, *map(len, groups)])
-    sizes = [sum(lengths[start:end]) for start, end in zip(starts[:-1], starts[1:], strict=True)]
-    for number, size in enumerate(sizes):
+    for number, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
+        size = int(documents.lengths[start:end].sum())
         if not 0 < size <= row_length:
             raise ValueError(f"group {number}: expected 1 to {row_length} tokens, as a row has, got {size}")
-    bins = best_fit(sizes, row_length)
-    members = [[one for group in row for one in range(starts[group], starts[group + 1])] for row in bins]
-    documents = Documents(
-        np.concatenate([[*a.prompt, *a.completion][:-1] for a in answers]).astype(np.int32),
-        np.concatenate([[IGNORE] * (len(a.prompt) - 1) + list(a.completion) for a in answers]).astype(np.int32),
-        np.cumsum([0, *lengths], dtype=np.int64),
-        np.arange(len(answers), dtype=np.int64),
-        Counts(len(answers)),
+    return pack_groups(documents, np.asarray([a.role for a in answers], np.int32), starts, row_length)
+
+
+def documents_of(
+    tokens: Sequence[Int32[np.ndarray, " _"]],
+    learnt: Sequence[Bool[np.ndarray, " _"]],
+    examples: Int[np.ndarray, " D"],
+    counts: Counts,
+) -> Documents:
+    """Answers as documents, each from its first token to the last that is scored.
+
+    Args:
+        tokens: of each, prompt and completion.
+        learnt: which of them are scored; at least one, but not the first.
+        examples: each one's example, by index.
+        counts: of the examples.
+    """
+    ends = [int(np.flatnonzero(own)[-1]) for own in learnt]
+    pairs = list(zip(tokens, learnt, ends, strict=True))
+    targets = [np.where(own[1 : end + 1], ids[1 : end + 1], np.int32(IGNORE)) for ids, own, end in pairs]
+    return Documents(
+        np.concatenate([ids[:end] for ids, _, end in pairs]).astype(np.int32),
+        np.concatenate(targets).astype(np.int32),
+        np.cumsum([0, *ends], dtype=np.int64),
+        np.asarray(examples, np.int64),
+        counts,
     )
+
+
+def pack_groups(
+    documents: Documents,
+    roles: Int32[np.ndarray, " D"],
+    starts: Int[np.ndarray, " G_plus_1"],
+    row_length: int,
+    *,
+    packing: bool = True,
+    chosen: Int64[np.ndarray, " _"] | None = None,
+    origins: Origins | None = None,
+) -> PackedRows:
+    """Assign groups of documents to rows; each stays whole.
+
+    Args:
+        documents: of all groups, one group behind the other.
+        roles: of each document.
+        starts: the first document of each group, and their number at the end.
+        row_length: tokens in a row; no group is longer.
+        packing: groups share rows; otherwise each has a padded row of its own.
+        chosen: the groups of an epoch, with repetitions; None: each once.
+        origins: the names of the examples.
+
+    Returns:
+        The rows, whose field `roles` is that of the documents.
+    """
+    chosen = np.arange(len(starts) - 1) if chosen is None else chosen
+    sizes = np.diff(documents.offsets[starts])
+    bins = best_fit(sizes[chosen], row_length) if packing else [[group] for group in range(len(chosen))]
+    groups = [[int(chosen[item]) for item in row] for row in bins]
+    members = [[one for group in row for one in range(starts[group], starts[group + 1])] for row in groups]
     order = np.asarray([one for row in members for one in row], np.int64)
-    packed = PackedRows(documents, order, np.cumsum([0, *map(len, members)], dtype=np.int64), row_length)
-    return PreferenceRows(packed, np.asarray([a.role for a in answers], np.int32), max(map(len, members)))
+    offsets = np.cumsum([0, *map(len, members)], dtype=np.int64)
+    return PackedRows(documents, order, offsets, row_length, origins, {"roles": roles})
+
+
+def with_reference(rows: PackedRows, log_probs: Float32[np.ndarray, "R D"]) -> PackedRows:
+    """The same rows with the log-probabilities of their documents under the reference.
+
+    Args:
+        rows: of `pack_preferences`.
+        log_probs: row after row, in the places of `batch_of`.
+    """
+    found = np.zeros(len(rows.documents), np.float32)
+    for row in range(len(rows)):
+        members = rows.members(row)
+        found[members] = log_probs[row, : len(members)]
+    fields = {**rows.fields, "reference_log_probs": found}
+    return PackedRows(rows.documents, rows.order, rows.offsets, rows.row_length, rows.origins, fields)

@@ -4,44 +4,28 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 
 from fastjax.data import cache
+from fastjax.data.dataset import Dataset
 from fastjax.data.documents import IGNORE, Documents
 from fastjax.data.encoding import Encoder
 from fastjax.data.mixture import choose, split_off
 from fastjax.data.named_templates import set_chat_template
 from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows, pack_documents
+from fastjax.data.prepare_preferences import prepare_preferences
 from fastjax.data.records import Record
-from fastjax.data.settings import Exhaustion, LossOn, SpecialTokens, TooLong
+from fastjax.data.settings import Exhaustion, LossOn, Pairing, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, Sources, open_sources
 from fastjax.data.statistics import DataStatistics
 from fastjax.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-
-class Dataset(NamedTuple):
-    """A data set ready for `Batches`.
-
-    Attributes:
-        rows: Its rows.
-        statistics: Counts of its examples and tokens.
-        fingerprint: A checksum of the rows, independent of their origin.
-        max_token_id: The largest token id, for which the model's embedding must have a row.
-        from_cache: Whether an earlier run prepared it.
-    """
-
-    rows: PackedRows
-    statistics: DataStatistics
-    fingerprint: str
-    max_token_id: int
-    from_cache: bool = False
 
 
 def prepare(
@@ -57,6 +41,7 @@ def prepare(
     mixture_ends: Exhaustion = "first_exhausted",
     seed: int = 0,
     split: tuple[float, bool] | None = None,
+    preferences: tuple[Pairing, int | None] | None = None,
     cache_dir: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Dataset:
@@ -74,6 +59,7 @@ def prepare(
         mixture_ends: The end of an epoch with weights; see `choose`.
         seed: Of the random parts of a mixture.
         split: How much is held out (`split_off`), and whether it is that which is wanted; None: everything is.
+        preferences: Of answers, their pairing and `max_length` (`prepare_preferences`); None: examples of one answer.
         cache_dir: Folder of the cache; None: no cache.
         progress: Takes messages for people; None: no messages.
 
@@ -88,12 +74,18 @@ def prepare(
     options = [max_seq_length, loss_on, special_tokens, too_long, packing, chat_template is not None]
     folder = None
     if cache_dir is not None:
-        key = identity(opened, tokenizer, [*options, mixture_ends, seed, *(split or ())])
+        key = identity(opened, tokenizer, [*options, mixture_ends, seed, *(split or ()), *(preferences or ())])
         folder = Path(cache_dir).expanduser() / key
         found = cache.load(folder)
         if found is not None:
             return _dataset(*found)
-    records = [list(source.records(templated=chat_template is not None)) for source in opened]
+    templated = chat_template is not None
+    records: list[list[Any]] = [
+        list(source.preferences(preferences[0], templated=templated))
+        if preferences
+        else list(source.records(templated=templated))
+        for source in opened
+    ]
     names = [source.source.path for source in opened]
     for name, read in zip(names, records, strict=True):
         if not read:
@@ -111,24 +103,26 @@ def prepare(
     if progress is not None and len(opened) > 1:
         parts = zip(names, chosen, records, strict=True)
         progress("; ".join(f"{name}: {len(part):,} of {len(read):,} examples" for name, part, read in parts))
-    used: list[Record] = []
+    used: list[Any] = []
     order: list[np.ndarray] = []
     for read, part in zip(records, chosen, strict=True):
         distinct, places = np.unique(part, return_inverse=True)
         order.append(places + len(used))
         used += [read[index] for index in distinct.tolist()]
-    dataset = prepare_records(
-        used,
-        tokenizer,
-        max_seq_length,
-        loss_on=loss_on,
-        special_tokens=special_tokens,
-        too_long=too_long,
-        packing=packing,
-        where=", ".join(names),
-        order=np.concatenate(order),
-        progress=progress,
-    )
+    shared: Any = {
+        "loss_on": loss_on,
+        "special_tokens": special_tokens,
+        "too_long": too_long,
+        "packing": packing,
+        "where": ", ".join(names),
+        "order": np.concatenate(order),
+        "progress": progress,
+    }
+    if preferences:
+        pairing, max_length = preferences
+        dataset = prepare_preferences(used, tokenizer, max_seq_length, pairing=pairing, max_length=max_length, **shared)
+    else:
+        dataset = prepare_records(used, tokenizer, max_seq_length, **shared)
     if folder is not None:
         extra = {"statistics": dataset.statistics._asdict(), "max_token_id": dataset.max_token_id}
         cache.store(folder, dataset.rows, extra | {"fingerprint": dataset.fingerprint}, progress)

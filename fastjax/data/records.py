@@ -40,3 +40,17 @@ class ChatRecord(NamedTuple):
 
 Record = TextRecord | ChatRecord
 """An example before encoding."""
+
+
+class PreferenceRecord(NamedTuple):
+    """Answers of one prompt, or of one row of a data set.
+
+    Attributes:
+        answers: Each with its prompt, which is not learnt; of a pair the chosen one and the rejected one.
+        desirable: Whether each is chosen, or marked as desirable.
+        where: Their place, for messages to the user.
+    """
+
+    answers: tuple[Record, ...]
+    desirable: tuple[bool, ...]
+    where: str

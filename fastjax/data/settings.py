@@ -18,7 +18,13 @@ SpecialTokens = Literal["control", "text"]
 Exhaustion = Literal["first_exhausted", "all_exhausted"]
 """End of a mixture: before any data set repeats, or once each is used up."""
 
-COLUMNS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "tools")
+Pairing = Literal["paired", "unpaired"]
+"""Preferences in pairs of a chosen and a rejected answer, or as single answers with a label."""
+
+COLUMNS = (
+    *("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "tools"),
+    *("chosen", "rejected", "label"),
+)
 """Meanings of columns, each the default name of its column."""
 
 

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from convert.errors import shorten
 from fastjax.data.columns import check_columns, parse_row
 from fastjax.data.files import SUFFIXES, Row, is_readable, read_rows, without_nulls
-from fastjax.data.records import Record
-from fastjax.data.settings import DataSource
+from fastjax.data.preference_columns import parse_preference
+from fastjax.data.records import PreferenceRecord, Record
+from fastjax.data.settings import DataSource, Pairing
 from fastjax.errors import ConfigError, DataError
 
 _SLICED = re.compile(r"(?P<split>\w+)\[(?P<start>-?\d{1,12}%?)?:(?P<stop>-?\d{1,12}%?)?\]")
@@ -54,6 +55,23 @@ class OpenSource(NamedTuple):
         """
         for row, where in self.rows(skip):
             yield parse_row(row, where, self.source.columns, templated=templated)
+
+    def preferences(self, pairing: Pairing, *, templated: bool = False) -> Iterator[PreferenceRecord]:
+        """Read the examples of a data set of preferences.
+
+        Args:
+            pairing: See `parse_preference`.
+            templated: See `parse_row`.
+
+        Yields:
+            The examples, in order.
+
+        Raises:
+            OSError: A file that cannot be read.
+            DataError: A row that cannot be used.
+        """
+        for row, where in self.rows():
+            yield parse_preference(row, where, self.source.columns, pairing=pairing, templated=templated)
 
     def identity(self) -> str:
         """A fingerprint of the contents: of every byte of the files, or `datasets`' own.

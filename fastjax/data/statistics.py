@@ -51,8 +51,9 @@ class DataStatistics(NamedTuple):
 
     def __str__(self) -> str:
         """One line for people."""
+        several = f" of {self.examples:,} examples" if self.documents > self.examples and not self.split else ""
         parts = [
-            f"{self.documents:,} {'documents' if self.split else 'examples'} in {self.rows:,} rows",
+            f"{self.documents:,} {'documents' if self.split or several else 'examples'}{several} in {self.rows:,} rows",
             f"{self.tokens:,} tokens, {self.target_tokens:,} of them learnt",
             f"{self.slots_filled:.1%} of the slots filled",
         ]

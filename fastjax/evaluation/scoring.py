@@ -10,8 +10,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from fastjax.data.batches import Batch
-from fastjax.data.preferences import Answer, PreferenceRows, Role, pack_preferences
+from fastjax.data.batches import Batch, batch_of
+from fastjax.data.packing import PackedRows
+from fastjax.data.preferences import Answer, Role, pack_preferences
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.models.decoder import Decoder, lm_logits
@@ -77,13 +78,13 @@ def completion_scores(
     return [found[number] for number in range(len(examples))]
 
 
-def _batches(packed: PreferenceRows, rows: int) -> Iterator[tuple[list[Any], Batch]]:
+def _batches(packed: PackedRows, rows: int) -> Iterator[tuple[list[Any], Batch]]:
     """Batches of as many rows, the last ones of padding, with the documents of each row."""
     count = len(packed)
     for start in range(0, count, rows):
         numbers = np.arange(start, start + rows)
-        members = [packed.packed.members(int(number)) if number < count else [] for number in numbers]
-        yield members, jax.tree.map(lambda array: array[0], packed.batch(numbers[None]))
+        members = [packed.members(int(number)) if number < count else [] for number in numbers]
+        yield members, jax.tree.map(lambda array: array[0], batch_of(packed, numbers[None]))
 
 
 @functools.lru_cache(maxsize=8)

@@ -51,7 +51,8 @@ def show_row(documents: Sequence[DocumentView], slots: int, title: str, origin: 
     parts: list[RenderableType] = [Rule(Text(title, style="bold"), style="bold", align="left")]
     parts.append(Text(origin, style="dim", overflow="fold"))
     for number, document in enumerate(documents, start=1):
-        about = f"document {number}: {_count(document.tokens, 'token')}, {document.targets:,} learnt"
+        role = f" ({document.role})" if document.role else ""
+        about = f"document {number}{role}: {_count(document.tokens, 'token')}, {document.targets:,} learnt"
         line = "-" if console.options.ascii_only else "╌"
         parts += [
             Rule(Text(about, style="dim"), style="dim", align="left", characters=line),

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int, Int32
 
 from fastjax.data.batches import BatchSource
 from fastjax.data.documents import IGNORE
+from fastjax.data.preferences import Role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,11 +40,13 @@ class DocumentView(NamedTuple):
         pieces: its text.
         tokens: its input tokens.
         targets: its targets.
+        role: what it is to a loss of preferences, in a word; "": there is no such.
     """
 
     pieces: list[Piece]
     tokens: int
     targets: int
+    role: str = ""
 
 
 class FirstRow(NamedTuple):
@@ -56,6 +59,7 @@ class FirstRow(NamedTuple):
         tokens: its token ids.
         targets: its targets.
         segment_ids: its segment ids.
+        roles: of its documents, to a loss of preferences; None: there is no such.
     """
 
     step: int
@@ -64,6 +68,7 @@ class FirstRow(NamedTuple):
     tokens: Int32[np.ndarray, " S"]
     targets: Int32[np.ndarray, " S"]
     segment_ids: Int32[np.ndarray, " S"]
+    roles: Int32[np.ndarray, " D"] | None = None
 
 
 def first_rows(batches: BatchSource, count: int) -> Iterator[FirstRow]:
@@ -80,11 +85,14 @@ def first_rows(batches: BatchSource, count: int) -> Iterator[FirstRow]:
     for step, batch in enumerate(batches.from_step(0, batches.steps_per_epoch)):
         numbers = batches.row_numbers(step).ravel()
         rows = [array.reshape(len(numbers), -1) for array in (batch.tokens, batch.targets, batch.segment_ids)]
+        roles = batch.extra["roles"].reshape(len(numbers), -1) if "roles" in batch.extra else None
         for place in np.flatnonzero(numbers >= 0).tolist():
             if found == count:
                 return
             origin = batches.describe_rows(numbers[place : place + 1])
-            yield FirstRow(step + 1, f"{place + 1} of {len(numbers)}", origin, *(array[place] for array in rows))
+            own = None if roles is None else roles[place]
+            tokens, targets, segment_ids = (array[place] for array in rows)
+            yield FirstRow(step + 1, f"{place + 1} of {len(numbers)}", origin, tokens, targets, segment_ids, own)
             found += 1
 
 
@@ -93,6 +101,7 @@ def view_row(
     targets: Int32[np.ndarray, " S"],
     segment_ids: Int32[np.ndarray, " S"],
     tokenizer: "PreTrainedTokenizerFast",
+    roles: Int32[np.ndarray, " D"] | None = None,
 ) -> list[DocumentView]:
     """Decode the documents of a row.
 
@@ -101,6 +110,7 @@ def view_row(
         targets: its targets.
         segment_ids: its segment ids.
         tokenizer: decodes the tokens.
+        roles: of its documents, as of `FirstRow`.
     """
     special = np.array(sorted(_special_tokens(tokenizer)), np.int64)
     views = []
@@ -110,7 +120,8 @@ def view_row(
         ids = np.append(inputs, targets[here][-1:]) if learnt[-1] else inputs
         mask = np.insert(learnt, 0, False)[: len(ids)]
         pieces = list(_pieces(ids, mask, np.isin(ids, special), tokenizer))
-        views.append(DocumentView(pieces, len(inputs), int(np.count_nonzero(learnt))))
+        role = "" if roles is None else Role(int(roles[segment - 1])).name.lower()
+        views.append(DocumentView(pieces, len(inputs), int(np.count_nonzero(learnt)), role))
     return views
 
 

@@ -71,6 +71,7 @@ def compile_step(
     earlier: str | None,
     progress: Callable[[str], None],
     meshes: tuple[MeshShape, ...],
+    documents_per_row: int | None = None,
 ) -> RunStep:
     """Compile the step of a run on the first mesh, with the first policy, that fits on the devices.
 
@@ -83,13 +84,14 @@ def compile_step(
         earlier: policy of the run that is resumed; None: there is none.
         progress: takes a message for people before each compilation.
         meshes: their shapes, the fastest first.
+        documents_per_row: as of `batch_shapes`.
     """
     policies = run_policies(config.model.use_gradient_checkpointing, earlier)
     stats = device_stats()
     limit = memory_limit(stats)
     if stats is None or limit is None:
         return RunStep(policies[0] if len(policies) == 1 else "full", None, meshes[0])
-    shapes = RunShapes(config, opened, total_steps, loss, compiler_options, meshes[0].replicas)
+    shapes = RunShapes(config, opened, total_steps, loss, compiler_options, meshes[0].replicas, documents_per_row)
     limit = min(gathered_numbers(limit - stats["bytes_in_use"]))
     *others, last = meshes
     for shape in others:

@@ -49,6 +49,13 @@ class RunData(NamedTuple):
         return self.train.rows.documents.lengths[self.train.rows.order]
 
     @property
+    def documents_per_row(self) -> int | None:
+        """Documents in the fullest training row, where rows have fields of their documents; None: they have none."""
+        if isinstance(self.train, StreamedBatches) or not self.train.rows.fields:
+            return None
+        return self.train.rows.documents_per_row
+
+    @property
     def max_token_id(self) -> int:
         """The largest token id in the data read so far."""
         found = [data.max_token_id for data in (self.train, self.held_out) if isinstance(data, Dataset)]
@@ -124,7 +131,9 @@ def load_datasets(
         "seed": settings.seed,
         "progress": progress,
     }
-    kept: Any = shared | {"cache_dir": data.cache_dir}
+    pairing = config.preferences.pairing
+    answers = None if pairing is None else (pairing, config.preferences.max_length)
+    kept: Any = shared | {"cache_dir": data.cache_dir, "preferences": answers}
     if any(isinstance(source, DataSource) and source.streaming for source in sources["train"]):
         size, parts = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
         train = stream(sources["train"], tokenizer, length, size, parts, **shared)

@@ -56,7 +56,7 @@ def fine_tune(
         resume: go on from the newest whole checkpoint in the output folder; from the start where there is none. The
             result of a finished run with the same settings is read back and nothing is trained. So does
             `output.resume`.
-        loss: a loss of your own in place of the cross-entropy; see `training.loss.Loss`.
+        loss: a loss of your own in place of the settings'; see `training.loss.Loss`.
         evaluate: a measurement of your own at each held-out evaluation.
 
     Returns:
@@ -110,7 +110,8 @@ def fine_tune(
         options = compiler_options(config.training.deterministic, folder.path)
         before = None if earlier is None else earlier.checkpointing
         tell = functools.partial(say, console)
-        step = compile_step(config, opened, data.total_steps, loss, options, before, tell, meshes)
+        documents = data.documents_per_row
+        step = compile_step(config, opened, data.total_steps, loss, options, before, tell, meshes, documents)
         compiled = time.perf_counter()
         with memory_advice(step):
             model = load_model(with_policy(config, step.policy), opened, console, step.mesh)

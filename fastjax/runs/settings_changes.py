@@ -28,6 +28,7 @@ FIXED = (
     "lora",
     "optimizer.name",
     "parallel.gradient_exchange",
+    "preferences.loss",
     "training.qat",
     "training.seed",
 )
@@ -58,8 +59,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     found = {}
     for key in [*old, *(key for key in new if key not in old)]:
         before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping) and not prefix:
-            found |= differences(before, after, f"{key}.")
+        if not prefix and all(isinstance(one, Mapping | None) for one in (before, after)):  # None: without that section
+            found |= differences(before or {}, after or {}, f"{key}.")
         elif before != after:
             found[prefix + key] = (before, after)
     return found

@@ -16,18 +16,24 @@ from fastjax.language_model import LanguageModel
 from fastjax.runs.model import initial_state, run_optimizer, run_shapes
 from fastjax.runs.opening import OpenModel, OpenShapes
 from fastjax.training.config import ParallelSection, TrainConfig
-from fastjax.training.config.training import TrainingSection
 from fastjax.training.loss import Loss, loss_sums
 from fastjax.training.placement import start_on_mesh
+from fastjax.training.preferences import LOSSES
 from fastjax.training.step import TrainState, make_train_step
 
+#: Documents a row of preferences where the data are not known.
+_DOCUMENTS = 8
 
-def run_loss(training: TrainingSection) -> Loss:
-    """The cross-entropy of a run, with the settings' smoothing, noise and further losses.
+
+def run_loss(config: TrainConfig) -> Loss:
+    """The loss of a run: that of its preferences, or the cross-entropy with smoothing, noise and further losses.
 
     Args:
-        training: the section.
+        config: the run.
     """
+    training, preferences = config.training, config.preferences
+    if preferences.loss is not None:
+        return LOSSES[preferences.loss](**preferences.options)
     return functools.partial(
         loss_sums,
         label_smoothing_factor=training.label_smoothing_factor,
@@ -72,21 +78,30 @@ def run_step(
     )
 
 
-def batch_shapes(config: TrainConfig, replicas: int) -> Batch:
+def batch_shapes(config: TrainConfig, replicas: int, documents_per_row: int | None) -> Batch:
     """The shapes of a run's batches.
 
     Args:
         config: the run.
         replicas: parts in which the devices take a step's rows.
+        documents_per_row: of preferences, `RunData.documents_per_row`; None: the data are not known, or have no such.
     """
     training, length = config.training, config.model.max_seq_length
     shape = (training.gradient_accumulation_steps, training.per_device_train_batch_size * replicas, length)
     array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return Batch(array, array, array, array)
+    if config.preferences.loss is None:
+        return Batch(array, array, array, array)
+    roles = jax.ShapeDtypeStruct((*shape[:2], documents_per_row or _DOCUMENTS), jnp.int32)
+    return Batch(array, array, array, array, {"roles": roles})  # pyright: ignore[reportArgumentType]
 
 
 def on_mesh(
-    config: TrainConfig, model: LanguageModel, total_steps: int, step: Any, replicas: int
+    config: TrainConfig,
+    model: LanguageModel,
+    total_steps: int,
+    step: Any,
+    replicas: int,
+    documents_per_row: int | None = None,
 ) -> tuple[TrainState, Any]:
     """The state before the first step and the frozen weights, each array made or put in its parts on the mesh.
 
@@ -96,12 +111,14 @@ def on_mesh(
         total_steps: of the run.
         step: of `run_step`, on the mesh.
         replicas: parts in which the devices take a step's rows.
+        documents_per_row: as of `batch_shapes`.
     """
 
     def begin(trainable: Any) -> TrainState:
         return initial_state(config, model.replace(trainable=trainable), total_steps, replicas)
 
-    return start_on_mesh(begin, model.trainable, model.frozen, batch_shapes(config, replicas), step)
+    batch = batch_shapes(config, replicas, documents_per_row)
+    return start_on_mesh(begin, model.trainable, model.frozen, batch, step)
 
 
 class RunShapes:
@@ -120,6 +137,7 @@ class RunShapes:
         loss: Loss | None = None,
         compiler_options: Mapping[str, Any] | None = None,
         replicas: int = 1,
+        documents_per_row: int | None = None,
     ):
         """Make the shapes, for the device that is traced for here.
 
@@ -130,10 +148,11 @@ class RunShapes:
             loss: in place of the settings' own.
             compiler_options: XLA's.
             replicas: parts in which the devices take a step's rows.
+            documents_per_row: as of `batch_shapes`.
         """
-        self.batch = batch_shapes(config, replicas)
+        self.batch = batch_shapes(config, replicas, documents_per_row)
         self._opened, self._total_steps, self._options = opened, total_steps, compiler_options
-        self._loss = loss or run_loss(config.training)
+        self._loss = loss or run_loss(config)
         self._whole = run_shapes(with_policy(config, "full"), opened)
         self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=str(self._whole.dtype)))
 

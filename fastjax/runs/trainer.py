@@ -19,6 +19,7 @@ from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens,
 from fastjax.data.sources import OpenSource, given_rows, open_sources
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
+from fastjax.models.leaves import leaf_at
 from fastjax.parallel import MeshShape
 from fastjax.quantization.nf4 import NF4Weight
 from fastjax.runs.checkpointing import RunStep
@@ -38,6 +39,7 @@ from fastjax.training.config import (
     ModelSection,
     OptimizerConfig,
     OutputSection,
+    PreferencesSection,
     TrainConfig,
     TrainingSection,
 )
@@ -63,6 +65,7 @@ class TrainerSettings:
         output: the output folder, or the whole section.
         training: length, batches, evaluation.
         optimizer: the rule of the updates and its schedule, where the trainer gets none of your own.
+        preferences: learning from chosen and rejected answers.
         val_set_size: as of `DataSection`.
         columns: likewise.
         chat_template: likewise.
@@ -77,6 +80,7 @@ class TrainerSettings:
     output: OutputSection | str
     training: TrainingSection = dataclasses.field(default_factory=TrainingSection)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    preferences: PreferencesSection = dataclasses.field(default_factory=PreferencesSection)
     val_set_size: int | float | None = DataSection.val_set_size
     columns: dict[str, str] | None = DataSection.columns
     chat_template: str | None = DataSection.chat_template
@@ -138,7 +142,7 @@ class Trainer:
             eval_dataset: held-out data, likewise; None: no evaluation.
             settings: of the run.
             optimizer: in place of the settings' own; without a schedule the rows have no learning rate.
-            loss: in place of the cross-entropy; see `training.loss.Loss`.
+            loss: in place of the settings' own; see `training.loss.Loss`.
             evaluate: a measurement of your own at each held-out evaluation.
             callbacks: functions that are told each event, in the order of the rows; what they raise ends the run.
             sinks: further receivers of the rows.
@@ -171,6 +175,8 @@ class Trainer:
             elif data is not None:
                 given[name] = [given_rows(data, paths[name], columns)]
         self.config, self._given = _config(model, settings, paths), given
+        if settings.preferences.needs_reference:
+            _check_reference(model)
         self.model, self._optimizer = model.replace(tokenizer=tokenizer), optimizer
         self._console, self._ended = console or Console(), False
         own = [_Told(callback, self._end) for callback in callbacks]
@@ -300,7 +306,27 @@ def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str,
     output = settings.output if isinstance(settings.output, OutputSection) else OutputSection(settings.output)
     others = {field.name for field in dataclasses.fields(DataSection)} - {"train", "eval"}
     data = DataSection(**paths, **{name: getattr(settings, name) for name in others})
-    return TrainConfig(section, data, output, lora, settings.optimizer, settings.training)
+    return TrainConfig(
+        section, data, output, lora, settings.optimizer, settings.training, preferences=settings.preferences
+    )
+
+
+def _check_reference(model: LanguageModel) -> None:
+    """Refuse a model that, without its adapter, is not the one that training begins from."""
+    if model.quantization_aware is not None:
+        raise ConfigError(
+            "Trainer: model: expected one without quantisation-aware training with a loss of preferences that has a "
+            "reference, got one with it"
+        )
+    if model.lora is None or model.lora.init_lora_weights not in (True, "gaussian"):
+        return  # else one half of a fresh product is zero
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.trainable):
+        if leaf_at(path).kind in ("lora_B", "lora_embedding_A") and bool(jnp.any(leaf)):
+            raise ConfigError(
+                "Trainer: model: expected a fresh adapter with a loss of preferences whose reference is the model "
+                "without it, got one that has been trained; merge it (save_pretrained_merged), and train a new one "
+                "over the result"
+            )
 
 
 def _rule(optimizer: Optimizer | None, total: int) -> tuple[optax.GradientTransformation, np.ndarray] | None:

@@ -67,7 +67,7 @@ class Own(NamedTuple):
     """What a program brings to a run beside its settings.
 
     Attributes:
-        loss: in place of the cross-entropy; see `training.loss.Loss`.
+        loss: in place of the settings' own; see `training.loss.Loss`.
         evaluate: a measurement at each held-out evaluation.
         optimizer: in place of the settings' own, and the learning rates of all steps, float32 [total_steps].
         sinks: take the rows behind the run's own.
@@ -98,7 +98,7 @@ class TrainingRun:
     ):
         self.config, self.console, self.folder, self.checkpoints, self.data = config, console, folder, checkpoints, data
         self.identity, self.own = identity, own
-        self.loss = own.loss or run_loss(config.training)
+        self.loss = own.loss or run_loss(config)
         rule = None if own.optimizer is None else own.optimizer[0]
         options = compiler_options(config.training.deterministic, folder.path)
         self.mesh = open_mesh(step.mesh)
@@ -111,7 +111,9 @@ class TrainingRun:
         if self.mesh is None:
             self.state = initial_state(config, model, total, optimizer=rule)
         else:
-            self.state, frozen = on_mesh(config, model, total, self.train_step, step.mesh.replicas)
+            self.state, frozen = on_mesh(
+                config, model, total, self.train_step, step.mesh.replicas, data.documents_per_row
+            )
             model = model.replace(frozen=frozen)
         if step.choice is not None:
             self.train_step = step.choice.compiled
@@ -122,7 +124,10 @@ class TrainingRun:
         lengths = data.document_lengths
         self.flops_per_token = None
         if lengths is not None:
-            self.flops_per_token = flops_per_token(model.config, model.trainable, attended_length(lengths))
+            reference = own.loss is None and config.preferences.needs_reference
+            self.flops_per_token = flops_per_token(
+                model.config, model.trainable, attended_length(lengths), reference=reference
+            )
         self.model = model.replace(trainable=None)  # the state has a copy; of a whole model there should be one
 
     def train(self, earlier: Earlier | None, changed: list[str] | None, startup: Startup) -> FineTuned:

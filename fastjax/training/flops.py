@@ -129,6 +129,7 @@ def step_flops(
     document_length: float,
     adapter_parameters: int = 0,
     trained_parameters: int = 0,
+    reference: bool = False,
 ) -> float:
     """FLOPs of one step.
 
@@ -143,21 +144,23 @@ def step_flops(
             lengths.
         adapter_parameters: trained elements of LoRA's A and B; of experts those of the chosen ones.
         trained_parameters: trained elements of the model's own matrices; `matrix_parameters` in full fine-tuning.
+        reference: whether there is a second pass forward, without the adapter, as in some losses of preferences.
     """
-    products = 4 * matrix_parameters(config) + 2 * trained_parameters + 6 * adapter_parameters
+    products = (6 if reference else 4) * matrix_parameters(config) + 2 * trained_parameters + 6 * adapter_parameters
     windows = [min(layer.sliding_window or document_length, document_length) for layer in config.layers]
     keys = sum(window - window**2 / (2 * document_length) for window in windows) if document_length else 0.0
-    attention = 12 * keys * config.num_attention_heads * config.head_dim
+    attention = (16 if reference else 12) * keys * config.num_attention_heads * config.head_dim
     return float(tokens) * (products + attention)
 
 
-def flops_per_token(config: ModelConfig, trainable: Any, document_length: float) -> float:
+def flops_per_token(config: ModelConfig, trainable: Any, document_length: float, *, reference: bool = False) -> float:
     """FLOPs of a step a token, from its trained arrays.
 
     Args:
         config: the model.
         trainable: its tree of trained arrays (`LanguageModel.trainable`).
         document_length: as for `step_flops`.
+        reference: likewise.
     """
     found = [(leaf_at(path), leaf.size) for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)]
     leaves = [(leaf, round(size * _chosen(config)) if leaf.of_experts else size) for leaf, size in found]
@@ -168,5 +171,10 @@ def flops_per_token(config: ModelConfig, trainable: Any, document_length: float)
     if not config.tie_word_embeddings or HEAD in tables:
         own -= tables.get(EMBEDDING, 0)
     return step_flops(
-        config, tokens=1, document_length=document_length, adapter_parameters=adapter, trained_parameters=own
+        config,
+        tokens=1,
+        document_length=document_length,
+        adapter_parameters=adapter,
+        trained_parameters=own,
+        reference=reference,
     )

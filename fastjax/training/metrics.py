@@ -9,9 +9,9 @@ A row is a flat mapping, of one of three kinds. All have `step`, the number of u
   smoothing or z-loss `cross_entropy` alone and `z_loss` (mean square of the logits' logsumexp), where `loss` has all
   terms; of a mixture of experts `router_largest_share` (the busiest expert's share of the choices, mean over the
   layers), `router_entropy` (of the experts' shares, 1 where they are even) and `router_load_balancing_loss` (k where
-  they are even).
-- Evaluation: `eval_loss`, `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`, and further `eval_` names of a
-  custom loss or evaluation.
+  they are even); of preferences those of `training.preferences.losses`, and no tokens' accuracy and targets.
+- Evaluation: `eval_loss`; of tokens `eval_perplexity`, `eval_token_accuracy`, `eval_num_targets`; and further `eval_`
+  names of another loss, such as one of preferences, or of a custom evaluation.
 - Event: `event` ("started", "saved", "save_failed", "resumed", "early_stop", "interrupted", "finished" …) and a
   `message` for people. "started" has `load_seconds` of the model, `compile_seconds` of the train step (short where the
   program was kept) and `first_step_seconds` until the first step's numbers were there; "finished" has `files`, the
@@ -87,12 +87,12 @@ class Tolerant:
 
 
 class Evaluation(NamedTuple):
-    """The model on held-out rows, as means over all target tokens.
+    """The model on held-out rows, as means over all target tokens, or over what a loss counts in their place.
 
     Attributes:
         loss: nats a token.
         token_accuracy: share of the targets that are the likeliest token.
-        num_targets: tokens counted.
+        num_targets: tokens counted; 0: the loss is not of tokens.
         extra: other measurements, by names that begin with `eval_`.
     """
 
@@ -103,14 +103,12 @@ class Evaluation(NamedTuple):
 
     def row(self, step: int) -> dict[str, Any]:
         """Its reported row after `step` steps."""
-        return {
-            "step": step,
-            "eval_loss": self.loss,
+        tokens = {
             "eval_perplexity": math.exp(min(self.loss, 700.0)),
             "eval_token_accuracy": self.token_accuracy,
             "eval_num_targets": self.num_targets,
-            **self.extra,
         }
+        return {"step": step, "eval_loss": self.loss, **(tokens if self.num_targets else {}), **self.extra}
 
     @classmethod
     def from_row(cls, row: Row) -> "Evaluation":
@@ -124,7 +122,8 @@ class Evaluation(NamedTuple):
             name: float("nan") if value is None else value for name, value in row.items() if name.startswith("eval_")
         }
         extra = {name: value for name, value in found.items() if name not in known}
-        return cls(found["eval_loss"], found["eval_token_accuracy"], int(row["eval_num_targets"]), extra)
+        counted = found.get("eval_token_accuracy", 0.0), int(row.get("eval_num_targets", 0))
+        return cls(found["eval_loss"], *counted, extra)
 
 
 class JsonLines:

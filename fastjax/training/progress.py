@@ -134,9 +134,16 @@ class _Part(NamedTuple):
     style: str = ""
 
 
+_PREFERENCES = {"rewards/margins": ("margin", "{:.3g}"), "rewards/accuracies": ("accuracy", "{:.0%}")}
+"""Figures of preferences: a row's name → label, format."""
+
+
 def _parts(row: Row) -> Iterator[_Part]:
     """The figures of a row, in the order of the line."""
     yield _Part(0, "loss ", f"{row['loss']:.4f}", "bold cyan")
+    for name, (label, form) in _PREFERENCES.items():
+        if row.get(name) is not None:
+            yield _Part(4, f"{label} ", form.format(row[name]))
     yield _Part(4, "grad ", f"{row['grad_norm']:.3g}")
     yield _Part(3, "lr ", f"{row['learning_rate']:.1e}")
     if row.get("tokens_per_second") is not None:
@@ -182,7 +189,9 @@ def describe(row: Row) -> str:
     scale = [] if row.get("loss_scale") is None else [f"loss scale {row['loss_scale']:,.0f}"]
     if row.get("skipped"):
         return "  ".join(["skipped: the gradient overflows in float16", *scale])
-    parts = [f"loss {row['loss']:.4f}", f"lr {row['learning_rate']:.1e}", f"grad norm {row['grad_norm']:.3g}", *scale]
+    own = [f"{label} {form.format(row[name])}" for name, (label, form) in _PREFERENCES.items() if name in row]
+    parts = [f"loss {row['loss']:.4f}", *own, f"lr {row['learning_rate']:.1e}", f"grad norm {row['grad_norm']:.3g}"]
+    parts += scale
     if row.get("skipped_steps"):
         parts.append(f"{row['skipped_steps']:,} skipped")
     if row.get("tokens_per_second") is not None:

@@ -14,6 +14,7 @@ from fastjax.training.config.model import LoraSection, ModelSection
 from fastjax.training.config.optimizer import OptimizerConfig
 from fastjax.training.config.output import OutputSection
 from fastjax.training.config.parallel import ParallelSection
+from fastjax.training.config.preferences import PreferencesSection, check_preferences
 from fastjax.training.config.qat import QATSettings
 from fastjax.training.config.training import TrainingSection
 
@@ -24,6 +25,7 @@ __all__ = [
     "OptimizerConfig",
     "OutputSection",
     "ParallelSection",
+    "PreferencesSection",
     "QATSettings",
     "TrainConfig",
     "TrainingSection",
@@ -42,6 +44,7 @@ class TrainConfig:
         optimizer: the rule of the updates and its schedule.
         training: length, batches, evaluation.
         parallel: the devices.
+        preferences: chosen and rejected answers.
     """
 
     model: ModelSection
@@ -51,6 +54,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingSection = dataclasses.field(default_factory=TrainingSection)
     parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
+    preferences: PreferencesSection = dataclasses.field(default_factory=PreferencesSection)
 
     def __post_init__(self) -> None:
         if self.model.full_finetuning and self.lora != LoraSection():
@@ -79,6 +83,7 @@ class TrainConfig:
                 f"training.per_device_train_batch_size: expected at most {MAX_STEP_TOKENS} tokens a step (rows × "
                 f"gradient_accumulation_steps × model.max_seq_length), got {tokens}"
             )
+        check_preferences(self.preferences, self.model, self.data, self.lora, training)
         streaming = any(source.streaming for source in self.data.sources("train"))
         if streaming and self.training.max_steps is None:
             raise ConfigError("training.max_steps: expected a number of steps for streamed data, got none")

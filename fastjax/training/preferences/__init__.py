@@ -7,7 +7,11 @@ and under its reference, `losses` both as losses of the train step. `fastjax.dat
 from fastjax.training.preferences.losses import DPOLoss, IPOLoss, KTOLoss, ORPOLoss, SimPOLoss
 from fastjax.training.preferences.scores import Scores, document_scores, reference_log_probs
 
+#: The losses by their names in settings.
+LOSSES = {"dpo": DPOLoss, "ipo": IPOLoss, "orpo": ORPOLoss, "kto": KTOLoss, "simpo": SimPOLoss}
+
 __all__ = [
+    "LOSSES",
     "DPOLoss",
     "IPOLoss",
     "KTOLoss",

@@ -246,5 +246,5 @@ def test_preferences(chat_folder, monkeypatch):
     np.testing.assert_allclose(losses[0], np.log(2), rtol=1e-6)  # B is zero: policy and reference are equal
     assert margins[0] == 0
     assert np.all(np.diff(losses) < 0) and np.all(np.diff(margins) > 0)
-    known = names["rows"].reference_log_probs
+    known = names["rows"].fields["reference_log_probs"]
     assert known.shape == (4,) and np.all(known < 0)

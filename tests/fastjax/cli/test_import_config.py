@@ -206,7 +206,7 @@ TUNE = yaml.safe_load(TORCHTUNE)
     [
         (
             ALPACA | {"rl": "dpo", "gptq": True},
-            "compressed-tensors there are; rl: a file's run is supervised fine-tuning; there are losses",
+            "compressed-tensors there are; rl: a file's run is supervised fine-tuning; write the section preferences",
         ),
         (ALPACA | {"optimizer": "muon"}, "optimizer: its updates have a spectral norm of the learning rate there"),
         (ALPACA | {"optimizer": "sgd"}, "optimizer: there is no sgd; adamw,"),

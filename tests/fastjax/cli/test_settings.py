@@ -68,8 +68,10 @@ NEEDED = "model: {model_name: m}\ndata: {train: d}\noutput: {output_dir: o}\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "{file}: expected the sections model, data, output, lora, optimizer, training, parallel, got None"),
-        ("- a\n", "{file}: expected the sections model, data, output, lora, optimizer, training, parallel, got ['a']"),
+        ("", "{file}: expected the sections model, data, output, lora, optimizer, training, parallel, "
+         "preferences, got None"),
+        ("- a\n", "{file}: expected the sections model, data, output, lora, optimizer, training, parallel, "
+         "preferences, got ['a']"),
         ("model: [\n", "{file}:2: not valid YAML: expected the node content, but found '<stream end>'"),
         ("train: {}\n", "{file}: train: unknown; did you mean training? `fastjax train --help` lists the sections"),
         ("model: llama\n", "{file}: model: expected a section with the keys model_name, max_seq_length, dtype, "

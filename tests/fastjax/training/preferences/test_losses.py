@@ -3,7 +3,6 @@
 Float32: sums of some ten log-probabilities of a few nats, in another order.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -12,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fastjax.data.preferences import Answer, Role, pack_preferences
+from fastjax.data.batches import batch_of
+from fastjax.data.preferences import Answer, Role, pack_preferences, with_reference
 from fastjax.errors import ConfigError
 from fastjax.models.decoder import lm_logits
 from fastjax.parallel import make_mesh
@@ -65,14 +65,14 @@ def groups():
 def packed():
     """Four groups in two rows."""
     rows = pack_preferences(groups(), WIDTH)
-    assert (len(rows), rows.slots) == (2, SLOTS)
-    return rows.batch(np.asarray([[0, 1]]))
+    assert (len(rows), rows.documents_per_row) == (2, SLOTS)
+    return batch_of(rows, np.asarray([[0, 1]]))
 
 
 def alone():
     """Batches of the same shape of a group and a row of padding each."""
     for group in groups():
-        yield dataclasses.replace(pack_preferences([group], WIDTH), slots=SLOTS).batch(np.asarray([[0, -1]]))
+        yield batch_of(pack_preferences([group], WIDTH), np.asarray([[0, -1]]), SLOTS)
 
 
 @jax.jit
@@ -177,7 +177,7 @@ def test_a_reference_that_was_computed_before():
 
     known = np.asarray(reference(ours.trainable, ours.frozen, rows))
     gradients, sums = run(packed(), dict.fromkeys(LOSSES, 0.0) | {"dpo": 0.25})
-    portions = pack_preferences(groups(), WIDTH).with_reference(known).batch(np.asarray([[0], [1]]))
+    portions = batch_of(with_reference(pack_preferences(groups(), WIDTH), known), np.asarray([[0], [1]]))
     metrics, found = steps.gradients(ours, portions, loss=LOSSES["dpo"])
     np.testing.assert_allclose(metrics["loss"], sums["dpo"].loss_sum / 4, rtol=1e-6)
     for name, total in sums["dpo"].metrics.items():

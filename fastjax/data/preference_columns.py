@@ -1,0 +1,91 @@
+"""Rows of a data set of preferences to answers, by the meaning of their columns.
+
+A row of pairs has `chosen` and `rejected`, and `prompt` or the prompt at the beginning of both (TRL's implicit prompt:
+what the two have in common). A row of single answers has `prompt`, `completion` and `label`, true where the answer is
+desirable; where single answers are wanted, a pair is one desirable answer and one undesirable one. Each of these is a
+text or a list of messages. A column `tools` is read as in `columns`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from convert.errors import shorten, shown
+from fastjax.data.columns import completion_record, describe, parse_tools
+from fastjax.data.records import PreferenceRecord
+from fastjax.data.settings import Pairing
+from fastjax.errors import DataError
+
+_PAIR, _SINGLE = ("chosen", "rejected"), ("prompt", "completion", "label")
+_EXPECTED: dict[Pairing, str] = {
+    "paired": "chosen and rejected, with prompt or the prompt in both",
+    "unpaired": "prompt, completion and label, or chosen and rejected",
+}
+
+
+def parse_preference(
+    row: Any, where: str, columns: Mapping[str, str] | None = None, *, pairing: Pairing, templated: bool = False
+) -> PreferenceRecord:
+    """Convert one row of a data set of preferences to its answers.
+
+    Args:
+        row: A mapping from column to value.
+        where: File and line, for errors.
+        columns: Meaning → column name; the default is the meaning itself.
+        pairing: Whether pairs are wanted or single answers.
+        templated: As of `columns.parse_row`.
+
+    Raises:
+        DataError: Other columns, or values of the wrong type.
+    """
+    expected = _EXPECTED[pairing]
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where}: expected an object with {expected}, found {describe(row)}")
+    names = {meaning: (columns or {}).get(meaning, meaning) for meaning in (*_SINGLE, *_PAIR, "tools")}
+    values = {meaning: row.get(name) for meaning, name in names.items()}
+    shown_names = {meaning: shown(name, 80) for meaning, name in names.items()}
+    tools = parse_tools(values["tools"], where)
+
+    def answer(prompt: Any, meaning: str, said: Any) -> Any:
+        own = shown_names["prompt"], shown_names[meaning]
+        return completion_record(prompt, said, where, own, tools, templated=templated)
+
+    if all(values[meaning] is not None for meaning in _PAIR):
+        prompt, *said = _split(values["prompt"], values["chosen"], values["rejected"])
+        if not prompt and values["prompt"] is None and isinstance(prompt, list | str):
+            both = f"{shown_names['chosen']} and {shown_names['rejected']}"
+            raise DataError(f"{where}: expected a prompt, or one that {both} begin with, got none")
+        answers = tuple(answer(prompt, meaning, one) for meaning, one in zip(_PAIR, said, strict=True))
+        return PreferenceRecord(answers, (True, False), where)
+    if pairing == "unpaired" and all(values[meaning] is not None for meaning in _SINGLE):
+        label = values["label"]
+        if not isinstance(label, bool):
+            raise DataError(f"{where}: {shown_names['label']} must be true or false, found {describe(label)}")
+        return PreferenceRecord((answer(values["prompt"], "completion", values["completion"]),), (label,), where)
+    listed = ", ".join(shorten(str(name) if value is not None else f"{name} (null)", 80) for name, value in row.items())
+    raise DataError(
+        f"{where}: expected the columns {expected}; the columns there are: {shorten(listed or 'none', 500)}"
+    )
+
+
+def _split(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """The prompt, and the two answers without it."""
+    lists = isinstance(chosen, list) and isinstance(rejected, list)
+    common = _common(chosen, rejected) if type(chosen) is type(rejected) and (lists or isinstance(chosen, str)) else 0
+    if prompt is None:
+        return chosen[:common], chosen[common:], rejected[common:]
+    if lists and isinstance(prompt, str):  # the messages have it too, or it is all that the user says
+        asked = chosen[:common] if common else [{"role": "user", "content": prompt}]
+        return asked, chosen[common:], rejected[common:]
+    if lists and isinstance(prompt, list) and chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
+        return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
+    return prompt, chosen, rejected
+
+
+def _common(chosen: Any, rejected: Any) -> int:
+    """The length of what two texts or lists of messages begin with; something is left of each.
+
+    A text's last space before the difference belongs to the answers, as a tokenizer has it.
+    """
+    most = min(len(chosen), len(rejected)) - 1
+    length = next((place for place in range(most) if chosen[place] != rejected[place]), max(most, 0))
+    return length - 1 if isinstance(chosen, str) and length and chosen[length - 1] == " " else length

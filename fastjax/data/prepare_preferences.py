@@ -1,0 +1,223 @@
+"""Answers of preferences to packed rows.
+
+Pairs, or single answers each with its mismatched document (the prompt with the completion of the example before, as
+TRL's rotation, over the whole data set), are groups that share a row. What a group has over a row is cut from the ends
+of its longest documents, or the group is left out.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool
+
+from fastjax.data import cache
+from fastjax.data.dataset import Dataset
+from fastjax.data.documents import IGNORE, Counts
+from fastjax.data.encoding import Encoder
+from fastjax.data.examples import Example
+from fastjax.data.origins import Origins
+from fastjax.data.preferences import Role, documents_of, pack_groups
+from fastjax.data.records import PreferenceRecord
+from fastjax.data.settings import LossOn, Pairing, SpecialTokens, TooLong
+from fastjax.data.statistics import DataStatistics
+from fastjax.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Group(NamedTuple):
+    """Documents that share a row.
+
+    Attributes:
+        example: The index of their record.
+        documents: Their tokens.
+        roles: Of each.
+    """
+
+    example: int
+    documents: list[Example]
+    roles: list[Role]
+
+
+def prepare_preferences(
+    records: Sequence[PreferenceRecord],
+    tokenizer: "PreTrainedTokenizerFast",
+    max_seq_length: int,
+    *,
+    pairing: Pairing,
+    loss_on: LossOn = "responses",
+    special_tokens: SpecialTokens = "control",
+    too_long: TooLong = "truncate",
+    packing: bool = True,
+    max_length: int | None = None,
+    where: str = "the data set",
+    order: np.ndarray | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Dataset:
+    """Encode and pack the answers of preferences.
+
+    Args:
+        records: The examples.
+        tokenizer: The model's tokenizer.
+        max_seq_length: Tokens in a row.
+        pairing: Pairs, or single answers with mismatched ones.
+        loss_on: The tokens that are scored: "responses" or "last_response".
+        special_tokens: As of `Encoder`.
+        too_long: The treatment of a group longer than a row, or of an answer longer than `max_length`: "truncate" or
+            "drop".
+        packing: Whether groups share rows.
+        max_length: Tokens of an answer with its prompt, at most; None: what a row has.
+        where: The data set's name in errors.
+        order: The examples of an epoch, int64, with repetitions; None: each once.
+        progress: Takes messages for people.
+
+    Raises:
+        ConfigError: A tokenizer without EOS, or without a chat template that is needed; a wrong option.
+        DataError: No group with anything to learn.
+    """
+    for name, value, known in (
+        ("loss_on", loss_on, ("responses", "last_response")),
+        ("too_long", too_long, ("truncate", "drop")),
+    ):
+        if value not in known:
+            raise ConfigError(f"data.{name}: expected {' or '.join(known)} with preferences.loss, got {value}")
+    encoded, special = _encoded(Encoder(tokenizer, loss_on, special_tokens), records, where, progress)
+    groups = _pairs(records, encoded) if pairing == "paired" else _single(records, encoded, where)
+    kept: list[Group] = []
+    lost: dict[str, int] = dict.fromkeys(("no_targets", "dropped", "truncated"), 0)
+    for group in groups:
+        fate, fitted = _fitted(group, max_seq_length, max_length, too_long)
+        if fate is not None:
+            lost[fate] += 1
+        if fitted is not None:
+            kept.append(fitted)
+    if not kept:
+        raise DataError(
+            f"{where}: none of the {len(records):,} examples has answers to learn from within {max_seq_length:,} "
+            f"tokens, which the documents of a {'pair' if pairing == 'paired' else 'answer'} share: "
+            f"{lost['no_targets']:,} have nothing left to score, {lost['dropped']:,} are longer and dropped"
+        )
+    counts = Counts(len(records), lost["truncated"], 0, lost["dropped"], lost["no_targets"], len(special))
+    flat = [document for group in kept for document in group.documents]
+    examples = np.repeat([group.example for group in kept], [len(group.documents) for group in kept])
+    documents = documents_of([one.tokens for one in flat], [one.learn for one in flat], examples, counts)
+    roles = np.asarray([role for group in kept for role in group.roles], np.int32)
+    starts = np.cumsum([0, *(len(group.documents) for group in kept)])
+    chosen = None
+    if order is not None and len(order) != len(records):  # some repeat
+        own = np.asarray([group.example for group in kept])
+        first, behind = (np.searchsorted(own, order, side) for side in ("left", "right"))
+        sizes = behind - first
+        chosen = np.arange(sizes.sum()) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
+    origins = Origins.of(record.where for record in records)
+    rows = pack_groups(documents, roles, starts, max_seq_length, packing=packing, chosen=chosen, origins=origins)
+    learnt = np.add.reduceat(documents.targets != IGNORE, documents.offsets[:-1], dtype=np.int64)
+    statistics = DataStatistics(
+        examples=len(records) if order is None else len(order),
+        documents=len(rows.order),
+        truncated=counts.truncated,
+        split=0,
+        dropped=counts.dropped,
+        no_targets=counts.no_targets,
+        tokens=int(documents.lengths[rows.order].sum()),
+        target_tokens=int(learnt[rows.order].sum()),
+        rows=len(rows),
+        slots=len(rows) * max_seq_length,
+        special=counts.special,
+        first_special=records[special[0]].where if special else "",
+        special_tokens=special_tokens,
+    )
+    largest = max(int(documents.tokens.max()), int(documents.targets.max()))
+    return Dataset(rows, statistics, cache.fingerprint(rows), largest)
+
+
+_REPORT = 100_000
+"""Answers between two progress messages."""
+
+
+def _encoded(
+    encoder: Encoder, records: Sequence[PreferenceRecord], where: str, progress: Callable[[str], None] | None
+) -> tuple[list[list[Example]], list[int]]:
+    """The answers of each record as tokens, and the records with special tokens in what they say."""
+    owners = [index for index, record in enumerate(records) for _ in record.answers]
+    found: list[list[Example]] = [[] for _ in records]
+    special: dict[int, None] = {}
+    done = reported = 0
+    for examples in encoder.encode(answer for record in records for answer in record.answers):
+        special |= dict.fromkeys(owners[done + int(index)] for index in examples.special)
+        for index in range(len(examples)):
+            found[owners[done + index]].append(examples[index])
+        done += len(examples)
+        if progress is not None and done - reported >= _REPORT and done < len(owners):
+            progress(f"{where}: {done:,} of {len(owners):,} answers encoded")
+            reported = done
+    return found, list(special)
+
+
+def _pairs(records: Sequence[PreferenceRecord], encoded: Sequence[list[Example]]) -> list[Group]:
+    return [Group(index, encoded[index], [Role.CHOSEN, Role.REJECTED]) for index in range(len(records))]
+
+
+def _single(records: Sequence[PreferenceRecord], encoded: Sequence[list[Example]], where: str) -> list[Group]:
+    """Each answer with its mismatched document."""
+    listed = [
+        (index, answer, Role.CHOSEN if desirable else Role.REJECTED)
+        for index, (record, answers) in enumerate(zip(records, encoded, strict=True))
+        for answer, desirable in zip(answers, record.desirable, strict=True)
+    ]
+    whole = [one for one in listed if one[1].learn.any()]
+    if len(whole) < 2:
+        raise DataError(
+            f"{where}: expected at least two answers, since each prompt also takes the completion of another one, got "
+            f"{len(whole)}"
+        )
+    before = {id(one[1]): other[1] for one, other in zip(whole, [whole[-1], *whole[:-1]], strict=True)}
+    groups = []
+    for index, answer, role in listed:
+        documents = [answer, _mismatched(answer, before[id(answer)])] if id(answer) in before else [answer]
+        groups.append(Group(index, documents, [role, Role.MISMATCHED][: len(documents)]))
+    return groups
+
+
+def _mismatched(example: Example, other: Example) -> Example:
+    """The prompt of one example with the completion of another."""
+    own, behind = int(np.argmax(example.learn)), int(np.argmax(other.learn))
+    parts = zip(example, other, strict=True)
+    return Example(*(np.concatenate([mine[:own], its[behind:]]) for mine, its in parts))
+
+
+def _fitted(
+    group: Group, row_length: int, max_length: int | None, too_long: TooLong
+) -> tuple[str | None, Group | None]:
+    """What becomes of a group, and the group as it fits a row; None: it is left out."""
+    if not all(one.learn.any() for one in group.documents):
+        return "no_targets", None
+    longest = row_length if max_length is None else min(row_length, max_length - 1)
+    sizes = [_inputs(one.learn) for one in group.documents]
+    if max(sizes) <= longest and sum(sizes) <= row_length:
+        return None, group
+    if too_long == "drop":
+        return "dropped", None
+    room = min(longest, _common_length(sizes, row_length))
+    cut = [Example(one.tokens[: room + 1], one.learn[: room + 1]) for one in group.documents]
+    if not all(one.learn.any() for one in cut):
+        return "no_targets", None
+    return "truncated", group._replace(documents=cut)
+
+
+def _inputs(learn: Bool[np.ndarray, " N"]) -> int:
+    """Input tokens up to the one that predicts the last that is scored."""
+    return int(np.flatnonzero(learn)[-1])
+
+
+def _common_length(sizes: Sequence[int], room: int) -> int:
+    """The largest length to which all sizes can be cut so that their sum fits."""
+    left = room
+    ascending = sorted(sizes)
+    for number, size in enumerate(ascending):
+        if size * (len(ascending) - number) > left:
+            return left // (len(ascending) - number)
+        left -= size
+    return ascending[-1]

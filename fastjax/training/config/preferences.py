@@ -1,0 +1,121 @@
+"""The section `preferences`: learning from chosen and rejected answers."""
+
+import dataclasses
+from typing import Any, Literal
+
+from fastjax.data.settings import Pairing
+from fastjax.errors import ConfigError
+from fastjax.training.config.checks import check_section, expect
+
+#: The keys that each loss takes: arguments of its class in `training.preferences`.
+TAKES: dict[str, tuple[str, ...]] = {
+    "dpo": ("beta", "label_smoothing"),
+    "ipo": ("beta",),
+    "orpo": ("beta",),
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
+    "simpo": ("beta", "gamma", "label_smoothing"),
+}
+#: Those that compare with the model as it was before.
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferencesSection:
+    """Learning from chosen and rejected answers; a key that the loss has no use for is refused.
+
+    Attributes:
+        loss: dpo, ipo, orpo or simpo over rows with prompt, chosen and rejected; kto over rows with prompt, completion
+            and label (or chosen and rejected); null: there are no preferences, and data.train is learnt as it is.
+        beta: of dpo, ipo and kto the strength of the tie to the reference, the model without its adapter; of orpo the
+            factor of the odds ratio's term; of simpo that of the log-probabilities; null: 0.1, of simpo 2.
+        label_smoothing: of dpo and simpo, the probability that a pair's label is wrong; null: 0.
+        gamma: of simpo, the margin between the two answers' rewards; null: 1.
+        desirable_weight: of kto, factor of the losses of desirable answers; null: 1.
+        undesirable_weight: likewise of undesirable ones; null: 1.
+        max_length: tokens of an answer with its prompt, at most; null: as many as a row (model.max_seq_length) has room
+            for beside the other one of its pair, of kto beside the prompt with another one's completion.
+    """
+
+    loss: Literal["dpo", "ipo", "orpo", "kto", "simpo"] | None = None
+    beta: float | None = None
+    label_smoothing: float | None = None
+    gamma: float | None = None
+    desirable_weight: float | None = None
+    undesirable_weight: float | None = None
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_section("preferences", self)
+        takes = () if self.loss is None else (*TAKES[self.loss], "max_length")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "loss" and value is not None and field.name not in takes:
+                raise ConfigError(
+                    f"preferences.{field.name}: expected null with preferences.loss: {self.loss or 'null'}, got {value}"
+                )
+        for name in ("beta", "desirable_weight", "undesirable_weight"):
+            value = getattr(self, name)
+            expect(f"preferences.{name}", value, value is None or value > 0, "greater than 0")
+        smoothing = self.label_smoothing
+        expect("preferences.label_smoothing", smoothing, smoothing is None or 0 <= smoothing < 0.5, "in [0, 0.5)")
+        length = self.max_length
+        expect("preferences.max_length", length, length is None or length >= 2, "at least 2")
+
+    @property
+    def pairing(self) -> Pairing | None:
+        """What the rows of data hold; None: no preferences."""
+        return None if self.loss is None else "unpaired" if self.loss == "kto" else "paired"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether each step compares with the model without its adapter."""
+        return self.loss in WITH_REFERENCE
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The loss's arguments that are set."""
+        names = () if self.loss is None else TAKES[self.loss]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def check_preferences(preferences: PreferencesSection, model: Any, data: Any, lora: Any, training: Any) -> None:
+    """Refuse settings of other sections that no run with preferences can serve.
+
+    Args:
+        preferences: the section.
+        model: the section `model`.
+        data: likewise.
+        lora: likewise.
+        training: likewise.
+
+    Raises:
+        ConfigError: one of them, by name.
+    """
+    loss = preferences.loss
+    if loss is None:
+        return
+    beside = f"with preferences.loss: {loss}"
+    if data.loss_on == "all":
+        raise ConfigError(f"data.loss_on: expected responses or last_response {beside}, got all")
+    if data.too_long == "split":
+        raise ConfigError(f"data.too_long: expected truncate or drop {beside}, got split")
+    if any(source.streaming for source in data.sources("train")):
+        raise ConfigError(f"data.train: streaming: expected false {beside}, got true; its data are read whole")
+    for name in ("label_smoothing_factor", "z_loss_coef", "router_aux_loss_coef", "router_z_loss_coef"):
+        if value := getattr(training, name):
+            raise ConfigError(f"training.{name}: expected 0 {beside}, got {value}")
+    for name in ("neftune_noise_alpha", "qat"):
+        if (value := getattr(training, name)) is not None:
+            raise ConfigError(f"training.{name}: expected null {beside}, got {value}")
+    if not preferences.needs_reference:
+        return
+    reference = f"{beside}, whose reference is the model without its adapter"
+    if model.full_finetuning:
+        raise ConfigError(f"model.full_finetuning: expected false {reference}, got true; orpo and simpo need none")
+    if lora.modules_to_save:
+        raise ConfigError(f"lora.modules_to_save: expected none {reference}, got {', '.join(lora.modules_to_save)}")
+    if lora.adapter is not None:
+        raise ConfigError(
+            f"lora.adapter: expected null {reference}, got {lora.adapter}; merge that adapter first (fastjax convert merge), "
+            "and train a new one over the result"
+        )

@@ -1,0 +1,90 @@
+"""Rows of preferences to answers: the shapes of columns that TRL's data sets have."""
+
+import pytest
+
+from fastjax.data.columns import parse_row
+from fastjax.data.preference_columns import parse_preference
+from fastjax.data.records import ChatRecord, TextRecord
+from fastjax.errors import DataError
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+CHATS = (
+    ChatRecord([user("Sky?"), said("Blue.")], "f:1", None, 1),
+    ChatRecord([user("Sky?"), said("Green.")], "f:1", None, 1),
+)
+TEXTS = TextRecord("Sky? Blue.", "f:1", 5), TextRecord("Sky? Green.", "f:1", 5)
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"prompt": "Sky? ", "chosen": "Blue.", "rejected": "Green."}, TEXTS),
+        # The space belongs to the answers.
+        ({"chosen": "Sky? Blue.", "rejected": "Sky? Green."}, tuple(one._replace(prompt=4) for one in TEXTS)),
+        ({"prompt": [user("Sky?")], "chosen": [said("Blue.")], "rejected": [said("Green.")]}, CHATS),
+        ({"chosen": [user("Sky?"), said("Blue.")], "rejected": [user("Sky?"), said("Green.")]}, CHATS),
+        # The prompt again in both, as a text (UltraFeedback) or as messages.
+        ({"prompt": "x", "chosen": [user("Sky?"), said("Blue.")], "rejected": [user("Sky?"), said("Green.")]}, CHATS),
+        (
+            {
+                "prompt": [user("Sky?")],
+                "chosen": [user("Sky?"), said("Blue.")],
+                "rejected": [user("Sky?"), said("Green.")],
+            },
+            CHATS,
+        ),
+        ({"prompt": "Sky?", "chosen": [said("Blue.")], "rejected": [said("Green.")]}, CHATS),
+    ],
+)
+def test_pairs(row, expected):
+    for pairing in ("paired", "unpaired"):
+        found = parse_preference(row, "f:1", pairing=pairing)
+        assert found.answers == expected and found.desirable == (True, False)
+
+
+def test_single_answers_named_columns_and_templates():
+    row = {"question": "Sky?", "completion": "Blue.", "label": False}
+    found = parse_preference(row, "f:1", {"prompt": "question"}, pairing="unpaired", templated=True)
+    assert found.answers == (CHATS[0]._replace(prompt=0),) and found.desirable == (False,)
+
+
+@pytest.mark.parametrize(
+    "pairing, row, message",
+    [
+        ("paired", [], "f:1: expected an object with chosen and rejected, with prompt or the prompt in both, found"),
+        (
+            "paired",
+            {"prompt": "a", "completion": "b", "label": True},
+            "f:1: expected the columns chosen and rejected, .* the columns there are: prompt, completion, label",
+        ),
+        ("paired", {"chosen": "a", "rejected": None}, "the columns there are: chosen, rejected \\(null\\)"),
+        ("paired", {"chosen": "ab", "rejected": 3, "prompt": "a"}, "f:1: 'rejected' must be a string, found 3"),
+        (
+            "paired",
+            {"chosen": [said("a")], "rejected": [said("b")]},
+            "f:1: expected a prompt, or one that 'chosen' and 'rejected' begin with, got none",
+        ),
+        ("paired", {"prompt": "a", "chosen": ["b"], "rejected": [said("c")]}, r"f:1: chosen\[0\]: expected an object"),
+        (
+            "unpaired",
+            {"prompt": "a", "completion": "b", "label": 1},
+            "f:1: 'label' must be true or false, found 1",
+        ),
+    ],
+)
+def test_what_is_refused(pairing, row, message):
+    with pytest.raises(DataError, match=message):
+        parse_preference(row, "f:1", pairing=pairing)
+
+
+def test_preferences_without_their_setting():
+    with pytest.raises(DataError, match=r"; to learn preferences, name a loss \(preferences.loss\)"):
+        parse_row({"prompt": "a", "chosen": "b", "rejected": "c"}, "f:1")

@@ -1,0 +1,164 @@
+"""Runs over preferences: of the command line on two devices, from Python on one and resumed; what is refused."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+
+import fastjax
+from fastjax import (
+    FastLanguageModel,
+    OptimizerConfig,
+    OutputSection,
+    PreferencesSection,
+    Trainer,
+    TrainerSettings,
+    TrainingSection,
+)
+from fastjax.cli import main
+from fastjax.errors import ConfigError
+from fastjax.training.config import DataSection, LoraSection, ModelSection, TrainConfig
+from fastjax.training.config.preferences import TAKES, WITH_REFERENCE
+from fastjax.training.preferences import LOSSES
+
+ASSETS = Path(fastjax.__file__).parent / "assets"
+OPTIMIZER = {"learning_rate": 3e-3, "warmup_steps": 1}
+
+
+def pairs(count, first=0):
+    """The answer to a question, and that to another one."""
+    lines = (ASSETS / "tiny-chat" / "train.jsonl").read_text(encoding="utf-8").splitlines()[first : first + count]
+    chats = [json.loads(line)["messages"] for line in lines]
+    answers = [chat[-1:] for chat in chats]
+    return [
+        {"prompt": chat[:-1], "chosen": own, "rejected": other}
+        for chat, own, other in zip(chats, answers, answers[1:] + answers[:1], strict=True)
+    ]
+
+
+def metrics(folder):
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if "event" not in row]
+
+
+@pytest.fixture(scope="module")
+def model():
+    base, _ = FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=256, load_in_4bit=True)
+    return FastLanguageModel.get_peft_model(base, r=4)
+
+
+@pytest.mark.one_world
+def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path, capsys):
+    """Float32, whose sums over two devices have another order."""
+    rows, held_out = pairs(12), pairs(4, first=12)
+    for name, found in (("train", rows), ("eval", held_out)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, found)))
+    content = {
+        "model": {
+            "model_name": str(ASSETS / "tiny-llama"),
+            "max_seq_length": 256,
+            "use_gradient_checkpointing": "full",
+        },
+        "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl"), "cache_dir": None},
+        "lora": {"r": 4},
+        "preferences": {"loss": "dpo", "beta": 0.2},
+        "training": {"per_device_train_batch_size": 1, "max_steps": 4, "eval_steps": 2, "logging_steps": 1},
+        "optimizer": OPTIMIZER,
+        "parallel": {"data": 2, "fsdp": 1},
+        "output": {"output_dir": str(tmp_path / "command"), "save_steps": 2},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    assert main(["preview", str(tmp_path / "run.yaml")]) == 0
+    assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "document 1 (chosen): " in said and "document 2 (rejected): " in said
+    assert "step 1/4: loss 0.6931  margin 0  accuracy 0%" in said and "rewards/margins" in said
+
+    class Stopped(Exception):
+        pass
+
+    def stop(event):
+        if event.name == "step" and event.step == 3:
+            raise Stopped
+
+    settings = TrainerSettings(
+        OutputSection(str(tmp_path / "python"), save_steps=2),
+        TrainingSection(per_device_train_batch_size=2, max_steps=4, eval_steps=2),
+        OptimizerConfig(**OPTIMIZER),
+        PreferencesSection("dpo", beta=0.2),
+    )
+    data = {"train_dataset": rows, "eval_dataset": held_out, "settings": settings, "console": Console(quiet=True)}
+    with pytest.raises(Stopped):
+        Trainer(model, callbacks=[stop], **data).train()
+    other = dataclasses.replace(settings, preferences=PreferencesSection("ipo"))
+    with pytest.raises(ConfigError, match="preferences.loss: expected 'dpo', got 'ipo'"):
+        Trainer(model, **data | {"settings": other}).train(resume=True)
+    trainer = Trainer(model, **data)
+    trainer.train(resume=True)
+    ours, theirs = metrics(tmp_path / "python"), metrics(tmp_path / "command")
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [1, 2, 2, 3, 4, 4]
+    assert ours[0]["loss"] == pytest.approx(math.log(2)) and ours[0]["rewards/margins"] == 0
+    assert ours[-2]["loss"] < 0.68 and ours[-2]["rewards/margins"] > 0.05
+    assert {"eval_loss", "eval_rewards/accuracies"} <= set(ours[-1]) and "eval_perplexity" not in ours[-1]
+    for one, two in zip(ours, theirs, strict=True):
+        names = [name for name in one if name.partition("/")[0].endswith(("loss", "rewards", "logps", "grad_norm"))]
+        assert len(names) > 6
+        np.testing.assert_allclose([one[name] for name in names], [two[name] for name in names], rtol=1e-3, atol=1e-5)
+    with pytest.raises(ConfigError, match="model: expected a fresh adapter with a loss of preferences .* merge it"):
+        Trainer(trainer.model, **data)
+    orpo = dataclasses.replace(settings, preferences=PreferencesSection("orpo"))
+    Trainer(trainer.model, **data | {"settings": orpo})
+
+
+def test_the_keys_are_the_losses_own():
+    for name, loss in LOSSES.items():
+        assert {field.name for field in dataclasses.fields(loss)} - {"chunk_size"} == set(TAKES[name])
+    assert set(TAKES) == set(LOSSES) and set(WITH_REFERENCE) < set(LOSSES)
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        ({"beta": 0.1}, "preferences.beta: expected null with preferences.loss: null, got 0.1"),
+        ({"loss": "ipo", "gamma": 0.5}, "preferences.gamma: expected null with preferences.loss: ipo, got 0.5"),
+        ({"loss": "dpo", "beta": 0.0}, "preferences.beta: expected a value greater than 0, got 0.0"),
+        ({"loss": "bco"}, "preferences.loss: expected one of dpo, ipo, orpo, kto, simpo or null, got 'bco'"),
+        ({"loss": "simpo", "label_smoothing": 0.5}, r"preferences.label_smoothing: expected a value in \[0, 0.5\)"),
+    ],
+)
+def test_wrong_values(section, message):
+    with pytest.raises(ConfigError, match=message):
+        PreferencesSection(**section)
+
+
+@pytest.mark.parametrize(
+    "loss, others, message",
+    [
+        ("orpo", {"data": {"loss_on": "all"}}, "data.loss_on: expected responses or last_response with .* got all"),
+        ("orpo", {"data": {"too_long": "split"}}, "data.too_long: expected truncate or drop with .* got split"),
+        ("orpo", {"training": {"z_loss_coef": 0.1}}, "training.z_loss_coef: expected 0 with preferences.loss: orpo"),
+        ("orpo", {"training": {"qat": "nf4"}}, "training.qat: expected null with preferences.loss: orpo, got nf4"),
+        (
+            "kto",
+            {"model": {"full_finetuning": True, "load_in_4bit": False}},
+            "model.full_finetuning: expected false with preferences.loss: kto, whose reference is the model without",
+        ),
+        ("dpo", {"lora": {"modules_to_save": ["lm_head"]}}, "lora.modules_to_save: expected none with .* got lm_head"),
+        ("dpo", {"lora": {"adapter": "a"}}, "lora.adapter: expected null with .* merge that adapter first"),
+        ("simpo", {"lora": {"adapter": "a"}}, None),
+        ("orpo", {"model": {"full_finetuning": True, "load_in_4bit": False}}, None),
+    ],
+)
+def test_settings_that_no_run_can_serve(loss, others, message):
+    made = {"model": ModelSection("m"), "data": DataSection("d"), "lora": LoraSection(), "training": TrainingSection()}
+    made |= {name: dataclasses.replace(made[name], **changes) for name, changes in others.items()}
+    if message is None:
+        TrainConfig(**made, output=OutputSection("o"), preferences=PreferencesSection(loss))
+        return
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**made, output=OutputSection("o"), preferences=PreferencesSection(loss))
