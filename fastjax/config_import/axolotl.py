@@ -23,7 +23,7 @@ _REWARD = "a file's run is supervised fine-tuning, there are no reward models"
 _MULTIMODAL = "models of text only"
 _LOG = "no such tracker; output.report_to has tensorboard and wandb"
 _HUB = "nothing is uploaded; output.output_dir has the result"
-_WANDB = "wandb reads it from its environment variables (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE)"
+_WANDB = "wandb reads it from its environment variables (WANDB_MODE, WANDB_RUN_ID)"
 
 #: What PEFT adapts where Axolotl names nothing, in Llama, Mistral, Qwen and Gemma.
 _PEFT_TARGETS = ["q_proj", "v_proj"]
@@ -154,11 +154,15 @@ def _per_epoch(job: Job, key: str, times: float, setting: str) -> None:
 
 def _trackers(job: Job) -> None:
     wanted = job.take("use_wandb")
-    project = job.text("wandb_project")
-    if wanted or (wanted is None and project):
-        job.carry("wandb_project" if project else "use_wandb", "output.report_to", ["wandb"], _WANDB if project else "")
-    elif project:
-        job.not_needed["wandb_project"] = "use_wandb is false"
+    place = {name: job.text(f"wandb_{name}") for name in ("project", "entity")}
+    used = wanted or (wanted is None and place["project"])
+    if used:
+        job.carry("use_wandb" if wanted else "wandb_project", "output.report_to", ["wandb"])
+    for name, value in place.items():
+        if value and used:
+            job.carry(f"wandb_{name}", f"output.{name}", value)
+        elif value:
+            job.not_needed[f"wandb_{name}"] = "wandb is not used"
     if wanted is False:
         job.not_needed["use_wandb"] = "off"
     if job.flag("use_tensorboard"):

@@ -137,6 +137,11 @@ def _trackers(job: Job) -> None:
         job.not_needed["metric_logger._component_"] = "metrics.jsonl in output.output_dir"
     elif name:
         job.not_carried["metric_logger._component_"] = "output.report_to has tensorboard and wandb"
+    if name == "WandBLogger":
+        found = {key: job.text(f"metric_logger.{key}") for key in ("project", "entity")}
+        for key, value in {**found, "tags": job.names("metric_logger.tags")}.items():
+            if value:
+                job.carry(f"metric_logger.{key}", f"output.{key}", value)
 
 
 def _qat(job: Job) -> None:
@@ -217,7 +222,7 @@ _ROWS: dict[str, Row] = {
     "shuffle": lost("rows are always shuffled", among(True)),
     "cudnn_deterministic_mode": to("training.deterministic"),
     # What is not there.
-    "metric_logger.*": lost("wandb reads it from its environment variables (WANDB_PROJECT, WANDB_ENTITY)"),
+    "metric_logger.*": lost("wandb reads it from its environment variables (WANDB_RUN_GROUP)"),
     "resume_from_checkpoint": lost(_CHECKPOINT),
     **dict.fromkeys(("checkpointer.recipe_checkpoint", "checkpointer.adapter_checkpoint"), lost(_CHECKPOINT)),
     "save_every_n_epochs": Row(_save_epochs, "output.save_steps"),

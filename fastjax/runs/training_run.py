@@ -40,7 +40,7 @@ from fastjax.training.progress import make_progress
 from fastjax.training.report import default_settings, describe_environment, usage, write_report
 from fastjax.training.signals import SharedStop, StopSignals
 from fastjax.training.step import make_eval_step, make_probe
-from fastjax.training.trackers import make_trackers
+from fastjax.training.trackers import Place, make_trackers
 from fastjax.training.watchdog import Watchdog
 
 #: A user's own held-out evaluation: of a model, to numbers by names that begin with `eval_`.
@@ -242,7 +242,13 @@ class TrainingRun:
         name = output.run_name or Path(output.output_dir).name
         file = Tolerant(JsonLines(self.folder.metrics, resume_step), str(self.folder.metrics), self.console)
         trackers = make_trackers(
-            output.report_to, self.folder.path, name, dataclasses.asdict(self.config), resume_step, self.console
+            output.report_to,
+            self.folder.path,
+            name,
+            dataclasses.asdict(self.config),
+            resume_step,
+            self.console,
+            Place(output.project, output.entity, output.tags),
         )
         progress = make_progress(total, self.config.training.logging_steps, self.console)
         return [file, *trackers, Tolerant(progress, "the progress", Console(stderr=True)), *self.own.sinks]

@@ -5,6 +5,7 @@ resumption. They are imported on demand. Once a run has begun their failures do 
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import math
@@ -12,7 +13,7 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from rich.console import Console
@@ -20,29 +21,51 @@ from rich.console import Console
 from convert.errors import ConvertError, shown
 from convert.files import atomic_file, read_json
 from fastjax.errors import ConfigError
+from fastjax.parallel.processes import is_primary
 from fastjax.training.metrics import Row, Sink, Tolerant
 
 RUN_ID_FILE = "wandb_run.json"
 """Keeps Weights & Biases' id of the run in the output folder."""
 
 
+class Place(NamedTuple):
+    """The place of a run on Weights & Biases.
+
+    Attributes:
+        project: None: that of WANDB_PROJECT, or fastjax.
+        entity: owner of the project; None: that of WANDB_ENTITY, or the account's own.
+        tags: of the run.
+    """
+
+    project: str | None = None
+    entity: str | None = None
+    tags: Sequence[str] = ()
+
+
+NOWHERE = Place()
+
 #: Tracker -> its module, which has the name of its package.
 _NEEDS = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that cannot be imported.
+    """Refuse trackers that cannot be imported, and Weights & Biases without a login.
 
     Args:
         names: as for `make_trackers`.
 
     Raises:
-        ConfigError: an unknown tracker, or one that is not installed.
+        ConfigError: an unknown tracker, one that is not installed, or one that cannot log in.
     """
     for name in names:
         if name not in _NEEDS:
             raise ConfigError(f"output.report_to: expected some of {', '.join(_NEEDS)}, got {shown(name)}")
-        _import(name)
+        library = _import(name)
+        if name == "wandb" and is_primary():  # which has the trackers
+            try:
+                library.login()  # nothing with WANDB_MODE=offline; asks on a terminal
+            except Exception as error:
+                raise _not_started(error) from error
 
 
 def make_trackers(
@@ -52,6 +75,7 @@ def make_trackers(
     config: Mapping[str, Any],
     resume_step: int | None = None,
     console: Console | None = None,
+    place: Place = NOWHERE,
 ) -> list[Sink]:
     """Start trackers, or resume them.
 
@@ -63,6 +87,7 @@ def make_trackers(
         config: the settings, by section.
         resume_step: the step to resume from; None: a new run.
         console: for the warning when a tracker fails later; None: standard error.
+        place: of the run on Weights & Biases.
 
     Returns:
         A sink for each name.
@@ -70,7 +95,7 @@ def make_trackers(
     Raises:
         ConfigError: a tracker that is not installed, or cannot be started (no login, no network).
     """
-    kinds = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    kinds = {"tensorboard": TensorBoard, "wandb": functools.partial(WeightsAndBiases, place=place)}
     console = console or Console(stderr=True)
     return [Tolerant(kinds[name](folder, run_name, config, resume_step), name, console) for name in names]
 
@@ -112,9 +137,16 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run on wandb.ai, or on the disk with WANDB_MODE=offline; the library's own variables name the project."""
+    """A run on wandb.ai, or on the disk with WANDB_MODE=offline."""
 
-    def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any], resume_step: int | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        run_name: str,
+        config: Mapping[str, Any],
+        resume_step: int | None = None,
+        place: Place = NOWHERE,
+    ):
         """Start a run, or resume the one of this folder.
 
         Args:
@@ -122,6 +154,7 @@ class WeightsAndBiases:
             run_name: the run's name.
             config: the settings.
             resume_step: as for `make_trackers`.
+            place: likewise.
         """
         library = _import("wandb")
         file = folder / RUN_ID_FILE
@@ -135,7 +168,9 @@ class WeightsAndBiases:
                 stream.write(json.dumps({"id": run_id}).encode())
         try:
             self._run = library.init(
-                project=os.environ.get("WANDB_PROJECT", "fastjax"),
+                project=place.project or os.environ.get("WANDB_PROJECT", "fastjax"),
+                entity=place.entity,
+                tags=list(place.tags) or None,
                 name=run_name,
                 id=run_id,
                 dir=str(folder),
@@ -144,10 +179,7 @@ class WeightsAndBiases:
                 settings=library.Settings(console="off"),  # it would take over the progress line's output
             )
         except Exception as error:
-            raise ConfigError(
-                f"output.report_to: wandb cannot be started: {error}. Log in with `wandb login`, set "
-                "WANDB_MODE=offline to keep the run on this disk, or leave wandb out"
-            ) from error
+            raise _not_started(error) from error
         # Its own counter only rises, but a resumed run repeats the steps since its checkpoint.
         self._run.define_metric("*", step_metric="step")
 
@@ -161,6 +193,13 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Send the last rows."""
         self._run.finish()
+
+
+def _not_started(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"output.report_to: wandb cannot be started: {error}. Log in with `wandb login`, set WANDB_MODE=offline to "
+        "keep the run on this disk, or leave wandb out"
+    )
 
 
 def _figures(row: Row) -> dict[str, float]:

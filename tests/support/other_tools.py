@@ -133,7 +133,7 @@ gradient_accumulation_steps: 2
 clip_grad_norm: null
 shuffle: false
 seed: 1
-metric_logger: {_component_: torchtune.training.metric_logging.WandBLogger, project: own}
+metric_logger: {_component_: torchtune.training.metric_logging.WandBLogger, project: own, tags: [a, b]}
 dtype: bf16
 enable_activation_checkpointing: true
 """

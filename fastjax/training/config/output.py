@@ -23,6 +23,9 @@ class OutputSection:
         load_best_model_at_end: keep the checkpoint with the lowest held-out loss too, and save that one as the result.
         report_to: trackers that get the metrics beside metrics.jsonl: tensorboard, wandb.
         run_name: name of the run in trackers and the report; null: the folder's name.
+        project: the project on Weights & Biases; null: that of WANDB_PROJECT, or fastjax.
+        entity: its owner there, a user or a team; null: that of WANDB_ENTITY, or the account's own.
+        tags: of the run there.
     """
 
     output_dir: str
@@ -33,10 +36,18 @@ class OutputSection:
     load_best_model_at_end: bool = False
     report_to: list[Literal["tensorboard", "wandb"]] = dataclasses.field(default_factory=list)
     run_name: str | None = None
+    project: str | None = None
+    entity: str | None = None
+    tags: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_section("output", self)
         expect_interval("output.save_steps", self.save_steps)
+        for name in ("project", "entity", "tags"):
+            value = getattr(self, name)
+            expect(
+                f"output.{name}", value, not value or "wandb" in self.report_to, "with wandb in output.report_to only"
+            )
         if self.resume and self.overwrite_output_dir:
             raise ConfigError("output.resume and output.overwrite_output_dir: expected one of them, got both true")
         expect("output.save_total_limit", self.save_total_limit, self.save_total_limit >= 1, "at least 1")

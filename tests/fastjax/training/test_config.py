@@ -98,6 +98,8 @@ def test_sizes_of_a_run_are_bounded():
 
 
 def test_contradictions():
+    with pytest.raises(ConfigError, match=r"output\.entity: expected a value with wandb in output\.report_to only"):
+        OutputSection("o", report_to=["tensorboard"], entity="team")
     with pytest.raises(ConfigError, match=r"output\.resume and output\.overwrite_output_dir: expected one of them"):
         OutputSection("o", overwrite_output_dir=True, resume=True)
     with pytest.raises(ConfigError, match=r"warmup_steps \(3\) and optimizer.warmup_ratio \(0.1\) are both set"):

@@ -11,7 +11,7 @@ from rich.console import Console
 from fastjax.errors import ConfigError
 from fastjax.training.metrics import Tolerant
 from fastjax.training.progress import PlainLines
-from fastjax.training.trackers import make_trackers
+from fastjax.training.trackers import Place, check_trackers, make_trackers
 
 Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
 
@@ -79,6 +79,7 @@ def wandb(monkeypatch):
         finish=lambda: calls.append(("finish",)),
     )
     module = types.ModuleType("wandb")
+    module.login = lambda: calls.append(("login",))  # pyright: ignore[reportAttributeAccessIssue]
     module.Settings = lambda **kwargs: kwargs  # pyright: ignore[reportAttributeAccessIssue]
     module.init = lambda **kwargs: calls.append(("init", kwargs)) or run  # pyright: ignore[reportAttributeAccessIssue]
     module.calls = calls  # pyright: ignore[reportAttributeAccessIssue]
@@ -105,14 +106,20 @@ def test_wandb(wandb, tmp_path, monkeypatch):
         write(make_trackers(["wandb"], tmp_path, "a run", CONFIG, resume_step))
     ids = [call[1]["id"] for call in wandb.calls if call[0] == "init"]
     assert ids[0] == ids[1] != ids[2]  # resumed; then a new run in the same folder
-    assert [call[1]["project"] for call in wandb.calls if call[0] == "init"] == ["fastjax", "mine", "mine"]
+    write(make_trackers(["wandb"], tmp_path, "a run", CONFIG, place=Place("talks", "team", ["first"])))
+    places = [(call[1]["project"], call[1]["entity"], call[1]["tags"]) for call in wandb.calls if call[0] == "init"]
+    assert places == [*((name, None, None) for name in ("fastjax", "mine", "mine")), ("talks", "team", ["first"])]
 
 
 def test_wandb_that_cannot_start(wandb, tmp_path):
-    def fail(**kwargs):
+    def fail(**_kwargs):
         raise RuntimeError("api_key not configured")
 
-    wandb.init = fail
+    check_trackers(["wandb"])
+    assert wandb.calls == [("login",)]
+    wandb.init = wandb.login = fail
+    with pytest.raises(ConfigError, match=r"output.report_to: wandb .* api_key not configured.*wandb login"):
+        check_trackers(["wandb"])  # before the data are read
     with pytest.raises(ConfigError, match=r"output.report_to: wandb .* api_key not configured.*wandb login"):
         make_trackers(["wandb"], tmp_path, "a run", CONFIG)
 
