@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastjax.data.settings import DataSource
     from fastjax.language_model import FastLanguageModel, LanguageModel
-    from fastjax.runs.sft import SFTConfig, SFTTrainer, train_on_responses_only
+    from fastjax.runs.sft import SFTConfig, SFTTrainer, get_chat_template, train_on_responses_only
     from fastjax.runs.trainer import Event, Trainer, TrainerSettings
     from fastjax.training.config import OptimizerConfig, OutputSection, PreferencesSection, TrainingSection
 
@@ -27,6 +27,7 @@ _PLACES = {
     "Trainer": "fastjax.runs.trainer",
     "TrainerSettings": "fastjax.runs.trainer",
     "TrainingSection": "fastjax.training.config",
+    "get_chat_template": "fastjax.runs.sft",
     "train_on_responses_only": "fastjax.runs.sft",
 }
 
@@ -43,6 +44,7 @@ __all__ = [
     "Trainer",
     "TrainerSettings",
     "TrainingSection",
+    "get_chat_template",
     "train_on_responses_only",
 ]
 

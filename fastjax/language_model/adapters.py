@@ -9,8 +9,13 @@ import jax
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
+from convert.adapter_config import CONFIG as ADAPTER_CONFIG
+from convert.adapter_config import config_from_json
 from convert.adapters import Adapter, AdapterConfig, open_adapter
+from convert.checkpoint import CONFIG
 from convert.families import family_for
+from convert.files import read_json
+from convert.hub import Source, fetch
 from convert.model.paths import TABLES
 from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
@@ -73,6 +78,28 @@ def attach_adapter(
         plan=plan,
         lora=adapter,
     )
+
+
+def base_and_adapter(source: Source) -> tuple[Source, Path | None]:
+    """The model that a folder is, or the one that its adapter was trained over, and the adapter's folder.
+
+    Args:
+        source: a model, or an adapter without one.
+
+    Raises:
+        ConvertError: what is wrong with the adapter's settings, or no such base.
+        ConfigError: an adapter that names no base.
+    """
+    file = source.folder / ADAPTER_CONFIG
+    if not file.is_file() or (source.folder / CONFIG).exists():
+        return source, None
+    adapter = config_from_json(read_json(file), file)
+    if adapter.base_model_name_or_path is None:
+        raise ConfigError(
+            f"{file}: base_model_name_or_path: expected the base's folder or name, got none; load the base, then the "
+            "adapter by FastLanguageModel.load_adapter"
+        )
+    return fetch(adapter.base_model_name_or_path, adapter.revision), source.folder
 
 
 def load_adapter(

@@ -13,7 +13,7 @@ from convert.formats import FORMATS
 from convert.hub import Source, fetch
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
-from fastjax.language_model.adapters import attach_adapter, load_adapter
+from fastjax.language_model.adapters import attach_adapter, base_and_adapter, load_adapter
 from fastjax.language_model.model import LanguageModel, check_host_layers
 from fastjax.lora.settings import fresh_adapter
 from fastjax.models.chunks import Chunk, check_chunk
@@ -58,10 +58,11 @@ class FastLanguageModel:
         mlp_chunk: Chunk = "auto",
         base_compute: Literal["float8"] | None = None,
     ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
-        """Load a Hugging Face folder.
+        """Load a Hugging Face folder, or that of an adapter with the model that it was trained over.
 
         Args:
-            model_name: the folder, or a name on the hub: org/model, org/model@revision (`convert.hub`).
+            model_name: the folder, or a name on the hub: org/model, org/model@revision (`convert.hub`). Of an adapter
+                the other arguments are those of its base, which its settings name.
             max_seq_length: longest row in training and generation; None: 2048, or the model's maximum if that is less.
             dtype: compute dtype; None: bfloat16 on a GPU, float32 on a CPU.
             load_in_4bit: quantise the layers' matrices to NF4 as they are read, or keep them as a 4-bit folder has
@@ -100,7 +101,7 @@ class FastLanguageModel:
         """
         del random_state
         _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_loop)  # before a download
-        source = fetch(model_name, revision)
+        source, adapter = base_and_adapter(fetch(model_name, revision))
         outline = read_outline(
             source.folder,
             max_seq_length=max_seq_length,
@@ -123,8 +124,10 @@ class FastLanguageModel:
             offload_layers=offload_layers,
             mlp_chunk=mlp_chunk,
         )
-        assert outline.tokenizer is not None, "a folder without one was refused"
-        return (model.with_host_embedding() if offload_embedding else model), outline.tokenizer
+        model = model.with_host_embedding() if offload_embedding else model
+        model = model if adapter is None else FastLanguageModel.load_adapter(model, adapter)
+        assert model.tokenizer is not None, "a folder without one was refused"
+        return model, model.tokenizer
 
     @staticmethod
     def from_config(

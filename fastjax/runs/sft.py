@@ -5,14 +5,18 @@ The defaults are TRL's and transformers' where a name is theirs. A name that is 
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fastjax.data.named_templates import set_chat_template
 from fastjax.data.records import ChatRecord
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import Callback, Trainer, TrainerSettings, first_record
 from fastjax.runs.training_run import FineTuned
 from fastjax.training.config import OptimizerConfig, OutputSection, TrainingSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _OPTIMIZERS = {
     "adamw_torch": "adamw",
@@ -62,6 +66,7 @@ class SFTConfig:
         assistant_only_loss: learn the assistant's messages alone; without it, of conversations, every token.
         bf16: the computation is in bfloat16, which the model was loaded for; None: whatever it is.
         fp16: likewise float16.
+        embedding_learning_rate: that of embedding and head where these are trained, as of Unsloth; None: learning_rate.
         optim: the optimizer, one of adamw_torch, adamw_8bit, adafactor, lion_32bit and their other names.
         eval_strategy: "no", "steps" or "epoch".
         eval_steps: a number of steps, or a share of the run's below 1.
@@ -83,6 +88,7 @@ class SFTConfig:
     num_train_epochs: float = 3.0
     max_steps: int = -1
     learning_rate: float = 2e-5
+    embedding_learning_rate: float | None = None
     lr_scheduler_type: str = "linear"
     warmup_steps: int = 0
     warmup_ratio: float = 0.0
@@ -171,6 +177,7 @@ class SFTConfig:
             OptimizerConfig(
                 name=_OPTIMIZERS[self.optim],  # pyright: ignore[reportArgumentType]
                 learning_rate=self.learning_rate,
+                embedding_learning_rate=self.embedding_learning_rate,
                 lr_scheduler_type=_SCHEDULES[self.lr_scheduler_type],  # pyright: ignore[reportArgumentType]
                 warmup_steps=self.warmup_steps,
                 warmup_ratio=self.warmup_ratio,
@@ -269,6 +276,23 @@ class SFTTrainer:
             output_dir: the folder.
         """
         self.model.save_pretrained(output_dir)
+
+
+def get_chat_template(tokenizer: "PreTrainedTokenizerFast", chat_template: str) -> "PreTrainedTokenizerFast":
+    """Unsloth's name for `fastjax.data.set_chat_template`.
+
+    Args:
+        tokenizer: changed in place.
+        chat_template: one of `fastjax.data.NAMED_TEMPLATES`, or a file with a Jinja template.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ConfigError: as of `set_chat_template`.
+    """
+    set_chat_template(tokenizer, chat_template)
+    return tokenizer
 
 
 def train_on_responses_only(trainer: SFTTrainer, **parts: str) -> SFTTrainer:

@@ -113,6 +113,20 @@ class World(NamedTuple):
         )
 
 
+def environment(compiled: Path) -> dict[str, str]:
+    """The variables of a process of its own: one device, quick compilation, and a folder of compiled programs."""
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join(flags),
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
 class Process:
     """The command `fastjax` in a process of its own.
 
@@ -122,23 +136,13 @@ class Process:
     """
 
     def __init__(self, arguments: list[str], compiled: Path):
-        flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": " ".join(flags),
-            "JAX_COMPILATION_CACHE_DIR": str(compiled),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
         self.output, self.steps = "", []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fastjax", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
+            env=environment(compiled),
             cwd=ROOT,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)

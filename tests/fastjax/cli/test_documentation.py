@@ -86,7 +86,7 @@ def test_readme_names_every_recipe():
 @pytest.mark.parametrize(
     "file",
     [
-        *("README.md", "CONTRIBUTING.md"),
+        *("README.md", "CONTRIBUTING.md", "notebooks/README.md"),
         *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs").rglob("*.md"))),
     ],
 )

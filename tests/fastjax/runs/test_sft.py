@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 import fastjax
-from fastjax import FastLanguageModel, SFTConfig, SFTTrainer, train_on_responses_only
+from fastjax import FastLanguageModel, SFTConfig, SFTTrainer, get_chat_template, train_on_responses_only
+from fastjax.data import NAMED_TEMPLATES, load_tokenizer
 from fastjax.errors import ConfigError
 
 ASSETS = Path(fastjax.__file__).parent / "assets"
@@ -58,6 +61,7 @@ def test_a_notebook_s_cells(loaded, tmp_path, capsys):
             max_steps=2,
             learning_rate=2e-4,
             output_dir=str(tmp_path / "out"),
+            embedding_learning_rate=1e-5,
             optim="adamw_8bit",
         ),
     )
@@ -71,6 +75,7 @@ def test_a_notebook_s_cells(loaded, tmp_path, capsys):
         2e-4,
         2,
     )
+    assert answers.optimizer.embedding_learning_rate == 1e-5
     assert answers.optimizer.lr_scheduler_type == "linear" and answers.output.save_steps == 500
     trainer.train()
     model = FastLanguageModel.for_inference(trainer.model)
@@ -82,10 +87,22 @@ def test_a_notebook_s_cells(loaded, tmp_path, capsys):
     ):
         folder = model.save_pretrained_merged(str(tmp_path / method), tokenizer, save_method=method)
         assert (folder / file).is_file() and (folder / "tokenizer.json").is_file()
-    again = FastLanguageModel.load_adapter(
-        FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", 128)[0], tmp_path / "lora"
-    )
-    assert again.lora is not None and again.lora.r == 4
+    again, _ = FastLanguageModel.from_pretrained(tmp_path / "lora", 128)  # and the base that it names
+    assert again.lora is not None and again.lora.r == 4 and again.folder == ASSETS / "tiny-llama"
+    jax.tree.map(np.testing.assert_array_equal, again.trainable, model.trainable)
+    file = tmp_path / "lora" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
+    with pytest.raises(ConfigError, match=r"base_model_name_or_path: expected the base's folder or name, got none"):
+        FastLanguageModel.from_pretrained(tmp_path / "lora", 128)
+
+
+def test_a_chat_template_by_name():
+    tokenizer = load_tokenizer(ASSETS / "tiny-llama")
+    assert get_chat_template(tokenizer, chat_template="alpaca") is tokenizer
+    said = tokenizer.apply_chat_template([{"role": "user", "content": "Add."}], tokenize=False)
+    assert said.endswith("### Instruction:\nAdd.") and "alpaca" in NAMED_TEMPLATES
+    with pytest.raises(ConfigError, match="chatml needs special tokens that the tokenizer in .* lacks"):
+        get_chat_template(tokenizer, chat_template="chatml")
 
 
 def test_evaluations_and_saves(loaded):

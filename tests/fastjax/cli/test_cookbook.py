@@ -1,0 +1,38 @@
+"""The recipes of docs/cookbook.md run, each after the page's beginning alone, and their assertions hold."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[3]
+#: Heading -> code, of each section that has any.
+RECIPES = dict(
+    re.findall(
+        r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python\n(.*?)^```",
+        (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+)
+BEGINNING = RECIPES.pop("The beginning")
+
+
+@pytest.fixture(scope="module")
+def beginning():
+    """What the beginning defines."""
+    names: dict = {}
+    assert BEGINNING.count('"fastjax/assets/') == 2
+    exec(BEGINNING.replace('"fastjax/assets/', f'"{ROOT}/fastjax/assets/'), names)
+    return names
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(name, beginning, tmp_path, monkeypatch, capsys):
+    """A program that prints its figures, and ends well."""
+    monkeypatch.chdir(tmp_path)
+    code = RECIPES[name].replace('"fastjax/assets/', f'"{ROOT}/fastjax/assets/')
+    assert "assert" in code
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes Python floats with its integer counters
+        exec(code, dict(beginning))
+    assert re.search(r"\d", capsys.readouterr().out)
