@@ -116,6 +116,6 @@ def check_preferences(preferences: PreferencesSection, model: Any, data: Any, lo
         raise ConfigError(f"lora.modules_to_save: expected none {reference}, got {', '.join(lora.modules_to_save)}")
     if lora.adapter is not None:
         raise ConfigError(
-            f"lora.adapter: expected null {reference}, got {lora.adapter}; merge that adapter first (fastjax convert merge), "
-            "and train a new one over the result"
+            f"lora.adapter: expected null {reference}, got {lora.adapter}; merge that adapter first (fastjax "
+            "convert merge), and train a new one over the result"
         )
