@@ -46,6 +46,11 @@ def check_model(config: TrainConfig, opened: OpenModel | OpenShapes, shapes: tup
             "model.offload_layers": config.model.offload_layers,
             "training.offload_optimizer": config.training.offload_optimizer,
         }
+        if shape.size > 1 and config.output.sample_answers:
+            raise ConfigError(
+                f"output.sample_answers: expected 0 on {shape.size} devices, got {config.output.sample_answers}; "
+                "fastjax generate --adapter answers afterwards"
+            )
         for name, given in sections.items():
             if given and shape.size > 1:
                 raise ConfigError(

@@ -22,9 +22,11 @@ from fastjax.runs.datasets import RunData
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.identity import Identity
 from fastjax.runs.mesh import open_mesh
+from fastjax.runs.messages import warn
 from fastjax.runs.model import initial_state
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
+from fastjax.runs.sample_answers import sample_answers
 from fastjax.runs.steps import on_mesh, run_loss, run_step
 from fastjax.training.cadence import Cadence, Progress, interval
 from fastjax.training.checkpoint import Checkpoints
@@ -203,6 +205,7 @@ class TrainingRun:
             self.model = self.model.replace(trainable=on_host(self._chosen(fitted)))
             if is_primary():
                 self.model.save_pretrained(self.folder.result)
+            self._sample(sinks, fitted.progress.step)
             status = "finished"
             message = f"finished after step {fitted.progress.step}"
             base = {"model": self.identity.model, "weights": self.identity.weights}
@@ -292,6 +295,18 @@ class TrainingRun:
                 f"output.load_best_model_at_end: the checkpoint of step {best} is the best, but {error}; the last "
                 f"state is in {self.checkpoints.folder}"
             ) from error
+
+    def _sample(self, sinks: list[Sink], step: int) -> None:
+        """Tell the sample answers; the result is there, so what keeps them away is a warning."""
+        count, held_out = self.config.output.sample_answers, self.data.held_out
+        if not count or held_out is None:
+            return
+        try:
+            found = sample_answers(self.model, held_out.rows, count)
+        except (ConfigError, jax.errors.JaxRuntimeError) as error:
+            warn(self.console, f"no sample answers: {str(error).splitlines()[0]}")
+            return
+        _tell(sinks, step, "answered", f"answered {len(found)} held-out prompts, see the report", samples=found)
 
     def _usage(self) -> list[str]:
         return usage(self.config, self.folder.result, self.model.hf_config, str(self.model.dtype))

@@ -68,6 +68,7 @@ class TrainConfig:
             "training.eval_steps": self.training.eval_steps is not None,
             "training.early_stopping_patience": self.training.early_stopping_patience is not None,
             "output.load_best_model_at_end": self.output.load_best_model_at_end,
+            "output.sample_answers": self.output.sample_answers > 0,
         }
         for name, given in needs_eval.items():
             if given and self.data.eval is None and self.data.val_set_size is None:
@@ -82,6 +83,11 @@ class TrainConfig:
             raise ConfigError(
                 f"training.per_device_train_batch_size: expected at most {MAX_STEP_TOKENS} tokens a step (rows × "
                 f"gradient_accumulation_steps × model.max_seq_length), got {tokens}"
+            )
+        if self.output.sample_answers and self.preferences.loss is not None:
+            raise ConfigError(
+                f"output.sample_answers: expected 0 with preferences.loss: {self.preferences.loss}, got "
+                f"{self.output.sample_answers}"
             )
         check_preferences(self.preferences, self.model, self.data, self.lora, training)
         streaming = any(source.streaming for source in self.data.sources("train"))

@@ -21,6 +21,8 @@ class OutputSection:
             rounded up; epoch: at the end of each; null: only when the run is stopped.
         save_total_limit: how many of the newest checkpoints are kept.
         load_best_model_at_end: keep the checkpoint with the lowest held-out loss too, and save that one as the result.
+        sample_answers: let the trained model answer so many held-out prompts at the end, greedily; the report shows
+            them beside what the data say.
         report_to: trackers that get the metrics beside metrics.jsonl: tensorboard, wandb.
         run_name: name of the run in trackers and the report; null: the folder's name.
         project: the project on Weights & Biases; null: that of WANDB_PROJECT, or fastjax.
@@ -34,6 +36,7 @@ class OutputSection:
     save_steps: int | float | Literal["epoch"] | None = None
     save_total_limit: int = 2
     load_best_model_at_end: bool = False
+    sample_answers: int = 0
     report_to: list[Literal["tensorboard", "wandb"]] = dataclasses.field(default_factory=list)
     run_name: str | None = None
     project: str | None = None
@@ -43,6 +46,7 @@ class OutputSection:
     def __post_init__(self) -> None:
         check_section("output", self)
         expect_interval("output.save_steps", self.save_steps)
+        expect("output.sample_answers", self.sample_answers, 0 <= self.sample_answers <= 64, "from 0 to 64")
         for name in ("project", "entity", "tags"):
             value = getattr(self, name)
             expect(

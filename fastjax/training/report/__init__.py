@@ -13,7 +13,7 @@ from convert.files import atomic_file
 from fastjax.training.metrics import read_rows
 from fastjax.training.report.charts import describe_chart
 from fastjax.training.report.environment import describe_environment
-from fastjax.training.report.facts import about, headline, list_evaluations, list_events, list_spikes
+from fastjax.training.report.facts import about, headline, list_evaluations, list_events, list_samples, list_spikes
 from fastjax.training.report.history import History
 from fastjax.training.report.page import render_page
 from fastjax.training.report.panels import panels
@@ -98,6 +98,7 @@ def _write(
             "window": WINDOW,
             "least": f"{LEAST_SPREAD:.0%}",
         },
+        samples=list_samples(history),
         events=list_events(history),
         statistics=statistics,
         environment=environment,

@@ -102,6 +102,15 @@ def list_events(history: History) -> Shown:
     return Shown(rows[: MOST_ROWS // 2] + rows[MOST_ROWS // 2 :][-MOST_ROWS // 2 :], max(0, len(rows) - MOST_ROWS))
 
 
+def list_samples(history: History) -> list[Mapping[str, str]]:
+    """The last answers to held-out prompts: "prompt", "expected" and "answer".
+
+    Args:
+        history: the run.
+    """
+    return next((row["samples"] for row in reversed(history.events) if row.get("samples")), [])
+
+
 def list_spikes(spikes: Sequence[Spike]) -> Shown:
     """The largest spikes, by step.
 

@@ -1,6 +1,7 @@
 """Training from Python: what `fastjax train` does with the same settings, over data in memory, and what it is told."""
 
 import dataclasses
+import html
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import fastjax
 from fastjax import FastLanguageModel, OptimizerConfig, OutputSection, Trainer, TrainerSettings, TrainingSection
 from fastjax.cli import main
 from fastjax.errors import ConfigError, DataError
+from fastjax.generation.text import answer
 from fastjax.runs.folder import RUN_FILES
 
 ASSETS = Path(fastjax.__file__).parent / "assets"
@@ -69,7 +71,7 @@ def test_it_is_the_run_of_the_command_line(model, tmp_path):
         "training": TRAINING,
         "optimizer": OPTIMIZER,
         "parallel": {"data": 1, "fsdp": 1},
-        "output": {"output_dir": str(tmp_path / "command"), "save_steps": 2},
+        "output": {"output_dir": str(tmp_path / "command"), "save_steps": 2, "sample_answers": 2},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
     assert main(["train", "--config", str(tmp_path / "run.yaml")]) == 0
@@ -100,6 +102,15 @@ def test_it_is_the_run_of_the_command_line(model, tmp_path):
     ]
     assert {"started", "saved", "finished"} <= {event.name for event in events}
     assert trainer.model is result.model
+    lines = (tmp_path / "command" / "metrics.jsonl").read_text().splitlines()
+    (samples,) = [row["samples"] for row in map(json.loads, lines) if row.get("event") == "answered"]
+    asked = [[message["content"] for message in row["messages"]] for row in rows("test", 2)]
+    said = answer(result.model, [question for question, *_ in asked], max_new_tokens=40)
+    for sample, (question, right), text in zip(samples, asked, said, strict=True):
+        assert question in sample["prompt"] and sample["expected"] == right
+        assert sample["answer"].startswith(text) and text
+    page = (tmp_path / "command" / "report.html").read_text(encoding="utf-8")
+    assert page.index("Sample answers") < page.index(html.escape(asked[1][1]).replace("&quot;", "&#34;"))
 
 
 @pytest.mark.one_world
