@@ -342,7 +342,7 @@ _ROWS: dict[str, Row] = {
     **dict.fromkeys(("hub_*", "push_dataset_to_hub", "hf_use_auth_token"), lost(_HUB)),
     "resume_from_checkpoint": lost("`fastjax train --resume` goes on from this program's own checkpoints"),
     "auto_resume_from_checkpoints": to("output.resume"),
-    "group_by_length": lost("rows are shuffled; data.packing: true wastes no slots"),
+    "group_by_length": to("training.group_by_length"),
     "dataset_exact_deduplication": refused("rows are not deduplicated; do so beforehand"),
     # What would make the result another.
     "rl": refused(PREFERENCE),

@@ -257,6 +257,9 @@ def _reconcile(job: Job) -> None:
     streamed = "data.train" in job.carried and any(
         isinstance(source, dict) and source.get("streaming") for source in job.carried["data.train"].value
     )
+    packed = "data.packing" not in job.carried or job.carried["data.packing"].value
+    if (packed or streamed) and (line := job.carried.pop("training.group_by_length", None)) is not None:
+        job.not_needed[line.key] = "packed rows waste no slots" if packed else "streamed rows come in their order"
     for setting in ("training.eval_steps", "output.save_steps"):
         if streamed and setting in job.carried and job.carried[setting].value == "epoch":
             line = job.carried.pop(setting)

@@ -216,7 +216,7 @@ _ROWS: dict[str, Row] = {
     "preserve_thinking": lost("the tokenizer's own template says what becomes of thoughts"),
     "tool_format": lost("the chat template writes tools"),
     "eval_on_each_dataset": lost("one loss for all held-out data"),
-    "group_by_length": lost("rows are shuffled; data.packing: true wastes no slots"),
+    "group_by_length": to("training.group_by_length"),
     "create_new_adapter": unneeded("a fresh adapter, unless lora.adapter names one"),
     # What would make the result another.
     **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss"), refused(_LOSS)),

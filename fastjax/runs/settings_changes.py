@@ -10,6 +10,7 @@ from typing import Any
 
 from convert.errors import shown
 from fastjax.errors import ConfigError
+from fastjax.training.report import default_settings
 
 #: (old, new) value by the full name of a setting.
 Changes = Mapping[str, tuple[Any, Any]]
@@ -29,6 +30,7 @@ FIXED = (
     "optimizer.name",
     "parallel.gradient_exchange",
     "preferences.loss",
+    "training.group_by_length",
     "training.qat",
     "training.seed",
 )
@@ -66,6 +68,19 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return found
 
 
+def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, with the defaults of those that the version that wrote them did not have.
+
+    Args:
+        settings: sections and keys.
+    """
+    defaults = default_settings()
+    return {
+        name: {**defaults.get(name, {}), **section} if isinstance(section, Mapping) else section
+        for name, section in {**dict.fromkeys(defaults, {}), **settings}.items()
+    }
+
+
 def result_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ and that the result depends on.
 
@@ -73,7 +88,8 @@ def result_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
         old: sections and keys.
         new: the same.
     """
-    return {name: pair for name, pair in differences(old, new).items() if name == CHOICE or not _among(name, FREE)}
+    found = differences(with_defaults(old), with_defaults(new))
+    return {name: pair for name, pair in found.items() if name == CHOICE or not _among(name, FREE)}
 
 
 def check_settings(
@@ -93,6 +109,7 @@ def check_settings(
     Raises:
         ConfigError: settings that must be equal are not, all of them named.
     """
+    old = with_defaults(old)
     told = {name: pair for name, pair in differences(old, new).items() if not _among(name, FREE)}
     fixed = {name: pair for name, pair in told.items() if _among(name, FIXED)}
     rows = [

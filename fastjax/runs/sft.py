@@ -35,7 +35,7 @@ _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
 #: Names that change nothing here -> why.
 _NOT_NEEDED = (
     *("dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "tf32"),
-    *("group_by_length", "disable_tqdm", "gradient_checkpointing_kwargs", "ddp_find_unused_parameters"),
+    *("disable_tqdm", "gradient_checkpointing_kwargs", "ddp_find_unused_parameters"),
 )
 #: Names with another place -> which.
 _ELSEWHERE = {
@@ -61,6 +61,7 @@ class SFTConfig:
         overwrite_output_dir: replace an earlier run there.
         max_length: tokens of a row, at most the model's max_seq_length; None: that.
         packing: put several examples into one row, which do not see each other.
+        group_by_length: take rows of similar length into a step, which computes the longest.
         dataset_text_field: the column of plain texts.
         completion_only_loss: learn completions alone; None: where rows have them.
         assistant_only_loss: learn the assistant's messages alone; without it, of conversations, every token.
@@ -100,6 +101,7 @@ class SFTConfig:
     optim: str = "adamw_torch"
     label_smoothing_factor: float = 0.0
     neftune_noise_alpha: float | None = None
+    group_by_length: bool = False
     seed: int = 42
     bf16: bool | None = None
     fp16: bool | None = None
@@ -169,6 +171,7 @@ class SFTConfig:
                 max_steps=self.max_steps if self.max_steps > 0 else None,
                 per_device_eval_batch_size=self.per_device_eval_batch_size,
                 eval_steps=_every(self.eval_strategy, self.eval_steps or self.logging_steps),
+                group_by_length=self.group_by_length,
                 logging_steps=self.logging_steps,
                 label_smoothing_factor=self.label_smoothing_factor,
                 neftune_noise_alpha=self.neftune_noise_alpha,

@@ -78,6 +78,21 @@ def run_step(
     )
 
 
+def of_length(length: int, compiled: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """The train step by the length of a batch: that of whole rows is compiled, another is when it first comes.
+
+    Args:
+        length: tokens of a whole row.
+        compiled: the step of these.
+        other: `run_step`'s, of any length.
+    """
+
+    def step(state: Any, frozen: Any, batch: Batch) -> Any:
+        return (compiled if batch.tokens.shape[-1] == length else other)(state, frozen, batch)
+
+    return step
+
+
 def batch_shapes(config: TrainConfig, replicas: int, documents_per_row: int | None) -> Batch:
     """The shapes of a run's batches.
 

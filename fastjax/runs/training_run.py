@@ -27,7 +27,7 @@ from fastjax.runs.model import initial_state
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
 from fastjax.runs.sample_answers import sample_answers
-from fastjax.runs.steps import on_mesh, run_loss, run_step
+from fastjax.runs.steps import of_length, on_mesh, run_loss, run_step
 from fastjax.training.cadence import Cadence, Progress, interval
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
@@ -118,7 +118,7 @@ class TrainingRun:
             )
             model = model.replace(frozen=frozen)
         if step.choice is not None:
-            self.train_step = step.choice.compiled
+            self.train_step = of_length(config.model.max_seq_length, step.choice.compiled, self.train_step)
         # Rows of tokens that are not in the first batches get no gradient by right.
         self.check = GradientCheck(
             leaf_names(model.trainable, model.plan), lambda name: name == "embed_tokens.tokens.trainable_tokens_delta"

@@ -90,9 +90,18 @@ class TrainConfig:
                 f"{self.output.sample_answers}"
             )
         check_preferences(self.preferences, self.model, self.data, self.lora, training)
+        parallel = self.parallel.sizes
+        alone = {"data.packing: false": not self.data.packing} | {
+            f"parallel.{name}: 1": parallel.get(name, 1) == 1 for name in ("context", "tensor")
+        }
+        for setting, holds in alone.items():
+            if training.group_by_length and not holds:
+                raise ConfigError(f"training.group_by_length: expected false without {setting}, got true")
         streaming = any(source.streaming for source in self.data.sources("train"))
         if streaming and self.training.max_steps is None:
             raise ConfigError("training.max_steps: expected a number of steps for streamed data, got none")
+        if streaming and training.group_by_length:
+            raise ConfigError("training.group_by_length: expected false for streamed data, got true")
         for name, every in (
             ("training.eval_steps", training.eval_steps),
             ("output.save_steps", self.output.save_steps),

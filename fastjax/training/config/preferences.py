@@ -95,8 +95,10 @@ def check_preferences(preferences: PreferencesSection, model: Any, data: Any, lo
     if loss is None:
         return
     beside = f"with preferences.loss: {loss}"
-    if data.loss_on == "all":
-        raise ConfigError(f"data.loss_on: expected responses or last_response {beside}, got all")
+    if data.loss_on not in ("responses", "last_response"):
+        raise ConfigError(f"data.loss_on: expected responses or last_response {beside}, got {data.loss_on}")
+    if training.group_by_length:
+        raise ConfigError(f"training.group_by_length: expected false {beside}, got true")
     if data.too_long == "split":
         raise ConfigError(f"data.too_long: expected truncate or drop {beside}, got split")
     if any(source.streaming for source in data.sources("train")):

@@ -22,6 +22,8 @@ class TrainingSection:
             epoch: at the end of each; null: at the end only.
         early_stopping_patience: end after so many evaluations in a row that are no better than the best; null: never.
         early_stopping_threshold: how much lower than the best an evaluation's loss must be to be better, in nats.
+        group_by_length: with data.packing: false: the rows of a step are of similar length, and a step computes its
+            longest row instead of max_seq_length tokens; one program for each of eight lengths at most.
         logging_steps: print a line every so many steps where the output is not a terminal.
         accumulation_dtype: dtype in which the gradients of a step's portions are added up.
         offload_optimizer: hold AdamW's moments of matrices in the host's memory; the GPU fetches, updates and sends
@@ -54,6 +56,7 @@ class TrainingSection:
     eval_steps: int | float | Literal["epoch"] | None = None
     early_stopping_patience: int | None = None
     early_stopping_threshold: float = 0.0
+    group_by_length: bool = False
     logging_steps: int = 10
     accumulation_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     offload_optimizer: bool = False

@@ -171,8 +171,9 @@ def test_full_fine_tuning_has_no_adapter(imported):
     ],
 )
 def test_evaluations_and_saves_of_axolotl(imported, given, expected):
-    config, out = imported(ALPACA | {"val_set_size": 0.1, "auto_resume_from_checkpoints": True, **given})
-    assert config.output.resume
+    given = {"auto_resume_from_checkpoints": True, "group_by_length": True, **given}
+    config, out = imported(ALPACA | {"val_set_size": 0.1, **given})
+    assert config.output.resume and config.training.group_by_length  # Axolotl's default is no packing
     assert (config.training.eval_steps, config.output.save_steps) == expected
     assert "not carried over" not in lists(out)
 
@@ -186,8 +187,8 @@ def test_evaluations_and_saves_of_axolotl(imported, given, expected):
 )
 def test_evaluations_and_saves_of_llama_factory(imported, tmp_path, given, expected):
     (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
-    config, _ = imported({**yaml.safe_load(LLAMA_FACTORY), "use_muon": True, **given})
-    assert config.optimizer.name == "muon"
+    config, _ = imported({**yaml.safe_load(LLAMA_FACTORY), "use_muon": True, "group_by_length": True, **given})
+    assert config.optimizer.name == "muon" and not config.training.group_by_length  # rows are packed
     assert (config.training.eval_steps, config.output.save_steps) == expected
 
 

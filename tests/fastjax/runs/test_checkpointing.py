@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from fastjax.data import grouping
 from fastjax.errors import TrainingError
 from fastjax.planning.choice import Choice, Refused, candidates
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
@@ -36,9 +37,9 @@ def memory(monkeypatch):
     return of
 
 
-def run(settings, output, steps, resume=False):
+def run(settings, output, steps, resume=False, **training):
     sections = {
-        "training": {"max_steps": steps, "per_device_train_batch_size": 2},
+        "training": {"max_steps": steps, "per_device_train_batch_size": 2, **training},
         "optimizer": {"lr_scheduler_type": "constant"},
         "output": {"output_dir": str(output), "save_steps": 2},
     }
@@ -61,6 +62,26 @@ def test_the_choice_and_its_resumption(settings, memory, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
     assert run(settings, tmp_path / "small", 1).model.remat == least
     assert set(chosen(tmp_path / "small")[0]["refused"]) == set(candidates()) - {least}
+
+
+def test_batches_of_several_lengths(settings, memory, tmp_path, monkeypatch):
+    """The step that was compiled takes whole rows and others their own; the losses are those of padded rows."""
+    lengths, losses, real = [], [], training_run.of_length
+
+    def recorded(length, compiled, other):
+        step = real(length, compiled, other)
+        return lambda state, frozen, batch: lengths.append(batch.tokens.shape[-1]) or step(state, frozen, batch)
+
+    monkeypatch.setattr(training_run, "of_length", recorded)
+    memory(2**40)
+    own = {**settings, "data": {**settings["data"], "packing": False}}
+    for name, tile, ends in (("cut", 6, (3, 8)), ("whole", 48, (8,))):
+        monkeypatch.setattr(grouping, "TILE", tile)
+        for number, steps in enumerate(ends):
+            run(own, tmp_path / name, steps, resume=number > 0, group_by_length=True)
+        losses.append([row["loss"] for row in rows(tmp_path / name) if "loss" in row])
+    assert lengths == [18, 18, 12, 12, 12, 18, 18, 18, *[48] * 8]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # float32
 
 
 def test_out_of_memory_names_the_arrays_and_the_way_out(settings, memory, tmp_path, monkeypatch):

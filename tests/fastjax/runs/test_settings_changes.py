@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fastjax.errors import ConfigError
-from fastjax.runs.settings_changes import check_settings
+from fastjax.runs.settings_changes import check_settings, result_changes
 from tests.support.runs import config
 
 WHERE = Path("c/7")
@@ -18,6 +18,14 @@ def settings(**sections):
 
 def test_equal_settings():
     assert check_settings(WHERE, settings(), settings()) == []
+
+
+def test_a_setting_that_an_earlier_version_did_not_have_had_its_default():
+    old = settings()
+    del old["training"]["group_by_length"], old["optimizer"]["muon_momentum"]
+    assert check_settings(WHERE, old, settings()) == [] and result_changes(old, settings()) == {}
+    with pytest.raises(ConfigError, match=r"training\.group_by_length: expected False, got True"):
+        check_settings(WHERE, old, settings(training={"group_by_length": True}, data={"packing": False}))
 
 
 def test_what_may_change_is_told():

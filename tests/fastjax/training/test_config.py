@@ -14,6 +14,7 @@ from fastjax.training.config import (
     ModelSection,
     OptimizerConfig,
     OutputSection,
+    ParallelSection,
     TrainConfig,
     TrainingSection,
 )
@@ -111,6 +112,22 @@ def test_contradictions():
         TrainConfig(whole, DataSection("d"), OutputSection("o"), lora=LoraSection(r=4))
     with pytest.raises(ConfigError, match="training.eval_steps: expected data.eval or data.val_set_size with it"):
         TrainConfig(ModelSection("m"), DataSection("d"), OutputSection("o"), training=TrainingSection(eval_steps=5))
+
+
+def test_rows_are_grouped_by_length_alone():
+    def config(data=None, **parallel):
+        sections = ModelSection("m"), data or DataSection("d", packing=False), OutputSection("o")
+        training = TrainingSection(group_by_length=True, max_steps=9)
+        return TrainConfig(*sections, training=training, parallel=ParallelSection(**parallel))
+
+    assert config(context=1).training.group_by_length
+    for message, arguments in (
+        ("without data.packing: false", {"data": DataSection("d")}),
+        ("without parallel.context: 1", {"context": 2}),
+        ("for streamed data", {"data": DataSection([DataSource("a", streaming=True)], packing=False)}),
+    ):
+        with pytest.raises(ConfigError, match=rf"training\.group_by_length: expected false {message}, got true"):
+            config(**arguments)
 
 
 def test_streamed_data_have_no_epochs():
