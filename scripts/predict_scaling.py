@@ -9,7 +9,7 @@ card, both at once; it gathers or scatters them by (HN-1)/HN·b and (N-1)/N·b/H
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from convert.model.config import ModelConfig
 from fastjax.bench.step.presets import preset_config
@@ -106,7 +106,7 @@ def adapter_parameters(config: ModelConfig) -> int:
 def compute_seconds(config: ModelConfig, *, full: bool) -> float:
     """Of a step on one GPU, at the rate of the measured one."""
 
-    def flops(config: ModelConfig, **trained: int) -> float:
+    def flops(config: ModelConfig, **trained: Any) -> float:
         return step_flops(config, tokens=ROWS * TOKENS, document_length=TOKENS, **trained)
 
     known = config_of("llama3-8b")
