@@ -82,7 +82,7 @@ def test_settings(tmp_path, pytestconfig):
         if number % 4 == 2:
             settings = {name: dict(section) for name, section in SETTINGS.items()}
             for section, key in draw.sample(section_keys, draw.choice((1, 1, 2))):
-                settings[section][key] = hostile.value(draw)
+                settings.setdefault(section, {})[key] = hostile.value(draw)
             return json.dumps(settings).encode(), []
         options = []
         for section, key in draw.sample(section_keys, draw.choice((1, 2))):
