@@ -200,7 +200,9 @@ def _measure(case: StepCase, folder: Path) -> StepResult:
     if dead:
         return dataclasses.replace(found, fault=f"{dead} of {len(trained)} trained weights have no gradient")
     count = sum(weight.numel() for weight in trained)
-    own: dict[str, Any] = {"trained_parameters": matrix_parameters(config)} if case.full else {"adapter_parameters": count}
+    own: dict[str, Any] = {"adapter_parameters": count}
+    if case.full:
+        own = {"trained_parameters": matrix_parameters(config)}
     median, rows = statistics.median(seconds[case.warmup :]), case.batch * case.seq
     flops = step_flops(config, tokens=rows, document_length=case.seq, **own)
     return dataclasses.replace(
