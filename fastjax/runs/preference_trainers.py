@@ -36,7 +36,7 @@ _ELSEWHERE = {
 
 @dataclasses.dataclass(kw_only=True)
 class PreferenceArguments(SharedArguments, abc.ABC):
-    """What the configs share.
+    """What the configs share; further ones: `SharedArguments`.
 
     Attributes:
         max_length: tokens of a prompt with its answer, at most; a row of the model's max_seq_length holds two of them.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True)
 class SFTConfig(SharedArguments):
-    """TRL's settings of supervised fine-tuning; each means what it means there, those of a row's length too.
+    """TRL's settings of supervised fine-tuning; each means what it means there. Further ones: `SharedArguments`.
 
     Attributes:
         max_length: tokens of a row, at most the model's max_seq_length; None: that.
