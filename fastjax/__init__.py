@@ -10,15 +10,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastjax.data.settings import DataSource
     from fastjax.language_model import FastLanguageModel, LanguageModel
+    from fastjax.runs.preference_trainers import (
+        CPOConfig,
+        CPOTrainer,
+        DPOConfig,
+        DPOTrainer,
+        KTOConfig,
+        KTOTrainer,
+        ORPOConfig,
+        ORPOTrainer,
+    )
     from fastjax.runs.sft import SFTConfig, SFTTrainer, get_chat_template, train_on_responses_only
     from fastjax.runs.trainer import Event, Trainer, TrainerSettings
     from fastjax.training.config import OptimizerConfig, OutputSection, PreferencesSection, TrainingSection
 
 _PLACES = {
+    "CPOConfig": "fastjax.runs.preference_trainers",
+    "CPOTrainer": "fastjax.runs.preference_trainers",
+    "DPOConfig": "fastjax.runs.preference_trainers",
+    "DPOTrainer": "fastjax.runs.preference_trainers",
     "DataSource": "fastjax.data.settings",
     "Event": "fastjax.runs.trainer",
     "FastLanguageModel": "fastjax.language_model",
+    "KTOConfig": "fastjax.runs.preference_trainers",
+    "KTOTrainer": "fastjax.runs.preference_trainers",
     "LanguageModel": "fastjax.language_model",
+    "ORPOConfig": "fastjax.runs.preference_trainers",
+    "ORPOTrainer": "fastjax.runs.preference_trainers",
     "OptimizerConfig": "fastjax.training.config",
     "OutputSection": "fastjax.training.config",
     "PreferencesSection": "fastjax.training.config",
@@ -32,10 +50,18 @@ _PLACES = {
 }
 
 __all__ = [
+    "CPOConfig",
+    "CPOTrainer",
+    "DPOConfig",
+    "DPOTrainer",
     "DataSource",
     "Event",
     "FastLanguageModel",
+    "KTOConfig",
+    "KTOTrainer",
     "LanguageModel",
+    "ORPOConfig",
+    "ORPOTrainer",
     "OptimizerConfig",
     "OutputSection",
     "PreferencesSection",

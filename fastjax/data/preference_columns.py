@@ -50,8 +50,19 @@ def parse_preference(
         return completion_record(prompt, said, where, own, tools, templated=templated)
 
     if all(values[meaning] is not None for meaning in _PAIR):
-        prompt, *said = _split(values["prompt"], values["chosen"], values["rejected"])
-        if not prompt and values["prompt"] is None and isinstance(prompt, list | str):
+        chosen, rejected = values["chosen"], values["rejected"]
+        for kind, what in ((str, "a string"), (list, "a list of messages")):
+            if isinstance(chosen, kind) and not isinstance(rejected, kind):
+                raise DataError(
+                    f"{where}: {shown_names['rejected']} must be {what}, as {shown_names['chosen']} is, found "
+                    f"{describe(rejected)}"
+                )
+        if not isinstance(chosen, str | list):
+            raise DataError(
+                f"{where}: {shown_names['chosen']} must be a string or a list of messages, found {describe(chosen)}"
+            )
+        prompt, *said = _split(values["prompt"], chosen, rejected)
+        if not prompt and values["prompt"] is None:
             both = f"{shown_names['chosen']} and {shown_names['rejected']}"
             raise DataError(f"{where}: expected a prompt, or one that {both} begin with, got none")
         answers = tuple(answer(prompt, meaning, one) for meaning, one in zip(_PAIR, said, strict=True))
@@ -69,8 +80,7 @@ def parse_preference(
 
 def _split(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     """The prompt, and the two answers without it."""
-    lists = isinstance(chosen, list) and isinstance(rejected, list)
-    common = _common(chosen, rejected) if type(chosen) is type(rejected) and (lists or isinstance(chosen, str)) else 0
+    lists, common = isinstance(chosen, list), _common(chosen, rejected)
     if prompt is None:
         return chosen[:common], chosen[common:], rejected[common:]
     if lists and isinstance(prompt, str):  # the messages have it too, or it is all that the user says

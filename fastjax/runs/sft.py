@@ -4,132 +4,36 @@ The defaults are TRL's and transformers' where a name is theirs. A name that is 
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastjax.data.named_templates import set_chat_template
 from fastjax.data.records import ChatRecord
-from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import Callback, Trainer, TrainerSettings, first_record
 from fastjax.runs.training_run import FineTuned
-from fastjax.training.config import OptimizerConfig, OutputSection, TrainingSection
+from fastjax.runs.trl_arguments import SharedArguments, with_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "adamw_8bit": "adamw_8bit",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-    "adafactor": "adafactor",
-    "lion_32bit": "lion",
-}
-_SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
-    "constant_with_warmup": "constant",
-    "warmup_stable_decay": "wsd",
-}
-#: Names that change nothing here -> why.
-_NOT_NEEDED = (
-    *("dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "tf32"),
-    *("disable_tqdm", "gradient_checkpointing_kwargs", "ddp_find_unused_parameters"),
-)
-#: Names with another place -> which.
-_ELSEWHERE = {
-    "gradient_checkpointing": "use_gradient_checkpointing of FastLanguageModel",
-    "model_init_kwargs": "FastLanguageModel.from_pretrained",
-    "peft_config": "FastLanguageModel.get_peft_model",
-    "deepspeed": "fastjax train with parallel.fsdp",
-    "fsdp": "fastjax train with parallel.fsdp",
-    "push_to_hub": "LanguageModel.push_to_hub",
-    "resume_from_checkpoint": "train(resume=True)",
-    "formatting_func": "rows that are formatted already, or a chat template",
-    "data_collator": "Trainer's loss_on: responses, last_response or all",
-    "compute_metrics": "Trainer's evaluate",
-}
-
 
 @dataclasses.dataclass(kw_only=True)
-class SFTConfig:
-    """TRL's settings of supervised fine-tuning; each means what it means there.
+class SFTConfig(SharedArguments):
+    """TRL's settings of supervised fine-tuning; each means what it means there. Further ones: `SharedArguments`.
 
     Attributes:
-        output_dir: folder of the run.
-        overwrite_output_dir: replace an earlier run there.
         max_length: tokens of a row, at most the model's max_seq_length; None: that.
         packing: put several examples into one row, which do not see each other.
-        group_by_length: take rows of similar length into a step, which computes the longest.
         dataset_text_field: the column of plain texts.
         completion_only_loss: learn completions alone; None: where rows have them.
         assistant_only_loss: learn the assistant's messages alone; without it, of conversations, every token.
-        bf16: the computation is in bfloat16, which the model was loaded for; None: whatever it is.
-        fp16: likewise float16.
-        embedding_learning_rate: that of embedding and head where these are trained, as of Unsloth; None: learning_rate.
-        optim: the optimizer, one of adamw_torch, adamw_8bit, adafactor, lion_32bit and their other names.
-        eval_strategy: "no", "steps" or "epoch".
-        eval_steps: a number of steps, or a share of the run's below 1.
-        save_strategy: "no", "steps" or "epoch".
-        save_steps: as eval_steps.
-        others: names of theirs that are refused with what to use instead, or need nothing here.
     """
 
-    output_dir: str = "trainer_output"
-    overwrite_output_dir: bool = False
-    max_length: int | None = 1024
     packing: bool = False
     dataset_text_field: str = "text"
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
-    per_device_train_batch_size: int = 8
-    per_device_eval_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-    num_train_epochs: float = 3.0
-    max_steps: int = -1
-    learning_rate: float = 2e-5
-    embedding_learning_rate: float | None = None
-    lr_scheduler_type: str = "linear"
-    warmup_steps: int = 0
-    warmup_ratio: float = 0.0
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
-    optim: str = "adamw_torch"
-    label_smoothing_factor: float = 0.0
-    neftune_noise_alpha: float | None = None
-    group_by_length: bool = False
-    seed: int = 42
-    bf16: bool | None = None
-    fp16: bool | None = None
-    logging_steps: int = 10
-    eval_strategy: str = "no"
-    eval_steps: int | float | None = None
-    save_strategy: str = "steps"
-    save_steps: int | float = 500
-    save_total_limit: int | None = None
-    load_best_model_at_end: bool = False
-    report_to: str | Sequence[str] = "none"
-    run_name: str | None = None
-    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, value in self.others.items():
-            if name in _ELSEWHERE and value:
-                raise ConfigError(f"SFTConfig: {name}: expected none, got {value!r}; use {_ELSEWHERE[name]}")
-            if name not in _ELSEWHERE and name not in _NOT_NEEDED:
-                raise ConfigError(f"SFTConfig: {name}: expected a name of SFTConfig, got an unknown one")
-        for name, known in (
-            ("optim", _OPTIMIZERS),
-            ("lr_scheduler_type", _SCHEDULES),
-            ("eval_strategy", ("no", "steps", "epoch")),
-            ("save_strategy", ("no", "steps", "epoch")),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"SFTConfig: {name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
 
     @property
     def columns(self) -> dict[str, str] | None:
@@ -146,59 +50,13 @@ class SFTConfig:
         Raises:
             ConfigError: a dtype or length that the model does not have.
         """
-        for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-            if getattr(self, name) and str(model.dtype) != dtype:
-                raise ConfigError(
-                    f"SFTConfig: {name}: expected none over a model that computes in {model.dtype}, got true; load it "
-                    f"with dtype={dtype!r}"
-                )
-        told = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
         whole = not self.assistant_only_loss if conversations else self.completion_only_loss is False
         return TrainerSettings(
-            OutputSection(
-                self.output_dir,
-                overwrite_output_dir=self.overwrite_output_dir,
-                save_steps=_every(self.save_strategy, self.save_steps),
-                save_total_limit=self.save_total_limit or 2,
-                load_best_model_at_end=self.load_best_model_at_end,
-                report_to=[name for name in told if name != "none"],  # pyright: ignore[reportArgumentType]
-                run_name=self.run_name,
-            ),
-            TrainingSection(
-                per_device_train_batch_size=self.per_device_train_batch_size,
-                gradient_accumulation_steps=self.gradient_accumulation_steps,
-                num_train_epochs=self.num_train_epochs,
-                max_steps=self.max_steps if self.max_steps > 0 else None,
-                per_device_eval_batch_size=self.per_device_eval_batch_size,
-                eval_steps=_every(self.eval_strategy, self.eval_steps or self.logging_steps),
-                group_by_length=self.group_by_length,
-                logging_steps=self.logging_steps,
-                label_smoothing_factor=self.label_smoothing_factor,
-                neftune_noise_alpha=self.neftune_noise_alpha,
-                seed=self.seed,
-            ),
-            OptimizerConfig(
-                name=_OPTIMIZERS[self.optim],  # pyright: ignore[reportArgumentType]
-                learning_rate=self.learning_rate,
-                embedding_learning_rate=self.embedding_learning_rate,
-                lr_scheduler_type=_SCHEDULES[self.lr_scheduler_type],  # pyright: ignore[reportArgumentType]
-                warmup_steps=self.warmup_steps,
-                warmup_ratio=self.warmup_ratio,
-                weight_decay=self.weight_decay,
-                adam_beta1=self.adam_beta1,
-                adam_beta2=self.adam_beta2,
-                adam_epsilon=self.adam_epsilon,
-                max_grad_norm=self.max_grad_norm,
-            ),
+            *self.sections(model),
             columns=self.columns,
             packing=self.packing,
             loss_on="all" if whole else "responses",
         )
-
-
-def _every(strategy: str, steps: int | float) -> Any:
-    """A strategy of transformers and its steps as `eval_steps` or `save_steps`."""
-    return {"no": None, "steps": steps, "epoch": "epoch"}[strategy]
 
 
 class SFTTrainer:
@@ -231,12 +89,9 @@ class SFTTrainer:
         Raises:
             ConfigError: settings that contradict each other or the model, or a name that is not served.
         """
-        args = args or SFTConfig()
         if "max_seq_length" in others:
             others["max_length"] = others.pop("max_seq_length")
-        fields = {field.name for field in dataclasses.fields(SFTConfig)} - {"others"}
-        changes = {name: others.pop(name) for name in fields & set(others)}
-        args = dataclasses.replace(args, **changes, others={**args.others, **others})
+        args = with_names(args or SFTConfig, others)
         if args.max_length is not None and args.max_length < model.max_seq_length:
             model = model.replace(max_seq_length=args.max_length)
         if args.eval_strategy == "no":

@@ -13,6 +13,7 @@ from fastjax.data.columns import parse_row
 from fastjax.data.encoding import Encoder
 from fastjax.data.files import read_rows
 from fastjax.data.named_templates import set_chat_template
+from fastjax.data.preference_columns import parse_preference
 from fastjax.errors import ConfigError, DataError
 from tests.support import hostile, tokenizers
 from tests.support.fuzz import fuzz
@@ -35,6 +36,14 @@ ROWS = (
     {"prompt": "the user ", "completion": "asked"},
     {"prompt": SAID[1:2], "completion": SAID[4:]},
     {"instruction": "what", "input": "the user", "output": "is"},
+)
+#: Rows of preferences, in each form.
+PREFERENCES = (
+    {"prompt": "the user ", "chosen": "asked", "rejected": ""},
+    {"chosen": "the user asked", "rejected": "the user is"},
+    {"prompt": SAID[1:2], "chosen": SAID[4:], "rejected": SAID[4:], "tools": [TOOL]},
+    {"prompt": "the", "chosen": [*SAID[1:2], *SAID[4:]], "rejected": [*SAID[1:2], *SAID[4:]]},
+    {"prompt": "the user ", "completion": "asked", "label": True},
 )
 COLUMNS = ({"text": "output"}, {"messages": "conversations"}, {"prompt": "instruction", "completion": "output"})
 PACK = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -102,3 +111,20 @@ def test_rows(tmp_path, encoders, pytestconfig):
 
     known = [(".jsonl", json.dumps(row).encode(), 0, None) for row in ROWS]
     fuzz("rows", pytestconfig.getoption("--fuzz"), make, read, (DataError, ConfigError), known)
+
+
+def test_rows_of_preferences(encoders, pytestconfig):
+    def make(draw, number):
+        row = hostile.changed(draw, draw.choice(PREFERENCES), PREFERENCES)
+        return row, number % len(encoders), draw.choice(("paired", "unpaired")), draw.random() < 0.5
+
+    def read(given):
+        row, encoder, pairing, templated = given
+        record = parse_preference(row, "row 1", pairing=pairing, templated=templated)
+        assert len(record.answers) == len(record.desirable)
+        for chunk in encoders[encoder].encode(record.answers):
+            for example in chunk:
+                assert example.tokens.shape == example.learn.shape
+
+    known = [(row, 0, "unpaired", False) for row in PREFERENCES]
+    fuzz("rows of preferences", pytestconfig.getoption("--fuzz"), make, read, (DataError, ConfigError), known)

@@ -21,6 +21,7 @@ SETTINGS = {
     "training": {"max_steps": 7, "seed": 3},
     "output": {"output_dir": "runs/one", "run_name": "a"},
     "parallel": {"data": 2, "fsdp": "auto", "gradient_exchange": "int8"},
+    "preferences": {"loss": "orpo", "beta": 0.3},
 }
 RIGHT = yaml.safe_dump(SETTINGS)
 SCALARS = (

@@ -21,6 +21,7 @@ from fastjax.training.config import (
     OptimizerConfig,
     OutputSection,
     ParallelSection,
+    PreferencesSection,
     TrainConfig,
     TrainingSection,
 )
@@ -44,6 +45,7 @@ def config(**sections) -> TrainConfig:
         "optimizer": OptimizerConfig,
         "training": TrainingSection,
         "parallel": ParallelSection,
+        "preferences": PreferencesSection,
     }
     made = {name: kinds[name](**(base.get(name, {}) | sections.get(name, {}))) for name in kinds}
     return TrainConfig(**made)

@@ -11,7 +11,7 @@ from fastjax.training.config.checks import check_section, expect
 TAKES: dict[str, tuple[str, ...]] = {
     "dpo": ("beta", "label_smoothing"),
     "ipo": ("beta",),
-    "orpo": ("beta",),
+    "orpo": ("beta", "nll_tokens"),
     "kto": ("beta", "desirable_weight", "undesirable_weight"),
     "simpo": ("beta", "gamma", "label_smoothing"),
 }
@@ -30,6 +30,8 @@ class PreferencesSection:
             factor of the odds ratio's term; of simpo that of the log-probabilities; null: 0.1, of simpo 2.
         label_smoothing: of dpo and simpo, the probability that a pair's label is wrong; null: 0.
         gamma: of simpo, the margin between the two answers' rewards; null: 1.
+        nll_tokens: of orpo, the tokens of the first term: answer, the mean over those of each chosen answer; or all, as
+            TRL has it, the mean over all of a portion's chosen documents, prompts included; null: answer.
         desirable_weight: of kto, factor of the losses of desirable answers; null: 1.
         undesirable_weight: likewise of undesirable ones; null: 1.
         max_length: tokens of an answer with its prompt, at most; null: as many as a row (model.max_seq_length) has room
@@ -40,6 +42,7 @@ class PreferencesSection:
     beta: float | None = None
     label_smoothing: float | None = None
     gamma: float | None = None
+    nll_tokens: Literal["answer", "all"] | None = None
     desirable_weight: float | None = None
     undesirable_weight: float | None = None
     max_length: int | None = None

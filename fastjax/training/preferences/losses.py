@@ -1,8 +1,8 @@
 """The objectives as losses of the train step.
 
 A loss is a sum over the pairs, or for KTO over the answers, whose number is its weight: the rows' division into
-microbatches and devices does not change it, but for KTO's divergence, an estimate of each microbatch. Defaults are
-TRL's, but SimPO's (β 2, γ 1; there 0.1, γ 0.5).
+microbatches and devices does not change it, but for KTO's divergence and ORPO's mean over all tokens, both of each
+microbatch. Defaults are TRL's, but SimPO's (β 2, γ 1; there 0.1, γ 0.5) and ORPO's nll_tokens (there "all").
 
 Metrics, as in TRL: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen, logps/rejected,
 with rewards β·log(π/π₀), or β·(mean of log π) without a reference; of ORPO nll_loss and log_odds_ratio, of KTO kl.
@@ -11,7 +11,7 @@ Routers' losses and label smoothing over the vocabulary are not added.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,14 @@ from fastjax.data.preferences import Role
 from fastjax.models.decoder import Decoder
 from fastjax.training.loss import LossSums, Mean
 from fastjax.training.preferences import objectives
-from fastjax.training.preferences.scores import document_scores, reference_log_probs
+from fastjax.training.preferences.scores import (
+    all_targets,
+    by_document,
+    document_scores,
+    reference_log_probs,
+    token_log_probs,
+)
+from pallas_kernels.cross_entropy import IGNORE_INDEX
 
 
 class Pairs(NamedTuple):
@@ -143,22 +150,36 @@ class ORPOLoss:
 
     Attributes:
         beta: factor of the odds ratio's term (λ).
+        nll_tokens: those of the first term: "answer", of each pair the mean over the chosen answer's tokens, as in the
+            paper's equation; or "all", the mean over all tokens of a microbatch's chosen documents, prompts included,
+            as in TRL.
         chunk_size: as of `DPOLoss`.
     """
 
     beta: float = 0.1
+    nll_tokens: Literal["answer", "all"] = "answer"
     chunk_size: int | None = None
 
     def __post_init__(self):
         _check_positive(self, "beta")
+        if self.nll_tokens not in ("answer", "all"):
+            raise ValueError(f"ORPOLoss: nll_tokens: expected answer or all, got {self.nll_tokens!r}")
 
     def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
         """The sums over a microbatch; see `training.loss.Loss`."""
-        policy = document_scores(model, trainable_filter, rows, key=key, chunk_size=self.chunk_size)
+        targets = all_targets(rows) if self.nll_tokens == "all" else rows.targets
+        options = {"key": key, "chunk_size": self.chunk_size}
+        log_probs = token_log_probs(model, trainable_filter, rows, targets, **options)
         pairs = pairs_of(rows.extra["roles"])
-        chosen, rejected = pairs.of(policy.means)
-        losses = objectives.orpo(chosen, rejected, beta=self.beta)
-        own = {"nll_loss": -chosen, "log_odds_ratio": objectives.log_odds(chosen) - objectives.log_odds(rejected)}
+        chosen, rejected = pairs.of(by_document(log_probs, rows.targets != IGNORE_INDEX, rows).means)
+        nll = -chosen
+        if self.nll_tokens == "all":
+            whole, own = by_document(log_probs, targets != IGNORE_INDEX, rows), rows.extra["roles"] == Role.CHOSEN
+            count = jnp.sum(jnp.where(own, whole.lengths, 0.0))
+            mean = jnp.sum(jnp.where(own, whole.log_probs, 0.0)) / jnp.maximum(count, 1.0)
+            nll = jnp.broadcast_to(-mean, chosen.shape)
+        losses = nll + objectives.odds_ratio(chosen, rejected, beta=self.beta)
+        own = {"nll_loss": nll, "log_odds_ratio": objectives.log_odds(chosen) - objectives.log_odds(rejected)}
         return pairs.sums(losses, self.beta * chosen, self.beta * rejected, **own, **_log_probs(chosen, rejected))
 
 

@@ -109,7 +109,14 @@ def orpo(policy_chosen: Float[Array, "*P"], policy_rejected: Float[Array, "*P"],
         policy_rejected: likewise of the rejected one.
         beta: λ.
     """
-    return -policy_chosen - beta * jax.nn.log_sigmoid(log_odds(policy_chosen) - log_odds(policy_rejected))
+    return -policy_chosen + odds_ratio(policy_chosen, policy_rejected, beta=beta)
+
+
+def odds_ratio(
+    policy_chosen: Float[Array, "*P"], policy_rejected: Float[Array, "*P"], *, beta: float
+) -> Float[Array, "*P"]:
+    """The second term of `orpo`."""
+    return -beta * jax.nn.log_sigmoid(log_odds(policy_chosen) - log_odds(policy_rejected))
 
 
 def log_odds(log_prob: Float[Array, "*P"]) -> Float[Array, "*P"]:

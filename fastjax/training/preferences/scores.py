@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.filterlib import Filter
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fastjax.errors import ConfigError
 from fastjax.models.decoder import Decoder
@@ -54,12 +54,56 @@ def document_scores(
         key: dropout key; None: no dropout.
         chunk_size: sequence places whose logits exist at once on a device; None: by the size of the vocabulary.
     """
+    log_probs = token_log_probs(model, trainable_filter, rows, rows.targets, key=key, chunk_size=chunk_size)
+    return by_document(log_probs, rows.targets != IGNORE_INDEX, rows)
+
+
+def token_log_probs(
+    model: Decoder,
+    trainable_filter: Filter,
+    rows: Any,
+    targets: Int[Array, "B S"],
+    *,
+    key: PRNGKeyArray | None = None,
+    chunk_size: int | None = None,
+) -> Float[Array, "B S"]:
+    """The log-probability of each target, float32; 0 where there is none.
+
+    Args:
+        model: the decoder, merged.
+        trainable_filter: the nnx filter of the trained variables.
+        rows: as for `document_scores`.
+        targets: the tokens that follow, IGNORE_INDEX where none is scored.
+        key: as for `document_scores`.
+        chunk_size: likewise.
+    """
     hidden = model.head_input(model.forward(rows.tokens, rows.positions, rows.segment_ids, key=key).hidden, key)
-    log_probs = head_log_probs(model, trainable_filter, hidden, rows.targets, chunk_size=chunk_size)
-    own = documents_of(rows)
-    counted = own & (rows.targets != IGNORE_INDEX)[:, :, None]
+    return head_log_probs(model, trainable_filter, hidden, targets, chunk_size=chunk_size)
+
+
+def all_targets(rows: Any) -> Int[Array, "B S"]:
+    """The token that follows each in its document, scored or not; IGNORE_INDEX where none is known.
+
+    Args:
+        rows: as for `document_scores`.
+    """
+    following, segments = jnp.roll(rows.tokens, -1, axis=1), _segments(rows)
+    inside = (jnp.roll(segments, -1, axis=1) == segments) & (segments > 0)
+    inside = inside.at[:, -1].set(False)
+    return jnp.where(rows.targets != IGNORE_INDEX, rows.targets, jnp.where(inside, following, IGNORE_INDEX))
+
+
+def by_document(log_probs: Float[Array, "B S"], counted: Bool[Array, "B S"], rows: Any) -> Scores:
+    """Sums over the documents of rows.
+
+    Args:
+        log_probs: of the targets.
+        counted: which of them are added up.
+        rows: as for `document_scores`.
+    """
+    own = documents_of(rows) & counted[:, :, None]
     return Scores(
-        jnp.sum(jnp.where(own, log_probs[:, :, None], 0.0), axis=1), jnp.sum(counted, axis=1, dtype=log_probs.dtype)
+        jnp.sum(jnp.where(own, log_probs[:, :, None], 0.0), axis=1), jnp.sum(own, axis=1, dtype=log_probs.dtype)
     )
 
 
@@ -69,9 +113,13 @@ def documents_of(rows: Any) -> Bool[Array, "B S D"]:
     Args:
         rows: as for `document_scores`.
     """
-    segments = jnp.ones_like(rows.tokens) if rows.segment_ids is None else rows.segment_ids
+    segments = _segments(rows)
     slots = jnp.arange(1, rows.extra["roles"].shape[1] + 1, dtype=segments.dtype)
     return segments[:, :, None] == slots[None, None, :]
+
+
+def _segments(rows: Any) -> Int[Array, "B S"]:
+    return jnp.ones_like(rows.tokens) if rows.segment_ids is None else rows.segment_ids
 
 
 def reference_log_probs(

@@ -23,6 +23,9 @@ COLUMNS = (
     "skipped",
     "router_largest_share",
     "router_entropy",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
 )
 """The figures of a train step in the report."""
 

@@ -119,6 +119,16 @@ def panels(history: History, spikes: Sequence[Spike], max_grad_norm: float | Non
         ]
         title = "Choice of experts: entropy (1: even), share of the busiest"
         found.append(Panel(title, series, kind="percent"))
+    if history.known("rewards/chosen"):
+        series = [
+            *smoothed(history, "rewards/chosen", "green", "chosen"),
+            *smoothed(history, "rewards/rejected", "red", "rejected"),
+        ]
+        found.append(Panel("Rewards of answers", series))
+    if history.known("rewards/accuracies"):
+        series = [*smoothed(history, "rewards/accuracies", "blue", "training")]
+        series += held_out(history, "eval_rewards/accuracies", "held out")
+        found.append(Panel("Pairs whose chosen answer has the larger reward", series, kind="percent"))
     for name in history.own_metrics:
         found.append(Panel(f"Held out: {name.removeprefix('eval_')}", held_out(history, name, "")))
     return found

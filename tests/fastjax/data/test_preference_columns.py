@@ -66,13 +66,18 @@ def test_single_answers_named_columns_and_templates():
             "f:1: expected the columns chosen and rejected, .* the columns there are: prompt, completion, label",
         ),
         ("paired", {"chosen": "a", "rejected": None}, "the columns there are: chosen, rejected \\(null\\)"),
-        ("paired", {"chosen": "ab", "rejected": 3, "prompt": "a"}, "f:1: 'rejected' must be a string, found 3"),
+        (
+            "paired",
+            {"chosen": "ab", "rejected": 3, "prompt": "a"},
+            "f:1: 'rejected' must be a string, as 'chosen' is, found 3",
+        ),
         (
             "paired",
             {"chosen": [said("a")], "rejected": [said("b")]},
             "f:1: expected a prompt, or one that 'chosen' and 'rejected' begin with, got none",
         ),
         ("paired", {"prompt": "a", "chosen": ["b"], "rejected": [said("c")]}, r"f:1: chosen\[0\]: expected an object"),
+        ("paired", {"chosen": {}, "rejected": {}}, "f:1: 'chosen' must be a string or a list of messages, found {}"),
         (
             "unpaired",
             {"prompt": "a", "completion": "b", "label": 1},

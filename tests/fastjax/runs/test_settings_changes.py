@@ -17,7 +17,12 @@ def settings(**sections):
 
 
 def test_equal_settings():
-    assert check_settings(WHERE, settings(), settings()) == []
+    old = settings()
+    assert check_settings(WHERE, old, settings()) == []
+    del old["preferences"]  # a checkpoint from before there was that section
+    assert check_settings(WHERE, old, settings()) == []
+    with pytest.raises(ConfigError, match="preferences.loss: expected None, got 'dpo'"):
+        check_settings(WHERE, old, settings(preferences={"loss": "dpo"}))
 
 
 def test_a_setting_that_an_earlier_version_did_not_have_had_its_default():

@@ -32,12 +32,13 @@ LOSSES = {
     "dpo": DPOLoss(beta=0.3, label_smoothing=0.2, chunk_size=7),
     "ipo": IPOLoss(beta=0.4),
     "orpo": ORPOLoss(beta=0.5),
+    "orpo, all": ORPOLoss(beta=0.5, nll_tokens="all"),
     "simpo": SimPOLoss(beta=2.5, gamma=0.7),
     "kto": KTOLoss(beta=0.3, desirable_weight=1.5, undesirable_weight=0.6),
 }
 #: How much each counts in the gradients that are compared: they are of like size, and KTO's estimate is a microbatch's.
-SHARES = dict(zip(LOSSES, (1.0, 0.05, 1.0, 0.5, 5.0), strict=True))
-PAIRED = SHARES | {"kto": 0.0}
+SHARES = dict(zip(LOSSES, (1.0, 0.05, 1.0, 1.0, 0.5, 5.0), strict=True))
+PAIRED = SHARES | {"kto": 0.0, "orpo, all": 0.0}
 
 
 @functools.cache
@@ -100,11 +101,22 @@ def scores(model, batch, trainable=None):
     return jnp.where(learnt, right, 0.0), learnt
 
 
+def everything(batch):
+    """The batch with every token to predict, those of prompts too."""
+    targets = np.array(batch.targets)
+    for _, row, place in np.argwhere(targets < 0).tolist():
+        segment = batch.segment_ids[0, row, place : place + 2]
+        if len(segment) == 2 and segment[0] == segment[1] > 0:
+            targets[0, row, place] = batch.tokens[0, row, place + 1]
+    return batch._replace(targets=targets)
+
+
 def formulas(batch, trainable):
     """The losses of a batch by name, from whole logits, document by document."""
     policy, learnt = scores(model(), batch, trainable)
     reference, _ = scores(base(), batch)
-    pairs, answers, mismatched = [], [], []
+    whole, known = scores(model(), everything(batch), trainable)
+    pairs, answers, mismatched, chosen_tokens = [], [], [], np.zeros(known.shape, bool)
     for row, slot in np.argwhere(batch.extra["roles"][0] > 0).tolist():
         own = batch.segment_ids[0][row] == slot + 1
         count = float(np.sum(own & learnt[row]))
@@ -113,6 +125,7 @@ def formulas(batch, trainable):
         if role == Role.MISMATCHED:
             mismatched.append(document[0] - document[1])
         else:
+            chosen_tokens[row] |= own & known[row] & (role == Role.CHOSEN)
             answers.append((*document[:2], role))
             pairs = [*pairs, document] if role == Role.CHOSEN else [*pairs[:-1], (pairs[-1], document)]
     sigma, found = jax.nn.sigmoid, dict.fromkeys(LOSSES, 0.0)
@@ -121,7 +134,9 @@ def formulas(batch, trainable):
         found["dpo"] += -0.8 * jnp.log(sigma(h)) - 0.2 * jnp.log(sigma(-h))
         found["ipo"] += ((chosen - base_chosen) / m - (rejected - base_rejected) / n - 1 / 0.8) ** 2
         p, q = jnp.exp(chosen / m), jnp.exp(rejected / n)
-        found["orpo"] += -chosen / m - 0.5 * jnp.log(sigma(jnp.log(p / (1 - p)) - jnp.log(q / (1 - q))))
+        ratio = -0.5 * jnp.log(sigma(jnp.log(p / (1 - p)) - jnp.log(q / (1 - q))))
+        found["orpo"] += -chosen / m + ratio
+        found["orpo, all"] += -jnp.sum(whole, where=chosen_tokens) / float(chosen_tokens.sum()) + ratio
         found["simpo"] += -jnp.log(sigma(2.5 * chosen / m - 2.5 * rejected / n - 0.7))
     z = jax.lax.stop_gradient(jnp.maximum(0.0, sum(mismatched) / len(mismatched)))
     for log_prob, reference, role in answers:
@@ -149,7 +164,7 @@ def test_packed_pairs_are_pairs_one_a_row():
     gradients, sums = run(packed(), PAIRED)
     parts = [run(batch, PAIRED) for batch in alone()]
     steps.assert_close(jax.tree.map(lambda *g: sum(g), *(part[0] for part in parts)), gradients, TOLERANCE)
-    for name in set(LOSSES) - {"kto"}:
+    for name in set(LOSSES) - {"kto", "orpo, all"}:
         added = jax.tree.map(lambda *values: sum(values), *(part[1][name] for part in parts))
         steps.assert_close(added._asdict(), sums[name]._asdict(), TOLERANCE)
 

@@ -1,0 +1,276 @@
+"""`DPOTrainer`, `ORPOTrainer`, `KTOTrainer` and `CPOTrainer` with their configs: TRL's names for runs over preferences.
+
+The defaults are TRL's. A name that is not served says what to use instead. A row holds one pair (KTO: an answer, and
+its prompt with the completion of another one) unless `packing` is set, so a batch is what it is in TRL.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastjax.errors import ConfigError
+from fastjax.language_model import LanguageModel
+from fastjax.runs.trainer import Callback, Trainer, TrainerSettings
+from fastjax.runs.training_run import FineTuned
+from fastjax.runs.trl_arguments import SharedArguments, with_names
+from fastjax.training.config import PreferencesSection
+
+_REFERENCE = "the model without its adapter, which is the reference in the same step"
+_SECTION = "TrainerSettings(preferences=PreferencesSection(…)) for what losses there are"
+#: Names with another place -> which.
+_ELSEWHERE = {
+    "max_prompt_length": "max_length, over prompt and answer together",
+    "max_completion_length": "max_length, over prompt and answer together",
+    "ref_model": _REFERENCE,
+    "precompute_ref_log_probs": _REFERENCE,
+    "precompute_ref_batch_size": _REFERENCE,
+    "sync_ref_model": "a reference that stays",
+    "generate_during_eval": "Trainer's evaluate",
+    "padding_free": "packing",
+    "activation_offloading": "use_gradient_checkpointing of FastLanguageModel",
+    "router_aux_loss_coef": "a loss without it",
+    **dict.fromkeys(("loss_weights", "ld_alpha", "use_weighting", "alpha", "is_encoder_decoder"), _SECTION),
+}
+
+
+@dataclasses.dataclass(kw_only=True)
+class PreferenceArguments(SharedArguments, abc.ABC):
+    """What the configs share; further ones: `SharedArguments`.
+
+    Attributes:
+        max_length: tokens of a prompt with its answer, at most; a row of the model's max_seq_length holds two of them.
+        truncation_mode: "keep_start": the beginning of what is longer is kept.
+        beta: as in `PreferencesSection`.
+        disable_dropout: the adapter has no dropout.
+        packing: put several pairs into one row, which do not see each other; not a name of TRL's.
+    """
+
+    learning_rate: float = 1e-6
+    truncation_mode: str = "keep_start"
+    beta: float = 0.1
+    disable_dropout: bool = True
+    packing: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._expect("truncation_mode", "keep_start")
+
+    def _expect(self, name: str, *known: str) -> None:
+        if getattr(self, name) not in known:
+            raise ConfigError(
+                f"{type(self).__name__}: {name}: expected {' or '.join(known)}, got {getattr(self, name)!r}"
+            )
+
+    def elsewhere(self) -> Mapping[str, str]:
+        """Names with another place -> which."""
+        return _ELSEWHERE
+
+    @abc.abstractmethod
+    def preferences(self) -> PreferencesSection:
+        """The section `preferences`."""
+
+    def settings(self, model: LanguageModel) -> TrainerSettings:
+        """The trainer's settings.
+
+        Args:
+            model: that is trained.
+
+        Raises:
+            ConfigError: a dtype or dropout that the model does not have.
+        """
+        if self.disable_dropout and model.lora is not None and model.lora.lora_dropout:
+            raise ConfigError(
+                f"{type(self).__name__}: disable_dropout: expected false over an adapter with lora_dropout="
+                f"{model.lora.lora_dropout}, got true; make the adapter with lora_dropout=0"
+            )
+        return TrainerSettings(*self.sections(model), self.preferences(), packing=self.packing)
+
+
+@dataclasses.dataclass(kw_only=True)
+class DPOConfig(PreferenceArguments):
+    """TRL's settings of DPO.
+
+    Attributes:
+        loss_type: "sigmoid" (DPO) or "ipo".
+        label_smoothing: nothing, as of these two in TRL; of cDPO it is `PreferencesSection`'s.
+    """
+
+    loss_type: str | Sequence[str] = "sigmoid"
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss_type, str) and len(self.loss_type) == 1:
+            self.loss_type = self.loss_type[0]
+        super().__post_init__()
+        self._expect("loss_type", "sigmoid", "ipo")
+        if self.label_smoothing:
+            raise ConfigError(
+                f"DPOConfig: label_smoothing: expected 0 with loss_type {self.loss_type!r}, of which TRL has none, got "
+                f"{self.label_smoothing}; cDPO is PreferencesSection('dpo', label_smoothing=…)"
+            )
+
+    def preferences(self) -> PreferencesSection:
+        """The section `preferences`."""
+        loss = "ipo" if self.loss_type == "ipo" else "dpo"
+        return PreferencesSection(loss, self.beta, max_length=self.max_length)
+
+
+@dataclasses.dataclass(kw_only=True)
+class ORPOConfig(PreferenceArguments):
+    """TRL's settings of ORPO; its first term is over all tokens of the chosen documents, as there."""
+
+    def preferences(self) -> PreferencesSection:
+        """The section `preferences`."""
+        return PreferencesSection("orpo", self.beta, nll_tokens="all", max_length=self.max_length)
+
+
+@dataclasses.dataclass(kw_only=True)
+class KTOConfig(PreferenceArguments):
+    """TRL's settings of KTO.
+
+    Attributes:
+        loss_type: "kto".
+        desirable_weight: as in `PreferencesSection`.
+        undesirable_weight: likewise.
+    """
+
+    loss_type: str = "kto"
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._expect("loss_type", "kto")
+
+    def preferences(self) -> PreferencesSection:
+        """The section `preferences`."""
+        return PreferencesSection(
+            "kto",
+            self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+            max_length=self.max_length,
+        )
+
+
+@dataclasses.dataclass(kw_only=True)
+class CPOConfig(PreferenceArguments):
+    """TRL's settings of CPO, of which SimPO is served: `loss_type="simpo"` with `cpo_alpha=0`.
+
+    Attributes:
+        loss_type: "simpo".
+        cpo_alpha: 0.
+        simpo_gamma: the margin.
+        label_smoothing: as in `PreferencesSection`.
+    """
+
+    loss_type: str = "sigmoid"
+    cpo_alpha: float = 1.0
+    simpo_gamma: float = 0.5
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._expect("loss_type", "simpo")
+        if self.cpo_alpha:
+            raise ConfigError(f"CPOConfig: cpo_alpha: expected 0, which is SimPO, got {self.cpo_alpha}")
+
+    def preferences(self) -> PreferencesSection:
+        """The section `preferences`."""
+        return PreferencesSection(
+            "simpo", self.beta, self.label_smoothing, self.simpo_gamma, max_length=self.max_length
+        )
+
+
+class PreferenceTrainer:
+    """What the trainers share; `train()` returns what `Trainer.train` returns.
+
+    Attributes:
+        Config: the class of its settings.
+        args: the settings.
+    """
+
+    Config: type[PreferenceArguments]
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        args: PreferenceArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        tokenizer: Any = None,
+        callbacks: Sequence[Callback] = (),
+        **others: Any,
+    ):
+        """Look at the settings.
+
+        Args:
+            model: with an adapter; for ORPO and SimPO also with every weight trained.
+            args: the settings.
+            train_dataset: as of `Trainer`.
+            eval_dataset: likewise.
+            processing_class: the tokenizer; None: the model's own.
+            tokenizer: its older name.
+            callbacks: as of `Trainer`.
+            others: names of TRL's; those of the settings are taken, those that cannot be served are refused with what
+                to use instead.
+
+        Raises:
+            ConfigError: settings that contradict each other or the model, or a name that is not served.
+        """
+        if args is not None and not isinstance(args, self.Config):
+            own, name = self.Config.__name__, type(self).__name__
+            raise ConfigError(f"{name}: args: expected a {own}, got a {type(args).__name__}")
+        self.args = with_names(args or self.Config, others)
+        tokenizer = processing_class if processing_class is not None else tokenizer
+        held_out = None if self.args.eval_strategy == "no" else eval_dataset
+        settings = self.args.settings(model)
+        self._trainer = Trainer(model, tokenizer, train_dataset, held_out, settings, callbacks=callbacks)
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model, trained after `train`."""
+        return self._trainer.model
+
+    def train(self, resume_from_checkpoint: bool = False) -> FineTuned:
+        """Train; see `Trainer.train`.
+
+        Args:
+            resume_from_checkpoint: go on from the newest checkpoint in the output folder.
+        """
+        return self._trainer.train(resume=resume_from_checkpoint)
+
+    def save_model(self, output_dir: str) -> None:
+        """Write the trained weights; see `LanguageModel.save_pretrained`.
+
+        Args:
+            output_dir: the folder.
+        """
+        self.model.save_pretrained(output_dir)
+
+
+class DPOTrainer(PreferenceTrainer):
+    """TRL's trainer of DPO and IPO."""
+
+    Config = DPOConfig
+
+
+class ORPOTrainer(PreferenceTrainer):
+    """TRL's trainer of ORPO."""
+
+    Config = ORPOConfig
+
+
+class KTOTrainer(PreferenceTrainer):
+    """TRL's trainer of KTO; the completions of its mismatched prompts are those before them in the data."""
+
+    Config = KTOConfig
+
+
+class CPOTrainer(PreferenceTrainer):
+    """TRL's trainer of CPO, for SimPO."""
+
+    Config = CPOConfig
