@@ -17,6 +17,8 @@ SHOWN = {
     "alpaca_sft": r'### Response:\n\{"who": .*step 12/12: loss [01]\.\d.*\{"who": ".*adapter_model\.safetensors',
     "chat_responses": r"learnt: 'Karl\.<\|eot_id\|>49\.<\|eot_id\|>blue<\|eot_id\|>'\n",
     "continued_pretraining": r"769 tokens, the new ones: \(768,\)",
+    "dpo": r"step 16/16: .*margin \S+  accuracy \d+%.*accuracy of preference (0\.[89]\d|1\.00), margin \d",
+    "orpo": r'step 24/24: .*log odds ratio \d.*\{"who": "',
     "reloading": r"LanguageModel\(llama.*r=16.*NF4.*without the adapter: ",
     "saving": r"model\.safetensors.*gguf-q8_0\.gguf.*the same likeliest token at (9\d|100)% of the places",
 }
