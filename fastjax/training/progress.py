@@ -1,4 +1,4 @@
-"""The progress of a run on the console: a live line on a terminal, plain lines elsewhere.
+"""The progress of a run: a live line on a terminal, a bar and a curve in Jupyter (`notebook`), plain lines elsewhere.
 
 A row redraws the live line, four times a second at most, without a thread, at no cost to the run. On a narrow terminal
 it leaves out the least important figures instead of wrapping.
@@ -23,9 +23,13 @@ def make_progress(total_steps: int, logging_steps: int, console: Console) -> Sin
 
     Args:
         total_steps: the number of steps of the run.
-        logging_steps: a plain line every so many steps; a live line shows every step.
+        logging_steps: a plain line every so many steps; a live line and Jupyter's bar show every step.
         console: the output.
     """
+    if console.is_jupyter and not console.quiet:
+        from fastjax.training.notebook import NotebookView
+
+        return NotebookView(total_steps, logging_steps)
     return LiveLine(total_steps, console) if console.is_terminal else PlainLines(total_steps, logging_steps, console)
 
 

@@ -54,6 +54,12 @@ def test_it_runs(name, client, tmp_path):
     for number, cell in enumerate(book.cells):
         client.execute_cell(cell, number)
     assert re.search(SHOWN[name], text_of(book.cells), re.DOTALL), text_of(book.cells)
+    outputs = [output.get("data", {}) for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    bars = [data["text/html"] for data in outputs if "<progress" in data.get("text/html", "")]
+    for bar in bars:  # replaced in place, up to the end of the run
+        done, steps = re.search(r'<progress value="(\d+)" max="(\d+)"', bar).groups()
+        assert done == steps and f"finished after step {steps}" in bar and "<svg" in bar
+    assert len(bars) == sum(".train(" in "".join(cell.source) for cell in book.cells if cell.cell_type == "code")
 
 
 def test_each_is_run():
