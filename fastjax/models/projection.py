@@ -239,12 +239,46 @@ def without_adapters(module: M) -> M:
     Raises:
         ConfigError: a table that is trained whole; the base's own is not held beside it.
     """
+    base = _copy(module)
+    for found in _adapted(base):
+        found.adapters = nnx.Dict({})
+    for found in _embeddings(base):
+        found.adapter = None
+    return base
+
+
+def at_scale_zero(module: M) -> M:
+    """A copy likewise whose low-rank adapters are there and add nothing, but those with a magnitude (DoRA).
+
+    Its numbers are the base model's, by the products of the adapted one: what rounds differently with adapters and
+    without, such as kernels that add in another order, does so no more.
+
+    Args:
+        module: as for `without_adapters`.
+
+    Raises:
+        ConfigError: likewise.
+    """
+    base = _copy(module)
+    for found in _adapted(base):
+        plain = {name: one for name, one in found.adapters.items() if getattr(one, "magnitude", None) is None}
+        for adapter in plain.values():
+            adapter.scaling = 0.0
+        found.adapters = nnx.Dict(plain)
+    for found in _embeddings(base):
+        if found.adapter is not None and found.adapter.magnitude is None:
+            found.adapter.scaling = 0.0
+        else:
+            found.adapter = None
+    return base
+
+
+def _copy(module: M) -> M:
+    """A copy of a module over the same arrays, without trained rows and fake quantisers."""
     graphdef, state = nnx.split(module)
     base = nnx.merge(graphdef, state)
-    for _, found in nnx.iter_modules(base):
+    for found in (*_adapted(base), *_embeddings(base)):
         if isinstance(found, ExpertsProjection):
-            found.adapters = nnx.Dict({})
-        if not isinstance(found, Projection | Embedding):
             continue
         if isinstance(found.weight, SavedParam):
             raise ConfigError(
@@ -253,7 +287,13 @@ def without_adapters(module: M) -> M:
             )
         found.tokens = None
         if isinstance(found, Projection):
-            found.adapters, found.quantizer = nnx.Dict({}), None
-        else:
-            found.adapter = None
+            found.quantizer = None
     return base
+
+
+def _adapted(module: nnx.Module) -> list[Projection | ExpertsProjection]:
+    return [found for _, found in nnx.iter_modules(module) if isinstance(found, Projection | ExpertsProjection)]
+
+
+def _embeddings(module: nnx.Module) -> list[Embedding]:
+    return [found for _, found in nnx.iter_modules(module) if isinstance(found, Embedding)]

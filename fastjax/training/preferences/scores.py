@@ -1,8 +1,10 @@
 """Log-probabilities of the documents in packed rows, under the model and under the reference.
 
 The reference of an adapter is the model without it: a second pass over the same frozen arrays, in the same step, of
-which nothing is kept for the backward pass. Where the trained weights have no frozen original, or the reference is
-another model, its log-probabilities are computed once and come with the rows.
+which nothing is kept for the backward pass. The adapter is there at scale zero, so that both passes round alike:
+kernels that add an adapter's products as they go add in another order than products alone. Where the trained weights
+have no frozen original, or the reference is another model, its log-probabilities are computed once and come with the
+rows.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from fastjax.errors import ConfigError
 from fastjax.models.decoder import Decoder
-from fastjax.models.projection import without_adapters
+from fastjax.models.projection import at_scale_zero, without_adapters
 from fastjax.training.head import head_log_probs
 from pallas_kernels.cross_entropy import IGNORE_INDEX
 
@@ -148,4 +150,6 @@ def reference_log_probs(
     if trained:
         names = ", ".join(jax.tree_util.keystr(path) for path, _ in trained[:3])
         raise ConfigError(f"{expected}: {len(trained)} of its arrays are trained, such as {names}; got none")
-    return jax.lax.stop_gradient(document_scores(base, trainable_filter, rows, chunk_size=chunk_size).log_probs)
+    graphdef, state = nnx.split(at_scale_zero(model))
+    silent = nnx.merge(graphdef, jax.lax.stop_gradient(state))  # before the pass: what it would keep is not made
+    return document_scores(silent, trainable_filter, rows, chunk_size=chunk_size).log_probs
