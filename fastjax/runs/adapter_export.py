@@ -51,7 +51,7 @@ def export_checkpoint(
                 wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
                 raise ConfigError(f"{run.checkpoints}: expected {wanted}, got {steps or 'none'}")
             earlier = newest(checkpoints, console) if step is None else None
-            model = load_model(config, open_model(config), Console(quiet=True))
+            model = load_model(config, open_model(config))
             trained: Any = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), model.trainable
             )

@@ -22,6 +22,7 @@ from fastjax.planning.device import host_memory, memory_limit
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.planning.work import plain_path, product_flops, stacked_bytes
 from fastjax.runs.mesh import open_mesh
+from fastjax.runs.model_loading import ModelLoading
 from fastjax.runs.opening import OpenModel
 from fastjax.runs.steps import RunShapes
 from fastjax.training.config import TrainConfig
@@ -71,6 +72,7 @@ def compile_step(
     earlier: str | None,
     progress: Callable[[str], None],
     meshes: tuple[MeshShape, ...],
+    loading: ModelLoading,
     documents_per_row: int | None = None,
 ) -> RunStep:
     """Compile the step of a run on the first mesh, with the first policy, that fits on the devices.
@@ -84,6 +86,7 @@ def compile_step(
         earlier: policy of the run that is resumed; None: there is none.
         progress: takes a message for people before each compilation.
         meshes: their shapes, the fastest first.
+        loading: of the model. Where the mesh is known and of one process, it begins beside the tracing of the step.
         documents_per_row: as of `batch_shapes`.
     """
     policies = run_policies(config.model.use_gradient_checkpointing, earlier)
@@ -94,12 +97,14 @@ def compile_step(
     shapes = RunShapes(config, opened, total_steps, loss, compiler_options, meshes[0].replicas, documents_per_row)
     limit = min(gathered_numbers(limit - stats["bytes_in_use"]))
     *others, last = meshes
+    if not others and jax.process_count() == 1:
+        loading.start(last)
     for shape in others:
-        choice = _choose(shapes, shape, policies, limit, progress, must=False)
+        choice = _choose(shapes, shape, policies, limit, progress, loading, must=False)
         if choice is not None and choice.fits:
             return RunStep(choice.policy, choice, shape)
         progress(f"the model does not fit on one device: {last}")
-    choice = _choose(shapes, last, policies, limit, progress, must=True)
+    choice = _choose(shapes, last, policies, limit, progress, loading, must=True)
     assert choice is not None, "it must be made"
     return RunStep(choice.policy, choice, last)
 
@@ -110,6 +115,7 @@ def _choose(
     policies: tuple[str, ...],
     limit: int,
     progress: Callable[[str], None],
+    loading: ModelLoading,
     *,
     must: bool,
 ) -> Choice | None:
@@ -133,7 +139,9 @@ def _choose(
     def compile(policy: str) -> tuple[StepMemory, Any]:
         progress(f"compiling the train step, gradient checkpointing: {policy}")
         program, _ = traced(policy)
-        compiled = program.lower().compile()
+        lowered = program.lower()
+        loading.wait()
+        compiled = lowered.compile()
         return StepMemory.of(compiled), compiled
 
     if not must and all(needed is None or needed > limit for needed in map(at_least, policies)):

@@ -24,12 +24,12 @@ from fastjax.runs.hub_names import located, pinned
 from fastjax.runs.identity import Identity, base_identity, check_identity, run_identity
 from fastjax.runs.mesh import check_model, run_meshes
 from fastjax.runs.messages import say, warn
-from fastjax.runs.model import check_vocabulary, load_model
+from fastjax.runs.model import check_vocabulary, load_model, tell_model
+from fastjax.runs.model_loading import ModelLoading
 from fastjax.runs.opening import open_model
 from fastjax.runs.result import check_result, damage, finished, last_evaluation
 from fastjax.runs.resume import Earlier, newest
 from fastjax.runs.settings_changes import check_settings
-from fastjax.runs.steps import with_policy
 from fastjax.runs.training_run import Evaluate, FineTuned, Own, TrainingRun, describe
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import LoraSection, TrainConfig
@@ -106,16 +106,21 @@ def fine_tune(
         identity = run_identity(data, opened)
         if earlier is not None:
             changed += check_identity(earlier.where, earlier.identity, identity)
-        began = time.perf_counter()
         options = compiler_options(config.training.deterministic, folder.path)
         before = None if earlier is None else earlier.checkpointing
         tell = functools.partial(say, console)
         documents = data.documents_per_row
-        step = compile_step(config, opened, data.total_steps, loss, options, before, tell, meshes, documents)
-        compiled = time.perf_counter()
-        with memory_advice(step):
-            model = load_model(with_policy(config, step.policy), opened, console, step.mesh)
-        startup = Startup(load_seconds=time.perf_counter() - compiled, compile_seconds=compiled - began)
+        with ModelLoading(config, opened) as loading:
+            began = time.perf_counter()
+            step = compile_step(
+                config, opened, data.total_steps, loss, options, before, tell, meshes, loading, documents
+            )
+            compiled = time.perf_counter() - began - loading.waited_seconds
+            with memory_advice(step):
+                model = loading.take(step.policy, step.mesh)
+            beside = loading.load_seconds - loading.waited_seconds
+        startup = Startup(loading.load_seconds, compiled, beside)
+        tell_model(model, console, step.mesh)
         if model.lora is not None:
             tokens = config.training.per_device_train_batch_size * config.model.max_seq_length
             for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
@@ -163,8 +168,8 @@ def _read_back(config: TrainConfig, folder: RunFolder, console: Console) -> Fine
         adapter = LoraSection(adapter=str(folder.result), lora_dropout=config.lora.lora_dropout)
         result = dataclasses.replace(config, lora=adapter)
     try:
-        return FineTuned(
-            load_model(result, open_model(result), console), folder.result, last_evaluation(folder), config
-        )
+        model = load_model(result, open_model(result))
+        tell_model(model, console)
+        return FineTuned(model, folder.result, last_evaluation(folder), config)
     except (ConfigError, ConvertError, OSError) as error:  # where it is the base's, the run says so again
         return str(error)

@@ -28,18 +28,26 @@ _OPENED = ("model_name", "max_seq_length", "new_tokens", "rope_scaling", "offloa
 _ONE_DEVICE = MeshShape()
 
 
-def load_model(
-    config: TrainConfig, opened: OpenModel, console: Console, shape: MeshShape = _ONE_DEVICE
-) -> LanguageModel:
+def load_model(config: TrainConfig, opened: OpenModel, shape: MeshShape = _ONE_DEVICE) -> LanguageModel:
     """The model of a run as it begins, with its adapter.
 
     Args:
         config: the run.
         opened: its folders.
-        console: for a line about the model.
         shape: of the mesh, whose devices get their parts of the weights.
     """
     model = _placed(with_adapter(load_base(config, opened, mesh=open_mesh(shape)), config, opened), config)
+    return model.replace(tokenizer=opened.tokenizer)
+
+
+def tell_model(model: LanguageModel, console: Console, shape: MeshShape = _ONE_DEVICE) -> None:
+    """Say how large a run's model is and where.
+
+    Args:
+        model: the model.
+        console: for it.
+        shape: of the mesh.
+    """
     trained, total = model.num_parameters()
     device = device_use(shape)
     say(
@@ -48,7 +56,6 @@ def load_model(
     )
     if device.idle is not None:
         say(console, f"idle: {device.idle}")
-    return model.replace(tokenizer=opened.tokenizer)
 
 
 def run_shapes(config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:

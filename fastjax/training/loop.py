@@ -60,10 +60,12 @@ class Startup(NamedTuple):
     Attributes:
         load_seconds: to load the model.
         compile_seconds: to compile the step, where it was compiled before its first call.
+        overlap_seconds: of both, where they went on at once.
     """
 
     load_seconds: float
     compile_seconds: float = 0.0
+    overlap_seconds: float = 0.0
 
 
 class _Pending(NamedTuple):
@@ -223,12 +225,19 @@ class _Loop:
             return
         compiled = self.startup.compile_seconds + first.returned - first.called
         stepped = time.perf_counter() - first.returned
-        load, self.startup = self.startup.load_seconds, None
+        load, overlap = self.startup.load_seconds, self.startup.overlap_seconds
+        self.startup = None
         message = (
-            f"started: the model loaded in {load:.1f} s, the train step compiled in {compiled:.1f} s and taken for the "
-            f"first time in {stepped:.1f} s"
+            f"started: the model loaded in {load:.1f} s, the train step compiled in {compiled:.1f} s"
+            f"{f', {overlap:.1f} s of them at once,' if overlap >= 0.05 else ''} and taken for the first time in "
+            f"{stepped:.1f} s"
         )
-        seconds = {"load_seconds": load, "compile_seconds": compiled, "first_step_seconds": stepped}
+        seconds = {
+            "load_seconds": load,
+            "compile_seconds": compiled,
+            "overlap_seconds": overlap,
+            "first_step_seconds": stepped,
+        }
         self.write({"step": first.step, "event": "started", "message": message, **seconds})
 
     def fail(self, state: Any, pending: _Pending, row: Row) -> None:

@@ -56,6 +56,8 @@ def test_the_choice_and_its_resumption(settings, memory, tmp_path):
     assert run(settings, tmp_path / "run", 2).model.remat == fastest
     (row,) = chosen(tmp_path / "run")
     assert row["policy"] == fastest and row["refused"] == {} and 0 < row["device_bytes"] < row["limit_bytes"] == 2**40
+    (started,) = [row for row in rows(tmp_path / "run") if row.get("event") == "started"]
+    assert 0 < started["overlap_seconds"] <= started["load_seconds"]  # the model was loaded while the step was traced
     assert "gradient checkpointing" in (tmp_path / "run" / "report.html").read_text()
     memory(2**20)  # of which no policy fits: a new run would take the last
     assert run(settings, tmp_path / "run", 4, resume=True).model.remat == fastest

@@ -1,0 +1,133 @@
+"""A run's model, loaded by a thread while the step is traced: one waits for files and the device, the other for Python.
+
+XLA compiles when the weights are there, since it may time kernels on the device.
+"""
+
+import contextvars
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from convert.weights import Weights
+from fastjax.language_model import LanguageModel
+from fastjax.parallel import MeshShape
+from fastjax.runs.model import load_model
+from fastjax.runs.opening import OpenModel
+from fastjax.runs.steps import with_policy
+from fastjax.training.config import TrainConfig
+
+#: Models that are loaded with this policy take any other that treats all layers alike.
+_ANY = "full"
+
+
+class ModelLoading:
+    """The loading of a run's model, before or after its policy of rematerialisation is known.
+
+    On leaving the context a thread that is still at work ends at its next weight.
+
+    Attributes:
+        load_seconds: that it took.
+        waited_seconds: of these, where nothing else was done.
+    """
+
+    def __init__(self, config: TrainConfig, opened: OpenModel):
+        """Remember what to load.
+
+        Args:
+            config: the run.
+            opened: its folders.
+        """
+        self.load_seconds = self.waited_seconds = 0.0
+        self._config, self._opened = config, opened
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._model: LanguageModel | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> "ModelLoading":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stopped.set()
+        self.wait()
+
+    def start(self, shape: MeshShape) -> None:
+        """Begin, on a thread.
+
+        Args:
+            shape: of the mesh, of one process.
+        """
+        # A thread has none of the context managers that its caller is in.
+        device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            try:
+                with jax.default_device(device):
+                    self._model = context.run(self._load, _ANY, shape)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="load", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the thread, if there is one, has ended. What it raised `take` raises."""
+        if self._thread is not None:
+            began = time.perf_counter()
+            self._thread.join()
+            self.waited_seconds += time.perf_counter() - began
+
+    def take(self, policy: str, shape: MeshShape) -> LanguageModel:
+        """The model; what was not loaded is loaded now.
+
+        Args:
+            policy: of rematerialisation.
+            shape: of the mesh.
+
+        Raises:
+            Exception: what `load_model` raises.
+        """
+        self.wait()
+        error, model, self._error, self._model = self._error, self._model, None, None
+        if error is not None:
+            raise error
+        if model is not None and ":" not in policy:
+            return model.with_checkpointing(policy)
+        del model  # its layers lie in other stacks
+        began = time.perf_counter()
+        model = self._load(policy, shape)
+        self.waited_seconds += time.perf_counter() - began
+        return model
+
+    def _load(self, policy: str, shape: MeshShape) -> LanguageModel:
+        began = time.perf_counter()
+        outline = self._opened.outline
+        if outline.weights is not None:
+            outline = dataclasses.replace(outline, weights=_Stoppable.of(outline.weights, self._stopped))
+        model = load_model(with_policy(self._config, policy), self._opened._replace(outline=outline), shape)
+        self.load_seconds += time.perf_counter() - began
+        return model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stoppable(Weights):
+    """A folder's weights, whose stream ends with an error once nobody waits for it."""
+
+    stopped: threading.Event
+
+    @classmethod
+    def of(cls, weights: Weights, stopped: threading.Event) -> "_Stoppable":
+        own = {field.name: getattr(weights, field.name) for field in dataclasses.fields(Weights)}
+        return cls(**own, stopped=stopped)
+
+    def stream(self, **options: Any) -> Iterator[Any]:
+        """As of `Weights`."""
+        for each in super().stream(**options):
+            if self.stopped.is_set():
+                raise InterruptedError("the model is not waited for any more")
+            yield each
