@@ -86,7 +86,8 @@ def compile_step(
         earlier: policy of the run that is resumed; None: there is none.
         progress: takes a message for people before each compilation.
         meshes: their shapes, the fastest first.
-        loading: of the model. Where the mesh is known and of one process, it begins beside the tracing of the step.
+        loading: of the model. It begins beside the tracing of the step where the mesh is known and of one process, and
+            half of the memory is left to XLA, which tries products out as it compiles.
         documents_per_row: as of `batch_shapes`.
     """
     policies = run_policies(config.model.use_gradient_checkpointing, earlier)
@@ -97,7 +98,7 @@ def compile_step(
     shapes = RunShapes(config, opened, total_steps, loss, compiler_options, meshes[0].replicas, documents_per_row)
     limit = min(gathered_numbers(limit - stats["bytes_in_use"]))
     *others, last = meshes
-    if not others and jax.process_count() == 1:
+    if not others and jax.process_count() == 1 and 2 * shapes.model_bytes <= limit:
         loading.start(last)
     for shape in others:
         choice = _choose(shapes, shape, policies, limit, progress, loading, must=False)

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from fastjax.data.batches import Batch
-from fastjax.host_memory import shapes_of
+from fastjax.host_memory import in_host_memory, shapes_of
 from fastjax.language_model import LanguageModel
 from fastjax.runs.model import initial_state, run_optimizer, run_shapes
 from fastjax.runs.opening import OpenModel, OpenShapes
@@ -170,6 +170,12 @@ class RunShapes:
         self._loss = loss or run_loss(config)
         self._whole = run_shapes(with_policy(config, "full"), opened)
         self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=str(self._whole.dtype)))
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of the model's arrays, but of those in the host's memory."""
+        leaves = jax.tree.leaves((self._whole.trainable, self._whole.frozen))
+        return sum(leaf.dtype.itemsize * leaf.size for leaf in leaves if not in_host_memory(leaf))
 
     def model(self, policy: str) -> LanguageModel:
         """The model; layers of one stack have one policy, so "NAME:k" may have stacks of its own."""

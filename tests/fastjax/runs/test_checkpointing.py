@@ -62,8 +62,11 @@ def test_the_choice_and_its_resumption(settings, memory, tmp_path):
     memory(2**20)  # of which no policy fits: a new run would take the last
     assert run(settings, tmp_path / "run", 4, resume=True).model.remat == fastest
     assert [row["step"] for row in rows(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4]
+    memory(2**18)
     assert run(settings, tmp_path / "small", 1).model.remat == least
     assert set(chosen(tmp_path / "small")[0]["refused"]) == set(candidates()) - {least}
+    (started,) = [row for row in rows(tmp_path / "small") if row.get("event") == "started"]
+    assert started["overlap_seconds"] == 0 < started["load_seconds"]  # XLA may need what the weights would take
 
 
 def test_batches_of_several_lengths(settings, memory, tmp_path, monkeypatch):
