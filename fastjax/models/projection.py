@@ -261,10 +261,11 @@ def at_scale_zero(module: M) -> M:
     """
     base = _copy(module)
     for found in _adapted(base):
-        plain = {name: one for name, one in found.adapters.items() if getattr(one, "magnitude", None) is None}
-        for adapter in plain.values():
-            adapter.scaling = 0.0
-        found.adapters = nnx.Dict(plain)
+        for name, adapter in list(found.adapters.items()):
+            if getattr(adapter, "magnitude", None) is None:
+                adapter.scaling = 0.0
+            else:
+                del found.adapters[name]
     for found in _embeddings(base):
         if found.adapter is not None and found.adapter.magnitude is None:
             found.adapter.scaling = 0.0

@@ -118,8 +118,7 @@ def fine_tune(
             compiled = time.perf_counter() - began - loading.waited_seconds
             with memory_advice(step):
                 model = loading.take(step.policy, step.mesh)
-            beside = loading.load_seconds - loading.waited_seconds
-        startup = Startup(loading.load_seconds, compiled, beside)
+        startup = Startup(loading.load_seconds, compiled, loading.overlap_seconds)
         tell_model(model, console, step.mesh)
         if model.lora is not None:
             tokens = config.training.per_device_train_batch_size * config.model.max_seq_length

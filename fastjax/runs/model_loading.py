@@ -31,7 +31,7 @@ class ModelLoading:
 
     Attributes:
         load_seconds: that it took.
-        waited_seconds: of these, where nothing else was done.
+        waited_seconds: of these, in `wait`.
     """
 
     def __init__(self, config: TrainConfig, opened: OpenModel):
@@ -41,7 +41,7 @@ class ModelLoading:
             config: the run.
             opened: its folders.
         """
-        self.load_seconds = self.waited_seconds = 0.0
+        self.load_seconds = self.waited_seconds = self._thread_seconds = 0.0
         self._config, self._opened = config, opened
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -54,6 +54,11 @@ class ModelLoading:
     def __exit__(self, *error: Any) -> None:
         self._stopped.set()
         self.wait()
+
+    @property
+    def overlap_seconds(self) -> float:
+        """Seconds of the thread's in which nobody waited for it."""
+        return max(self._thread_seconds - self.waited_seconds, 0.0)
 
     def start(self, shape: MeshShape) -> None:
         """Begin, on a thread.
@@ -69,6 +74,7 @@ class ModelLoading:
             try:
                 with jax.default_device(device):
                     self._model = context.run(self._load, _ANY, shape)
+                self._thread_seconds = self.load_seconds
             except BaseException as error:
                 self._error = error
 
@@ -99,10 +105,7 @@ class ModelLoading:
         if model is not None and ":" not in policy:
             return model.with_checkpointing(policy)
         del model  # its layers lie in other stacks
-        began = time.perf_counter()
-        model = self._load(policy, shape)
-        self.waited_seconds += time.perf_counter() - began
-        return model
+        return self._load(policy, shape)
 
     def _load(self, policy: str, shape: MeshShape) -> LanguageModel:
         began = time.perf_counter()
