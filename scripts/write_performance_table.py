@@ -103,7 +103,7 @@ def read(folder: Path = FOLDER) -> list[Step]:
         for number, row in enumerate(rows):
             if missing := [key for key in REQUIRED if row.get(key) is None]:
                 raise SystemExit(f"{file}: row {number}: expected {', '.join(missing)}, got none")
-            given = {
+            given: dict[str, Any] = {
                 name: tuple(row[name]) if isinstance(row[name], list) else row[name] for name in names & row.keys()
             }
             if not (row.get("fault") or row.get("error")):

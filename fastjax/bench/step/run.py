@@ -9,7 +9,7 @@ import dataclasses
 import json
 import multiprocessing
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from fastjax.bench.step.table import Line, Measured, linear_shares, markdown, pr
 from fastjax.errors import TrainingError
 
 #: What each row of the JSON file has beside its case and result.
-About = Mapping[str, str | None]
+About = dict[str, str | None]
 
 
 def run(
