@@ -133,13 +133,8 @@ def _own_texts(job: Job, where: str, fields: dict[str, Any], single: bool) -> di
     names = ("prompt", "completion", "label") if single else ("prompt", *PAIR)
     given = dict(fields)
     for name in names:
-        wants(
-            job,
-            f"{where}.type.{name}_format",
-            given.pop(f"{name}_format", None),
-            f"{{{name}}}",
-            "texts are as they are",
-        )
+        own = given.pop(f"{name}_format", None)
+        wants(job, f"{where}.type.{name}_format", own, f"{{{name}}}", "texts are as they are")
     wants(job, f"{where}.type.field_system", given.pop("field_system", None), None, SYSTEM)
     found = {name: given.pop(f"field_{name}", None) or name for name in names}
     for key in given:

@@ -12,7 +12,7 @@ from fastjax.commands.quickstart import ASSETS, quickstart_config, run
 
 def test_assets_are_small():
     files = {path for path in ASSETS.rglob("*") if path.is_file()}
-    data = {"tiny-chat", "tiny-text", "tiny-answers"}
+    data = {"tiny-chat", "tiny-text", "tiny-answers", "tiny-pairs"}
     assert {path.parent.name for path in files} == {"tiny-llama", "chat_templates", *data}
     assert sum(path.stat().st_size for path in (ASSETS / "tiny-llama").iterdir()) <= 4_000_000
 
