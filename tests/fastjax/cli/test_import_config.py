@@ -419,28 +419,112 @@ assert not {{"jax", "transformers", "datasets"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
-def test_an_imported_run_trains(chat_folder, chats, imported, tmp_path):
-    given = {
-        "base_model": str(chat_folder),
-        "adapter": "qlora",
-        "lora_r": 4,
-        "lora_alpha": 16,
-        "lora_target_linear": True,
-        "datasets": [{"path": str(chats), "ds_type": "json", "type": "chat_template"}],
-        "val_set_size": 0.25,
-        "dataset_prepared_path": None,
-        "sequence_len": 64,
-        "sample_packing": True,
-        "micro_batch_size": 2,
-        "max_steps": 2,
-        "learning_rate": "1e-2",
-        "lr_scheduler": "constant",
-        "optimizer": "adamw_torch",
-        "float32": True,
-        "output_dir": str(tmp_path / "run"),
-    }
-    imported(given)
-    assert main(["train", "--config", "run.yaml", "--data.cache_dir", "null"]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
-    assert read_adapter(tmp_path / "run" / "adapter")[0].r == 4
+#: A run of two steps by each tool's file, all of them the same train step; {model}, {data} and {output} are places.
+RUNS = {
+    "axolotl": """
+base_model: {model}
+adapter: qlora
+load_in_4bit: true
+lora_r: 4
+lora_alpha: 16
+lora_target_linear: true
+datasets:
+  - {{path: {data}, ds_type: json, type: chat_template}}
+dataset_prepared_path:
+val_set_size: 0
+sequence_len: 64
+sample_packing: true
+pad_to_sequence_len: true
+gradient_accumulation_steps: 1
+micro_batch_size: 2
+max_steps: 2
+optimizer: adamw_torch
+lr_scheduler: constant
+learning_rate: 1e-2
+float32: true
+gradient_checkpointing: true
+flash_attention: true
+logging_steps: 1
+saves_per_epoch: 1
+output_dir: {output}
+""",
+    "llama-factory": """
+model_name_or_path: {model}
+stage: sft
+do_train: true
+finetuning_type: lora
+quantization_bit: 4
+lora_rank: 4
+lora_alpha: 16
+lora_target: all
+dataset: talks
+dataset_dir: {info}
+template: default
+cutoff_len: 64
+packing: true
+overwrite_cache: true
+preprocessing_num_workers: 16
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 1
+learning_rate: 1.0e-2
+lr_scheduler_type: constant
+max_steps: 2
+logging_steps: 1
+save_strategy: epoch
+plot_loss: true
+output_dir: {output}
+""",
+    "torchtune": """
+output_dir: {output}
+tokenizer: {{_component_: torchtune.models.llama3.llama3_tokenizer, path: {model}/tokenizer.model, max_seq_len: 64}}
+model:
+  _component_: torchtune.models.llama3_2.qlora_llama3_2_1b
+  lora_attn_modules: [q_proj, k_proj, v_proj, output_proj]
+  apply_lora_to_mlp: true
+  lora_rank: 4
+  lora_alpha: 16
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: {model}
+  checkpoint_files: [model.safetensors]
+  output_dir: ${{output_dir}}
+  model_type: LLAMA3
+dataset:
+  _component_: torchtune.datasets.chat_dataset
+  source: json
+  data_files: {data}
+  conversation_column: messages
+  conversation_style: openai
+  packed: true
+seed: 3407
+batch_size: 2
+optimizer: {{_component_: torch.optim.AdamW, fused: true, lr: 1e-2, weight_decay: 0}}
+loss: {{_component_: torchtune.modules.loss.LinearCrossEntropyLoss}}
+epochs: 1
+max_steps_per_epoch: 2
+gradient_accumulation_steps: 1
+clip_grad_norm: 1.0
+log_every_n_steps: 1
+device: cuda
+dtype: fp32
+compile: false
+""",
+}
+
+
+def test_imported_runs_train(chat_folder, chats, imported, tmp_path):
+    """The same run by each tool, whose losses are the same."""
+    talks = {"file_name": str(chats), "formatting": "openai", "columns": {"messages": "messages"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"talks": talks}))
+    losses = {}
+    for name, text in RUNS.items():
+        places = {"model": chat_folder, "data": chats, "info": tmp_path, "output": tmp_path / name}
+        config, _ = imported(text.format(**places), "--force")
+        assert main(["train", "--config", "run.yaml", "--model.dtype", "float32", "--data.cache_dir", "null"]) == 0
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [row["loss"] for row in rows if "loss" in row]
+        settings, arrays = read_adapter(tmp_path / name / "adapter")
+        assert settings.r == 4 and len(arrays) == 2 * 7 * 2  # A and B of each projection of two layers
+        assert config.training.max_steps == len(losses[name]) == 2
+    assert losses["axolotl"] == losses["llama-factory"] == losses["torchtune"]
+    assert losses["axolotl"][1] < losses["axolotl"][0]
