@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -528,3 +529,26 @@ def test_imported_runs_train(chat_folder, chats, imported, tmp_path):
         assert config.training.max_steps == len(losses[name]) == 2
     assert losses["axolotl"] == losses["llama-factory"] == losses["torchtune"]
     assert losses["axolotl"][1] < losses["axolotl"][0]
+
+
+def test_an_imported_run_over_preferences_trains(chat_folder, imported, tmp_path):
+    """ShareGPT's turns, of which an answer is one; the model without its adapter is the reference."""
+    rows = [
+        {
+            "conversations": [{"from": "human", "value": word}],
+            "chosen": {"from": "gpt", "value": word[::-1]},
+            "rejected": {"from": "gpt", "value": word},
+        }
+        for word in ("abc", "bcd")
+    ]
+    (tmp_path / "pairs.json").write_text(json.dumps(rows))
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    given = yaml.safe_load(RUNS["llama-factory"].format(model=chat_folder, info=tmp_path, output=tmp_path / "run"))
+    given |= {"stage": "dpo", "dataset": "pairs", "pref_beta": 0.2, "cutoff_len": 32, "packing": False}
+    given |= {"learning_rate": 1e-3}  # both pairs in each step
+    imported(given)
+    assert main(["train", "--config", "run.yaml", "--model.dtype", "float32", "--data.cache_dir", "null"]) == 0
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, second = [row for row in found if "loss" in row]
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-5) and first["rewards/margins"] == 0
+    assert second["loss"] < first["loss"]
