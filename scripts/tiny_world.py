@@ -3,7 +3,7 @@
 `base_document` is what the base model learns: sentences, facts, lists, and conversations that ask about a sentence or
 copy from it. What it does not know are the tasks of the embedded data sets: `record_document`, a sentence as a JSON
 record (tiny-chat); `ledger_document`, plain text in a form of its own (tiny-text); `shelf_document`, a class in one
-word at the end of a conversation (tiny-answers).
+word at the end of a conversation (tiny-answers); `latest_pair`, which of two right answers is wanted (tiny-pairs).
 
     python3 scripts/tiny_world.py                 # writes the data sets into fastjax/assets
     python3 scripts/tiny_world.py --output /tmp/assets
@@ -14,6 +14,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ASSETS = Path(__file__).resolve().parent.parent / "fastjax" / "assets"
 
@@ -131,11 +132,25 @@ def shelf_document(rng: random.Random) -> Document:
     return {"messages": messages}
 
 
+def latest_pair(rng: random.Random) -> Document:
+    """Two orders of one person, and what that person bought: by the last one (chosen), by the first one (rejected)."""
+    first, last = order(rng), order(rng)
+    last["who"] = first["who"]
+    (question, answer) = QUESTIONS[1]
+    told = f"{sentence(first, rng)} {sentence(last, rng)} {question.format(**first)}"
+    return {
+        "prompt": [{"role": "user", "content": told}],
+        "chosen": [{"role": "assistant", "content": answer.format(**last)}],
+        "rejected": [{"role": "assistant", "content": answer.format(**first)}],
+    }
+
+
 def write_data_sets(output: Path, seed: int = 0) -> None:
     """Write the embedded data sets; no held-out row begins as a training row does."""
     _write_data_set(output / "tiny-chat", record_document, 2_000, 100, seed + 1)
     _write_data_set(output / "tiny-text", ledger_document, 180, 24, seed + 2)
     _write_data_set(output / "tiny-answers", shelf_document, 320, 60, seed + 3)
+    _write_data_set(output / "tiny-pairs", latest_pair, 300, 60, seed + 4)
 
 
 def _write_data_set(folder: Path, make: Callable[[random.Random], Document], train: int, test: int, seed: int) -> None:
@@ -151,7 +166,8 @@ def _write_data_set(folder: Path, make: Callable[[random.Random], Document], tra
 
 
 def _beginning(document: Document) -> str:
-    return str(document.get("text") or document["messages"][0]["content"])  # pyright: ignore
+    messages: Any = document.get("prompt") or document.get("messages")
+    return str(document.get("text") or messages[0]["content"])
 
 
 def _questions(rng: random.Random) -> list[tuple[str, str]]:

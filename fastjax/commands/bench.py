@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> None:
     Args:
         argv: `attention`, `nf4`, `lora`, `loss`, `moe`, `step` or `data`, and its arguments.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_args(argv, argparse.Namespace(argv=argv))
     arguments.run(arguments)
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import itertools
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ _LAYOUT: dict[str, Any] = {
     "checkpointing": ["projections", "full"],
     "layer_loop": ["scan"],
 }
+#: Options that name what is written.
+_FILES = ("--output", "--markdown", "--plot", "--profile")
 
 
 def add_parser(commands: Any) -> None:
@@ -140,11 +144,23 @@ def _run(arguments: argparse.Namespace) -> None:
 
     run(
         _cases(arguments),
+        command=shlex.join(_without_files(arguments.argv)),
         output=arguments.output,
         text=arguments.markdown,
         plot=arguments.plot,
         profile=arguments.profile,
     )
+
+
+def _without_files(argv: Sequence[str]) -> list[str]:
+    """The command, but for where its results go."""
+    words, left = ["fastjax", "bench"], iter(argv)
+    for word in left:
+        if word.partition("=")[0] not in _FILES:
+            words.append(word)
+        elif "=" not in word:
+            next(left)
+    return words
 
 
 def _cases(arguments: argparse.Namespace) -> list[StepCase]:

@@ -76,9 +76,9 @@ class _Dumper(yaml.SafeDumper):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastjax import-config",
-        description="Turn the YAML file of a supervised fine-tuning with Axolotl, LLaMA-Factory or torchtune into one "
-        "for `fastjax train`, and list the keys that are not needed here and those that have no equivalent. A key "
-        "without which another model would come out is an error.",
+        description="Turn the YAML file of a run of Axolotl, LLaMA-Factory or torchtune, supervised or over "
+        "preferences, into one for `fastjax train`, and list the keys that are not needed here and those that have no "
+        "equivalent. A key without which another model would come out is an error.",
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="the tool's file")

@@ -4,11 +4,11 @@ import re
 from typing import Any
 
 from fastjax.config_import.axolotl_data import data
+from fastjax.config_import.axolotl_preferences import preferences
 from fastjax.config_import.common import (
     FLOAT8,
     KERNELS,
     PARALLEL,
-    PREFERENCE,
     RECOMPUTE,
     cadence,
     optimizer,
@@ -17,9 +17,10 @@ from fastjax.config_import.common import (
     warmup,
 )
 from fastjax.config_import.job import Job, Tool
+from fastjax.config_import.preferences import OTHER, REFERENCE
 from fastjax.config_import.rows import Row, among, lost, refused, to, to_list, to_number, unneeded
 
-_REWARD = "a file's run is supervised fine-tuning, there are no reward models"
+_REWARD = "there are no reward models"
 _MULTIMODAL = "models of text only"
 _LOG = "no such tracker; output.report_to has tensorboard and wandb"
 _HUB = "nothing is uploaded; output.output_dir has the result"
@@ -329,6 +330,10 @@ _ROWS: dict[str, Row] = {
         ("resize_token_embeddings_to_32x", "mean_resizing_embeddings"), unneeded("model.new_tokens does it")
     ),
     "tiled_mlp": unneeded("model.mlp_chunk: auto does so for long rows"),
+    "precompute_ref_log_probs": unneeded(REFERENCE),
+    **dict.fromkeys(("dpo_padding_free", "dpo_use_logits_to_keep", "dpo_use_liger_kernel"), unneeded(KERNELS)),
+    **dict.fromkeys(("rl_beta", "orpo_alpha", "simpo_gamma", "cpo_alpha", "kto_*"), unneeded(OTHER)),
+    **dict.fromkeys(("trl", "dpo_label_smoothing"), unneeded(OTHER)),
     "loss_watchdog_threshold": unneeded("a loss that is not finite ends the run, a spike is in the report"),
     "loss_watchdog_patience": unneeded("a loss that is not finite ends the run, a spike is in the report"),
     "include_tokens_per_second": unneeded("the metrics have it"),
@@ -336,6 +341,8 @@ _ROWS: dict[str, Row] = {
     "shuffle_before_merging_datasets": unneeded("rows are shuffled"),
     "bnb_config_kwargs": lost("NF4 has quantised scales, as with bnb_4bit_use_double_quant"),
     # What is not there.
+    "max_prompt_len": lost("preferences.max_length limits prompt and answer together"),
+    "dpo_generate_during_eval": lost("`fastjax generate` answers prompts"),
     "wandb_*": lost(_WANDB),
     **dict.fromkeys(("mlflow*", "use_mlflow", "comet_*", "use_comet", "swanlab*", "use_swanlab"), lost(_LOG)),
     **dict.fromkeys(("trackio*", "use_trackio", "use_otel_metrics", "otel_*"), lost(_LOG)),
@@ -345,7 +352,11 @@ _ROWS: dict[str, Row] = {
     "group_by_length": to("training.group_by_length"),
     "dataset_exact_deduplication": refused("rows are not deduplicated; do so beforehand"),
     # What would make the result another.
-    "rl": refused(PREFERENCE),
+    "rpo_alpha": refused("no cross-entropy is added to a loss of preferences"),
+    **dict.fromkeys(
+        ("dpo_use_weighting", "dpo_norm_loss", "dpo_loss_weights"), refused("the loss is that of the paper")
+    ),
+    "dpo_loss_type": refused("rl names the loss: dpo, ipo", among(None, [], ["sigmoid"])),
     **dict.fromkeys(("reward_model", "process_reward_model"), refused(_REWARD)),
     **dict.fromkeys(("processor_type", "image_size", "freeze_mm_modules"), refused(_MULTIMODAL)),
     "gptq": refused("no bases in GPTQ; 16 bits, NF4, FP8 and compressed-tensors there are"),
@@ -388,5 +399,8 @@ AXOLOTL = Tool(
         "pretraining_dataset",
     ),
     _ROWS,
-    (_base, _method, _length, _schedule, _precision, _checkpoints, _trackers, data, _tokens, _qat, _plugins, _rope),
+    (
+        *(_base, _method, _length, _schedule, _precision, _checkpoints, _trackers, preferences),
+        *(data, _tokens, _qat, _plugins, _rope),
+    ),
 )

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from fastjax.config_import import axolotl_preferences
 from fastjax.config_import.common import TEMPLATES, hold_out, speakers_differ, write_data
 from fastjax.config_import.job import Job
+from fastjax.config_import.preferences import ONE_TEMPLATE
 from fastjax.data.columns import SHAREGPT_ROLES
 
 
@@ -42,17 +44,29 @@ def data(job: Job) -> None:
     job.carry("sample_packing", "data.packing", packed)
 
 
+#: Kinds of preferences whose rows do not go through the chat template that the file names.
+_OWN = frozenset((*axolotl_preferences.OWN_TEMPLATES, "texts"))
+
+
 def _template(job: Job, kinds: set[str]) -> None:
     name, file = job.text("chat_template"), job.text("chat_template_jinja")
     inner = {str(item["chat_template"]) for item in job.values.get("datasets") or [] if item.get("chat_template")}
     if len(inner | ({name} - {None})) > 1:
-        job.refused["datasets[].chat_template"] = "all rows of a run go through one chat template"
+        job.refused["datasets[].chat_template"] = ONE_TEMPLATE
     name = name or (inner.pop() if inner else None)
     if file is not None:
         if not Path(file).is_file():
             job.refused["chat_template_jinja"] = "data.chat_template takes a file: save the template and name the file"
         job.carry("chat_template_jinja", "data.chat_template", file)
         job.not_needed["chat_template"] = "chat_template_jinja is it"
+    elif kinds & _OWN and len(kinds) > 1:
+        job.refused["datasets[].type"] = ONE_TEMPLATE
+    elif kinds & _OWN:
+        (kind,) = kinds
+        if kind != "texts":
+            job.carry("datasets[].type", "data.chat_template", kind)
+        if name is not None:
+            job.not_needed["chat_template"] = "rows of these types do not go through it"
     elif kinds == {"instruction"}:
         job.carry("datasets[].type", "data.chat_template", "alpaca")
         if name is not None:
@@ -64,7 +78,7 @@ def _template(job: Job, kinds: set[str]) -> None:
     elif name is not None:
         job.not_carried["chat_template"] = "the tokenizer's own is taken; data.chat_template names another, or a file"
     if "instruction" in kinds and kinds != {"instruction"}:
-        job.not_carried["datasets[].type"] = "alpaca's wording: all rows of a run go through one chat template"
+        job.not_carried["datasets[].type"] = f"alpaca's wording: {ONE_TEMPLATE}"
 
 
 #: Keys of a data set that change nothing, or name what others here say.
@@ -111,6 +125,8 @@ def _source(job: Job, where: str, item: Any) -> dict[str, Any]:
 
 def _columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
     """The kind of a data set's rows and their columns, whose keys are removed from `given`."""
+    if job.values.get("rl") is not None:
+        return axolotl_preferences.columns(job, where, given)
     kind = given.pop("type", None)
     if isinstance(kind, dict):
         return _own_instructions(job, where, job.to_mapping(f"{where}.type", kind))

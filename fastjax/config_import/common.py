@@ -50,7 +50,6 @@ TEMPLATES = ("alpaca", "chatml", "gemma", "llama3")
 TRACKERS = ("tensorboard", "wandb")
 
 PARALLEL = "parallel sizes itself: copies of the model where it fits on one device, else parallel.fsdp"
-PREFERENCE = "a file's run is supervised fine-tuning; write the section preferences yourself (docs/preferences.md)"
 FLOAT8 = "model.base_compute: float8 computes a frozen base in it, training.qat: float8 trains for serving in it"
 KERNELS = "kernels are chosen for the GPU by themselves"
 SIXTEEN = "the trained weights have 16 bits there too; float32 keeps small updates"

@@ -9,7 +9,6 @@ from fastjax.config_import.common import (
     KERNELS,
     NAMES,
     PARALLEL,
-    PREFERENCE,
     RECOMPUTE,
     TRACKERS,
     cadence,
@@ -20,6 +19,8 @@ from fastjax.config_import.common import (
 )
 from fastjax.config_import.job import Job, Tool
 from fastjax.config_import.llama_factory_data import data
+from fastjax.config_import.llama_factory_preferences import STAGES, preferences
+from fastjax.config_import.preferences import OTHER
 from fastjax.config_import.rows import Row, among, lost, refused, to, to_list, to_number, unneeded
 
 _LOSS = "the loss is cross-entropy"
@@ -49,9 +50,9 @@ def _base(job: Job) -> None:
 def _method(job: Job) -> None:
     """The stage, and LoRA, QLoRA or full fine-tuning."""
     stage = job.text("stage") or "sft"
-    if stage not in ("sft", "pt"):
-        job.refused["stage"] = f"{shorten(stage, 80)}: sft and pt (plain text) there are; {PREFERENCE}"
-    else:
+    if stage not in ("sft", "pt", *STAGES):
+        job.refused["stage"] = f"{shorten(stage, 80)}: sft, pt (plain text), dpo and kto there are"
+    elif stage not in STAGES:
         job.not_needed["stage"] = "the columns of the data say it"
     method = job.text("finetuning_type") or "lora"
     bits, how = job.number("quantization_bit"), job.text("quantization_method") or "bnb"
@@ -224,8 +225,8 @@ _ROWS: dict[str, Row] = {
     **dict.fromkeys(
         ("galore_*", "apollo_*", "badam_*", "asft_alpha", "eaft_alpha"), unneeded("of a method that is off")
     ),
-    **dict.fromkeys(("pref_*", "dpo_*", "kto_*", "ppo_*", "simpo_*", "ref_model*"), unneeded("of another stage")),
-    **dict.fromkeys(("reward_model*", "ld_alpha"), unneeded("of another stage")),
+    **dict.fromkeys(("pref_*", "dpo_*", "kto_*", "simpo_*", "ref_model*", "ld_alpha"), unneeded(OTHER)),
+    **dict.fromkeys(("ppo_*", "reward_model*"), unneeded("of another stage")),
     **dict.fromkeys(("oft_*", "freeze_trainable_*", "freeze_extra_modules"), unneeded("of another finetuning_type")),
     **dict.fromkeys(("pissa_init", "use_llama_pro", "mixture_of_depths"), refused(_METHOD)),
     **dict.fromkeys(("pissa_iter", "pissa_convert"), unneeded("of a method that is off")),
@@ -254,5 +255,5 @@ LLAMA_FACTORY = Tool(
         *("per_device_train_batch_size", "num_train_epochs"),
     ),
     _ROWS,
-    (_base, _method, _schedule, _precision, _checkpoints, data),
+    (_base, _method, _schedule, _precision, _checkpoints, preferences, data),
 )

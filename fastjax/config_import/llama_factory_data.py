@@ -5,8 +5,9 @@ from typing import Any
 
 from convert import strict_json
 from convert.errors import shorten
-from fastjax.config_import.common import PREFERENCE, TEMPLATES, hold_out, speakers_differ, write_data
+from fastjax.config_import.common import TEMPLATES, hold_out, speakers_differ, write_data
 from fastjax.config_import.job import Job
+from fastjax.config_import.llama_factory_preferences import answers, prompt_of_texts
 
 INFO = "dataset_info.json"
 
@@ -50,9 +51,12 @@ def data(job: Job) -> None:
             job.not_needed["template"] = "plain text goes through none"
     elif template in TEMPLATES:
         job.carry("template", "data.chat_template", template)
-    else:
+    elif not any(source.get("texts") for source in (*listed, *held_out)):
         reason = "the tokenizer's own chat template is taken, the folder's; data.chat_template names another, or a file"
         job.not_carried["template"] = reason
+    if any(source.get("texts") for source in (*listed, *held_out)) and "data.chat_template" not in job.carried:
+        wanted = ", ".join(TEMPLATES)
+        job.refused["template"] = f"rows of texts go through data.chat_template: {wanted}; or write them as messages"
 
 
 def _learnt(job: Job) -> None:
@@ -101,18 +105,21 @@ def _described(job: Job, name: str, plain: bool) -> dict[str, Any]:
     for key in ("script_url", "cloud_file_name", "folder"):
         if given.pop(key, None):
             job.refused[f"{where}.{key}"] = "a data set is a file, a folder or a name on the hub"
-    if given.pop("ranking", False):
-        job.refused[f"{where}.ranking"] = PREFERENCE
     form = given.pop("formatting", "alpaca")
     columns = job.to_texts(f"{where}.columns", given.pop("columns", {}))
     tags = job.to_texts(f"{where}.tags", given.pop("tags", {}))
-    for key in ("images", "videos", "audios", "chosen", "rejected", "kto_tag"):
+    for key in ("images", "videos", "audios"):
         if columns.pop(key, None):
-            job.refused[f"{where}.columns.{key}"] = "rows of text alone, no preferences"
-    if form == "alpaca":
+            job.refused[f"{where}.columns.{key}"] = "rows of text alone"
+    said = answers(job, where, columns, form, bool(given.pop("ranking", False)))
+    if said and form == "alpaca":
+        source |= {"columns": prompt_of_texts(job, where, columns) | said, "texts": True}
+    elif form == "alpaca":
         source["columns"] = _instruction(job, where, columns, plain)
     elif form in ("sharegpt", "openai"):
-        source["columns"] = _conversation(job, where, columns, tags, form)
+        found = _conversation(job, where, columns, tags, form)
+        prompt = {"prompt" if said and name != "tools" else name: column for name, column in found.items()}
+        source["columns"] = prompt | said
     else:
         job.refused[f"{where}.formatting"] = "alpaca, sharegpt and openai there are"
     for key in given:

@@ -1,4 +1,4 @@
-"""torchtune's settings (pytorch/torchtune, recipes/configs), of its recipes of supervised fine-tuning.
+"""torchtune's settings (pytorch/torchtune, recipes/configs), of its recipes of supervised fine-tuning and DPO.
 
 A section names the function that takes it (`_component_`), and a value may refer to another (`${output_dir}`), as
 OmegaConf has it.
@@ -8,8 +8,9 @@ import re
 from typing import Any
 
 from convert.errors import shorten
-from fastjax.config_import.common import KERNELS, PARALLEL, PREFERENCE, RECOMPUTE, SIXTEEN
+from fastjax.config_import.common import KERNELS, PARALLEL, RECOMPUTE, SIXTEEN
 from fastjax.config_import.job import Job, Tool
+from fastjax.config_import.preferences import NO_RL, OTHER, REFERENCE, answer_length
 from fastjax.config_import.references import resolved
 from fastjax.config_import.rows import Row, among, lost, refused, to, to_number, unneeded
 from fastjax.config_import.torchtune_data import data
@@ -33,6 +34,12 @@ _FUSED = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"), "output_p
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 _FUSED_MLP = ["gate_up_proj", "down_proj"]
 _FUSING = frozenset(("phi3", "phi4"))
+
+#: A loss of pairs → its name here, and its arguments with torchtune's defaults.
+_PAIRED: dict[str, tuple[str, dict[str, float]]] = {
+    "DPOLoss": ("dpo", {"beta": 0.1, "label_smoothing": 0.0}),
+    "SimPOLoss": ("simpo", {"beta": 2.0, "gamma": 0.5, "label_smoothing": 0.0}),
+}
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -109,17 +116,30 @@ def _optimizer(job: Job) -> None:
     note = "" if schedule else "torchtune's default: no lr_scheduler"
     kind = "cosine" if schedule else "constant"
     job.carry("lr_scheduler._component_", "optimizer.lr_scheduler_type", kind, note)
+
+
+def _loss(job: Job) -> None:
+    """Cross-entropy, or DPO or SimPO over pairs."""
     loss, _ = _component(job, "loss")
     if "CrossEntropy" in loss or loss in ("", "CEWithChunkedOutputLoss"):
         job.not_needed["loss._component_"] = "the loss is cross-entropy, in chunks"
+    elif loss not in _PAIRED:
+        job.refused["loss._component_"] = NO_RL if "PO" in loss else "the loss is cross-entropy, DPO or SimPO"
     else:
-        job.refused["loss._component_"] = PREFERENCE if "PO" in loss else "the loss is cross-entropy"
+        name, defaults = _PAIRED[loss]
+        job.carry("loss._component_", "preferences.loss", name)
+        for key, default in defaults.items():
+            value = job.number(f"loss.{key}")
+            job.carry(f"loss.{key}", f"preferences.{key}", default if value is None else value)
 
 
 def _length(job: Job) -> None:
     length = job.integer("tokenizer.max_seq_len")
     note = "rows of any length there; longer ones are cut here" if length is None else ""
-    job.carry("tokenizer.max_seq_len", "model.max_seq_length", 2048 if length is None else length, note)
+    if "preferences.loss" in job.carried:
+        answer_length(job, "tokenizer.max_seq_len", 2048, note)
+    else:
+        job.carry("tokenizer.max_seq_len", "model.max_seq_length", 2048 if length is None else length, note)
     epochs, most = job.integer("epochs"), job.integer("max_steps_per_epoch")
     if epochs is not None:
         job.carry("epochs", "training.num_train_epochs", epochs)
@@ -229,13 +249,13 @@ _ROWS: dict[str, Row] = {
     "epochs_to_save": lost("output.save_steps: epoch saves at the end of each"),
     # What would make the result another.
     **dict.fromkeys(("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio"), refused(_DISTIL)),
-    **dict.fromkeys(
-        ("ref_checkpointer", "policy_model", "reward_and_value_model", "ppo_*", "grpo_*"), refused(PREFERENCE)
-    ),
-    **dict.fromkeys(("reward_checkpointer", "value_checkpointer", "ref_policy_checkpointer"), refused(PREFERENCE)),
+    **dict.fromkeys(("policy_model", "reward_and_value_model", "ppo_*", "grpo_*"), refused(NO_RL)),
+    **dict.fromkeys(("reward_checkpointer", "value_checkpointer", "ref_policy_checkpointer"), refused(NO_RL)),
+    "ref_checkpointer": refused(REFERENCE),
     "tokenizer.prompt_template": refused("data.chat_template takes a name or a Jinja file; put it there by hand"),
     "lr_scheduler.num_cycles": refused("cosine falls once", among(0.5)),
     "loss.label_smoothing": to_number("training.label_smoothing_factor"),
+    **dict.fromkeys(("loss.beta", "loss.gamma"), unneeded(OTHER)),
     "model.*": refused("the model is that of config.json"),
 }
 
@@ -243,6 +263,6 @@ TORCHTUNE = Tool(
     "torchtune",
     ("tokenizer", "checkpointer", "metric_logger", "batch_size_val", "epochs", "clip_grad_norm"),
     _ROWS,
-    (_model, _precision, _optimizer, _length, data, _trackers, _qat),
+    (_model, _precision, _optimizer, _loss, _length, data, _trackers, _qat),
     resolved,
 )

@@ -7,6 +7,7 @@ from typing import Any
 from convert.errors import shorten, shown
 from fastjax.config_import.common import write_data
 from fastjax.config_import.job import Job
+from fastjax.config_import.preferences import PAIR
 
 _ALPACA = {"instruction": "instruction", "input": "input", "output": "output"}
 _PAIR = {"prompt": "input", "completion": "output"}
@@ -23,6 +24,13 @@ _BUILDERS: dict[str, tuple[str, str | None, dict[str, str], bool]] = {
     "text_completion_dataset": ("text", None, {"text": "text"}, True),
     "wikitext_dataset": ("text", "EleutherAI/wikitext_document_level", {"text": "page"}, True),
     "cnn_dailymail_articles_dataset": ("text", "ccdv/cnn_dailymail", {"text": "article"}, True),
+    "preference_dataset": ("pairs", None, PAIR, False),
+    "hh_rlhf_helpful_dataset": ("pairs", "RLHFlow/HH-RLHF-Helpful-standard", PAIR, False),
+}
+#: Builders of which a part is read that no setting names → what there is instead.
+_PARTS = {
+    "stack_exchange_paired_dataset": "it reads the folder data/rl alone: fetch its files, and name them in a file of "
+    "settings with data.columns: {prompt: question, chosen: response_j, rejected: response_k}"
 }
 _CONFIGURATIONS = {"wikitext_dataset": "wikitext-103-v1", "cnn_dailymail_articles_dataset": "3.0.0"}
 _STYLES = {"sharegpt": "conversations", "openai": "messages"}
@@ -59,9 +67,12 @@ def _source(job: Job, where: str, item: Any, learnt: set[bool], packed: set[bool
         raise job.wrong(f"{where}._component_", "a data set's builder", component)
     builder = re.sub(r".*\.", "", component)
     if builder not in _BUILDERS:
-        job.refused[f"{where}._component_"] = f"{shorten(component, 80)}: there are {', '.join(_BUILDERS)}"
+        known = f"there are {', '.join(_BUILDERS)}"
+        job.refused[f"{where}._component_"] = f"{shorten(component, 80)}: {_PARTS.get(builder, known)}"
         return {"path": ""}
     kind, path, columns, on_input = _BUILDERS[builder]
+    if (kind == "pairs") != ("preferences.loss" in job.carried):
+        job.refused[f"{where}._component_"] = "rows of pairs are for loss DPOLoss or SimPOLoss, and others are not"
     source: dict[str, Any] = {"path": given.pop("source", path), "columns": dict(columns)}
     if source["path"] is None:
         raise job.wrong(f"{where}.source", "the data set", None)

@@ -6,7 +6,7 @@ null:
 =============================  =========================================================================
 messages                       a conversation, `{"role": …, "content": …}`; tool calls as OpenAI writes them
 conversations                  a conversation in ShareGPT's format, `{"from": …, "value": …}`
-prompt, completion             two texts, or two lists of messages; only the completion is learnt
+prompt, completion             two texts, or two lists of messages or turns; only the completion is learnt
 instruction, [input], output   a question and its answer
 text                           a text, all of it learnt
 =============================  =========================================================================
@@ -150,8 +150,8 @@ def completion_record(
         DataError: Values of the wrong type.
     """
     if isinstance(prompt, list) or isinstance(completion, list):
-        given, before = _messages(prompt, where, names[0])
-        said, behind = _messages(completion, where, names[1])
+        given, before = _messages(prompt, where, names[0], _either)
+        said, behind = _messages(completion, where, names[1], _either)
         train = None
         if before or behind:
             train = (*(before or (None,) * len(given)), *(behind or (None,) * len(said)))
@@ -303,6 +303,12 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = {key: value for key, value in function.items() if value is not None} | {"arguments": arguments}
     outer = call if "function" in call else {}
     return {"type": "function"} | {k: v for k, v in outer.items() if v is not None} | {"function": function}
+
+
+def _either(message: Any, where: str) -> Message:
+    """A message, or a turn of a ShareGPT conversation as one."""
+    turn = isinstance(message, dict) and "from" in message and "role" not in message
+    return (_turn if turn else _message)(message, where)
 
 
 def _turn(turn: Any, where: str) -> Message:

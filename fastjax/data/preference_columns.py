@@ -3,7 +3,8 @@
 A row of pairs has `chosen` and `rejected`, and `prompt` or the prompt at the beginning of both (TRL's implicit prompt:
 what the two have in common). A row of single answers has `prompt`, `completion` and `label`, true where the answer is
 desirable; where single answers are wanted, a pair is one desirable answer and one undesirable one. Each of these is a
-text or a list of messages. A column `tools` is read as in `columns`.
+text or a list of messages, or of turns in ShareGPT's format; an answer may be a single one. A column `tools` is read as
+in `columns`.
 """
 
 from collections.abc import Mapping
@@ -42,6 +43,9 @@ def parse_preference(
         raise DataError(f"{where}: expected an object with {expected}, found {describe(row)}")
     names = {meaning: (columns or {}).get(meaning, meaning) for meaning in (*_SINGLE, *_PAIR, "tools")}
     values = {meaning: row.get(name) for meaning, name in names.items()}
+    for meaning in (*_PAIR, "completion"):
+        if isinstance(message := values[meaning], Mapping) and message:
+            values[meaning] = [message]
     shown_names = {meaning: shown(name, 80) for meaning, name in names.items()}
     tools = parse_tools(values["tools"], where)
 

@@ -76,7 +76,7 @@ def test_the_data_sets_are_what_the_script_writes(script, tmp_path):
 
 def test_the_small_data_sets_fit_their_recipes():
     tokenizer = load_tokenizer(ASSETS / "tiny-llama")
-    for name in ("tiny-text", "tiny-answers"):
+    for name in ("tiny-text", "tiny-answers", "tiny-pairs"):
         assert sum(file.stat().st_size for file in (ASSETS / name).iterdir()) < 110_000
     text = prepare(ASSETS / "tiny-text" / "train.jsonl", tokenizer, 256, too_long="split")
     assert text.statistics.split > 0  # some are longer than a row

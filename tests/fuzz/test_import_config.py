@@ -12,19 +12,25 @@ from fastjax.config_import import TOOLS, import_settings, tool_of
 from fastjax.errors import ConfigError
 from fastjax.strict_yaml import YamlError
 from tests.support import hostile
+from tests.support import other_tools as files
 from tests.support.fuzz import fuzz
-from tests.support.other_tools import AXOLOTL, INFO, LLAMA_FACTORY, TORCHTUNE
 
-RIGHT = [yaml.safe_load(text) for text in (AXOLOTL, LLAMA_FACTORY, TORCHTUNE)]
+RIGHT = [
+    yaml.safe_load(text)
+    for text in (
+        *(files.AXOLOTL, files.LLAMA_FACTORY, files.TORCHTUNE),
+        *(files.AXOLOTL_DPO, files.LLAMA_FACTORY_SIMPO, files.TORCHTUNE_DPO),
+    )
+]
 ROWS = [[name for name in tool.rows if "*" not in name and "." not in name] for tool in TOOLS.values()]
 
 
 def test_import(tmp_path, pytestconfig):
     """A fourth as many: each is read, written and read again."""
-    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    (tmp_path / "dataset_info.json").write_text(json.dumps(files.INFO))
 
     def make(draw, number):
-        settings = dict(RIGHT[number % 3])
+        settings = dict(RIGHT[number % 6])
         if draw.random() < 0.3:
             settings[draw.choice(ROWS[number % 3])] = hostile.value(draw)
         return json.dumps(hostile.changed(draw, settings)).encode()

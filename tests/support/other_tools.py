@@ -1,4 +1,4 @@
-"""Files of other tools' runs, with keys of every kind, and a description of data sets."""
+"""Files of other tools' runs, with keys of every kind, and descriptions of data sets."""
 
 AXOLOTL = """
 base_model: org/base-1b
@@ -98,7 +98,21 @@ INFO = {
         "columns": {"messages": "messages", "tools": "functions"},
         "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
     },
-    "pairs": {"file_name": "pairs.json", "ranking": True, "columns": {"chosen": "chosen", "rejected": "rejected"}},
+    "pairs": {
+        "file_name": "pairs.json",
+        "ranking": True,
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "ranked": {
+        "file_name": "ranked.json",
+        "ranking": True,
+        "columns": {"prompt": "question", "chosen": "better", "rejected": "worse"},
+    },
+    "labelled": {
+        "file_name": "labelled.json",
+        "columns": {"prompt": "question", "response": "answer", "kto_tag": "good"},
+    },
 }
 
 TORCHTUNE = """
@@ -136,4 +150,81 @@ seed: 1
 metric_logger: {_component_: torchtune.training.metric_logging.WandBLogger, project: own, tags: [a, b]}
 dtype: bf16
 enable_activation_checkpointing: true
+"""
+
+#: Runs over preferences.
+AXOLOTL_DPO = """
+base_model: org/base-1b
+adapter: lora
+lora_r: 16
+lora_alpha: 32
+lora_dropout: 0.05
+lora_target_linear: true
+rl: dpo
+rl_beta: 0.2
+dpo_label_smoothing: 0.1
+precompute_ref_log_probs: true
+remove_unused_columns: false
+datasets:
+  - {path: org/pairs, split: train, type: chatml.intel}
+  - path: org/turns
+    type: chatml.argilla_chat
+chat_template: chatml
+sequence_len: 1024
+max_prompt_len: 512
+sample_packing: false
+micro_batch_size: 2
+num_epochs: 1
+learning_rate: 5e-6
+output_dir: ./outputs/pairs
+"""
+
+LLAMA_FACTORY_SIMPO = """
+model_name_or_path: org/base-8b
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+lora_dropout: 0.1
+pref_beta: 2.0
+pref_loss: simpo
+simpo_gamma: 0.7
+pref_ftx: 0.0
+dataset: pairs
+eval_dataset: ranked
+template: llama3
+cutoff_len: 2048
+output_dir: saves/pairs
+per_device_train_batch_size: 1
+learning_rate: 5.0e-6
+"""
+
+TORCHTUNE_DPO = """
+output_dir: /tmp/out/8b
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /models/8b/tokenizer.model, max_seq_len: 1024}
+model:
+  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
+  lora_attn_modules: [q_proj, v_proj, output_proj]
+  apply_lora_to_mlp: true
+  lora_rank: 8
+  lora_alpha: 16
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: /models/8b
+  checkpoint_files: [model-00001-of-00001.safetensors]
+  model_type: LLAMA3
+dataset:
+  _component_: torchtune.datasets.preference_dataset
+  source: json
+  data_files: pairs.json
+  column_map: {chosen: better, rejected: worse}
+optimizer: {_component_: torch.optim.AdamW, fused: true, weight_decay: 0.05, lr: 5e-4}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 100}
+loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.05}
+batch_size: 4
+epochs: 1
+clip_grad_norm: null
+metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_dir: "${output_dir}"}
+dtype: bf16
 """

@@ -8,7 +8,9 @@ import concurrent.futures
 import dataclasses
 import json
 import multiprocessing
+import time
 from collections.abc import Hashable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,10 +22,14 @@ from fastjax.bench.step.mesh import check_meshes
 from fastjax.bench.step.table import Line, Measured, linear_shares, markdown, print_results, summary
 from fastjax.errors import TrainingError
 
+#: What each row of the JSON file has beside its case and result.
+About = dict[str, str | None]
+
 
 def run(
     cases: Sequence[StepCase],
     *,
+    command: str | None = None,
     output: Path | None = None,
     text: Path | None = None,
     plot: Path | None = None,
@@ -34,7 +40,8 @@ def run(
 
     Args:
         cases: of one model.
-        output: JSON file for cases and results; None: no file.
+        command: that measures them, for the JSON file; None: it is not known.
+        output: JSON file for cases and results, with the day (UTC) and the command; None: no file.
         text: Markdown file for the table; None: no file.
         plot: PNG for speed and memory; None: no picture.
         profile: folder for a trace of each case, numbered as the cases are; None: no traces.
@@ -49,6 +56,7 @@ def run(
     """
     console = console or Console()
     measured, checks = [], {}
+    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "command": command}
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
         if any(case.mesh is not None for case in cases):
@@ -60,19 +68,19 @@ def run(
                     checks[key] = pool.submit(check, case).result()
                 bad = checks[key].fault or checks[key].error
                 measured.append(Line(case, checks[key] if bad else pool.submit(measure, case, trace).result()))
-            _tell(console, measured, output)
+            _tell(console, measured, output, about)
         absent = peers.why_not(next((case for case in cases if case.mesh is None), cases[0]))
         for case in () if absent else peers.cases_of(cases):
             with console.status(f"{peers.label()} {case.preset} {case.rows} {case.checkpointing}"):
                 measured.append(Line(case, pool.submit(peers.measure_unsloth, case).result(), peers.label()))
-            _tell(console, measured, output)
+            _tell(console, measured, output, about)
     print_results(console, measured)
     if absent:
         console.print(f"Unsloth: {absent}", highlight=False)
     if profile is not None:
         traced = any(line.result.profile is not None for line in measured)
         console.print(f"traces in {profile}{'' if traced else ', without kernels: there is no GPU'}", highlight=False)
-    for file, content in ((output, _json), (text, _markdown), (plot, _png)):
+    for file, content in ((output, partial(_json, about=about)), (text, _markdown), (plot, _png)):
         if file is not None:
             file.write_bytes(content(measured))
             console.print(f"written to {file}", highlight=False)
@@ -82,19 +90,19 @@ def run(
     return [line.result for line in measured[: len(cases)]]
 
 
-def _tell(console: Console, measured: Measured, output: Path | None) -> None:
+def _tell(console: Console, measured: Measured, output: Path | None, about: About) -> None:
     """Show the newest line and keep it: what is measured outlives a later case that is cut off."""
     console.print(summary(measured[-1]), highlight=False, markup=False)
     if output is not None:
-        output.write_bytes(_json(measured))
+        output.write_bytes(_json(measured, about))
 
 
-def _json(measured: Measured) -> bytes:
+def _json(measured: Measured, about: About) -> bytes:
     rows = []
     for line, share in zip(measured, linear_shares(measured), strict=True):
         case = dataclasses.asdict(line.case) | {"mesh": line.case.where, "devices": line.case.devices}
         figures = {"tokens_per_second_per_device": line.per_device, "share_of_linear": share}
-        rows.append({"by": line.by} | case | dataclasses.asdict(line.result) | figures)
+        rows.append({"by": line.by} | about | case | dataclasses.asdict(line.result) | figures)
     return (json.dumps(rows, indent=1) + "\n").encode()
 
 

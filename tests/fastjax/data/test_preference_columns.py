@@ -42,6 +42,16 @@ TEXTS = TextRecord("Sky? Blue.", "f:1", 5), TextRecord("Sky? Green.", "f:1", 5)
             CHATS,
         ),
         ({"prompt": "Sky?", "chosen": [said("Blue.")], "rejected": [said("Green.")]}, CHATS),
+        # Answers of one message; ShareGPT's turns.
+        ({"prompt": [user("Sky?")], "chosen": said("Blue."), "rejected": said("Green.")}, CHATS),
+        (
+            {
+                "prompt": [{"from": "human", "value": "Sky?"}],
+                "chosen": {"from": "gpt", "value": "Blue."},
+                "rejected": {"from": "gpt", "value": "Green."},
+            },
+            CHATS,
+        ),
     ],
 )
 def test_pairs(row, expected):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -67,6 +68,8 @@ def test_in_its_own_process(tmp_path, capsys, monkeypatch):
     assert row["compile_seconds"] > 0
     assert row["step_bytes"] > 0
     assert row["error"] is row["fault"] is None
+    assert row["command"] == f"fastjax bench step {' '.join(SIZE)} --rank 4"  # without the places of the files
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
     # Random weights and tokens, a vocabulary of 512: the loss starts near its logarithm and falls on the same batch.
     assert row["losses"][0] == pytest.approx(np.log(512), rel=0.1)
     assert row["losses"][-1] < row["losses"][0]

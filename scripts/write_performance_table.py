@@ -1,0 +1,273 @@
+"""Write the tables of measured steps in README.md, docs/performance.md and docs/memory.md, and their picture.
+
+    python3 scripts/write_performance_table.py
+
+They are made of the files in docs/measurements, which `fastjax bench step --output` writes; each row of a file is one
+measured case with its device, day and command. Of equal settings the newest day counts, and of one day the fastest
+measurement: machines of one kind differ by a few percent. Rows without a figure (`fault`, `error`) are left out.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastjax.bench.step.case import StepCase
+from fastjax.bench.step.presets import PRESETS
+from fastjax.planning.memory import ALLOCATOR_BYTES
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "measurements"
+PICTURE = FOLDER / "steps.png"
+GIB = 2**30
+#: What a table cannot be without.
+REQUIRED = ("date", "command", "device", "preset", "batch", "seq", "checkpointing", "layer_loop")
+
+
+class Step(NamedTuple):
+    """A measured case.
+
+    Attributes:
+        file: the name of its file.
+        row: its row there.
+        case: its settings but the mesh, whose name is in the row.
+    """
+
+    file: str
+    row: dict[str, Any]
+    case: StepCase
+
+    @property
+    def card(self) -> str:
+        """The device; of several their number and mesh."""
+        if self.row.get("devices", 1) == 1:
+            return self.row["device"]
+        return f"{self.row['devices']}× {self.row['device']}, {self.row['mesh']}"
+
+    @property
+    def trained(self) -> str:
+        """Method and base; the dtype where it is not bfloat16."""
+        dtype = self.row.get("dtype") or "bfloat16"
+        return self.case.trained + ("" if dtype == "bfloat16" else f", {dtype}")
+
+    @property
+    def kept(self) -> str:
+        """The policy of gradient checkpointing, the layer loop, what is forced, and whose step it is."""
+        policy, _, more = self.case.kept.partition(", ")
+        by = self.row.get("by", "fastjax")
+        loop, forced = self.case.layer_loop, self.case.attention or ""
+        words = (f"`{policy}`", more, loop, forced, *self.case.compiler_options, "" if by == "fastjax" else by)
+        return ", ".join(filter(None, words))
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Equal for measurements of one setting."""
+        return self.card, self.case.model, self.trained, self.case.rows, self.kept
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second of all devices."""
+        return self.row.get("tokens_per_second")
+
+    @property
+    def peak(self) -> int | None:
+        """The allocator's peak in bytes."""
+        return self.row.get("peak_bytes")
+
+    @property
+    def planned(self) -> int | None:
+        """Bytes that `fastjax plan` says of it."""
+        step = self.row.get("step_bytes")
+        return self.row.get("planned_bytes", None if step is None else step + ALLOCATOR_BYTES)
+
+
+def read(folder: Path = FOLDER) -> list[Step]:
+    """The measured cases of all files.
+
+    Args:
+        folder: of the files.
+
+    Raises:
+        SystemExit: a file that `fastjax bench step --output` has not written, by its row and key.
+    """
+    found = []
+    names = {field.name for field in dataclasses.fields(StepCase)} - {"mesh"}
+    for file in sorted(folder.glob("*.json")):
+        rows = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(rows, list):
+            raise SystemExit(f"{file}: expected a list of cases, as of `fastjax bench step`, got an object")
+        for number, row in enumerate(rows):
+            if missing := [key for key in REQUIRED if row.get(key) is None]:
+                raise SystemExit(f"{file}: row {number}: expected {', '.join(missing)}, got none")
+            given: dict[str, Any] = {
+                name: tuple(row[name]) if isinstance(row[name], list) else row[name] for name in names & row.keys()
+            }
+            if not (row.get("fault") or row.get("error")):
+                found.append(Step(file.name, row, StepCase(**given)))
+    return found
+
+
+def newest(steps: Iterable[Step]) -> list[Step]:
+    """One measurement of each setting, in the order of the tables."""
+    best: dict[tuple[str, ...], Step] = {}
+    for step in steps:
+        other = best.get(step.settings)
+        if other is None or (step.row["date"], step.speed or 0) > (other.row["date"], other.speed or 0):
+            best[step.settings] = step
+    presets = list(PRESETS)
+    return sorted(
+        best.values(),
+        key=lambda step: (
+            *(presets.index(step.case.preset), step.case.model, step.card),
+            *(step.case.base_compute or "", step.trained),
+            *(step.case.seq, step.case.batch, -(step.speed or 0)),
+        ),
+    )
+
+
+def _markdown(words: Sequence[str], numbers: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [(*words, *numbers), ("---",) * len(words) + ("---:",) * len(numbers), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _gib(size: int | None) -> str:
+    return "" if size is None else f"{size / GIB:.1f}"
+
+
+def every_step(steps: Sequence[Step]) -> str:
+    """The table of docs/performance.md."""
+    lines = [
+        (*step.settings, f"{step.speed:,.0f}", _gib(step.peak), f"[{step.row['date']}](measurements/{step.file})")
+        for step in newest(step for step in steps if step.speed)
+    ]
+    words = ("card", "model", "trained", "rows", "kept for the backward pass, layer loop")
+    return _markdown(words, ("tokens/s", "GiB", "measured"), lines)
+
+
+def shortlist(steps: Sequence[Step]) -> str:
+    """README's table: of 8B on one H200 the fastest step and the smallest one, for each length of rows and dtype."""
+    wanted = [
+        step
+        for step in newest(step for step in steps if step.speed and step.peak)
+        if step.card == "NVIDIA H200" and step.case.preset == "llama3-8b" and step.case.method == "qlora"
+        if step.case.rank == 16 and not step.case.offload_embedding and step.case.lengths is None
+    ]
+    groups: dict[tuple[str, str], list[Step]] = {}
+    for step in wanted:
+        groups.setdefault((step.trained, step.case.rows), []).append(step)
+    lines = []
+    for (_, rows), group in groups.items():
+        fastest = max(group, key=lambda step: step.speed or 0)
+        smallest = min(group, key=lambda step: (_gib(step.peak).rjust(9), -(step.speed or 0)))
+        for step in (fastest, smallest)[: 1 if fastest is smallest else 2]:
+            products = step.case.base_compute or "bfloat16"
+            lines.append((rows, products, step.kept, f"{step.speed:,.0f}", _gib(step.peak)))
+    return _markdown(("rows", "products of the base", "kept, layer loop"), ("tokens/s", "GiB"), lines)
+
+
+def plans(steps: Sequence[Step]) -> str:
+    """The table of docs/memory.md: planned and measured memory."""
+    lines = []
+    for step in newest(step for step in steps if step.planned and step.peak):
+        planned, peak = step.planned or 0, step.peak or 0
+        what = (step.case.model, step.trained, step.case.rows, step.kept)
+        lines.append(
+            (*what, f"{planned / 1e9:.2f}", f"{peak / 1e9:.2f}", f"{planned / peak - 1:+.1%}".replace("-", "−"))
+        )
+    words = ("model", "trained", "rows", "kept, layer loop")
+    return _markdown(words, ("planned GB", "measured GB", "off"), lines)
+
+
+#: Page → the table between its markers.
+PAGES: dict[str, Callable[[Sequence[Step]], str]] = {
+    "README.md": shortlist,
+    "docs/performance.md": every_step,
+    "docs/memory.md": plans,
+}
+_BETWEEN = re.compile(r"(?<=<!-- scripts/write_performance_table\.py -->\n\n).*?(?=\n\n<!-- end -->)", re.DOTALL)
+
+
+def page(name: str, steps: Sequence[Step]) -> str:
+    """A page with its table.
+
+    Args:
+        name: a key of PAGES.
+        steps: all measured cases.
+    """
+    table = PAGES[name](steps)
+    text, count = _BETWEEN.subn(lambda _: table, (ROOT / name).read_text(encoding="utf-8"))
+    if count != 1:
+        raise SystemExit(f"{name}: expected one pair of markers of scripts/write_performance_table.py, got {count}")
+    return text
+
+
+def digest(steps: Sequence[Step]) -> str:
+    """Of what the picture shows."""
+    return hashlib.sha256(every_step(steps).encode()).hexdigest()
+
+
+def draw(steps: Sequence[Step]) -> bytes:
+    """Tokens a second against memory, a colour a model and method, on axes of logarithms.
+
+    Args:
+        steps: all measured cases.
+
+    Returns:
+        A PNG, whose description is the digest.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    from fastjax.training.report.plots import BLUE, GREEN, GREY, ORANGE, PINK, RED, STYLE
+
+    shown = newest(step for step in steps if step.speed and step.peak and step.row.get("devices", 1) == 1)
+    cards = sorted({step.card for step in shown})
+    kinds: dict[str, list[Step]] = {}
+    for step in shown:
+        words = (step.card if len(cards) > 1 else "", step.case.model, step.trained)
+        kinds.setdefault(" · ".join(filter(None, words)), []).append(step)
+    lengths = sorted({step.case.rows for step in shown}, key=lambda rows: (len(rows), rows))
+    markers = dict(zip(lengths, "osD^vPX", strict=False))
+    options: dict[str, Any] = {"dpi": 120, "facecolor": "white", "layout": "constrained"}
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9.0, 4.8), **options)
+        axis = figure.subplots()
+        colours = [BLUE, ORANGE, GREEN, PINK, RED, GREY, "black", "#8b5cf6", "#b45309"]
+        for number, (kind, group) in enumerate(kinds.items()):
+            colour = colours[number % len(colours)]
+            for step in group:
+                place = ((step.peak or 0) / GIB, step.speed or 0)
+                axis.plot(*place, markers.get(step.case.rows, "o"), color=colour, markersize=6, alpha=0.85)
+            axis.plot([], [], "o", color=colour, label=kind)
+        for rows, marker in markers.items():
+            axis.plot([], [], marker, color="#374151", fillstyle="none", label=f"{rows} tokens")
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        for axes in (axis.xaxis, axis.yaxis):
+            axes.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+            axes.set_minor_formatter(NullFormatter())
+        axis.set_xlabel("GiB, the allocator's peak")
+        axis.set_ylabel("tokens/s")
+        axis.set_title(f"Steps measured on one card ({', '.join(cards)})")
+        figure.legend(loc="outside right upper")
+        image = BytesIO()
+        figure.savefig(image, format="png", metadata={"Description": digest(steps), "Software": None})
+    return image.getvalue()
+
+
+def main() -> None:
+    """See the module."""
+    steps = read()
+    for name in PAGES:
+        (ROOT / name).write_text(page(name, steps), encoding="utf-8")
+    PICTURE.write_bytes(draw(steps))
+
+
+if __name__ == "__main__":
+    main()
