@@ -58,10 +58,15 @@ class Step(NamedTuple):
     def kept(self) -> str:
         """The policy of gradient checkpointing, the layer loop, what is forced, and whose step it is."""
         policy, _, more = self.case.kept.partition(", ")
-        by = self.row.get("by", "fastjax")
         loop, forced = self.case.layer_loop, self.case.attention or ""
-        words = (f"`{policy}`", more, loop, forced, *self.case.compiler_options, "" if by == "fastjax" else by)
+        words = (f"`{policy}`", more, loop, forced, *self.case.compiler_options, f"**{self.peer}**" if self.peer else "")
         return ", ".join(filter(None, words))
+
+    @property
+    def peer(self) -> str:
+        """The project whose step it is, and its version; empty for ours."""
+        by = self.row.get("by", "fastjax")
+        return "" if by == "fastjax" else by
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -153,7 +158,7 @@ def shortlist(steps: Sequence[Step]) -> str:
     wanted = [
         step
         for step in newest(step for step in steps if step.speed and step.peak)
-        if step.card == "NVIDIA H200" and step.case.preset == "llama3-8b" and step.case.method == "qlora"
+        if step.card == "NVIDIA H200" and not step.peer and step.case.preset == "llama3-8b" and step.case.method == "qlora"
         if step.case.rank == 16 and not step.case.offload_embedding and step.case.lengths is None
     ]
     groups: dict[tuple[str, str], list[Step]] = {}
@@ -242,10 +247,15 @@ def draw(steps: Sequence[Step]) -> bytes:
             colour = colours[number % len(colours)]
             for step in group:
                 place = ((step.peak or 0) / GIB, step.speed or 0)
-                axis.plot(*place, markers.get(step.case.rows, "o"), color=colour, markersize=6, alpha=0.85)
+                style = "none" if step.peer else "full"
+                marker = markers.get(step.case.rows, "o")
+                axis.plot(*place, marker, color=colour, markersize=6, alpha=0.85, fillstyle=style)
             axis.plot([], [], "o", color=colour, label=kind)
         for rows, marker in markers.items():
-            axis.plot([], [], marker, color="#374151", fillstyle="none", label=f"{rows} tokens")
+            axis.plot([], [], marker, color="#374151", label=f"{rows} tokens")
+        peers = sorted({step.peer for step in shown if step.peer})
+        if peers:
+            axis.plot([], [], "o", color="#374151", fillstyle="none", label=f"hollow: {', '.join(peers)}")
         axis.set_xscale("log")
         axis.set_yscale("log")
         for axes in (axis.xaxis, axis.yaxis):

@@ -59,7 +59,7 @@ def test_a_result_is_taken_as_it_is(tables, write):
     assert sorted(cells(tables.every_step(steps))) == [
         ["2× Card, data 2", *settings, "`projections`, scan, xla_a=1", "32,000", *rest],
         ["Card", *settings, "`projections`, scan, xla_a=1", "16,384", *rest],
-        ["Card", *settings, "`projections`, xla_a=1, Unsloth 1", "16,384", *rest],
+        ["Card", *settings, "`projections`, xla_a=1, **Unsloth 1**", "16,384", *rest],
     ]
     assert [line[4:] for line in cells(tables.plans(steps))] == [["33.82", "32.21", "+5.0%"]] * 2
     assert tables.draw(steps).startswith(b"\x89PNG")
