@@ -59,7 +59,8 @@ class Step(NamedTuple):
         """The policy of gradient checkpointing, the layer loop, what is forced, and whose step it is."""
         policy, _, more = self.case.kept.partition(", ")
         loop, forced = self.case.layer_loop, self.case.attention or ""
-        words = (f"`{policy}`", more, loop, forced, *self.case.compiler_options, f"**{self.peer}**" if self.peer else "")
+        peer = f"**{self.peer}**" if self.peer else ""
+        words = (f"`{policy}`", more, loop, forced, *self.case.compiler_options, peer)
         return ", ".join(filter(None, words))
 
     @property
@@ -158,7 +159,8 @@ def shortlist(steps: Sequence[Step]) -> str:
     wanted = [
         step
         for step in newest(step for step in steps if step.speed and step.peak)
-        if step.card == "NVIDIA H200" and not step.peer and step.case.preset == "llama3-8b" and step.case.method == "qlora"
+        if step.card == "NVIDIA H200" and not step.peer
+        if step.case.preset == "llama3-8b" and step.case.method == "qlora"
         if step.case.rank == 16 and not step.case.offload_embedding and step.case.lengths is None
     ]
     groups: dict[tuple[str, str], list[Step]] = {}
