@@ -11,7 +11,7 @@ from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
 
 BATCH, LENGTH, HEADS, KEY_HEADS = 4, 4096, 32, 8
-SIZES = [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (192, 192), (256, 256)]
+SIZES = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 #: (options, with documents)
 CASES = {
     "documents and sinks": ({"query_offset": None}, True),
