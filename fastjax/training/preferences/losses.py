@@ -276,8 +276,9 @@ class RewardLoss:
 
     def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
         """The sums over a microbatch; see `training.loss.Loss`."""
+        rewards = document_rewards(model, rows, key=key)
         pairs = pairs_of(rows.extra["roles"])
-        chosen, rejected = pairs.of(document_rewards(model, rows, key=key))
+        chosen, rejected = pairs.of(rewards)
         margins = rows.extra["margins"][:, :-1] if "margins" in rows.extra else jnp.zeros_like(chosen)
         centred = {"center_rewards_coefficient": self.center_rewards_coefficient}
         losses = objectives.bradley_terry(chosen, rejected, margins, **centred)
