@@ -60,13 +60,13 @@ def test_pairs_and_their_cache(tokenizer, write_rows, tmp_path):
 
 
 def test_ranked_pairs_keep_their_last_token(tokenizer, write_rows, tmp_path):
-    path = write_rows("a.jsonl", [pair("xx ", "qq", "zzz") | {"margin": 0.5}, pair("yy ", "kkkk", "k")])
+    path = write_rows("a.jsonl", [pair("xx ", "qqq", "zzz") | {"margin": 0.5}, pair("yy ", "kkkk", "k")])
     arguments = {"tokenizer": tokenizer, "cache_dir": tmp_path / "cache", "too_long": "drop"}
     for dataset in [prepare(path, max_seq_length=40, preferences=("ranked", None), **arguments) for _ in range(2)]:
         ((*row,),), found = documents(dataset.rows)
         assert [role for _, role in row] == [Role.CHOSEN, Role.REJECTED] * 2
         assert [shown(tokenizer, found, one) for one, _ in row] == [
-            ("<s>xx qq</s>", "qq</s>"),
+            ("<s>xx qqq</s>", "qqq</s>"),
             ("<s>xx zzz</s>", "zzz</s>"),
             ("<s>yy kkkk</s>", "kkkk</s>"),
             ("<s>yy k</s>", "k</s>"),
@@ -80,7 +80,11 @@ def test_ranked_pairs_keep_their_last_token(tokenizer, write_rows, tmp_path):
     longest = max(int(dataset.rows.documents.lengths[n : n + 2].sum()) for n in (0, 2))
     arguments["too_long"] = "truncate"
     cut = prepare(path, max_seq_length=longest - 1, preferences=("ranked", None), **arguments)
-    assert cut.statistics.truncated == 1 and cut.rows.documents.lengths.max() == lengths[-1] - 1
+    assert cut.statistics.truncated == 1 and sorted(cut.rows.documents.lengths) == [
+        lengths[0],
+        *[longest // 2 - 1] * 2,
+        lengths[-1],
+    ]
 
 
 def test_single_answers_take_the_completion_before(tokenizer, write_rows):
