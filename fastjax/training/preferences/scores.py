@@ -134,9 +134,9 @@ def document_rewards(model: Decoder, rows: Any, *, key: PRNGKeyArray | None = No
     if not model.config.scored:
         raise ConfigError("model: expected one with a score in place of logits (with_score_head), got one with logits")
     scores = model.score(model.forward(rows.tokens, rows.positions, rows.segment_ids, key=key).hidden)
-    segments = _segments(rows)
-    last = segments != jnp.roll(segments, -1, axis=1).at[:, -1].set(0)
-    return jnp.sum(jnp.where(documents_of(rows) & last[:, :, None], scores[:, :, None], 0.0), axis=1)
+    own, places = documents_of(rows), jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :, None]
+    last = jnp.max(jnp.where(own, places, -1), axis=1, keepdims=True)
+    return jnp.sum(jnp.where(own & (places == last), scores[:, :, None], 0.0), axis=1)
 
 
 def _segments(rows: Any) -> Int[Array, "B S"]:

@@ -12,9 +12,10 @@ from fastjax.data.batches import batch_of
 from fastjax.data.packing import PackedRows
 from fastjax.data.preferences import Answer, Role, pack_preferences
 from fastjax.errors import ConfigError
+from fastjax.parallel import make_mesh
 from fastjax.training.preferences import RewardLoss
 from fastjax.training.step import make_eval_step
-from tests.support import tiny
+from tests.support import steps, tiny
 
 LENGTHS = ((5, 7, 3), (2, 9, 8), (6, 1, 4), (3, 5, 6))
 MARGINS, CENTRE = (0.0, 0.5, -0.25, 1.0), 0.1
@@ -85,6 +86,16 @@ def test_scores_losses_and_packing():
     roles = np.where(together.extra["roles"] == Role.REJECTED, Role.NONE, together.extra["roles"])
     unpaired = together._replace(extra={**together.extra, "roles": roles.astype(np.int32)})
     assert np.isnan(step(model().trainable, model().frozen, unpaired).loss_sum)
+
+
+@pytest.mark.newer_world
+def test_rows_and_tokens_over_devices():
+    loss, batch = RewardLoss(center_rewards_coefficient=CENTRE), batch_of(packed(48), np.asarray([[0, 1]]), 8)
+    metrics, gradients = steps.gradients(model(), batch, loss=loss)
+    there, found = steps.gradients(model(), batch, loss=loss, mesh=make_mesh(data=2, context=2))
+    np.testing.assert_allclose(there["loss"], metrics["loss"], rtol=TOLERANCE)
+    assert np.abs(gradients["score"]["weight"]).max() > 0.1
+    steps.assert_close(found, gradients, TOLERANCE)
 
 
 def _apart(rows):
