@@ -24,8 +24,8 @@ _ELSEWHERE = {
     "max_prompt_length": "max_length, over prompt and answer together",
     "max_completion_length": "max_length, over prompt and answer together",
     "ref_model": _REFERENCE,
-    "precompute_ref_log_probs": _REFERENCE,
-    "precompute_ref_batch_size": _REFERENCE,
+    "precompute_ref_log_probs": "a loss with a reference",
+    "precompute_ref_batch_size": "per_device_eval_batch_size",
     "sync_ref_model": "a reference that stays",
     "generate_during_eval": "Trainer's evaluate",
     "padding_free": "packing",
@@ -108,10 +108,12 @@ class DPOConfig(PolicyArguments):
     Attributes:
         loss_type: "sigmoid" (DPO) or "ipo".
         label_smoothing: nothing, as of these two in TRL; of cDPO it is `PreferencesSection`'s.
+        precompute_ref_log_probs: as in `PreferencesSection`.
     """
 
     loss_type: str | Sequence[str] = "sigmoid"
     label_smoothing: float = 0.0
+    precompute_ref_log_probs: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss_type, str) and len(self.loss_type) == 1:
@@ -127,7 +129,8 @@ class DPOConfig(PolicyArguments):
     def preferences(self) -> PreferencesSection:
         """The section `preferences`."""
         loss = "ipo" if self.loss_type == "ipo" else "dpo"
-        return PreferencesSection(loss, self.beta, max_length=self.max_length)
+        before = self.precompute_ref_log_probs
+        return PreferencesSection(loss, self.beta, precompute_ref_log_probs=before, max_length=self.max_length)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -147,11 +150,13 @@ class KTOConfig(PolicyArguments):
         loss_type: "kto".
         desirable_weight: as in `PreferencesSection`.
         undesirable_weight: likewise.
+        precompute_ref_log_probs: likewise.
     """
 
     loss_type: str = "kto"
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    precompute_ref_log_probs: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,6 +169,7 @@ class KTOConfig(PolicyArguments):
             self.beta,
             desirable_weight=self.desirable_weight,
             undesirable_weight=self.undesirable_weight,
+            precompute_ref_log_probs=self.precompute_ref_log_probs,
             max_length=self.max_length,
         )
 

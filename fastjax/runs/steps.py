@@ -108,6 +108,7 @@ def batch_shapes(config: TrainConfig, replicas: int, documents_per_row: int | No
         return Batch(array, array, array, array)
     places = (*shape[:2], documents_per_row or _DOCUMENTS)
     fields = {"roles": jnp.int32} | ({"margins": jnp.float32} if config.preferences.scores else {})
+    fields |= {"reference_log_probs": jnp.float32} if config.preferences.precompute_ref_log_probs else {}
     extra: Any = {name: jax.ShapeDtypeStruct(places, dtype) for name, dtype in fields.items()}
     return Batch(array, array, array, array, extra)
 

@@ -182,7 +182,7 @@ class Trainer:
         self.model, self._optimizer = model.replace(tokenizer=tokenizer), optimizer
         self._console, self._ended = console or Console(), False
         own = [_Told(callback, self._end) for callback in callbacks]
-        self._own = Own(loss, evaluate, None, (*sinks, *own), lambda: self._ended)
+        self._own = Own(loss, evaluate, None, (*sinks, *own), lambda: self._ended, in_memory=True)
 
     def train(self, resume: bool = False) -> FineTuned:
         """Train, and save the result.

@@ -38,6 +38,8 @@ class PreferencesSection:
         undesirable_weight: likewise of undesirable ones; null: 1.
         center_rewards_coefficient: of reward, factor of the square of the two scores' sum, which keeps their mean near
             0; null: 0.
+        precompute_ref_log_probs: of dpo, ipo and kto, compute the reference's log-probabilities of all rows once,
+            before the first step, and keep them in data.cache_dir; a step then needs one pass less.
         max_length: tokens of an answer with its prompt, at most; null: as many as a row (model.max_seq_length) has room
             for beside the other one of its pair, of kto beside the prompt with another one's completion.
     """
@@ -50,16 +52,21 @@ class PreferencesSection:
     desirable_weight: float | None = None
     undesirable_weight: float | None = None
     center_rewards_coefficient: float | None = None
+    precompute_ref_log_probs: bool = False
     max_length: int | None = None
 
     def __post_init__(self) -> None:
         check_section("preferences", self)
         takes = () if self.loss is None else (*TAKES[self.loss], "max_length")
+        takes += ("precompute_ref_log_probs",) if self.needs_reference else ()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "loss" and value is not None and field.name not in takes:
+            if field.name != "loss" and value != field.default and field.name not in takes:
+                off = "false" if field.default is False else "null"
+                given = "true" if value is True else value
                 raise ConfigError(
-                    f"preferences.{field.name}: expected null with preferences.loss: {self.loss or 'null'}, got {value}"
+                    f"preferences.{field.name}: expected {off} with preferences.loss: {self.loss or 'null'}, got "
+                    f"{given}"
                 )
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             value = getattr(self, name)
@@ -85,8 +92,13 @@ class PreferencesSection:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether each step compares with the model without its adapter."""
+        """Whether the loss compares with the model without its adapter."""
         return self.loss in WITH_REFERENCE
+
+    @property
+    def reference_in_step(self) -> bool:
+        """Whether each step computes what it compares with."""
+        return self.needs_reference and not self.precompute_ref_log_probs
 
     @property
     def options(self) -> dict[str, Any]:

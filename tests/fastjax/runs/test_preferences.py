@@ -128,6 +128,11 @@ def test_the_keys_are_the_losses_own():
         ({"loss": "ipo", "gamma": 0.5}, "preferences.gamma: expected null with preferences.loss: ipo, got 0.5"),
         ({"loss": "dpo", "beta": 0.0}, "preferences.beta: expected a value greater than 0, got 0.0"),
         ({"loss": "bco"}, "preferences.loss: expected one of dpo, ipo, orpo, kto, simpo, reward or null, got 'bco'"),
+        ({"loss": "orpo", "precompute_ref_log_probs": True}, "expected false with preferences.loss: orpo, got true"),
+        (
+            {"loss": "reward", "precompute_ref_log_probs": True},
+            "expected false with preferences.loss: reward, got true",
+        ),
         ({"loss": "reward", "beta": 0.1}, "preferences.beta: expected null with preferences.loss: reward, got 0.1"),
         (
             {"loss": "reward", "center_rewards_coefficient": -0.1},
