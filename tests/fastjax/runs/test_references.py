@@ -38,11 +38,12 @@ def test_losses_are_those_of_a_reference_in_the_step(tmp_path, capsys):
             "model_name": str(ASSETS / "tiny-llama"),
             "max_seq_length": 256,
             "use_gradient_checkpointing": "full",
+            "load_in_4bit": False,
         },
         "data": {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "eval")},
         "lora": {"r": 4},
         "training": {"per_device_train_batch_size": 2, "max_steps": 4, "eval_steps": 4},
-        "optimizer": {"learning_rate": 3e-3, "lr_scheduler_type": "constant", "warmup_steps": 0},
+        "optimizer": {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "warmup_steps": 0},
         "parallel": {"data": 1, "fsdp": 1},
         "preferences": {"loss": "dpo", "beta": 0.2},
         "output": {"output_dir": str(tmp_path / "within"), "save_steps": 2},
@@ -68,7 +69,7 @@ def test_losses_are_those_of_a_reference_in_the_step(tmp_path, capsys):
         {(row["step"], "loss" in row): row for row in metrics(tmp_path / name)} for name in ("within", "before")
     )
     assert set(within) == {(1, True), (2, True), (3, True), (4, True), (4, False)} < set(before)
-    assert within[4, True]["loss"] < 0.68
+    assert abs(within[4, True]["loss"] - within[1, True]["loss"]) > 0.1  # the policy has left the reference
     for place, row in within.items():
         names = [name for name in row if name.removeprefix("eval_").startswith(("loss", "rewards", "logps"))]
         assert len(names) > 6
