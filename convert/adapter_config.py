@@ -29,6 +29,8 @@ PEFT_VERSION = "0.21.2"  # of the written format
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 #: Likewise, those of its router.
 ROUTER_PARAMETERS = ("gate.weight", "router.weight")
+#: Task of an adapter on a model with a score in the place of logits.
+SCORED = "SEQ_CLS"
 INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
 
 # PEFT's other fields: their "off" value. Fields that only qualify one of these may hold anything.
@@ -71,7 +73,7 @@ class AdapterConfig:
         ensure_weight_tying: Keep tied embeddings and head tied in the adapter too.
         base_model_name_or_path: The base model.
         revision: Of that model.
-        task_type: "CAUSAL_LM".
+        task_type: "CAUSAL_LM"; or `SCORED`, for a reward model, with "score" in `modules_to_save`.
         inference_mode: Written as true by PEFT; nothing depends on it here.
     """
 
@@ -127,6 +129,11 @@ def config_from_json(raw: Mapping[str, Any], file: str | os.PathLike[str]) -> Ad
             raise unexpected(file, name, "null or false: the field is not supported", value)
     for name in ("rank_pattern", "alpha_pattern"):
         values[name] = {} if values.get(name) is None else values[name]
+    saved = values.get("modules_to_save")
+    if values.get("task_type") == SCORED and isinstance(saved, list):  # PEFT adds what it calls heads elsewhere
+        values["modules_to_save"] = [
+            name for n, name in enumerate(saved) if name != "classifier" and name not in saved[:n]
+        ]
     values, renamed = to_modules(values)
     try:
         config = AdapterConfig(**values)

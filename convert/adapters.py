@@ -8,6 +8,7 @@ An array's name is its module's path in the tree and its leaf:
 - ``embed_tokens.lora_embedding_A`` [r, vocabulary], ``.lora_embedding_B`` [width, r]; with DoRA
   ``.lora_magnitude_vector`` [width];
 - ``embed_tokens.modules_to_save.weight``, ``lm_head.modules_to_save.weight``: modules trained whole;
+  ``score.modules_to_save.weight`` [1, width], a reward model's head;
 - ``embed_tokens.trainable_tokens_delta``, ``lm_head.trainable_tokens_delta`` [tokens, width]: trained rows in place
   of those of the tokens in ``trainable_token_indices`` (no differences, despite the name);
 - ``embed_tokens.base_layer.weight``, ``lm_head.base_layer.weight``: the frozen matrix that PEFT saves beside an

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from convert.adapter_config import SCORED
 from convert.adapters import Adapter
 from convert.checkpoint import Checkpoint
 
@@ -55,7 +56,7 @@ def write_card(
         "---",
         *([f"base_model: {named}"] if _is_name(str(named)) else []),
         "library_name: transformers",
-        "pipeline_tag: text-generation",
+        f"pipeline_tag: {'text-classification' if adapter.config.task_type == SCORED else 'text-generation'}",
         "---",
         "",
         f"# {Path(str(named)).name}, fine-tuned",

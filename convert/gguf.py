@@ -26,7 +26,7 @@ from convert.gguf_architecture import hyper_parameters
 from convert.gguf_file import PARTIAL, UnfinishedFile
 from convert.gguf_header import read_gguf_header
 from convert.gguf_vocabulary import Vocabulary, read_vocabulary
-from convert.model.paths import EMBEDDING, HEAD
+from convert.model.paths import EMBEDDING, HEAD, SCORE
 from convert.model.spec import VECTORS, WeightSpec
 from convert.output import check_room
 from convert.shard import Counter, Monitor
@@ -98,6 +98,10 @@ def export_gguf(
     if file.is_dir():
         raise unexpected(file, "file", "a new one, or a file to replace", "a folder")
     weights = open_weights(source)
+    if f"{SCORE}.weight" in weights.specs:
+        raise ConvertError(
+            f"{source}: expected a model with logits, got one with a score in their place (a reward model)"
+        )
     plan = _Plan(gguf, weights, type)
     vocabulary = read_vocabulary(weights.checkpoint.folder, plan.rows, pre_tokenizer)
     kinds = [kind.name for _, kind, _ in plan.tensors.values()]

@@ -13,6 +13,7 @@ from convert.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES
 from convert.formats import nf4
+from convert.model.paths import HEAD, SCORE
 from convert.source import count_tokens
 from convert.weights import Weights, open_weights
 
@@ -30,7 +31,7 @@ class Inspection:
         parameters: Their number, tied ones once; None if the family's table does not fit.
         formats: "bfloat16", "nf4", … -> (tensors, bytes with scales).
         files: Number of weight files.
-        tied: Whether the embedding is also the head; None for an adapter.
+        tied: Whether the embedding is also the head; None for an adapter and a reward model.
         tokens: Number of tokens; None without a tokenizer.json.
         chat_template: Whether there is one.
         ignored: Skipped names -> the reason.
@@ -88,7 +89,7 @@ def inspect(folder: str | os.PathLike[str]) -> Inspection:
         None if weights is None else sum(math.prod(row.shape) for row in weights.specs.values()),
         _stored(checkpoint) if weights is None else _formats(weights),
         len({info.file for info in checkpoint.tensors.values()}),
-        None if weights is None else "lm_head.weight" not in weights.specs,
+        None if weights is None or f"{SCORE}.weight" in weights.specs else f"{HEAD}.weight" not in weights.specs,
         count_tokens(folder),
         _has_template(folder),
         {} if weights is None else _ignored(weights),

@@ -22,7 +22,7 @@ from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
 from convert.derived import derived_tensors, served_together, tensor_blocks
 from convert.errors import unexpected
 from convert.formats import FLOATS, FORMATS, WRITERS, Writer
-from convert.model.paths import TABLES
+from convert.model.paths import HEAD, TABLES
 from convert.model.spec import MODULES, QUANTIZED, UNCAST, WHOLE
 from convert.model.tensors import TensorSpec
 from convert.output import Job, Monitor, Written, write_folder
@@ -114,6 +114,10 @@ def merge(
         allow_nonfinite=allow_nonfinite,
     )
     found = changes(weights, opened, base_in_nf4=base_in_nf4)
+    if found.scored and dtype in WRITERS:
+        raise unexpected(
+            folder, "dtype", f"one of {', '.join(FLOATS)} for a model with a score in place of logits", dtype
+        )
     plan = _Plan(weights, found, dtype)
     jobs = list(plan.jobs())
     new_config = _new_config(weights, found, plan, config)
@@ -171,6 +175,8 @@ class _Plan:
         weights = self.weights
         stale = any(f"{module}.weight" in self.found.tensors for module in TABLES)
         for name, tensor, place in derived_tensors(weights, apart=self.apart):
+            if self.found.scored and (name if tensor is None else tensor.weights[0].path) == f"{HEAD}.weight":
+                continue  # of logits
             if tensor is not None and place is not None:
                 yield self._job(tensor, place)
                 continue
@@ -180,7 +186,7 @@ class _Plan:
             self.copied += 1
             yield copied(weights.checkpoint, [name])
         for path, change in self.found.tensors.items():
-            if path not in weights.specs:  # the head that is no longer tied
+            if path not in weights.specs:  # the head that is no longer tied, or the score in its place
                 self.changed += 1
                 yield self._written(
                     change.name, change.shape, self._target(change.dtype), change.values(path, None), None
@@ -257,6 +263,8 @@ def _new_config(
         config["quantization_config"] = form.quantization_config(dtype.name, skipped)
     elif plan.written is None:
         config.pop("quantization_config", None)
+    if found.scored:
+        config = weights.family.scored(config)
     inner = config.get("text_config")
     levels = [config, *([inner] if isinstance(inner, dict) else [])]
     if found.untied:
@@ -294,6 +302,8 @@ def _notes(weights: Weights, adapter: Adapter, found: Changes) -> list[str]:
     if found.untied:
         notes.append("the adapter treats embedding and head differently: they are no longer tied")
     before = weights.specs["embed_tokens.weight"].shape[0]
+    if found.scored:
+        notes.append("a reward model: one score a text, read at its last token, in the place of logits")
     if found.vocabulary > before:
         notes.append(f"the vocabulary has grown from {before} to {found.vocabulary} rows")
     return notes

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convert.adapter_config import CONFIG, rank_and_alpha, saves_whole, selects
+from convert.adapter_config import CONFIG, SCORED, rank_and_alpha, saves_whole, selects
 from convert.adapters import WEIGHTS, Adapter
 from convert.blocks import Block, Blocks, array_blocks
 from convert.derived import Values
-from convert.errors import ConvertError
+from convert.errors import ConvertError, unexpected
 from convert.expert_adapters import expert_shapes
 from convert.formats import FORMATS
 from convert.formats.nf4_format import through_nf4
 from convert.merged_values import ExpertAdapters, of_adapter, with_lookup_lora, with_lora, with_rows
-from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
+from convert.model.paths import EMBEDDING, HEAD, SCORE, TABLES, WeightPath
 from convert.model.spec import QUANTIZED
 from convert.vocabulary import head_follows, table_rows, token_ids
 from convert.weights import Weights
@@ -49,11 +49,13 @@ class Changes:
         tensors: Tree path -> change; for tied tables the shared one alone.
         untied: Whether a tied head becomes separate.
         vocabulary: Rows of the tables.
+        scored: Whether the result is a reward model: the base is one, or its head gives way to a score.
     """
 
     tensors: Mapping[str, Change]
     untied: bool
     vocabulary: int
+    scored: bool = False
 
 
 def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) -> Changes:
@@ -67,8 +69,9 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
     Raises:
         ConvertError: The adapter does not fit the model: modules, ranks, sizes or rows (all listed).
     """
-    tied = f"{HEAD}.weight" not in weights.specs
-    tables = _Tables(weights, adapter, tied)
+    scored = _scored(weights, adapter)
+    tied = f"{HEAD}.weight" not in weights.specs and not scored
+    tables = _Tables(weights, adapter, tied, (EMBEDDING,) if scored else TABLES)
     problems = tables.problems + _misfits(weights, adapter, tables)
     if problems:
         listed = "; ".join(problems[:12]) + (f"; and {len(problems) - 12} more" if len(problems) > 12 else "")
@@ -92,7 +95,26 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
             found[path] = Change(row.name, row.shape, dtype, _only(blocks))
         elif in_nf4:
             found[path] = Change(row.name, row.shape, dtype, base)
-    return Changes(found | tables.changed(), tables.untied, tables.rows)
+    score = WeightPath(None, "", SCORE)
+    if scored and score not in weights.specs:
+        whole, dtype = score.with_leaf("modules_to_save.weight"), weights.decoded_dtype(f"{EMBEDDING}.weight")
+        found[score] = Change(score, (1, tables.width), dtype, _only(of_adapter(adapter, whole)))
+    return Changes(found | tables.changed(), tables.untied, tables.rows, scored)
+
+
+def _scored(weights: Weights, adapter: Adapter) -> bool:
+    """Whether the merged model is a reward model; an adapter on logits is none for a model without them."""
+    own, base = adapter.config.task_type == SCORED, f"{SCORE}.weight" in weights.specs
+    if base and not own:
+        raise unexpected(
+            adapter.folder / CONFIG, "task_type", f"{SCORED}, as the base has a score", adapter.config.task_type
+        )
+    if own and not base:
+        weights.family.scored(weights.checkpoint.config)
+        if f"{SCORE}.modules_to_save.weight" not in adapter.tensors:
+            found = adapter.config.modules_to_save
+            raise unexpected(adapter.folder / CONFIG, "modules_to_save", f"{SCORE}, as the base has none", found)
+    return own
 
 
 def _only(blocks: Blocks) -> Values:
@@ -112,15 +134,15 @@ def _through_nf4(weights: Weights) -> Values:
 
 
 class _Tables:
-    """Embedding and head: their changes, tying and number of rows."""
+    """Embedding and head: their changes, tying and number of rows; a reward model has no head of these."""
 
-    def __init__(self, weights: Weights, adapter: Adapter, tied: bool):
-        self.weights, self.adapter, self.tied = weights, adapter, tied
+    def __init__(self, weights: Weights, adapter: Adapter, tied: bool, names: tuple[str, ...]):
+        self.weights, self.adapter, self.tied, self.names = weights, adapter, tied, names
         self.problems: list[str] = []
         self.base_rows = weights.specs[f"{EMBEDDING}.weight"].shape[0]
         self.width = weights.specs[f"{EMBEDDING}.weight"].shape[1]
         self.tokens = self._tokens()
-        changed = {module for module in TABLES if self._changes(module)}
+        changed = {module for module in names if self._changes(module)}
         by_rows = {kind for module in changed for kind in self._changes(module)} == {"trainable_tokens_delta"}
         follows = by_rows and EMBEDDING in changed and head_follows(self.tokens)
         self.untied = tied and bool(changed) and not adapter.config.ensure_weight_tying and not follows
@@ -133,7 +155,7 @@ class _Tables:
             return self._change(EMBEDDING, module) if self._changes(module) or self._grows() else {}
         return {
             path: change
-            for module in TABLES
+            for module in self.names
             if self._changes(module) or self._grows() or (self.untied and module == HEAD)
             for path, change in self._change(module, module).items()
         }
@@ -167,7 +189,7 @@ class _Tables:
         named = token_ids(self.adapter.config)
         if self.tied and EMBEDDING in named and f"{HEAD}.trainable_tokens_delta" in self.adapter.tensors:
             named.setdefault(HEAD, named[EMBEDDING])  # PEFT writes a copy for a grown vocabulary
-        self.problems += [f"trainable_token_indices: rows of {name}" for name in named if name not in TABLES]
+        self.problems += [f"trainable_token_indices: rows of {name}" for name in named if name not in self.names]
         return named
 
     def _rows(self) -> int:
@@ -205,7 +227,10 @@ def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
     """Mismatches of adapter and model: unknown or missing arrays, and other sizes."""
     modules = {row.path.module: row.shape for row in weights.specs.values() if row.path.leaf == "weight"}
     tables_shape = (tables.rows, tables.width)
-    modules |= {WeightPath(None, "", table, ""): tables_shape for table in TABLES}
+    modules |= {WeightPath(None, "", table, ""): tables_shape for table in tables.names}
+    if HEAD not in tables.names:
+        modules.pop(WeightPath(None, "", HEAD, ""), None)
+        modules[WeightPath(None, "", SCORE, "")] = (1, tables.width)
     problems = []
     for name, info in adapter.tensors.items():
         path = WeightPath.parse(name)

@@ -14,6 +14,7 @@ from convert.derived import derived_tensors, served_together, tensor_blocks
 from convert.errors import ConvertError, unexpected
 from convert.formats import FLOATS, FORMATS, WRITERS, Writer
 from convert.formats.nf4_format import NF4, NF4_NESTED
+from convert.model.paths import SCORE
 from convert.model.spec import MODULES, QUANTIZED, UNCAST
 from convert.output import Job, Monitor, Written, write_folder
 from convert.saving import copy_side_files
@@ -66,6 +67,10 @@ def quantize(
         raise unexpected(folder, "nested", f"true (only {NF4.label} has scales of scales)", False)
     check_apart(folder, source)
     weights = open_weights(source)
+    if f"{SCORE}.weight" in weights.specs:
+        raise ConvertError(
+            f"{source}: expected a model with logits, got one with a score in their place (a reward model)"
+        )
     small = [found for found in weights.formats() if found.bits <= writer.bits]
     if small:
         raise ConvertError(

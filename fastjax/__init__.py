@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         KTOTrainer,
         ORPOConfig,
         ORPOTrainer,
+        RewardConfig,
+        RewardTrainer,
     )
     from fastjax.runs.sft import SFTConfig, SFTTrainer, get_chat_template, train_on_responses_only
     from fastjax.runs.trainer import Event, Trainer, TrainerSettings
@@ -40,6 +42,8 @@ _PLACES = {
     "OptimizerConfig": "fastjax.training.config",
     "OutputSection": "fastjax.training.config",
     "PreferencesSection": "fastjax.training.config",
+    "RewardConfig": "fastjax.runs.preference_trainers",
+    "RewardTrainer": "fastjax.runs.preference_trainers",
     "SFTConfig": "fastjax.runs.sft",
     "SFTTrainer": "fastjax.runs.sft",
     "Trainer": "fastjax.runs.trainer",
@@ -65,6 +69,8 @@ __all__ = [
     "OptimizerConfig",
     "OutputSection",
     "PreferencesSection",
+    "RewardConfig",
+    "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
     "Trainer",

@@ -7,6 +7,7 @@ from convert.model.spec import ATTENTION_GROUPS
 COHERE = Family(
     "cohere",
     "CohereForCausalLM",
+    classifier=None,
     defaults={
         "tie_word_embeddings": True,
         "layer_norm_eps": 1e-5,

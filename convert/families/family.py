@@ -72,6 +72,7 @@ IGNORED = (
 #: Flag of a family's switches -> how queries and keys are normalised where it is raised.
 QK_NORM_FLAGS = {"qk_norm by head": "head", "qk_norm of heads": "heads"}
 _MERGED = ".experts.gate_up_proj"
+_CAUSAL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 def _nothing(*_: Any) -> dict[str, Any]:
@@ -101,6 +102,8 @@ class Family:
         starts: Prefix of tensor names in the text model's own checkpoints -> prefix in these.
         modules: Prefix of tensor names -> prefix of module names in transformers and PEFT, where they differ.
         ignored: Names to ignore.
+        classifier: Its class in transformers with one score a text for a head; "": named as `architecture` is; None:
+            there is none.
         beside: Modules outside the text model, by their names in transformers.
         others: The same family under other names in files, from other versions of the libraries.
     """
@@ -123,6 +126,7 @@ class Family:
     starts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: tuple[Ignored, ...] = IGNORED
+    classifier: str | None = ""
     beside: tuple[str, ...] = ()
     others: "tuple[Family, ...]" = ()
 
@@ -174,6 +178,24 @@ class Family:
             if any(name.startswith(start) for name in names):
                 return family
         return self
+
+    def scored(self, config: Config) -> dict[str, Any]:
+        """A config.json of the same model with one score a text in the place of its logits, as a reward model has it.
+
+        Args:
+            config: Contents of config.json.
+
+        Raises:
+            ConvertError: transformers has no such class of the family.
+        """
+        if self.classifier is None:
+            raise ConvertError(
+                f"model_type: expected one with a class for scores ({_CLASSIFIER}) in transformers, got "
+                f"{self.model_type}, which has none"
+            )
+        own = self.classifier or self.architecture.replace(_CAUSAL, _CLASSIFIER)
+        kept = {name: value for name, value in config.items() if name != "num_labels"}
+        return kept | {"architectures": [own], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
     @functools.cached_property
     def in_memory(self) -> "Family":
@@ -300,8 +322,8 @@ class Family:
 
     def _flags(self, get: Reader) -> frozenset[str]:
         raised = {flag for name, flags in self.switches.items() if get.flag(name) for flag in flags}
-        tied = "tied" if get.flag("tie_word_embeddings") else "untied"
-        return frozenset({*raised, *self.constants.get("biases", ()), tied})
+        head = "scored" if is_scored(get.config) else "tied" if get.flag("tie_word_embeddings") else "untied"
+        return frozenset({*raised, *self.constants.get("biases", ()), head})
 
     def _no_module(self, name: str) -> ConvertError:
         return ConvertError(f"{name}: no such module in the table of {self.model_type}")
@@ -334,7 +356,14 @@ def read_sizes(get: Reader) -> dict[str, int]:
         "H*D": heads * head_size,
         "K*D": key_heads * head_size,
         "(H+2K)*D": (heads + 2 * key_heads) * head_size,
+        "1": 1,
     }
+
+
+def is_scored(config: Config) -> bool:
+    """Whether a config.json is of a model with a class of `Family.classifier`'s kind."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(isinstance(name, str) and name.endswith(_CLASSIFIER) for name in names)
 
 
 def nested(
@@ -366,6 +395,7 @@ def nested(
         text=family,
         starts=starts,
         modules={starts[start]: modules.get(start, start) for start in starts},
+        classifier=None,
         ignored=(*own, *ignored),
         beside=beside,
         others=others,

@@ -48,6 +48,7 @@ GEMMA3_TEXT = Family(
     read=_read,
     write=lambda config: {**to_hf(config), **ropes_to_hf(config)},
     neutral={**ATTENDS_BACKWARD_ONLY, "attn_logit_softcapping": (None,)},
+    classifier="Gemma3TextForSequenceClassification",
     gguf=Architecture("GEMMA3", activation=TANH, norm_shift=1.0, period=6, wide=62, query_scale=True),
 )
 

@@ -82,6 +82,7 @@ def _to_hf(config: "ModelConfig") -> dict[str, Any]:
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
+    classifier=None,
     defaults={
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,

@@ -9,6 +9,7 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multip
 GRANITE = Family(
     "granite",
     "GraniteForCausalLM",
+    classifier=None,
     defaults=dict.fromkeys((*_MULTIPLIERS, "logits_scaling"), 1.0),
     numbers={name: name for name in _MULTIPLIERS},
     switches=BIASES,

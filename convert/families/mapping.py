@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from convert.errors import ConvertError, shorten, shown
-from convert.families.family import Family, read_sizes
+from convert.errors import ConvertError, shorten, shown, unexpected
+from convert.families.family import Family, is_scored, read_sizes
 from convert.families.irrelevant import IRRELEVANT, NEUTRAL
 from convert.model.reader import Reader
 from convert.model.rope import NAMES as ROPE
@@ -49,6 +49,7 @@ def read_config(family: Family, config: Mapping[str, Any], where: str) -> dict[s
     if fields["final_logit_softcapping"] is not None:  # transformers caps the text model's logits alone
         given = fields["final_logit_softcapping"]
         raise ConvertError(f"{where}: {family.section}: final_logit_softcapping: expected null, got {shown(given)}")
+    _check_scored(family, config, where)
     outside = {name: value for name, value in config.items() if name not in {family.section, "tie_word_embeddings"}}
     refuse_unsupported(outside, _OF_THE_OTHER_HALF, {}, where)
     return fields
@@ -60,7 +61,7 @@ def write_config(family: Family, config: "ModelConfig") -> dict[str, Any]:
         text = write_config(family.text, config)
         tied = config.tie_word_embeddings
         return {"model_type": family.model_type, family.section: text, "tie_word_embeddings": tied}
-    return {
+    fields = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{family.name(field): getattr(config, field) for field in _SAME},
@@ -73,11 +74,12 @@ def write_config(family: Family, config: "ModelConfig") -> dict[str, Any]:
         "rope_parameters": rope_to_hf(config.rope),
         **family.write(config),
     }
+    return family.scored(fields) if config.scored else fields
 
 
 def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[str, Any]:
     get = Reader(config, where, family.defaults)
-    sizes = read_sizes(get)
+    sizes, scored = read_sizes(get), _check_scored(family, config, where)
     heads, key_heads, width, head_dim = (sizes[name] for name in "HKED")
     if heads % key_heads:
         raise get.wrong("num_key_value_heads", f"a divisor of {heads} heads")
@@ -97,7 +99,8 @@ def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[
         "head_dim": head_dim,
         "hidden_act": get.activation(family.name("hidden_act")),
         "norm_eps": get.number(family.name("norm_eps")),
-        "tie_word_embeddings": get.flag("tie_word_embeddings"),
+        "tie_word_embeddings": get.flag("tie_word_embeddings") and not scored,
+        "scored": scored,
         "max_position_embeddings": get.integer("max_position_embeddings"),
         "initializer_range": get.number("initializer_range"),
         "layers": ((None, "rope"),) * layers,
@@ -121,6 +124,19 @@ def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[
         raise get.wrong("layer_types", f"full_attention alone: no layer of {family.model_type} has a window")
     refuse_unsupported(config, get.asked, family.neutral, where)
     return fields
+
+
+def _check_scored(family: Family, config: Mapping[str, Any], where: str) -> bool:
+    """Whether the model has one score in the place of logits; a classifier of any other kind is refused."""
+    if not is_scored(config):
+        return False
+    if family.classifier is None:
+        raise unexpected(where, "architectures", f"{family.architecture}, which has logits", config["architectures"])
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)  # transformers' default
+    if count != 1:
+        raise unexpected(where, "id2label", "one label, as a reward model has", count if labels is None else labels)
+    return True
 
 
 def refuse_unsupported(

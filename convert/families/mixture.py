@@ -141,7 +141,6 @@ def moe_sizes(moe: MoeConfig) -> dict[str, int]:
         "X": moe.router.num_experts,
         "EF": moe.intermediate_size,
         "SF": moe.shared_intermediate_size,
-        "1": 1,
     }
 
 

@@ -28,6 +28,7 @@ def _to_hf(config: "ModelConfig") -> dict[str, Any]:
 OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
+    classifier=None,
     defaults={
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,

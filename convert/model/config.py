@@ -67,6 +67,8 @@ class ModelConfig:
         embedding_multiplier: factor of the embeddings.
         residual_multiplier: factor of attention's and MLP's outputs.
         logit_scale: factor of the logits.
+        scored: whether the head is one score of each place ("score", of reward models), not logits; then nothing is
+            tied.
     """
 
     model_type: str
@@ -109,6 +111,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
+    scored: bool = False
 
     @property
     def max_length(self) -> int:
@@ -129,6 +132,15 @@ class ModelConfig:
         fields = read_config(family_for(config, where), config, where)
         fields["layers"] = tuple(Layer(*layer) for layer in fields["layers"])
         return cls(**fields)
+
+    def with_score(self) -> "ModelConfig":
+        """The same decoder with one score of each place in the place of logits.
+
+        Raises:
+            ConvertError: transformers has no such class of the family.
+        """
+        family_for({"model_type": self.model_type}).scored({})
+        return dataclasses.replace(self, scored=True, tie_word_embeddings=False)
 
     @functools.cached_property
     def specs(self) -> tuple[WeightSpec, ...]:

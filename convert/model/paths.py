@@ -22,6 +22,8 @@ LEAVES = (
     ),
 )
 EMBEDDING, HEAD, NORM = "embed_tokens", "lm_head", "norm"
+#: The head of a reward model, in the place of `HEAD`.
+SCORE = "score"
 #: The block of a mixture's experts, and the part of the block "mlp" that chooses among them.
 EXPERTS, ROUTER = "mlp.experts", "router"
 #: The modules with one row per token.

@@ -10,11 +10,11 @@ experts, EF and SF feed-forward width of an expert and of the shared one.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
+from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE, WeightPath
 
 #: Kind of a weight -> its initialisation: matrices, tables and sinks are drawn, scales start at one, biases at zero.
 INITS = {
-    **dict.fromkeys(("matrix", "table", "experts", "router", "gate", "sinks"), "normal"),
+    **dict.fromkeys(("matrix", "table", "experts", "router", "gate", "sinks", "score"), "normal"),
     "norm": "ones",
     **dict.fromkeys(("bias", "choice_bias"), "zeros"),
 }
@@ -62,7 +62,8 @@ class WeightSpec(NamedTuple):
         axes: the names of its logical axes.
         kind: "matrix" (in a layer: the target of adapters, quantisation and decay), "table" (one row per token),
             "norm", "bias", "experts" (the matrices of all experts), "router", "gate" (of a shared expert),
-            "choice_bias" (of a router, for the choice alone) or "sinks" (attention logits of no key, one a head).
+            "choice_bias" (of a router, for the choice alone), "sinks" (attention logits of no key, one a head) or
+            "score" (a reward model's head).
         group: its fused group of projections in memory, such as "self_attn.qkv"; None without one.
         layout: how it lies in files: "whole", "apart", "merged" or "interleaved".
     """
@@ -188,12 +189,13 @@ def linear(name: str, out: str, into: str, group: str) -> tuple[Row, ...]:
 
 
 def table(*layer: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The rows of a model: embeddings, layer, final normalisation, and the head if untied."""
+    """The rows of a model: embeddings, layer, final normalisation, and the head if untied, or a reward model's."""
     return (
         Row("model.embed_tokens.weight", WeightPath(None, "", EMBEDDING), ("V", "E"), "table"),
         *(row for rows in layer for row in rows),
         Row("model.norm.weight", WeightPath(None, "", NORM), ("E",), "norm"),
         Row("lm_head.weight", WeightPath(None, "", HEAD), ("V", "E"), "table", when="untied"),
+        Row("score.weight", WeightPath(None, "", SCORE), ("1", "E"), "score", when="scored"),
     )
 
 

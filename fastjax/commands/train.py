@@ -41,7 +41,8 @@ def main(argv: Sequence[str]) -> None:
     console.print(f"{result.folder.name}: {result.folder}", highlight=False, soft_wrap=True)
     console.print(f"report: {result.folder.parent / 'report.html'}", highlight=False, soft_wrap=True)
     command, _ = usage(result.config, result.folder, result.model.hf_config, str(result.model.dtype))
-    console.print(f"use it: {command}", highlight=False, soft_wrap=True)
+    gap = "\n" if "\n" in command else " "  # code of Python
+    console.print(f"use it:{gap}{command}", highlight=False, soft_wrap=True, markup=False)
     if (packing := _packing(result)) is not None:
         console.print(f"as what it was trained for: {packing}", highlight=False, soft_wrap=True)
 

@@ -20,7 +20,7 @@ from fastjax.config_import.job import Job, Tool
 from fastjax.config_import.preferences import OTHER, REFERENCE
 from fastjax.config_import.rows import Row, among, lost, refused, to, to_list, to_number, unneeded
 
-_REWARD = "there are no reward models"
+_REWARD = "reward models are not carried over; write preferences.loss: reward for one score a text"
 _MULTIMODAL = "models of text only"
 _LOG = "no such tracker; output.report_to has tensorboard and wandb"
 _HUB = "nothing is uploaded; output.output_dir has the result"

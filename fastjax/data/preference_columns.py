@@ -4,9 +4,10 @@ A row of pairs has `chosen` and `rejected`, and `prompt` or the prompt at the be
 what the two have in common). A row of single answers has `prompt`, `completion` and `label`, true where the answer is
 desirable; where single answers are wanted, a pair is one desirable answer and one undesirable one. Each of these is a
 text or a list of messages, or of turns in ShareGPT's format; an answer may be a single one. A column `tools` is read as
-in `columns`.
+in `columns`; of ranked pairs also a column `margin`, a number.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +18,10 @@ from fastjax.data.settings import Pairing
 from fastjax.errors import DataError
 
 _PAIR, _SINGLE = ("chosen", "rejected"), ("prompt", "completion", "label")
+_PAIRS = "chosen and rejected, with prompt or the prompt in both"
 _EXPECTED: dict[Pairing, str] = {
-    "paired": "chosen and rejected, with prompt or the prompt in both",
+    "paired": _PAIRS,
+    "ranked": _PAIRS,
     "unpaired": "prompt, completion and label, or chosen and rejected",
 }
 
@@ -32,7 +35,7 @@ def parse_preference(
         row: A mapping from column to value.
         where: File and line, for errors.
         columns: Meaning → column name; the default is the meaning itself.
-        pairing: Whether pairs are wanted or single answers.
+        pairing: Whether pairs are wanted, with their margin (0 without one) or not, or single answers.
         templated: As of `columns.parse_row`.
 
     Raises:
@@ -41,7 +44,7 @@ def parse_preference(
     expected = _EXPECTED[pairing]
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: expected an object with {expected}, found {describe(row)}")
-    names = {meaning: (columns or {}).get(meaning, meaning) for meaning in (*_SINGLE, *_PAIR, "tools")}
+    names = {meaning: (columns or {}).get(meaning, meaning) for meaning in (*_SINGLE, *_PAIR, "tools", "margin")}
     values = {meaning: row.get(name) for meaning, name in names.items()}
     for meaning in (*_PAIR, "completion"):
         if isinstance(message := values[meaning], Mapping) and message:
@@ -70,7 +73,8 @@ def parse_preference(
             both = f"{shown_names['chosen']} and {shown_names['rejected']}"
             raise DataError(f"{where}: expected a prompt, or one that {both} begin with, got none")
         answers = tuple(answer(prompt, meaning, one) for meaning, one in zip(_PAIR, said, strict=True))
-        return PreferenceRecord(answers, (True, False), where)
+        margin = _margin(values["margin"], where, shown_names["margin"]) if pairing == "ranked" else 0.0
+        return PreferenceRecord(answers, (True, False), where, margin)
     if pairing == "unpaired" and all(values[meaning] is not None for meaning in _SINGLE):
         label = values["label"]
         if not isinstance(label, bool):
@@ -80,6 +84,14 @@ def parse_preference(
     raise DataError(
         f"{where}: expected the columns {expected}; the columns there are: {shorten(listed or 'none', 500)}"
     )
+
+
+def _margin(value: Any, where: str, name: str) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{where}: {name} must be a finite number, found {describe(value)}")
+    return float(value)
 
 
 def _split(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:

@@ -7,11 +7,11 @@ of the divergence takes mismatched documents, a prompt with the completion of an
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int, Int32, Int64
+from jaxtyping import Bool, Float32, Int, Int32, Int64, Shaped
 
 from fastjax.data.documents import IGNORE, Counts, Documents
 from fastjax.data.origins import Origins
@@ -48,13 +48,14 @@ class Answer(NamedTuple):
     role: Role
 
 
-def pack_preferences(groups: Sequence[Sequence[Answer]], row_length: int) -> PackedRows:
+def pack_preferences(groups: Sequence[Sequence[Answer]], row_length: int, *, last_token: bool = False) -> PackedRows:
     """Pack groups of answers, none of which is cut or divided over rows.
 
     Args:
         groups: a pair (the chosen answer, the rejected one), or answers that stand alone, together with mismatched
             ones or not.
         row_length: tokens in a row.
+        last_token: whether the last token of each answer is an input too, where `RewardLoss` reads its score.
 
     Raises:
         ValueError: no groups, an answer without a prompt or completion, or a group longer than a row.
@@ -70,7 +71,7 @@ def pack_preferences(groups: Sequence[Sequence[Answer]], row_length: int) -> Pac
             )
     tokens = [np.asarray([*a.prompt, *a.completion], np.int32) for a in answers]
     learnt = [np.arange(len(ids)) >= len(a.prompt) for a, ids in zip(answers, tokens, strict=True)]
-    documents = documents_of(tokens, learnt, np.arange(len(answers)), Counts(len(answers)))
+    documents = documents_of(tokens, learnt, np.arange(len(answers)), Counts(len(answers)), last_token=last_token)
     starts = np.cumsum([0, *map(len, groups)])
     for number, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
         size = int(documents.lengths[start:end].sum())
@@ -84,6 +85,8 @@ def documents_of(
     learnt: Sequence[Bool[np.ndarray, " _"]],
     examples: Int[np.ndarray, " D"],
     counts: Counts,
+    *,
+    last_token: bool = False,
 ) -> Documents:
     """Answers as documents, each from its first token to the last that is scored.
 
@@ -92,14 +95,17 @@ def documents_of(
         learnt: which of them are scored; at least one, but not the first.
         examples: each one's example, by index.
         counts: of the examples.
+        last_token: whether that is an input too, which nothing follows, and not a target alone.
     """
-    ends = [int(np.flatnonzero(own)[-1]) for own in learnt]
-    pairs = list(zip(tokens, learnt, ends, strict=True))
-    targets = [np.where(own[1 : end + 1], ids[1 : end + 1], np.int32(IGNORE)) for ids, own, end in pairs]
+    behind = int(last_token)
+    lasts = [int(np.flatnonzero(own)[-1]) for own in learnt]
+    pairs = list(zip(tokens, learnt, lasts, strict=True))
+    targets = [np.where(own[1 : last + 1], ids[1 : last + 1], np.int32(IGNORE)) for ids, own, last in pairs]
+    targets = [np.pad(one, (0, behind), constant_values=IGNORE) for one in targets]
     return Documents(
-        np.concatenate([ids[:end] for ids, _, end in pairs]).astype(np.int32),
+        np.concatenate([ids[: last + behind] for ids, _, last in pairs]).astype(np.int32),
         np.concatenate(targets).astype(np.int32),
-        np.cumsum([0, *ends], dtype=np.int64),
+        np.cumsum([0, *(last + behind for last in lasts)], dtype=np.int64),
         np.asarray(examples, np.int64),
         counts,
     )
@@ -114,6 +120,7 @@ def pack_groups(
     packing: bool = True,
     chosen: Int64[np.ndarray, " _"] | None = None,
     origins: Origins | None = None,
+    fields: Mapping[str, Shaped[np.ndarray, " D"]] = {},
 ) -> PackedRows:
     """Assign groups of documents to rows; each stays whole.
 
@@ -125,9 +132,10 @@ def pack_groups(
         packing: groups share rows; otherwise each has a padded row of its own.
         chosen: the groups of an epoch, with repetitions; None: each once.
         origins: the names of the examples.
+        fields: further numbers of each document, by name.
 
     Returns:
-        The rows, whose field `roles` is that of the documents.
+        The rows, with the fields and `roles`.
     """
     chosen = np.arange(len(starts) - 1) if chosen is None else chosen
     sizes = np.diff(documents.offsets[starts])
@@ -136,7 +144,7 @@ def pack_groups(
     members = [[one for group in row for one in range(starts[group], starts[group + 1])] for row in groups]
     order = np.asarray([one for row in members for one in row], np.int64)
     offsets = np.cumsum([0, *map(len, members)], dtype=np.int64)
-    return PackedRows(documents, order, offsets, row_length, origins, {"roles": roles})
+    return PackedRows(documents, order, offsets, row_length, origins, {"roles": roles, **fields})
 
 
 def with_reference(rows: PackedRows, log_probs: Float32[np.ndarray, "R D"]) -> PackedRows:

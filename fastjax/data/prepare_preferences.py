@@ -6,7 +6,7 @@ of its longest documents, or the group is left out.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
@@ -34,11 +34,13 @@ class Group(NamedTuple):
         example: The index of their record.
         documents: Their tokens.
         roles: Of each.
+        margin: Of a pair.
     """
 
     example: int
     documents: list[Example]
     roles: list[Role]
+    margin: float = 0.0
 
 
 def prepare_preferences(
@@ -62,7 +64,7 @@ def prepare_preferences(
         records: The examples.
         tokenizer: The model's tokenizer.
         max_seq_length: Tokens in a row.
-        pairing: Pairs, or single answers with mismatched ones.
+        pairing: Pairs, single answers with mismatched ones, or ranked pairs, whose rows have a field `margins`.
         loss_on: The tokens that are scored: "responses" or "last_response".
         special_tokens: As of `Encoder`.
         too_long: The treatment of a group longer than a row, or of an answer longer than `max_length`: "truncate" or
@@ -84,11 +86,12 @@ def prepare_preferences(
         if value not in known:
             raise ConfigError(f"data.{name}: expected {' or '.join(known)} with preferences.loss, got {value}")
     encoded, special = _encoded(Encoder(tokenizer, loss_on, special_tokens), records, where, progress)
-    groups = _pairs(records, encoded) if pairing == "paired" else _single(records, encoded, where)
+    ranked = pairing == "ranked"
+    groups = _single(records, encoded, where) if pairing == "unpaired" else _pairs(records, encoded)
     kept: list[Group] = []
     lost: dict[str, int] = dict.fromkeys(("no_targets", "dropped", "truncated"), 0)
     for group in groups:
-        fate, fitted = _fitted(group, max_seq_length, max_length, too_long)
+        fate, fitted = _fitted(group, max_seq_length, max_length, too_long, ranked)
         if fate is not None:
             lost[fate] += 1
         if fitted is not None:
@@ -96,13 +99,16 @@ def prepare_preferences(
     if not kept:
         raise DataError(
             f"{where}: none of the {len(records):,} examples has answers to learn from within {max_seq_length:,} "
-            f"tokens, which the documents of a {'pair' if pairing == 'paired' else 'answer'} share: "
+            f"tokens, which the documents of a {'answer' if pairing == 'unpaired' else 'pair'} share: "
             f"{lost['no_targets']:,} have nothing left to score, {lost['dropped']:,} are longer and dropped"
         )
     counts = Counts(len(records), lost["truncated"], 0, lost["dropped"], lost["no_targets"], len(special))
     flat = [document for group in kept for document in group.documents]
     examples = np.repeat([group.example for group in kept], [len(group.documents) for group in kept])
-    documents = documents_of([one.tokens for one in flat], [one.learn for one in flat], examples, counts)
+    tokens, learnt = [one.tokens for one in flat], [one.learn for one in flat]
+    documents = documents_of(tokens, learnt, examples, counts, last_token=ranked)
+    margins = np.repeat([group.margin for group in kept], [len(group.documents) for group in kept])
+    fields = {"margins": margins.astype(np.float32)} if ranked else {}
     roles = np.asarray([role for group in kept for role in group.roles], np.int32)
     starts = np.cumsum([0, *(len(group.documents) for group in kept)])
     chosen = None
@@ -112,8 +118,9 @@ def prepare_preferences(
         sizes = behind - first
         chosen = np.arange(sizes.sum()) + np.repeat(first - (np.cumsum(sizes) - sizes), sizes)
     origins = Origins.of(record.where for record in records)
-    rows = pack_groups(documents, roles, starts, max_seq_length, packing=packing, chosen=chosen, origins=origins)
-    learnt = np.add.reduceat(documents.targets != IGNORE, documents.offsets[:-1], dtype=np.int64)
+    placing: Any = {"packing": packing, "chosen": chosen, "origins": origins}
+    rows = pack_groups(documents, roles, starts, max_seq_length, fields=fields, **placing)
+    scored = np.add.reduceat(documents.targets != IGNORE, documents.offsets[:-1], dtype=np.int64)
     statistics = DataStatistics(
         examples=len(records) if order is None else len(order),
         documents=len(rows.order),
@@ -122,7 +129,7 @@ def prepare_preferences(
         dropped=counts.dropped,
         no_targets=counts.no_targets,
         tokens=int(documents.lengths[rows.order].sum()),
-        target_tokens=int(learnt[rows.order].sum()),
+        target_tokens=int(scored[rows.order].sum()),
         rows=len(rows),
         slots=len(rows) * max_seq_length,
         special=counts.special,
@@ -157,7 +164,8 @@ def _encoded(
 
 
 def _pairs(records: Sequence[PreferenceRecord], encoded: Sequence[list[Example]]) -> list[Group]:
-    return [Group(index, encoded[index], [Role.CHOSEN, Role.REJECTED]) for index in range(len(records))]
+    roles = [Role.CHOSEN, Role.REJECTED]
+    return [Group(index, encoded[index], roles, record.margin) for index, record in enumerate(records)]
 
 
 def _single(records: Sequence[PreferenceRecord], encoded: Sequence[list[Example]], where: str) -> list[Group]:
@@ -189,19 +197,28 @@ def _mismatched(example: Example, other: Example) -> Example:
 
 
 def _fitted(
-    group: Group, row_length: int, max_length: int | None, too_long: TooLong
+    group: Group, row_length: int, max_length: int | None, too_long: TooLong, last_token: bool
 ) -> tuple[str | None, Group | None]:
-    """What becomes of a group, and the group as it fits a row; None: it is left out."""
+    """What becomes of a group, and the group as it fits a row; None: it is left out.
+
+    Args:
+        group: The group.
+        row_length: Tokens in a row.
+        max_length: As of `prepare_preferences`.
+        too_long: Likewise.
+        last_token: Whether the last token that is scored is an input too.
+    """
+    behind = 0 if last_token else 1  # tokens of a document that are no inputs
     if not all(one.learn.any() for one in group.documents):
         return "no_targets", None
-    longest = row_length if max_length is None else min(row_length, max_length - 1)
-    sizes = [_inputs(one.learn) for one in group.documents]
+    longest = row_length if max_length is None else min(row_length, max_length - behind)
+    sizes = [_inputs(one.learn) + 1 - behind for one in group.documents]
     if max(sizes) <= longest and sum(sizes) <= row_length:
         return None, group
     if too_long == "drop":
         return "dropped", None
     room = min(longest, _common_length(sizes, row_length))
-    cut = [Example(one.tokens[: room + 1], one.learn[: room + 1]) for one in group.documents]
+    cut = [Example(one.tokens[: room + behind], one.learn[: room + behind]) for one in group.documents]
     if not all(one.learn.any() for one in cut):
         return "no_targets", None
     return "truncated", group._replace(documents=cut)

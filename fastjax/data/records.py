@@ -49,8 +49,10 @@ class PreferenceRecord(NamedTuple):
         answers: Each with its prompt, which is not learnt; of a pair the chosen one and the rejected one.
         desirable: Whether each is chosen, or marked as desirable.
         where: Their place, for messages to the user.
+        margin: Of a pair, by how much the chosen answer's score should be larger.
     """
 
     answers: tuple[Record, ...]
     desirable: tuple[bool, ...]
     where: str
+    margin: float = 0.0

@@ -18,12 +18,13 @@ SpecialTokens = Literal["control", "text"]
 Exhaustion = Literal["first_exhausted", "all_exhausted"]
 """End of a mixture: before any data set repeats, or once each is used up."""
 
-Pairing = Literal["paired", "unpaired"]
-"""Preferences in pairs of a chosen and a rejected answer, or as single answers with a label."""
+Pairing = Literal["paired", "unpaired", "ranked"]
+"""Preferences in pairs of a chosen and a rejected answer; as single answers with a label; or in pairs that may have a
+margin and keep each answer's last token, where a score is read."""
 
 COLUMNS = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "tools"),
-    *("chosen", "rejected", "label"),
+    *("chosen", "rejected", "label", "margin"),
 )
 """Meanings of columns, each the default name of its column."""
 

@@ -15,6 +15,7 @@ from fastjax.data.packing import PackedRows
 from fastjax.data.preferences import Answer, Role, pack_preferences
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
+from fastjax.language_model.rewards import check_logits
 from fastjax.models.decoder import Decoder, lm_logits
 from fastjax.training.head import head_log_probs
 from fastjax.training.preferences.scores import documents_of
@@ -54,6 +55,7 @@ def completion_scores(
     Raises:
         ConfigError: an example without tokens, or longer than `max_seq_length`.
     """
+    check_logits(model, "completion_scores")
     if not examples:
         return []
     longest = 0

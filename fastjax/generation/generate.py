@@ -17,6 +17,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from fastjax.errors import ConfigError
 from fastjax.generation.sampling import check_sampling, sample
 from fastjax.language_model import LanguageModel
+from fastjax.language_model.rewards import check_logits
 from fastjax.models.decoder import lm_logits
 
 
@@ -49,6 +50,7 @@ def generate(
     Raises:
         ConfigError: an empty prompt, a setting out of range, or prompt and answer longer than max_seq_length.
     """
+    check_logits(model, "generate")
     check_sampling(temperature, top_k, top_p, seed)
     if not prompts or not all(len(p) for p in prompts):
         raise ConfigError("generate: expected prompts of at least one token each")

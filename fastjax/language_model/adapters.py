@@ -10,13 +10,13 @@ from flax import nnx
 from jaxtyping import PRNGKeyArray
 
 from convert.adapter_config import CONFIG as ADAPTER_CONFIG
-from convert.adapter_config import config_from_json
+from convert.adapter_config import SCORED, config_from_json
 from convert.adapters import Adapter, AdapterConfig, open_adapter
 from convert.checkpoint import CONFIG
 from convert.families import family_for
 from convert.files import read_json
 from convert.hub import Source, fetch
-from convert.model.paths import TABLES
+from convert.model.paths import SCORE, TABLES
 from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.lora.params import LoraParam, SavedParam
@@ -134,6 +134,8 @@ def attach_opened(
     if model.has_host_embedding:
         return attach_opened(model.with_device_embedding(), opened, tokenizer, lora_dropout).with_host_embedding()
     adapter, arrays = opened.config, {path: opened.read(path) for path in opened.tensors}
+    if adapter.task_type == SCORED and f"{SCORE}.modules_to_save.weight" in arrays:
+        model = model.with_score_head()  # whose own score gives way to the adapter's
     if lora_dropout is not None:
         adapter = dataclasses.replace(adapter, lora_dropout=lora_dropout)
     model = _with_vocabulary_of(model, tokenizer, adapter, arrays)

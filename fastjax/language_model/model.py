@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from convert.adapters import AdapterConfig
 from convert.model.config import ModelConfig
@@ -22,6 +23,7 @@ from convert.model.paths import EMBEDDING
 from fastjax.errors import ConfigError
 from fastjax.host_memory import in_host_memory, to_device_memory, to_host_memory
 from fastjax.language_model import saving
+from fastjax.language_model.rewards import rewards_of, with_score
 from fastjax.language_model.use import described, logits_of
 from fastjax.lora.params import LoraParam, SavedParam
 from fastjax.lora.sites import adapter_sites
@@ -151,6 +153,32 @@ class LanguageModel:
             ConfigError: shapes or ids that do not fit.
         """
         return logits_of(self, tokens, segment_ids, positions, adapters)
+
+    def with_score_head(self, random_state: int = 3407) -> "LanguageModel":
+        """The same model with one score a text in the place of logits: a reward model, as transformers'
+        `AutoModelForSequenceClassification` with one label. A model that has a score keeps it.
+
+        Args:
+            random_state: seed of the score's start, normal with the config's initializer_range.
+
+        Raises:
+            ConfigError: a model with an adapter (make the adapter after it), or of a family without such a class.
+        """
+        return with_score(self, random_state)
+
+    def rewards(self, examples: Sequence[Any], *, batch_size: int = 8) -> Float32[np.ndarray, " N"]:
+        """The scores of texts, each read at its last token, of a reward model.
+
+        Args:
+            examples: conversations as lists of messages, texts, or rows as of a data set ({"prompt": …,
+                "completion": …}); each is encoded as in training, with the end of the turn or text.
+            batch_size: rows of several examples that go through the model together.
+
+        Raises:
+            ConfigError: a model without score or tokenizer.
+            DataError: an example that cannot be read, ends with no answer, or is longer than max_seq_length.
+        """
+        return rewards_of(self, examples, batch_size)
 
     def generate(self, prompts: Sequence[Any], **options: Any) -> list[str]:
         """Answers to prompts; arguments and errors are those of `generation.text.answer`.

@@ -18,6 +18,7 @@ from convert.merge import merge
 from convert.saving import save
 from fastjax.data.tokenizer import load_tokenizer
 from fastjax.errors import ConfigError
+from fastjax.language_model.rewards import check_logits
 from fastjax.lora.export import export_adapters
 from fastjax.lora.tables import shares_whole_table
 from fastjax.models.layout import layer_of, split_layer
@@ -76,6 +77,7 @@ def save_gguf(model: "LanguageModel", folder: Path, kind: str, base_in_nf4: bool
             f"quantization_method: expected one of {', '.join(TYPES)}, got {kind}; for K-quants write f16 or bf16 and "
             "use llama.cpp's llama-quantize"
         )
+    check_logits(model, "save_pretrained_gguf")
     require_gguf()  # before anything is merged
     file = folder / f"{folder.name}-{kind}.gguf"
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +125,9 @@ def trained_tensors(model: "LanguageModel") -> Iterator[tuple[str, np.ndarray]]:
         for path, array in split_layer(layer_of(runs, model.plan, index), config, index).items():
             yield path.in_layer(index), np.asarray(array if path.leaf == "choice_bias" else array.astype(dtype))
     yield "norm.weight", np.asarray(tree["norm"]["weight"].astype(dtype))
-    if not config.tie_word_embeddings:
+    if config.scored:
+        yield "score.weight", np.asarray(tree["score"]["weight"].astype(dtype))
+    elif not config.tie_word_embeddings:
         yield "lm_head.weight", np.asarray(tree["lm_head"]["weight"].astype(dtype))
 
 

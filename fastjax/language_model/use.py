@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from fastjax.errors import ConfigError
+from fastjax.language_model.rewards import check_logits
 from fastjax.models.decoder import lm_logits
 from fastjax.quantization.weight import Weight
 
@@ -20,6 +21,7 @@ def logits_of(
     model: "LanguageModel", tokens: Any, segment_ids: Any, positions: Any, adapters: bool
 ) -> Float[Array, "B S V"]:
     """See `LanguageModel.logits`."""
+    check_logits(model, "logits")
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.ndim != 2 or not tokens.size:
         raise ConfigError(f"tokens: expected rows of tokens, [B, S], got {list(tokens.shape)}")

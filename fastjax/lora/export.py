@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
+from convert.model.paths import EMBEDDING, HEAD, SCORE, TABLES, WeightPath
 
 #: Attribute of a module -> leaf of its path, where they differ.
 _LEAVES = {"magnitude": "lora_magnitude_vector"}
@@ -51,7 +51,7 @@ def _of_tables(trainable: Mapping[str, Any]) -> Iterator[tuple[WeightPath, Any]]
     embedding, head = (WeightPath(None, "", name, "") for name in TABLES)
     yield from _of_module(embedding, trainable.get(EMBEDDING, {}).get("adapter", {}))
     yield from _of_module(head, trainable.get(HEAD, {}).get("adapters", {}).get(HEAD, {}))
-    for path in (embedding, head):
+    for path in (embedding, head, WeightPath(None, "", SCORE, "")):
         tree = trainable.get(path, {})
         if "weight" in tree:
             yield path.with_leaf("modules_to_save.weight"), tree["weight"]

@@ -9,11 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from convert.adapter_config import SCORED
 from convert.adapters import AdapterConfig
 from convert.errors import ConvertError, shown
 from convert.families import family_for
 from convert.model.config import ModelConfig
-from convert.model.paths import TABLES
+from convert.model.paths import SCORE, TABLES
 from convert.patterns import match
 from fastjax.errors import ConfigError
 from fastjax.lora.sites import AdapterSite, adapter_sites, candidates, module_names, parameters, projections
@@ -39,7 +40,8 @@ class LoraSettings:
         rank_pattern: ranks for modules that match a name or pattern, in place of r.
         alpha_pattern: the same for lora_alpha.
         layers_to_transform: indices of the layers that get adapters; null: all.
-        modules_to_save: modules trained whole and saved with the adapter: embed_tokens, lm_head.
+        modules_to_save: modules trained whole and saved with the adapter: embed_tokens, lm_head; score, which a
+            reward model always trains.
         trainable_token_indices: ids of tokens whose rows of the embedding (and of a head that is tied to it) are
             trained, and no others; or ids for each table, {embed_tokens: [7], lm_head: [7]}. The rows of
             model.new_tokens are always among them, unless modules_to_save trains the whole table.
@@ -97,6 +99,9 @@ def fresh_adapter(
         values["layers_to_transform"] = [chosen.layers_to_transform]
     values |= {name: values[name] or {} for name in ("rank_pattern", "alpha_pattern")}
     values["lora_dropout"] = 0.0 if chosen.lora_dropout is None else chosen.lora_dropout
+    if config.scored:
+        saved = [name for name in values["modules_to_save"] or () if name != SCORE]
+        values |= {"modules_to_save": [*saved, SCORE], "task_type": SCORED}
     try:
         adapter = AdapterConfig(base_model_name_or_path=base_model_name_or_path, revision=revision, **values)
     except ConvertError as error:
@@ -121,8 +126,14 @@ def check_adapter(
         where: the adapter's folder, for messages.
 
     Raises:
-        ConfigError: as `adapter_sites` and `trained_tables`; or rows of new tokens that are not trained.
+        ConfigError: as `adapter_sites` and `trained_tables`; an adapter of another task; or rows of new tokens that
+            are not trained.
     """
+    if (adapter.task_type == SCORED) != config.scored:
+        raise ConfigError(
+            f"{where}: task_type: expected {SCORED if config.scored else 'CAUSAL_LM'} over a model with "
+            f"{'a score in place of logits' if config.scored else 'logits'}, got {shown(adapter.task_type)}"
+        )
     sites = adapter_sites(adapter, config)
     trained = {index for table in trained_tables(adapter, config) for index in table.ids or ()}
     untrained = sorted(set(new_token_ids) - trained)

@@ -14,7 +14,7 @@ from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
 from convert.model.spec import ADAPTED
 from convert.renamed_modules import is_renamed
 from fastjax.errors import ConfigError
-from fastjax.lora.tables import saved_modules
+from fastjax.lora.tables import savable, saved_modules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,9 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
             supported.
     """
     saved = saved_modules(adapter)
-    if unknown := [name for name in adapter.modules_to_save or () if name.removeprefix("model.") not in TABLES]:
-        raise ConfigError(f"modules_to_save: expected some of {list(TABLES)}, got {shown(unknown)}")
+    known = savable(config)
+    if unknown := [name for name in adapter.modules_to_save or () if name.removeprefix("model.") not in known]:
+        raise ConfigError(f"modules_to_save: expected some of {list(known)}, got {shown(unknown)}")
     _check_experts(adapter)
     sites = []
     family = family_for({"model_type": config.model_type})
@@ -69,7 +70,8 @@ def candidates(config: ModelConfig) -> list[WeightPath]:
     """The paths of all modules that can have an adapter, in the order of the model."""
     modules = (spec.path.module for spec in config.specs if spec.kind in ADAPTED)
     layers = sorted((*modules, *expert_shapes(config.specs)), key=lambda path: path.layer or 0)
-    return [WeightPath(None, "", EMBEDDING, ""), *layers, WeightPath(None, "", HEAD, "")]
+    head = [] if config.scored else [WeightPath(None, "", HEAD, "")]
+    return [WeightPath(None, "", EMBEDDING, ""), *layers, *head]
 
 
 def projections(config: ModelConfig) -> list[str]:

@@ -1,5 +1,7 @@
 """Embedding and head under an adapter: which of the two is trained, whole or by rows, and with one array or two.
 
+A reward model's head is its score, which is trained whole.
+
 The rule for tied, grown and trained tables: every table has at most one kind of training (`modules_to_save`, trained
 rows, a low-rank adapter); the rows of new tokens are always trained; tied tables share one array where both are trained
 alike. No JAX. `lora.attach` makes the arrays, `models.new_rows` grows the tables.
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from convert.adapters import AdapterConfig, targets
 from convert.model.config import ModelConfig
-from convert.model.paths import EMBEDDING, HEAD, TABLES
+from convert.model.paths import EMBEDDING, HEAD, SCORE, TABLES
 from convert.vocabulary import head_follows, table_rows, token_ids
 from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
@@ -30,6 +32,11 @@ class TrainedTable(NamedTuple):
 
     uses: tuple[str, ...]
     ids: tuple[int, ...] | None
+
+
+def savable(config: ModelConfig) -> tuple[str, ...]:
+    """The modules that an adapter can train whole: embedding and head, which is a reward model's score."""
+    return (EMBEDDING, SCORE) if config.scored else TABLES
 
 
 def saved_modules(adapter: AdapterConfig) -> tuple[str, ...]:
@@ -96,7 +103,7 @@ def with_new_rows(adapter: AdapterConfig, config: ModelConfig, new: Sequence[int
     if saved == set(TABLES) or (saved and shares_whole_table(adapter, config)):
         return adapter
     rows = {table: [*ids] for table, ids in _rows(adapter).items()}
-    tables = [name for name in TABLES if name not in saved]
+    tables = [name for name in savable(config) if name in TABLES and name not in saved]
     if targeted := [name for name in tables if _is_target(adapter, name)]:
         raise ConfigError(
             f"target_modules: {targeted} cannot have an adapter beside the rows of new tokens, which are trained "
@@ -135,8 +142,9 @@ def _is_target(adapter: AdapterConfig, table: str) -> bool:
 
 def _check_rows(table: str, ids: Sequence[int], adapter: AdapterConfig, config: ModelConfig) -> None:
     where = "trainable_token_indices"
-    if table not in TABLES:
-        raise ConfigError(f"{where}: expected rows of {' or '.join(TABLES)}, got rows of {table}")
+    known = [name for name in savable(config) if name in TABLES]
+    if table not in known:
+        raise ConfigError(f"{where}: expected rows of {' or '.join(known)}, got rows of {table}")
     wrong = [index for index in ids if not 0 <= index < config.vocab_size]
     if wrong or len(set(ids)) < len(ids):
         raise ConfigError(

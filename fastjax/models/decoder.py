@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from convert.model.config import ModelConfig
-from convert.model.paths import EMBEDDING, HEAD, NORM
+from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE
 from fastjax.lora.attach import Adapters
 from fastjax.lora.dropout import drop
 from fastjax.lora.params import Constant
@@ -27,7 +27,7 @@ from fastjax.models.layout import LayerStack, logical_axes
 from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
-from fastjax.models.projection import Embedding, Head, quantized_projections, without_adapters
+from fastjax.models.projection import Embedding, Head, ScoreHead, quantized_projections, without_adapters
 from fastjax.models.remat import policy_of
 from fastjax.models.rotary import document_lengths, query_scales, rope_tables
 from fastjax.models.tensor_parts import layers_on_parts
@@ -54,13 +54,18 @@ class Decoder(nnx.Module):
         embed_tokens: the table of embeddings.
         layers: modules arranged as `plan` says; leaves of a repeated stack have a leading axis of its count.
         norm: the final normalisation.
-        lm_head: the output projection; on tied embeddings its weight is the table's own variable.
+        lm_head: the output projection; on tied embeddings its weight is the table's own variable. A reward model
+            (`config.scored`) has none.
+        score: its projection to scores; other models have none.
         plan: the layer stacks.
         precision: of the computation; `precision.dtype` is that of the activations between the layers.
         remat: policy of rematerialisation, as `remat.policy_of` takes it.
         mlp_chunk: tokens that an MLP computes at a time, as `chunks.chunk_places` takes it.
         quantizing: whether the layers' fake quantisers are in force, bool []; None: they are.
     """
+
+    lm_head: Head
+    score: ScoreHead
 
     def __init__(
         self,
@@ -78,8 +83,8 @@ class Decoder(nnx.Module):
         Args:
             config: the model.
             plan: arrangement of `weights["layers"]`.
-            weights: {"embed_tokens": {"weight"}, "norm": {"weight"}, "lm_head": {"weight"} unless tied, "layers":
-                trees by stack and by position in the period}.
+            weights: {"embed_tokens": {"weight"}, "norm": {"weight"}, "lm_head": {"weight"} unless tied, or of a
+                reward model "score": {"weight"}, "layers": trees by stack and by position in the period}.
             adapters: with `layers` arranged likewise; None: none.
             precision: of the computation.
             remat: policy of rematerialisation.
@@ -106,9 +111,13 @@ class Decoder(nnx.Module):
         self.norm = Norm(config, weights[NORM]["weight"], NORM in wide)
         rows, whole = adapters.rows, adapters.whole
         embedding = Embedding(weights[EMBEDDING]["weight"], adapters.embedding, rows.get(EMBEDDING), EMBEDDING in wide)
-        head = embedding.weight if config.tie_word_embeddings else weights[HEAD]["weight"]
-        embedding.weight = whole.get(EMBEDDING, embedding.weight)
+        table = embedding.weight
+        embedding.weight = whole.get(EMBEDDING, table)
         self.embed_tokens = embedding
+        if config.scored:
+            self.score = ScoreHead(whole.get(SCORE, weights[SCORE]["weight"]))
+            return
+        head = table if config.tie_word_embeddings else weights[HEAD]["weight"]
         self.lm_head = Head(
             [(HEAD, config.vocab_size)],
             whole.get(HEAD, head),

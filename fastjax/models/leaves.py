@@ -1,8 +1,9 @@
 """Trained arrays by their place in the decoder's tree; key paths are read here alone.
 
 The tree is `Decoder`'s state: {"embed_tokens": …, "layers": {stack: {position: {"self_attn": {"qkv": {"weight", "bias",
-"adapters": {"q_proj": {"lora_A", …}}}, …}, "input_layernorm": {"weight"}}}}, "norm": …, "lm_head": …}. Layers of one
-stack share arrays with a leading axis. Optimizers, gradient health and FLOPs use this.
+"adapters": {"q_proj": {"lora_A", …}}}, …}, "input_layernorm": {"weight"}}}}, "norm": …, "lm_head": …}, the last of a
+reward model "score". Layers of one stack share arrays with a leading axis. Optimizers, gradient health and FLOPs use
+this.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from convert.families import FAMILIES
 from convert.model import spec
-from convert.model.paths import EXPERTS, NORM, TABLES, WeightPath
+from convert.model.paths import EXPERTS, NORM, SCORE, TABLES, WeightPath
 
 #: Kinds that are vectors in a layer.
 VECTORS = spec.VECTORS | {"magnitude"}
@@ -80,4 +81,6 @@ def _kind(keys: tuple[str, ...]) -> str:
         return keys[-1]
     if keys[0] in TABLES:
         return "table"
+    if keys[0] == SCORE:
+        return "score"
     return "norm" if keys[0] == NORM else _KINDS.get(keys, "matrix")

@@ -16,7 +16,7 @@ from convert.errors import ConvertError
 from convert.finite import nonfinite, not_in
 from convert.formats import FORMATS, Format
 from convert.model.config import ModelConfig
-from convert.model.paths import EMBEDDING, HEAD, NORM, WeightPath
+from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE, WeightPath
 from convert.model.spec import QUANTIZED, WeightSpec
 from convert.weights import Weights
 from fastjax.models.layout import LayerStack, plan_layers
@@ -232,8 +232,8 @@ def random_weights(
         return spec.path, drawn if held.format is None else _quantize(drawn)
 
     def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
-        first, last = ([spec for spec in config.specs if spec.path.part == part] for part in (EMBEDDING, HEAD))
-        between = [spec for spec in config.specs if spec.path.part == NORM]
+        first, between = ([spec for spec in config.specs if spec.path.part == part] for part in (EMBEDDING, NORM))
+        last = [spec for spec in config.specs if spec.path.part in (HEAD, SCORE)]
         yield weight(first[0], jax.random.fold_in(key, 0))
         for index in range(config.num_hidden_layers):
             yield from layer(index)

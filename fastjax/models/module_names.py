@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from convert.errors import shown
 from convert.model.config import ModelConfig
-from convert.model.paths import EMBEDDING, HEAD, NORM, TABLES, WeightPath
+from convert.model.paths import EMBEDDING, HEAD, NORM, SCORE, TABLES, WeightPath
 from fastjax.errors import ConfigError
 
 
@@ -41,7 +41,8 @@ def module_paths(names: Iterable[str], config: ModelConfig, setting: str = "floa
 
 def _paths(config: ModelConfig) -> Iterable[WeightPath]:
     """Every module that can be named."""
-    yield from (WeightPath(None, "", part, "") for part in (EMBEDDING, NORM, HEAD, "layers"))
+    head = SCORE if config.scored else HEAD
+    yield from (WeightPath(None, "", part, "") for part in (EMBEDDING, NORM, head, "layers"))
     for index in range(config.num_hidden_layers):
         blocks = dict.fromkeys(group.block for group in config.groups(index).values())
         modules = dict.fromkeys(spec.path.module for spec in config.layer_specs(index))

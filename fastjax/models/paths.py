@@ -90,7 +90,7 @@ def _tables(decoder: Decoder, dtype: jnp.dtype) -> list[str]:
     found = []
     if decoder.embed_tokens.adapter is not None:
         found.append("embed_tokens: rows of the table and of its adapter, added")
-    if decoder.lm_head.adapters:
+    if not decoder.config.scored and decoder.lm_head.adapters:
         found.append(_projection("", decoder.lm_head, dtype))
     return found
 

@@ -2,7 +2,8 @@
 
 Frozen weights are held in the compute dtype, trained arrays in the parameter dtype; both are cast to the activations'
 dtype where they are used. A module named in `float32_modules` is held in float32, and its input is cast to
-float32 before it and its output back after it; the logits of a float32 head stay in float32.
+float32 before it and its output back after it; the logits of a float32 head stay in float32. A reward model's score is
+held and computed in it always.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from convert.errors import shown
 from convert.model.config import ModelConfig
-from convert.model.paths import WeightPath
+from convert.model.paths import SCORE, WeightPath
 from fastjax.errors import ConfigError
 from fastjax.models.module_names import module_paths
 from pallas_kernels import dispatch
@@ -45,7 +46,7 @@ class Precision:
             path: as "layers.0.self_attn.q_proj.weight".
             trained: whether it is trained.
         """
-        if WeightPath.parse(path).module in self.float32_modules:
+        if WeightPath.parse(path).module in (*self.float32_modules, SCORE):
             return jnp.dtype(jnp.float32)
         return self.param_dtype if trained else self.dtype
 

@@ -224,6 +224,22 @@ class Head(Projection):
         return wide.astype(logits.dtype)
 
 
+class ScoreHead(nnx.Module):
+    """A reward model's projection to one score of each place, computed in float32 whatever the input's dtype.
+
+    Attributes:
+        weight: [1, E], float32.
+    """
+
+    def __init__(self, weight: Array | nnx.Param):
+        self.weight = weight if isinstance(weight, nnx.Variable) else BaseParam(weight)
+
+    def __call__(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S"]:
+        """The scores of the decoder's hidden states."""
+        weight = self.weight.get_value().astype(jnp.float32)
+        return jnp.sum(hidden.astype(jnp.float32) * weight[None], axis=-1)  # no matrix product: TF32 would round it
+
+
 def quantized_projections(module: nnx.Module) -> list[Projection]:
     """The projections in a module that go through a fake quantiser."""
     found = (each for _, each in nnx.iter_modules(module) if isinstance(each, Projection))

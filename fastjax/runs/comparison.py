@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from fastjax.data.encoding import Encoder
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel, LanguageModel
+from fastjax.language_model.rewards import check_logits
 from fastjax.models.decoder import lm_logits
 
 
@@ -62,6 +63,7 @@ def compare_logits(
     model, _ = FastLanguageModel.from_pretrained(first, load_in_4bit=base_in_nf4, **options)
     if adapter is not None:
         model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True, fake_quantization=False)
+    check_logits(model, str(first))
     if model.tokenizer is None:
         raise ConfigError(f"{first}: expected a tokenizer, got none")
     encoder = Encoder(cast(PreTrainedTokenizerFast, model.tokenizer))
@@ -69,6 +71,7 @@ def compare_logits(
     left = [_logits(model, tokens) for tokens in encoded]
     del model
     other, _ = FastLanguageModel.from_pretrained(second, load_in_4bit=False, **options)
+    check_logits(other, str(second))
     right = [_logits(other, tokens) for tokens in encoded]
     if left[0].shape[1] != right[0].shape[1]:
         raise ConfigError(f"{second}: expected {left[0].shape[1]} logits as {first}, got {right[0].shape[1]}")

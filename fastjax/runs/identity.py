@@ -145,11 +145,21 @@ def model_fingerprint(folder: str | Path) -> str:
         folder: in Hugging Face format.
     """
     digest = hashlib.sha256()
-    for file in sorted(f for pattern in ("config.json", *WEIGHT_FILES) for f in Path(folder).glob(pattern)):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-        if file.name == "config.json":
-            digest.update(file.read_bytes())
+    for name, size, _ in files_of(folder):
+        digest.update(f"{name} {size}\n".encode())
+        if name == "config.json":
+            digest.update((Path(folder) / name).read_bytes())
     return digest.hexdigest()[:16]
+
+
+def files_of(folder: str | Path) -> list[tuple[str, int, int]]:
+    """Names, bytes and times of change (ns) of a model folder's config.json and weight files.
+
+    Args:
+        folder: in Hugging Face format.
+    """
+    files = sorted(file for pattern in ("config.json", *WEIGHT_FILES) for file in Path(folder).glob(pattern))
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def tensors_fingerprint(tensors: Mapping[str, TensorInfo]) -> str:

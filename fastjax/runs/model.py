@@ -91,13 +91,14 @@ def load_base(
 
 
 def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:
-    """A run's base model with the adapter that it begins with, fresh or from a folder, and its fake quantisers.
+    """A run's base model with its score, the adapter that it begins with, fresh or from a folder, and fake quantisers.
 
     Args:
         model: the base.
         config: the run.
         opened: its folders.
     """
+    model = scored(model, config)
     if opened.adapter is not None:
         assert opened.adapter.arrays is not None, "the adapter's arrays are on this machine"
         adapter = opened.adapter.arrays
@@ -107,6 +108,16 @@ def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel | 
     if config.model.full_finetuning:
         return _quantized(model, config, opened)
     return _quantized(FastLanguageModel.get_peft_model(model, **lora_arguments(config.lora)), config, opened)
+
+
+def scored(model: LanguageModel, config: TrainConfig) -> LanguageModel:
+    """A run's base model with a score in the place of logits, where its loss takes one.
+
+    Args:
+        model: the base.
+        config: the run.
+    """
+    return model.with_score_head(config.lora.random_state) if config.preferences.scores else model
 
 
 def _quantized(model: LanguageModel, config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageModel:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from convert.adapters import CONFIG, Adapter, config_from_json, open_adapter
 from convert.checkpoint import WEIGHT_FILES
+from convert.errors import ConvertError
 from convert.families import family_for
 from convert.files import read_json
 from convert.hub import Source
+from convert.model.config import ModelConfig
 from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.lora.settings import check_adapter, fresh_adapter
@@ -123,6 +125,7 @@ def _outline(config: TrainConfig, source: Source, **needed: bool) -> Outline:
 def _adapter(config: TrainConfig, outline: Outline, weights: bool) -> OpenAdapter | None:
     """The adapter to start from; the settings of a fresh one are looked at."""
     _check_routers(config, outline)
+    outline = dataclasses.replace(outline, config=_with_score(config, outline))
     if config.lora.adapter is not None:
         return _open_adapter(config, outline, weights)
     if not config.model.full_finetuning:
@@ -131,6 +134,21 @@ def _adapter(config: TrainConfig, outline: Outline, weights: bool) -> OpenAdapte
         with _within("lora", config.lora):
             fresh_adapter(outline.config, outline.new_token_ids, **settings)
     return None
+
+
+def _with_score(config: TrainConfig, outline: Outline) -> ModelConfig:
+    """The model's settings with the head that the run trains."""
+    if not config.preferences.scores:
+        if outline.config.scored:
+            raise ConfigError(
+                f"model.model_name: expected a model with logits with preferences.loss: "
+                f"{config.preferences.loss or 'null'}, got a reward model, whose head is one score"
+            )
+        return outline.config
+    try:
+        return outline.config.with_score()
+    except ConvertError as error:
+        raise ConfigError(f"preferences.loss: reward: {error}") from error
 
 
 def _check_routers(config: TrainConfig, outline: Outline) -> None:

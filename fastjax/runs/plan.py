@@ -103,7 +103,7 @@ def plan_run(
     run = _shapes(config, opened, device, shape.replicas)
     mesh = open_mesh(shape, device.devices if shape.size > 1 else None)
     model, tokens = run.model("full"), run.batch.tokens.size
-    reference = config.preferences.needs_reference
+    reference = config.preferences.reference_in_step
     flops = flops_per_token(model.config, model.trainable, config.model.max_seq_length, reference=reference)
     flops *= tokens / shape.size
 

@@ -1,4 +1,5 @@
-"""`DPOTrainer`, `ORPOTrainer`, `KTOTrainer` and `CPOTrainer` with their configs: TRL's names for runs over preferences.
+"""TRL's names for runs over preferences: `DPOTrainer`, `ORPOTrainer`, `KTOTrainer`, `CPOTrainer`, `RewardTrainer`, and
+their configs.
 
 The defaults are TRL's. A name that is not served says what to use instead. A row holds one pair (KTO: an answer, and
 its prompt with the completion of another one) unless `packing` is set, so a batch is what it is in TRL.
@@ -23,13 +24,17 @@ _ELSEWHERE = {
     "max_prompt_length": "max_length, over prompt and answer together",
     "max_completion_length": "max_length, over prompt and answer together",
     "ref_model": _REFERENCE,
-    "precompute_ref_log_probs": _REFERENCE,
-    "precompute_ref_batch_size": _REFERENCE,
+    "precompute_ref_log_probs": "a loss with a reference",
+    "precompute_ref_batch_size": "per_device_eval_batch_size",
     "sync_ref_model": "a reference that stays",
     "generate_during_eval": "Trainer's evaluate",
     "padding_free": "packing",
     "activation_offloading": "use_gradient_checkpointing of FastLanguageModel",
     "router_aux_loss_coef": "a loss without it",
+    **dict.fromkeys(("eos_token", "pad_token"), "a tokenizer that has it"),
+    "pad_to_multiple_of": "max_seq_length of FastLanguageModel, the length of a row",
+    "chat_template_path": "TrainerSettings(chat_template=…)",
+    "quantization_config": "FastLanguageModel.from_pretrained",
     **dict.fromkeys(("loss_weights", "ld_alpha", "use_weighting", "alpha", "is_encoder_decoder"), _SECTION),
 }
 
@@ -40,21 +45,12 @@ class PreferenceArguments(SharedArguments, abc.ABC):
 
     Attributes:
         max_length: tokens of a prompt with its answer, at most; a row of the model's max_seq_length holds two of them.
-        truncation_mode: "keep_start": the beginning of what is longer is kept.
-        beta: as in `PreferencesSection`.
         disable_dropout: the adapter has no dropout.
         packing: put several pairs into one row, which do not see each other; not a name of TRL's.
     """
 
-    learning_rate: float = 1e-6
-    truncation_mode: str = "keep_start"
-    beta: float = 0.1
     disable_dropout: bool = True
     packing: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._expect("truncation_mode", "keep_start")
 
     def _expect(self, name: str, *known: str) -> None:
         if getattr(self, name) not in known:
@@ -88,16 +84,36 @@ class PreferenceArguments(SharedArguments, abc.ABC):
 
 
 @dataclasses.dataclass(kw_only=True)
-class DPOConfig(PreferenceArguments):
+class PolicyArguments(PreferenceArguments, abc.ABC):
+    """What those of log-probabilities share.
+
+    Attributes:
+        truncation_mode: "keep_start": the beginning of what is longer is kept.
+        beta: as in `PreferencesSection`.
+    """
+
+    learning_rate: float = 1e-6
+    truncation_mode: str = "keep_start"
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._expect("truncation_mode", "keep_start")
+
+
+@dataclasses.dataclass(kw_only=True)
+class DPOConfig(PolicyArguments):
     """TRL's settings of DPO.
 
     Attributes:
         loss_type: "sigmoid" (DPO) or "ipo".
         label_smoothing: nothing, as of these two in TRL; of cDPO it is `PreferencesSection`'s.
+        precompute_ref_log_probs: as in `PreferencesSection`.
     """
 
     loss_type: str | Sequence[str] = "sigmoid"
     label_smoothing: float = 0.0
+    precompute_ref_log_probs: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss_type, str) and len(self.loss_type) == 1:
@@ -113,11 +129,12 @@ class DPOConfig(PreferenceArguments):
     def preferences(self) -> PreferencesSection:
         """The section `preferences`."""
         loss = "ipo" if self.loss_type == "ipo" else "dpo"
-        return PreferencesSection(loss, self.beta, max_length=self.max_length)
+        before = self.precompute_ref_log_probs
+        return PreferencesSection(loss, self.beta, precompute_ref_log_probs=before, max_length=self.max_length)
 
 
 @dataclasses.dataclass(kw_only=True)
-class ORPOConfig(PreferenceArguments):
+class ORPOConfig(PolicyArguments):
     """TRL's settings of ORPO; its first term is over all tokens of the chosen documents, as there."""
 
     def preferences(self) -> PreferencesSection:
@@ -126,18 +143,20 @@ class ORPOConfig(PreferenceArguments):
 
 
 @dataclasses.dataclass(kw_only=True)
-class KTOConfig(PreferenceArguments):
+class KTOConfig(PolicyArguments):
     """TRL's settings of KTO.
 
     Attributes:
         loss_type: "kto".
         desirable_weight: as in `PreferencesSection`.
         undesirable_weight: likewise.
+        precompute_ref_log_probs: likewise.
     """
 
     loss_type: str = "kto"
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    precompute_ref_log_probs: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,12 +169,13 @@ class KTOConfig(PreferenceArguments):
             self.beta,
             desirable_weight=self.desirable_weight,
             undesirable_weight=self.undesirable_weight,
+            precompute_ref_log_probs=self.precompute_ref_log_probs,
             max_length=self.max_length,
         )
 
 
 @dataclasses.dataclass(kw_only=True)
-class CPOConfig(PreferenceArguments):
+class CPOConfig(PolicyArguments):
     """TRL's settings of CPO, of which SimPO is served: `loss_type="simpo"` with `cpo_alpha=0`.
 
     Attributes:
@@ -183,6 +203,28 @@ class CPOConfig(PreferenceArguments):
         )
 
 
+@dataclasses.dataclass(kw_only=True)
+class RewardConfig(PreferenceArguments):
+    """TRL's settings of a reward model; pairs with an answer longer than `max_length` are left out, as there.
+
+    Attributes:
+        center_rewards_coefficient: as in `PreferencesSection`.
+    """
+
+    learning_rate: float = 1e-4
+    center_rewards_coefficient: float | None = None
+
+    def preferences(self) -> PreferencesSection:
+        """The section `preferences`."""
+        return PreferencesSection(
+            "reward", center_rewards_coefficient=self.center_rewards_coefficient, max_length=self.max_length
+        )
+
+    def settings(self, model: LanguageModel) -> TrainerSettings:
+        """The trainer's settings; see `PreferenceArguments.settings`."""
+        return dataclasses.replace(super().settings(model), too_long="drop")
+
+
 class PreferenceTrainer:
     """What the trainers share; `train()` returns what `Trainer.train` returns.
 
@@ -208,7 +250,8 @@ class PreferenceTrainer:
         """Look at the settings.
 
         Args:
-            model: with an adapter; for ORPO and SimPO also with every weight trained.
+            model: with an adapter; for ORPO, SimPO and a reward model also with every weight trained. A reward model is
+                one `LanguageModel.with_score_head` has made.
             args: the settings.
             train_dataset: as of `Trainer`.
             eval_dataset: likewise.
@@ -274,3 +317,9 @@ class CPOTrainer(PreferenceTrainer):
     """TRL's trainer of CPO, for SimPO."""
 
     Config = CPOConfig
+
+
+class RewardTrainer(PreferenceTrainer):
+    """TRL's trainer of reward models, over pairs that may have a `margin`."""
+
+    Config = RewardConfig

@@ -106,8 +106,11 @@ def batch_shapes(config: TrainConfig, replicas: int, documents_per_row: int | No
     array: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
     if config.preferences.loss is None:
         return Batch(array, array, array, array)
-    roles = jax.ShapeDtypeStruct((*shape[:2], documents_per_row or _DOCUMENTS), jnp.int32)
-    return Batch(array, array, array, array, {"roles": roles})  # pyright: ignore[reportArgumentType]
+    places = (*shape[:2], documents_per_row or _DOCUMENTS)
+    fields = {"roles": jnp.int32} | ({"margins": jnp.float32} if config.preferences.scores else {})
+    fields |= {"reference_log_probs": jnp.float32} if config.preferences.precompute_ref_log_probs else {}
+    extra: Any = {name: jax.ShapeDtypeStruct(places, dtype) for name, dtype in fields.items()}
+    return Batch(array, array, array, array, extra)
 
 
 def on_mesh(

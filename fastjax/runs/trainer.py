@@ -177,10 +177,12 @@ class Trainer:
         self.config, self._given = _config(model, settings, paths), given
         if settings.preferences.needs_reference:
             _check_reference(model)
+        if loss is None or settings.preferences.scores:
+            _check_head(model, settings.preferences)
         self.model, self._optimizer = model.replace(tokenizer=tokenizer), optimizer
         self._console, self._ended = console or Console(), False
         own = [_Told(callback, self._end) for callback in callbacks]
-        self._own = Own(loss, evaluate, None, (*sinks, *own), lambda: self._ended)
+        self._own = Own(loss, evaluate, None, (*sinks, *own), lambda: self._ended, in_memory=True)
 
     def train(self, resume: bool = False) -> FineTuned:
         """Train, and save the result.
@@ -327,6 +329,20 @@ def _check_reference(model: LanguageModel) -> None:
                 "without it, got one that has been trained; merge it (save_pretrained_merged), and train a new one "
                 "over the result"
             )
+
+
+def _check_head(model: LanguageModel, preferences: PreferencesSection) -> None:
+    """Refuse a reward model for a loss over logits, and one with logits for that of a reward model."""
+    if preferences.scores and not model.config.scored:
+        raise ConfigError(
+            "Trainer: model: expected a reward model with preferences.loss: reward, got one with logits; make it by "
+            "model.with_score_head(), before FastLanguageModel.get_peft_model"
+        )
+    if model.config.scored and not preferences.scores:
+        raise ConfigError(
+            f"Trainer: model: expected one with logits with preferences.loss: {preferences.loss or 'null'}, got a "
+            "reward model"
+        )
 
 
 def _rule(optimizer: Optimizer | None, total: int) -> tuple[optax.GradientTransformation, np.ndarray] | None:

@@ -20,10 +20,11 @@ from fastjax.parallel.processes import barrier, is_primary, on_host, rank_name
 from fastjax.runs.checkpointing import RunStep, memory_advice
 from fastjax.runs.datasets import RunData
 from fastjax.runs.folder import RunFolder
-from fastjax.runs.identity import Identity
+from fastjax.runs.identity import Identity, files_of
 from fastjax.runs.mesh import open_mesh
-from fastjax.runs.messages import warn
+from fastjax.runs.messages import say, warn
 from fastjax.runs.model import initial_state
+from fastjax.runs.references import reference_file, with_references
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
 from fastjax.runs.sample_answers import sample_answers
@@ -38,10 +39,11 @@ from fastjax.training.loop import Fitted, Startup, fit, run_evaluation
 from fastjax.training.loss import Loss
 from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant, peak_memories
 from fastjax.training.optimizers import learning_rates
+from fastjax.training.preferences import reference_log_probs
 from fastjax.training.progress import make_progress
 from fastjax.training.report import default_settings, describe_environment, usage, write_report
 from fastjax.training.signals import SharedStop, StopSignals
-from fastjax.training.step import make_eval_step, make_probe
+from fastjax.training.step import make_eval_step, make_forward, make_probe
 from fastjax.training.trackers import Place, make_trackers
 from fastjax.training.watchdog import Watchdog
 
@@ -74,6 +76,7 @@ class Own(NamedTuple):
         optimizer: in place of the settings' own, and the learning rates of all steps, float32 [total_steps].
         sinks: take the rows behind the run's own.
         ended: whether the run is to end; asked before each step.
+        in_memory: whether the model came from the program, and may not be what its folder holds.
     """
 
     loss: Loss | None = None
@@ -81,6 +84,7 @@ class Own(NamedTuple):
     optimizer: tuple[optax.GradientTransformation, np.ndarray] | None = None
     sinks: Sequence[Sink] = ()
     ended: Callable[[], bool] = lambda: False
+    in_memory: bool = False
 
 
 class TrainingRun:
@@ -117,6 +121,8 @@ class TrainingRun:
                 config, model, total, self.train_step, step.mesh.replicas, data.documents_per_row
             )
             model = model.replace(frozen=frozen)
+        if config.preferences.precompute_ref_log_probs:
+            self.data = self._with_references(model, options)
         if step.choice is not None:
             self.train_step = of_length(config.model.max_seq_length, step.choice.compiled, self.train_step)
         # Rows of tokens that are not in the first batches get no gradient by right.
@@ -126,7 +132,7 @@ class TrainingRun:
         lengths = data.document_lengths
         self.flops_per_token = None
         if lengths is not None:
-            reference = own.loss is None and config.preferences.needs_reference
+            reference = own.loss is None and config.preferences.reference_in_step
             self.flops_per_token = flops_per_token(
                 model.config, model.trainable, attended_length(lengths), reference=reference
             )
@@ -217,15 +223,35 @@ class TrainingRun:
         evaluation = fitted.evaluation or last_evaluation(self.folder)  # where no step was left to take
         return FineTuned(self.model, self.folder.result, evaluation, config)
 
+    def _with_references(self, model: LanguageModel, options: Any) -> RunData:
+        """The data with the log-probabilities of the reference, which begins where the policy does."""
+        config, trainable = self.config, self.state.trainable
+        how: Any = {"mesh": self.mesh, "compiler_options": options}
+        forward = make_forward(model.graphdef, model.trainable_filter, reference_log_probs, **how)
+
+        def program(batch: Batch) -> Any:
+            return on_host(forward(trainable, model.frozen, self._send(batch)))
+
+        keep = None
+        if not self.own.in_memory and model.folder is not None:
+            keep = reference_file(config, self.identity, files_of(model.folder), self.step.mesh)
+        rows = self._evaluation_rows()
+        return with_references(self.data, program, rows, keep, lambda text: say(self.console, text))
+
+    def _evaluation_rows(self) -> int:
+        """Rows of a batch without a backward pass, on all devices."""
+        training = self.config.training
+        size = training.per_device_eval_batch_size or training.per_device_train_batch_size
+        return size * self.step.mesh.replicas
+
     def _send(self, batch: Batch) -> Batch:
         """The batch on the devices, each with its rows."""
         return jax.device_put(batch) if self.mesh is None else place(batch, row_shardings(batch, self.mesh))
 
     def _evaluate(self, trainable: Any) -> Evaluation:
-        training, held_out = self.config.training, self.data.held_out
+        held_out = self.data.held_out
         assert held_out is not None
-        size = training.per_device_eval_batch_size or training.per_device_train_batch_size
-        batches = Batches(held_out.rows, size * self.step.mesh.replicas, shuffle=False).epoch()
+        batches = Batches(held_out.rows, self._evaluation_rows(), shuffle=False).epoch()
         found = run_evaluation(self.eval_step, trainable, self.model.frozen, batches, self._send)
         if self.own.evaluate is None:
             return found

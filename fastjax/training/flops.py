@@ -98,7 +98,7 @@ def matrix_parameters(config: ModelConfig) -> int:
     products = ("matrix", "router", "gate", "experts")
     sizes = ((math.prod(spec.shape), spec.kind) for spec in config.specs if spec.kind in products)
     layers = sum(size if kind != "experts" else round(size * _chosen(config)) for size, kind in sizes)
-    return layers + config.hidden_size * config.vocab_size
+    return layers + config.hidden_size * (1 if config.scored else config.vocab_size)
 
 
 def _chosen(config: ModelConfig) -> float:

@@ -228,6 +228,30 @@ def make_eval_step(
     return _on_mesh(evaluate, graphdef, mesh, compiler_options, donate=(), updates=False)
 
 
+def make_forward(
+    graphdef: nnx.GraphDef,
+    trainable_filter: Any,
+    function: Callable[..., Any],
+    *,
+    mesh: Mesh | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Callable[[Any, Any, Batch], Any]:
+    """Build the jitted (trainable, frozen, batch) -> a function's arrays, whole on every device.
+
+    Args:
+        graphdef: of the decoder.
+        trainable_filter: the nnx filter that split the decoder.
+        function: (model, trainable_filter, rows) -> arrays; of a microbatch.
+        mesh: as for `make_train_step`.
+        compiler_options: as for `make_train_step`.
+    """
+
+    def forward(trainable: Any, frozen: Any, batch: Batch) -> Any:
+        return jax.lax.map(lambda rows: function(nnx.merge(graphdef, trainable, frozen), trainable_filter, rows), batch)
+
+    return _on_mesh(forward, graphdef, mesh, compiler_options, donate=(), updates=False)
+
+
 def make_probe(
     graphdef: nnx.GraphDef, trainable_filter: Any, *, loss: Loss = loss_sums, mesh: Mesh | None = None
 ) -> Callable[[TrainState, Any, Batch], tuple[Array, Array]]:

@@ -14,6 +14,7 @@ TAKES: dict[str, tuple[str, ...]] = {
     "orpo": ("beta", "nll_tokens"),
     "kto": ("beta", "desirable_weight", "undesirable_weight"),
     "simpo": ("beta", "gamma", "label_smoothing"),
+    "reward": ("center_rewards_coefficient",),
 }
 #: Those that compare with the model as it was before.
 WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -25,7 +26,8 @@ class PreferencesSection:
 
     Attributes:
         loss: dpo, ipo, orpo or simpo over rows with prompt, chosen and rejected; kto over rows with prompt, completion
-            and label (or chosen and rejected); null: there are no preferences, and data.train is learnt as it is.
+            and label (or chosen and rejected); reward, of a reward model, over rows with prompt, chosen, rejected and
+            perhaps margin; null: there are no preferences, and data.train is learnt as it is.
         beta: of dpo, ipo and kto the strength of the tie to the reference, the model without its adapter; of orpo the
             factor of the odds ratio's term; of simpo that of the log-probabilities; null: 0.1, of simpo 2.
         label_smoothing: of dpo and simpo, the probability that a pair's label is wrong; null: 0.
@@ -34,31 +36,43 @@ class PreferencesSection:
             TRL has it, the mean over all of a portion's chosen documents, prompts included; null: answer.
         desirable_weight: of kto, factor of the losses of desirable answers; null: 1.
         undesirable_weight: likewise of undesirable ones; null: 1.
+        center_rewards_coefficient: of reward, factor of the square of the two scores' sum, which keeps their mean near
+            0; null: 0.
+        precompute_ref_log_probs: of dpo, ipo and kto, compute the reference's log-probabilities of all rows once,
+            before the first step, and keep them in data.cache_dir; a step then needs one pass less.
         max_length: tokens of an answer with its prompt, at most; null: as many as a row (model.max_seq_length) has room
             for beside the other one of its pair, of kto beside the prompt with another one's completion.
     """
 
-    loss: Literal["dpo", "ipo", "orpo", "kto", "simpo"] | None = None
+    loss: Literal["dpo", "ipo", "orpo", "kto", "simpo", "reward"] | None = None
     beta: float | None = None
     label_smoothing: float | None = None
     gamma: float | None = None
     nll_tokens: Literal["answer", "all"] | None = None
     desirable_weight: float | None = None
     undesirable_weight: float | None = None
+    center_rewards_coefficient: float | None = None
+    precompute_ref_log_probs: bool = False
     max_length: int | None = None
 
     def __post_init__(self) -> None:
         check_section("preferences", self)
         takes = () if self.loss is None else (*TAKES[self.loss], "max_length")
+        takes += ("precompute_ref_log_probs",) if self.needs_reference else ()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "loss" and value is not None and field.name not in takes:
+            if field.name != "loss" and value != field.default and field.name not in takes:
+                off = "false" if field.default is False else "null"
+                given = "true" if value is True else value
                 raise ConfigError(
-                    f"preferences.{field.name}: expected null with preferences.loss: {self.loss or 'null'}, got {value}"
+                    f"preferences.{field.name}: expected {off} with preferences.loss: {self.loss or 'null'}, got "
+                    f"{given}"
                 )
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             value = getattr(self, name)
             expect(f"preferences.{name}", value, value is None or value > 0, "greater than 0")
+        centring = self.center_rewards_coefficient
+        expect("preferences.center_rewards_coefficient", centring, centring is None or centring >= 0, "of 0 or more")
         smoothing = self.label_smoothing
         expect("preferences.label_smoothing", smoothing, smoothing is None or 0 <= smoothing < 0.5, "in [0, 0.5)")
         length = self.max_length
@@ -67,12 +81,24 @@ class PreferencesSection:
     @property
     def pairing(self) -> Pairing | None:
         """What the rows of data hold; None: no preferences."""
-        return None if self.loss is None else "unpaired" if self.loss == "kto" else "paired"
+        if self.loss is None:
+            return None
+        return "unpaired" if self.loss == "kto" else "ranked" if self.loss == "reward" else "paired"
+
+    @property
+    def scores(self) -> bool:
+        """Whether the model has a score in the place of logits."""
+        return self.loss == "reward"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether each step compares with the model without its adapter."""
+        """Whether the loss compares with the model without its adapter."""
         return self.loss in WITH_REFERENCE
+
+    @property
+    def reference_in_step(self) -> bool:
+        """Whether each step computes what it compares with."""
+        return self.needs_reference and not self.precompute_ref_log_probs
 
     @property
     def options(self) -> dict[str, Any]:

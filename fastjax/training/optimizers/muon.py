@@ -118,4 +118,6 @@ def _direction(
 
 def _is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
     found = leaf_at(path)
-    return not found.of_table and not found.is_vector and leaf.ndim - stack_dims(path, leaf) == 2
+    if found.of_table or found.is_vector or found.kind == "score":
+        return False
+    return leaf.ndim - stack_dims(path, leaf) == 2

@@ -5,7 +5,8 @@ microbatches and devices does not change it, but for KTO's divergence and ORPO's
 microbatch. Defaults are TRL's, but SimPO's (β 2, γ 1; there 0.1, γ 0.5) and ORPO's nll_tokens (there "all").
 
 Metrics, as in TRL: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen, logps/rejected,
-with rewards β·log(π/π₀), or β·(mean of log π) without a reference; of ORPO nll_loss and log_odds_ratio, of KTO kl.
+with rewards β·log(π/π₀), or β·(mean of log π) without a reference; of ORPO nll_loss and log_odds_ratio, of KTO kl; of
+a reward model its scores, with their mean rewards/mean, and no log-probabilities.
 Routers' losses and label smoothing over the vocabulary are not added.
 """
 
@@ -25,6 +26,7 @@ from fastjax.training.preferences import objectives
 from fastjax.training.preferences.scores import (
     all_targets,
     by_document,
+    document_rewards,
     document_scores,
     reference_log_probs,
     token_log_probs,
@@ -252,6 +254,35 @@ class KTOLoss:
             for kind, values in (("rewards", self.beta * (policy - reference)), ("logps", policy)):
                 metrics[f"{kind}/{name}"] = Mean(jnp.sum(jax.lax.stop_gradient(jnp.where(own, values, 0.0))), count)
         return LossSums(jnp.sum(jnp.where(answers, losses, 0.0)), weight, metrics)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardLoss:
+    """`objectives.bradley_terry` over pairs, of a reward model's scores.
+
+    Rows come with the last token of each answer (`pack_preferences` with `last_token`), where its score is read, and
+    with `extra["margins"]`, float32 [B, D], at the chosen documents, or without them.
+
+    Attributes:
+        center_rewards_coefficient: factor of the square of the two scores' sum.
+    """
+
+    center_rewards_coefficient: float = 0.0
+
+    def __post_init__(self):
+        if not self.center_rewards_coefficient >= 0:
+            given = self.center_rewards_coefficient
+            raise ValueError(f"RewardLoss: center_rewards_coefficient: expected 0 or more, got {given}")
+
+    def __call__(self, model: Decoder, trainable_filter: Filter, rows: Any, /, *, key: PRNGKeyArray | None) -> LossSums:
+        """The sums over a microbatch; see `training.loss.Loss`."""
+        rewards = document_rewards(model, rows, key=key)
+        pairs = pairs_of(rows.extra["roles"])
+        chosen, rejected = pairs.of(rewards)
+        margins = rows.extra["margins"][:, :-1] if "margins" in rows.extra else jnp.zeros_like(chosen)
+        centred = {"center_rewards_coefficient": self.center_rewards_coefficient}
+        losses = objectives.bradley_terry(chosen, rejected, margins, **centred)
+        return pairs.sums(losses, chosen, rejected, **{"rewards/mean": (chosen + rejected) / 2})
 
 
 def _log_probs(chosen: Array, rejected: Array) -> Mapping[str, Array]:

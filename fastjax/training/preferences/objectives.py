@@ -144,6 +144,28 @@ def simpo(
     return _smoothed(beta * (policy_chosen - policy_rejected) - gamma, label_smoothing)
 
 
+def bradley_terry(
+    chosen: Float[Array, "*P"],
+    rejected: Float[Array, "*P"],
+    margin: Float[Array, "*P"],
+    *,
+    center_rewards_coefficient: float = 0.0,
+) -> Float[Array, "*P"]:
+    """A reward model's loss (Ouyang et al., arXiv 2203.02155, equation 1), with a margin (Llama 2, arXiv 2307.09288,
+    equation 2), and rewards held near a mean of zero (Eisenstein et al., arXiv 2312.09244):
+
+        −log σ(r(x, y₊) − r(x, y₋) − m) + c·(r(x, y₊) + r(x, y₋))²
+
+    Args:
+        chosen: r of the chosen answer.
+        rejected: r of the rejected one.
+        margin: m.
+        center_rewards_coefficient: c.
+    """
+    loss = -jax.nn.log_sigmoid(chosen - rejected - margin)
+    return loss + center_rewards_coefficient * jnp.square(chosen + rejected) if center_rewards_coefficient else loss
+
+
 def _smoothed(logits: Float[Array, "*P"], label_smoothing: float) -> Float[Array, "*P"]:
     """Binary cross-entropy of logits whose label is one, but with a probability of `label_smoothing`."""
     right = -jax.nn.log_sigmoid(logits)

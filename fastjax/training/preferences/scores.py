@@ -1,4 +1,4 @@
-"""Log-probabilities of the documents in packed rows, under the model and under the reference.
+"""Log-probabilities of the documents in packed rows, under the model and under the reference; a reward model's scores.
 
 The reference of an adapter is the model without it: a second pass over the same frozen arrays, in the same step, of
 which nothing is kept for the backward pass. The adapter is there at scale zero, so that both passes round alike:
@@ -118,6 +118,25 @@ def documents_of(rows: Any) -> Bool[Array, "B S D"]:
     segments = _segments(rows)
     slots = jnp.arange(1, rows.extra["roles"].shape[1] + 1, dtype=segments.dtype)
     return segments[:, :, None] == slots[None, None, :]
+
+
+def document_rewards(model: Decoder, rows: Any, *, key: PRNGKeyArray | None = None) -> Float[Array, "B D"]:
+    """The documents' scores under a reward model, each read at its last token, float32; 0 where there is none.
+
+    Args:
+        model: the decoder, merged, with a score in place of logits.
+        rows: as for `document_scores`; a document's last token is the end of its answer.
+        key: as for `document_scores`.
+
+    Raises:
+        ConfigError: a model with logits.
+    """
+    if not model.config.scored:
+        raise ConfigError("model: expected one with a score in place of logits (with_score_head), got one with logits")
+    scores = model.score(model.forward(rows.tokens, rows.positions, rows.segment_ids, key=key).hidden)
+    own, places = documents_of(rows), jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :, None]
+    last = jnp.max(jnp.where(own, places, -1), axis=1, keepdims=True)
+    return jnp.sum(jnp.where(own & (places == last), scores[:, :, None], 0.0), axis=1)
 
 
 def _segments(rows: Any) -> Int[Array, "B S"]:

@@ -1,4 +1,4 @@
-"""Commands for a run's result: on the command line, and in Python with Hugging Face's libraries."""
+"""Commands for a run's result: on the command line (of a reward model: Python), and with Hugging Face's libraries."""
 
 import json
 import shlex
@@ -22,13 +22,14 @@ def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str
         base: the base's config.json, with the run's scaling of the positions.
         dtype: of the run's computation.
     """
-    model, result = config.model, str(folder)
+    model, result, scores = config.model, str(folder), config.preferences.scores
+    auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
     if model.full_finetuning:
-        options, lines, names = ["--model", result], [f"model = {_load(_text(result))}"], set()
+        options, lines, names = ["--model", result], [f"model = {_load(auto, _text(result))}"], set()
     else:
         options = ["--model", model.model_name, "--adapter", result] + ["--load_in_4bit"] * model.load_in_4bit
         options += ["--rope_scaling", json.dumps(model.rope_scaling)] if model.rope_scaling is not None else []
-        lines, names = _base(model, base, dtype)
+        lines, names = _base(model, base, dtype, auto, {"num_labels": "1"} if scores else {})
     options += ["--dtype", model.dtype] if model.dtype is not None else []
     lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_text(result)})")
     libraries = []
@@ -38,20 +39,39 @@ def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str
             rows = "max(len(tokenizer), model.get_input_embeddings().num_embeddings)"
             lines.append(f"model.resize_token_embeddings({rows})")
         lines.append(f"model = PeftModel.from_pretrained(model, {_text(result)})")
-    libraries.append(f"from transformers import {', '.join(sorted({'AutoModelForCausalLM', 'AutoTokenizer', *names}))}")
+    libraries.append(f"from transformers import {', '.join(sorted({auto, 'AutoTokenizer', *names}))}")
     if any("torch." in line for line in lines):
         libraries.insert(0, "import torch")
     python = "\n".join([*libraries, "", *lines])
-    return [shlex.join(["fastjax", "generate", *options]) + " --prompt '…'", python]
+    own = _scoring(config, result) if scores else shlex.join(["fastjax", "generate", *options]) + " --prompt '…'"
+    return [own, python]
 
 
-def _base(model: ModelSection, config: Mapping[str, Any], dtype: str) -> tuple[list[str], set[str]]:
+def _scoring(config: TrainConfig, result: str) -> str:
+    """Python code that scores a conversation with a reward model."""
+    model = config.model
+    given = {"load_in_4bit": model.load_in_4bit, "dtype": model.dtype, "rope_scaling": model.rope_scaling}
+    options = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
+    return "\n".join(
+        [
+            "from fastjax import FastLanguageModel",
+            "",
+            f"model, tokenizer = FastLanguageModel.from_pretrained({_text(result)}{options})",
+            'said = [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]',
+            "print(model.rewards([said]))",
+        ]
+    )
+
+
+def _base(
+    model: ModelSection, config: Mapping[str, Any], dtype: str, auto: str, given: Mapping[str, str]
+) -> tuple[list[str], set[str]]:
     """Code that loads an adapter's base as the run held it, and its imports from transformers."""
     name, revision = split(model.model_name)
     place = _text(name) + (f", revision={_text(revision)}" if revision is not None else "")
     stored = config.get("dtype", config.get("torch_dtype"))
     kind = (config.get("quantization_config") or {}).get("quant_method")
-    lines, options, names = [], {}, set()
+    lines, options, names = [], dict(given), set()
     if model.load_in_4bit and kind not in (None, "bitsandbytes"):
         lines.append(_CONVERT.format(shlex.quote(model.model_name)))
         place, kind = '"base-nf4"', "bitsandbytes"
@@ -68,7 +88,7 @@ def _base(model: ModelSection, config: Mapping[str, Any], dtype: str) -> tuple[l
             options["dtype"] = _text(stored)
     elif kind is None and stored != dtype:
         options["dtype"] = _text(dtype)
-    lines.append(f"model = {_load(place, options)}")
+    lines.append(f"model = {_load(auto, place, options)}")
     if model.load_in_4bit and stored != dtype:  # bitsandbytes' own products decode to that dtype instead
         lines.append(f"model = model.dequantize().to(torch.{dtype})  # computes in {dtype} with what 4 bits decode to")
     return lines, names
@@ -87,7 +107,7 @@ def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
 def _in_4bit(model: ModelSection, dtype: str) -> list[str]:
     """Code that quantises a 16-bit base as the run did."""
     # These replace the default list, which has the head.
-    kept = ["lm_head", *(rf".*\.{name.removeprefix('model.')}" for name in model.float32_modules or ())]
+    kept = ["lm_head", "score", *(rf".*\.{name.removeprefix('model.')}" for name in model.float32_modules or ())]
     return [
         "settings = BitsAndBytesConfig(",
         "    load_in_4bit=True,",
@@ -99,9 +119,9 @@ def _in_4bit(model: ModelSection, dtype: str) -> list[str]:
     ]
 
 
-def _load(place: str, options: Mapping[str, str] | None = None) -> str:
+def _load(auto: str, place: str, options: Mapping[str, str] | None = None) -> str:
     given = "".join(f", {name}={value}" for name, value in (options or {}).items())
-    return f"AutoModelForCausalLM.from_pretrained({place}{given})"
+    return f"{auto}.from_pretrained({place}{given})"
 
 
 def _text(value: str) -> str:

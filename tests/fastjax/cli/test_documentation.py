@@ -234,14 +234,16 @@ def test_own_loss_and_evaluation(chat_folder, chats, tmp_path, monkeypatch):
     assert names["result"].evaluation.extra == {"eval_exact": 0.0}
 
 
-def test_preferences(chat_folder, monkeypatch):
+def test_preferences(chat_folder, tmp_path, monkeypatch):
     """The blocks of docs/preferences.md, on a small model: the loss falls, the margin grows."""
+    monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks("python", (ROOT / "docs" / "preferences.md").read_text(encoding="utf-8")))
-    for written, used in [("path/to/model", str(chat_folder)), ("2048", "128"), ("1e-3", "3e-3")]:
+    for written, used in [("path/to/model", str(chat_folder)), ("2048", "128"), ("512", "128"), ("1e-3", "3e-3")]:
         assert written in code
         code = code.replace(written, used)
     names: dict = {}
     exec(code, names)
+    assert names["rewards"].shape == (2,) and names["rewards"][0] != names["rewards"][1]
     losses, margins = zip(*names["history"], strict=True)
     np.testing.assert_allclose(losses[0], np.log(2), rtol=1e-6)  # B is zero: policy and reference are equal
     assert margins[0] == 0

@@ -359,7 +359,7 @@ def test_preferences(imported, tmp_path, text, changes, preferences, data, colum
             {"datasets": [{"path": "a", "type": "zephyr.nectar"}]},
             "datasets[0].type: zephyr.nectar is not supported with rl: dpo; chatml.argilla, chatml.argilla_chat, ",
         ),
-        (AXOLOTL_DPO, {"reward_model": True}, "reward_model: there are no reward models"),
+        (AXOLOTL_DPO, {"reward_model": True}, "reward_model: reward models are not carried over"),
         (LLAMA_FACTORY_SIMPO, {"pref_loss": "hinge"}, "pref_loss: hinge: sigmoid, ipo, orpo, simpo there are"),
         (LLAMA_FACTORY_SIMPO, {"pref_ftx": 0.5}, "pref_ftx: no other loss is added"),
         (LLAMA_FACTORY_SIMPO, {"ref_model": "m"}, "ref_model: the reference is the model without its adapter"),

@@ -60,6 +60,16 @@ def test_pairs(row, expected):
         assert found.answers == expected and found.desirable == (True, False)
 
 
+def test_ranked_pairs_have_a_margin():
+    row = {"prompt": "Sky? ", "chosen": "Blue.", "rejected": "Green."}
+    for given, margin in (({}, 0.0), ({"margin": 2}, 2.0), ({"margin": None}, 0.0)):
+        assert parse_preference(row | given, "f:1", pairing="ranked") == (TEXTS, (True, False), "f:1", margin)
+    assert parse_preference(row | {"margin": 2}, "f:1", pairing="paired").margin == 0.0
+    for wrong in ("2", True, float("nan")):
+        with pytest.raises(DataError, match="f:1: 'margin' must be a finite number, found "):
+            parse_preference(row | {"margin": wrong}, "f:1", pairing="ranked")
+
+
 def test_single_answers_named_columns_and_templates():
     row = {"question": "Sky?", "completion": "Blue.", "label": False}
     found = parse_preference(row, "f:1", {"prompt": "question"}, pairing="unpaired", templated=True)

@@ -59,6 +59,34 @@ def test_pairs_and_their_cache(tokenizer, write_rows, tmp_path):
     assert single.statistics.documents == 12 and single.fingerprint != made.fingerprint
 
 
+def test_ranked_pairs_keep_their_last_token(tokenizer, write_rows, tmp_path):
+    path = write_rows("a.jsonl", [pair("xx ", "qqq", "zzz") | {"margin": 0.5}, pair("yy ", "kkkk", "k")])
+    arguments = {"tokenizer": tokenizer, "cache_dir": tmp_path / "cache", "too_long": "drop"}
+    for dataset in [prepare(path, max_seq_length=40, preferences=("ranked", None), **arguments) for _ in range(2)]:
+        ((*row,),), found = documents(dataset.rows)
+        assert [role for _, role in row] == [Role.CHOSEN, Role.REJECTED] * 2
+        assert [shown(tokenizer, found, one) for one, _ in row] == [
+            ("<s>xx qqq</s>", "qqq</s>"),
+            ("<s>xx zzz</s>", "zzz</s>"),
+            ("<s>yy kkkk</s>", "kkkk</s>"),
+            ("<s>yy k</s>", "k</s>"),
+        ]
+        batch = Batches(dataset.rows, 1).batch(0)
+        np.testing.assert_array_equal(batch.extra["margins"], np.float32([[[0.5, 0.5, 0, 0]]]))
+    lengths = sorted(int(length) for length in dataset.rows.documents.lengths)
+    for limit, kept in ((lengths[-1], 2), (lengths[-1] - 1, 1)):
+        fitted = prepare(path, max_seq_length=40, preferences=("ranked", limit), **arguments)
+        assert len(fitted.rows.documents) == 2 * kept and fitted.statistics.dropped == 2 - kept
+    longest = max(int(dataset.rows.documents.lengths[n : n + 2].sum()) for n in (0, 2))
+    arguments["too_long"] = "truncate"
+    cut = prepare(path, max_seq_length=longest - 1, preferences=("ranked", None), **arguments)
+    assert cut.statistics.truncated == 1 and sorted(cut.rows.documents.lengths) == [
+        lengths[0],
+        *[longest // 2 - 1] * 2,
+        lengths[-1],
+    ]
+
+
 def test_single_answers_take_the_completion_before(tokenizer, write_rows):
     rows = [{"prompt": f"{c}{c} ", "completion": c * n, "label": n > 2} for c, n in (("x", 2), ("z", 3), ("q", 4))]
     dataset = prepare(write_rows("a.jsonl", rows), tokenizer, 20, preferences=UNPAIRED)

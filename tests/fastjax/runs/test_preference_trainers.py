@@ -25,7 +25,11 @@ def model(base):
 @pytest.mark.parametrize(
     "kind, given, section",
     [
-        ("DPO", {"max_length": 64}, PreferencesSection("dpo", 0.1, max_length=64)),
+        (
+            "DPO",
+            {"max_length": 64, "precompute_ref_log_probs": True},
+            PreferencesSection("dpo", 0.1, precompute_ref_log_probs=True, max_length=64),
+        ),
         ("DPO", {"loss_type": ["ipo"], "beta": 0.2, "max_length": None}, PreferencesSection("ipo", 0.2)),
         ("ORPO", {"beta": 0.3}, PreferencesSection("orpo", 0.3, nll_tokens="all", max_length=1024)),
         (
@@ -61,6 +65,7 @@ def test_settings(model, kind, given, section):
         ("DPO", {"truncation_mode": "keep_end"}, "truncation_mode: expected keep_start, got 'keep_end'"),
         ("ORPO", {"bogus": 1}, "ORPOConfig: bogus: expected a name of ORPOConfig, got an unknown one"),
         ("KTO", {"loss_type": "apo_zero_unpaired"}, "KTOConfig: loss_type: expected kto, got 'apo_zero_unpaired'"),
+        ("ORPO", {"precompute_ref_log_probs": True}, "precompute_ref_log_probs: expected none, .* a loss with a ref"),
         ("CPO", {}, "CPOConfig: loss_type: expected simpo, got 'sigmoid'"),
         ("CPO", {"loss_type": "simpo"}, "CPOConfig: cpo_alpha: expected 0, which is SimPO, got 1.0"),
         ("KTO", {"args": fastjax.DPOConfig()}, "KTOTrainer: args: expected a KTOConfig, got a DPOConfig"),

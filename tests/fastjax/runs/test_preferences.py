@@ -127,7 +127,17 @@ def test_the_keys_are_the_losses_own():
         ({"beta": 0.1}, "preferences.beta: expected null with preferences.loss: null, got 0.1"),
         ({"loss": "ipo", "gamma": 0.5}, "preferences.gamma: expected null with preferences.loss: ipo, got 0.5"),
         ({"loss": "dpo", "beta": 0.0}, "preferences.beta: expected a value greater than 0, got 0.0"),
-        ({"loss": "bco"}, "preferences.loss: expected one of dpo, ipo, orpo, kto, simpo or null, got 'bco'"),
+        ({"loss": "bco"}, "preferences.loss: expected one of dpo, ipo, orpo, kto, simpo, reward or null, got 'bco'"),
+        ({"loss": "orpo", "precompute_ref_log_probs": True}, "expected false with preferences.loss: orpo, got true"),
+        (
+            {"loss": "reward", "precompute_ref_log_probs": True},
+            "expected false with preferences.loss: reward, got true",
+        ),
+        ({"loss": "reward", "beta": 0.1}, "preferences.beta: expected null with preferences.loss: reward, got 0.1"),
+        (
+            {"loss": "reward", "center_rewards_coefficient": -0.1},
+            "coefficient: expected a value of 0 or more, got -0.1",
+        ),
         ({"loss": "simpo", "label_smoothing": 0.5}, r"preferences.label_smoothing: expected a value in \[0, 0.5\)"),
     ],
 )
@@ -156,6 +166,8 @@ def test_wrong_values(section, message):
         ("dpo", {"lora": {"modules_to_save": ["lm_head"]}}, "lora.modules_to_save: expected none with .* got lm_head"),
         ("dpo", {"lora": {"adapter": "a"}}, "lora.adapter: expected null with .* merge that adapter first"),
         ("simpo", {"lora": {"adapter": "a"}}, None),
+        ("reward", {"training": {"qat": "nf4"}}, "training.qat: expected null with preferences.loss: reward, got nf4"),
+        ("reward", {"model": {"full_finetuning": True, "load_in_4bit": False}}, None),
         ("orpo", {"model": {"full_finetuning": True, "load_in_4bit": False}}, None),
     ],
 )
