@@ -12,6 +12,7 @@ from rich.table import Table
 from fastjax.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from fastjax.parallel import MeshShape
     from fastjax.planning.cards import Card
     from fastjax.planning.longest import Longest
     from fastjax.planning.memory import Room
@@ -41,10 +42,9 @@ def show(
         best: the fastest that fits; None: none fits.
     """
     length, loop = config.model.max_seq_length, config.model.layer_loop
-    mesh, title = planned[0].mesh, f"{_rows(config, str(length))} · {loop} · {card.device_kind}"
-    if several := mesh.size > 1:
-        title += f" × {mesh.size} · {mesh} · of one card"
-    table = _table(f"{title} · memory in GB")
+    mesh = planned[0].mesh
+    several = mesh.size > 1
+    table = _table(f"{_rows(config, str(length))} · {loop} · {_cards(card, mesh)} · memory in GB")
     linked = ("link GB", "link ms") if several else ()
     for title in ("held", "step", "in all", "host", "again", *linked, "ms", "tokens/s", "fits"):
         table.add_column(title, justify="right")
@@ -111,7 +111,12 @@ def content(card: "Card", planned: "Sequence[Planned]", room: "Room", best: "Pla
 
 
 def show_longest(
-    console: Console, config: TrainConfig, card: "Card", rows: "Mapping[str, Longest | None]", room: "Room"
+    console: Console,
+    config: TrainConfig,
+    card: "Card",
+    rows: "Mapping[str, Longest | None]",
+    room: "Room",
+    mesh: "MeshShape",
 ) -> None:
     """The longest rows of a run, one a policy.
 
@@ -121,9 +126,10 @@ def show_longest(
         card: planned for.
         rows: by policy; None: no row fits.
         room: what a step may take.
+        mesh: shape of the mesh.
     """
     loop = config.model.layer_loop
-    table = _table(f"{_rows(config, 'N')} · {loop} · {card.device_kind} · memory in GB")
+    table = _table(f"{_rows(config, 'N')} · {loop} · {_cards(card, mesh)} · memory in GB")
     for title in ("N", "in all", "host", "bound by"):
         table.add_column(title, justify="right")
     for policy, found in rows.items():
@@ -137,9 +143,12 @@ def show_longest(
     _say_pinned(console, max((found.memory.host for found in rows.values() if found is not None), default=0))
 
 
-def longest_content(card: "Card", rows: "Mapping[str, Longest | None]", room: "Room") -> dict[str, Any]:
+def longest_content(
+    card: "Card", rows: "Mapping[str, Longest | None]", room: "Room", mesh: "MeshShape"
+) -> dict[str, Any]:
     """The same in numbers; arguments as of `show_longest`."""
     return _limits(card, room) | {
+        "mesh": mesh._asdict(),
         "longest": [
             {
                 "policy": policy,
@@ -150,12 +159,16 @@ def longest_content(card: "Card", rows: "Mapping[str, Longest | None]", room: "R
             }
             for policy, found in rows.items()
             if found is not None
-        ]
+        ],
     }
 
 
 def _limits(card: "Card", room: "Room") -> dict[str, Any]:
     return {"gpu": card.device_kind, "memory_limit": int(room.device), "host_memory_limit": int(room.host)}
+
+
+def _cards(card: "Card", mesh: "MeshShape") -> str:
+    return card.device_kind if mesh.size == 1 else f"{card.device_kind} × {mesh.size} · {mesh} · of one card"
 
 
 def _rows(config: TrainConfig, length: str) -> str:

@@ -82,6 +82,14 @@ def test_the_longest_row_that_fits(settings, tmp_path, capsys):
     assert (row["policy"], row["bound"]) == ("full", "positions") and 0 < row["device_bytes"] < plan["memory_limit"]
     said = capsys.readouterr().out
     assert f"{row['tokens']:,}" in said and "the model's positions" in said
+    # Two cards that share a row, each with less room than the whole one takes.
+    narrow = f"{row['device_bytes'] / 1e9 - 0.001}"
+    assert main(["plan", settings, *options, "--gpus", "2", "--parallel.context", "2", "--memory", narrow]) == 0
+    plan = json.loads(output.read_text())
+    (half,) = plan["longest"]
+    assert plan["mesh"]["context"] == 2 and half["tokens"] % 4 == 0
+    assert half["tokens"] == row["tokens"] and half["device_bytes"] < row["device_bytes"]
+    assert "Tesla T4 × 2 · context 2 · of one card" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
