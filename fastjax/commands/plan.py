@@ -93,7 +93,7 @@ def plan(
         output: JSON file; None: none.
         console: for the table.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of every program that does not fit
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA writes of every program that does not fit
     import jax
 
     if gpu is not None:

@@ -52,7 +52,10 @@ def test_a_plan_without_a_card(settings, tmp_path, capsys):
     assert row["argument_bytes"] - shards["argument_bytes"] > 68_928 / 4, "half of four bits a parameter"
     assert shards["link_bytes"]["all-gather"] > 0 and 0 < shards["link_seconds"] < shards["step_seconds"]
     assert shards["model_flops"] == row["model_flops"], "a card's"
-    assert "Tesla T4 × 2 · fsdp 2 · of one card" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Tesla T4 × 2 · fsdp 2 · of one card" in said
+    assert re.search(r"again +GB +ms +ms +tokens/s +fits", said), "whole, where the output is no terminal"
+    assert f"{shards['tokens_per_second']:,.0f}  " in said
 
 
 @needs_cuda_plugin
