@@ -45,8 +45,8 @@ _FENCES = {
     "xla_gpu_experimental_scheduler_memory_fencing_threshold_bytes": 1 << 20,
     "xla_gpu_experimental_scheduler_memory_fencing_slack_windows": 1,
 }
-#: Of the steps whose scans gather frozen weights. XLA takes a gather to be as quick as the link at its best, and begins it
-#: so late that a part of it is hidden; with fixed costs it begins several kernels ahead.
+#: Of the steps whose scans gather frozen weights. XLA takes a gather to be as quick as the link at its best, and begins
+#: it so late that a part of it is hidden; with fixed costs it begins several kernels ahead.
 _GATHERS_EARLY = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_analytical_sol_latency_estimator": False,
