@@ -247,7 +247,7 @@ def make_probe(
         grads, sums = _accumulate(gradient, batch, jnp.dtype(jnp.float32))
         return sums.loss_sum, optax.tree.norm(grads)
 
-    return _on_mesh(probe, graphdef, mesh, None, donate=(), updates=False)
+    return _on_mesh(probe, graphdef, trainable_filter, mesh, None, donate=(), updates=False)
 
 
 def _gradient(
