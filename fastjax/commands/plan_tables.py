@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from fastjax.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from fastjax.parallel import MeshShape
     from fastjax.planning.cards import Card
     from fastjax.planning.longest import Longest
     from fastjax.planning.memory import Room
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Bytes of pinned host memory that XLA takes unless it is told to take more.
 _PINNED = 64e9
+#: Columns of a terminal that no table fills.
+_WIDEST = 500
 _BOUNDS = {"device": "the GPU's memory", "host": "the host's memory", "positions": "the model's positions"}
 
 
@@ -41,13 +45,10 @@ def show(
         best: the fastest that fits; None: none fits.
     """
     length, loop = config.model.max_seq_length, config.model.layer_loop
-    mesh, title = planned[0].mesh, f"{_rows(config, str(length))} · {loop} · {card.device_kind}"
-    if several := mesh.size > 1:
-        title += f" × {mesh.size} · {mesh} · of one card"
-    table = _table(f"{title} · memory in GB")
+    mesh = planned[0].mesh
+    several = mesh.size > 1
     linked = ("link GB", "link ms") if several else ()
-    for title in ("held", "step", "in all", "host", "again", *linked, "ms", "tokens/s", "fits"):
-        table.add_column(title, justify="right")
+    table = _table("held", "step", "in all", "host", "again", *linked, "ms", "tokens/s", "fits")
     for one in planned:
         memory = one.memory
         cells = (memory.arguments, memory.temporaries, memory.device, memory.host)
@@ -61,7 +62,7 @@ def show(
             "yes" if room.holds(one.memory) else "no",
             style="bold" if one is best else None,
         )
-    console.print(table)
+    _print(console, f"{_rows(config, str(length))} · {loop} · {_cards(card, mesh)} · memory in GB", table)
     if best is None:
         least = min(planned, key=lambda one: one.memory.device)
         sentence = (
@@ -111,7 +112,12 @@ def content(card: "Card", planned: "Sequence[Planned]", room: "Room", best: "Pla
 
 
 def show_longest(
-    console: Console, config: TrainConfig, card: "Card", rows: "Mapping[str, Longest | None]", room: "Room"
+    console: Console,
+    config: TrainConfig,
+    card: "Card",
+    rows: "Mapping[str, Longest | None]",
+    room: "Room",
+    mesh: "MeshShape",
 ) -> None:
     """The longest rows of a run, one a policy.
 
@@ -121,25 +127,27 @@ def show_longest(
         card: planned for.
         rows: by policy; None: no row fits.
         room: what a step may take.
+        mesh: shape of the mesh.
     """
     loop = config.model.layer_loop
-    table = _table(f"{_rows(config, 'N')} · {loop} · {card.device_kind} · memory in GB")
-    for title in ("N", "in all", "host", "bound by"):
-        table.add_column(title, justify="right")
+    table = _table("N", "in all", "host", "bound by")
     for policy, found in rows.items():
         if found is None:
             table.add_row(policy, "none fits", "", "", "")
             continue
         cells = (f"{count / 1e9:.2f}" for count in (found.memory.device, found.memory.host))
         table.add_row(policy, f"{found.tokens:,}", *cells, _BOUNDS[found.bound])
-    console.print(table)
+    _print(console, f"{_rows(config, 'N')} · {loop} · {_cards(card, mesh)} · memory in GB", table)
     _say(console, f"in {_share(card, room)} and {room.host / 1e9:.1f} GB of the host's memory; within a hundredth.")
     _say_pinned(console, max((found.memory.host for found in rows.values() if found is not None), default=0))
 
 
-def longest_content(card: "Card", rows: "Mapping[str, Longest | None]", room: "Room") -> dict[str, Any]:
+def longest_content(
+    card: "Card", rows: "Mapping[str, Longest | None]", room: "Room", mesh: "MeshShape"
+) -> dict[str, Any]:
     """The same in numbers; arguments as of `show_longest`."""
     return _limits(card, room) | {
+        "mesh": mesh._asdict(),
         "longest": [
             {
                 "policy": policy,
@@ -150,12 +158,16 @@ def longest_content(card: "Card", rows: "Mapping[str, Longest | None]", room: "R
             }
             for policy, found in rows.items()
             if found is not None
-        ]
+        ],
     }
 
 
 def _limits(card: "Card", room: "Room") -> dict[str, Any]:
     return {"gpu": card.device_kind, "memory_limit": int(room.device), "host_memory_limit": int(room.host)}
+
+
+def _cards(card: "Card", mesh: "MeshShape") -> str:
+    return card.device_kind if mesh.size == 1 else f"{card.device_kind} × {mesh.size} · {mesh} · of one card"
 
 
 def _rows(config: TrainConfig, length: str) -> str:
@@ -166,10 +178,20 @@ def _rows(config: TrainConfig, length: str) -> str:
     return f"{Path(config.model.model_name).name} · {rows} tokens"
 
 
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
+def _table(*titles: str) -> Table:
+    """A table of policies with these columns of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("checkpointing", no_wrap=True)
+    for title in titles:
+        table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
     return table
+
+
+def _print(console: Console, title: str, table: Table) -> None:
+    """Print a table with whole numbers, where the console is too narrow for them too."""
+    _say(console, title)
+    table.width = Measurement.get(console, console.options.update(width=_WIDEST), table).maximum
+    console.print(table, soft_wrap=True)
 
 
 def _share(card: "Card", room: "Room") -> str:

@@ -237,7 +237,8 @@ _ROWS: dict[str, Row] = {
         ("metric_logger.log_dir", "metric_logger.output_fmt"), unneeded("output.output_dir has the metrics")
     ),
     **dict.fromkeys(("log_level", "log_peak_memory_stats"), unneeded("the metrics have peak memory")),
-    **dict.fromkeys(("profiler", "dataloader"), unneeded("`fastjax bench step --profile` profiles a step")),
+    "profiler": unneeded("output.profile_steps traces steps of a run"),
+    "dataloader": unneeded("rows are made beside the training"),
     "collate_fn": unneeded("rows are padded or packed"),
     "shuffle": lost("rows are always shuffled", among(True)),
     "cudnn_deterministic_mode": to("training.deterministic"),

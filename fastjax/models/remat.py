@@ -45,8 +45,12 @@ _FENCES = {
     "xla_gpu_experimental_scheduler_memory_fencing_threshold_bytes": 1 << 20,
     "xla_gpu_experimental_scheduler_memory_fencing_slack_windows": 1,
 }
-
-
+#: Of the steps whose scans gather frozen weights. XLA takes a gather to be as quick as the link at its best, and begins
+#: it so late that a part of it is hidden; with fixed costs it begins several kernels ahead.
+_GATHERS_EARLY = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_analytical_sol_latency_estimator": False,
+}
 #: Of the steps that offload: no CUDA graphs, whose nodes run one after another, copies between device and host too.
 _NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**31 - 1}
 
@@ -123,11 +127,12 @@ def checkpointed(
     return jax.checkpoint(named, policy=move, prevent_cse=not scanned)
 
 
-def compiler_options(graphdef: nnx.GraphDef) -> dict[str, Any]:
+def compiler_options(graphdef: nnx.GraphDef, *, gathers: bool = False) -> dict[str, Any]:
     """XLA's options that a decoder's policy needs.
 
     Args:
         graphdef: of the decoder.
+        gathers: whether its layers' frozen weights are gathered from other devices.
 
     Raises:
         ConfigError: all layers are called one by one and offload, which needs jax 0.11.
@@ -137,8 +142,10 @@ def compiler_options(graphdef: nnx.GraphDef) -> dict[str, Any]:
     }
     offloading = [stack for stack in facts["plan"] if offloads(policy_of(facts["remat"], stack.start))]
     single = [stack for stack in offloading if stack.count == 1]
+    if not offloading:
+        return dict(_GATHERS_EARLY) if gathers and any(stack.count > 1 for stack in facts["plan"]) else {}
     if not single:
-        return dict(_NO_GRAPHS) if offloading else {}
+        return dict(_NO_GRAPHS)
     if jax.__version_info__ < (0, 11):
         if len(single) < len(facts["plan"]):
             return dict(_NO_GRAPHS)

@@ -4,6 +4,7 @@ A step's memory grows with its rows by straight pieces, each steeper than the on
 that fit points at the longest or beyond it, and one through a length that fits and one that does not, short of it.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from fastjax.planning.memory import Room, StepMemory
 
 #: The first length that is compiled, the factor to the second, and the most compilations.
 _START, _FACTOR, _MOST = 16384, 4, 7
-#: Lengths are multiples of 128 tokens, those from `_START` of 1,024. The search ends within this share of the longest.
+#: Lengths are multiples of 128 tokens, those from `_START` of 1,024, and all of the parts that a row is cut into. The
+#: search ends within this share of the longest.
 _SHORT, _LONG, _CLOSE = 128, 1024, 0.01
 
 
@@ -29,23 +31,25 @@ class Longest(NamedTuple):
     bound: str
 
 
-def longest_row(measure: Callable[[int], StepMemory], room: Room, positions: int) -> Longest | None:
+def longest_row(measure: Callable[[int], StepMemory], room: Room, positions: int, parts: int = 1) -> Longest | None:
     """Search for the longest row; None: the shortest one tried does not fit.
 
     Args:
         measure: compiles the step of rows of so many tokens.
         room: what it may take.
         positions: the most tokens that a row may have.
+        parts: of equal size, that a row is cut into.
     """
+    positions -= positions % parts
     found: dict[int, StepMemory] = {}
-    fits, fails, length = 0, positions + 1, min(_START, positions)
+    fits, fails, length = 0, positions + 1, _rounded(_START, positions, parts)
     while fits < length < fails and len(found) < _MOST and (not fits or length - fits > _CLOSE * fits):
         found[length] = measure(length)
         if room.holds(found[length]):
             fits = length
         else:
             fails = length
-        length = _next(found, room, positions, fits, fails)
+        length = _next(found, room, positions, parts, fits, fails)
     if not fits:
         return None
     if fits == positions:
@@ -54,14 +58,16 @@ def longest_row(measure: Callable[[int], StepMemory], room: Room, positions: int
     return Longest(fits, found[fits], min(aims, key=aims.__getitem__))
 
 
-def _next(found: dict[int, StepMemory], room: Room, positions: int, fits: int, fails: int) -> int:
+def _next(found: dict[int, StepMemory], room: Room, positions: int, parts: int, fits: int, fails: int) -> int:
     """The length to try next, between those that fit and those that do not."""
     if len(found) == 1:
-        return _rounded(fits * _FACTOR if fits else fails / _FACTOR, positions)
+        return _rounded(fits * _FACTOR if fits else fails / _FACTOR, positions, parts)
     length = min(_aims(found, room, fits).values())
     if fails > positions:
-        return _rounded(length, positions)
-    return min(_rounded(length, positions), fails - _SHORT) if fits else _rounded(min(length, fails / 2), positions)
+        return _rounded(length, positions, parts)
+    if not fits:
+        return _rounded(min(length, fails / 2), positions, parts)
+    return min(_rounded(length, positions, parts), fails - math.lcm(_SHORT, parts))
 
 
 def _aims(found: dict[int, StepMemory], room: Room, fits: int) -> dict[str, float]:
@@ -78,8 +84,8 @@ def _aims(found: dict[int, StepMemory], room: Room, fits: int) -> dict[str, floa
     return {name: aim(name) for name in ("device", "host")}
 
 
-def _rounded(length: float, positions: int) -> int:
+def _rounded(length: float, positions: int, parts: int) -> int:
     if length >= positions:
         return positions
-    step = _LONG if length >= _START else _SHORT
+    step = math.lcm(_LONG if length >= _START else _SHORT, parts)
     return max(0, int(length) // step * step)

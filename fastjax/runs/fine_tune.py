@@ -37,6 +37,7 @@ from fastjax.training.determinism import compiler_options
 from fastjax.training.loop import Startup
 from fastjax.training.loss import Loss
 from fastjax.training.metrics import read_rows
+from fastjax.training.profile import check_profile
 from fastjax.training.trackers import check_trackers
 
 
@@ -101,6 +102,7 @@ def fine_tune(
         opened = open_model(config)
         check_model(config, opened, meshes)
         data = in_turn(lambda: load_run_data(config, opened.tokenizer, functools.partial(say, console), replicas))
+        check_profile(config.output, data.total_steps)
         for name, became in data.statistics().items():
             say(console, f"{name}: {became}")
         identity = run_identity(data, opened)

@@ -26,6 +26,7 @@ RUN_FILES = (
     "report.html",
     "report.png",
     "tensorboard",
+    "profile",
 )
 
 
@@ -49,6 +50,11 @@ class RunFolder(NamedTuple):
     def metrics(self) -> Path:
         """The file of the metrics."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        """The folder of the profiler's traces."""
+        return self.path / "profile"
 
     @property
     def settings(self) -> Path:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from fastjax.errors import ConfigError
 from fastjax.host_memory import in_host_memory
@@ -118,8 +119,7 @@ def plan_run(
     def planned(policy: str) -> Planned:
         progress(f"compiling for {device.card.device_kind}: {policy}")
         recomputed = max(0.0, products(policy) - once)
-        step, arguments = run.step(policy, mesh)
-        compiled = device.compile(step, arguments) if mesh is None else step.trace(*arguments).lower().compile()
+        compiled = _compiled(run, policy, device, mesh)
         memory, frozen, text = StepMemory.of(compiled), run.model(policy).frozen, compiled.as_text()
         said = collectives(text, shape.size)
         linked = link_seconds(said, device.card)
@@ -162,6 +162,7 @@ def longest_rows(
     policies: Sequence[str] | None,
     room: Room,
     progress: Callable[[str], None],
+    shape: MeshShape = _ONE_DEVICE,
 ) -> dict[str, Longest | None]:
     """Search for the longest rows that a run's train step fits with, by compiling it.
 
@@ -172,6 +173,7 @@ def longest_rows(
         policies: of rematerialisation; None: `LONG_POLICIES`.
         room: what the step may take.
         progress: takes what is being done.
+        shape: of the mesh; figures are a device's.
 
     Returns:
         For each policy the longest row; None: the shortest one tried does not fit.
@@ -180,14 +182,17 @@ def longest_rows(
         ConfigError: settings that do not fit the model or the card.
     """
     _check_dtype(config, device.card)
+    mesh = open_mesh(shape, device.devices if shape.size > 1 else None)
 
     def measure(policy: str, tokens: int) -> StepMemory:
         progress(f"compiling for {device.card.device_kind}: {policy}, rows of {tokens:,} tokens")
         own = dataclasses.replace(config, model=dataclasses.replace(config.model, max_seq_length=tokens))
-        return StepMemory.of(device.compile(*_shapes(own, open_shapes(own), device).step(policy)))
+        run = _shapes(own, open_shapes(own), device, shape.replicas)
+        return StepMemory.of(_compiled(run, policy, device, mesh))
 
     return {
-        policy: longest_row(functools.partial(measure, policy), room, positions) for policy in policies or LONG_POLICIES
+        policy: longest_row(functools.partial(measure, policy), room, positions, shape.token_parts)
+        for policy in policies or LONG_POLICIES
     }
 
 
@@ -195,6 +200,12 @@ def _shapes(config: TrainConfig, opened: OpenShapes, device: Device, replicas: i
     options = DETERMINISTIC if config.training.deterministic else None
     with device.tracing():
         return RunShapes(config, opened, _STEPS, None, options, replicas)
+
+
+def _compiled(run: RunShapes, policy: str, device: Device, mesh: Mesh | None) -> Any:
+    """The step with a policy, as the device or the mesh of several runs it."""
+    step, arguments = run.step(policy, mesh)
+    return device.compile(step, arguments) if mesh is None else step.trace(*arguments).lower().compile()
 
 
 def _host_bytes(tree: Any) -> int:

@@ -46,6 +46,7 @@ from fastjax.training.config import (
 from fastjax.training.loop import Startup
 from fastjax.training.loss import Loss
 from fastjax.training.metrics import Row, Sink
+from fastjax.training.profile import check_profile
 from fastjax.training.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ class Trainer:
             check_trackers(config.output.report_to)
             began, tell = time.perf_counter(), functools.partial(say, console)
             data = load_run_data(config, model.tokenizer, tell, given=self._given)  # pyright: ignore[reportArgumentType]
+            check_profile(config.output, data.total_steps)
             for name, became in data.statistics().items():
                 say(console, f"{name}: {became}")
             identity = _identity(model, data)

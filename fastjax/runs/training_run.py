@@ -40,8 +40,9 @@ from fastjax.training.loss import Loss
 from fastjax.training.metrics import Evaluation, JsonLines, Sink, Throughput, Tolerant, peak_memories
 from fastjax.training.optimizers import learning_rates
 from fastjax.training.preferences import reference_log_probs
+from fastjax.training.profile import StepProfile
 from fastjax.training.progress import make_progress
-from fastjax.training.report import default_settings, describe_environment, usage, write_report
+from fastjax.training.report import default_settings, describe_environment, describe_peaks, usage, write_report
 from fastjax.training.signals import SharedStop, StopSignals
 from fastjax.training.step import make_eval_step, make_forward, make_probe
 from fastjax.training.trackers import Place, make_trackers
@@ -171,6 +172,7 @@ class TrainingRun:
                 stack.callback(lambda: self._report(status))
             timeout, rank = config.training.step_timeout, jax.process_index()
             watchdog = stack.enter_context(Watchdog(timeout, self.folder.path, rank, rank_name()))
+            profile = stack.enter_context(self._profile(sinks, rank))
             stack.enter_context(memory_advice(self.step))
             if (choice := self.step.choice) is not None:
                 _tell(sinks, start.step, "checkpointing", str(choice), **choice.row())
@@ -193,6 +195,7 @@ class TrainingRun:
                 startup=startup,
                 send=self._send,
                 watch=watchdog.watch,
+                profile=profile,
                 checkpoints=self.checkpoints,
                 stop=stop,
                 check=self.check,
@@ -282,6 +285,17 @@ class TrainingRun:
         progress = make_progress(total, self.config.training.logging_steps, self.console)
         return [file, *trackers, Tolerant(progress, "the progress", Console(stderr=True)), *self.own.sinks]
 
+    def _profile(self, sinks: list[Sink], rank: int) -> StepProfile:
+        """The trace of this process's steps; of one that is not chosen there is none."""
+        output = self.config.output
+
+        def tell(step: int, message: str) -> None:
+            _tell(sinks, step, "profile", message)
+            if not is_primary():  # which alone has sinks
+                say(Console(stderr=True), message)
+
+        return StepProfile(self.folder.profile, output.profile_steps if rank == output.profile_rank else (), rank, tell)
+
     def _throughput(self, start: Progress) -> Throughput:
         peak = peak_flops(jax.devices()[0].device_kind, self.model.dtype)
         return Throughput(
@@ -340,7 +354,8 @@ class TrainingRun:
     def _report(self, status: str) -> None:
         environment = describe_environment(self.step.mesh) | {"gradient checkpointing": self.step.policy}
         if self.peaks:
-            environment["peak memory by device"] = ", ".join(f"{peak / 2**30:.1f}" for peak in self.peaks) + " GiB"
+            each = "device" if jax.process_count() == 1 else "process"
+            environment[f"peak memory by {each}"] = describe_peaks(self.peaks)
         write_report(
             self.folder.path,
             config=dataclasses.asdict(self.config),

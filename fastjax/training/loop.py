@@ -25,6 +25,7 @@ from fastjax.training.checkpoint import Checkpoints, SaveFailed
 from fastjax.training.health import GradientCheck
 from fastjax.training.loss import LossSums, Mean
 from fastjax.training.metrics import Evaluation, Row, Sink, Throughput
+from fastjax.training.profile import StepProfile
 from fastjax.training.signals import SharedStop, StopSignals
 from fastjax.training.step import COUNTS, STEP_METRICS
 
@@ -98,6 +99,7 @@ def fit(
     explain: Callable[[Any, Batch, int], str] | None = None,
     send: Callable[[Batch], Batch] = jax.device_put,
     watch: Callable[[str | None], None] = lambda what: None,
+    profile: StepProfile | None = None,
     ended: Callable[[], bool] = lambda: False,
 ) -> Fitted:
     """Take steps until there is one for each learning rate.
@@ -120,6 +122,7 @@ def fit(
         explain: (state, batch, step) → the rows that broke the step.
         send: puts a batch on the devices.
         watch: is told what the loop waits for; None: for something that may take any time.
+        profile: traces some of the steps; None: none.
         ended: whether the run is to end before its last step; asked before each.
 
     Returns:
@@ -130,7 +133,7 @@ def fit(
             state that cannot be saved when the run is stopped.
     """
     return _Loop(learning_rates, start, cadence, sinks, throughput, startup, checkpoints, check, explain, watch).run(
-        train_step, state, frozen, batches, evaluate, stop or StopSignals(), send, ended
+        train_step, state, frozen, batches, evaluate, stop or StopSignals(), send, profile, ended
     )
 
 
@@ -146,7 +149,7 @@ class _Loop:
         self.pending: _Pending | None = None
         self.saved_step = start.step or None  # this step has a whole checkpoint
 
-    def run(self, train_step, state, frozen, batches, evaluate, stop, send, ended) -> Fitted:
+    def run(self, train_step, state, frozen, batches, evaluate, stop, send, profile, ended) -> Fitted:
         cadence, evaluation = self.cadence, None
         with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=functools.partial(_sent, send))) as ready:
             while self.progress.step < self.total and not cadence.exhausted(self.progress) and not ended():
@@ -156,9 +159,14 @@ class _Loop:
                         f"the data ended after {self.progress.step} steps; expected batches for {self.total}"
                     )
                 num_tokens, batch = item
+                if profile is not None and profile.begins_with(self.progress.step + 1):
+                    self.report(state)  # the step ahead is over: the trace has whole steps
+                    self.watch(None)
+                    profile.start(self.progress.step + 1)
                 called = time.perf_counter()
                 self.watch(f"the call of step {self.progress.step + 1}")
-                state, metrics = train_step(state, frozen, batch)
+                with jax.profiler.StepTraceAnnotation("train", step_num=self.progress.step + 1):
+                    state, metrics = train_step(state, frozen, batch)
                 returned = time.perf_counter()
                 if self.checkpoints is not None:
                     self.checkpoints.begin()  # while the device is at work
@@ -169,6 +177,11 @@ class _Loop:
                     _Pending(step, num_tokens, batch, metrics, called, returned),
                     self.progress._replace(step=step),
                 )
+                if profile is not None and profile.ends_with(step):
+                    self.report(state)
+                    self.watch(None)
+                    profile.stop(step)
+                    self.throughput.pause()
                 asked = {"held_out": evaluate is not None, "signalled": stop.received is not None}
                 actions = cadence.after(self.progress, self.total, **asked)
                 if actions.evaluate and evaluate is not None:

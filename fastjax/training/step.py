@@ -198,7 +198,9 @@ def make_train_step(
             metrics |= {"loss_scale": state.loss_scale.scale, "skipped_steps": scale.skipped_steps}
         return new_state._replace(halted=state.halted | (~finite & lost)), metrics
 
-    return _on_mesh(step, graphdef, mesh, compiler_options, donate=(0,) if donate else (), updates=True)
+    return _on_mesh(
+        step, graphdef, trainable_filter, mesh, compiler_options, donate=(0,) if donate else (), updates=True
+    )
 
 
 def make_eval_step(
@@ -225,7 +227,7 @@ def make_eval_step(
 
         return jax.tree.map(lambda sums: sums.sum(0), jax.lax.map(one, batch))
 
-    return _on_mesh(evaluate, graphdef, mesh, compiler_options, donate=(), updates=False)
+    return _on_mesh(evaluate, graphdef, trainable_filter, mesh, compiler_options, donate=(), updates=False)
 
 
 def make_forward(
@@ -249,7 +251,7 @@ def make_forward(
     def forward(trainable: Any, frozen: Any, batch: Batch) -> Any:
         return jax.lax.map(lambda rows: function(nnx.merge(graphdef, trainable, frozen), trainable_filter, rows), batch)
 
-    return _on_mesh(forward, graphdef, mesh, compiler_options, donate=(), updates=False)
+    return _on_mesh(forward, graphdef, trainable_filter, mesh, compiler_options, donate=(), updates=False)
 
 
 def make_probe(
@@ -269,7 +271,7 @@ def make_probe(
         grads, sums = _accumulate(gradient, batch, jnp.dtype(jnp.float32))
         return sums.loss_sum, optax.tree.norm(grads)
 
-    return _on_mesh(probe, graphdef, mesh, None, donate=(), updates=False)
+    return _on_mesh(probe, graphdef, trainable_filter, mesh, None, donate=(), updates=False)
 
 
 def _gradient(
@@ -330,6 +332,7 @@ def _reported(name: str, value: Array | Mean, weight: Array) -> Array:
 def _on_mesh(
     function: Callable[..., Any],
     graphdef: nnx.GraphDef,
+    trainable_filter: Any,
     mesh: Mesh | None,
     compiler_options: Mapping[str, Any] | None,
     donate: tuple[int, ...],
@@ -341,7 +344,9 @@ def _on_mesh(
     returned has `shardings(state, frozen, batch)`, those of its arguments, and `trace`, which takes their shapes;
     `jitted` is the function, called in `jax.set_mesh`.
     """
-    options = {**COMPILER_OPTIONS, **remat.compiler_options(graphdef), **(compiler_options or {})}
+    # Where every weight is trained, gradients take the link too, and an early start of the gathers does not help.
+    gathers = mesh is not None and mesh.shape["fsdp"] > 1 and trainable_filter is not nnx.Param
+    options = {**COMPILER_OPTIONS, **remat.compiler_options(graphdef, gathers=gathers), **(compiler_options or {})}
     if mesh is None:
         return jax.jit(function, donate_argnums=donate, compiler_options=options)
     places: dict[Any, Any] = {}  # by the structure of the frozen weights, which splitting over tensor changes

@@ -23,6 +23,9 @@ class OutputSection:
         load_best_model_at_end: keep the checkpoint with the lowest held-out loss too, and save that one as the result.
         sample_answers: let the trained model answer so many held-out prompts at the end, greedily; the report shows
             them beside what the data say.
+        profile_steps: the first and the last step of a profiler's trace, for xprof and Perfetto, which goes into
+            `profile/`; the first of a run compiles.
+        profile_rank: of several processes the one that makes it.
         report_to: trackers that get the metrics beside metrics.jsonl: tensorboard, wandb.
         run_name: name of the run in trackers and the report; null: the folder's name.
         project: the project on Weights & Biases; null: that of WANDB_PROJECT, or fastjax.
@@ -37,6 +40,8 @@ class OutputSection:
     save_total_limit: int = 2
     load_best_model_at_end: bool = False
     sample_answers: int = 0
+    profile_steps: list[int] = dataclasses.field(default_factory=list)
+    profile_rank: int = 0
     report_to: list[Literal["tensorboard", "wandb"]] = dataclasses.field(default_factory=list)
     run_name: str | None = None
     project: str | None = None
@@ -47,6 +52,15 @@ class OutputSection:
         check_section("output", self)
         expect_interval("output.save_steps", self.save_steps)
         expect("output.sample_answers", self.sample_answers, 0 <= self.sample_answers <= 64, "from 0 to 64")
+        steps, rank = self.profile_steps, self.profile_rank
+        whole = not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1])
+        expect("output.profile_steps", steps, whole, "of two steps from 1, the first and the last, or []")
+        expect(
+            "output.profile_rank",
+            rank,
+            rank >= 0 and (not rank or bool(steps)),
+            "from 0; other than 0 with profile_steps only",
+        )
         for name in ("project", "entity", "tags"):
             value = getattr(self, name)
             expect(

@@ -12,7 +12,7 @@ from rich.console import Console
 from convert.files import atomic_file
 from fastjax.training.metrics import read_rows
 from fastjax.training.report.charts import describe_chart
-from fastjax.training.report.environment import describe_environment
+from fastjax.training.report.environment import describe_environment, describe_peaks
 from fastjax.training.report.facts import about, headline, list_evaluations, list_events, list_samples, list_spikes
 from fastjax.training.report.history import History
 from fastjax.training.report.page import render_page
@@ -21,7 +21,7 @@ from fastjax.training.report.settings import default_settings, list_settings
 from fastjax.training.report.spikes import DEVIATIONS, LEAST_SPREAD, WINDOW, find_spikes
 from fastjax.training.report.usage import usage
 
-__all__ = ["default_settings", "describe_environment", "usage", "write_report"]
+__all__ = ["default_settings", "describe_environment", "describe_peaks", "usage", "write_report"]
 
 
 def write_report(

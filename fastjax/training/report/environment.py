@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from fastjax.parallel import MeshShape
 from fastjax.training.device import device_use
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+#: Devices whose peaks are told one by one.
+_LISTED = 8
 
 
 def describe_environment(shape: MeshShape) -> dict[str, str]:
@@ -49,6 +52,18 @@ def describe_environment(shape: MeshShape) -> dict[str, str]:
         found[package] = _version(package)
     found["git commit"] = _commit()
     return {what: value for what, value in found.items() if value}
+
+
+def describe_peaks(peaks: Sequence[int]) -> str:
+    """The peak memory of a run's devices in words; of many the least and the most.
+
+    Args:
+        peaks: bytes, by device, or by process where there are several.
+    """
+    if len(peaks) <= _LISTED:
+        return ", ".join(f"{peak / 2**30:.1f}" for peak in peaks) + " GiB"
+    least, most = min(peaks), max(peaks)
+    return f"{least / 2**30:.1f} to {most / 2**30:.1f} GiB, most on number {peaks.index(most)} of 0 to {len(peaks) - 1}"
 
 
 def _device_memory() -> str | None:

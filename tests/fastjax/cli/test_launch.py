@@ -58,7 +58,7 @@ def test_two_processes_killed_stopped_and_resumed(start, tmp_path):
     output = tmp_path / "run"
     assert start.alone(tmp_path / "whole") == 0
 
-    killed = start(output)
+    killed = start(output, "--output.profile_steps", "[2, 3]", "--output.profile_rank", "1")
     assert killed.until(lambda: bool(killed.steps) and killed.steps[-1] >= 6), killed.output
     _, other = killed.children()
     began = time.monotonic()
@@ -66,6 +66,8 @@ def test_two_processes_killed_stopped_and_resumed(start, tmp_path):
     assert killed.status() == 1, killed.output
     assert time.monotonic() - began < 60
     assert "error: rank 1 of 2 was ended by SIGKILL; the others are ended too" in killed.output
+    assert f"[1] trace of rank 1: {output / 'profile'}\n" in killed.output
+    assert {path.name for path in (output / "profile").rglob("*.*")} == {"rank-1.xplane.pb", "rank-1.trace.json.gz"}
 
     stopped = start(output, "--parallel.fsdp", "2")
     assert stopped.until(lambda: bool(stopped.steps) and stopped.steps[-1] >= 10), stopped.output

@@ -52,7 +52,10 @@ def test_a_plan_without_a_card(settings, tmp_path, capsys):
     assert row["argument_bytes"] - shards["argument_bytes"] > 68_928 / 4, "half of four bits a parameter"
     assert shards["link_bytes"]["all-gather"] > 0 and 0 < shards["link_seconds"] < shards["step_seconds"]
     assert shards["model_flops"] == row["model_flops"], "a card's"
-    assert "Tesla T4 × 2 · fsdp 2 · of one card" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Tesla T4 × 2 · fsdp 2 · of one card" in said
+    assert re.search(r"again +GB +ms +ms +tokens/s +fits", said), "whole, where the output is no terminal"
+    assert f"{shards['tokens_per_second']:,.0f}  " in said
 
 
 @needs_cuda_plugin
@@ -82,6 +85,14 @@ def test_the_longest_row_that_fits(settings, tmp_path, capsys):
     assert (row["policy"], row["bound"]) == ("full", "positions") and 0 < row["device_bytes"] < plan["memory_limit"]
     said = capsys.readouterr().out
     assert f"{row['tokens']:,}" in said and "the model's positions" in said
+    # Two cards that share a row, each with less room than the whole one takes.
+    narrow = f"{row['device_bytes'] / 1e9 - 0.001}"
+    assert main(["plan", settings, *options, "--gpus", "2", "--parallel.context", "2", "--memory", narrow]) == 0
+    plan = json.loads(output.read_text())
+    (half,) = plan["longest"]
+    assert plan["mesh"]["context"] == 2 and half["tokens"] % 4 == 0
+    assert half["tokens"] == row["tokens"] and half["device_bytes"] < row["device_bytes"]
+    assert "Tesla T4 × 2 · context 2 · of one card" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

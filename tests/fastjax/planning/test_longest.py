@@ -38,6 +38,15 @@ def test_the_longest_that_fits_within_a_hundredth(measure, device, positions, lo
     assert found.memory == measure(found.tokens) and len(asked) == len(set(asked)) <= 6, asked
 
 
+@pytest.mark.parametrize("positions", [POSITIONS, 70_001])
+def test_a_row_that_is_cut_into_equal_parts(positions):
+    """Six: of context 3."""
+    asked = []
+    found = longest_row(lambda tokens: asked.append(tokens) or two_pieces(tokens), ROOM, positions, 6)
+    assert found is not None and not any(tokens % 6 for tokens in asked)
+    assert found.tokens == 69_996 if positions == 70_001 else 0.97 * 80_000 <= found.tokens <= 80_000
+
+
 def test_a_step_that_never_fits():
     asked = []
     found = longest_row(lambda tokens: asked.append(tokens) or two_pieces(tokens), Room(3.9e9), POSITIONS)

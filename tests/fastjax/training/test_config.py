@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import typing
 
 import pytest
@@ -50,11 +51,15 @@ SECTIONS = {
         ("training", "eval_steps", 2.5),
         ("training", "num_train_epochs", 0.0),
         ("training", "seed", -1),
+        ("output", "profile_steps", [3]),
+        ("output", "profile_steps", [4, 3]),
+        ("output", "profile_steps", [0, 3]),
+        ("output", "profile_rank", 1),
     ],
 )
 def test_out_of_range(section, field, value):
-    needed = {"model": {"model_name": "m"}}.get(section, {})
-    with pytest.raises(ConfigError, match=rf"^{section}\.{field}: expected a value .*, got {value!r}$"):
+    needed = {"model": {"model_name": "m"}, "output": {"output_dir": "o"}}.get(section, {})
+    with pytest.raises(ConfigError, match=rf"^{section}\.{field}: expected a value .*, got {re.escape(repr(value))}$"):
         SECTIONS[section](**needed, **{field: value})
 
 

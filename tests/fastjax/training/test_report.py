@@ -17,7 +17,14 @@ from rich.console import Console
 from fastjax.parallel import MeshShape
 from fastjax.training.config import DataSection, ModelSection, OptimizerConfig, OutputSection, TrainConfig
 from fastjax.training.metrics import Evaluation, JsonLines
-from fastjax.training.report import default_settings, describe_environment, environment, usage, write_report
+from fastjax.training.report import (
+    default_settings,
+    describe_environment,
+    describe_peaks,
+    environment,
+    usage,
+    write_report,
+)
 from fastjax.training.report.charts import MOST_POINTS, describe_chart, thinned
 from fastjax.training.report.facts import headline, list_evaluations, list_events, show_loss
 from fastjax.training.report.history import History, smooth
@@ -378,3 +385,9 @@ def test_environment(tmp_path, monkeypatch):
     driver.write_text("changed")
     assert re.fullmatch(r"[0-9a-f]{40} \+ changes", describe_environment(MeshShape())["git commit"])
     assert "NVIDIA driver" not in describe_environment(MeshShape())
+
+
+def test_peaks_of_few_devices_are_listed_and_those_of_many_have_bounds():
+    gib = 2**30
+    assert describe_peaks([gib, 3 * gib // 2]) == "1.0, 1.5 GiB"
+    assert describe_peaks([gib] * 10 + [2 * gib, gib]) == "1.0 to 2.0 GiB, most on number 10 of 0 to 11"

@@ -12,6 +12,7 @@ import pytest
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
+from fastjax.models import remat
 from fastjax.parallel import make_mesh
 from fastjax.training.loss import loss_sums
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
@@ -144,3 +145,16 @@ def test_rows_that_do_not_divide_over_the_devices_are_refused():
     seven = jax.tree.map(lambda array: array[:, :7], batch())
     with pytest.raises(ConfigError, match="multiple of 8 rows a microbatch, .*, got 7"):
         step(ours.trainable, ours.frozen, seven)
+
+
+def test_scans_that_gather_frozen_weights_begin_early(monkeypatch):
+    asked = []
+    monkeypatch.setattr(remat, "compiler_options", lambda graphdef, gathers: asked.append(gathers) or {})
+    for kind, axes in (("qlora", {"fsdp": 2}), ("full", {"fsdp": 2}), ("qlora", {"data": 2})):
+        ours, mesh = model(kind), make_mesh(**axes)
+        make_train_step(ours.graphdef, steps.RECORDER, ours.trainable_filter, mesh=mesh)
+        make_eval_step(ours.graphdef, ours.trainable_filter, mesh=mesh)
+    monkeypatch.undo()
+    assert asked == [True, True, False, False, False, False]
+    options = remat.compiler_options(model("qlora").graphdef, gathers=True)
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] and len(options) == 2
