@@ -51,7 +51,8 @@ def _method(job: Job) -> None:
     """The stage, and LoRA, QLoRA or full fine-tuning."""
     stage = job.text("stage") or "sft"
     if stage not in ("sft", "pt", *STAGES):
-        job.refused["stage"] = f"{shorten(stage, 80)}: sft, pt (plain text), dpo and kto there are"
+        reward = "; for a reward model write preferences.loss: reward" if stage == "rm" else ""
+        job.refused["stage"] = f"{shorten(stage, 80)}: sft, pt (plain text), dpo and kto there are{reward}"
     elif stage not in STAGES:
         job.not_needed["stage"] = "the columns of the data say it"
     method = job.text("finetuning_type") or "lora"
