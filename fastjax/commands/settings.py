@@ -39,6 +39,8 @@ _INSIDE = {
 
 #: The option of one process among several.
 DISTRIBUTED = "--distributed"
+#: The option for all that a run can say of itself.
+VERBOSE = "--verbose"
 
 #: Options beside the settings, with their help.
 _OPTIONS = {
@@ -47,6 +49,7 @@ _OPTIONS = {
     "a finished run is left as it is",
     f"{DISTRIBUTED} [RANK]": "join the other processes of the run: as HOST:PORT,COUNT,INDEX, or as JAX finds in the "
     "environment; of its own accord under SLURM and Open MPI",
+    VERBOSE: "say of every module how it is computed, and not only of those that a faster way does not serve",
     compilation_cache.OPTION: compilation_cache.HELP,
     "--print_config": "print all settings as they would be used, as a YAML file, and exit",
     "--help": "show this and exit",
@@ -71,6 +74,7 @@ def parse_train_config(argv: Sequence[str]) -> TrainConfig:
     finder.add_argument("--config")
     finder.add_argument("--resume", action="store_true")
     finder.add_argument(DISTRIBUTED, nargs="?")
+    finder.add_argument(VERBOSE, action="store_true")
     compilation_cache.add_option(finder)
     found, argv = finder.parse_known_args(argv)
     file = found.config

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from convert.errors import ConvertError
 from fastjax.commands.compilation_cache import OPTION, keep_programs
-from fastjax.commands.settings import DISTRIBUTED, parse_train_config
+from fastjax.commands.settings import DISTRIBUTED, VERBOSE, parse_train_config
 from fastjax.errors import ConfigError, DataError, TrainingError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Args:
-        argv: `--config FILE`, `--resume`, `--no_compilation_cache`, `--distributed` and overrides.
+        argv: `--config FILE`, `--resume`, `--verbose`, `--no_compilation_cache`, `--distributed` and overrides.
     """
     config = parse_train_config(argv)
     keep_programs(OPTION not in argv and not config.training.deterministic)
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
         join(Rank.parse(given) if given and not given.startswith("--") else None)
     console = Console()
     try:
-        result = fine_tune(config, console, resume="--resume" in argv)
+        result = fine_tune(config, console, resume="--resume" in argv, verbose=VERBOSE in argv)
     except (ConfigError, ConvertError, DataError, TrainingError) as error:
         if (name := rank_name()) is None:
             raise

@@ -1,7 +1,7 @@
 """How a model with adapters computes each module, and why: lines for the beginning of a run."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -20,7 +20,19 @@ from pallas_kernels.split_rope import lora as turn
 from pallas_kernels.tiles import padded_rank
 
 
-def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: int) -> list[str]:
+class ModulePath(NamedTuple):
+    """How some modules are computed.
+
+    Attributes:
+        text: in words.
+        slower: whether a faster way does not serve them; the text says why.
+    """
+
+    text: str
+    slower: bool = False
+
+
+def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: int) -> list[ModulePath]:
     """A line for each way in which a model with adapters computes a group of projections.
 
     Args:
@@ -39,43 +51,44 @@ def adapter_paths(graphdef: nnx.GraphDef, trainable: Any, frozen: Any, tokens: i
     total = sum(run.period * run.count for run in decoder.plan)
     found = []
     for line, indices in lines.items():
-        found.append(line if len(indices) == total else f"{line} (layers {_ranges(sorted(indices))})")
-    return found + _tables(decoder, dtype)
+        where = "" if len(indices) == total else f" (layers {_ranges(sorted(indices))})"
+        found.append(line._replace(text=line.text + where))
+    return found + [ModulePath(text) for text in _tables(decoder, dtype)]
 
 
-def _layer(layer: Any, dtype: jnp.dtype, tokens: int) -> Iterator[str]:
+def _layer(layer: Any, dtype: jnp.dtype, tokens: int) -> Iterator[ModulePath]:
     attention, mlp = layer.self_attn, layer.mlp
     inner = jnp.dtype(jnp.float32) if attention.float32 else dtype
     yield _heads(attention, inner, tokens)
-    yield _projection("self_attn", attention.o, inner)
+    yield ModulePath(_projection("self_attn", attention.o, inner))
     if isinstance(mlp, Mixture):
         yield from _mixture(mlp, dtype, tokens)
     else:
         yield from _mlp("mlp", mlp, dtype, tokens)
 
 
-def _heads(attention: Attention, dtype: jnp.dtype, tokens: int) -> str:
+def _heads(attention: Attention, dtype: jnp.dtype, tokens: int) -> ModulePath:
     line, reason = _projection("self_attn", attention.qkv, dtype), attention.why_not_fused(dtype)
     if not attention.qkv.adapters:
-        return line
+        return ModulePath(line)
     if reason is not None:
-        return f"{line}; apart from the turn of the heads: {reason}"
+        return ModulePath(f"{line}; apart from the turn of the heads: {reason}", True)
     rank = padded_rank(max(_rank(adapter) for adapter in attention.qkv.adapters.values()))
     case = turn.Case(dispatch.target(), tokens, attention.shape[:2], attention.shape[2], dtype, rank)
-    return f"{line}; its sums, turned heads, by {_chosen(turn.REGISTRY, case)}"
+    return _chosen(f"{line}; its sums, turned heads, by", turn.REGISTRY, case)
 
 
-def _mixture(mixture: Mixture, dtype: jnp.dtype, tokens: int) -> Iterator[str]:
-    yield _projection("mlp", mixture.router, jnp.dtype(jnp.float32))
+def _mixture(mixture: Mixture, dtype: jnp.dtype, tokens: int) -> Iterator[ModulePath]:
+    yield ModulePath(_projection("mlp", mixture.router, jnp.dtype(jnp.float32)))
     parts = (mixture.experts.gate_up, mixture.experts.down)
     adapters = {part: adapter for each in parts for part, adapter in each.adapters.items()}
     line = f"{_names(EXPERTS, (each.part for each in parts))}: one unit of {_formats(*parts)}, grouped by expert"
-    yield f"{line}, and {_adapters(adapters)}" if adapters else f"{line}; no adapter is on it"
+    yield ModulePath(f"{line}, and {_adapters(adapters)}" if adapters else f"{line}; no adapter is on it")
     if mixture.shared_expert is not None:
         yield from _mlp("mlp.shared_expert", mixture.shared_expert, dtype, tokens)
 
 
-def _mlp(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> Iterator[str]:
+def _mlp(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> Iterator[ModulePath]:
     inner = jnp.dtype(jnp.float32) if mlp.float32 else dtype
     reason = mlp.why_not_fused(inner)
     if reason is None:
@@ -83,7 +96,10 @@ def _mlp(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> Iterator[str]:
         return
     for projection in (mlp.gate_up, mlp.down):
         line = _projection(block, projection, inner)
-        yield f"{line}; not one unit with the rest of the block: {reason}" if projection.adapters else line
+        if projection.adapters:
+            yield ModulePath(f"{line}; not one unit with the rest of the block: {reason}", True)
+        else:
+            yield ModulePath(line)
 
 
 def _tables(decoder: Decoder, dtype: jnp.dtype) -> list[str]:
@@ -110,7 +126,7 @@ def _projection(block: str, projection: Projection, dtype: jnp.dtype) -> str:
     return f"{names}: one unit of {weights} and {_adapters(projection.adapters)}"
 
 
-def _block(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> str:
+def _block(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> ModulePath:
     names = _names(block, (name for part in (mlp.gate_up, mlp.down) for name, _ in part.parts))
     adapters = {**mlp.gate_up.adapters, **mlp.down.adapters}
     line = f"{names}: one unit of {_formats(mlp.gate_up, mlp.down)} and {_adapters(adapters)}"
@@ -121,13 +137,14 @@ def _block(block: str, mlp: MLP, dtype: jnp.dtype, tokens: int) -> str:
     inner, down = (padded_rank(rank) if rank else 0 for rank in (inner, 0 if dropped else down))
     shape = (tokens, sum(rows for _, rows in mlp.gate_up.parts))
     case = lora.Case(dispatch.target(), shape, mlp.down.dtypes(dtype)[0], (inner, down), mlp.activation)
-    return f"{line}; the gated product by {_chosen(lora.REGISTRY, case)}"
+    return _chosen(f"{line}; the gated product by", lora.REGISTRY, case)
 
 
-def _chosen(registry: dispatch.Registry, case: Any) -> str:
-    """The implementation that serves a case, and why another one does not."""
+def _chosen(line: str, registry: dispatch.Registry, case: Any) -> ModulePath:
+    """A line with the implementation that serves a case, and why another one does not."""
     reasons = [f"{name}: {reason}" for name, reason in registry.reasons(case).items() if reason]
-    return registry.choose(case, None) + (f" ({'; '.join(reasons)})" if reasons else "")
+    why = f" ({'; '.join(reasons)})" if reasons else ""
+    return ModulePath(f"{line} {registry.choose(case, None)}{why}", bool(reasons))
 
 
 def _adapters(adapters: Mapping[str, LoraLinear | LoraExperts]) -> str:

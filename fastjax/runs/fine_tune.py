@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Iterator
 
+import jax
 from rich.console import Console
 
 from convert.checkpoint import open_checkpoint
@@ -48,6 +49,7 @@ def fine_tune(
     resume: bool = False,
     loss: Loss | None = None,
     evaluate: Evaluate | None = None,
+    verbose: bool = False,
 ) -> FineTuned:
     """Load, train, save.
 
@@ -59,6 +61,8 @@ def fine_tune(
             `output.resume`.
         loss: a loss of your own in place of the settings'; see `training.loss.Loss`.
         evaluate: a measurement of your own at each held-out evaluation.
+        verbose: say of every module how it is computed, and not only of those that a faster way does not serve on the
+            GPU.
 
     Returns:
         The trained model and its folder.
@@ -124,8 +128,9 @@ def fine_tune(
         tell_model(model, console, step.mesh)
         if model.lora is not None:
             tokens = config.training.per_device_train_batch_size * config.model.max_seq_length
-            for line in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
-                say(console, line)
+            for path in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens):
+                if verbose or (path.slower and jax.default_backend() == "gpu"):
+                    say(console, path.text)
         check_vocabulary(model, data)
         checkpoints.extra = describe(config, data, identity, step.policy, replicas)
         run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, Own(loss, evaluate))

@@ -49,7 +49,7 @@ def test_train_then_generate(settings, tmp_path, chat_folder, capsys):
     assert main(settings()) == 0
     run = tmp_path / "run"
     out = capsys.readouterr().out
-    assert "train: 40 examples in" in out
+    assert "train: 40 examples in" in out and "one unit of" not in out
     assert "on cpu (device 0, 1 of 8), float32\nidle: " + IDLE + "\n" in out
     assert "step 3/3: loss" in out
     assert f"adapter: {run}/adapter" in out
@@ -83,7 +83,8 @@ def test_the_settings_that_were_used_run_again(settings, tmp_path, capsys):
     assert "is finished: nothing is left to do" in capsys.readouterr().out
     again = tmp_path / "run" / "config.yaml"
     first = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert main(["train", "--config", str(again), "--output.output_dir", str(tmp_path / "again")]) == 0
+    assert main(["train", "--config", str(again), "--verbose", "--output.output_dir", str(tmp_path / "again")]) == 0
+    assert "self_attn.o_proj: one unit of" in capsys.readouterr().out
     second = (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()
     losses = [[json.loads(row).get("loss") for row in rows] for rows in (first, second)]
     assert losses[0] == losses[1]

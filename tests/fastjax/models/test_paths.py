@@ -12,7 +12,7 @@ SHAPE = {"tie_word_embeddings": False, "hidden_size": 64, "intermediate_size": 1
 def lines(tokens=128, load=None, **options):
     base = tiny.model(tiny.shared_folder(**SHAPE), tiny.config(**SHAPE), **(load or {}))
     model = tiny.adapted(base, **options)
-    return adapter_paths(model.graphdef, model.trainable, model.frozen, tokens)
+    return [path.text for path in adapter_paths(model.graphdef, model.trainable, model.frozen, tokens)]
 
 
 def test_every_group_of_a_plain_adapter_is_one_unit():
@@ -63,6 +63,7 @@ def test_on_a_gpu_the_kernel_is_named():
         heads, _, mlp = adapter_paths(base.graphdef, base.trainable, base.frozen, 128)
         *_, odd = adapter_paths(base.graphdef, base.trainable, base.frozen, 100)
     # its biases are one more column of rank 4
-    assert mlp.endswith("the gated product by triton")
-    assert heads.endswith("its sums, turned heads, by triton")
-    assert odd.endswith("the gated product by xla (triton: it takes whole tiles of 64, not 100 tokens by 128 features)")
+    assert mlp.text.endswith("the gated product by triton")
+    assert heads.text.endswith("its sums, turned heads, by triton")
+    assert odd.text.endswith("by xla (triton: it takes whole tiles of 64, not 100 tokens by 128 features)")
+    assert [heads.slower, mlp.slower, odd.slower] == [False, False, True]
