@@ -53,7 +53,7 @@ def test_full_fine_tuning_for_int4(settings, tmp_path, capsys):
 
 def test_an_adapter_computes_as_it_was_trained(settings, tmp_path, chat_folder, capsys):
     qat = {"weights": "int4-32", "activations": "int8", "start_step": 1, "modules_to_not_quantize": ["down_proj"]}
-    assert main(settings(lora={"r": 4}, training={"qat": qat})) == 0
+    assert main([*settings(lora={"r": 4}, training={"qat": qat}), "--verbose"]) == 0
     assert "product with fake-quantised float32 weights and adapters of rank 4 on" in capsys.readouterr().out
     folder = tmp_path / "run" / "adapter"
     aware = QuantizationAware("int4-32", "int8", ("down_proj",))
