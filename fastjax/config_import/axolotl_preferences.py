@@ -14,6 +14,7 @@ from fastjax.config_import.preferences import (
     no_dropout,
     wants,
 )
+from fastjax.training.config.preferences import WITH_REFERENCE
 
 #: Types' second part → the columns of their pairs.
 _PAIRS: dict[str, dict[str, str]] = {
@@ -70,6 +71,8 @@ def preferences(job: Job) -> None:
             job.not_needed["cpo_alpha"] = "SimPO alone, as here"
         else:
             job.refused["cpo_alpha"] = "by it, or by its default of 1, cross-entropy is added; only 0 there is"
+    if loss in WITH_REFERENCE and job.flag("precompute_ref_log_probs"):
+        job.carry("precompute_ref_log_probs", "preferences.precompute_ref_log_probs", True)
     answer_length(job, "sequence_len", 512)
     no_dropout(job, "lora_dropout")
 

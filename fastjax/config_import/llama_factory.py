@@ -51,7 +51,7 @@ def _method(job: Job) -> None:
     """The stage, and LoRA, QLoRA or full fine-tuning."""
     stage = job.text("stage") or "sft"
     if stage not in ("sft", "pt", *STAGES):
-        reward = "; for a reward model write preferences.loss: reward" if stage == "rm" else ""
+        reward = " (for a reward model write preferences.loss: reward)" if stage == "rm" else ""
         job.refused["stage"] = f"{shorten(stage, 80)}: sft, pt (plain text), dpo and kto there are{reward}"
     elif stage not in STAGES:
         job.not_needed["stage"] = "the columns of the data say it"

@@ -212,6 +212,7 @@ def test_roles_of_axolotl(imported, refused):
 
 
 PAIR = {"chosen": "chosen", "rejected": "rejected"}
+ONCE = {"precompute_ref_log_probs": True}
 TURNS = {"path": "org/turns", "type": "chat_template.default", "field_messages": "talk", "field_chosen": "better"}
 ALPACA = {"base_model": "m", "datasets": [{"path": "a.json", "type": "alpaca"}], "learning_rate": 1e-5}
 TUNE = yaml.safe_load(TORCHTUNE)
@@ -241,7 +242,8 @@ TUNE = yaml.safe_load(TORCHTUNE)
         ),
         (
             {"model_name_or_path": "m", "stage": "rm", "dataset": "pairs"},
-            "stage: rm: sft, pt (plain text), dpo and kto there are; dataset_info.json: pairs: rows of preferences are",
+            "stage: rm: sft, pt (plain text), dpo and kto there are (for a reward model write preferences.loss: reward); "
+            "dataset_info.json: pairs: rows of preferences are",
         ),
         (
             {"model_name_or_path": "m", "stage": "sft", "dataset": "none"},
@@ -270,14 +272,14 @@ def test_what_would_train_another_model_is_refused(given, message, refused, tmp_
         (
             AXOLOTL_DPO,
             {},
-            {"loss": "dpo", "beta": 0.2, "label_smoothing": 0.1, "max_length": 1024},
+            {"loss": "dpo", "beta": 0.2, "label_smoothing": 0.1, "max_length": 1024, **ONCE},
             {"chat_template": "chatml", "too_long": "drop"},
             [{"prompt": "question", "chosen": "chosen", "rejected": "rejected"}, PAIR],
         ),
         (
             AXOLOTL_DPO,
             {"rl": "kto", "kto_desirable_weight": 0.5, "datasets": [{"path": "a", "type": "llama3.argilla"}]},
-            {"loss": "kto", "beta": 0.2, "desirable_weight": 0.5, "undesirable_weight": 1.0, "max_length": 1024},
+            {"loss": "kto", "beta": 0.2, "desirable_weight": 0.5, "undesirable_weight": 1.0, "max_length": 1024} | ONCE,
             {"chat_template": "llama3"},
             [{"prompt": "instruction", "completion": "completion", "label": "label"}],
         ),
@@ -298,7 +300,7 @@ def test_what_would_train_another_model_is_refused(given, message, refused, tmp_
         (
             AXOLOTL_DPO,
             {"rl": "ipo", "trl": {"beta": 0.4}, "datasets": [{"path": "a", "type": {"field_prompt": "question"}}]},
-            {"loss": "ipo", "beta": 0.4, "max_length": 1024},
+            {"loss": "ipo", "beta": 0.4, "max_length": 1024, **ONCE},
             {"chat_template": None},
             [{"prompt": "question", "chosen": "chosen", "rejected": "rejected"}],
         ),
