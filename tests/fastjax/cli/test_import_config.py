@@ -242,8 +242,8 @@ TUNE = yaml.safe_load(TORCHTUNE)
         ),
         (
             {"model_name_or_path": "m", "stage": "rm", "dataset": "pairs"},
-            "stage: rm: sft, pt (plain text), dpo and kto there are (for a reward model write preferences.loss: reward); "
-            "dataset_info.json: pairs: rows of preferences are",
+            "stage: rm: sft, pt (plain text), dpo and kto there are (for a reward model write preferences.loss: "
+            "reward); dataset_info.json: pairs: rows of preferences are",
         ),
         (
             {"model_name_or_path": "m", "stage": "sft", "dataset": "none"},
