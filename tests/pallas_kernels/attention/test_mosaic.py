@@ -140,7 +140,7 @@ def test_head_sizes(size, value_size, interpreted):
     ("overlap", "pingpong", "lag"), [(False, False, False), (False, True, True), (True, False, True)]
 )
 def test_variants(overlap, pingpong, lag, interpreted):
-    arguments, cotangents = problem(1, length=300, heads=4, kv_heads=2)
+    arguments, cotangents = problem(1, length=200, heads=2, kv_heads=1)
     configs = {
         "forward": ForwardConfig(block_kv=64, overlap=overlap, pingpong=pingpong),
         "backward": {"dq": DqConfig(block_kv=64, lag=lag), "dkv": DkvConfig(block_q=64, stages=2)},
