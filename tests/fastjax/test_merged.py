@@ -29,7 +29,6 @@ def test_merged_is_base_plus_adapter(tmp_path, load_in_4bit):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "merged"]
 
 
-@pytest.mark.both_worlds("bfloat16")
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_a_16_bit_base_in_4_bits_is_the_same_model_however_it_got_there(tmp_path, dtype):
     """Quantised as it was read or by `convert quantize`, decoded, merged: in float32 too, what was trained is kept."""

@@ -75,7 +75,6 @@ def operands(name, kind, dtype):
     return of(routed_experts), of(reference.routed_experts), trained | {"weights": weights}, x, dy
 
 
-@pytest.mark.both_worlds("nf4-both")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", [jnp.float32, "nf4"], ids=["float32", "nf4"])
 def test_equals_every_expert_on_every_token(compare, name, kind):

@@ -131,7 +131,6 @@ def folders(tmp_path_factory):
     return folder
 
 
-@pytest.mark.both_worlds("gemma3_text", "gpt_oss")
 @pytest.mark.parametrize("family", EVERY)
 def test_a_folder_there_and_back_bit_for_bit(family, folders, tmp_path):
     model = tiny.model(folders(family), None, full_finetuning=True)
@@ -145,7 +144,6 @@ def test_a_folder_there_and_back_bit_for_bit(family, folders, tmp_path):
     assert model.num_parameters() == (sum(sizes.values()) - constant, sum(sizes.values()))
 
 
-@pytest.mark.both_worlds("phi3")
 @pytest.mark.parametrize("family", EVERY)
 def test_an_adapter_there_and_back_bit_for_bit(family, folders, tmp_path):
     base = tiny.model(folders(family), None)
@@ -157,7 +155,6 @@ def test_an_adapter_there_and_back_bit_for_bit(family, folders, tmp_path):
     assert all(np.array_equal(first[path], second[path]) for path in first)
 
 
-@pytest.mark.both_worlds("qwen3", "gemma3_text", "granite", "cohere")
 @pytest.mark.parametrize("family", [*CONFIGS, "qwen2_moe", "gpt_oss"])
 def test_one_model_however_it_is_run(family, folders):
     """Scanned and unrolled, several documents a row and one."""
@@ -173,7 +170,6 @@ def test_one_model_however_it_is_run(family, folders):
         np.testing.assert_allclose(packed, alone, rtol=0, atol=1e-4)
 
 
-@pytest.mark.both_worlds("gemma3_text", "phi3")
 @pytest.mark.parametrize("family", ["gemma3_text", "phi3", "granite", "smollm3", "cohere", "gpt_oss", "glm4_moe"])
 def test_greedy_answers_are_the_likeliest_tokens(family, folders):
     """Token by token through the cache, which turns a key once: so not with positions that change as a row grows."""
@@ -230,7 +226,6 @@ def test_scaling_is_replaced_where_the_layers_see_everything():
         assert set(of(changed)) == set(of(config))
 
 
-@pytest.mark.both_worlds("gemma3_text", "gpt_oss")
 @pytest.mark.parametrize("family", EVERY)
 def test_random_weights_fill_the_table(family):
     """Norms start as the identity's scale, whatever is added to their weights."""

@@ -48,7 +48,6 @@ def rows(config):
     return tiny.rows([tiny.documents(config, (30, 9)), tiny.documents(config, (40,))], 40)
 
 
-@pytest.mark.both_worlds("whole blocks-dynamic-scan-True", "blocks across rows-uniform-unroll-False")
 @pytest.mark.parametrize(("layer_loop", "nested"), [("scan", True), ("scan", False), ("unroll", False)])
 @pytest.mark.parametrize("kept", [(), KEPT], ids=["uniform", "dynamic"])
 @pytest.mark.parametrize("shapes", [WHOLE_BLOCKS, ODD], ids=["whole blocks", "blocks across rows"])
@@ -65,7 +64,6 @@ def test_a_4bit_folder_gives_the_logits_of_its_decoded_weights(tmp_path, shapes,
     np.testing.assert_allclose(tiny.logits(ours, tokens, positions, segments), expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.both_worlds("dynamic")
 @pytest.mark.parametrize("kept", [(), KEPT], ids=["uniform", "dynamic"])
 def test_gradients_through_packed_weights_equal_those_through_decoded_ones(tmp_path, kept):
     config = tiny.config(**WHOLE_BLOCKS, tie_word_embeddings=False)
@@ -103,7 +101,6 @@ def test_a_4bit_folder_loaded_in_16_bits_is_decoded(tmp_path):
     steps.assert_same(ours.frozen, plain.frozen)
 
 
-@pytest.mark.both_worlds("whole blocks")
 @pytest.mark.parametrize("shapes", [WHOLE_BLOCKS, ODD], ids=["whole blocks", "blocks across rows"])
 def test_quantising_while_loading_gives_the_4bit_folders_model(tmp_path, shapes):
     config = tiny.config(**shapes)

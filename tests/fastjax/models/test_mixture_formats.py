@@ -26,7 +26,6 @@ def experts(model):
     return layer["mlp"]["experts"]["gate_up"]["weight"]
 
 
-@pytest.mark.both_worlds("64")
 @pytest.mark.parametrize("width", [32, 64])  # blocks that cross rows, and rows of whole blocks
 def test_nf4(width, tmp_path):
     """A folder in NF4 as it is and decoded, and a plain folder quantised as it is loaded."""

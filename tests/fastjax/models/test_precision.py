@@ -67,7 +67,6 @@ def found(name, **options):
     return every
 
 
-@pytest.mark.both_worlds("NF4, DoRA and dropout everywhere-float32")
 @pytest.mark.parametrize(
     ("name", "param_dtype"), [(name, "float32") for name in MODELS] + [("LoRA and whole tables", "bfloat16")]
 )
@@ -100,7 +99,6 @@ def test_16_bits_multiply_16_bits_or_all_of_float32(name, dtype):
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
-@pytest.mark.both_worlds("float16")
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_16_bits_give_the_logits_of_float32(dtype):
     """One precision of parameters, so that only the computation differs."""

@@ -75,7 +75,6 @@ def test_an_adapter_trains_the_new_rows_by_itself_and_only_these(tied):
     assert set(found) == names and all(array.shape == (2, 48) for array in found.values())
 
 
-@pytest.mark.both_worlds("True")
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_have_the_gradient_that_the_whole_table_would_have(tied):
     """The trained table's gradient, its rows of these tokens; the order of sums differs."""
