@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fastjax.config_import import axolotl_preferences
-from fastjax.config_import.common import TEMPLATES, hold_out, speakers_differ, write_data
+from fastjax.config_import.common import TEMPLATES, hold_out, write_data
 from fastjax.config_import.job import Job
 from fastjax.config_import.preferences import ONE_TEMPLATE
 from fastjax.data.columns import SHAREGPT_ROLES
@@ -145,12 +145,7 @@ def _columns(job: Job, where: str, given: dict[str, Any]) -> dict[str, Any]:
     meaning = {("role", "content"): "messages", ("from", "value"): "conversations"}.get((str(role), str(content)))
     if meaning is None or any(name != value for name, value in names.items()):
         job.refused[f"{where}.message_property_mappings"] = "messages have role and content, or from and value"
-    told = job.to_mapping(f"{where}.roles", given.pop("roles", {}))
-    roles = {
-        str(name): role for role, listed in told.items() for name in (listed if isinstance(listed, list) else [listed])
-    }
-    if differing := speakers_differ(roles):
-        job.refused[f"{where}.roles"] = f"{', '.join(differing)} would be read as another role, or as none"
+    axolotl_preferences.check_roles(job, where, given.pop("roles", {}))
     learnt = given.pop("roles_to_train", ["assistant"])
     told = [SHAREGPT_ROLES.get(name) for name in learnt] if isinstance(learnt, list) else []
     if not told or None in told:

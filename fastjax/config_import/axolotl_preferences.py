@@ -119,16 +119,21 @@ def _conversation(job: Job, where: str, given: dict[str, Any], prompt: str | Non
     spelling = names.pop("role", "role"), names.pop("content", "content")
     if spelling not in (("role", "content"), ("from", "value")) or any(name != value for name, value in names.items()):
         job.refused[f"{where}.message_property_mappings"] = "messages have role and content, or from and value"
-    told = job.to_mapping(f"{where}.roles", given.pop("roles", {}))
-    roles = {
-        str(name): role for role, listed in told.items() for name in (listed if isinstance(listed, list) else [listed])
-    }
-    if differing := speakers_differ(roles):
-        job.refused[f"{where}.roles"] = f"{', '.join(differing)} would be read as another role, or as none"
+    check_roles(job, where, given.pop("roles", {}))
     told = {name: given.pop(f"field_{name}", None) for name in ("messages", *PAIR) if name in (prompt, *PAIR)}
     texts = job.to_texts(where, {name: value for name, value in told.items() if value is not None})
     found = {name: texts.get(name, name) for name in PAIR}
     return found if prompt is None else {"prompt": texts.get(prompt, prompt), **found}
+
+
+def check_roles(job: Job, where: str, roles: Any) -> None:
+    """Refuse names of speakers that would be read as another role than a data set's `roles` says, or as none."""
+    told = job.to_mapping(f"{where}.roles", roles)
+    named = {
+        str(name): role for role, listed in told.items() for name in (listed if isinstance(listed, list) else [listed])
+    }
+    if differing := speakers_differ(named):
+        job.refused[f"{where}.roles"] = f"{', '.join(differing)} would be read as another role, or as none"
 
 
 def _own_texts(job: Job, where: str, fields: dict[str, Any], single: bool) -> dict[str, Any]:

@@ -6,7 +6,9 @@ not depend on the division of a batch into microbatches.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -100,11 +102,8 @@ class Batches(NamedTuple):
             Indices into `rows`; -1: a row of padding.
         """
         epoch, index = divmod(step, self.steps_per_epoch)
-        per_batch = self.batch_size * self.accumulation_steps
         order = _order(len(self.rows), (self.seed, epoch) if self.shuffle else None)
-        chosen = order[index * per_batch : (index + 1) * per_batch]
-        chosen = np.pad(chosen, (0, per_batch - len(chosen)), constant_values=-1)
-        return chosen.reshape(self.accumulation_steps, self.batch_size)
+        return part_of(order, index, (self.accumulation_steps, self.batch_size))
 
     def describe_rows(self, rows: Int[np.ndarray, " _"]) -> str:
         """Row numbers and the places of their examples, for people.
@@ -135,13 +134,10 @@ class Batches(NamedTuple):
             stop: The step to stop before; None: never.
             position: Unused.
 
-        Yields:
+        Returns:
             The batch of each step.
         """
-        step = start
-        while stop is None or step < stop:
-            yield self.batch(step)
-            step += 1
+        return successive(self.batch, start, stop)
 
     def epoch(self, epoch: int = 0) -> Iterator[Batch]:
         """The batches of one epoch.
@@ -153,6 +149,34 @@ class Batches(NamedTuple):
             `steps_per_epoch` batches.
         """
         yield from self.from_step(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
+
+
+def part_of(order: Int64[np.ndarray, " R"], index: int, shape: tuple[int, int]) -> Int64[np.ndarray, "A B"]:
+    """The row numbers of an epoch's batch.
+
+    Args:
+        order: Of the epoch's rows.
+        index: The batch's number in the epoch, from 0.
+        shape: (A, B).
+
+    Returns:
+        The batch's part of the order; -1 where that has ended: a row of padding.
+    """
+    size = math.prod(shape)
+    chosen = order[index * size : (index + 1) * size]
+    return np.pad(chosen, (0, size - len(chosen)), constant_values=-1).reshape(shape)
+
+
+def successive(batch: Callable[[int], Batch], start: int, stop: int | None) -> Iterator[Batch]:
+    """The batches of successive steps.
+
+    Args:
+        batch: Of a step.
+        start: The first step.
+        stop: The step to stop before; None: never.
+    """
+    for step in itertools.count(start) if stop is None else range(start, stop):
+        yield batch(step)
 
 
 def batch_of(rows: PackedRows, numbers: Int[np.ndarray, "A B"], documents_per_row: int | None = None) -> Batch:

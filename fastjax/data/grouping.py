@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
-from fastjax.data.batches import Batch, Batches, stack
+from fastjax.data.batches import Batch, Batches, part_of, stack, successive
 from fastjax.data.packing import Rows
 
 #: Batches whose rows are sorted together.
@@ -60,10 +60,7 @@ class GroupedBatches:
         epoch = self._epoch
         if epoch is None or epoch.number != number:
             epoch = self._epoch = _Epoch(number, self._order(number))
-        shape = self._batches.accumulation_steps, self._batches.batch_size
-        size = shape[0] * shape[1]
-        chosen = epoch.order[index * size : (index + 1) * size]
-        return np.pad(chosen, (0, size - len(chosen)), constant_values=-1).reshape(shape)
+        return part_of(epoch.order, index, (self._batches.accumulation_steps, self._batches.batch_size))
 
     def batch(self, step: int) -> Batch:
         """The batch of a step, of the length of its longest row in units.
@@ -94,10 +91,7 @@ class GroupedBatches:
             stop: The step to stop before; None: never.
             position: Unused.
         """
-        step = start
-        while stop is None or step < stop:
-            yield self.batch(step)
-            step += 1
+        return successive(self.batch, start, stop)
 
     def _order(self, epoch: int) -> Int64[np.ndarray, " R"]:
         """The rows of an epoch: whole batches in a random order, and what fills no batch behind them."""

@@ -13,8 +13,8 @@ from typing import Any
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import Callback, Trainer, TrainerSettings
-from fastjax.runs.training_run import FineTuned
 from fastjax.runs.trl_arguments import SharedArguments, with_names
+from fastjax.runs.trl_trainer import TRLTrainer
 from fastjax.training.config import PreferencesSection
 
 _REFERENCE = "the model without its adapter, which is the reference in the same step"
@@ -225,7 +225,7 @@ class RewardConfig(PreferenceArguments):
         return dataclasses.replace(super().settings(model), too_long="drop")
 
 
-class PreferenceTrainer:
+class PreferenceTrainer(TRLTrainer):
     """What the trainers share; `train()` returns what `Trainer.train` returns.
 
     Attributes:
@@ -272,27 +272,6 @@ class PreferenceTrainer:
         held_out = None if self.args.eval_strategy == "no" else eval_dataset
         settings = self.args.settings(model)
         self._trainer = Trainer(model, tokenizer, train_dataset, held_out, settings, callbacks=callbacks)
-
-    @property
-    def model(self) -> LanguageModel:
-        """The model, trained after `train`."""
-        return self._trainer.model
-
-    def train(self, resume_from_checkpoint: bool = False) -> FineTuned:
-        """Train; see `Trainer.train`.
-
-        Args:
-            resume_from_checkpoint: go on from the newest checkpoint in the output folder.
-        """
-        return self._trainer.train(resume=resume_from_checkpoint)
-
-    def save_model(self, output_dir: str) -> None:
-        """Write the trained weights; see `LanguageModel.save_pretrained`.
-
-        Args:
-            output_dir: the folder.
-        """
-        self.model.save_pretrained(output_dir)
 
 
 class DPOTrainer(PreferenceTrainer):

@@ -11,8 +11,8 @@ from fastjax.data.named_templates import set_chat_template
 from fastjax.data.records import ChatRecord
 from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import Callback, Trainer, TrainerSettings, first_record
-from fastjax.runs.training_run import FineTuned
 from fastjax.runs.trl_arguments import SharedArguments, with_names
+from fastjax.runs.trl_trainer import TRLTrainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -59,7 +59,7 @@ class SFTConfig(SharedArguments):
         )
 
 
-class SFTTrainer:
+class SFTTrainer(TRLTrainer):
     """TRL's trainer over `Trainer`; `train()` returns what that returns."""
 
     def __init__(
@@ -113,27 +113,6 @@ class SFTTrainer:
         self.args = dataclasses.replace(self.args, assistant_only_loss=True)
         self._trainer = self._made(self.model)
         return self
-
-    @property
-    def model(self) -> LanguageModel:
-        """The model, trained after `train`."""
-        return self._trainer.model
-
-    def train(self, resume_from_checkpoint: bool = False) -> FineTuned:
-        """Train; see `Trainer.train`.
-
-        Args:
-            resume_from_checkpoint: go on from the newest checkpoint in the output folder.
-        """
-        return self._trainer.train(resume=resume_from_checkpoint)
-
-    def save_model(self, output_dir: str) -> None:
-        """Write the trained weights; see `LanguageModel.save_pretrained`.
-
-        Args:
-            output_dir: the folder.
-        """
-        self.model.save_pretrained(output_dir)
 
 
 def get_chat_template(tokenizer: "PreTrainedTokenizerFast", chat_template: str) -> "PreTrainedTokenizerFast":

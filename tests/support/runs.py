@@ -56,6 +56,11 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def metrics(folder: Path | str) -> list[dict]:
+    """The rows of steps and evaluations."""
+    return [row for row in rows(Path(folder)) if "event" not in row]
+
+
 def events(folder: Path) -> list[str]:
     """Messages of the events other than saves."""
     return [row["message"] for row in rows(folder) if row.get("event") not in (None, "started", "saved")]

@@ -25,6 +25,7 @@ from fastjax.errors import ConfigError
 from fastjax.training.config import DataSection, LoraSection, ModelSection, TrainConfig
 from fastjax.training.config.preferences import TAKES, WITH_REFERENCE
 from fastjax.training.preferences import LOSSES
+from tests.support.runs import metrics
 
 ASSETS = Path(fastjax.__file__).parent / "assets"
 OPTIMIZER = {"learning_rate": 3e-3, "warmup_steps": 1}
@@ -39,11 +40,6 @@ def pairs(count, first=0):
         {"prompt": chat[:-1], "chosen": own, "rejected": other}
         for chat, own, other in zip(chats, answers, answers[1:] + answers[:1], strict=True)
     ]
-
-
-def metrics(folder):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if "event" not in row]
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,10 @@ from fastjax.data import Batches, Dataset
 from fastjax.data.preferences import Answer, Role, pack_preferences
 from fastjax.runs.datasets import RunData
 from fastjax.runs.references import with_references
+from tests.support.runs import metrics
 
 ASSETS = Path(fastjax.__file__).parent / "assets"
 TOLERANCE = 1e-6  # float32, losses near log 2: the same sums in another program
-
-
-def metrics(folder):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if "event" not in row]
 
 
 @pytest.mark.one_world

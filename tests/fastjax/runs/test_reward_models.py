@@ -30,6 +30,7 @@ from fastjax.commands.settings import parse_train_config
 from fastjax.errors import ConfigError, DataError
 from fastjax.runs.opening import open_model, open_shapes
 from fastjax.runs.steps import RunShapes
+from tests.support.runs import metrics
 
 TINY = Path(fastjax.__file__).parent / "assets" / "tiny-llama"
 ANSWERS = TINY.parent / "tiny-chat" / "train.jsonl"
@@ -45,11 +46,6 @@ def ranked(count, first=0):
         for chat, other in zip(chats, chats[1:] + chats[:1], strict=True)
     ]
     return [{**row, "margin": 0.5} if number % 2 else row for number, row in enumerate(found)]
-
-
-def metrics(folder):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if "event" not in row]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from fastjax.cli import main
 from fastjax.errors import ConfigError, DataError
 from fastjax.generation.text import answer
 from fastjax.runs.folder import RUN_FILES
+from tests.support.runs import metrics
 
 ASSETS = Path(fastjax.__file__).parent / "assets"
 TRAINING = {"per_device_train_batch_size": 2, "max_steps": 4, "eval_steps": 2}
@@ -38,11 +39,6 @@ def model():
 def settings(folder, **training):
     output = OutputSection(str(folder), save_steps=2)
     return TrainerSettings(output, TrainingSection(**(TRAINING | training)), OptimizerConfig(**OPTIMIZER))
-
-
-def metrics(folder):
-    found = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if "event" not in row]
 
 
 def told(found):

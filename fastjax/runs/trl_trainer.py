@@ -1,0 +1,32 @@
+"""What trainers with TRL's names have in common: its methods, over a `Trainer`."""
+
+from fastjax.language_model import LanguageModel
+from fastjax.runs.trainer import Trainer
+from fastjax.runs.training_run import FineTuned
+
+
+class TRLTrainer:
+    """TRL's methods; a subclass makes `_trainer` of its arguments. `train()` returns what `Trainer.train` returns."""
+
+    _trainer: Trainer
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model, trained after `train`."""
+        return self._trainer.model
+
+    def train(self, resume_from_checkpoint: bool = False) -> FineTuned:
+        """Train; see `Trainer.train`.
+
+        Args:
+            resume_from_checkpoint: go on from the newest checkpoint in the output folder.
+        """
+        return self._trainer.train(resume=resume_from_checkpoint)
+
+    def save_model(self, output_dir: str) -> None:
+        """Write the trained weights; see `LanguageModel.save_pretrained`.
+
+        Args:
+            output_dir: the folder.
+        """
+        self.model.save_pretrained(output_dir)
