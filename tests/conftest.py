@@ -108,6 +108,7 @@ ONE_WORLD = (
     "fastjax/cli/test_documentation.py",
     "fastjax/cli/test_hub_names.py",
     "fastjax/cli/test_import_config.py",
+    "fastjax/cli/test_import_preferences.py",
     "fastjax/cli/test_mixture.py",
     "fastjax/cli/test_preview.py",
     "fastjax/cli/test_quantization_aware.py",

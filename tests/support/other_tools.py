@@ -228,3 +228,15 @@ clip_grad_norm: null
 metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_dir: "${output_dir}"}
 dtype: bf16
 """
+
+
+def lists(out):
+    """Title of a list on the screen → its keys."""
+    found = {}
+    for block in out.split("\n\n")[1:-1]:
+        title, *lines = block.splitlines()
+        found[title.partition(" (")[0]] = (
+            " ".join(line[2:].partition("  ")[0] for line in lines).replace(",", "").split()
+        )
+        assert all("  " in line[2:] for line in lines)
+    return found

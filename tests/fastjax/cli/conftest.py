@@ -1,7 +1,10 @@
-"""The model and the conversations of `chat`."""
+"""The model and the conversations of `chat`, and imports of other tools' settings."""
 
 import pytest
+import yaml
 
+from fastjax.cli import main
+from fastjax.commands.settings import parse_train_config
 from tests.support import chat
 
 
@@ -21,3 +24,34 @@ def chat_folder(tmp_path_factory):
 def chats(tmp_path_factory):
     """A file of forty conversations."""
     return chat.write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl")
+
+
+@pytest.fixture
+def imported(tmp_path, monkeypatch, capsys):
+    """Imports a text and gives the settings with what was printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, *options):
+        (tmp_path / "theirs.yml").write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+        status = main(["import-config", "theirs.yml", *options])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return parse_train_config(["--config", "run.yaml"]), out
+
+    return run
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Gives the error of an import, after which no file is there."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, *options):
+        (tmp_path / "theirs.yml").write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+        assert main(["import-config", "theirs.yml", *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json") == ["theirs.yml"]
+        return err
+
+    return run
