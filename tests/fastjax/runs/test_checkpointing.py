@@ -11,6 +11,7 @@ from fastjax.planning.choice import Choice, Refused, candidates
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.runs import checkpointing, training_run
 from fastjax.runs.fine_tune import fine_tune
+from fastjax.runs.model_loading import ModelLoading
 from tests.support import chat
 from tests.support.runs import config, rows
 
@@ -50,10 +51,14 @@ def chosen(folder):
     return [row for row in rows(folder) if row.get("event") == "checkpointing"]
 
 
-def test_the_choice_and_its_resumption(settings, memory, tmp_path):
+def test_the_choice_and_its_resumption(settings, memory, tmp_path, monkeypatch):
     fastest, *_, least = candidates()
     memory(2**40)
+    order, wait, compile = [], ModelLoading.wait, jax.stages.Lowered.compile
+    monkeypatch.setattr(ModelLoading, "wait", lambda self: order.append("loaded") or wait(self))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: order.append("compile") or compile(self))
     assert run(settings, tmp_path / "run", 2).model.remat == fastest
+    assert order[:2] == ["loaded", "compile"]  # XLA times kernels on the device, which nothing else uses then
     (row,) = chosen(tmp_path / "run")
     assert row["policy"] == fastest and row["refused"] == {} and 0 < row["device_bytes"] < row["limit_bytes"] == 2**40
     (started,) = [row for row in rows(tmp_path / "run") if row.get("event") == "started"]
