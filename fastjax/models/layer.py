@@ -31,6 +31,7 @@ class DecoderLayer(nnx.Module):
         around_mlp: likewise.
         parallel: whether the MLP has the attention's input.
         multiplier: factor of both outputs.
+        split: of its tokens on several devices along `tensor` (`parallel.split_axis`).
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class DecoderLayer(nnx.Module):
         qk_norms = None if config.qk_norm is None else (norm("q_norm", "self_attn"), norm("k_norm", "self_attn"))
         self.around_attention, self.around_mlp = config.attention_norms, config.mlp_norms
         self.parallel, self.multiplier = config.parallel_block, config.residual_multiplier
-        self.dropout = config.residual_dropout
+        self.dropout, self.split = config.residual_dropout, 0
         for name in dict.fromkeys((*self.around_attention, *self.around_mlp)):
             if name is not None:
                 setattr(self, name, norm(name))
@@ -115,7 +116,7 @@ class DecoderLayer(nnx.Module):
 
     def _stream(self, name: str, norms: tuple[str | None, str | None]) -> Stream:
         before, after = (None if norm is None else getattr(self, norm) for norm in norms)
-        return Stream(name, before, after, self.multiplier, self.dropout)
+        return Stream(name, before, after, self.multiplier, self.dropout, self.split)
 
 
 def _feed_forward(

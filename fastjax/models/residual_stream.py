@@ -24,11 +24,14 @@ class Stream(nnx.Module):
         after: of its output, or None.
         multiplier: factor of the output.
         dropout: probability of a zero in the output in training.
+        split: on several devices along `tensor`, the axis over which tokens lie on them (`parallel.split_axis`).
     """
 
-    def __init__(self, name: str, before: Norm | None, after: Norm | None, multiplier: float, dropout: float):
+    def __init__(
+        self, name: str, before: Norm | None, after: Norm | None, multiplier: float, dropout: float, split: int = 0
+    ):
         self.name, self.before, self.after = name, before, after
-        self.multiplier, self.dropout = multiplier, dropout
+        self.multiplier, self.dropout, self.split = multiplier, dropout, split
 
     @property
     def as_is(self) -> bool:
@@ -54,7 +57,7 @@ class Stream(nnx.Module):
         norm = self.before
         if tensor_devices() > 1:
             x, normed = self.normed(x)
-            return x, all_tokens(normed), None
+            return x, all_tokens(normed, self.split), None
         if norm is None or projection is None or not projection.adapters:
             return *self.normed(x), None
         parts = describe(projection.parts, projection.adapters)
@@ -74,7 +77,7 @@ class Stream(nnx.Module):
             key: the layer's dropout key.
         """
         if tensor_devices() > 1:
-            output = name_residual(own_sums(output), "projection")
+            output = name_residual(own_sums(output, self.split), "projection")
         output = drop(output, key, self.name, self.dropout)
         output = output if self.after is None else self.after(output)
         if self.multiplier != 1.0:

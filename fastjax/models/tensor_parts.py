@@ -24,7 +24,7 @@ from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.models.attention import Context
 from fastjax.models.projection import Projection
-from fastjax.parallel import BATCH, CONTEXT, ROWS, TENSOR, local, tensor_devices
+from fastjax.parallel import BATCH, CONTEXT, TENSOR, local, rows_split, split_axis, tensor_devices
 from fastjax.quantization import MixedWeight, Weight, WeightLike, as_weight, concatenate, rows_of
 
 #: Places of the projections of which a device has output rows, and of those of which it has input columns.
@@ -78,7 +78,7 @@ def layers_on_parts(
         shared: that all layers read.
         rest: more arguments, the same on all devices.
     """
-    devices = tensor_devices()
+    devices, split = tensor_devices(), split_axis(x.shape[0])
     for layer in layers:
         inner, outer = (layer.self_attn.qkv, layer.mlp.gate_up), (layer.self_attn.o, layer.mlp.down)
         for projection in (*inner, *outer):
@@ -95,10 +95,12 @@ def layers_on_parts(
         mine = nnx.merge(graphdef, state)
         for layer in mine:
             _shrink(layer, devices)
+            layer.split = split
         return run(mine, x, shared, *rest)
 
-    specs = (_specs(state), ROWS, context, *[P()] * len(rest))
-    return local(own, in_specs=specs, out_specs=(ROWS, P()))(state, x, shared, *rest)
+    rows = rows_split(x.shape[0])
+    specs = (_specs(state), rows, context, *[P()] * len(rest))
+    return local(own, in_specs=specs, out_specs=(rows, P()))(state, x, shared, *rest)
 
 
 def _check_adapters(projection: Projection, devices: int) -> None:

@@ -15,7 +15,7 @@ from fastjax.parallel.islands import (
 )
 from fastjax.parallel.mesh import MeshShape, as_input, batch_sharding, make_mesh, shard_frozen, shard_replicated
 from fastjax.parallel.placing import place, row_shardings
-from fastjax.parallel.tensor import all_tokens, own_sums, tensor_devices
+from fastjax.parallel.tensor import all_tokens, own_sums, rows_split, split_axis, tensor_devices
 
 __all__ = [
     "BATCH",
@@ -38,8 +38,10 @@ __all__ = [
     "own_tokens",
     "place",
     "row_shardings",
+    "rows_split",
     "several_devices",
     "shard_frozen",
     "shard_replicated",
+    "split_axis",
     "tensor_devices",
 ]

@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 #: Mesh axes over which the batch is split, and over which its rows' tokens are.
 BATCH = ("data", "fsdp", "expert")
 CONTEXT = "context"
-#: The axis over which heads and features are split in the layers, and tokens everywhere else.
+#: The axis over which heads and features are split in the layers, and rows or their tokens everywhere else.
 TENSOR = "tensor"
-#: Arrays [B, S, …] that are split in both, and sums over its own tokens that each device leads with an axis of one for.
-ROWS = P(BATCH, (CONTEXT, TENSOR))
+#: Arrays [B, S, …] on devices of which none are along `tensor` (`rows_split` knows those, too), and sums over its own
+#: tokens that each device leads with an axis of one for.
+ROWS = P(BATCH, CONTEXT)
 SHARES = P((*BATCH, CONTEXT, TENSOR))
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fastjax.models.decoder import Decoder, lm_logits
-from fastjax.parallel import ROWS, SHARES, batch_devices, context_devices, local, tensor_devices
+from fastjax.parallel import SHARES, batch_devices, context_devices, local, rows_split, split_axis, tensor_devices
 from pallas_kernels.cross_entropy import CrossEntropy, chunk_size_for, chunked_cross_entropy, token_log_probs
 
 
@@ -42,7 +42,8 @@ def head_cross_entropy(
         return jax.tree.map(lambda total: jnp.asarray(total)[None], sums)
 
     project, trained, frozen, options = _head(model, trainable_filter, targets.shape, chunk_size)
-    island = local(lambda *arrays: own(project, *arrays), in_specs=(P(), P(), ROWS, ROWS), out_specs=SHARES)
+    rows = rows_split(len(targets))
+    island = local(lambda *arrays: own(project, *arrays), in_specs=(P(), P(), rows, rows), out_specs=SHARES)
     return jax.tree.map(lambda totals: jnp.sum(totals, axis=0), island(trained, frozen, hidden, targets))
 
 
@@ -64,8 +65,9 @@ def head_log_probs(
         chunk_size: as for `head_cross_entropy`.
     """
     project, trained, frozen, options = _head(model, trainable_filter, targets.shape, chunk_size)
+    rows = rows_split(len(targets))
     island = local(
-        lambda *arrays: token_log_probs(project, *arrays, **options), in_specs=(P(), P(), ROWS, ROWS), out_specs=ROWS
+        lambda *arrays: token_log_probs(project, *arrays, **options), in_specs=(P(), P(), rows, rows), out_specs=rows
     )
     return island(trained, frozen, hidden, targets)
 
@@ -85,9 +87,10 @@ def _head(
         head.scale, head.soft_cap = 1.0, None  # the operation scales and caps where it reads the logits anyway
         return lm_logits(head, hidden)
 
-    rows, length = -(-shape[0] // batch_devices()), shape[1] // (context_devices() * tensor_devices())
+    sizes = [-(-shape[0] // batch_devices()), shape[1] // context_devices()]
+    sizes[split_axis(shape[0])] //= tensor_devices()
     options = {
-        "chunk_size": chunk_size or chunk_size_for(rows, length, model.config.vocab_size),
+        "chunk_size": chunk_size or chunk_size_for(*sizes, model.config.vocab_size),
         "logits_scale": model.lm_head.scale,
         "logits_soft_cap": model.lm_head.soft_cap,
     }
