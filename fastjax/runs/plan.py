@@ -108,13 +108,13 @@ def plan_run(
     flops = flops_per_token(model.config, model.trainable, config.model.max_seq_length, reference=reference)
     flops *= tokens / shape.size
 
-    def products(policy: str) -> float:
+    def products(policy: str, run: RunShapes = run) -> float:
         step, arguments = run.step(policy)
         with plain_path():
             return product_flops(step.trace(*arguments).jaxpr) / shape.size
 
     progress("products of the step")
-    once = products("none")
+    once = products("none", _unchunked(config, run, opened, device, shape.replicas))
 
     def planned(policy: str) -> Planned:
         progress(f"compiling for {device.card.device_kind}: {policy}")
@@ -200,6 +200,14 @@ def _shapes(config: TrainConfig, opened: OpenShapes, device: Device, replicas: i
     options = DETERMINISTIC if config.training.deterministic else None
     with device.tracing():
         return RunShapes(config, opened, _STEPS, None, options, replicas)
+
+
+def _unchunked(config: TrainConfig, run: RunShapes, opened: OpenShapes, device: Device, replicas: int) -> RunShapes:
+    """The run with MLPs that take all tokens at once: those by chunks are computed again under any policy."""
+    if not isinstance(config.model.mlp_chunk, int):
+        return run
+    whole = dataclasses.replace(config, model=dataclasses.replace(config.model, mlp_chunk=None))
+    return _shapes(whole, opened, device, replicas)
 
 
 def _compiled(run: RunShapes, policy: str, device: Device, mesh: Mesh | None) -> Any:

@@ -56,6 +56,11 @@ def test_a_plan_without_a_card(settings, tmp_path, capsys):
     assert "Tesla T4 × 2 · fsdp 2 · of one card" in said
     assert re.search(r"again +GB +ms +ms +tokens/s +fits", said), "whole, where the output is no terminal"
     assert f"{shards['tokens_per_second']:,.0f}  " in said
+    # What MLPs by chunks compute again under any policy counts as recomputed, too.
+    assert main(["plan", settings, *options, "--model.mlp_chunk", "64"]) == 0
+    (chunked,) = json.loads(output.read_text())["policies"]
+    assert chunked["model_flops"] == row["model_flops"]
+    assert chunked["recomputed_flops"] == pytest.approx(row["recomputed_flops"], rel=0.02)
 
 
 @needs_cuda_plugin
