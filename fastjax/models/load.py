@@ -3,8 +3,9 @@
 Host memory stays at what the stream holds and reads ahead, device memory at the finished tree plus one layer.
 """
 
+import dataclasses
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +68,7 @@ def load_weights(
         ConvertError: the folder is damaged or not supported, or holds NaN or infinity.
     """
     finite: dict[str, Array] = {}
+    quantize = _quantizer()
     quantized = any(form.bits == 4 for form in opened.formats())
     held = {
         path: hold(
@@ -94,7 +96,7 @@ def load_weights(
         ready = weight.held if keeps else decode(held[path].dtype)
         # Computed on the device and looked at in the end: nothing waits for it.
         finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(ready) if leaf.dtype != jnp.uint8])
-        return _quantize(ready) if quantizes(path) else ready
+        return quantize(ready) if quantizes(path) else ready
 
     plan = plan_held(config, held, precision, layer_loop, remat)
     arrays = ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True, ahead=_AHEAD))
@@ -207,6 +209,7 @@ def random_weights(
         mesh: as for `load_weights`; the first device draws each layer whole.
     """
     options = {"precision": precision, "trained": trained, "load_in_4bit": load_in_4bit}
+    quantize = _quantizer()
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
@@ -229,7 +232,7 @@ def random_weights(
             experts, out, columns = spec.shape
             return spec.path, MXFP4Weight.random(own, (experts, out, columns), held.dtype, config.initializer_range)
         drawn = normal(own, spec.shape, dtype)
-        return spec.path, drawn if held.format is None else _quantize(drawn)
+        return spec.path, drawn if held.format is None else quantize(drawn)
 
     def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
         first, between = ([spec for spec in config.specs if spec.path.part == part] for part in (EMBEDDING, NORM))
@@ -257,6 +260,23 @@ def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) ->
     if quantized:
         return nonfinite(file, name, way_out=f"{not_in('NF4')} (float32_modules)")
     return nonfinite(file, name, where=f"where {dtype} cannot hold them")
+
+
+def _quantizer() -> Callable[[Array], NF4Weight]:
+    """`_quantize`, with one array for the map that all weights of a shape have.
+
+    Parts of a weight are joined where their maps are equal: of two arrays the device would be waited for to compare.
+    """
+    maps: dict[tuple[int, ...], Array] = {}
+
+    def quantize(matrix: Array) -> NF4Weight:
+        weight = _quantize(matrix)
+        assert weight.nested_quant_map is not None, "scales are quantised too"
+        return dataclasses.replace(
+            weight, nested_quant_map=maps.setdefault(weight.nested_quant_map.shape, weight.nested_quant_map)
+        )
+
+    return quantize
 
 
 @jax.jit

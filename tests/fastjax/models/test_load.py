@@ -115,6 +115,16 @@ def test_quantising_while_loading_gives_the_4bit_folders_model(tmp_path, shapes)
             assert np.array_equal(mine, theirs)
 
 
+def test_no_array_is_looked_at_before_all_are_under_way(tmp_path, monkeypatch):
+    config = tiny.config(**WHOLE_BLOCKS)
+    folder = tiny.write_folder(tmp_path / "model", config, tiny.arrays(config))
+    joined, join = [], NF4Weight.concatenate
+    monkeypatch.setattr(NF4Weight, "concatenate", lambda self, others: joined.append(len(others)) or join(self, others))
+    monkeypatch.setattr(np, "array_equal", lambda *_: pytest.fail("the parts' maps are fetched to be compared"))
+    tiny.model(folder, config, load_in_4bit=True)
+    assert set(joined) == {1, 2}  # gate and up, queries and keys and values
+
+
 def test_blocks_of_another_size_are_refused_by_name(tmp_path):
     config = tiny.config(**WHOLE_BLOCKS)
     packed, _ = write_4bit(tmp_path, config, nested=True)
