@@ -1,10 +1,13 @@
 """From a stream of named tensors to the decoder's tree: fused, quantised and stacked, one layer at a time.
 
-Host memory stays at what the stream holds and reads ahead, device memory at the finished tree plus one layer.
+Host memory stays at what the stream holds, reads ahead and sends, device memory at the finished tree plus one layer and
+what is being sent.
 """
 
+import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +30,7 @@ from fastjax.models.remat import policy_of
 from fastjax.quantization import MXFP4Weight, NF4Weight, WeightLike
 from fastjax.quantization.weights import from_tensor
 
-#: Bytes of weights that are read while the device takes those before them.
+#: Bytes of weights that are read while the device takes those before them, and of those that it is taking.
 _AHEAD = 2**29
 
 
@@ -98,9 +101,18 @@ def load_weights(
         finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(ready) if leaf.dtype != jnp.uint8])
         return quantize(ready) if quantizes(path) else ready
 
+    def arrays() -> Iterator[tuple[WeightPath, WeightLike]]:
+        sent: collections.deque[tuple[int, Array]] = collections.deque()
+        for path, tensor in opened.stream(packed=True, ahead=_AHEAD):
+            weight = prepare(path, tensor)
+            del tensor  # what is sent holds it
+            sent.append((math.prod(opened.specs[path].shape) * opened.decoded_dtype(path).itemsize, finite[path]))
+            while len(sent) > 1 and sum(size for size, _ in sent) > _AHEAD:
+                sent.popleft()[1].block_until_ready()
+            yield path, weight
+
     plan = plan_held(config, held, precision, layer_loop, remat)
-    arrays = ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True, ahead=_AHEAD))
-    tree = fill_tree(config, plan, arrays, offload_layers=offload_layers, mesh=mesh)
+    tree = fill_tree(config, plan, arrays(), offload_layers=offload_layers, mesh=mesh)
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
             raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))

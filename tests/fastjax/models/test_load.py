@@ -125,6 +125,29 @@ def test_no_array_is_looked_at_before_all_are_under_way(tmp_path, monkeypatch):
     assert set(joined) == {1, 2}  # gate and up, queries and keys and values
 
 
+@pytest.mark.parametrize(("ahead", "waits"), [(0, True), (2**29, False)])
+def test_what_is_being_sent_is_bounded(tmp_path, monkeypatch, ahead, waits):
+    config = tiny.config(**WHOLE_BLOCKS)
+    folder = tiny.write_folder(tmp_path / "model", config, tiny.arrays(config))
+    waited = []
+
+    class Sent:
+        def __init__(self, array):
+            self.array = array
+
+        def block_until_ready(self):
+            waited.append(self.array.block_until_ready())
+
+        def __array__(self, *_, **__):
+            return np.asarray(self.array)
+
+    looked_at = load._is_finite
+    monkeypatch.setattr(load, "_is_finite", lambda arrays: Sent(looked_at(arrays)))
+    monkeypatch.setattr(load, "_AHEAD", ahead)
+    tiny.model(folder, config, load_in_4bit=True)
+    assert len(waited) == (len(tiny.arrays(config)) - 1 if waits else 0)
+
+
 def test_blocks_of_another_size_are_refused_by_name(tmp_path):
     config = tiny.config(**WHOLE_BLOCKS)
     packed, _ = write_4bit(tmp_path, config, nested=True)
