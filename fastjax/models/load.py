@@ -275,14 +275,14 @@ def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) ->
 
 
 def _quantizer() -> Callable[[Array], NF4Weight]:
-    """`_quantize`, with one array for the map that all weights of a shape have.
+    """`quantize_matrix`, with one array for the map that all weights of a shape have.
 
     Parts of a weight are joined where their maps are equal: of two arrays the device would be waited for to compare.
     """
     maps: dict[tuple[int, ...], Array] = {}
 
     def quantize(matrix: Array) -> NF4Weight:
-        weight = _quantize(matrix)
+        weight = quantize_matrix(matrix, True)
         assert weight.nested_quant_map is not None, "scales are quantised too"
         return dataclasses.replace(
             weight, nested_quant_map=maps.setdefault(weight.nested_quant_map.shape, weight.nested_quant_map)
@@ -291,7 +291,13 @@ def _quantizer() -> Callable[[Array], NF4Weight]:
     return quantize
 
 
-@jax.jit
-def _quantize(matrix: Array) -> NF4Weight:
-    """One matrix [out, in], or each expert's of [X, out, in] by itself."""
-    return NF4Weight.quantize(matrix) if matrix.ndim == 2 else jax.vmap(NF4Weight.quantize)(matrix)
+@functools.partial(jax.jit, static_argnums=1)
+def quantize_matrix(matrix: Array, nested: bool) -> NF4Weight:
+    """One matrix [out, in], or each expert's of [X, out, in] by itself.
+
+    Args:
+        matrix: in 16 or 32 bits.
+        nested: quantise the scales too.
+    """
+    quantize = functools.partial(NF4Weight.quantize, nested=nested)
+    return quantize(matrix) if matrix.ndim == 2 else jax.vmap(quantize)(matrix)

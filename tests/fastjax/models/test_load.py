@@ -192,9 +192,9 @@ def test_device_memory_stays_at_the_4bit_model_and_one_layer(tmp_path, monkeypat
         seen.append(sum(array.nbytes for array in jax.live_arrays() if id(array) not in known))
         return result
 
-    place, quantize = places._place, load._quantize
+    place, quantize = places._place, load.quantize_matrix
     monkeypatch.setattr(places, "_place", lambda *arguments: watched(place, *arguments))
-    monkeypatch.setattr(load, "_quantize", lambda *arguments: watched(quantize, *arguments))
+    monkeypatch.setattr(load, "quantize_matrix", lambda *arguments: watched(quantize, *arguments))
     model = tiny.model(folder, config, load_in_4bit=True, layer_loop=layer_loop)
     whole = sum(array.nbytes for array in jax.tree.leaves(model.frozen))
     assert len(seen) == (8 if source == "4 bits" else 64)
