@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -42,6 +43,9 @@ DTYPES: dict[str, np.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
 _MAX_HEADER = 100_000_000  # bytes; the library's own limit
+#: Bytes from which a tensor, such as a table of embeddings, is read by several threads, and what each takes at a time:
+#: fresh memory keeps a core busy.
+_LARGE, _PART, _THREADS = 2**28, 2**26, 4
 
 
 class TensorInfo(NamedTuple):
@@ -135,15 +139,31 @@ def read_range(name: str, info: TensorInfo, first: int, last: int) -> np.ndarray
     dtype = np.dtype(info.dtype)
     start, size = info.start + first * dtype.itemsize, (last - first) * dtype.itemsize
     raw = np.empty(size, np.uint8)
-    with open(info.file, "rb", buffering=0) as stream:
-        stream.seek(start)
-        got = 0
-        while got < size:  # a call reads at most 2 GiB
-            count = stream.readinto(raw[got:].data)
-            if not count:
-                raise unexpected(info.file, name, f"{size} bytes at offset {start}", f"{got} bytes")
-            got += count
+    part = size if size <= _LARGE else _PART
+    places = range(0, size, part or 1)
+
+    def fill(first: int) -> int:
+        return _fill(info.file, start + first, raw[first : first + part])
+
+    if len(places) > 1:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            counts = list(pool.map(fill, places))
+    else:
+        counts = [fill(first) for first in places]
+    for first, count in zip(places, counts, strict=True):
+        if count < min(part, size - first):
+            raise unexpected(info.file, name, f"{size} bytes at offset {start}", f"{first + count} bytes")
     return raw.view(dtype)
+
+
+def _fill(file: Path, start: int, raw: np.ndarray) -> int:
+    """Fill an array with a file's bytes from an offset on; as many as there were."""
+    got = 0
+    with open(file, "rb", buffering=0) as stream:
+        stream.seek(start)
+        while got < raw.size and (count := stream.readinto(raw[got:].data)):  # a call reads at most 2 GiB
+            got += count
+    return got
 
 
 def write_tensor_file(

@@ -1,10 +1,14 @@
 """From a stream of named tensors to the decoder's tree: fused, quantised and stacked, one layer at a time.
 
-Host memory stays at what the stream holds and reads ahead, device memory at the finished tree plus one layer.
+Host memory stays at what the stream holds, reads ahead and sends, device memory at the finished tree plus one layer and
+what is being sent.
 """
 
+import collections
+import dataclasses
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +30,7 @@ from fastjax.models.remat import policy_of
 from fastjax.quantization import MXFP4Weight, NF4Weight, WeightLike
 from fastjax.quantization.weights import from_tensor
 
-#: Bytes of weights that are read while the device takes those before them.
+#: Bytes of weights that are read while the device takes those before them, and of those that it is taking.
 _AHEAD = 2**29
 
 
@@ -67,6 +71,7 @@ def load_weights(
         ConvertError: the folder is damaged or not supported, or holds NaN or infinity.
     """
     finite: dict[str, Array] = {}
+    quantize = _quantizer()
     quantized = any(form.bits == 4 for form in opened.formats())
     held = {
         path: hold(
@@ -94,11 +99,20 @@ def load_weights(
         ready = weight.held if keeps else decode(held[path].dtype)
         # Computed on the device and looked at in the end: nothing waits for it.
         finite[path] = _is_finite([leaf for leaf in jax.tree.leaves(ready) if leaf.dtype != jnp.uint8])
-        return _quantize(ready) if quantizes(path) else ready
+        return quantize(ready) if quantizes(path) else ready
+
+    def arrays() -> Iterator[tuple[WeightPath, WeightLike]]:
+        sent: collections.deque[tuple[int, Array]] = collections.deque()
+        for path, tensor in opened.stream(packed=True, ahead=_AHEAD):
+            weight = prepare(path, tensor)
+            del tensor  # what is sent holds it
+            sent.append((math.prod(opened.specs[path].shape) * opened.decoded_dtype(path).itemsize, finite[path]))
+            while len(sent) > 1 and sum(size for size, _ in sent) > _AHEAD:
+                sent.popleft()[1].block_until_ready()
+            yield path, weight
 
     plan = plan_held(config, held, precision, layer_loop, remat)
-    arrays = ((path, prepare(path, tensor)) for path, tensor in opened.stream(packed=True, ahead=_AHEAD))
-    tree = fill_tree(config, plan, arrays, offload_layers=offload_layers, mesh=mesh)
+    tree = fill_tree(config, plan, arrays(), offload_layers=offload_layers, mesh=mesh)
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
             raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))
@@ -207,6 +221,7 @@ def random_weights(
         mesh: as for `load_weights`; the first device draws each layer whole.
     """
     options = {"precision": precision, "trained": trained, "load_in_4bit": load_in_4bit}
+    quantize = _quantizer()
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
@@ -229,7 +244,7 @@ def random_weights(
             experts, out, columns = spec.shape
             return spec.path, MXFP4Weight.random(own, (experts, out, columns), held.dtype, config.initializer_range)
         drawn = normal(own, spec.shape, dtype)
-        return spec.path, drawn if held.format is None else _quantize(drawn)
+        return spec.path, drawn if held.format is None else quantize(drawn)
 
     def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
         first, between = ([spec for spec in config.specs if spec.path.part == part] for part in (EMBEDDING, NORM))
@@ -259,7 +274,30 @@ def _nonfinite(opened: Weights, path: str, dtype: jnp.dtype, quantized: bool) ->
     return nonfinite(file, name, where=f"where {dtype} cannot hold them")
 
 
-@jax.jit
-def _quantize(matrix: Array) -> NF4Weight:
-    """One matrix [out, in], or each expert's of [X, out, in] by itself."""
-    return NF4Weight.quantize(matrix) if matrix.ndim == 2 else jax.vmap(NF4Weight.quantize)(matrix)
+def _quantizer() -> Callable[[Array], NF4Weight]:
+    """`quantize_matrix`, with one array for the map that all weights of a shape have.
+
+    Parts of a weight are joined where their maps are equal: of two arrays the device would be waited for to compare.
+    """
+    maps: dict[tuple[int, ...], Array] = {}
+
+    def quantize(matrix: Array) -> NF4Weight:
+        weight = quantize_matrix(matrix, True)
+        assert weight.nested_quant_map is not None, "scales are quantised too"
+        return dataclasses.replace(
+            weight, nested_quant_map=maps.setdefault(weight.nested_quant_map.shape, weight.nested_quant_map)
+        )
+
+    return quantize
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def quantize_matrix(matrix: Array, nested: bool) -> NF4Weight:
+    """One matrix [out, in], or each expert's of [X, out, in] by itself.
+
+    Args:
+        matrix: in 16 or 32 bits.
+        nested: quantise the scales too.
+    """
+    quantize = functools.partial(NF4Weight.quantize, nested=nested)
+    return quantize(matrix) if matrix.ndim == 2 else jax.vmap(quantize)(matrix)

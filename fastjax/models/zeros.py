@@ -6,10 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from convert.checkpoint import CONFIG
 from convert.formats import FORMATS, Format, nvfp4
@@ -22,10 +20,10 @@ from convert.model.paths import WeightPath
 from convert.model.spec import WeightSpec
 from convert.weights import Weights
 from fastjax.models.layout import LayerStack
-from fastjax.models.load import Held, hold, plan_held
+from fastjax.models.load import Held, hold, plan_held, quantize_matrix
 from fastjax.models.places import fill_tree
 from fastjax.models.precision import Precision
-from fastjax.quantization import Int4Weight, NF4Weight, NVFP4Weight, WeightLike
+from fastjax.quantization import Int4Weight, NVFP4Weight, WeightLike
 from fastjax.quantization.fp8 import FP8Weight
 from fastjax.quantization.mxfp4 import MXFP4Weight
 from pallas_kernels.nf4 import DYNAMIC_MAP
@@ -70,9 +68,13 @@ def zero_weights(
     plan = plan_held(config, held, precision, layer_loop, remat)
     block = _block(hf_config)
 
+    @functools.cache  # layers are alike
+    def zeros(shape: tuple[int, ...], held: Held) -> WeightLike:
+        return _zeros(shape, held, block, hf_config)
+
     def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
         for spec in config.specs:
-            yield spec.path, _zeros(spec.shape, held[spec.path], block, hf_config)
+            yield spec.path, zeros(spec.shape, held[spec.path])
 
     return plan, fill_tree(config, plan, everything())
 
@@ -117,14 +119,8 @@ def _zeros(
     if held.format in ("mxfp4", "mxfp4-rows"):
         codes, scales = (jnp.zeros((*experts, out, into // n), jnp.uint8) for n in (2, BLOCK))
         return MXFP4Weight(codes, scales, (out, into), held.dtype)
-    weight = _quantized(jnp.zeros(shape, held.dtype), held.format == "nf4-nested")
+    weight = quantize_matrix(jnp.zeros(shape, held.dtype), held.format == "nf4-nested")
     if weight.nested_quant_map is None:
         return weight
     # A constant: parts of one weight are joined where their maps have equal values.
     return dataclasses.replace(weight, nested_quant_map=np.broadcast_to(DYNAMIC_MAP, weight.nested_quant_map.shape))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _quantized(matrix: Array, nested: bool) -> NF4Weight:
-    quantize = functools.partial(NF4Weight.quantize, nested=nested)
-    return quantize(matrix) if matrix.ndim == 2 else jax.vmap(quantize)(matrix)

@@ -154,14 +154,14 @@ class NF4Weight(Weight):
     def concatenate(self, others: "list[NF4Weight]") -> "NF4Weight | None":
         """One weight of several parts, or None where the formats do not allow it (blocks that cross rows, mixed).
 
-        The arrays are concrete: the nested scales' maps are compared by value.
+        The arrays are concrete: the nested scales' maps are compared, by value unless they are one array.
         """
         weights = [self, *others]
         kinds = {(w.absmax.dtype, w.nested_absmax is None, w.quant_map is None, w.shape[1], w.dtype) for w in weights}
         if len(kinds) > 1 or self.order != "split" or self.quant_map is not None:
             return None
         tables = [w.nested_quant_map for w in weights if w.nested_quant_map is not None]
-        if not all(np.array_equal(table, tables[0]) for table in tables):
+        if not all(table is tables[0] or np.array_equal(table, tables[0]) for table in tables):
             return None
         return NF4Weight(
             codes=jnp.concatenate([w.codes for w in weights], axis=-2),

@@ -21,6 +21,7 @@ from fastjax.planning.choice import Choice, candidates, choose, first_layers
 from fastjax.planning.device import host_memory, memory_limit
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.planning.work import plain_path, product_flops, stacked_bytes
+from fastjax.runs.cache_misses import before_compiling, reads_back
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model_loading import ModelLoading
 from fastjax.runs.opening import OpenModel
@@ -86,8 +87,8 @@ def compile_step(
         earlier: policy of the run that is resumed; None: there is none.
         progress: takes a message for people before each compilation.
         meshes: their shapes, the fastest first.
-        loading: of the model. It begins beside the tracing of the step where the mesh is known and of one process, and
-            half of the memory is left to XLA, which tries products out as it compiles.
+        loading: of the model. Where the step may be read back from JAX's cache it begins beside that, if the mesh is
+            known and of one process, and half of the memory is left: should XLA compile, it tries products out.
         documents_per_row: as of `batch_shapes`.
     """
     policies = run_policies(config.model.use_gradient_checkpointing, earlier)
@@ -98,14 +99,14 @@ def compile_step(
     shapes = RunShapes(config, opened, total_steps, loss, compiler_options, meshes[0].replicas, documents_per_row)
     limit = min(gathered_numbers(limit - stats["bytes_in_use"]))
     *others, last = meshes
-    if not others and jax.process_count() == 1 and 2 * shapes.model_bytes <= limit:
-        loading.start(last)
+    alone = not others and jax.process_count() == 1
+    beside = alone and reads_back() and 2 * shapes.model_bytes <= limit
     for shape in others:
-        choice = _choose(shapes, shape, policies, limit, progress, loading, must=False)
+        choice = _choose(shapes, shape, policies, limit, progress, None, must=False)
         if choice is not None and choice.fits:
             return RunStep(choice.policy, choice, shape)
         progress(f"the model does not fit on one device: {last}")
-    choice = _choose(shapes, last, policies, limit, progress, loading, must=True)
+    choice = _choose(shapes, last, policies, limit, progress, loading if beside else None, must=True)
     assert choice is not None, "it must be made"
     return RunStep(choice.policy, choice, last)
 
@@ -116,11 +117,14 @@ def _choose(
     policies: tuple[str, ...],
     limit: int,
     progress: Callable[[str], None],
-    loading: ModelLoading,
+    loading: ModelLoading | None,
     *,
     must: bool,
 ) -> Choice | None:
-    """The choice among the policies on one mesh; None: nothing fits by far, and none must be made."""
+    """The choice among the policies on one mesh, with the model loaded beside what is read back.
+
+    None: nothing fits by far, and none must be made.
+    """
     mesh = open_mesh(shape)
 
     @functools.cache
@@ -141,8 +145,12 @@ def _choose(
         progress(f"compiling the train step, gradient checkpointing: {policy}")
         program, _ = traced(policy)
         lowered = program.lower()
-        loading.wait()
-        compiled = lowered.compile()
+        if loading is None:
+            compiled = lowered.compile()
+        else:
+            loading.start(shape)  # not before: it would wait at each of its steps for Python, which tracing holds
+            with before_compiling(loading.wait):  # XLA times kernels on the device
+                compiled = lowered.compile()
         return StepMemory.of(compiled), compiled
 
     if not must and all(needed is None or needed > limit for needed in map(at_least, policies)):

@@ -7,6 +7,7 @@ and the data are looked at before the weights are loaded.
 import contextlib
 import dataclasses
 import functools
+import gc
 import time
 from collections.abc import Iterator
 
@@ -116,7 +117,7 @@ def fine_tune(
         before = None if earlier is None else earlier.checkpointing
         tell = functools.partial(say, console)
         documents = data.documents_per_row
-        with ModelLoading(config, opened) as loading:
+        with ModelLoading(config, opened) as loading, _uncollected():
             began = time.perf_counter()
             step = compile_step(
                 config, opened, data.total_steps, loss, options, before, tell, meshes, loading, documents
@@ -148,6 +149,18 @@ def _shared_folder(config: TrainConfig, resume: bool) -> Iterator[RunFolder]:
     with claimed(config, resume=resume) as folder:
         barrier("folder")
         yield folder
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """The context in which Python looks for no garbage: tracing makes millions of objects, of which nearly all live."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _check_same(earlier: Earlier | None, folder: RunFolder) -> None:

@@ -1,7 +1,4 @@
-"""A run's model, loaded by a thread while the step is traced: one waits for files and the device, the other for Python.
-
-XLA compiles when the weights are there, since it may time kernels on the device.
-"""
+"""A run's model, loaded by a thread while XLA reads the compiled step back: neither needs Python for long."""
 
 import contextvars
 import dataclasses
@@ -61,11 +58,13 @@ class ModelLoading:
         return max(self._thread_seconds - self.waited_seconds, 0.0)
 
     def start(self, shape: MeshShape) -> None:
-        """Begin, on a thread.
+        """Begin, on a thread, unless it has begun.
 
         Args:
             shape: of the mesh, of one process.
         """
+        if self._thread is not None:
+            return
         # A thread has none of the context managers that its caller is in.
         device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         context = contextvars.copy_context()

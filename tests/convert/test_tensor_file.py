@@ -10,6 +10,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from convert import tensor_file
 from convert.errors import ConvertError
 from convert.tensor_file import DTYPES, read_header, read_tensor, write_tensor_file
 
@@ -109,6 +110,22 @@ def test_truncated_files_name_what_is_short(tmp_path):
         assert str(file) in str(caught.value)
     with pytest.raises(ConvertError, match="w: expected 8 bytes at offset .*, got '7 bytes'"):
         read_tensor("w", header["w"])
+
+
+@pytest.mark.parametrize("columns", [24, 25])
+def test_large_tensors_are_read_in_parts(tmp_path, monkeypatch, columns):
+    file, values = tmp_path / "a.safetensors", np.arange(4 * columns, dtype=np.float32).reshape(4, columns)
+    write_tensor_file(file, {"w": values})
+    whole, info, places, fill = file.read_bytes(), read_header(file)["w"], [], tensor_file._fill
+    monkeypatch.setattr(tensor_file, "_LARGE", 160)
+    monkeypatch.setattr(tensor_file, "_PART", 64)
+    monkeypatch.setattr(tensor_file, "_fill", lambda file, start, raw: places.append(start) or fill(file, start, raw))
+    assert np.array_equal(read_tensor("w", info), values)
+    assert sorted(places) == list(range(info.start, info.start + values.nbytes, 64))
+    for got in (0, 63, 64, 65, values.nbytes - 1):
+        file.write_bytes(whole[: info.start + got])
+        with pytest.raises(ConvertError, match=f"w: expected {values.nbytes} bytes at offset .*, got '{got} bytes'"):
+            read_tensor("w", info)
 
 
 def test_missing_files_and_folders(tmp_path):

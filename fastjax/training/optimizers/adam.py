@@ -84,6 +84,7 @@ def scale_by_adam(
             m = b1 * _load(mu, signed=True) + (1 - b1) * gradient
             return m, b2 * _load(nu, signed=False) + (1 - b2) * gradient * gradient
 
+        @jax.jit  # leaves of a shape are traced and lowered once
         def leaf(gradient: Float[Array, "..."], mu: Any, nu: Any) -> tuple[Array, Any, Any]:
             m, v = moments(gradient, mu, nu)
             if isinstance(mu, Blockwise):

@@ -78,7 +78,8 @@ def _scale_by_rates() -> optax.GradientTransformationExtraArgs:
         del params
         rates: LearningRates = extra["rates"]
         rate = -jax.lax.dynamic_index_in_dim(rates.by_step, state, keepdims=False)
-        scaled = jax.tree.map(lambda u, group: u * (rate * rates.factors[group]), updates, rate_groups(updates))
+        by_group = [rate * factor for factor in rates.factors]
+        scaled = jax.tree.map(lambda u, group: u * by_group[group], updates, rate_groups(updates))
         return scaled, state + 1
 
     return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros((), jnp.int32), update)

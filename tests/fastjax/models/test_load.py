@@ -115,6 +115,39 @@ def test_quantising_while_loading_gives_the_4bit_folders_model(tmp_path, shapes)
             assert np.array_equal(mine, theirs)
 
 
+def test_no_array_is_looked_at_before_all_are_under_way(tmp_path, monkeypatch):
+    config = tiny.config(**WHOLE_BLOCKS)
+    folder = tiny.write_folder(tmp_path / "model", config, tiny.arrays(config))
+    joined, join = [], NF4Weight.concatenate
+    monkeypatch.setattr(NF4Weight, "concatenate", lambda self, others: joined.append(len(others)) or join(self, others))
+    monkeypatch.setattr(np, "array_equal", lambda *_: pytest.fail("the parts' maps are fetched to be compared"))
+    tiny.model(folder, config, load_in_4bit=True)
+    assert set(joined) == {1, 2}  # gate and up, queries and keys and values
+
+
+@pytest.mark.parametrize(("ahead", "waits"), [(0, True), (2**29, False)])
+def test_what_is_being_sent_is_bounded(tmp_path, monkeypatch, ahead, waits):
+    config = tiny.config(**WHOLE_BLOCKS)
+    folder = tiny.write_folder(tmp_path / "model", config, tiny.arrays(config))
+    waited = []
+
+    class Sent:
+        def __init__(self, array):
+            self.array = array
+
+        def block_until_ready(self):
+            waited.append(self.array.block_until_ready())
+
+        def __array__(self, *_, **__):
+            return np.asarray(self.array)
+
+    looked_at = load._is_finite
+    monkeypatch.setattr(load, "_is_finite", lambda arrays: Sent(looked_at(arrays)))
+    monkeypatch.setattr(load, "_AHEAD", ahead)
+    tiny.model(folder, config, load_in_4bit=True)
+    assert len(waited) == (len(tiny.arrays(config)) - 1 if waits else 0)
+
+
 def test_blocks_of_another_size_are_refused_by_name(tmp_path):
     config = tiny.config(**WHOLE_BLOCKS)
     packed, _ = write_4bit(tmp_path, config, nested=True)
@@ -159,9 +192,9 @@ def test_device_memory_stays_at_the_4bit_model_and_one_layer(tmp_path, monkeypat
         seen.append(sum(array.nbytes for array in jax.live_arrays() if id(array) not in known))
         return result
 
-    place, quantize = places._place, load._quantize
+    place, quantize = places._place, load.quantize_matrix
     monkeypatch.setattr(places, "_place", lambda *arguments: watched(place, *arguments))
-    monkeypatch.setattr(load, "_quantize", lambda *arguments: watched(quantize, *arguments))
+    monkeypatch.setattr(load, "quantize_matrix", lambda *arguments: watched(quantize, *arguments))
     model = tiny.model(folder, config, load_in_4bit=True, layer_loop=layer_loop)
     whole = sum(array.nbytes for array in jax.tree.leaves(model.frozen))
     assert len(seen) == (8 if source == "4 bits" else 64)
