@@ -14,6 +14,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fastjax.bench.step.case import METHODS, StepCase, resolve_method
 from fastjax.bench.step.measure import measure
@@ -61,7 +62,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON lines")
     arguments = parser.parse_args()
     method, weights = resolve_method(arguments.method, None)
-    full = {"param_dtype": "bfloat16", "optimizer": "adamw_16bit"} if method == "full" else {}
+    full: dict[str, Any] = {"param_dtype": "bfloat16", "optimizer": "adamw_16bit"} if method == "full" else {}
     for number, (mesh, options) in enumerate(itertools.product(arguments.meshes, arguments.options)):
         case = StepCase(
             arguments.preset, arguments.batch, arguments.seq, arguments.checkpointing, arguments.layer_loop, method,

@@ -87,10 +87,12 @@ def _head(
         head.scale, head.soft_cap = 1.0, None  # the operation scales and caps where it reads the logits anyway
         return lm_logits(head, hidden)
 
-    sizes = [-(-shape[0] // batch_devices()), shape[1] // context_devices()]
-    sizes[split_axis(shape[0])] //= tensor_devices()
+    parts = (batch_devices() * tensor_devices(), context_devices())
+    if split_axis(shape[0]) == 1:
+        parts = (batch_devices(), context_devices() * tensor_devices())
+    rows, length = -(-shape[0] // parts[0]), shape[1] // parts[1]
     options = {
-        "chunk_size": chunk_size or chunk_size_for(*sizes, model.config.vocab_size),
+        "chunk_size": chunk_size or chunk_size_for(rows, length, model.config.vocab_size),
         "logits_scale": model.lm_head.scale,
         "logits_soft_cap": model.lm_head.soft_cap,
     }
