@@ -27,7 +27,6 @@ CHANGES = {
     "tie_word_embeddings": False,
 }
 CONFIG = tiny.config(**CHANGES)
-CASES = [("lora", "tensor"), ("lora", "pieces"), ("qlora", "mixed"), ("full", "tensor")]
 #: "pieces": of one row on two devices.
 MESHES = {"tensor": {"tensor": 2}, "pieces": {"data": 4, "tensor": 2}, "mixed": {"fsdp": 2, "context": 2, "tensor": 2}}
 
@@ -78,7 +77,7 @@ def test_columns_that_are_no_whole_blocks_are_refused():
 
 
 @pytest.mark.both_worlds("qlora-mixed")
-@pytest.mark.parametrize(("kind", "mesh"), CASES)
+@pytest.mark.parametrize(("kind", "mesh"), [("lora", "pieces"), ("qlora", "mixed"), ("full", "tensor")])
 def test_a_layer_on_several_devices_equals_one(kind, mesh):
     expected, arrays = trained(kind, None)
     found, spread = trained(kind, mesh)
