@@ -44,7 +44,7 @@ def test_a_plan_without_a_card(settings, tmp_path, capsys):
     assert told.splitlines()[-1] == "compiling for Tesla T4: full"
     assert "Tesla T4" in said and "model.use_gradient_checkpointing: full" in said
     assert row["link_bytes"] == {} and row["link_seconds"] == 0
-    # Two cards: of the matrices each holds half, and what it gathers takes the link. An MLP by chunks is computed again.
+    # Two cards: of the matrices each holds half, and what it gathers takes the link. MLPs by chunks compute again.
     assert main(["plan", settings, *options, "--gpus", "2", "--parallel.fsdp", "2", "--model.mlp_chunk", "64"]) == 0
     plan = json.loads(output.read_text())
     (shards,) = plan["policies"]
