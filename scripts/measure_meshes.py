@@ -4,7 +4,7 @@
     python3 scripts/measure_meshes.py fsdp=2 --options none xla_gpu_nccl_collective_max_nchannels=8 --steps 10
 
 `fastjax bench step` gives figures that count: each case in a process of its own, compared with the reference before.
-This takes a third of the time, and compares nothing: losses of the same rows must agree. With --traces it shows for
+This compares nothing, and is sooner done: losses of the same rows must agree. With --traces it shows for
 each card, in ms a step: all kernels but collectives, cuBLAS's products among them, collectives that nothing runs
 beside, and the time in which nothing runs.
 """
@@ -17,27 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from fastjax.bench.step.case import METHODS, StepCase, resolve_method
-from fastjax.bench.step.measure import measure
+from fastjax.bench.step.measure import PROFILED, measure
 from fastjax.bench.step.mesh import read_mesh
 from fastjax.bench.step.presets import PRESETS
 from fastjax.bench.step.profile import kind_of
 from fastjax.bench.trace import Kernel, busy_ns, read_kernels
-
-TRACED_STEPS = 3
-"""Of `measure`."""
 
 
 def of_each_card(kernels: Sequence[Kernel]) -> dict[str, dict[str, float]]:
     """Where a card's time goes, in ms a step."""
 
     def milliseconds(some: Iterable[Kernel]) -> float:
-        return busy_ns(list(some)) * 1e-6 / TRACED_STEPS
+        return busy_ns(list(some)) * 1e-6 / PROFILED
 
     found = {}
     for name in sorted({kernel.device for kernel in kernels}):
         own = [kernel for kernel in kernels if kernel.device == name]
         others = [kernel for kernel in own if kind_of(kernel.name) != "collectives"]
-        whole = (max(kernel.end for kernel in own) - own[0].start) * 1e-6 / TRACED_STEPS
+        whole = (max(kernel.end for kernel in own) - own[0].start) * 1e-6 / PROFILED
         busy, computes = milliseconds(own), milliseconds(others)
         products = milliseconds(kernel for kernel in others if kind_of(kernel.name) == "cuBLAS, GEMM")
         found[name] = {

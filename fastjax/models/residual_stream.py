@@ -28,7 +28,7 @@ class Stream(nnx.Module):
     """
 
     def __init__(
-        self, name: str, before: Norm | None, after: Norm | None, multiplier: float, dropout: float, split: int = 0
+        self, name: str, before: Norm | None, after: Norm | None, multiplier: float, dropout: float, split: int
     ):
         self.name, self.before, self.after = name, before, after
         self.multiplier, self.dropout, self.split = multiplier, dropout, split

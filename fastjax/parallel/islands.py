@@ -18,9 +18,9 @@ BATCH = ("data", "fsdp", "expert")
 CONTEXT = "context"
 #: The axis over which heads and features are split in the layers, and rows or their tokens everywhere else.
 TENSOR = "tensor"
-#: Arrays [B, S, …] on devices of which none are along `tensor` (`rows_split` knows those, too), and sums over its own
-#: tokens that each device leads with an axis of one for.
-ROWS = P(BATCH, CONTEXT)
+#: Arrays [B, S, …] whose rows and tokens are split (whole rows on devices along `tensor`: `rows_split`), and sums over
+#: its own tokens that each device leads with an axis of one for.
+ROWS = P(BATCH, (CONTEXT, TENSOR))
 SHARES = P((*BATCH, CONTEXT, TENSOR))
 
 

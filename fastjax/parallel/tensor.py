@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from fastjax.parallel.islands import BATCH, CONTEXT, TENSOR, batch_devices
+from fastjax.parallel.islands import BATCH, CONTEXT, ROWS, TENSOR, batch_devices
 
 
 def tensor_devices() -> int:
@@ -35,7 +35,7 @@ def rows_split(rows: int) -> P:
     Args:
         rows: of the whole batch.
     """
-    return P((*BATCH, TENSOR), CONTEXT) if split_axis(rows) == 0 else P(BATCH, (CONTEXT, TENSOR))
+    return P((*BATCH, TENSOR), CONTEXT) if split_axis(rows) == 0 else ROWS
 
 
 def all_tokens(x: Float[Array, "B S E"], axis: int) -> Float[Array, "B S E"]:

@@ -38,7 +38,8 @@ from fastjax.training.step import TrainState, make_train_step
 from pallas_kernels.attention import attention_implementation
 
 _RATE = 1e-4
-_PROFILED = 3
+#: Steps of a trace.
+PROFILED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +202,7 @@ def _begin(model: LanguageModel, optimizer: optax.GradientTransformation, traina
 def _profiled(compiled: Any, state: Any, others: tuple[Any, Any], folder: Path) -> Profile | None:
     """Trace steps into the folder, and summarize the kernels there."""
     with jax.profiler.trace(str(folder)):
-        for _ in range(_PROFILED):
+        for _ in range(PROFILED):
             state, metrics = compiled(state, *others)
         jax.block_until_ready((state, metrics))
-    return summarize(read_kernels(folder), _PROFILED, scopes(compiled.as_text()))
+    return summarize(read_kernels(folder), PROFILED, scopes(compiled.as_text()))

@@ -1,5 +1,6 @@
 """A run chooses what its backward pass recomputes by the memory of the device, here of one that is made up."""
 
+import gc
 from types import SimpleNamespace
 
 import jax
@@ -54,11 +55,17 @@ def chosen(folder):
 def test_the_choice_and_its_resumption(settings, memory, tmp_path, monkeypatch):
     fastest, *_, least = candidates()
     memory(2**40)
-    order = []
+    order, collects = [], []
 
     def recorded(owner, name):
         method = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *arguments: order.append(name) or method(*arguments))
+
+        def call(*arguments):
+            order.append(name)
+            collects.append(gc.isenabled())
+            return method(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
 
     recorded(jax.stages.Traced, "lower")
     recorded(ModelLoading, "start")
@@ -68,6 +75,7 @@ def test_the_choice_and_its_resumption(settings, memory, tmp_path, monkeypatch):
     assert run(settings, tmp_path / "run", 2).model.remat == fastest
     # What lowers has Python to itself, and XLA, which times kernels as it compiles, has the device.
     assert order[:4] == ["lower", "start", "wait", "compile"]
+    assert not any(collects[:3]) and gc.isenabled()
     (row,) = chosen(tmp_path / "run")
     assert row["policy"] == fastest and row["refused"] == {} and 0 < row["device_bytes"] < row["limit_bytes"] == 2**40
     (started,) = [row for row in rows(tmp_path / "run") if row.get("event") == "started"]
