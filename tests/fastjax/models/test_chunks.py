@@ -46,7 +46,7 @@ def part(name):
         mlp = make(maker, ranks, **options)
     norm = Norm(CONFIG, 1 + 0.1 * maker.normal(WIDTH))
     after = norm if everything else None
-    return maker, FeedForward(Stream("mlp", norm, after, 1.0, 0.0), mlp), nnx.Param if everything else LoraParam
+    return maker, FeedForward(Stream("mlp", norm, after, 1.0, 0.0, 0), mlp), nnx.Param if everything else LoraParam
 
 
 @pytest.mark.both_worlds("NF4")
