@@ -7,7 +7,8 @@ The adapters of gate and up are applied where gate and up are read for h (`palla
 over arrays of that size; their biases are one more column of B, whose rank product is 1. The backward pass keeps x,
 [gate | up] and the rank products. It makes the gradients of B and C where gate, up and h are in registers anyway, and
 passes dh and [dgate | dup] on to the large products as they are. Without any adapter the weights are trained: h, which
-the gradient of V takes, is written over dh. No dense B·A is formed and no decoded weight is kept.
+the gradient of V takes, is written over dh. No dense B·A is formed and no decoded weight is kept. [gate | up] may be
+kept in float8, half its bytes: then y is what it was, and gradients are rounded by what three bits of mantissa lose.
 """
 
 import functools
@@ -36,9 +37,13 @@ from fastjax.parallel import ROWS, SHARES, local
 from fastjax.quantization.weight import Weight
 from fastjax.quantization.weights import WeightLike, linear, matmul, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
+from pallas_kernels.float8.blocks import Blocks, dequantize_blocks
 from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward
 from pallas_kernels.low_rank import block_matrix
 from pallas_kernels.tiles import padded_rank
+
+#: How devices hold [gate | up] in float8.
+_BLOCKS = Blocks(ROWS, P(None, *ROWS))
 
 
 class Block(NamedTuple):
@@ -48,11 +53,13 @@ class Block(NamedTuple):
         activation: Hugging Face's name of act.
         parts: gate and up, or one part of both.
         down: the projection back.
+        float8: whether [gate | up] is kept for the backward pass in float8_e4m3fn.
     """
 
     activation: str
     parts: tuple[Part, ...]
     down: Part
+    float8: bool = False
 
     @property
     def adapted(self) -> bool:
@@ -114,10 +121,15 @@ def _unit(block: Block, x, residual, arrays: Arrays):
 
 
 def _forward(block: Block, x, residual, arrays: Arrays):
-    gate_up = name_residual(matmul(x, arrays.gate_up), "projection")
+    gate_up = matmul(x, arrays.gate_up)
+    if not block.float8:
+        gate_up = name_residual(gate_up, "projection")
     inner = _inner(block, x, arrays)
     inside = block.down.rank and not drops((block.down,), arrays.key)
-    h, product_down = _gate(block, gate_up, inner, _down_A(block, arrays, x.dtype) if inside else None)
+    down_A = _down_A(block, arrays, x.dtype) if inside else None
+    h, product_down, kept = _gate(block, gate_up, inner, down_A, float8=block.float8)
+    if kept is not None:
+        gate_up = Blocks(*(name_residual(array, "projection") for array in kept))
     y = matmul(h, arrays.down)
     if block.down.rank:
         if product_down is None:
@@ -144,7 +156,7 @@ def _backward(block: Block, residuals, dy):
     # h again, for the gradients that the kernel does not make: an adapter's with a dropped input, and a weight's beside
     # adapters, mostly frozen and then unused. Without adapters the weights are trained, and it comes with dgate_up.
     trained = not block.adapted and not isinstance(arrays.down, Weight)
-    h: Any = None if trained else _gate(block, gate_up, inner, None)[0]
+    h: Any = None if trained else _gate(block, _wide(gate_up, x.dtype), inner, None)[0]
     if dropped and dproduct_down is not None:
         dh, dA = rank_product_gradients((down,), matrices, dh, h, dproduct_down, arrays.key)
         gradients[down.name] = dA[down.name], gradients[down.name][1]
@@ -242,17 +254,22 @@ def _down_B(block: Block, arrays: Arrays, dtype) -> Float[Array, "E R"]:
     return stacked_B((block.down,), arrays.matrices, dtype, slot((block.down,)))
 
 
-def _gate(block: Block, gate_up, inner: Inner | None, down_A):
+def _gate(block: Block, gate_up, inner: Inner | None, down_A, *, float8: bool = False):
     """`glu_lora_forward` of [B, S, ...], on each device of its own rows."""
 
     def gate(gate_up, products, lora_B, down_A):
         own = None if products is None else Inner(_rows(products), lora_B)
-        h, product_down = glu_lora_forward(_rows(gate_up), own, down_A, activation=block.activation)
+        h, product_down, kept = glu_lora_forward(
+            _rows(gate_up), own, down_A, activation=block.activation, float8=float8
+        )
         lead = gate_up.shape[:-1]
-        return h.reshape(*lead, -1), None if product_down is None else product_down.reshape(*lead, -1)
+        if kept is not None:
+            kept = Blocks(kept.codes.reshape(gate_up.shape), kept.exponents.reshape(-1, *lead))
+        return h.reshape(*lead, -1), None if product_down is None else product_down.reshape(*lead, -1), kept
 
     products, lora_B = (None, None) if inner is None else inner
-    return local(gate, in_specs=(ROWS, ROWS, P(), P()), out_specs=(ROWS, ROWS))(gate_up, products, lora_B, down_A)
+    outer = (ROWS, ROWS, _BLOCKS if float8 else ROWS)
+    return local(gate, in_specs=(ROWS, ROWS, P(), P()), out_specs=outer)(gate_up, products, lora_B, down_A)
 
 
 def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: bool):
@@ -261,16 +278,24 @@ def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: boo
     def ungate(gate_up, products, lora_B, dh, down_A, dproducts):
         own = None if products is None else Inner(_rows(products), lora_B)
         below = None if down_A is None else (down_A, _rows(dproducts))
-        gradient, h, *sums = glu_lora_backward(
-            _rows(gate_up), own, _rows(dh), below, activation=block.activation, with_h=with_h
-        )
+        if isinstance(gate_up, Blocks):
+            flat = Blocks(_rows(gate_up.codes), gate_up.exponents.reshape(len(gate_up.exponents), -1))
+        else:
+            flat = _rows(gate_up)
+        gradient, h, *sums = glu_lora_backward(flat, own, _rows(dh), below, activation=block.activation, with_h=with_h)
         shares = (None if share is None else share[None] for share in sums)
-        return gradient.reshape(gate_up.shape), None if h is None else h.reshape(dh.shape), *shares
+        return gradient.reshape(*dh.shape[:-1], -1), None if h is None else h.reshape(dh.shape), *shares
 
     (products, lora_B), (down_A, dproducts) = ((None, None) if pair is None else pair for pair in (inner, down))
-    island = local(ungate, in_specs=(ROWS, ROWS, P(), ROWS, P(), ROWS), out_specs=(ROWS, ROWS, SHARES, SHARES))
+    kept = _BLOCKS if isinstance(gate_up, Blocks) else ROWS
+    island = local(ungate, in_specs=(kept, ROWS, P(), ROWS, P(), ROWS), out_specs=(ROWS, ROWS, SHARES, SHARES))
     dgate_up, h, *shares = island(gate_up, products, lora_B, dh, down_A, dproducts)
     return dgate_up, h, *(None if share is None else jnp.sum(share, axis=0) for share in shares)
+
+
+def _wide(gate_up, dtype):
+    """[gate | up] as it was kept."""
+    return dequantize_blocks(gate_up).astype(dtype) if isinstance(gate_up, Blocks) else gate_up
 
 
 def _rows(array: Array) -> Array:

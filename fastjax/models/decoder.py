@@ -21,6 +21,7 @@ from fastjax.lora.dropout import drop
 from fastjax.lora.params import Constant
 from fastjax.models.attention import Context, LayerCache, document_ranges
 from fastjax.models.chunks import Chunk, chunk_places
+from fastjax.models.float8_residuals import keep_in_float8
 from fastjax.models.layer import DecoderLayer
 from fastjax.models.layer_loop import Block, Looped, Sums, added, run_layers
 from fastjax.models.layout import LayerStack, logical_axes
@@ -28,7 +29,7 @@ from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Head, ScoreHead, quantized_projections, without_adapters
-from fastjax.models.remat import policy_of
+from fastjax.models.remat import POLICIES, policy_of
 from fastjax.models.rotary import document_lengths, query_scales, rope_tables
 from fastjax.models.tensor_parts import layers_on_parts
 from fastjax.parallel import in_order, own_tokens, tensor_devices
@@ -264,23 +265,31 @@ def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, cache
         axes = jax.tree.leaves(logical_axes({"layers": {number: arrays}}, model.config))
         policy = policy_of(model.remat, stack.start)
         places = None if caches is not None else chunk_places(model.mlp_chunk, x.shape, policy)
-        blocks.append((block_of(graphdef, tuple(P(*names[stack.count > 1 :]) for names in axes), places), arrays))
+        kept = POLICIES[policy] if caches is None else None
+        float8 = policy if kept is not None and kept.float8 else None
+        own = tuple(P(*names[stack.count > 1 :]) for names in axes)
+        blocks.append((block_of(graphdef, own, places, float8), arrays))
     return run_layers(model.plan, blocks, x, context, caches, remat=model.remat)
 
 
-def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...], places: int | None) -> Block:
+def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...], places: int | None, float8: str | None) -> Block:
     """The block function of stacks of equal layers.
 
     Args:
         graphdef: of one period's layers.
         axes: logical axes of their arrays.
         places: of a row that the MLP takes at once; None: all.
+        float8: the policy, if the MLPs keep gate and up in float8.
     """
 
     def block(x, state, shared, first, cache):
-        if tensor_devices() == 1:
-            return _run(nnx.merge(graphdef, gathered(state, axes)), x, shared, first, cache, places)
-        x, sums = layers_on_parts(_run_uncached, nnx.merge(graphdef, state), x, shared, first)
+        apart = tensor_devices() > 1
+        layers = nnx.merge(graphdef, state if apart else gathered(state, axes))
+        if float8 is not None:
+            keep_in_float8(layers, float8, x.dtype, places)
+        if not apart:
+            return _run(layers, x, shared, first, cache, places)
+        x, sums = layers_on_parts(_run_uncached, layers, x, shared, first)
         return x, None, sums
 
     return block

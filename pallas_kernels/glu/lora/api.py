@@ -4,7 +4,9 @@ Of a block down(act(gate) · up) the large products and the rank products x·A�
 between them. gate and up come as W leaves them, and their adapters' B is applied to the rank products x·Aᵀ on the way
 in, so that no pass over gate and up is made for it; the rank product of the down projection, h·Aᵀ, is made on the way
 out. The backward pass likewise adds the down adapter's part to the gradient of h, and makes the gradients of gate's and
-up's B and of down's A while their operands are in registers: h is never stored for it.
+up's B and of down's A while their operands are in registers: h is never stored for it. For a backward pass that comes
+later gate and up may be kept in float8: the forward pass writes them so as it reads them, in blocks with a scale each
+(`float8.blocks`), and the backward pass reads those.
 
 Implementations, in order of preference:
 
@@ -14,9 +16,11 @@ Implementations, in order of preference:
 
 from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.float8.blocks import Blocks
 from pallas_kernels.glu.lora.implementations import REGISTRY, Case
 from pallas_kernels.glu.reference import ACTIVATIONS
 
@@ -39,8 +43,9 @@ def glu_lora_forward(
     down_A: Float[Array, "R F"] | None,
     *,
     activation: str,
+    float8: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "N F"], Float[Array, "N R"] | None]:
+) -> tuple[Float[Array, "N F"], Float[Array, "N R"] | None, Blocks | None]:
     """The gated product h = activation(gate) · up, and h·Aᵀ for the projection that reads it.
 
     In float32 inside; each is rounded once.
@@ -50,22 +55,23 @@ def glu_lora_forward(
         inner: their adapters; None: there are none.
         down_A: A of the adapter that reads h; None: there is none.
         activation: one of ``ACTIVATIONS``.
+        float8: whether `gate_up` is returned in float8_e4m3fn, for `glu_lora_backward`.
         implementation: None, "triton" or "xla".
 
     Returns:
-        h, and h·Aᵀ or None, in the dtype of `gate_up`.
+        h, and h·Aᵀ or None, in the dtype of `gate_up`; that in float8, or None.
 
     Raises:
         ValueError: operands that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     ranks = _check("glu_lora_forward", gate_up, inner, down_A, activation)
-    chosen = REGISTRY.choose(Case(dispatch.target(), gate_up.shape, gate_up.dtype, ranks, activation), implementation)
-    return REGISTRY[chosen].forward(gate_up, inner, down_A, activation)
+    case = Case(dispatch.target(), gate_up.shape, gate_up.dtype, ranks, activation, float8)
+    return REGISTRY[REGISTRY.choose(case, implementation)].forward(gate_up, inner, down_A, activation, float8)
 
 
 def glu_lora_backward(
-    gate_up: Float[Array, "N 2F"],
+    gate_up: Float[Array, "N 2F"] | Blocks,
     inner: Inner | None,
     dh: Float[Array, "N F"],
     down: tuple[Float[Array, "R F"], Float[Array, "N R"]] | None,
@@ -77,7 +83,7 @@ def glu_lora_backward(
     """The gradients of gate and up as their weights and rank products need them, and those of B and of down's A.
 
     Args:
-        gate_up: as in `glu_lora_forward`.
+        gate_up: as in `glu_lora_forward`, or what that has returned in float8.
         inner: as in `glu_lora_forward`.
         dh: the gradient of h through the down projection's weight.
         down: A of the down projection's adapter and the gradient of h·Aᵀ; None: there is none.
@@ -86,7 +92,7 @@ def glu_lora_backward(
         implementation: None, "triton" or "xla".
 
     Returns:
-        The gradient of `gate_up` in its dtype; h as `glu_lora_forward` makes it, or None; the gradients of
+        The gradient of `gate_up` in the dtype of dh; h as `glu_lora_forward` makes it, or None; the gradients of
         `inner.lora_B`, float32, or None; of `down_A`, float32, or None.
 
     Raises:
@@ -94,11 +100,15 @@ def glu_lora_backward(
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     down_A, dproducts = (None, None) if down is None else down
-    ranks = _check("glu_lora_backward", gate_up, inner, down_A, activation)
-    if dh.shape != (gate_up.shape[0], gate_up.shape[1] // 2) or dh.dtype != gate_up.dtype:
-        raise ValueError(f"glu_lora_backward: dh must be {gate_up.dtype} of half of {list(gate_up.shape)}, got {dh}")
-    chosen = REGISTRY.choose(Case(dispatch.target(), gate_up.shape, gate_up.dtype, ranks, activation), implementation)
-    return REGISTRY[chosen].backward(gate_up, inner, dh, down_A, dproducts, activation, with_h)
+    float8 = isinstance(gate_up, Blocks)
+    # Codes have the dtype that they are decoded to.
+    wide = jax.ShapeDtypeStruct(gate_up.codes.shape, dh.dtype) if float8 else gate_up
+    ranks = _check("glu_lora_backward", wide, inner, down_A, activation)
+    if dh.shape != (wide.shape[0], wide.shape[1] // 2) or dh.dtype != wide.dtype:
+        raise ValueError(f"glu_lora_backward: dh must be {wide.dtype} of half of {list(wide.shape)}, got {dh}")
+    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, float8)
+    chosen = REGISTRY[REGISTRY.choose(case, implementation)]
+    return chosen.backward(gate_up, inner, dh, down_A, dproducts, activation, with_h)
 
 
 def _check(op: str, gate_up, inner: Inner | None, down_A, activation: str) -> tuple[int, int]:

@@ -2,9 +2,9 @@
 
 Each is a pair of functions:
 
-    forward(gate_up, inner, down_A, activation) -> (h, h·Aᵀ or None)
+    forward(gate_up, inner, down_A, activation, float8) -> (h, h·Aᵀ or None, gate_up in float8 or None)
     backward(gate_up, inner, dh, down_A, dproducts, activation, with_h)
-        -> (gradient of gate_up, h or None, gradient of inner.lora_B, of down_A)
+        -> (gradient of gate_up, h or None, gradient of inner.lora_B, of down_A); gate_up as it was or in float8
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.float8.blocks import Blocks
 from pallas_kernels.glu.lora import config, triton, xla
 from pallas_kernels.tiles import RANKS
 
@@ -28,6 +29,7 @@ class Case(NamedTuple):
         dtype: theirs.
         ranks: of the adapters of gate and up, and of down; 0: none.
         activation: its name.
+        float8: whether gate and up are written or read in float8.
     """
 
     target: Target
@@ -35,6 +37,7 @@ class Case(NamedTuple):
     dtype: DTypeLike
     ranks: tuple[int, int]
     activation: str
+    float8: bool = False
 
 
 def _why_not_triton(case: Case) -> str | None:
@@ -43,6 +46,8 @@ def _why_not_triton(case: Case) -> str | None:
     widths = [rank for rank in ranks if rank and rank not in RANKS]
     if capability is None or capability < (8, 0):
         return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
+    if case.float8 and capability < (8, 9):
+        return f"float8 needs an NVIDIA GPU of compute capability 8.9 or more, the target is {case.target}"
     if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it computes with bfloat16 or float16, not with {jnp.dtype(case.dtype)}"
     if case.activation not in config.ACTIVATIONS:
@@ -55,15 +60,21 @@ def _why_not_triton(case: Case) -> str | None:
     return None
 
 
-def _triton_forward(gate_up: Array, inner: Any, down_A: Array | None, activation: str):
+def _triton_forward(gate_up: Array, inner: Any, down_A: Array | None, activation: str, float8: bool = False):
     compat.silence_triton_deprecation()
     products, lora_B = (None, None) if inner is None else inner
     tiles = config.forward_config(_capability(), _rank(lora_B, down_A))
-    return triton.forward(gate_up, products, lora_B, down_A, activation, tiles)
+    return triton.forward(gate_up, products, lora_B, down_A, activation, tiles, False, float8)
 
 
 def _triton_backward(
-    gate_up: Array, inner: Any, dh: Array, down_A: Array | None, dproducts: Array | None, activation: str, with_h: bool
+    gate_up: Array | Blocks,
+    inner: Any,
+    dh: Array,
+    down_A: Array | None,
+    dproducts: Array | None,
+    activation: str,
+    with_h: bool,
 ):
     compat.silence_triton_deprecation()
     products, lora_B = (None, None) if inner is None else inner

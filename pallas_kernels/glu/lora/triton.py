@@ -5,6 +5,7 @@ the backward kernel it owns a tile of features and a run of tokens, over which i
 B and A. The shares are added by XLA in one order: no atomics, the same bits every time.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -15,6 +16,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.float8.blocks import Blocks, exponent_of, scale_from
+from pallas_kernels.float8.scales import scale_of
 from pallas_kernels.glu.reference import ACTIVATIONS
 from pallas_kernels.tiles import Tiles, divisor
 
@@ -40,7 +43,7 @@ _ACTIVATIONS = {**ACTIVATIONS, "silu": _silu, "swish": _silu}
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def forward(
     gate_up: Array,
     products: Array | None,
@@ -49,28 +52,32 @@ def forward(
     activation: str,
     tiles: Tiles,
     interpret: bool = False,
-) -> tuple[Array, Array | None]:
-    """The gated product h, and h·Aᵀ or None."""
+    float8: bool = False,
+) -> tuple[Array, Array | None, Blocks | None]:
+    """The gated product h; h·Aᵀ or None; `gate_up` in float8, in blocks of a tile's columns, or None."""
     rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     loop = divisor(features // tiles.columns, tiles.loop)
     shares = features // tiles.columns // loop
     out_shape: list[Any] = [jax.ShapeDtypeStruct((rows, features), gate_up.dtype)]
     if down_A is not None:
         out_shape.append(jax.ShapeDtypeStruct((shares, rows, down_A.shape[0]), jnp.float32))
-    results = pl.pallas_call(
+    kept = None
+    if float8:
+        blocks = jax.ShapeDtypeStruct((2 * features // tiles.columns, rows), jnp.uint8)
+        kept = Blocks(jax.ShapeDtypeStruct(gate_up.shape, jnp.float8_e4m3fn), blocks)
+    h, down_products, kept = pl.pallas_call(
         functools.partial(_forward, activation=activation, tiles=tiles, loop=loop),
-        out_shape=(out_shape[0], out_shape[1] if down_A is not None else None),
+        out_shape=(out_shape[0], out_shape[1] if down_A is not None else None, kept),
         grid=(rows // tiles.rows, shares),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="glu_lora_forward",
     )(gate_up, products, lora_B, down_A)
-    h, down_products = results
-    return h, None if down_products is None else jnp.sum(down_products, axis=0).astype(gate_up.dtype)
+    return h, None if down_products is None else jnp.sum(down_products, axis=0).astype(gate_up.dtype), kept
 
 
 def _forward(
-    gate_up_ref, products_ref, b_ref, a_ref, h_ref, down_products_ref, *, activation: str, tiles: Tiles, loop: int
+    gate_up_ref, products_ref, b_ref, a_ref, h_ref, down_products_ref, kept, *, activation: str, tiles: Tiles, loop: int
 ):
     rows, share = pl.ds(pl.program_id(0) * tiles.rows, tiles.rows), pl.program_id(1)
     features = h_ref.shape[1]
@@ -79,7 +86,10 @@ def _forward(
     def body(number, total):
         start = (share * loop + number) * tiles.columns
         cols = pl.ds(start, tiles.columns)
-        gate, up = _halves(gate_up_ref, products, _of_halves(b_ref, cols), rows, start, features, tiles.columns)
+        halves = _halves(gate_up_ref, rows, start, features, tiles.columns)
+        if kept is not None:
+            _keep(kept, halves, rows, start, features)
+        gate, up = _with_adapters(halves, products, _of_halves(b_ref, cols))
         h = (_ACTIVATIONS[activation](gate) * up).astype(h_ref.dtype)
         h_ref[rows, cols] = h
         return () if a_ref is None else (total[0] + pltriton.dot(h, a_ref[:, cols], trans_b=True),)
@@ -92,7 +102,7 @@ def _forward(
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
 def backward(
-    gate_up: Array,
+    gate_up: Array | Blocks,
     products: Array | None,
     lora_B: Array | None,
     dh: Array,
@@ -103,8 +113,11 @@ def backward(
     with_h: bool = False,
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
-    """The gradients of `gate_up`, h or None, the gradients of B or None, of A or None."""
-    rows, features = gate_up.shape[0], gate_up.shape[1] // 2
+    """The gradients of `gate_up` in the dtype of dh, h or None, the gradients of B or None, of A or None."""
+    rows, features = dh.shape
+    packed = isinstance(gate_up, Blocks)
+    if packed:  # a tile's columns have one scale
+        tiles = dataclasses.replace(tiles, columns=min(tiles.columns, 2 * features // gate_up.exponents.shape[0]))
     loop = divisor(rows // tiles.rows, tiles.loop)
     shares = rows // tiles.rows // loop
     dB = dA = None
@@ -112,9 +125,11 @@ def backward(
         dB = jax.ShapeDtypeStruct((shares, *lora_B.shape), jnp.float32)
     if down_A is not None:
         dA = jax.ShapeDtypeStruct((shares, *down_A.shape), jnp.float32)
-    own = jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype), jax.ShapeDtypeStruct(dh.shape, dh.dtype)
-    # A program writes a tile's gradients, and h, where it has read the tile.
-    aliases = {0: 0, 1 if products is None else 3: 1} if with_h else {0: 0}
+    own = jax.ShapeDtypeStruct((rows, 2 * features), dh.dtype), jax.ShapeDtypeStruct(dh.shape, dh.dtype)
+    # A program writes a tile's gradients, and h, where it has read the tile; codes are narrower.
+    aliases = {} if packed else {0: 0}
+    if with_h:
+        aliases[(2 if packed else 1) + (0 if products is None else 2)] = 1
     dgate_up, h, dB, dA = pl.pallas_call(
         functools.partial(_backward, activation=activation, tiles=tiles, loop=loop),
         out_shape=(own[0], own[1] if with_h else None, dB, dA),
@@ -154,7 +169,8 @@ def _backward(
     def body(number, carry):
         rows = pl.ds((share * loop + number) * tiles.rows, tiles.rows)
         products = _rank_products(products_ref, b_ref, rows)
-        gate, up = _halves(gate_up_ref, products, lora_B, rows, start, features, tiles.columns)
+        halves = _halves(gate_up_ref, rows, start, features, tiles.columns)
+        gate, up = _with_adapters(halves, products, lora_B)
         dh = dh_ref[rows, cols].astype(jnp.float32)
         dproducts = None
         if down_A is not None:
@@ -197,10 +213,31 @@ def _of_halves(b_ref, cols) -> tuple[Array, Array] | None:
     return None if b_ref is None else (b_ref[0, cols, :], b_ref[1, cols, :])
 
 
-def _halves(gate_up_ref, products, lora_B, rows, start, features: int, columns: int) -> tuple[Array, Array]:
-    """Gate and up of a tile with their adapters' sums, float32."""
-    halves = [gate_up_ref[rows, pl.ds(half * features + start, columns)].astype(jnp.float32) for half in (0, 1)]
-    if products is not None and lora_B is not None:
-        pairs = zip(halves, products, lora_B, strict=True)
-        halves = [half + pltriton.dot(product, b, trans_b=True) for half, product, b in pairs]
-    return halves[0], halves[1]
+def _halves(gate_up_ref, rows, start, features: int, columns: int) -> list[Array]:
+    """Gate and up of a tile, float32."""
+    starts = [half * features + start for half in (0, 1)]
+    if not isinstance(gate_up_ref, Blocks):
+        return [gate_up_ref[rows, pl.ds(first, columns)].astype(jnp.float32) for first in starts]
+    codes_ref, exponents_ref = gate_up_ref
+    block = 2 * features // exponents_ref.shape[0]
+    scales = [scale_from(exponents_ref[first // block, rows]) for first in starts]
+    codes = [codes_ref[rows, pl.ds(first, columns)].astype(jnp.float32) for first in starts]
+    return [own * scale[:, None] for own, scale in zip(codes, scales, strict=True)]
+
+
+def _keep(kept: Blocks, halves: list[Array], rows, start, features: int) -> None:
+    """Write gate and up of a tile in float8, its columns one block."""
+    codes_ref, exponents_ref = kept
+    for half, values in enumerate(halves):
+        first, columns = half * features + start, values.shape[1]
+        scale, inverse = scale_of(jnp.max(jnp.abs(values), axis=1))
+        codes_ref[rows, pl.ds(first, columns)] = (values * inverse[:, None]).astype(codes_ref.dtype)
+        exponents_ref[first // columns, rows] = exponent_of(scale)
+
+
+def _with_adapters(halves: list[Array], products, lora_B) -> list[Array]:
+    """Gate and up with their adapters' sums."""
+    if products is None or lora_B is None:
+        return halves
+    pairs = zip(halves, products, lora_B, strict=True)
+    return [half + pltriton.dot(product, b, trans_b=True) for half, product, b in pairs]

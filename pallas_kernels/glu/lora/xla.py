@@ -4,18 +4,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.float8.blocks import Blocks, dequantize_blocks, quantize_blocks
+from pallas_kernels.glu.lora.config import TILE
 from pallas_kernels.glu.reference import ACTIVATIONS
 
 
-def forward(gate_up: Array, inner, down_A: Array | None, activation: str) -> tuple[Array, Array | None]:
-    """H and h·Aᵀ, or None."""
+def forward(
+    gate_up: Array, inner, down_A: Array | None, activation: str, float8: bool = False
+) -> tuple[Array, Array | None, Blocks | None]:
+    """H; h·Aᵀ or None; `gate_up` in float8 or None."""
     gate, up = _halves(gate_up, inner)
     h = (ACTIVATIONS[activation](gate) * up).astype(gate_up.dtype)
-    return h, None if down_A is None else _dot(h, down_A, ((1,), (1,)))
+    features = h.shape[1]
+    kept = quantize_blocks(gate_up, TILE if features % TILE == 0 else features) if float8 else None
+    return h, None if down_A is None else _dot(h, down_A, ((1,), (1,))), kept
 
 
 def backward(
-    gate_up: Array,
+    gate_up: Array | Blocks,
     inner,
     dh: Array,
     down_A: Array | None,
@@ -24,14 +30,17 @@ def backward(
     with_h: bool = False,
 ):
     """The gradients of gate and up, h or None, the gradients of B or None, of A or None."""
+    dtype = dh.dtype
+    if isinstance(gate_up, Blocks):
+        gate_up = dequantize_blocks(gate_up).astype(dtype)
     gate, up = _halves(gate_up, inner)
     dh = dh.astype(jnp.float32)
     if down_A is not None and dproducts is not None:
         dh = dh + _dot(dproducts, down_A, ((1,), (0,))).astype(jnp.float32)
     activated, pullback = jax.vjp(ACTIVATIONS[activation], gate)
     (dgate,) = pullback(dh * up)
-    dgate_up = jnp.concatenate([dgate, dh * activated], axis=1).astype(gate_up.dtype)
-    h = (activated * up).astype(gate_up.dtype)
+    dgate_up = jnp.concatenate([dgate, dh * activated], axis=1).astype(dtype)
+    h = (activated * up).astype(dtype)
     dB = dA = None
     if inner is not None:
         features, rank = inner.lora_B.shape[1:]

@@ -1,11 +1,14 @@
 """The gated product between adapters: XLA against float64 by differentiation, Triton in the interpreter against XLA."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
+from pallas_kernels.float8.blocks import dequantize_blocks
 from pallas_kernels.glu.lora import (
     REGISTRY,
     Case,
@@ -57,11 +60,11 @@ def rank_of(arrays):
 
 def results(gate_up, products, b, dh, a, dproducts, activation, implementation=None):
     inner = None if products is None else Inner(products, b)
-    forward = glu_lora_forward(gate_up, inner, a, activation=activation, implementation=implementation)
+    h, down_products, _ = glu_lora_forward(gate_up, inner, a, activation=activation, implementation=implementation)
     down = None if a is None else (a, dproducts)
     options = {"activation": activation, "with_h": inner is None and a is None, "implementation": implementation}
     backward = glu_lora_backward(gate_up, inner, dh, down, **options)
-    return *forward, *backward
+    return h, down_products, *backward
 
 
 def why_not_triton(*case):
@@ -96,7 +99,7 @@ def test_triton_in_the_interpreter_matches_float64(case, activation, capability)
     gate_up, products, b, dh, a, dproducts = arrays = operands(*case, jnp.bfloat16)
     rank = rank_of(arrays)
     tiles = config.forward_config(capability, rank), config.backward_config(capability, rank)
-    forward = triton.forward(gate_up, products, b, a, activation, tiles[0], True)
+    *forward, _ = triton.forward(gate_up, products, b, a, activation, tiles[0], True)
     backward = triton.backward(gate_up, products, b, dh, a, dproducts, activation, tiles[1], not rank, True)
     # two roundings to bfloat16, each of at most 2^-9: of the terms summed over features or tokens, and of the result
     close((*forward, *backward), exact(arrays, activation), 2**-8.5)
@@ -108,9 +111,73 @@ def test_a_run_of_several_tiles_is_added_up():
         16, False, 16, jnp.bfloat16, rows=5 * 64, features=3 * 64
     )
     tiles = config.Tiles(64, 64, 2, 4, 1)
-    forward = triton.forward(gate_up, products, b, a, "silu", tiles, True)
+    *forward, _ = triton.forward(gate_up, products, b, a, "silu", tiles, True)
     backward = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, False, True)
     close((*forward, *backward), exact(arrays, "silu"), 2**-8.5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gate_and_up_in_float8_are_kept_alike_and_the_gradients_are_theirs(case):
+    """Forward as ever; backward as of the numbers that the codes stand for, at whatever magnitude a block has."""
+    gate_up, products, b, dh, a, dproducts = arrays = operands(*case, jnp.bfloat16)
+    magnitudes = np.exp2(np.arange(2 * FEATURES) // 64 * 7.0 - 20)
+    gate_up = jnp.asarray(np.asarray(gate_up, np.float32) * magnitudes, jnp.bfloat16)
+    gate_up, rank = gate_up.at[3, :70].set(0.0), rank_of(arrays)
+    inner = None if products is None else Inner(products, b)
+    options = {"activation": "silu", "implementation": "xla"}
+    *plain, _ = glu_lora_forward(gate_up, inner, a, **options)
+    *forward, kept = glu_lora_forward(gate_up, inner, a, float8=True, **options)
+    jax.tree.map(np.testing.assert_array_equal, forward, plain)
+    by_triton = triton.forward(gate_up, products, b, a, "silu", config.forward_config((9, 0), rank), True, True)
+    jax.tree.map(np.testing.assert_array_equal, by_triton[2], kept)  # bit for bit
+    wide = exact((gate_up, *arrays[1:]), "silu")
+    close(by_triton[:2], wide[:2], 2**-8.5)  # as in the test above
+
+    decoded = dequantize_blocks(kept)
+    largest = np.abs(np.asarray(gate_up, np.float32)).reshape(ROWS, -1, 64).max(-1).repeat(64, 1)
+    # half a place of three bits, and at the small end of a block a code's least step
+    bound = np.maximum(np.abs(decoded) * 2**-4, largest * 2**-17)
+    assert np.all(np.abs(np.asarray(gate_up, np.float32) - decoded) <= bound)
+    assert kept.codes.dtype == jnp.float8_e4m3fn and kept.exponents.shape == (2 * FEATURES // 64, ROWS)
+
+    down = None if a is None else (a, dproducts)
+    expected = glu_lora_backward(decoded.astype(jnp.bfloat16), inner, dh, down, with_h=not rank, **options)
+    found = glu_lora_backward(kept, inner, dh, down, with_h=not rank, **options)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    wide = exact((decoded, *arrays[1:]), "silu")[2:]
+    for columns in (64, 32):  # fewer than a block's
+        tiles = dataclasses.replace(config.backward_config((9, 0), rank), columns=columns)
+        found = triton.backward(kept, products, b, dh, a, dproducts, "silu", tiles, not rank, True)
+        close(found, wide, 2**-8.5)
+
+
+def test_what_is_not_finite_stays_so_in_float8():
+    gate_up = jnp.ones((64, 256), jnp.bfloat16).at[0, 3].set(jnp.nan).at[1, 200].set(jnp.inf)
+    for kept in (
+        glu_lora_forward(gate_up, None, None, activation="silu", float8=True)[2],
+        triton.forward(gate_up, None, None, None, "silu", config.forward_config((9, 0), 0), True, True)[2],
+    ):
+        finite = np.isfinite(dequantize_blocks(kept))
+        assert not finite[0, 3] and not finite[1, 200] and finite[2:].all()
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+@pytest.mark.parametrize(("rank", "card"), [(16, "h200"), (128, "h200"), (16, "4090")])
+def test_nothing_spills_in_float8(card, rank, tmp_path):
+    aot = AOT(card)
+    make = lambda shape, scale: aot.spec(shape, jnp.bfloat16)  # noqa: E731
+    rank = min(rank, config.largest_rank(aot.card.capability))
+    specs = operands(rank, False, rank, jnp.bfloat16, 8192, 14336, make)
+
+    def both(gate_up, products, b, dh, a, dproducts):
+        inner, options = Inner(products, b), {"activation": "silu", "implementation": "triton"}
+        h, _, kept = glu_lora_forward(gate_up, inner, a, float8=True, **options)
+        return h, glu_lora_backward(kept, inner, dh, (a, dproducts), **options)
+
+    found = of_triton(aot, both, *specs, folder=tmp_path)
+    assert found is None or found.spill_bytes == 0
 
 
 @pytest.mark.aot
@@ -140,7 +207,14 @@ def test_what_triton_leaves_to_xla_and_why():
         assert "float32" in why_not_triton((8192, 256), jnp.float32, (16, 16), "silu")
         assert "no gelu" in why_not_triton((8192, 256), jnp.bfloat16, (16, 16), "gelu")
         assert "not 130" in why_not_triton((8192, 256), jnp.bfloat16, (16, 130), "silu")
+        assert why_not_triton((8192, 256), jnp.bfloat16, (16, 16), "silu", True) is None
         assert "whole tiles of 64" in why_not_triton((8190, 256), jnp.bfloat16, (16, 16), "silu")
+
+
+@needs_cuda_plugin
+def test_float8_on_a_card_without_it_is_refused_by_its_reason():
+    with AOT("a100-80").abstract_device():
+        assert "compute capability 8.9" in why_not_triton((8192, 256), jnp.bfloat16, (16, 16), "silu", True)
 
 
 def test_ranks_are_padded_to_what_kernels_serve():
