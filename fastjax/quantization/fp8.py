@@ -15,6 +15,7 @@ from convert.formats.eight_bits_format import Int8Tensor
 from convert.formats.fp8 import FP8Tensor
 from fastjax.quantization.decoded import DecodedWeight
 from fastjax.quantization.weight import Float8Operand
+from pallas_kernels.float8.scales import MAX, scale_of
 from pallas_kernels.rounding import round_through
 
 
@@ -50,10 +51,13 @@ class FP8Weight(DecodedWeight):
         """The codes as they are where scales are of rows or of the matrix and codes float8_e4m3fn; else rounded again.
 
         Scales of the product's rows multiply its result, those of its terms the other operand. Scales of blocks would
-        leave one product for each block of terms, with its sum in memory: the values are rounded to rows' scales.
+        leave one product for each block of terms, with its sum in memory: the codes are rounded once more, to a scale
+        for each row, from 8 bits to 8 bits in one pass.
         """
-        if self.codes.dtype != jnp.float8_e4m3fn or self.block[1] < self.shape[1]:
+        if self.codes.dtype != jnp.float8_e4m3fn:
             return super().float8(transposed)
+        if self.block[1] < self.shape[1]:
+            return _by_operand_row(self, transposed)
         scales = jnp.repeat(self.scales.reshape(-1), self.block[0])[: self.shape[0]]
         if transposed:
             return Float8Operand(self.codes.T, jnp.ones(self.shape[1], jnp.float32), scales)
@@ -105,10 +109,24 @@ class FP8Weight(DecodedWeight):
 
 
 def _decode(codes, scales, block, own, dtype) -> Array:
-    rows, columns = codes.shape
-    wide = jnp.repeat(jnp.repeat(scales, block[0], axis=0)[:rows], block[1], axis=1)[:, :columns]
-    values = codes.astype(jnp.float32) * wide
+    values = codes.astype(jnp.float32) * _of_elements(scales, block, codes.shape)
     return round_through(values, None if own == jnp.dtype(dtype).name else own).astype(dtype)
+
+
+def _of_elements(scales: Array, block: tuple[int, int], shape: tuple[int, int]) -> Float[Array, "out in"]:
+    """Each element's scale."""
+    return jnp.repeat(jnp.repeat(scales, block[0], axis=0)[: shape[0]], block[1], axis=1)[:, : shape[1]]
+
+
+def _by_operand_row(weight: FP8Weight, transposed: bool) -> Float8Operand:
+    """Codes with scales of blocks by a power of two for each row of the operand, which no code exceeds."""
+    axis = 0 if transposed else 1
+    scales, inverse = scale_of(MAX * jnp.max(weight.scales, axis=axis))
+    factors = weight.scales * jnp.expand_dims(inverse, axis)
+    values = weight.codes.astype(jnp.float32) * _of_elements(factors, weight.block, weight.shape)
+    codes = values.astype(jnp.float8_e4m3fn)
+    rows = jnp.repeat(scales, weight.block[1 - axis])[: weight.shape[1 - axis]]
+    return Float8Operand(codes.T if transposed else codes, rows)
 
 
 def _by_row(weight: FP8Weight) -> FP8Weight:

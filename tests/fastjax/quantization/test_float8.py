@@ -69,6 +69,23 @@ def test_products_are_those_of_the_rounded_operands(kind):
         assert 0.02 < np.linalg.norm(theirs - exact) / np.linalg.norm(exact) < 0.045
 
 
+def test_codes_with_scales_of_blocks_are_rounded_once_and_never_exceed_the_format():
+    rng = np.random.default_rng(2)
+    codes = jnp.asarray(rng.uniform(-448, 448, (100, 72)), jnp.float8_e4m3fn).at[0, 0].set(448.0).at[1, 1].set(jnp.nan)
+    scales = jnp.asarray(np.exp2(rng.uniform(-9, 3, (4, 3))), jnp.float32)  # whole blocks and shorter ones
+    base = FP8Weight(codes, scales, (32, 32), (100, 72), "bfloat16")
+    exact = np.asarray(codes, np.float64) * np.repeat(np.repeat(scales, 32, 0)[:100], 32, 1)[:, :72]
+    for transposed in (False, True):
+        operand = base.float8(transposed)
+        assert operand.codes.dtype == jnp.float8_e4m3fn and operand.factors is None
+        assert np.all(np.log2(operand.scales) == np.round(np.log2(operand.scales)))
+        found, values = wide(*operand[:2]), exact.T if transposed else exact
+        assert np.isnan(found).sum() == np.isnan(found[1, 1]) == 1
+        # half a place of three bits, or half of a row's smallest step
+        bound = np.maximum(np.abs(values) * 2.0**-4, np.asarray(operand.scales, np.float64)[:, None] * 2.0**-10)
+        assert np.all((np.abs(found - values) <= bound) | np.isnan(values))
+
+
 def test_what_is_not_bfloat16_is_multiplied_as_ever_and_rows_stay_in_float8():
     base = weight("nf4")
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, SHAPE[1])), jnp.float32)
