@@ -69,10 +69,9 @@ class FastLanguageModel:
                 them. Without it those of an FP8 folder keep their 8 bits.
             full_finetuning: train every weight (excludes `load_in_4bit`).
             use_gradient_checkpointing: True or "full": keep only the layers' inputs; "unsloth" or "offload": keep these
-                in the host's memory; False or "projections": keep the
-                projections' and the attention's results too; or another name of `models.remat.POLICIES`, or "NAME:k":
-                the first k layers by NAME, the others by "full". "auto": "full"; a run (`runs.fine_tune`) with this
-                setting takes the fastest that the device has memory for.
+                in the host's memory; False or "projections": keep the projections' and the attention's results too; or
+                another name of `models.remat.POLICIES`, or "NAME:k" for the first k layers (`remat.policy_of`). "auto":
+                "full"; a run (`runs.fine_tune`) with this setting takes the fastest that the device has memory for.
             random_state: unused; `get_peft_model` has the seed of the adapters.
             layer_loop: "scan" (short compilation) or "unroll".
             param_dtype: dtype of the trained arrays; frozen weights are held in the compute dtype.

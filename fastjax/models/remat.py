@@ -64,11 +64,15 @@ def policy_of(remat: str, index: int) -> str:
     """The policy of a layer.
 
     Args:
-        remat: a name of `POLICIES`, or "NAME:k": the first k layers by NAME, the others by "full".
+        remat: a name of `POLICIES`, or "NAME:k": the first k layers by NAME, the others by "full"; by "offload" where
+            NAME sends more to the host's memory than the layers' inputs.
         index: the layer.
     """
     name, _, first = remat.partition(":")
-    return name if not first or index < int(first) else "full"
+    if not first or index < int(first):
+        return name
+    policy = POLICIES[name]
+    return "offload" if policy is not None and len(policy.offloaded) > 1 else "full"
 
 
 def check_policy(remat: str) -> str:

@@ -13,6 +13,8 @@ from tests.support import tiny
 def test_the_first_layers_have_a_policy_of_their_own():
     assert [policy_of("projections:2", index) for index in range(4)] == ["projections", "projections", "full", "full"]
     assert [policy_of("offload", index) for index in range(2)] == ["offload", "offload"]
+    assert [policy_of("offload_attention:1", index) for index in range(2)] == ["offload_attention", "offload"]
+    assert [policy_of("offload:1", index) for index in range(2)] == ["offload", "full"]
 
 
 @pytest.mark.parametrize("setting", ["everything", "projections:", "projections:-1", "projections:two", ":2", ""])

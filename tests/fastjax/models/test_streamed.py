@@ -69,6 +69,19 @@ def test_the_step_is_the_same_bit_for_bit(adapted, policy, chunk):
 
 
 @pytest.mark.one_world
+def test_the_first_layers_alone_send_their_attention_to_the_host():
+    base = tiny.model(
+        tiny.shared_folder(**LLAMA), tiny.config(**LLAMA), use_gradient_checkpointing="offload_attention:2"
+    )
+    ours, batch = tiny.adapted(base), tiny.batches(tiny.config(**LLAMA), 1)[0]
+    assert [(stack.start, stack.count) for stack in ours.plan] == [(0, 2), (2, 2)]
+    plain = tiny.adapted(tiny.model(tiny.shared_folder(**LLAMA), tiny.config(**LLAMA)))
+    (metrics, grads), (expected, other) = steps.gradients(ours, batch), steps.gradients(plain, batch)
+    assert metrics["loss"] == expected["loss"]
+    steps.assert_close(tiny.by_layer(grads, ours.plan), tiny.by_layer(other, plain.plan), 5e-6)
+
+
+@pytest.mark.one_world
 def test_periods_of_layers_and_their_sums(tmp_path):
     """Two kinds of layers by turns and one at the end, which stays on the device; the routers' sums have gradients."""
     model = tiny.adapted(tiny.model(tmp_path, MIXTURE))
