@@ -54,8 +54,9 @@ class ModelSection:
             capability 8.9 or more; attention: all but the attention; true or full: all but the layers' inputs; offload,
             offload_attention: as full and attention, with what is kept in the host's memory; offload_projections: the
             MLP, and what lies between the projections and the attention, with the same there; projections:8: the first
-            eight layers by projections, the others by full (by offload after offload_attention:8). auto: of all but none and projections_float8 the fastest
-            that the GPU has memory for, full on a CPU; a resumed run keeps its choice.
+            eight layers by projections, the others by full (by offload after offload_attention:8). auto: of all but
+            none and projections_float8 the fastest that the GPU has memory for, full on a CPU; a resumed run keeps its
+            choice.
         offload_embedding: hold the table of embeddings in the host's memory, where it is frozen and not the head's too:
             1 GiB of the GPU's for Llama 3 8B, against a few milliseconds a step.
         offload_layers: hold the matrices of the layers in the host's memory, where they are frozen and the layers are
