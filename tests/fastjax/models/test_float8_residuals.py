@@ -41,6 +41,7 @@ def test_the_loss_is_the_same_and_gradients_are_rounded(layer_loop):
     np.testing.assert_allclose(kept["grad_norm"], metrics["grad_norm"], rtol=0.02)
 
 
+@pytest.mark.one_world
 def test_the_first_layers_alone():
     rows = batch(packed_rows())
     _, exact = steps.gradients(model("unroll", "projections:1"), rows)
@@ -52,6 +53,7 @@ def test_the_first_layers_alone():
     assert all(("down_proj" in name and "lora_B" in name) for name in same if "layers'][0]" in name)
 
 
+@pytest.mark.one_world
 def test_several_devices_keep_their_own_rows():
     rows = batch(packed_rows())
     expected, one = steps.gradients(model("scan", POLICY), rows)
@@ -65,6 +67,7 @@ def loss(ours, trainable):
     return loss_sums(nnx.merge(ours.graphdef, trainable, ours.frozen), ours.trainable_filter, rows, key=None).loss_sum
 
 
+@pytest.mark.one_world
 def test_what_is_kept(capsys):
     ours = model("unroll", POLICY)
     print_saved_residuals(functools.partial(loss, ours), ours.trainable)
@@ -73,6 +76,7 @@ def test_what_is_kept(capsys):
     assert f"bf16[8,40,{features}]" not in text
 
 
+@pytest.mark.one_world
 def test_what_it_is_not_for_is_refused():
     rows = batch(packed_rows())
     with pytest.raises(ConfigError, match="got projections_float8 with dtype float32"):

@@ -116,6 +116,7 @@ def test_a_run_of_several_tiles_is_added_up():
     close((*forward, *backward), exact(arrays, "silu"), 2**-8.5)
 
 
+@pytest.mark.both_worlds("case0")
 @pytest.mark.parametrize("case", CASES)
 def test_gate_and_up_in_float8_are_kept_alike_and_the_gradients_are_theirs(case):
     """Forward as ever; backward as of the numbers that the codes stand for, at whatever magnitude a block has."""
