@@ -113,7 +113,7 @@ def plan(
     opened = open_shapes(config)
     check_model(config, opened, shapes)
     room = Room(limit or _share(device, gpu), host or _host(gpu))
-    planned, rows, best = [], {}, None
+    planned, rows, best = None, {}, None
     with console.status("opening the model") as status:
 
         def tell(text: str) -> None:
@@ -128,9 +128,9 @@ def plan(
         else:
             for shape in shapes:  # of those that "auto" leaves open, the first on which anything fits
                 planned = plan_run(config, opened, device, policies, room, tell, shape)
-                if (best := fastest(planned, room)) is not None:
+                if (best := fastest(planned.steps, room)) is not None:
                     break
-    if longest:
+    if planned is None:
         plan_tables.show_longest(console, config, device.card, rows, room, shapes[-1])
         content = plan_tables.longest_content(device.card, rows, room, shapes[-1])
     else:

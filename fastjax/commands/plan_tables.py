@@ -1,7 +1,6 @@
 """The tables of `fastjax plan`, and the same as JSON."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,8 @@ if TYPE_CHECKING:
     from fastjax.planning.cards import Card
     from fastjax.planning.longest import Longest
     from fastjax.planning.memory import Room
-    from fastjax.runs.plan import Planned
+    from fastjax.runs.plan import Planned, RunPlan
 
-#: Bytes of pinned host memory that XLA takes unless it is told to take more.
-_PINNED = 64e9
 #: Columns of a terminal that no table fills.
 _WIDEST = 500
 _BOUNDS = {"device": "the GPU's memory", "host": "the host's memory", "positions": "the model's positions"}
@@ -30,7 +27,7 @@ def show(
     console: Console,
     config: TrainConfig,
     card: "Card",
-    planned: "Sequence[Planned]",
+    plan: "RunPlan",
     room: "Room",
     best: "Planned | None",
 ) -> None:
@@ -40,21 +37,25 @@ def show(
         console: for the table.
         config: the run.
         card: planned for.
-        planned: the steps.
+        plan: the steps.
         room: what they may take.
         best: the fastest that fits; None: none fits.
     """
-    length, loop = config.model.max_seq_length, config.model.layer_loop
+    from fastjax.runs.plan import smallest
+    from fastjax.runs.policies import way_out
+
+    length, loop, planned = config.model.max_seq_length, config.model.layer_loop, plan.steps
     mesh = planned[0].mesh
     several = mesh.size > 1
     linked = ("link GB", "link ms") if several else ()
-    table = _table("held", "step", "in all", "host", "again", *linked, "ms", "tokens/s", "fits")
+    table = _table("held", "step", "in all", "host", "TFLOP", "again", *linked, "ms", "tokens/s", "fits")
     for one in planned:
         memory = one.memory
         cells = (memory.arguments, memory.temporaries, memory.device, memory.host)
         table.add_row(
             one.policy,
             *(f"{count / 1e9:.2f}" for count in cells),
+            f"{(one.flops + one.recomputed) / 1e12:,.1f}",
             f"{one.recomputed / one.flops:.0%}",
             *((f"{one.sent / 1e9:.2f}", f"{one.link_seconds * 1e3:,.1f}") if several else ()),
             f"{one.seconds * 1e3:,.0f}",
@@ -64,20 +65,21 @@ def show(
         )
     _print(console, f"{_rows(config, str(length))} · {loop} · {_cards(card, mesh)} · memory in GB", table)
     if best is None:
-        least = min(planned, key=lambda one: one.memory.device)
+        least = smallest(planned)
         sentence = (
             f"nothing fits in {_share(card, room)}: {least.policy} needs {least.memory.device / 1e9:.1f} GB"
             + (f" and {least.memory.host / 1e9:.1f} of the host's" if least.memory.host > room.host else "")
-            + ". Lower training.per_device_train_batch_size (and raise gradient_accumulation_steps as much) or "
-            "model.max_seq_length"
+            + f". {way_out(plan.settings, config.training.per_device_train_batch_size)}"
         )
     else:
         sentence = f"fits in {_share(card, room)}, about the fastest: model.use_gradient_checkpointing: {best.policy}"
     _say(console, f"{sentence}.")
+    for policy, why in plan.refused.items():
+        _say(console, f"{policy} is left out: {why}.")
     _say(
         console,
-        "held: weights, state and batch; step: beside these; in all: with what the allocator adds; again: recomputed "
-        "FLOPs beside the model's; ms: an estimate.",
+        "held: weights, state and batch; step: beside these; in all: with what the allocator adds; TFLOP: of a step, "
+        "recomputation included; again: recomputed FLOPs beside the model's; ms: an estimate.",
     )
     if several:
         said = ", ".join(f"{c.times} {c.kind} ({c.sent / 1e9:.2f} GB)" for c in (best or planned[0]).collectives)
@@ -86,11 +88,12 @@ def show(
         _say_pinned(console, best.memory.host)
 
 
-def content(card: "Card", planned: "Sequence[Planned]", room: "Room", best: "Planned | None") -> dict[str, Any]:
+def content(card: "Card", plan: "RunPlan", room: "Room", best: "Planned | None") -> dict[str, Any]:
     """The same in numbers; arguments as of `show`."""
     return _limits(card, room) | {
-        "mesh": planned[0].mesh._asdict(),
+        "mesh": plan.steps[0].mesh._asdict(),
         "chosen": None if best is None else best.policy,
+        "refused": dict(plan.refused),
         "policies": [
             {
                 "policy": one.policy,
@@ -106,7 +109,7 @@ def content(card: "Card", planned: "Sequence[Planned]", room: "Room", best: "Pla
                 "step_seconds": one.seconds,
                 "tokens_per_second": one.tokens_per_second,
             }
-            for one in planned
+            for one in plan.steps
         ],
     }
 
@@ -199,9 +202,10 @@ def _share(card: "Card", room: "Room") -> str:
 
 
 def _say_pinned(console: Console, host: int) -> None:
-    if host > _PINNED:
-        gigabytes = math.ceil(host / 1e9) + 1
-        _say(console, f"so much of the host's memory takes XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={gigabytes}.")
+    from fastjax.planning.device import PINNED_BYTES, pinned_setting
+
+    if host > PINNED_BYTES:
+        _say(console, f"so much of the host's memory takes {pinned_setting(host)}.")
 
 
 def _say(console: Console, sentence: str) -> None:

@@ -3,11 +3,14 @@
 import re
 from typing import NamedTuple
 
-from fastjax.planning.hlo import kernels, size
+from fastjax.planning.hlo import IN_HOST, kernels, size
 
 #: Parts of an operation's name that JAX's transformations add.
 _GENERIC = re.compile(r"jit\(step\)|while|body|eval_jaxpr|closed_call|checkpoint|rematted_computation")
 _WRAPPED = re.compile(r"(?:jvp|transpose)\(([^()]*)\)")
+
+#: Types of arrays that are not in the host's memory.
+_ON_DEVICE = re.compile(rf"\w+\[[\d,]*\](?!{re.escape(IN_HOST)})")
 
 #: Operations that move what others have made.
 _COPIES = ("dynamic_update_slice", "dynamic_slice", "broadcast_in_dim", "copy")
@@ -32,7 +35,7 @@ class LargeArray(NamedTuple):
 
 
 def largest_arrays(text: str, count: int) -> list[LargeArray]:
-    """The largest arrays of a program, each type once.
+    """The largest arrays of a program on the device, each type once.
 
     Args:
         text: `compiled.as_text()`.
@@ -41,7 +44,7 @@ def largest_arrays(text: str, count: int) -> list[LargeArray]:
     found: dict[str, LargeArray] = {}
     parts: dict[tuple[str, str, int], str] = {}
     for kernel in kernels(text):
-        for type_ in re.findall(r"\w+\[[\d,]*\]", kernel.result):
+        for type_ in _ON_DEVICE.findall(kernel.result):
             whole = size(type_)
             found.setdefault(type_, LargeArray(type_, _short(kernel.scope), whole))
             if kernel.times > 1 and not any(copied in kernel.scope for copied in _COPIES):

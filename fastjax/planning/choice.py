@@ -4,12 +4,29 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastjax.models.remat import POLICIES
+from fastjax.planning.device import pinned_setting
 from fastjax.planning.memory import Room, StepMemory
 
+#: Tokens of a row from which fetching the attention's results is faster than making them again: measured and estimated
+#: in docs/memory.md ("What a run does by itself").
+LONG_ROW = 8192
+#: The policies for such rows, the fastest first.
+_LONG = ("projections", "attention", "offload_projections", "offload_attention", "full", "offload")
 
-def candidates() -> tuple[str, ...]:
-    """The policies to choose from, the fastest first. "none" is not among them: it keeps more, and is no faster."""
-    return tuple(name for name in POLICIES if name != "none")
+
+def candidates(row: int, *, hidden: bool) -> tuple[str, ...]:
+    """The policies to choose from, the fastest first.
+
+    "none" is not among them: it keeps the most, and where both fitted it was as fast as "projections" (118.8 and 119.1
+    ms, docs/lab/step.md). Nor are those that round what they keep.
+
+    Args:
+        row: tokens of a row.
+        hidden: whether copies to and from the host run beside products, as in scanned layers on one device; where they
+            do not, the order of `remat.POLICIES` holds for rows of any length.
+    """
+    names = tuple(name for name, policy in POLICIES.items() if policy is not None and not policy.float8)
+    return tuple(sorted(names, key=_LONG.index)) if hidden and row >= LONG_ROW else names
 
 
 class Refused(NamedTuple):
@@ -19,16 +36,18 @@ class Refused(NamedTuple):
         policy: its name.
         needed: bytes on the device, at least.
         host: bytes in the host's memory where these are too many; else 0.
+        pinned: whether XLA's limit of pinned memory alone is too low for it.
     """
 
     policy: str
     needed: int
     host: int = 0
+    pinned: bool = False
 
     def __str__(self) -> str:
         """In words."""
         host = f" and {_gib(self.host)} in the host's memory" if self.host else ""
-        return f"{self.policy} would need {_gib(self.needed)}{host}"
+        return f"{self.policy} would need {_gib(self.needed)}{host}{_with_setting(self.pinned, self.host)}"
 
 
 class Choice(NamedTuple):
@@ -40,6 +59,8 @@ class Choice(NamedTuple):
         limit: bytes that the step may take of the device.
         refused: other policies, which do not fit.
         compiled: the step.
+        host_limit: bytes that it may take of the host.
+        pinned: whether XLA's limit of pinned memory alone is too low for the step.
     """
 
     policy: str
@@ -47,11 +68,18 @@ class Choice(NamedTuple):
     limit: int
     refused: Sequence[Refused]
     compiled: Any
+    host_limit: float = float("inf")
+    pinned: bool = False
+
+    @property
+    def room(self) -> Room:
+        """What the step may take."""
+        return Room(self.limit, self.host_limit)
 
     @property
     def fits(self) -> bool:
         """Whether the step fits; if none does, the one that needs least is taken."""
-        return self.memory.device <= self.limit
+        return self.room.holds(self.memory)
 
     def row(self) -> dict[str, Any]:
         """In numbers, for the run's metrics."""
@@ -60,6 +88,7 @@ class Choice(NamedTuple):
             "device_bytes": self.memory.device,
             "host_bytes": self.memory.host,
             "limit_bytes": self.limit,
+            "host_limit_bytes": int(self.host_limit) if self.host_limit < float("inf") else None,
             "refused": {one.policy: one.needed for one in self.refused},
         }
 
@@ -67,9 +96,10 @@ class Choice(NamedTuple):
         """In words, for the beginning of a run."""
         line = f"gradient checkpointing: {self.policy}, with {_gib(self.memory.device)} of {_gib(self.limit)} GiB"
         if self.memory.host:
-            line += f" and {_gib(self.memory.host)} in the host's memory"
+            much = f" of {_gib(self.host_limit)} GiB" if self.memory.host > self.host_limit else ""
+            line += f" and {_gib(self.memory.host)}{much} in the host's memory"
         if not self.fits:
-            line += ", which is more than there is"
+            line += f", which is more than there is{_with_setting(self.pinned, self.memory.host)}"
         return line + "".join(f"; {one}" for one in self.refused)
 
 
@@ -80,36 +110,39 @@ def choose(
     *,
     at_least: Callable[[str], int | None],
     compile: Callable[[str], tuple[StepMemory, Any]],
+    pinned: float = float("inf"),
 ) -> Choice:
-    """The first policy whose step fits, or the one that needs least.
+    """The first policy whose step fits, or the one that needs least: of the host, where that has too little for all.
 
     Args:
-        policies: the fastest first.
+        policies: the fastest first, of which one at least can be taken.
         limit: bytes that the step may take on the device.
-        host: bytes that it may take of the host.
+        host: bytes that the host has for it.
         at_least: a lower bound of a policy's bytes, without compiling, or None where the policy cannot be taken; one
             beyond the limit is not compiled.
         compile: compiles a policy's step: its memory, and the step.
+        pinned: bytes of the host's memory that XLA takes for the device at most.
     """
     refused: list[Refused] = []
     tried: dict[str, tuple[StepMemory, Any]] = {}
+    there, room = Room(limit, host), Room(limit, min(host, pinned))
     for policy in policies:
         needed = at_least(policy)
         if needed is None:
             continue
         if needed <= limit:
             memory, compiled = tried[policy] = compile(policy)
-            if Room(limit, host).holds(memory):
-                return Choice(policy, memory, limit, refused, compiled)
-            if memory.host > host:
-                refused.append(Refused(policy, memory.device, memory.host))
+            if room.holds(memory):
+                return Choice(policy, memory, limit, refused, compiled, room.host)
+            if memory.host > room.host:
+                refused.append(Refused(policy, memory.device, memory.host, there.holds(memory)))
                 continue
             needed = memory.device
         refused.append(Refused(policy, needed))
-    least = min(reversed(refused), key=lambda one: (one.host > 0, one.needed)).policy
+    least = min(reversed(refused), key=lambda one: (one.host, one.needed)).policy
     memory, compiled = tried.get(least) or compile(least)
     others = [one for one in refused if one.policy != least]
-    return Choice(least, memory, limit, others, compiled)
+    return Choice(least, memory, limit, others, compiled, room.host, there.holds(memory))
 
 
 def first_layers(limit: float, full: float, rich: float, layers: int) -> str | None:
@@ -128,5 +161,9 @@ def first_layers(limit: float, full: float, rich: float, layers: int) -> str | N
     return f"projections:{count}" if 0 < count < layers else None
 
 
-def _gib(count: int) -> str:
+def _gib(count: float) -> str:
     return f"{count / 2**30:.1f}"
+
+
+def _with_setting(pinned: bool, host: int) -> str:
+    return f" (XLA takes so much with {pinned_setting(host)} in the environment)" if pinned else ""

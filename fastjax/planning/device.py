@@ -1,6 +1,7 @@
 """The device that a step is compiled for: a card that is not there (`aot`), or this machine's own."""
 
 import contextlib
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -9,6 +10,10 @@ import jax
 
 from fastjax.planning.aot import AOT
 from fastjax.planning.cards import Card, card_of
+
+#: Bytes of pinned host memory that XLA takes for a device, unless `_PINNED` in the environment says how many GiB.
+PINNED_BYTES = 64 * 2**30
+_PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 class Device(Protocol):
@@ -107,6 +112,21 @@ class Here:
 def host_memory() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def pinned_limit() -> int:
+    """Bytes of the host's memory that XLA takes for a device at most."""
+    given = os.environ.get(_PINNED, "")
+    return int(given) * 2**30 if given.isdecimal() else PINNED_BYTES
+
+
+def pinned_setting(host: float) -> str:
+    """The environment variable with which XLA takes so much of the host's memory.
+
+    Args:
+        host: bytes. Far more than a step's would make XLA take up to twice as much (docs/lab/long_rows.md).
+    """
+    return f"{_PINNED}={math.ceil(host / 1e9) + 1}"
 
 
 def memory_limit(stats: Mapping[str, int] | None) -> int | None:

@@ -20,6 +20,8 @@ _ENDS = ("-done", "-update")  # of what began in an earlier instruction
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(.*)")
 _CALLED = re.compile(r"(?:body|to_apply|calls|branch_computations)=\{?%?([\w.\-]+)")
 _FLOAT8 = "__cublas$lt$matmul$f8"
+#: Behind the type of an array in the host's memory.
+IN_HOST = "{S(5)}"
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{")
 
 
@@ -28,7 +30,7 @@ class Kernel(NamedTuple):
 
     Attributes:
         scope: the JAX operation that it comes from, as "jit(step)/jvp()/while/body/…".
-        result: type of what it makes, as "bf16[4,2048,4096]".
+        result: type of what it makes, as "bf16[4,2048,4096]", with `IN_HOST` behind arrays in the host's memory.
         moved: bytes that it reads and writes.
         flops: of its products by cuBLAS; 0 of others.
         times: how often it runs in one call of the program.
@@ -225,5 +227,5 @@ def _elements(shape: str) -> int:
 
 
 def _plain(shape: str) -> str:
-    """A type without layouts and comments."""
-    return re.sub(r"\{[^}]*\}|/\*[^/]*\*/", "", shape)
+    """A type without comments, and of layouts with nothing but the host's memory space."""
+    return re.sub(r"\{[^}]*\}|/\*[^/]*\*/", lambda found: IN_HOST if "S(5)" in found[0] else "", shape)

@@ -17,14 +17,15 @@ from fastjax.host_memory import in_host_memory
 from fastjax.parallel import MeshShape
 from fastjax.parallel.processes import gathered_numbers
 from fastjax.planning.arrays import largest_arrays
-from fastjax.planning.choice import Choice, candidates, choose, first_layers
-from fastjax.planning.device import host_memory, memory_limit
+from fastjax.planning.choice import Choice, choose, first_layers
+from fastjax.planning.device import host_memory, memory_limit, pinned_limit
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.planning.work import plain_path, product_flops, stacked_bytes
 from fastjax.runs.cache_misses import before_compiling, reads_back
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model_loading import ModelLoading
 from fastjax.runs.opening import OpenModel
+from fastjax.runs.policies import holds_more, less_memory, run_candidates, way_out
 from fastjax.runs.steps import RunShapes
 from fastjax.training.config import TrainConfig
 from fastjax.training.loss import Loss
@@ -40,22 +41,26 @@ class RunStep(NamedTuple):
         policy: of rematerialisation.
         choice: how it was chosen, with the compiled step; None: the device's memory is not known.
         mesh: shape of the mesh.
+        advice: says what to do where the device is out of memory; None: the model's facts are not known.
     """
 
     policy: str
     choice: Choice | None
     mesh: MeshShape
+    advice: Callable[[], str] | None = None
 
 
-def run_policies(setting: bool | str, earlier: str | None) -> tuple[str, ...]:
+def run_policies(config: TrainConfig, earlier: str | None, shape: MeshShape) -> tuple[str, ...]:
     """The policies to choose from, the fastest first.
 
     Args:
-        setting: `model.use_gradient_checkpointing`.
+        config: the run.
         earlier: policy of the run that is resumed, so that its numbers go on; None: there is none.
+        shape: of the mesh.
     """
+    setting = config.model.use_gradient_checkpointing
     if setting == "auto":
-        return candidates() if earlier is None else (earlier,)
+        return run_candidates(config, shape) if earlier is None else (earlier,)
     return ("full" if setting is True else "projections" if setting is False else setting,)
 
 
@@ -91,7 +96,7 @@ def compile_step(
             known and of one process, and half of the memory is left: should XLA compile, it tries products out.
         documents_per_row: as of `batch_shapes`.
     """
-    policies = run_policies(config.model.use_gradient_checkpointing, earlier)
+    policies = run_policies(config, earlier, meshes[0])
     stats = device_stats()
     limit = memory_limit(stats)
     if stats is None or limit is None:
@@ -104,11 +109,11 @@ def compile_step(
     for shape in others:
         choice = _choose(shapes, shape, policies, limit, progress, None, must=False)
         if choice is not None and choice.fits:
-            return RunStep(choice.policy, choice, shape)
+            return RunStep(choice.policy, choice, shape, functools.partial(_way_out, shapes, shape, choice))
         progress(f"the model does not fit on one device: {last}")
     choice = _choose(shapes, last, policies, limit, progress, loading if beside else None, must=True)
     assert choice is not None, "it must be made"
-    return RunStep(choice.policy, choice, last)
+    return RunStep(choice.policy, choice, last, functools.partial(_way_out, shapes, last, choice))
 
 
 def _choose(
@@ -127,6 +132,8 @@ def _choose(
     """
     mesh = open_mesh(shape)
 
+    unsuited: dict[str, ConfigError] = {}
+
     @functools.cache
     def traced(policy: str) -> Any:
         step, arguments = shapes.step(policy, mesh)
@@ -135,9 +142,8 @@ def _choose(
     def at_least(policy: str) -> int | None:
         try:
             program, arguments = traced(policy)
-        except ConfigError:  # it does not suit the model
-            if len(policies) == 1:
-                raise
+        except ConfigError as error:  # it does not suit the model
+            unsuited[policy] = error
             return None
         return arguments + stacked_bytes(program.jaxpr) // shape.size + ALLOCATOR_BYTES
 
@@ -153,10 +159,13 @@ def _choose(
                 compiled = lowered.compile()
         return StepMemory.of(compiled), compiled
 
+    if all(at_least(policy) is None for policy in policies):
+        raise unsuited[policies[-1]]
     if not must and all(needed is None or needed > limit for needed in map(at_least, policies)):
         return None
-    host = host_memory() / (1 if mesh is None else jax.local_device_count())
-    choice = choose(policies, limit, host, at_least=at_least, compile=compile)
+    host = min(gathered_numbers(host_memory() // (1 if mesh is None else jax.local_device_count())))
+    pinned = min(gathered_numbers(pinned_limit()))
+    choice = choose(policies, limit, host, at_least=at_least, compile=compile, pinned=pinned)
     if len(policies) > 1 and choice.fits and choice.policy in ("attention", "full"):
         choice = _filled(choice, shapes, at_least, compile)
     return choice
@@ -193,7 +202,7 @@ def _filled(
         if policy is None or _less(shapes, choice.policy, policy, layers):
             return choice
         memory, compiled = compile(policy)
-        if memory.device <= choice.limit:
+        if choice.room.holds(memory):
             return choice._replace(policy=policy, memory=memory, compiled=compiled)
         count = int(policy.partition(":")[2])
         policy = first_layers(choice.limit, least, least + (memory.device - least) * layers / count, layers)
@@ -227,29 +236,24 @@ def memory_advice(step: RunStep) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise TrainingError(_advice(str(error).splitlines()[0], step.choice)) from error
+        raise TrainingError(_advice(str(error).splitlines()[0], step)) from error
 
 
-def _advice(message: str, choice: Choice | None) -> str:
-    lower = (
-        "lower training.per_device_train_batch_size (and raise gradient_accumulation_steps as much) or "
-        "model.max_seq_length"
-    )
-    text = f"the device has not enough memory: {message}"
-    if choice is None:
-        return f"{text}. Set model.use_gradient_checkpointing: true, or {lower}"
-    arrays = "; ".join(map(str, largest_arrays(choice.compiled.as_text(), _SHOWN)))
-    held, step = (count / 2**30 for count in (choice.memory.arguments, choice.memory.temporaries))
-    text += f". The step ({choice.policy}) holds {held:.1f} GiB of weights and state and {step:.1f} beside them"
-    text += f", the largest arrays: {arrays}" if arrays else ""
-    slower = _after(choice.policy)
-    return f"{text}. {f'Set model.use_gradient_checkpointing: {slower}, or ' if slower else ''}{lower}"
+def _advice(message: str, step: RunStep) -> str:
+    text, choice = f"the device has not enough memory: {message}", step.choice
+    if choice is not None:
+        arrays = "; ".join(map(str, largest_arrays(choice.compiled.as_text(), _SHOWN)))
+        held, beside = (count / 2**30 for count in (choice.memory.arguments, choice.memory.temporaries))
+        text += f". The step ({choice.policy}) holds {held:.1f} GiB of weights and state and {beside:.1f} beside them"
+        text += f", the largest arrays: {arrays}" if arrays else ""
+    if step.advice is not None:
+        return f"{text}. {step.advice()}"
+    settings = ["model.use_gradient_checkpointing: true"] if holds_more(step.policy, "full", 0) else []
+    return f"{text}. {way_out(settings)}"
 
 
-def _after(policy: str) -> str | None:
-    """The policy that takes less memory than this one; None: there is none."""
-    if ":" in policy:
-        return "full"
-    every = ("none", *candidates())
-    rest = every[every.index(policy) + 1 :] if policy in every else ()
-    return rest[0] if rest else None
+def _way_out(shapes: RunShapes, shape: MeshShape, choice: Choice) -> str:
+    """What to do where the chosen step is out of memory."""
+    others = [one.policy for one in choice.refused]
+    settings = less_memory(shapes.config, shapes.model(choice.policy), shape, choice.policy, others)
+    return way_out(settings, shapes.config.training.per_device_train_batch_size)

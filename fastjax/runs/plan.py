@@ -1,9 +1,8 @@
 """A plan of a run: its real train step compiled for a card with each policy, its memory and its time estimated."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from fastjax.errors import ConfigError
 from fastjax.host_memory import in_host_memory
 from fastjax.parallel import MeshShape
 from fastjax.planning.cards import Card
-from fastjax.planning.choice import candidates, first_layers
+from fastjax.planning.choice import first_layers
 from fastjax.planning.collectives import Collective, collectives, link_seconds
 from fastjax.planning.device import Device
 from fastjax.planning.hlo import kernels
@@ -24,12 +23,13 @@ from fastjax.planning.speed import step_seconds
 from fastjax.planning.work import plain_path, product_flops
 from fastjax.runs.mesh import open_mesh
 from fastjax.runs.opening import OpenShapes, open_shapes
+from fastjax.runs.policies import less_memory, run_candidates
 from fastjax.runs.steps import RunShapes
 from fastjax.training.config import TrainConfig
 from fastjax.training.determinism import DETERMINISTIC
 from fastjax.training.flops import flops_per_token, peak_flops
 
-#: Steps of a run whose number is not known: the schedule is a part of the program, not its length.
+#: Steps of a run whose number is not known: its step takes the learning rates of 65,536 in any case.
 _STEPS = 1000
 #: The policies for rows of tens of thousands of tokens, of which others keep too much.
 LONG_POLICIES = ("full", "offload", "offload_attention")
@@ -72,6 +72,21 @@ class Planned(NamedTuple):
         return self.tokens / self.seconds
 
 
+class RunPlan(NamedTuple):
+    """A run's step with several policies.
+
+    Attributes:
+        steps: one a policy, at least one.
+        refused: the policies that the run cannot take, and why.
+        settings: where no step fits on the device, those with which the smallest would hold less
+            (`policies.less_memory`).
+    """
+
+    steps: Sequence[Planned]
+    refused: Mapping[str, str]
+    settings: Sequence[str]
+
+
 def plan_run(
     config: TrainConfig,
     opened: OpenShapes,
@@ -80,7 +95,7 @@ def plan_run(
     room: Room,
     progress: Callable[[str], None],
     shape: MeshShape = _ONE_DEVICE,
-) -> list[Planned]:
+) -> RunPlan:
     """Compile a run's train step with each policy; no weight is read, no array is made.
 
     Args:
@@ -97,7 +112,7 @@ def plan_run(
         The steps, in the order of the policies.
 
     Raises:
-        ConfigError: settings that do not fit the model or the card.
+        ConfigError: settings that do not fit the model or the card, or a policy of those given that does not.
     """
     _check_dtype(config, device.card)
     progress("shapes of the model")
@@ -133,16 +148,39 @@ def plan_run(
         )
         return Planned(policy, memory, flops, recomputed, seconds + linked, tokens, shape, said, linked)
 
-    if policies is not None:
-        return [planned(policy) for policy in policies]
-    found = {}
-    for policy in candidates():
-        with contextlib.suppress(ConfigError):  # it does not suit the model
+    found: dict[str, Planned] = {}
+    refused: dict[str, str] = {}
+
+    def add(policy: str) -> None:
+        try:
             found[policy] = planned(policy)
-    full, projections = (found[policy].memory.device for policy in ("full", "projections"))
-    if (partial := first_layers(room.device, full, projections, model.config.num_hidden_layers)) is not None:
-        found[partial] = planned(partial)
-    return list(found.values())
+        except ConfigError as error:  # it does not suit the model
+            if policies is not None or policy == order[-1] and not found:
+                raise
+            refused[policy] = str(error)
+
+    order = policies or run_candidates(config, shape)
+    for policy in order:
+        add(policy)
+    if policies is None and {"full", "projections"} <= found.keys():
+        full, projections = (found[policy].memory.device for policy in ("full", "projections"))
+        if (partial := first_layers(room.device, full, projections, model.config.num_hidden_layers)) is not None:
+            add(partial)
+    steps = list(found.values())
+    least = smallest(steps)
+    settings = []
+    if least.memory.device > room.device:
+        settings = less_memory(run.config, run.model(least.policy), shape, least.policy, found.keys() | refused.keys())
+    return RunPlan(steps, refused, settings)
+
+
+def smallest(planned: Sequence[Planned]) -> Planned:
+    """The step that holds least on the device.
+
+    Args:
+        planned: the steps.
+    """
+    return min(planned, key=lambda one: one.memory.device)
 
 
 def fastest(planned: Sequence[Planned], room: Room) -> Planned | None:

@@ -1,15 +1,24 @@
 """`fastjax plan`: a plan for a card that is not there, and what it refuses."""
 
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from fastjax.cli import main
+from fastjax.commands import plan_tables
+from fastjax.parallel import MeshShape
 from fastjax.planning import aot
+from fastjax.planning.cards import CARDS
+from fastjax.planning.collectives import Collective
+from fastjax.planning.memory import Room, StepMemory
+from fastjax.runs.plan import Planned, RunPlan
 from tests.support.aot import needs_cuda_plugin
+from tests.support.runs import config
 
 
 @pytest.fixture
@@ -94,6 +103,44 @@ def test_the_longest_row_that_fits(settings, tmp_path, capsys):
     assert plan["mesh"]["context"] == 2 and half["tokens"] % 4 == 0
     assert half["tokens"] == row["tokens"] and half["device_bytes"] < row["device_bytes"]
     assert "Tesla T4 × 2 · context 2 · of one card" in capsys.readouterr().out
+
+
+def shown(plan, room, best, **training):
+    """What is printed of a plan."""
+    console = Console(file=io.StringIO(), width=120)
+    plan_tables.show(console, config(training=training), CARDS["h200"], plan, room, best)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(fsdp=8)], ids=str)
+def test_the_table_has_the_flops_of_a_step(mesh):
+    """Those of the model and of the recomputation, and the reasons of policies that are not there; in 120 columns."""
+    step = StepMemory(101 * 10**9, 98 * 10**9, 138 * 10**9)
+    sent = (Collective("all-gather", 64, 25e9),)
+    row = Planned("offload_projections", step, 5361.5e12, 493e12, 123.456, 2**19, mesh, sent, 1.234)
+    plan = RunPlan([row], {"offload": "layer_loop: expected 'scan', got layers one by one"}, ())
+    room = Room(2.2e11, 2e11)
+    lines = shown(plan, room, row)
+    (titles,) = (line for line in lines if re.search(r"TFLOP .*tokens/s +fits", line))
+    (cells,) = (line for line in lines if line.strip().startswith("offload_projections "))
+    assert max(map(len, (titles, cells))) <= 120
+    assert re.search(r" 138\.00 +5,854\.5 +9% ", cells)
+    assert "offload is left out: layer_loop: expected 'scan', got layers one by one." in lines
+    content = plan_tables.content(CARDS["h200"], plan, room, row)
+    assert content["refused"] == plan.refused and content["policies"][0]["model_flops"] == 5361.5e12
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "said"),
+    [
+        ((), 2, "Lower training.per_device_train_batch_size (and raise gradient_accumulation_steps as much) or model."),
+        (("model.offload_layers: true",), 1, "Set model.offload_layers: true, or lower model.max_seq_length."),
+    ],
+)
+def test_the_way_out_where_nothing_fits(settings, rows, said):
+    row = Planned("full", StepMemory(9 * 10**9, 10**9, 0), 1e12, 1e11, 0.1, 4096)
+    lines = shown(RunPlan([row], {}, settings), Room(5e9), None, per_device_train_batch_size=rows)
+    assert any("nothing fits in 5.0 GB of the card's 150.1: full needs 10.5 GB. " + said in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import pytest
 
-from fastjax.planning.choice import candidates, choose, first_layers
+from fastjax.models.remat import POLICIES
+from fastjax.planning.choice import LONG_ROW, candidates, choose, first_layers
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 
 GIB = 2**30
@@ -48,10 +49,54 @@ def test_what_the_host_has_no_memory_for_is_not_taken():
     choice = taken(5, 7)
     assert choice.policy == "kept" and not choice.fits
     assert "; moved would need 2.5 and 8.0 in the host's memory" in str(choice)
+    assert choice.row()["host_limit_bytes"] == 7 * GIB
+
+
+def by_host(needs, host, **pinned):
+    """The choice among steps that all fit on the device, by their gibibytes of the host's memory."""
+
+    def compile(name):
+        return StepMemory(0, GIB, needs[name] * GIB), name
+
+    return choose(list(needs), 9 * GIB, host * GIB, at_least=lambda _: 0, compile=compile, **pinned)
+
+
+def test_too_little_memory_of_the_host_is_said():
+    """The one that needs least of it is taken where all need too much."""
+    choice = by_host({"much": 9, "less": 8}, 5)
+    assert choice.policy == "less" and not choice.fits
+    assert "less, with 1.5 of 9.0 GiB and 8.0 of 5.0 GiB in the host's memory, which is more than there is" in str(
+        choice
+    )
+
+
+def test_what_xla_does_not_pin_is_not_taken():
+    """The variable is named where its limit alone is too low."""
+    needs, limit = {"most": 90, "much": 75, "some": 30}, 64 * GIB
+    choice = by_host(needs, 80, pinned=limit)
+    assert (choice.policy, choice.fits, choice.host_limit) == ("some", True, limit)
+    assert [one.pinned for one in choice.refused] == [False, True]
+    assert "75.0 in the host's memory (XLA takes so much with XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=82" in str(choice)
+    assert by_host(needs, 20, pinned=limit).fits is False, "the host has less than XLA would pin"
+    alone = by_host({"much": 75}, 80, pinned=limit)
+    assert not alone.fits
+    assert "more than there is (XLA takes so much with XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=82" in str(alone)
 
 
 def test_candidates_begin_with_the_fastest():
-    assert candidates()[:3] == ("projections", "attention", "full") and "none" not in candidates()
+    short = candidates(2048, hidden=True)
+    assert short[:3] == ("projections", "attention", "full")
+    assert short == candidates(LONG_ROW - 1, hidden=True) == candidates(2**16, hidden=False)
+    # docs/memory.md: what makes the attention again comes last, and of what fetches it the faster one first.
+    long = candidates(LONG_ROW, hidden=True)
+    assert long == ("projections", "attention", "offload_projections", "offload_attention", "full", "offload")
+    assert set(long) == set(short)
+
+
+@pytest.mark.parametrize("row", [2048, LONG_ROW])
+def test_what_keeps_everything_or_rounds_is_no_candidate(row):
+    rounded = {name for name, policy in POLICIES.items() if policy is not None and policy.float8}
+    assert rounded and not (rounded | {"none"}) & set(candidates(row, hidden=True))
 
 
 @pytest.mark.parametrize(

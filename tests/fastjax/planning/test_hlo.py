@@ -69,3 +69,12 @@ def test_a_stack_is_named_by_what_each_turn_puts_into_it():
     first, *others = map(str, largest_arrays(text, 5))
     assert first == "0.00 GiB f32[8,512,256] of layers/mlp/take (forward)"
     assert "0.00 GiB bf16[8,512,256] of start (forward)" in others, "nothing in the loop makes it"
+
+
+def test_an_array_in_the_hosts_memory_is_none_of_the_devices():
+    """A stack of residuals that the host keeps, beside the device's part of it."""
+    text = TEXT.replace("%put = f32[8,512,256]{2,1,0} fusion", "%put = f32[8,512,256]{2,1,0:T(8,128)S(5)} fusion")
+    text = text.replace("f32[8,512,256]{2,1,0}) custom-call()", "f32[8,512,256]{2,1,0:S(5)}) custom-call()")
+    assert "f32[8,512,256]{S(5)}" in {kernel.result for kernel in kernels(text)}
+    left_out = {array.type for array in largest_arrays(TEXT, 9)} - {array.type for array in largest_arrays(text, 9)}
+    assert left_out == {"f32[8,512,256]"}

@@ -1,22 +1,28 @@
 """A run chooses what its backward pass recomputes by the memory of the device, here of one that is made up."""
 
 import gc
+import re
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 from fastjax.data import grouping
-from fastjax.errors import TrainingError
+from fastjax.errors import ConfigError, TrainingError
+from fastjax.parallel import MeshShape
 from fastjax.planning.choice import Choice, Refused, candidates
 from fastjax.planning.memory import ALLOCATOR_BYTES, StepMemory
 from fastjax.runs import checkpointing, training_run
+from fastjax.runs.checkpointing import RunStep
 from fastjax.runs.fine_tune import fine_tune
 from fastjax.runs.model_loading import ModelLoading
+from fastjax.runs.steps import RunShapes
 from tests.support import chat
 from tests.support.runs import config, rows
 
 pytestmark = pytest.mark.one_world
+
+ORDER = candidates(48, hidden=True)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,7 @@ def chosen(folder):
 
 
 def test_the_choice_and_its_resumption(settings, memory, tmp_path, monkeypatch):
-    fastest, *_, least = candidates()
+    fastest, *_, least = ORDER
     memory(2**40)
     order, collects = [], []
 
@@ -87,7 +93,7 @@ def test_the_choice_and_its_resumption(settings, memory, tmp_path, monkeypatch):
     memory(2**18)
     order.clear()
     assert run(settings, tmp_path / "small", 1).model.remat == least
-    assert set(chosen(tmp_path / "small")[0]["refused"]) == set(candidates()) - {least}
+    assert set(chosen(tmp_path / "small")[0]["refused"]) == set(ORDER) - {least}
     (started,) = [row for row in rows(tmp_path / "small") if row.get("event") == "started"]
     assert "start" not in order and started["overlap_seconds"] == 0  # XLA may need what the weights would take
 
@@ -119,9 +125,42 @@ def test_out_of_memory_names_the_arrays_and_the_way_out(settings, memory, tmp_pa
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore")
 
     monkeypatch.setattr(training_run, "fit", fit)
-    fastest, after, *_ = candidates()
+    fastest, after, *_ = ORDER
     said = rf"allocate 9 bytes\.\. The step \({fastest}\) holds .* GiB of weights .* GiB f32\[.*Set model\."
-    with pytest.raises(TrainingError, match=rf"{said}use_gradient_checkpointing: {after}, or lower"):
+    others = "model.offload_layers: true or training.offload_optimizer: true, or lower training.per_device"
+    with pytest.raises(TrainingError, match=rf"{said}use_gradient_checkpointing: {after} or {others}"):
+        run(settings, tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize(("policy", "way"), [("projections", "Set model.*: true, or lower"), ("full", "Lower")])
+def test_out_of_memory_of_a_step_whose_model_is_not_known(policy, way):
+    """`Trainer`'s: of the policy its name alone is known."""
+    said = checkpointing._advice("RESOURCE_EXHAUSTED", RunStep(policy, None, MeshShape()))
+    assert re.fullmatch(rf".*RESOURCE_EXHAUSTED\. {way} training\.per_device.* or model\.max_seq_length", said)
+
+
+@pytest.mark.parametrize(("there", "pinned", "hint"), [(8, 5, True), (5, 8, False)])
+def test_the_hosts_memory_bounds_a_run_too(settings, memory, tmp_path, monkeypatch, there, pinned, hint):
+    """What it has and what XLA pins of it; here the step needs six bytes. The run says so and is tried all the same."""
+    memory(2**40)
+    monkeypatch.setattr(checkpointing, "host_memory", lambda: there)
+    monkeypatch.setattr(checkpointing, "pinned_limit", lambda: pinned)
+    monkeypatch.setattr(StepMemory, "of", lambda compiled: StepMemory(2**20, 2**20, 6))
+    own = {**settings, "model": {**settings["model"], "use_gradient_checkpointing": "offload_attention"}}
+    run(own, tmp_path / "run", 1)
+    (row,) = chosen(tmp_path / "run")
+    assert row["host_limit_bytes"] == 5 and "in the host's memory, which is more than there is" in row["message"]
+    assert ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=2 in" in row["message"]) == hint
+
+
+def test_policies_of_which_none_suits_end_with_the_reason(settings, memory, tmp_path, monkeypatch):
+    memory(2**40)
+
+    def step(self, policy, mesh=None):
+        raise ConfigError(f"layer_loop: {policy} is not served")
+
+    monkeypatch.setattr(RunShapes, "step", step)
+    with pytest.raises(ConfigError, match=f"layer_loop: {ORDER[-1]} is not served"):
         run(settings, tmp_path / "run", 1)
 
 

@@ -1,0 +1,133 @@
+"""The policies of rematerialisation that a run chooses from, and the settings with which its step holds less."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from fastjax.errors import ConfigError
+from fastjax.language_model import LanguageModel
+from fastjax.models.chunks import AUTO_CHUNK, AUTO_TOKENS, check_chunk
+from fastjax.models.remat import POLICIES, compiler_options, policy_of
+from fastjax.parallel import MeshShape
+from fastjax.planning.choice import LONG_ROW, candidates
+from fastjax.training.config import TrainConfig
+
+#: Policies by what a step holds on the device, the most first (docs/memory.md). The last two are as good as equal in
+#: rows shorter than `LONG_ROW`.
+_HELD = (
+    "none",
+    "projections",
+    "projections_float8",
+    "attention",
+    "full",
+    "offload_projections",
+    "offload_attention",
+    "offload",
+)
+
+
+def run_candidates(config: TrainConfig, shape: MeshShape) -> tuple[str, ...]:
+    """The policies that a run chooses from, the fastest first.
+
+    Args:
+        config: the run.
+        shape: of the mesh.
+    """
+    hidden = shape.size == 1 and config.model.layer_loop == "scan"
+    return candidates(config.model.max_seq_length, hidden=hidden)
+
+
+def less_memory(
+    config: TrainConfig, model: LanguageModel, shape: MeshShape, policy: str, others: Collection[str] = ()
+) -> list[str]:
+    """Settings with which a run's step holds less on the device, as "section.key: value".
+
+    Args:
+        config: the run.
+        model: its own, or one of shapes.
+        shape: of the mesh.
+        policy: of rematerialisation, which the step has.
+        others: policies that are known not to fit.
+
+    Returns:
+        Those that the run could use and has not set.
+    """
+    return list(_settings(config, model, shape, policy, others))
+
+
+def holds_more(policy: str, other: str, row: int) -> bool:
+    """Whether a step holds more on the device with a policy than with another one.
+
+    Args:
+        policy: its name, as `policy_of` takes it.
+        other: likewise.
+        row: tokens of a row.
+    """
+    first, second = (_HELD.index(name.partition(":")[0]) for name in (policy, other))
+    return first < min(second, _HELD.index("offload_attention") if row < LONG_ROW else second)
+
+
+def way_out(settings: Collection[str], rows: int | None = None) -> str:
+    """What to do where a step does not fit, as a sentence without its full stop.
+
+    Args:
+        settings: of `less_memory`.
+        rows: of a device's microbatch; None: not known.
+    """
+    batch = "training.per_device_train_batch_size (and raise gradient_accumulation_steps as much) or "
+    lower = f"ower {'' if rows == 1 else batch}model.max_seq_length"
+    return f"Set {' or '.join(settings)}, or l{lower}" if settings else f"L{lower}"
+
+
+def _settings(
+    config: TrainConfig, model: LanguageModel, shape: MeshShape, policy: str, others: Collection[str]
+) -> Iterator[str]:
+    if (below := _below(config, model, shape, policy, others)) is not None:
+        yield f"model.use_gradient_checkpointing: {below}"
+    if shape.size == 1:
+        if not config.model.offload_layers and _taken(model.with_host_layers):
+            yield "model.offload_layers: true"
+        if not config.model.offload_embedding and _taken(model.with_host_embedding):
+            yield "model.offload_embedding: true"
+        training = dataclasses.replace(config.training, offload_optimizer=True)
+        if not config.training.offload_optimizer and _taken(lambda: dataclasses.replace(config, training=training)):
+            yield "training.offload_optimizer: true"
+    if _whole_mlps(config, model, shape, policy):
+        yield f"model.mlp_chunk: {AUTO_CHUNK}"
+
+
+def _below(
+    config: TrainConfig, model: LanguageModel, shape: MeshShape, policy: str, others: Collection[str]
+) -> str | None:
+    """The fastest policy that holds less on the device than this one; None: there is none."""
+    name, _, first = policy.partition(":")
+    rest = policy_of(policy, int(first)) if first else name
+    more, least = sorted((name, rest), key=_HELD.index)
+    row = config.model.max_seq_length
+
+    def suits(other: str) -> bool:
+        return _taken(lambda: compiler_options(model.with_checkpointing(other).graphdef))
+
+    less = [least] if holds_more(more, least, row) else []
+    less += [other for other in run_candidates(config, shape) if holds_more(least, other, row)]
+    return next((other for other in less if other not in others and suits(other)), None)
+
+
+def _whole_mlps(config: TrainConfig, model: LanguageModel, shape: MeshShape, policy: str) -> bool:
+    """Whether MLPs are computed for more tokens at a time than a chunk has, and chunks would cost no products."""
+    kept, chunk = POLICIES[policy.partition(":")[0]], config.model.mlp_chunk
+    tokens = config.training.per_device_train_batch_size * config.model.max_seq_length // shape.context
+    whole = chunk is None or (chunk == "auto" and tokens < AUTO_TOKENS)
+    served = shape.tensor == 1 and model.quantization_aware is None
+    again = kept is not None and "projection" not in kept.kept
+    served &= _taken(lambda: check_chunk(AUTO_CHUNK, model.config))
+    return whole and again and served and tokens > AUTO_CHUNK
+
+
+def _taken(setting: Callable[[], Any]) -> bool:
+    """Whether a setting is not refused."""
+    try:
+        setting()
+    except ConfigError:
+        return False
+    return True
