@@ -2,7 +2,8 @@
 
 0: done. 2: the command line or the configuration is wrong. 1: anything else that can be expected, such as a broken
 checkpoint or a full disk. 129, 130 and 143: interrupted, by SIGHUP, Ctrl-C or SIGTERM. A subcommand's module is
-imported on demand, so that a command without JAX imports none.
+imported on demand, so that a command without JAX imports none. Of several processes each names its rank and host in
+front of whatever ends it, a traceback too, and ends at once.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import metadata
+from typing import NoReturn
 
 from convert.errors import ConvertError, shorten
 from fastjax.errors import ConfigError, DataError, Interrupted, TrainingError
@@ -43,18 +45,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         importlib.import_module(f"fastjax.commands.{arguments.command.replace('-', '_')}").main(arguments.arguments)
-    except KeyboardInterrupt:
-        print("fastjax: interrupted", file=sys.stderr)
-        return 130
-    except Interrupted as stop:
-        print(f"fastjax {arguments.command}: {stop}", file=sys.stderr)
-        return 128 + stop.signal_number
-    except (ConfigError, ConvertError, DataError, TrainingError, OSError) as error:
-        if arguments.traceback:
-            traceback.print_exc()
-        print(f"fastjax {arguments.command}: error: {_message(error)}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    except (Exception, KeyboardInterrupt) as error:
+        rank = _rank()
+        ending = _ending(error, arguments.command, rank, arguments.traceback)
+        if ending is None:
+            raise
+        text, status = ending
+        try:
+            print(text, file=sys.stderr, flush=True)
+        finally:
+            if rank is not None and not isinstance(error, Interrupted):  # which stops all at the same step
+                _leave(status)
+        return status
     return 0
+
+
+def _ending(error: BaseException, command: str, rank: str | None, with_traceback: bool) -> tuple[str, int] | None:
+    """The text about what has ended a command, in one piece, and the exit status; None: Python is to tell it."""
+    where = "" if rank is None else f"{rank}: "
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, KeyboardInterrupt):
+        return f"fastjax: {where}interrupted", 130
+    if isinstance(error, Interrupted):
+        return f"fastjax {command}: {where}{error}", 128 + error.signal_number
+    if isinstance(error, ConfigError | ConvertError | DataError | TrainingError | OSError):
+        text = f"fastjax {command}: error: {where}{_message(error)}"
+        return (f"{trace}\n{text}" if with_traceback else text), 2 if isinstance(error, ConfigError) else 1
+    if rank is None:
+        return None
+    return f"fastjax {command}: error: {where}unexpected {type(error).__name__}\n{trace}", 1
+
+
+def _rank() -> str | None:
+    """The process among several, and its host; None: it is the only one, as every one without JAX."""
+    if "fastjax.parallel.processes" not in sys.modules:
+        return None
+    from fastjax.parallel.processes import rank_name
+
+    return rank_name()
+
+
+def _leave(status: int) -> NoReturn:
+    from fastjax.parallel.processes import leave
+
+    leave(status)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,6 +20,8 @@ COMMANDS = ("train",)
 PATIENCE = 10.0
 #: The same after a signal, which they end with a checkpoint.
 SAVING = 600.0
+#: Seconds for the last lines of a process that has ended; what it has started itself may hold its output open.
+_LAST_LINES = 2.0
 _POLL = 0.1
 
 
@@ -63,10 +65,11 @@ def launch(command: Sequence[str], count: int) -> None:
     """
     address = f"127.0.0.1:{_free_port()}"
     processes: list[subprocess.Popen[str]] = []
+    readers: list[threading.Thread] = []
     with _forwarded(processes) as received:
         for index in range(count):
             piped = None if index == 0 else subprocess.PIPE
-            arguments = [*command, "--distributed", f"{address},{count},{index}"]
+            arguments = [*command, "--distributed", f"{address},{count},{index},{index}"]
             process = subprocess.Popen(
                 [sys.executable, "-m", "fastjax", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -77,11 +80,14 @@ def launch(command: Sequence[str], count: int) -> None:
             )
             processes.append(process)
             if process.stdout is not None:
-                threading.Thread(target=_show, args=(index, process.stdout), daemon=True).start()
+                readers.append(threading.Thread(target=_show, args=(index, process.stdout), daemon=True))
+                readers[-1].start()
         try:
             first = _first_failure(processes)
         finally:
             _end(processes, SAVING if received else PATIENCE)
+            for reader in readers:
+                reader.join(_LAST_LINES)
     if first is None:
         return
     index, status = first
@@ -90,6 +96,7 @@ def launch(command: Sequence[str], count: int) -> None:
         if not received:
             raise TrainingError(f"rank {index} of {count} was ended by {name}; the others are ended too")
         raise Interrupted(f"rank {index} of {count} was ended by {name}", -status)
+    print(f"fastjax launch: rank {index} of {count} ended first, with exit status {status}", file=sys.stderr)
     raise SystemExit(status)
 
 

@@ -47,8 +47,8 @@ _OPTIONS = {
     "--config FILE": "the YAML file",
     "--resume": "go on from the newest whole checkpoint in output.output_dir; from the start where there is none; "
     "a finished run is left as it is",
-    f"{DISTRIBUTED} [RANK]": "join the other processes of the run: as HOST:PORT,COUNT,INDEX, or as JAX finds in the "
-    "environment; of its own accord under SLURM and Open MPI",
+    f"{DISTRIBUTED} [RANK]": "join the other processes of the run: as HOST:PORT,COUNT,INDEX[,GPU], or as JAX finds in "
+    "the environment; of its own accord under SLURM and Open MPI",
     VERBOSE: "say of every module how it is computed, and not only of those that a faster way does not serve",
     compilation_cache.OPTION: compilation_cache.HELP,
     "--print_config": "print all settings as they would be used, as a YAML file, and exit",

@@ -1,14 +1,13 @@
 """`fastjax train`: fine-tune as a YAML file says."""
 
+import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from convert.errors import ConvertError
 from fastjax.commands.compilation_cache import OPTION, keep_programs
 from fastjax.commands.settings import DISTRIBUTED, VERBOSE, parse_train_config
-from fastjax.errors import ConfigError, DataError, TrainingError
 
 if TYPE_CHECKING:
     from fastjax.runs.training_run import FineTuned
@@ -22,20 +21,15 @@ def main(argv: Sequence[str]) -> None:
     """
     config = parse_train_config(argv)
     keep_programs(OPTION not in argv and not config.training.deterministic)
-    from fastjax.parallel.processes import Rank, in_cluster, is_primary, join, rank_name
+    from fastjax.parallel.processes import Rank, in_cluster, is_primary, join
     from fastjax.runs.fine_tune import fine_tune  # JAX is imported once the settings are right
     from fastjax.training.report import usage
 
-    if DISTRIBUTED in argv or in_cluster():
-        given = [*argv, ""][argv.index(DISTRIBUTED) + 1] if DISTRIBUTED in argv else ""
-        join(Rank.parse(given) if given and not given.startswith("--") else None)
+    given = _distributed(argv)
+    if given is not None or in_cluster():
+        join(Rank.parse(given) if given else None)
     console = Console()
-    try:
-        result = fine_tune(config, console, resume="--resume" in argv, verbose=VERBOSE in argv)
-    except (ConfigError, ConvertError, DataError, TrainingError) as error:
-        if (name := rank_name()) is None:
-            raise
-        raise type(error)(f"{name}: {error}") from error
+    result = fine_tune(config, console, resume="--resume" in argv, verbose=VERBOSE in argv)
     if not is_primary():
         return
     console.print(f"{result.folder.name}: {result.folder}", highlight=False, soft_wrap=True)
@@ -45,6 +39,13 @@ def main(argv: Sequence[str]) -> None:
     console.print(f"use it:{gap}{command}", highlight=False, soft_wrap=True, markup=False)
     if (packing := _packing(result)) is not None:
         console.print(f"as what it was trained for: {packing}", highlight=False, soft_wrap=True)
+
+
+def _distributed(argv: Sequence[str]) -> str | None:
+    """The value of `--distributed`, "" where it has none; None: it is not given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(DISTRIBUTED, nargs="?", const="")
+    return parser.parse_known_args(argv)[0].distributed
 
 
 def _packing(result: "FineTuned") -> str | None:

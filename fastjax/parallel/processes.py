@@ -5,22 +5,38 @@ a run leaves. What decides the program (a choice, a step to resume from) is agre
 different programs wait for each other for ever.
 """
 
+import contextlib
+import importlib.util
 import os
+import re
 import socket
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed  # the public functions look for devices, which a message must not
 from jax.experimental import multihost_utils
 
+from convert.errors import shown
 from fastjax.errors import ConfigError
-from fastjax.parallel.placing import whole
+from fastjax.parallel.placing import fetched, spans_processes
 
 #: Seconds without a sign of life after which a process counts as dead, and the others end.
 HEARTBEAT_SECONDS = 30
-#: Environment variables that give the number of processes under a cluster's launcher, which JAX knows to read.
-CLUSTERS = {"SLURM": "SLURM_STEP_NUM_TASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
+#: Seconds that the first process stays after its error. With it goes the service of all, and they with that.
+LAST_WORDS_SECONDS = 2.0
+#: Environment variables that give the number of processes under a cluster's launcher, in JAX's order: inside a job of
+#: SLURM `mpirun` leaves both.
+CLUSTERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "SLURM": "SLURM_STEP_NUM_TASKS"}
+#: Set by Open MPI before version 5; later processes ask MPI itself for their ranks.
+_OLD_OPEN_MPI = "OMPI_MCA_orte_hnp_uri"
+#: JAX's own variable: the GPUs of a process, which then stay as they are.
+_JAX_GPUS = "JAX_LOCAL_DEVICE_IDS"
+_TOLD_MILLISECONDS = 60_000
 
 T = TypeVar("T")
 
@@ -31,36 +47,36 @@ class Rank(NamedTuple):
     Attributes:
         coordinator: host and port of the first process.
         count: of the processes.
-        index: of this one, from 0; also of its device on the host.
+        index: of this one, from 0.
+        gpu: its GPU among those that it sees; None: one where other processes see the same, otherwise all.
     """
 
     coordinator: str
     count: int
     index: int
+    gpu: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Rank":
-        """Read HOST:PORT,COUNT,INDEX.
+        """Read HOST:PORT,COUNT,INDEX or HOST:PORT,COUNT,INDEX,GPU.
 
         Raises:
             ConfigError: it is of another form.
         """
-        try:
-            coordinator, count, index = text.split(",")
-            found = cls(coordinator, int(count), int(index))
-            if not 0 <= found.index < found.count or not found.coordinator.rpartition(":")[2].isdecimal():
-                raise ValueError
-        except ValueError:
-            raise ConfigError(f"--distributed: expected HOST:PORT,COUNT,INDEX or nothing, got {text[:80]}") from None
-        return found
+        if found := re.fullmatch(r"([^,\s]+:(\d{1,5})),(\d{1,6}),(\d{1,6})(?:,(\d{1,4}))?", text, re.ASCII):
+            port, count, index = map(int, found.group(2, 3, 4))
+            if 0 < port < 2**16 and index < count:
+                return cls(found[1], count, index, None if found[5] is None else int(found[5]))
+        raise ConfigError(f"--distributed: expected HOST:PORT,COUNT,INDEX[,GPU] or nothing, got {shown(text, 80)}")
 
     def __str__(self) -> str:
-        return ",".join(map(str, self))
+        return ",".join(str(part) for part in self if part is not None)
 
 
 def in_cluster() -> str | None:
     """The cluster's launcher that has started this process as one of several; None: none has."""
-    return next((name for name, variable in CLUSTERS.items() if int(os.environ.get(variable) or 1) > 1), None)
+    counts = ((name, os.environ.get(variable, "")) for name, variable in CLUSTERS.items())
+    return next((name for name, count in counts if re.fullmatch(r"\d{1,9}", count, re.ASCII) and int(count) > 1), None)
 
 
 def join(rank: Rank | None) -> None:
@@ -75,11 +91,66 @@ def join(rank: Rank | None) -> None:
     given: dict[str, Any] = {}
     if rank is not None:
         given = {"coordinator_address": rank.coordinator, "num_processes": rank.count, "process_id": rank.index}
-        given |= {"local_device_ids": [rank.index], "cluster_detection_method": "deactivate"}
+        given |= {"cluster_detection_method": "deactivate"}
+        given |= {} if rank.gpu is None else {"local_device_ids": [rank.gpu]}
+    elif in_cluster() == "Open MPI" and _OLD_OPEN_MPI not in os.environ:
+        if importlib.util.find_spec("mpi4py") is None:
+            raise ConfigError(
+                "Open MPI 5: expected the package mpi4py, of which JAX asks a process's rank, found none: pip install "
+                "mpi4py, or name each process with --distributed HOST:PORT,COUNT,INDEX"
+            )
+        given = {"cluster_detection_method": "mpi4py"}  # of its own accord JAX 0.10 would not look there
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"--distributed: expected other processes of this run, got none: {error}") from error
+        if rank is not None:
+            _share_gpus(rank)
+    except (ValueError, RuntimeError, ImportError) as error:
+        name = "" if rank is None else f" {rank}"
+        raise ConfigError(f"--distributed{name}: expected other processes of this run, got none: {error}") from error
+
+
+def _share_gpus(rank: Rank) -> None:
+    """Take one GPU, by the number of this process among those that see the same ones; alone it has all."""
+    boot = Path("/proc/sys/kernel/random/boot_id")  # hosts may share a name
+    parts = [socket.gethostname(), boot.read_text("ascii").strip() if boot.exists() else ""]
+    parts += [os.environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", _JAX_GPUS)]
+    client = distributed.global_state.client
+    assert client is not None, "joined"
+    client.key_value_set(f"fastjax/gpus/{rank.index}", repr((*parts, rank.gpu)))
+    if rank.gpu is not None or os.environ.get(_JAX_GPUS):
+        return
+    keys = (f"fastjax/gpus/{index}" for index in range(rank.count))
+    seen = [client.blocking_key_value_get(key, _TOLD_MILLISECONDS) for key in keys]
+    if (own := own_gpu(seen, rank.index)) is not None:
+        jax.config.update("jax_cuda_visible_devices", str(own))
+
+
+def own_gpu(seen: Sequence[str], index: int) -> int | None:
+    """The GPU of a process among those that it sees; None: no other process sees them.
+
+    Args:
+        seen: what each process sees, in words.
+        index: of the process.
+    """
+    others = [other for other, what in enumerate(seen) if what == seen[index]]
+    return None if len(others) == 1 else others.index(index)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once.
+
+    An ordinary end waits, up to five minutes, for the other processes to end too, and they may wait for this one in a
+    collective: neither they nor what has started them would know. They miss the heartbeat of one that is gone.
+
+    Args:
+        status: its exit status.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if distributed.global_state.process_id == 0:
+        time.sleep(LAST_WORDS_SECONDS)
+    os._exit(status)
 
 
 def is_primary() -> bool:
@@ -89,9 +160,10 @@ def is_primary() -> bool:
 
 def rank_name() -> str | None:
     """The process and its host, for messages; None: it is the only one."""
-    if jax.process_count() == 1:
+    state = distributed.global_state
+    if state.num_processes == 1:
         return None
-    return f"rank {jax.process_index()} of {jax.process_count()} on {socket.gethostname()}"
+    return f"rank {state.process_id} of {state.num_processes} on {socket.gethostname()}"
 
 
 def barrier(name: str) -> None:
@@ -133,15 +205,9 @@ def gathered_numbers(value: int) -> list[int]:
 
 
 def on_host(tree: Any) -> Any:
-    """Arrays of a mesh of several processes, whole, as NumPy's; those of one process stay.
+    """Small arrays of a mesh of several processes, whole in each of them, as NumPy's; those of one process stay.
 
     Args:
         tree: arrays.
     """
-
-    def fetch(array: Any) -> Any:
-        if array.is_fully_addressable:
-            return array
-        return np.asarray(array if array.is_fully_replicated else whole(array))
-
-    return jax.tree.map(fetch, tree)
+    return jax.tree.map(lambda array: fetched(array) if spans_processes(array) else array, tree)

@@ -34,6 +34,8 @@ EvalStep = Callable[[Any, Any, Batch], LossSums]
 
 #: Batches queued on the device.
 PREFETCH = 2
+#: Batches of an evaluation that devices may have before them.
+AHEAD = 8
 
 _START = Progress()
 _NEVER = Cadence()
@@ -148,12 +150,13 @@ class _Loop:
         self.checkpoints, self.check, self.explain, self.watch = checkpoints, check, explain, watch
         self.pending: _Pending | None = None
         self.saved_step = start.step or None  # this step has a whole checkpoint
+        self.saving_step: int | None = None  # the last one of which a save was begun
 
     def run(self, train_step, state, frozen, batches, evaluate, stop, send, profile, ended) -> Fitted:
         cadence, evaluation = self.cadence, None
         with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=functools.partial(_sent, send))) as ready:
             while self.progress.step < self.total and not cadence.exhausted(self.progress) and not ended():
-                self.watch(f"the batch of step {self.progress.step + 1}")
+                self.watch(f"the batch of step {self.progress.step + 1}, from the data")
                 if (item := next(ready, None)) is None:
                     raise TrainingError(
                         f"the data ended after {self.progress.step} steps; expected batches for {self.total}"
@@ -185,8 +188,9 @@ class _Loop:
                 asked = {"held_out": evaluate is not None, "signalled": stop.received is not None}
                 actions = cadence.after(self.progress, self.total, **asked)
                 if actions.evaluate and evaluate is not None:
-                    self.watch(None)
+                    self.watch(f"the evaluation after step {step}")
                     evaluation = evaluate(state.trainable)  # behind the step, for which nothing waits yet
+                    self.watch(None)
                     self.throughput.pause()
                     self.report(state)
                     self.judge(evaluation)
@@ -199,10 +203,11 @@ class _Loop:
                     self.save(state, final=actions.stop == "signal")
                 self.poll()
                 if actions.stop == "signal":
+                    self.watch(None)
                     return Fitted(state, self.progress, evaluation, complete=False)
         self.report(state)  # of a run that was ended
-        self.watch(None)
         self.settle()
+        self.watch(None)
         return Fitted(state, self.progress, evaluation, complete=True)
 
     def write(self, row: Row) -> None:
@@ -259,6 +264,7 @@ class _Loop:
         kept = "nothing was saved"
         if self.checkpoints is not None and good.step > 0:
             self.settle()
+            self.watch(f"the checkpoint of step {good.step}")
             try:
                 if self.saved_step != good.step:
                     self.checkpoints.save(state._replace(halted=jnp.zeros((), bool)), good)
@@ -266,6 +272,7 @@ class _Loop:
                 kept = f"the state before it is the checkpoint of step {good.step}"
             except SaveFailed as error:
                 kept = str(error)
+        self.watch(None)  # the rows are looked at one by one
         rows = "" if self.explain is None else f" {self.explain(state, pending.batch, pending.step)}"
         message = (
             f"step {pending.step}: the loss is {row['loss']} and the gradient norm {row['grad_norm']}; expected finite "
@@ -290,8 +297,9 @@ class _Loop:
         """Save the state; a failed periodic save is reported and does not end the run."""
         if self.checkpoints is None:
             return
-        self.watch(None)
         self.settle()  # an earlier failed save does not prevent this one
+        self.watch(f"the checkpoint of step {self.progress.step}")
+        self.saving_step = self.progress.step
         try:
             self.checkpoints.save(state, self.progress)
             if final:
@@ -310,6 +318,8 @@ class _Loop:
 
     def settle(self) -> None:
         """Wait for the current save, and report its outcome."""
+        if self.saving_step is not None:
+            self.watch(f"the checkpoint of step {self.saving_step}")
         try:
             self.saved(None if self.checkpoints is None else self.checkpoints.wait())
         except SaveFailed as error:
@@ -327,6 +337,7 @@ def run_evaluation(
     frozen: Any,
     batches: Iterable[Batch],
     send: Callable[[Batch], Batch] = jax.device_put,
+    heard: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Evaluate on every batch; the sums stay on the device until the last.
 
@@ -336,12 +347,19 @@ def run_evaluation(
         frozen: the others.
         batches: held-out rows.
         send: puts a batch on the devices.
+        heard: is called when the devices have taken a batch, but for the last `AHEAD`.
 
     Raises:
         TrainingError: the rows weigh nothing, without a target token.
     """
+    called: list[LossSums] = []
     with contextlib.closing(prefetched(iter(batches), PREFETCH, transform=send)) as ready:
-        found: list[LossSums] = jax.device_get([eval_step(trainable, frozen, batch) for batch in ready])
+        for batch in ready:
+            called.append(eval_step(trainable, frozen, batch))
+            if len(called) > AHEAD:
+                jax.block_until_ready(called[-1 - AHEAD])
+                heard()
+        found: list[LossSums] = jax.device_get(called)
     loss = sum(float(sums.loss_sum) for sums in found)
     totals: dict[str, Any] = {}
     if found:

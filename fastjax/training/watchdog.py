@@ -1,7 +1,8 @@
-"""A thread that ends a process whose step does not end, with the place where it stands.
+"""A thread that ends a process whose step, evaluation or save does not end, with the place where it stands.
 
 A collective waits for ever for a device that does not come: a process that died, a kernel that hangs, a disk that is
-gone. The message names the step and what was waited for; Python's stacks show where.
+gone. The message names the step and what was waited for; Python's stacks show where. Which collective a device stands
+in nobody can ask it: those of the step are listed.
 """
 
 import faulthandler
@@ -9,17 +10,27 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 #: Exit status of a process that the watchdog ends.
 STATUS = 1
+#: Seconds after which the process ends even if a part of its last message hangs.
+_AT_MOST = 60.0
 
 
 class Watchdog:
     """A context in which each thing that is waited for must come in time."""
 
-    def __init__(self, timeout: float | None, folder: Path, rank: int, name: str | None = None):
+    def __init__(
+        self,
+        timeout: float | None,
+        folder: Path,
+        rank: int,
+        name: str | None = None,
+        facts: Callable[[], str] = lambda: "",
+    ):
         """Make it; the thread begins with the context.
 
         Args:
@@ -27,8 +38,10 @@ class Watchdog:
             folder: gets `stacks-RANK.txt`.
             rank: of the process.
             name: of the process, for the message; None: it is the only one.
+            facts: one more sentence for the message, found when it is needed; empty: none.
         """
         self._timeout, self._file, self._name = timeout, folder / f"stacks-{rank}.txt", name
+        self._facts = facts
         self._waits: tuple[float, str] | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fastjax-watchdog", daemon=True)
@@ -49,6 +62,11 @@ class Watchdog:
         """
         self._waits = None if what is None else (time.monotonic(), what)
 
+    def restart(self) -> None:
+        """Begin to wait anew: a part has come of what is waited for."""
+        if self._waits is not None:
+            self.watch(self._waits[1])
+
     def _run(self) -> None:
         assert self._timeout is not None
         while not self._over.wait(min(1.0, self._timeout / 4)):
@@ -58,15 +76,17 @@ class Watchdog:
 
     def _end(self, what: str) -> None:
         where = "" if self._name is None else f"{self._name}: "
-        print(
-            f"\nfastjax: error: {where}waited {self._timeout:g} s (training.step_timeout) for {what}; the stacks of "
-            f"its threads follow, and are in {self._file}",
-            file=sys.stderr,
-            flush=True,
-        )
-        faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+        message = f"{where}waited {self._timeout:g} s (training.step_timeout) for {what}"
+        stderr = sys.__stderr__ or sys.stderr
+        faulthandler.dump_traceback_later(_AT_MOST, exit=True, file=stderr)
         try:
+            text = f"\nfastjax: error: {message}; the stacks of its threads follow, and are in {self._file}"
+            print(text, file=stderr, flush=True)
+            faulthandler.dump_traceback(stderr)
             with open(self._file, "w", encoding="utf-8") as file:
+                print(message, file=file, flush=True)
                 faulthandler.dump_traceback(file)
+            if facts := self._facts():
+                print(f"fastjax: {where}{facts}", file=stderr, flush=True)
         finally:
             os._exit(STATUS)

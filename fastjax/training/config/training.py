@@ -43,8 +43,8 @@ class TrainingSection:
             section with weights. null: none.
         deterministic: on a GPU, deterministic operations only, and kernels chosen once and kept beside the
             checkpoints: two equal runs are equal bit for bit. Slower. On a CPU they always are.
-        step_timeout: seconds that a step may take, compiling included, before the run ends with the stacks of its
-            threads, as where another process hangs; evaluations and saves are not timed; null: for ever.
+        step_timeout: seconds that a step may take, compiling included, or a save, or a few batches of an evaluation,
+            before the run ends with the stacks of its threads, as where another process hangs; null: for ever.
         seed: of the order of the rows and of dropout.
     """
 

@@ -3,13 +3,18 @@
 import errno
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from convert.errors import ConvertError
 from fastjax.cli import COMMANDS, main
 from fastjax.commands import train
-from fastjax.errors import ConfigError, DataError, TrainingError
+from fastjax.errors import ConfigError, DataError, Interrupted, TrainingError
+from fastjax.parallel import processes
+from fastjax.training.checkpoint_files import Unreadable
 
 
 @pytest.mark.parametrize(
@@ -34,13 +39,64 @@ def test_expected_errors_are_one_line(monkeypatch, capsys, error, status, messag
     assert err == f"fastjax train: error: {message}\n"
 
 
+class Left(BaseException):
+    """The end of a process."""
+
+
+@pytest.fixture
+def one_of_four(monkeypatch):
+    """Makes this process the last of four; its end is `Left`, with the status."""
+
+    def end(status):
+        raise Left(status)
+
+    state = types.SimpleNamespace(num_processes=4, process_id=3)
+    monkeypatch.setattr(processes, "distributed", types.SimpleNamespace(global_state=state))
+    monkeypatch.setattr(processes.socket, "gethostname", lambda: "node2")
+    monkeypatch.setattr(processes.os, "_exit", end)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ConfigError("lora.r: expected 1"), 2, "train: error: {}lora.r: expected 1"),
+        (Unreadable(Path("out/4"), "it is empty"), 1, "train: error: {}out/4 cannot be read: it is empty"),
+        (OSError(errno.ENOSPC, "No space left on device", "out"), 1, "train: error: {}out: No space left on device"),
+        (JaxRuntimeError("INTERNAL: NCCL"), 1, "train: error: {}unexpected JaxRuntimeError"),
+        (KeyError("a bug"), 1, "train: error: {}unexpected KeyError"),
+        (KeyboardInterrupt(), 130, ": {}interrupted"),
+    ],
+)
+def test_one_process_of_several_says_which_and_ends_at_once(one_of_four, monkeypatch, capsys, error, status, message):
+    def fail(argv):
+        raise error
+
+    monkeypatch.setattr(train, "main", fail)
+    with pytest.raises(Left) as left:
+        main(["train"])
+    assert left.value.args == (status,)
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == f"fastjax{'' if message[0] == ':' else ' '}{message.format('rank 3 of 4 on node2: ')}"
+    assert (rest[0] == "Traceback (most recent call last):" and rest[-1] != "") if "unexpected" in message else not rest
+
+
+def test_processes_that_a_signal_stops_wait_for_each_other(one_of_four, monkeypatch, capsys):
+    def fail(argv):
+        raise Interrupted("interrupted by SIGTERM after step 3", 15)
+
+    monkeypatch.setattr(train, "main", fail)
+    assert main(["train"]) == 143
+    assert capsys.readouterr().err == "fastjax train: rank 3 of 4 on node2: interrupted by SIGTERM after step 3\n"
+
+
 def test_traceback_on_request(monkeypatch, capsys):
     def fail(argv):
         raise ConfigError("wrong")
 
     monkeypatch.setattr(train, "main", fail)
     assert main(["--traceback", "train"]) == 2
-    assert "Traceback" in capsys.readouterr().err
+    trace = capsys.readouterr().err
+    assert trace.startswith("Traceback") and trace.endswith("ConfigError: wrong\nfastjax train: error: wrong\n")
 
 
 def test_interrupt(monkeypatch, capsys):

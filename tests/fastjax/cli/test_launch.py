@@ -16,6 +16,23 @@ pytestmark = pytest.mark.newer_world
 
 #: Enough for a kill and a signal in between.
 STEPS = 60
+#: For the second of two processes: its first checkpoint meets a full disk, its third one a bug.
+FAILING = """
+import sys, tempfile
+
+def fail(*arguments, dir=None, **options):
+    if str(dir).endswith("checkpoints"):
+        saves.append(dir)
+        if len(saves) == 1:
+            raise OSError(28, "No space left on device")
+        if len(saves) == 3:
+            raise KeyError("a bug of one rank")
+    return plain(*arguments, dir=dir, **options)
+
+if sys.orig_argv[-1].endswith(",2,1,1"):
+    saves, plain = [], tempfile.TemporaryFile
+    tempfile.TemporaryFile = fail
+"""
 #: float32: a sum over devices is another order of the same terms, which Adam's division carries on.
 TOLERANCE = 1e-4
 
@@ -80,6 +97,28 @@ def test_two_processes_killed_stopped_and_resumed(start, tmp_path):
     assert start.alone(output) == 0
     found, expected = (np.array([row[:4] for row in figures(f)], np.float64) for f in (output, tmp_path / "whole"))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+
+
+def test_what_befalls_one_rank_alone(start, tmp_path, monkeypatch):
+    """A save that one cannot begin none begins, and all go on; one that is ended by an error ends all, within seconds.
+
+    Without `processes.leave` JAX would keep it, waiting five minutes for the others, which wait for its gradients.
+    """
+    (tmp_path / "sitecustomize.py").write_text(FAILING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    output = tmp_path / "run"
+    failed = start(output, "--output.save_steps", "1")
+    assert failed.until(lambda: "a bug of one rank" in failed.output), failed.output
+    assert failed.status(30) == 1, failed.output
+    where = f"rank 1 of 2 on {os.uname().nodename}"
+    assert f"\n[1] fastjax train: error: {where}: unexpected KeyError\n[1] Traceback" in failed.output
+    assert "\nfastjax launch: rank 1 of 2 ended first, with exit status 1\n" in failed.output
+    assert [(row["step"], row["event"]) for row in rows(output) if row.get("event") in ("save_failed", "saved")] == [
+        (1, "save_failed"),
+        (2, "saved"),
+    ]
+    told = f"the checkpoint of step 1 could not be written to {output / 'checkpoints'} by rank 1\n"
+    assert f"step 1/{STEPS}: {told}" in failed.output
 
 
 @pytest.mark.parametrize(

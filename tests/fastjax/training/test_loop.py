@@ -13,7 +13,7 @@ from fastjax.errors import TrainingError
 from fastjax.training.cadence import Cadence, Progress
 from fastjax.training.checkpoint import SaveFailed
 from fastjax.training.health import GradientCheck
-from fastjax.training.loop import Startup, fit, run_evaluation
+from fastjax.training.loop import AHEAD, Startup, fit, run_evaluation
 from fastjax.training.loss import LossSums
 from fastjax.training.metrics import Evaluation
 from fastjax.training.signals import StopSignals
@@ -251,6 +251,35 @@ def test_a_save_that_fails_does_not_keep_the_next_one_from_being_tried():
     assert rows.events() == [(3, "save_failed"), (3, "saved")]
 
 
+def test_evaluations_and_saves_are_waited_for_by_name():
+    watched, seen = [], []
+
+    class Seen(Saves):
+        def save(self, state, progress):
+            super().save(state, progress)
+            seen.append(watched[-1])
+
+        def wait(self):
+            if self.pending is not None:
+                seen.append(watched[-1])
+            return super().wait()
+
+    def evaluate(trainable):
+        seen.append(watched[-1])
+        return Evaluation(1.0, 0.5, 10)
+
+    cadence, saves = Cadence(evaluate=2, save=2), Seen(slow=True)
+    run(4, evaluate=evaluate, cadence=cadence, checkpoints=saves, watch=watched.append)
+    second, fourth = ("the evaluation after step {}", "the checkpoint of step {}"), "the checkpoint of step 4"
+    assert seen == [text.format(2) for text in second] + [second[0].format(4), second[1].format(2), fourth, fourth]
+    assert watched[:3] == [
+        "the batch of step 1, from the data",
+        "the call of step 1",
+        "the batch of step 2, from the data",
+    ]
+    assert "the numbers of step 1" in watched and watched[-1] is None
+
+
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_signal_ends_the_run_after_its_step_and_saves(failing):
     stop, saves = StopSignals(), Saves({2} if failing else ())
@@ -322,3 +351,10 @@ def test_evaluation_is_a_mean_over_tokens():
     assert evaluation == Evaluation(4.0, 0.0, 0, {"eval_margin": 8.0})
     with pytest.raises(TrainingError, match="no token to predict"):
         run_evaluation(lambda *_: next(sums), None, None, [])
+
+
+def test_batches_of_an_evaluation_are_heard_of_on_the_way():
+    heard = []
+    sums = LossSums(jnp.float32(1), jnp.float32(1), {})
+    run_evaluation(lambda *_: sums, None, None, [batch()] * (AHEAD + 3), heard=lambda: heard.append(1))
+    assert len(heard) == 3

@@ -1,4 +1,4 @@
-"""A step that does not end ends its process, which says what it waited for and where it stands."""
+"""A step, evaluation or save that does not end ends its process, which says what it waited for and where it stands."""
 
 import subprocess
 import sys
@@ -12,14 +12,47 @@ from fastjax.training.watchdog import Watchdog
 def stuck():
     time.sleep(60)
 
-with Watchdog(0.4, pathlib.Path(sys.argv[1]), 3, "rank 3 of 4 on node") as dog:
+facts = lambda: "a step has all-reduce × 32"
+with Watchdog(0.4, pathlib.Path(sys.argv[1]), 3, "rank 3 of 4 on node", facts) as dog:
     for step in range(4):
         dog.watch(f"the numbers of step {step}")
         time.sleep(0.2)
+    dog.watch("the evaluation after step 4")
+    for batch in range(4):
+        time.sleep(0.2)
+        dog.restart()
     dog.watch(None)
+    dog.restart()
     time.sleep(0.8)
     dog.watch("the numbers of step 7")
     stuck()
+"""
+
+#: The loop with a part that does not end, each in a process of its own.
+STALLED = """
+import os, pathlib, sys, time, types
+import numpy as np
+from fastjax.data.batches import Batch
+from fastjax.training.cadence import Cadence
+from fastjax.training.loop import fit
+from fastjax.training.watchdog import Watchdog
+
+def step(state, frozen, batch):
+    names = "loss", "grad_norm", "squared_norms", "finite", "updates"
+    return state, dict.fromkeys(names, np.float32(1))
+
+def stuck(*arguments):
+    time.sleep(60)
+
+saves = types.SimpleNamespace(begin=lambda: None, save=stuck, wait=lambda: None, poll=lambda: None, close=lambda: None)
+stalled = {"evaluation": {"evaluate": stuck, "cadence": Cadence(evaluate=2)}}
+stalled["save"] = {"checkpoints": saves, "cadence": Cadence(save=2)}
+state, batch = types.SimpleNamespace(trainable=None), Batch(*[np.zeros((1, 1, 1), np.int32)] * 4)
+for name, options in stalled.items():
+    if (child := os.fork()) == 0:
+        with Watchdog(0.5, pathlib.Path(sys.argv[1]), 0) as dog:
+            fit(step, state, None, [batch] * 4, learning_rates=np.ones(4), watch=dog.watch, **options)
+    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
@@ -28,8 +61,17 @@ def test_it_names_the_step_and_shows_the_stacks(tmp_path):
     done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True, timeout=60)
     file = tmp_path / "stacks-3.txt"
     assert done.returncode == 1
-    assert (
-        f"fastjax: error: rank 3 of 4 on node: waited 0.4 s (training.step_timeout) for the numbers of step 7; the "
-        f"stacks of its threads follow, and are in {file}\n" in done.stderr
-    )
+    waited = "rank 3 of 4 on node: waited 0.4 s (training.step_timeout) for the numbers of step 7"
+    assert f"fastjax: error: {waited}; the stacks of its threads follow, and are in {file}\n" in done.stderr
+    assert done.stderr.endswith("\nfastjax: rank 3 of 4 on node: a step has all-reduce × 32\n")
     assert "in stuck\n" in done.stderr and "in stuck\n" in file.read_text()
+    assert file.read_text().startswith(f"{waited}\n")
+
+
+@pytest.mark.one_world
+def test_a_stalled_evaluation_and_a_stalled_save_are_named(tmp_path):
+    done = subprocess.run([sys.executable, "-c", STALLED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "evaluation 1\nsave 1\n", done.stderr
+    for what in ("the evaluation after step 2", "the checkpoint of step 2"):
+        assert f"fastjax: error: waited 0.5 s (training.step_timeout) for {what}; the stacks" in done.stderr
+    assert done.stderr.count("in stuck\n") == 2
