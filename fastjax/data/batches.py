@@ -3,12 +3,14 @@
 The rows of a step are a function of the seed and the step alone: a resumed run needs nothing but its step. Every epoch
 has its own permutation of the rows; its last batch is filled up with rows of padding, without targets. The order does
 not depend on the division of a batch into microbatches.
+
+Of several processes each builds the rows that its devices take (`OwnRows`), in batches of the shapes of the whole ones.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -33,6 +35,54 @@ class Batch(NamedTuple):
     segment_ids: Int32[np.ndarray, "A B S"]
     positions: Int32[np.ndarray, "A B S"]
     extra: Mapping[str, Shaped[np.ndarray, "A B ..."]] = {}
+
+
+class OwnRows(PackedRows):
+    """The rows of a data set in one of several processes, which builds those of its own devices in each batch.
+
+    Of the others it reads no token. Their places hold zeros, in memory that is never touched, but for the segments,
+    which follow from the documents' lengths: a step's tokens are counted in them.
+
+    Attributes:
+        own: Places in a microbatch of the rows that are built.
+        batch_size: Rows in a microbatch (B).
+    """
+
+    own: Int[np.ndarray, " _"]
+    batch_size: int
+
+    @classmethod
+    def of(cls, rows: PackedRows, own: Int[np.ndarray, " _"], batch_size: int) -> "OwnRows":
+        """The rows of a data set, for batches of one size.
+
+        Args:
+            rows: All of them.
+            own: Places in a microbatch of the rows to build.
+            batch_size: Rows in a microbatch (B).
+        """
+        found = cls(*rows)
+        found.own, found.batch_size = own, batch_size
+        return found
+
+    def rows(self, indices: Sequence[int] | Int[np.ndarray, " B"]) -> Rows:
+        """Build the arrays of microbatches, one behind the other.
+
+        Args:
+            indices: Row numbers; one outside [0, len(self)) is a row of padding.
+
+        Returns:
+            Arrays [len(indices), row_length]; of rows that are not this process's the segments alone.
+        """
+        indices = np.asarray(indices)
+        here = np.isin(np.arange(len(indices)) % self.batch_size, self.own)
+        found = Rows(*(np.zeros((len(indices), self.row_length), np.int32) for _ in Rows._fields))
+        for array, built in zip(found, super().rows(indices[here]), strict=True):
+            array[here] = built
+        for row in np.flatnonzero(~here).tolist():
+            members = np.array(self.members(int(indices[row])), np.int64)
+            lengths = self.documents.offsets[members + 1] - self.documents.offsets[members]
+            found.segment_ids[row, : lengths.sum()] = np.repeat(np.arange(1, len(members) + 1), lengths)
+        return found
 
 
 class BatchSource(Protocol):

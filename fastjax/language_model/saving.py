@@ -1,5 +1,6 @@
 """Writing a model: its adapter for PEFT, its trained weights as a Hugging Face folder, or base and adapter merged."""
 
+import collections
 import errno
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ from fastjax.language_model.rewards import check_logits
 from fastjax.lora.export import export_adapters
 from fastjax.lora.tables import shares_whole_table
 from fastjax.models.layout import layer_of, split_layer
+from fastjax.parallel.placing import fetched, spans_processes
+from fastjax.parallel.processes import is_primary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,14 +33,22 @@ if TYPE_CHECKING:
 
 
 def save_trained(model: "LanguageModel", folder: Path) -> Path:
-    """`LanguageModel.save_pretrained`."""
+    """`LanguageModel.save_pretrained`.
+
+    Of weights that several processes hold each tensor is gathered by all of them, and the first one alone keeps it
+    until it is written.
+    """
     if model.lora is None and not model.full_finetuning:
         raise ConfigError("save_pretrained: nothing is trained here; call get_peft_model, or load with full_finetuning")
+    if spans_processes(model.trainable) and not is_primary():
+        if model.lora is not None:
+            _adapter(model, keep=False)
+        else:
+            collections.deque(trained_tensors(model, keep=False), maxlen=0)
+        return folder
     with atomic_folder(folder, replaces=("adapter_model.*",) if model.lora is not None else WEIGHT_FILES) as whole:
         if model.lora is not None:
-            tied = shares_whole_table(model.lora, model.config)
-            arrays = export_adapters(model.trainable, model.plan, tied)
-            write_adapter(whole, model.lora, arrays, family=family_for(model.hf_config))
+            write_adapter(whole, model.lora, _adapter(model), family=family_for(model.hf_config))
         else:
             save(whole, trained_tensors(model), dict(model.hf_config), source=model.folder)
         if model.quantization_aware is not None:
@@ -115,20 +126,34 @@ def save_merged(model: "LanguageModel", folder: Path, **options: Any) -> Path:
     return folder
 
 
-def trained_tensors(model: "LanguageModel") -> Iterator[tuple[str, np.ndarray]]:
-    """The trained weights by path, in the checkpoint's order."""
+def trained_tensors(model: "LanguageModel", *, keep: bool = True) -> Iterator[tuple[str, Any]]:
+    """The trained weights by path, in the checkpoint's order, each on the host when it is asked for.
+
+    Args:
+        model: trained whole.
+        keep: whether they are wanted here; otherwise this process helps the others to them, and gets None for each.
+    """
     tree, config = _together(model.trainable, model.frozen), model.config
     dtype = jnp.dtype(model.folder_dtype)
-    yield "embed_tokens.weight", np.asarray(tree["embed_tokens"]["weight"].astype(dtype))
+
+    def host(array: Any) -> np.ndarray | None:
+        return fetched(array.astype(dtype), keep)
+
+    yield "embed_tokens.weight", host(tree["embed_tokens"]["weight"])
     runs = [[tree["layers"][r][p] for p in range(run.period)] for r, run in enumerate(model.plan)]
     for index in range(config.num_hidden_layers):
         for path, array in split_layer(layer_of(runs, model.plan, index), config, index).items():
-            yield path.in_layer(index), np.asarray(array if path.leaf == "choice_bias" else array.astype(dtype))
-    yield "norm.weight", np.asarray(tree["norm"]["weight"].astype(dtype))
+            yield path.in_layer(index), fetched(array, keep) if path.leaf == "choice_bias" else host(array)
+    yield "norm.weight", host(tree["norm"]["weight"])
     if config.scored:
-        yield "score.weight", np.asarray(tree["score"]["weight"].astype(dtype))
+        yield "score.weight", host(tree["score"]["weight"])
     elif not config.tie_word_embeddings:
-        yield "lm_head.weight", np.asarray(tree["lm_head"]["weight"].astype(dtype))
+        yield "lm_head.weight", host(tree["lm_head"]["weight"])
+
+
+def _adapter(model: "LanguageModel", *, keep: bool = True) -> dict[str, np.ndarray]:
+    assert model.lora is not None
+    return export_adapters(model.trainable, model.plan, shares_whole_table(model.lora, model.config), keep=keep)
 
 
 def _together(trained: Mapping[Any, Any], constant: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -1,41 +1,49 @@
 """An adapter's trained arrays out of a model, by the names of `convert.adapters`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from convert.model.paths import EMBEDDING, HEAD, SCORE, TABLES, WeightPath
+from fastjax.parallel.placing import fetched, spans_processes
 
 #: Attribute of a module -> leaf of its path, where they differ.
 _LEAVES = {"magnitude": "lora_magnitude_vector"}
 
 
 def export_adapters(
-    trainable: Mapping[str, Any], plan: Sequence[tuple[int, int, int]], tied: bool
+    trainable: Mapping[str, Any], plan: Sequence[tuple[int, int, int]], tied: bool, *, keep: bool = True
 ) -> dict[str, np.ndarray]:
-    """An adapter's arrays on the host by path.
+    """An adapter's arrays on the host by path; of several processes all must call this.
 
     Args:
         trainable: the trained arrays of a decoder with adapters.
         plan: its layer stacks: (first layer, period, count) of each.
         tied: whether one whole table is for embedding and head; both get a copy, as PEFT writes them.
+        keep: whether they are wanted here; otherwise this process helps the others to them, and gets nothing.
     """
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     for number, positions in trainable.get("layers", {}).items():
         start, period, count = plan[number]
         for position, blocks in positions.items():
             for path, value in _in_layer(blocks):
-                host = np.asarray(value)
-                for n in range(count):
-                    arrays[path.in_layer(start + position + n * period)] = host if count == 1 else host[n]
+                for n, array in enumerate([value] if count == 1 else _layers(value)):
+                    arrays[path.in_layer(start + position + n * period)] = fetched(array, keep)
     for path, value in _of_tables(trainable):
-        arrays[path] = np.asarray(value)
+        arrays[path] = fetched(value, keep)
+    if not keep:
+        return {}
     if tied:
         copies = [WeightPath(None, "", name, "modules_to_save.weight") for name in TABLES]
         shared = next(arrays[path] for path in copies if path in arrays)
         arrays.update(dict.fromkeys(copies, shared))
     return arrays
+
+
+def _layers(stack: Any) -> Iterable[Any]:
+    """The layers' arrays; of a stack that several processes hold each is taken where it lies."""
+    return (stack[n] for n in range(len(stack))) if spans_processes(stack) else np.asarray(stack)
 
 
 def _in_layer(tree: Mapping[str, Any], *block: str) -> Iterator[tuple[WeightPath, Any]]:

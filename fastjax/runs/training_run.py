@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from rich.console import Console
 
-from fastjax.data import Batches
-from fastjax.data.batches import Batch
+from fastjax.data import Batches, Dataset
+from fastjax.data.batches import Batch, OwnRows
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.language_model import LanguageModel
 from fastjax.parallel import place, row_shardings
+from fastjax.parallel.placing import own_rows
 from fastjax.parallel.processes import barrier, is_primary, on_host, rank_name
+from fastjax.planning.collectives import collectives
 from fastjax.runs.checkpointing import RunStep, memory_advice
-from fastjax.runs.datasets import RunData
+from fastjax.runs.datasets import RunData, train_batches
 from fastjax.runs.folder import RunFolder
 from fastjax.runs.identity import Identity, files_of
 from fastjax.runs.mesh import open_mesh
@@ -124,6 +127,11 @@ class TrainingRun:
             model = model.replace(frozen=frozen)
         if config.preferences.precompute_ref_log_probs:
             self.data = self._with_references(model, options)
+        if isinstance(self.data.train, Dataset):
+            rows = config.training.per_device_train_batch_size * step.mesh.replicas
+            train = of_process(self.data.train, self.mesh, rows)
+            if train is not self.data.train:
+                self.data = self.data._replace(batches=train_batches(config, train, step.mesh.replicas))
         if step.choice is not None:
             self.train_step = of_length(config.model.max_seq_length, step.choice.compiled, self.train_step)
         # Rows of tokens that are not in the first batches get no gradient by right.
@@ -154,7 +162,6 @@ class TrainingRun:
                 self.checkpoints, earlier, lambda step: self.checkpoints.load(step, like), self.console
             )
             start, position = earlier.progress, earlier.position
-        evaluations = {} if self.data.held_out is None else {"evaluate": self._evaluate}
         with contextlib.ExitStack() as stack:
             stack.callback(self.checkpoints.close)
             sinks = self._sinks(None if earlier is None else start.step)
@@ -171,11 +178,15 @@ class TrainingRun:
             if is_primary():
                 stack.callback(lambda: self._report(status))
             timeout, rank = config.training.step_timeout, jax.process_index()
-            watchdog = stack.enter_context(Watchdog(timeout, self.folder.path, rank, rank_name()))
+            watchdog = Watchdog(timeout, self.folder.path, rank, rank_name(), self._collectives)
+            stack.enter_context(watchdog)
             profile = stack.enter_context(self._profile(sinks, rank))
             stack.enter_context(memory_advice(self.step))
             if (choice := self.step.choice) is not None:
                 _tell(sinks, start.step, "checkpointing", str(choice), **choice.row())
+            evaluations = {}
+            if self.data.held_out is not None:
+                evaluations["evaluate"] = lambda trainable: self._evaluate(trainable, watchdog)
             fitted = fit(
                 self.train_step,
                 self.state,
@@ -211,10 +222,12 @@ class TrainingRun:
                 )
                 _tell(sinks, fitted.progress.step, "interrupted", message)
                 raise Interrupted(message, stop.received)
-            self.model = self.model.replace(trainable=on_host(self._chosen(fitted)))
-            if is_primary():
-                self.model.save_pretrained(self.folder.result)
+            watchdog.watch(f"the result, {self.folder.result}")
+            self.model = self.model.replace(trainable=self._chosen(fitted))
+            self.model.save_pretrained(self.folder.result)  # all processes, of which the first writes
+            watchdog.watch(None)
             self._sample(sinks, fitted.progress.step)
+            watchdog.watch("the other processes, after the result")
             status = "finished"
             message = f"finished after step {fitted.progress.step}"
             base = {"model": self.identity.model, "weights": self.identity.weights}
@@ -238,8 +251,11 @@ class TrainingRun:
         keep = None
         if not self.own.in_memory and model.folder is not None:
             keep = reference_file(config, self.identity, files_of(model.folder), self.step.mesh)
-        rows = self._evaluation_rows()
-        return with_references(self.data, program, rows, keep, lambda text: say(self.console, text))
+        rows, data = self._evaluation_rows(), self.data
+        assert isinstance(data.train, Dataset), "preferences are not streamed"
+        held_out = None if data.held_out is None else of_process(data.held_out, self.mesh, rows)
+        data = data._replace(train=of_process(data.train, self.mesh, rows), held_out=held_out)
+        return with_references(data, program, rows, keep, lambda text: say(self.console, text))
 
     def _evaluation_rows(self) -> int:
         """Rows of a batch without a backward pass, on all devices."""
@@ -251,13 +267,21 @@ class TrainingRun:
         """The batch on the devices, each with its rows."""
         return jax.device_put(batch) if self.mesh is None else place(batch, row_shardings(batch, self.mesh))
 
-    def _evaluate(self, trainable: Any) -> Evaluation:
+    def _collectives(self) -> str:
+        """The collectives of the step, where it was compiled before its first call."""
+        choice, devices = self.step.choice, self.step.mesh.size
+        found = [] if choice is None or devices == 1 else collectives(choice.compiled.as_text(), devices)
+        return "a step has " + ", ".join(f"{one.kind} × {one.times}" for one in found) if found else ""
+
+    def _evaluate(self, trainable: Any, watchdog: Watchdog) -> Evaluation:
         held_out = self.data.held_out
         assert held_out is not None
-        batches = Batches(held_out.rows, self._evaluation_rows(), shuffle=False).epoch()
-        found = run_evaluation(self.eval_step, trainable, self.model.frozen, batches, self._send)
+        rows = self._evaluation_rows()
+        batches = Batches(of_process(held_out, self.mesh, rows).rows, rows, shuffle=False).epoch()
+        found = run_evaluation(self.eval_step, trainable, self.model.frozen, batches, self._send, watchdog.restart)
         if self.own.evaluate is None:
             return found
+        watchdog.watch(None)  # it may take any time
         extra = {
             name: float(value) for name, value in self.own.evaluate(self.model.replace(trainable=trainable)).items()
         }
@@ -329,7 +353,7 @@ class TrainingRun:
         try:
             if best not in self.checkpoints.steps():
                 raise TrainingError(f"{self.checkpoints.folder / str(best)} could not be saved")
-            return self.checkpoints.load(best, fitted.state).trainable
+            return self.checkpoints.load_part(best, "trainable", fitted.state.trainable)
         except TrainingError as error:
             raise TrainingError(
                 f"output.load_best_model_at_end: the checkpoint of step {best} is the best, but {error}; the last "
@@ -366,6 +390,18 @@ class TrainingRun:
             status=status,
             console=self.console,
         )
+
+
+def of_process(data: Dataset, mesh: Mesh | None, rows: int) -> Dataset:
+    """A data set of whose rows this process builds those of its devices; the same where it has all devices.
+
+    Args:
+        data: the data set.
+        mesh: of the run; None: one device.
+        rows: of a microbatch.
+    """
+    own = np.arange(rows) if mesh is None else own_rows(mesh, rows)
+    return data if len(own) == rows else data._replace(rows=OwnRows.of(data.rows, own, rows))
 
 
 def describe(

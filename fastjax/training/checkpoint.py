@@ -6,16 +6,19 @@ room, which costs the run a millisecond, otherwise on the host. The arrays are s
 but for the learning rates, which follow from the settings; beside them, as JSON, a checksum of each, progress, data
 position and settings. A checkpoint is renamed before it is deleted.
 
-Of several processes each writes the parts that its devices hold, and the first one the JSON. An array is read whole and
-cut to the places that the state has then, so that a run goes on on another mesh.
+Of several processes each writes the parts that its devices hold, and the first one the JSON. Each reads the parts that
+its devices are to hold then, so a run goes on on another mesh (`checkpoint_parts`). Large arrays are stored in chunks
+of a layer, or of some rows of a table, for readers that need a part of them.
 """
 
 import concurrent.futures
+import contextlib
 import functools
+import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +28,27 @@ import numpy as np
 
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.host_memory import in_host_memory
-from fastjax.parallel import place
-from fastjax.parallel.processes import is_primary
+from fastjax.parallel.placing import spans_processes
+from fastjax.parallel.processes import gathered_numbers, is_primary
 from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint_files import (
+    BLOCK_BYTES,
     METADATA,
     UNCHECKED_FORMAT,
     Unreadable,
-    checksum,
-    element_sum,
     read_arrays,
     read_metadata,
     seal,
-    sum_checksum,
 )
+from fastjax.training.checkpoint_parts import Parts, check_sums, gather_all, put
+from fastjax.training.checkpoint_sums import checksum, element_sum, sum_checksum
 from fastjax.training.optimizers import LearningRates
 from fastjax.training.silence import silence
 
 #: Version of the JSON beside the arrays; later ones are refused. Of several processes the checksums are sums.
 SOLE_FORMAT, FORMAT = 2, 3
+#: Bytes of the smallest chunks that an array is cut into.
+LEAST_CHUNK = 2**20
 _GONE = ".deleted"
 #: After a failed save: looks for what it left, seconds between them, and looks in a row that must find nothing.
 _LOOKS, _PAUSE, _ABSENT = 40, 0.05, 4
@@ -103,12 +108,21 @@ class Checkpoints:
         metadata |= self.extra(progress.step)
         arrays = {name: array for name, array in arrays.items() if array.size}  # zarr has no empty arrays
         path = self.folder / str(progress.step)
+        failed = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):  # Orbax leaves threads behind where it cannot even begin
                 pass
         except OSError as error:
-            raise self._failed(progress.step, error) from error
+            failed = error
+        ranks = [rank for rank, wrong in enumerate(gathered_numbers(failed is not None)) if wrong]  # all save, or none
+        if failed is not None:
+            raise self._failed(progress.step, failed) from failed
+        if ranks:
+            raise SaveFailed(
+                f"the checkpoint of step {progress.step} could not be written to {self.folder} by rank "
+                f"{', '.join(map(str, ranks))}"
+            )
         if shared:
             self._pending = progress.step, self._write_parts(path, arrays, metadata, progress)
             return
@@ -119,7 +133,10 @@ class Checkpoints:
             arrays = {name: np.asarray(arrays.pop(name)) for name in list(arrays)}
             checked = metadata | {"checksums": {name: checksum(array) for name, array in arrays.items()}}
             sealed = checked | {"checksum": seal(checked)}
-            _orbax().save_checkpointables(str(path), {"state": arrays}, overwrite=path.exists(), custom_metadata=sealed)
+            with _storage() as orbax:
+                orbax.save_checkpointables(
+                    str(path), {"state": arrays}, overwrite=path.exists(), custom_metadata=sealed
+                )
             self._retire(progress)
 
         self._copied = progress.step, functools.partial(write, stored)
@@ -133,14 +150,15 @@ class Checkpoints:
         """
         sums = jax.device_get(_element_sums(arrays))
         checked = {**metadata, "checksums": {name: sum_checksum(value) for name, value in sums.items()}}
-        parts = {name: np.asarray(array) if array.is_fully_addressable else array for name, array in arrays.items()}
+        parts = {name: array if spans_processes(array) else np.asarray(array) for name, array in arrays.items()}
         try:
-            response = _orbax().save_checkpointables_async(
-                str(path),
-                {"state": parts},
-                overwrite=path.exists(),
-                custom_metadata=checked | {"checksum": seal(checked)},
-            )
+            with _storage() as orbax:
+                response = orbax.save_checkpointables_async(
+                    str(path),
+                    {"state": parts},
+                    overwrite=path.exists(),
+                    custom_metadata=checked | {"checksum": seal(checked)},
+                )
         except Exception as error:
             raise self._failed(progress.step, error) from error
 
@@ -261,12 +279,21 @@ class Checkpoints:
 
     def _read(self, step: int, metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
         """The stored values of `arrays`, on their devices."""
-        described = _described({name: array for name, array in arrays.items() if array.size})
+        folder, checksums = self.folder / str(step), metadata.get("checksums")
+        arrays = {name: array for name, array in arrays.items() if array.size}
+        parts = {name: Parts.of(array.shape, array.sharding) for name, array in arrays.items()}
+        regions = {name: one.own for name, one in parts.items()}
 
-        def put(name: str, array: np.ndarray) -> jax.Array:
-            return place(array, arrays[name].sharding)
+        def placed(name: str, values: list[np.ndarray]) -> jax.Array:
+            return put(values, parts[name], arrays[name].sharding)
 
-        return read_arrays(self.folder / str(step), described, metadata.get("checksums"), put)
+        found, sums, error = {}, {}, None
+        try:
+            found, sums = read_arrays(folder, _described(arrays), checksums, regions, placed)
+        except Unreadable as caught:
+            error = caught
+        check_sums(folder, checksums, parts, sums, error, gather_all if jax.process_count() > 1 else None)
+        return found
 
     def _retire(self, progress: Progress) -> None:
         """Delete checkpoints that are neither among the newest nor the best.
@@ -300,6 +327,35 @@ def _orbax() -> Any:
 
     silence()
     return v1
+
+
+@contextlib.contextmanager
+def _storage() -> Iterator[Any]:
+    """Orbax, which stores arrays in chunks."""
+    orbax = _orbax()
+    context = orbax.Context()
+    options = context.array.saving
+    options.scoped_storage_options_creator = lambda _, array: options.StorageOptions(**chunks_of(array))
+    with context:
+        yield orbax
+
+
+def chunks_of(array: Any) -> dict[str, Any]:
+    """How Orbax cuts what a process writes of an array: nothing, a layer each, or rows of a table.
+
+    Args:
+        array: of NumPy, or of JAX.
+    """
+    sharding = getattr(array, "sharding", None)
+    shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
+    row = math.prod(shape[1:]) * array.dtype.itemsize
+    if not shape or shape[0] * row <= BLOCK_BYTES:
+        return {}
+    if len(shape) > 2:
+        return {"shard_axes": (0,)} if row >= LEAST_CHUNK else {}
+    most = max(1, BLOCK_BYTES // row)
+    rows = next(count for count in range(most, 0, -1) if shape[0] % count == 0)  # Orbax cuts into equal chunks
+    return {"chunk_byte_size": rows * row} if rows * row >= LEAST_CHUNK else {}
 
 
 @jax.jit

@@ -6,16 +6,21 @@ in tracebacks. Here TensorStore reads each array on its own; the CRC-32 in the c
 burst of up to 32 bits escapes it, anything else with a chance of 2⁻³²) finds the damaged one. The metadata carry their
 own checksum and are not trusted without it.
 
-An array that several processes hold in parts has no bytes in one place: its checksum is a sum over its elements, each
-mixed with its place (`element_sum`), which the devices compute where the parts are. A change to one element is always
-found, any other with a chance of 1 - 2⁻³².
+An array that several processes hold in parts has no bytes in one place: its checksum is a sum over its elements
+(`checkpoint_sums`).
+
+A process reads of an array the regions that its devices need. A sum over the elements is one of the regions' sums, so
+nothing else is read; a CRC is of all bytes in their order, so they are read, a block behind the other, and the regions
+are kept.
 
 Nothing here imports JAX.
 """
 
+import contextlib
 import json
+import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +28,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fastjax.errors import TrainingError
+from fastjax.training.checkpoint_sums import SUM, Region, array_bytes, region_sum, sum_checksum, whole_region
 
 #: Orbax's file of the metadata.
 METADATA = "_CHECKPOINT_METADATA"
@@ -30,8 +36,9 @@ METADATA = "_CHECKPOINT_METADATA"
 UNCHECKED_FORMAT = 1
 #: Arrays read at the same time: decompression takes a core each.
 _READERS = 4
-#: Beginning of the checksum of an array that was written in parts.
-_SUM = "sum-"
+
+#: Bytes of an array that are read at once, but of whole chunks.
+BLOCK_BYTES = 2**26
 
 Placed = TypeVar("Placed")
 
@@ -41,51 +48,6 @@ class Unreadable(TrainingError):
 
     def __init__(self, folder: Path, what: str):
         super().__init__(f"{folder} cannot be read: {what}")
-
-
-def checksum(array: np.ndarray) -> str:
-    """The CRC-32 of an array's bytes, as eight hexadecimal digits.
-
-    Args:
-        array: of any shape and dtype.
-    """
-    plain: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # dtypes of ml_dtypes are no buffers
-    return f"{zlib.crc32(plain):08x}"
-
-
-def element_sum(bits: Any, xp: Any) -> Any:
-    """The sum, modulo 2³², of an array's elements, each mixed with its place by a bijection (MurmurHash3's finaliser).
-
-    Args:
-        bits: the elements as unsigned integers of up to 32 bits.
-        xp: numpy, or jax.numpy.
-
-    Returns:
-        uint32 [].
-    """
-    place = xp.arange(bits.size, dtype=xp.uint32).reshape(bits.shape)
-    mixed = bits.astype(xp.uint32) ^ (place * xp.uint32(0x9E3779B1))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        mixed = (mixed ^ (mixed >> xp.uint32(shift))) * xp.uint32(factor)
-    return xp.sum(mixed, dtype=xp.uint32)
-
-
-def sum_checksum(value: Any) -> str:
-    """The checksum of an array that was written in parts.
-
-    Args:
-        value: its `element_sum`.
-    """
-    return f"{_SUM}{int(value):08x}"
-
-
-def _found_checksum(array: np.ndarray, expected: str | None) -> str:
-    """The checksum of an array that was read, of the kind of the expected one."""
-    if expected is None or not expected.startswith(_SUM):
-        return checksum(array)
-    kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[array.dtype.itemsize]
-    plain: Any = np.ascontiguousarray(array).reshape(-1).view(kind)
-    return sum_checksum(element_sum(plain, np))
 
 
 def seal(metadata: Mapping[str, Any]) -> str:
@@ -128,46 +90,148 @@ def read_arrays(
     folder: Path,
     described: Mapping[str, Sequence[Any]],
     checksums: Mapping[str, str] | None,
-    place: Callable[[str, np.ndarray], Placed],
-) -> dict[str, Placed]:
-    """Read arrays of a checkpoint.
+    regions: Mapping[str, Sequence[Region]],
+    place: Callable[[str, list[np.ndarray]], Placed],
+) -> tuple[dict[str, Placed], dict[str, list[int]]]:
+    """Read parts of a checkpoint's arrays.
 
     Args:
         folder: of the checkpoint.
         described: name → shape and dtype of the wanted arrays; none of them empty.
         checksums: name → checksum; None: the checkpoint has none.
-        place: puts an array in its place as soon as it is read; the host holds a few at a time.
+        regions: name → the wanted parts, which do not overlap.
+        place: puts an array's parts in their places as soon as they are read; the host holds those of a few arrays.
 
     Returns:
-        name → what `place` has made of the array.
+        name → what `place` has made of the array; and of arrays whose checksum is a sum, name → the sums of the parts,
+        which are for the caller to check (`check_sum`).
 
     Raises:
-        Unreadable: an array that cannot be read, has another shape or dtype, or does not match its checksum.
+        Unreadable: an array that cannot be read, has another shape or dtype, or does not match its CRC.
     """
 
-    def read(name: str) -> Placed:
+    def read(name: str) -> tuple[Placed, list[int] | None]:
         shape, dtype = described[name]
-        array = _read(folder, name)
-        if [list(array.shape), str(array.dtype)] != [list(shape), dtype]:
-            given = f"{array.dtype}{list(array.shape)}"
+        with _found(folder, name):
+            stored = _open(folder, name)
+        if [list(stored.shape), str(stored.dtype.numpy_dtype)] != [list(shape), dtype]:
+            given = f"{stored.dtype.numpy_dtype}{list(stored.shape)}"
             raise Unreadable(folder, f"the array {name} is damaged: expected {dtype}{list(shape)}, got {given}")
         expected = None if checksums is None else checksums.get(name)
-        if checksums is not None and (given := _found_checksum(array, expected)) != expected:
-            raise Unreadable(folder, f"the array {name} is damaged: expected the checksum {expected}, got {given}")
-        return place(name, array)
+        with _found(folder, name):
+            if checksums is None or (expected is not None and expected.startswith(SUM)):
+                parts, sums = _read_parts(stored, regions[name], summed=checksums is not None)
+            else:
+                parts, found = _read_through(stored, regions[name])
+                sums = None
+        if checksums is not None and sums is None and found != expected:
+            raise _mismatch(folder, name, expected, found)
+        return place(name, parts), sums
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="restore") as pool:
-        return dict(zip(described, pool.map(read, described), strict=True))
+        made = dict(zip(described, pool.map(read, described), strict=True))
+    return (
+        {name: placed for name, (placed, _) in made.items()},
+        {name: sums for name, (_, sums) in made.items() if sums is not None},
+    )
 
 
-def _read(folder: Path, name: str) -> np.ndarray:
+def check_sum(folder: Path, name: str, checksums: Mapping[str, str], total: int) -> None:
+    """Check the sum of an array's parts.
+
+    Args:
+        folder: of the checkpoint.
+        name: of the array.
+        checksums: name → checksum.
+        total: the sum of the sums of all parts.
+
+    Raises:
+        Unreadable: it is not the array's.
+    """
+    if (given := sum_checksum(total)) != checksums.get(name):
+        raise _mismatch(folder, name, checksums.get(name), given)
+
+
+def _mismatch(folder: Path, name: str, expected: str | None, given: str) -> Unreadable:
+    return Unreadable(folder, f"the array {name} is damaged: expected the checksum {expected}, got {given}")
+
+
+@contextlib.contextmanager
+def _found(folder: Path, name: str) -> Iterator[None]:
+    """Turns TensorStore's errors, of many kinds for damaged files, into one."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split("[tensorstore_spec")[0].split())
+        raise Unreadable(folder, f"the array {name} is damaged: {text[:300]}") from error
+
+
+def _open(folder: Path, name: str) -> Any:
     import tensorstore
 
     files = {"driver": "file", "path": f"{folder / 'state'}/"}
     database = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
-    try:
-        stored = tensorstore.open({"driver": "zarr3", "kvstore": database}, open=True, read=True).result()
-        return np.asarray(stored.read().result())
-    except Exception as error:  # TensorStore raises many kinds for damaged files
-        text = " ".join(str(error).split("[tensorstore_spec")[0].split())
-        raise Unreadable(folder, f"the array {name} is damaged: {text[:300]}") from error
+    return tensorstore.open({"driver": "zarr3", "kvstore": database}, open=True, read=True).result()
+
+
+def _read(stored: Any, region: Region) -> np.ndarray:
+    return np.asarray(stored[tuple(slice(*axis) for axis in region)].read().result())
+
+
+def _blocks(stored: Any, region: Region) -> Iterator[Region]:
+    """Parts of a region along its first axis, of whole chunks, which TensorStore would decode for each part again."""
+    if not region:
+        yield region
+        return
+    (first, last), *rest = region
+    rows = stored.chunk_layout.read_chunk.shape[0]
+    row_bytes = math.prod(behind - before for before, behind in rest) * stored.dtype.numpy_dtype.itemsize
+    chunks = max(1, BLOCK_BYTES // (rows * row_bytes))
+    while first < last:
+        behind = min(last, (first // rows + chunks) * rows)
+        yield ((first, behind), *rest)
+        first = behind
+
+
+def _read_parts(stored: Any, regions: Sequence[Region], *, summed: bool) -> tuple[list[np.ndarray], list[int] | None]:
+    """The parts, and their sums."""
+    parts, sums = [], []
+    for region in regions:
+        part = np.empty([last - first for first, last in region], stored.dtype.numpy_dtype)
+        total = 0
+        for block in _blocks(stored, region):
+            values = _read(stored, block)
+            total += region_sum(values, block, stored.shape) if summed else 0
+            if block == region:
+                part = values
+            else:
+                part[block[0][0] - region[0][0] : block[0][1] - region[0][0]] = values
+        parts.append(part)
+        sums.append(total)
+    return parts, sums if summed else None
+
+
+def _read_through(stored: Any, regions: Sequence[Region]) -> tuple[list[np.ndarray], str]:
+    """The parts, and the CRC of the whole array."""
+    parts = [np.empty([last - first for first, last in region], stored.dtype.numpy_dtype) for region in regions]
+    everything, crc = whole_region(stored.shape), 0
+    for block in _blocks(stored, everything):
+        values = _read(stored, block)
+        crc = zlib.crc32(array_bytes(values), crc)
+        if block == everything and list(regions) == [everything]:
+            return [values], f"{crc:08x}"
+        for part, region in zip(parts, regions, strict=True):
+            _keep(values, block, part, region)
+    return parts, f"{crc:08x}"
+
+
+def _keep(values: np.ndarray, block: Region, part: np.ndarray, region: Region) -> None:
+    """Copy what of a block is in a region to its part."""
+    if not region:
+        part[...] = values
+        return
+    (start, end), (first, last) = block[0], region[0]
+    before, behind = max(start, first), min(end, last)
+    if before < behind:
+        rest = tuple(slice(*axis) for axis in region[1:])
+        part[before - first : behind - first] = values[(slice(before - start, behind - start), *rest)]
