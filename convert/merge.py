@@ -27,6 +27,7 @@ from convert.model.spec import MODULES, QUANTIZED, UNCAST, WHOLE
 from convert.model.tensors import TensorSpec
 from convert.output import Job, Monitor, Written, write_folder
 from convert.plan_merge import Changes, changes
+from convert.quantize import modules_named
 from convert.saving import copy_side_files
 from convert.source import TOKENIZER_FILES, check_apart, count_tokens, fingerprint
 from convert.weights import Weights, open_weights
@@ -62,6 +63,7 @@ def merge(
     *,
     dtype: str | None = None,
     base_in_nf4: bool = False,
+    skip: Sequence[str] = (),
     unsloth_expert_layout: bool = False,
     config: Mapping[str, Any] | None = None,
     recipe: str | None = None,
@@ -83,6 +85,8 @@ def merge(
             one that it decodes to.
         base_in_nf4: The base has 16 bits but the adapter was trained with its layers' matrices quantised to NF4 as
             they were read (``load_in_4bit``): they are quantised and decoded before the adapter is added.
+        skip: With a quantised `dtype`, modules or ends of their names ("layers.0.mlp.down_proj", "o_proj") that are
+            not quantised.
         unsloth_expert_layout: The adapter is on experts and from an Unsloth before September 2026, which ordered B
             otherwise than PEFT.
         config: Contents of config.json in place of the base's.
@@ -104,6 +108,8 @@ def merge(
     """
     if dtype is not None and dtype not in DTYPES:
         raise unexpected(folder, "dtype", f"one of {', '.join(DTYPES)}", dtype)
+    if skip and dtype not in WRITERS:
+        raise unexpected(folder, "skip", f"no module, unless dtype is one of {', '.join(WRITERS)}", list(skip))
     check_apart(folder, base, adapter)
     weights = open_weights(base)
     opened = open_adapter(
@@ -118,7 +124,9 @@ def merge(
         raise unexpected(
             folder, "dtype", f"one of {', '.join(FLOATS)} for a model with a score in place of logits", dtype
         )
-    plan = _Plan(weights, found, dtype)
+    plan = _Plan(weights, found, dtype, modules_named(weights, skip))
+    if skip and plan.packed:
+        raise unexpected(folder, "skip", f"no module of a base that is in {dtype} already", list(skip))
     jobs = list(plan.jobs())
     new_config = _new_config(weights, found, plan, config)
     notes = _notes(weights, opened, found)
@@ -136,7 +144,7 @@ def merge(
     made_from = {
         "base": fingerprint(base),
         "adapter": fingerprint(adapter),
-        "settings": [dtype, base_in_nf4, unsloth_expert_layout, max_shard_bytes, allow_nonfinite, recipe],
+        "settings": [dtype, base_in_nf4, list(skip), unsloth_expert_layout, max_shard_bytes, allow_nonfinite, recipe],
         "config": new_config,
     }
     written = write_folder(
@@ -155,8 +163,8 @@ def merge(
 class _Plan:
     """The job of each tensor of the base."""
 
-    def __init__(self, weights: Weights, found: Changes, dtype: str | None):
-        self.weights, self.found, self.dtype = weights, found, dtype
+    def __init__(self, weights: Weights, found: Changes, dtype: str | None, skipped: set[str]):
+        self.weights, self.found, self.dtype, self.skipped = weights, found, dtype, skipped
         self.changed = self.copied = 0
         #: Of matrices: whether the base has any in the scheme that is asked for, and keeps the others as they are.
         self.packed = dtype in WRITERS and any(weights.scheme(name) == dtype for name in weights.tensors)
@@ -216,7 +224,8 @@ class _Plan:
         """What packs a tensor of the base; None: it stays plain, or as it is."""
         writer = None if self.dtype is None else WRITERS.get(self.dtype)
         if not self.packed:
-            return writer if tensor.weights[0].kind in QUANTIZED else None
+            spec = tensor.weights[0]
+            return writer if spec.kind in QUANTIZED and spec.path not in self.skipped else None
         if self.weights.scheme(tensor.name) != self.dtype:
             return None
         form = self.weights.tensor_format(tensor.name)

@@ -76,7 +76,7 @@ def quantize(
         raise ConvertError(
             f"{source}: expected weights of 16 bits or more, got {small[0].label}: it is quantised already"
         )
-    kept = _kept(weights, skip)
+    kept = modules_named(weights, skip)
     packed = [path for path, row in weights.specs.items() if row.kind in QUANTIZED and path not in kept]
     if not packed:
         raise ConvertError(f"{source}: expected a matrix to quantise, got none that is not skipped")
@@ -125,8 +125,16 @@ def _jobs(weights: Weights, packed: set[str], writer: Writer, dtype: str | None)
         yield written.job(weights.checkpoint.folder, place.name, blocks, place.shape, target, peers)
 
 
-def _kept(weights: Weights, skip: Sequence[str]) -> set[str]:
-    """The paths that stay as they are."""
+def modules_named(weights: Weights, skip: Sequence[str]) -> set[str]:
+    """The paths of matrices that stay as they are.
+
+    Args:
+        weights: of the model.
+        skip: as of `quantize`.
+
+    Raises:
+        ConvertError: an entry matches nothing.
+    """
     kept: set[str] = set()
     for entry in skip:
         matching = {

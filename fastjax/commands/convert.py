@@ -73,9 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--scheme", choices=_SCHEMES, default="nf4", help="default: %(default)s")
     quantize.add_argument("--dtype", choices=_DTYPES, help="that the weights decode to (default: their own)")
     quantize.add_argument("--plain_scales", action="store_true", help="nf4: leave the scales in float32")
-    quantize.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="modules that stay as they are")
 
     for made in (merge, quantize):
+        made.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="modules that are not quantised")
         made.add_argument("--force", action="store_true", help="replace a model folder that is there")
         made.add_argument("--allow_nonfinite", action="store_true", help="write NaN and infinity instead of refusing")
         made.add_argument("--max_shard_gib", type=_positive, default=4.0, metavar="N", help="default: %(default)s")
@@ -189,6 +189,7 @@ def _merge(arguments: argparse.Namespace) -> None:
             arguments.out,
             dtype=arguments.dtype,
             base_in_nf4=arguments.base_in_nf4,
+            skip=arguments.skip,
             unsloth_expert_layout=arguments.unsloth_expert_layout,
             recipe=recipe,
             max_shard_bytes=int(arguments.max_shard_gib * 2**30),

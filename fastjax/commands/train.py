@@ -1,6 +1,7 @@
 """`fastjax train`: fine-tune as a YAML file says."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -51,10 +52,13 @@ def _distributed(argv: Sequence[str]) -> str | None:
 def _packing(result: "FineTuned") -> str | None:
     """The command that makes a quantised folder of a quantisation-aware result; None: it is no such result."""
     aware, model = result.model.quantization_aware, result.config.model
-    if aware is None or aware.modules_to_not_quantize:
+    if aware is None:
         return None
-    out = f"{result.folder}-{aware.weights}"
+    folder, out = str(result.folder), f"{result.folder}-{aware.weights}"
     if model.full_finetuning:
-        return f"fastjax convert quantize {result.folder} {out} --scheme {aware.weights}"
-    base = " --base_in_nf4" if model.load_in_4bit else ""
-    return f"fastjax convert merge {model.model_name} {result.folder} {out} --dtype {aware.weights}{base}"
+        words = ["quantize", folder, out, "--scheme", aware.weights]
+    else:
+        words = ["merge", model.model_name, folder, out, "--dtype", aware.weights]
+        words += ["--base_in_nf4"] if model.load_in_4bit else []
+    words += ["--skip", *aware.modules_to_not_quantize] if aware.modules_to_not_quantize else []
+    return shlex.join(["fastjax", "convert", *words])

@@ -132,10 +132,10 @@ def _check(projection: Projection, where: str, aware: QuantizationAware) -> None
             f"qat.weights: expected a base in 16 or 32 bits (load_in_4bit: false) with {scheme}, got "
             f"{' and '.join(weight.formats)} weights in {where}.({names}); a base in NF4 is served with nf4"
         )
-    for name, format in (("weights", WEIGHTS[scheme]), ("activations", ACTIVATIONS.get(aware.activations or ""))):
-        reason = None if format is None else format.why_not(weight.shape[-1])
+    for name, own, table in (("weights", scheme, WEIGHTS), ("activations", aware.activations, ACTIVATIONS)):
+        reason = None if own is None else table[own].why_not(weight.shape[-1])
         if reason is not None:
-            raise ConfigError(f"qat.{name}: expected a format for {where}.({names}), got {scheme}: {reason}")
+            raise ConfigError(f"qat.{name}: expected a format for {where}.({names}), got {own}: {reason}")
     for part, adapter in projection.adapters.items():
         if adapter.magnitude is not None or adapter.dropout:
             what = "use_dora: false" if adapter.magnitude is not None else "lora_dropout: 0"

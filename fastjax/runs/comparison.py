@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerFast
 
+from convert.weights import open_weights
 from fastjax.data.encoding import Encoder
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel, LanguageModel
@@ -62,7 +63,9 @@ def compare_logits(
     options: dict[str, Any] = {"dtype": "float32", "allow_nonfinite": True}  # differences show them
     model, _ = FastLanguageModel.from_pretrained(first, load_in_4bit=base_in_nf4, **options)
     if adapter is not None:
-        model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True, fake_quantization=False)
+        # Trained for a format, it is compared with a folder in 4 or 8 bits as the format has it, with others without.
+        packed = any(form.bits <= 8 for form in open_weights(second).formats())
+        model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True, fake_quantization=packed)
     check_logits(model, str(first))
     if model.tokenizer is None:
         raise ConfigError(f"{first}: expected a tokenizer, got none")

@@ -188,6 +188,18 @@ def test_a_16_bit_base_that_was_trained_over_in_4_bits(make_folder, tmp_path, mo
     assert {written.format(path) for path in written.specs if "proj.weight" in path} == {"nf4-nested"}
     settings = written.checkpoint.config["quantization_config"]
     assert settings["llm_int8_skip_modules"] == ["lm_head"] and settings["bnb_4bit_use_double_quant"]
+    merge(folder, tmp_path / "adapter", tmp_path / "four", dtype="nf4", skip=["up_proj", "layers.0.self_attn.q_proj"])
+    written, plain = open_weights(tmp_path / "four"), {"layers.0.self_attn.q_proj.weight"}
+    plain |= {path for path in written.specs if path.endswith("up_proj.weight")}
+    assert {path for path in written.specs if "proj.weight" in path and written.format(path) != "nf4-nested"} == plain
+    skipped = written.checkpoint.config["quantization_config"]["llm_int8_skip_modules"]
+    assert {f"{name.removeprefix('model.')}.weight" for name in skipped} == plain | {"lm_head.weight"}
+    for options, message in (
+        ({"dtype": "nf4", "skip": ["gate"]}, "skip: no module is named gate"),
+        ({"dtype": "float32", "skip": ["up_proj"]}, "skip: expected no module, unless dtype is one of nf4"),
+    ):
+        with pytest.raises(ConvertError, match=message):
+            merge(folder, tmp_path / "adapter", tmp_path / "five", **options)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import yaml
 
+from convert.weights import open_weights
 from fastjax.cli import main
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.quantized import QuantizationAware
+from fastjax.models.quantized import FILE, QuantizationAware
+from fastjax.runs.comparison import compare_logits
 from tests.support import tiny
 
 
@@ -53,9 +55,11 @@ def test_full_fine_tuning_for_int4(settings, tmp_path, capsys):
 
 def test_an_adapter_computes_as_it_was_trained(settings, tmp_path, chat_folder, capsys):
     qat = {"weights": "int4-32", "activations": "int8", "start_step": 1, "modules_to_not_quantize": ["down_proj"]}
-    assert main([*settings(lora={"r": 4}, training={"qat": qat}), "--verbose"]) == 0
-    assert "product with fake-quantised float32 weights and adapters of rank 4 on" in capsys.readouterr().out
-    folder = tmp_path / "run" / "adapter"
+    output = {"output_dir": str(tmp_path / "run of mine")}
+    assert main([*settings(lora={"r": 4}, training={"qat": qat}, output=output), "--verbose"]) == 0
+    said = capsys.readouterr().out
+    assert "product with fake-quantised float32 weights and adapters of rank 4 on" in said
+    folder = tmp_path / "run of mine" / "adapter"
     aware = QuantizationAware("int4-32", "int8", ("down_proj",))
     assert QuantizationAware.read(folder) == aware
     base, _ = FastLanguageModel.from_pretrained(chat_folder, dtype="float32", load_in_4bit=False)
@@ -65,6 +69,18 @@ def test_an_adapter_computes_as_it_was_trained(settings, tmp_path, chat_folder, 
     tokens = np.arange(12, dtype=np.int32)[None]
     assert np.abs(tiny.logits(ours, tokens) - tiny.logits(plain, tokens)).max() > 1e-3
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ours.trainable))
+    # The command that is told makes the folder that was trained for, of a path with blanks, without what was left out.
+    (line,) = [line for line in said.splitlines() if line.startswith("as what it was trained for: ")]
+    _, *packing = shlex.split(line.partition(": ")[2])
+    assert main(packing) == 0
+    served = tmp_path / "run of mine" / "adapter-int4-32"
+    formats = open_weights(served).format
+    assert formats("layers.0.mlp.down_proj.weight") == "float32" != formats("layers.0.mlp.up_proj.weight")
+    texts = ["Ben bought 4 red pens.", "Who has pens?"]
+    # Activations are quantised as they come, here as there; without them the logits are equal.
+    (folder / FILE).write_text((folder / FILE).read_text().replace('"int8"', "null"))
+    found = compare_logits(chat_folder, served, texts, adapter=folder)
+    assert found.largest < 1e-5 * found.scale
 
 
 @pytest.mark.parametrize(

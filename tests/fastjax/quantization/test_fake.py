@@ -70,6 +70,15 @@ def through_mxfp4(w):
     return mxfp4.decode(tensor.codes, tensor.scales)[0]
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", [*WEIGHTS, *(f"{name} of activations" for name in ACTIVATIONS)])
+def test_what_is_not_finite_stays_so(name, value):
+    """No code hides it: a loss over it is not finite, and the step is not taken."""
+    scheme = ACTIVATIONS[name.partition(" ")[0]] if name.endswith("activations") else WEIGHTS[name]
+    w = jnp.asarray(hostile()).at[20, 37].set(value)
+    assert np.isnan(fake_quantize(w, scheme)[20, 37])
+
+
 WEIGHTS_BY_DEFINITION = {
     "int4-32": lambda w, dtype: integers(w, 32, -8, 7, dtype),
     "int4-128": lambda w, dtype: integers(w, 128, -8, 7, dtype),
