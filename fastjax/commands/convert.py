@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from convert.errors import ConvertError, shorten
+from convert.files import read_json
 
 _DTYPES = ("bfloat16", "float16", "float32")
 #: A merge rounds each weight to 16 bits, by up to 2⁻⁹ of it; another base (4 bits or 16) differs by more than this.
@@ -205,9 +206,12 @@ def _merge(arguments: argparse.Namespace) -> None:
 def _quantize(arguments: argparse.Namespace) -> None:
     from convert.quantize import quantize
 
+    folder = _folder(arguments.model)
+    if (trained := _trained_for(folder)) not in (None, arguments.scheme):
+        print(f"note: {folder.name} was trained for {trained} (quantization_aware.json), not for {arguments.scheme}")
     with _progress("quantising") as monitor:
         written = quantize(
-            _folder(arguments.model),
+            folder,
             arguments.out,
             scheme=arguments.scheme,
             nested=not arguments.plain_scales,
@@ -219,6 +223,13 @@ def _quantize(arguments: argparse.Namespace) -> None:
             monitor=monitor,
         )
     _report(written, f"{written.tensors} tensors")
+
+
+def _trained_for(folder: Path) -> str | None:
+    """The format that quantisation-aware training has made a folder for; None: none."""
+    file = folder / "quantization_aware.json"
+    weights = read_json(file).get("weights") if file.is_file() else None
+    return weights if isinstance(weights, str) else None
 
 
 def _gguf(arguments: argparse.Namespace) -> None:

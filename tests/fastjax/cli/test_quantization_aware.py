@@ -47,6 +47,9 @@ def test_full_fine_tuning_for_int4(settings, tmp_path, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("as what it was trained for: ")]
     program, *packing = shlex.split(line.partition(": ")[2])
     assert program == "fastjax" and main(packing) == 0
+    assert "note: " not in capsys.readouterr().out
+    assert main(["convert", "quantize", str(folder), str(tmp_path / "other"), "--scheme", "int8"]) == 0
+    assert "note: model was trained for int4-32 (quantization_aware.json), not for int8" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "model-int4-32" / "config.json").read_text())["quantization_config"]
     capsys.readouterr()
     assert main([*command, "--resume"]) == 0
