@@ -84,6 +84,7 @@ def pytest_addoption(parser):
     """How long tests look that are never done."""
     parser.addoption("--mutations", type=int, default=25, metavar="N", help="mutations of a checkpoint's files")
     parser.addoption("--fuzz", type=int, default=1000, metavar="N", help="hostile inputs of each kind, in tests/fuzz")
+    parser.addoption("--every-mesh", action="store_true", help="all meshes of eight devices, in test_every_mesh.py")
     parser.addoption("--gpu-tests-anywhere", action="store_true", help="run tests marked gpu on whatever there is")
 
 

@@ -1,4 +1,4 @@
-"""Processes of one run, on one host or several: how they find each other, and what they agree on.
+"""Processes of one run, on one host or several: how they find each other, what they agree on, and how one leaves.
 
 Every process has the whole program and some of the devices. The first, of index 0, is the primary: it alone writes what
 a run leaves. What decides the program (a choice, a step to resume from) is agreed on, since processes that run

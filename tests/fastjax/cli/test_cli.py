@@ -39,6 +39,21 @@ def test_expected_errors_are_one_line(monkeypatch, capsys, error, status, messag
     assert err == f"fastjax train: error: {message}\n"
 
 
+@pytest.mark.parametrize(
+    ("argv", "given"),
+    [
+        (["--config", "a.yaml"], None),
+        (["--config", "a.yaml", "--distributed"], ""),
+        (["--distributed", "--resume"], ""),
+        (["--distributed", "node1:4000,2,1", "--resume"], "node1:4000,2,1"),
+        (["--distributed=node1:4000,2,1"], "node1:4000,2,1"),
+    ],
+)
+def test_a_process_is_among_several_in_any_way_of_saying_so(argv, given):
+    """One that does not know would run by itself."""
+    assert train._distributed(argv) == given
+
+
 class Left(BaseException):
     """The end of a process."""
 

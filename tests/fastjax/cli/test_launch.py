@@ -132,11 +132,3 @@ def test_what_befalls_one_rank_alone(start, tmp_path, monkeypatch):
 def test_what_cannot_be_launched(capsys, arguments, message):
     assert main(["launch", *arguments]) == 2
     assert capsys.readouterr().err == f"fastjax launch: error: {message}\n"
-
-
-def test_the_rank_of_an_error(start, tmp_path):
-    """Both processes find the mistake; each says which one it is, and the exit status is theirs."""
-    wrong = start(tmp_path / "run", "--parallel.data", "3")
-    assert wrong.status() == 2
-    where = rf"error: rank 0 of 2 on {os.uname().nodename}: parallel: expected a product of 2, all devices of 2"
-    assert where in wrong.output and where.replace("rank 0", "rank 1") in wrong.output

@@ -29,8 +29,6 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, adam_epsilon=
 MESHES = {
     "data": {"data": 8},
     "data and fsdp": {"data": 2, "fsdp": 4},
-    "fsdp": {"fsdp": 8},
-    "experts": {"expert": 4, "data": 2},
     "experts and fsdp": {"expert": 2, "fsdp": 2, "data": 2},
 }
 CONFIG = tiny.config(hidden_size=64, intermediate_size=128, tie_word_embeddings=False, attention_dropout=0.2)
@@ -94,12 +92,8 @@ def trained(kind, mesh=None):
     ("kind", "mesh"),
     [
         ("lora", "data"),
-        ("full", "data"),
         ("full", "data and fsdp"),
         ("qlora", "data and fsdp"),
-        ("lora", "fsdp"),
-        ("mixture", "data and fsdp"),
-        ("mixture", "experts"),
         ("mixture", "experts and fsdp"),
     ],
 )
