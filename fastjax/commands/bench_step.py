@@ -11,6 +11,7 @@ from fastjax.bench.step.case import (
     ADAPTERS,
     FILLS,
     METHODS,
+    OFFLOADED,
     OPTIMIZERS,
     PARAM_DTYPES,
     REGIMES,
@@ -107,6 +108,8 @@ def add_parser(commands: Any) -> None:
         "packed). Tokens a second count no padding",
     )
     parser.add_argument("--offload_embedding", action="store_true", help="the table of embeddings on the host")
+    parser.add_argument("--offload_layers", action="store_true", help="the frozen matrices of scanned layers there")
+    parser.add_argument("--offload_optimizer", action="store_true", help="AdamW's moments of matrices there")
     parser.add_argument(
         "--mlp_chunk", type=positive, metavar="N", help="tokens that an MLP computes at a time (default: auto)"
     )
@@ -169,9 +172,11 @@ def _cases(arguments: argparse.Namespace) -> list[StepCase]:
 
     method, weights = resolve_method(arguments.method, arguments.weights)
     if method == "full":
-        for name in ("rank", "adapters", "offload_embedding"):
+        for name in ("rank", "adapters", "offload_embedding", "offload_layers"):
             if value := getattr(arguments, name):
                 raise ConfigError(f"bench step: --{name} is for methods with adapters, got {value} with --method full")
+    layouts = _layouts(arguments)
+    _check_offloads(arguments, layouts)
     common = {
         "preset": arguments.preset,
         "method": method,
@@ -186,6 +191,8 @@ def _cases(arguments: argparse.Namespace) -> list[StepCase]:
         "lengths": None if arguments.lengths is None else tuple(read_lengths(arguments.lengths)),
         "layers": arguments.layers,
         "offload_embedding": arguments.offload_embedding,
+        "offload_layers": arguments.offload_layers,
+        "offload_optimizer": arguments.offload_optimizer,
         "mlp_chunk": arguments.mlp_chunk,
         "base_compute": arguments.base_compute,
         "qat": arguments.qat,
@@ -201,8 +208,23 @@ def _cases(arguments: argparse.Namespace) -> list[StepCase]:
     }
     return [
         StepCase(**layout._asdict(), **dict(zip(varied, values, strict=True)), **common)
-        for layout, *values in itertools.product(_layouts(arguments), *varied.values())
+        for layout, *values in itertools.product(layouts, *varied.values())
     ]
+
+
+def _check_offloads(arguments: argparse.Namespace, layouts: Sequence[Layout]) -> None:
+    """Refuse what may not lie in the host's memory beside other options; the model and the mesh refuse more."""
+    if arguments.offload_layers:
+        if any(layout.layer_loop != "scan" for layout in layouts):
+            where = f", of --regime {arguments.regime}" if arguments.regime else ""
+            raise ConfigError(f"bench step: --offload_layers: expected --layer_loop scan alone, got unroll{where}")
+        if arguments.qat is not None:
+            raise ConfigError(f"bench step: --offload_layers: expected it without --qat, got {arguments.qat}")
+    if arguments.offload_optimizer and arguments.optimizer not in OFFLOADED:
+        expected = " or ".join(OFFLOADED)
+        raise ConfigError(
+            f"bench step: --offload_optimizer: expected --optimizer {expected}, got {arguments.optimizer}"
+        )
 
 
 def _options(text: str) -> tuple[str, ...]:

@@ -52,9 +52,7 @@ def build_model(case: StepCase, mesh: Mesh | None = None) -> LanguageModel:
         base_compute=case.base_compute,  # pyright: ignore[reportArgumentType]
     )
     if case.full:
-        return _quantized(model, case)
-    if case.offload_embedding:
-        model = model.with_host_embedding()
+        return placed(_quantized(model, case), case)
     with_experts = case.adapters == "all" and model.config.moe is not None
     adapted = FastLanguageModel.get_peft_model(
         model,
@@ -63,7 +61,21 @@ def build_model(case: StepCase, mesh: Mesh | None = None) -> LanguageModel:
         target_parameters=_EXPERTS if with_experts else None,
         random_state=case.seed,
     )
-    return _quantized(adapted, case)
+    return placed(_quantized(adapted, case), case)
+
+
+def placed(model: LanguageModel, case: StepCase) -> LanguageModel:
+    """The model with what the case holds in the host's memory there.
+
+    Args:
+        model: all of it on the device.
+        case: the settings.
+
+    Raises:
+        ConfigError: it may not lie there.
+    """
+    model = model.with_host_embedding() if case.offload_embedding else model
+    return model.with_host_layers() if case.offload_layers else model
 
 
 def _quantized(model: LanguageModel, case: StepCase) -> LanguageModel:

@@ -13,6 +13,8 @@ METHODS = {"qlora": ("nf4", "mxfp4"), "lora": ("16bit",), "full": ("16bit",)}
 #: What adapters are on: the attention's projections; or every projection, a mixture's experts included.
 ADAPTERS = ("all", "attention")
 OPTIMIZERS = ("adamw", "adamw_16bit", "adamw_8bit")
+#: Those whose moments may lie in the host's memory.
+OFFLOADED = ("adamw", "adamw_8bit")
 PARAM_DTYPES = ("bfloat16", "float32")
 #: What documents are made rows by: packing; one a row, padded to the row's tokens, or to the longest of the batch.
 FILLS = ("packed", "padded", "longest")
@@ -66,6 +68,8 @@ class StepCase:
         fill: one of FILLS, for documents.
         layers: the preset's first ones alone; None: all.
         offload_embedding: whether the table of embeddings lies in the host's memory.
+        offload_layers: whether the matrices of the layers do.
+        offload_optimizer: whether the optimizer's moments of matrices do.
         mlp_chunk: tokens that an MLP computes at a time; None: "auto".
         mesh: of several devices; None: one.
         compiler_options: XLA's for the step, NAME=VALUE each.
@@ -93,6 +97,8 @@ class StepCase:
     fill: str = "packed"
     layers: int | None = None
     offload_embedding: bool = False
+    offload_layers: bool = False
+    offload_optimizer: bool = False
     mlp_chunk: int | None = None
     mesh: "MeshShape | None" = None
     compiler_options: tuple[str, ...] = ()
@@ -152,9 +158,15 @@ class StepCase:
 
     @property
     def kept(self) -> str:
-        """What the backward pass recomputes, what of the weights is in the host's memory, and a chunk that is given."""
-        chunk = "" if self.mlp_chunk is None else f", MLP by {self.mlp_chunk:,}"
-        return self.checkpointing + (", embedding on the host" if self.offload_embedding else "") + chunk
+        """What the backward pass recomputes, what else is in the host's memory, and a chunk that is given."""
+        there = {
+            "embedding": self.offload_embedding,
+            "layers": self.offload_layers,
+            "moments": self.offload_optimizer,
+        }
+        held = [f"{name} on the host" for name, given in there.items() if given]
+        chunk = [] if self.mlp_chunk is None else [f"MLP by {self.mlp_chunk:,}"]
+        return ", ".join([self.checkpointing, *held, *chunk])
 
 
 def resolve_method(method: str | None, weights: str | None) -> tuple[str, str]:

@@ -6,12 +6,14 @@ plain operations once more in bfloat16, every intermediate result rounded. Kerne
 another order: they may be off by three times as much (by a quarter more where products are in float8). Loss and the
 gradient of every trained array of each layer are compared, since the loss alone, of random weights, is near the
 logarithm of the vocabulary whatever the layers compute. An adapter's B starts at zero, which leaves A without a
-gradient: here it starts small. The step of several devices is compared with that of one, of as many rows.
+gradient: here it starts small. The reference keeps everything for the backward pass and calls its layers one by one, on
+one device, of as many rows as a step of several.
 """
 
 import dataclasses
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,26 +23,20 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from fastjax.bench.step.build import build_model, first_state, make_batch
+from fastjax.bench.step.build import build_model, filled, first_state, make_batch, placed
 from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.mesh import open_case_mesh
+from fastjax.bench.step.small import reference_step
 from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.language_model.model import LanguageModel
-from fastjax.models.chunks import chunk_places
+from fastjax.models.layout import LayerStack, layer_of
 from fastjax.models.leaves import LORA_B, leaf_at
-from fastjax.models.remat import policy_of
-from fastjax.parallel import MeshShape
 from fastjax.planning.work import plain_path
 from fastjax.training.health import leaf_names, squared_norms
 from fastjax.training.step import make_train_step
 from pallas_kernels.attention import attention_implementation
 
-_LAYERS = 2
-#: Tokens of the one row; of a mixture fewer, since plain XLA multiplies every row by every expert.
-_TOKENS, _TOKENS_OF_MIXTURES = 2048, 512
-#: Chunks of that row where the case has chunks.
-_CHUNKS = 4
 #: Times the error of the plain operations in bfloat16.
 _FACTOR = 3.0
 #: Times their error with products in float8: its rounding, the same in both, is nearly all of it.
@@ -70,68 +66,120 @@ _RECORDER = optax.GradientTransformation(
 
 
 class _Outcome(NamedTuple):
-    """Of one step: the loss, and the gradients as the trained arrays lie."""
+    """Of one step: the loss, and the gradients as the trained arrays lie where each layer is by itself."""
 
     loss: float
     gradients: Any
 
 
-def fault_of(case: StepCase) -> str | None:
-    """Compare the first step of the model's first layers with the reference.
+class Reference(NamedTuple):
+    """What small steps are compared with.
+
+    Attributes:
+        exact: the plain operations in float32.
+        names: of the gradients' arrays.
+        norms: theirs, squared; float32 [n].
+        rounded: errors of the plain operations in bfloat16, by name, and of their loss.
+        factor: times these errors that a step may be off.
+    """
+
+    exact: _Outcome
+    names: Sequence[str]
+    norms: np.ndarray
+    rounded: Mapping[str, float]
+    factor: float
+
+    def errors(self, outcome: _Outcome) -> dict[str, float]:
+        """The relative errors of a step's loss and gradients, by name.
+
+        Args:
+            outcome: of the step.
+        """
+        exact = self.exact
+        off = jax.tree.map(lambda ours, theirs: ours.astype(jnp.float32) - theirs, outcome.gradients, exact.gradients)
+        relative = np.sqrt(np.asarray(squared_norms(off, _alone(len(off["layers"])))) / self.norms)
+        return {"loss": abs(outcome.loss / exact.loss - 1)} | dict(zip(self.names, relative.tolist(), strict=True))
+
+
+def make_reference(small: StepCase) -> Reference:
+    """The reference of a small step, and of every other one with the same `small.reference_step`.
 
     Args:
-        case: the settings; rows, checkpointing of other layers and number of steps do not matter.
+        small: of `small.small_step`.
+
+    Raises:
+        ConfigError: settings that the model does not take.
+        TrainingError: a loss or gradient of the reference that is zero or not finite.
+    """
+    case, documents = filled(dataclasses.replace(reference_step(small), dtype="bfloat16"))
+    model = _with_gradients(build_model(case))
+    batch = make_batch(case, model.config.vocab_size, documents)
+    with plain_path():
+        exact = _step(_in_dtype(model.with_checkpointing("none"), "float32"), batch, {})
+        rounded = _step(model, batch, {"xla_allow_excess_precision": False})
+    names, norms = leaf_names(model.trainable, model.plan), np.asarray(squared_norms(exact.gradients, model.plan))
+    if dead := [name for name, norm in zip(names, norms, strict=True) if not norm > 0]:
+        raise TrainingError(f"the reference has no gradient of {', '.join(dead)}")
+    factor = _FACTOR if model.precision.base_compute is None else _FACTOR_IN_FLOAT8
+    found = Reference(exact, names, norms, {}, factor)
+    return found._replace(rounded=found.errors(rounded))
+
+
+def fault_of(small: StepCase, reference: Reference) -> str | None:
+    """Compare a small step with its reference.
+
+    Args:
+        small: of `small.small_step`.
+        reference: its own.
 
     Returns:
         What is wrong; None: nothing.
 
     Raises:
         ConfigError: settings that the model does not take.
+        TrainingError: its loss or a gradient is not finite.
     """
-    layers = min(_LAYERS, case.layers or _LAYERS)
-    mesh, shape = open_case_mesh(case), case.mesh or MeshShape()
-    tokens = min(case.seq, _TOKENS) // shape.token_parts * shape.token_parts
+    mesh, (case, documents) = open_case_mesh(small), filled(small)
     dtype = case.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    cut = dataclasses.replace(
-        case,
-        layers=layers,
-        batch=1,
-        seq=tokens,
-        lengths=None,
-        dtype="bfloat16",
-        offload_embedding=False,
-        mlp_chunk=None,
-    )
-    model = _with_gradients(build_model(cut))
-    if model.config.moe is not None:
-        cut = dataclasses.replace(cut, seq=min(tokens, _TOKENS_OF_MIXTURES // shape.replicas))
-    batch = make_batch(cut, model.config.vocab_size, None)
-    with plain_path():
-        exact = _step(_in_dtype(model, "float32"), batch, {})
-        rounded = _step(model, batch, {"xla_allow_excess_precision": False})
+    near = dataclasses.replace(case, dtype="bfloat16", offload_embedding=False, offload_layers=False)
+    model = placed(_in_dtype(_with_gradients(build_model(near)), dtype), case)
     with attention_implementation(case.attention):
-        found = _step(_by_chunks(_in_dtype(model, dtype), case, tokens), batch, case.options, mesh)
-    return _judged(model, dtype, found=found, rounded=rounded, exact=exact)
+        found = _step(model, make_batch(case, model.config.vocab_size, documents), case.options, mesh)
+    return judged(found, reference, dtype)
 
 
-def _by_chunks(model: LanguageModel, case: StepCase, tokens: int) -> LanguageModel:
-    """The model whose MLPs compute a row of so many tokens by chunks, where the case's rows are computed so."""
-    devices = case.mesh or MeshShape()
-    shape = case.batch, case.seq // devices.context, model.config.hidden_size
-    if devices.tensor > 1 or chunk_places(case.mlp_chunk or "auto", shape, policy_of(case.checkpointing, 0)) is None:
-        return model
-    decoder = model.module()
-    decoder.mlp_chunk = -(-tokens // (devices.context * _CHUNKS))
-    return model.replace(graphdef=nnx.split(decoder, model.trainable_filter, ...)[0])
+def judged(found: _Outcome, reference: Reference, dtype: str) -> str | None:
+    """What is wrong with a step's loss and gradients; None: nothing.
+
+    Args:
+        found: the step's.
+        reference: of the step.
+        dtype: of the step.
+    """
+    bounds, off = _bounds(reference.rounded, _ALLOWED[dtype], reference.factor), reference.errors(found)
+    if vague := [name for name, bound in bounds.items() if not bound < 1]:
+        return f"rounding to {dtype} alone makes another gradient of {', '.join(vague)}: it cannot be compared"
+    wrong = [f"{name} by {off[name]:.1e} of {bound:.1e}" for name, bound in bounds.items() if not off[name] <= bound]
+    shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+    return f"the first step is off the reference, more than rounding allows: {shown}" if wrong else None
 
 
 def _with_gradients(model: LanguageModel) -> LanguageModel:
-    """The model with every B drawn, so small that the adapters change little of what the base computes."""
+    """The model with every B drawn, so small that the adapters change little of what the base computes.
+
+    A layer's B follows from its name, so that it is the same however the layers lie.
+    """
+    names = iter(leaf_names(model.trainable, model.plan))
 
     def drawn(path: Any, leaf: jax.Array) -> jax.Array:
-        if leaf_at(path).kind not in LORA_B:
+        place = leaf_at(path)
+        stacked = place.stack is not None and model.plan[place.stack].count > 1
+        own = [next(names) for _ in range(leaf.shape[0] if stacked else 1)]
+        if place.kind not in LORA_B:
             return leaf
-        return (_B_DEVIATION * jax.random.normal(jax.random.key(leaf.size), leaf.shape)).astype(leaf.dtype)
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        found = [jax.random.normal(jax.random.key(zlib.crc32(name.encode())), shape) for name in own]
+        return (_B_DEVIATION * (jnp.stack(found) if stacked else found[0])).astype(leaf.dtype)
 
     return model.replace(trainable=jax.tree_util.tree_map_with_path(drawn, model.trainable))
 
@@ -163,26 +211,20 @@ def _step(model: LanguageModel, batch: Batch, options: Mapping[str, Any], mesh: 
         raise TrainingError(
             f"the first step in {model.dtype}: loss {float(metrics['loss']):g}, or a gradient not finite"
         )
-    return _Outcome(float(metrics["loss"]), jax.device_put(state.opt_state, jax.devices()[0]))
+    gradients = jax.device_put(state.opt_state, jax.devices()[0])
+    return _Outcome(float(metrics["loss"]), _by_layer(gradients, model.plan))
 
 
-def _judged(model: LanguageModel, dtype: str, *, found: _Outcome, rounded: _Outcome, exact: _Outcome) -> str | None:
-    names, norms = leaf_names(model.trainable, model.plan), squared_norms(exact.gradients, model.plan)
-    if dead := [name for name, norm in zip(names, np.asarray(norms), strict=True) if not norm > 0]:
-        return f"the reference has no gradient of {', '.join(dead)}"
+def _by_layer(tree: Any, plan: Sequence[LayerStack]) -> Any:
+    """Arrays as the trained ones, with each layer by itself."""
+    runs = [[tree["layers"][number][place] for place in range(run.period)] for number, run in enumerate(plan)]
+    count = sum(run.period * run.count for run in plan)
+    return {**tree, "layers": {index: {0: layer_of(runs, plan, index)} for index in range(count)}}
 
-    def errors(outcome: _Outcome) -> dict[str, float]:
-        off = jax.tree.map(lambda ours, theirs: ours.astype(jnp.float32) - theirs, outcome.gradients, exact.gradients)
-        relative = np.sqrt(np.asarray(squared_norms(off, model.plan) / norms))
-        return {"loss": abs(outcome.loss / exact.loss - 1)} | dict(zip(names, relative.tolist(), strict=True))
 
-    factor = _FACTOR if model.precision.base_compute is None else _FACTOR_IN_FLOAT8
-    bounds, off = _bounds(errors(rounded), _ALLOWED[dtype], factor), errors(found)
-    if vague := [name for name, bound in bounds.items() if not bound < 1]:
-        return f"rounding to {dtype} alone makes another gradient of {', '.join(vague)}: it cannot be compared"
-    wrong = [f"{name} by {off[name]:.1e} of {bound:.1e}" for name, bound in bounds.items() if not off[name] <= bound]
-    shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-    return f"the first step is off the reference, more than rounding allows: {shown}" if wrong else None
+def _alone(layers: int) -> tuple[LayerStack, ...]:
+    """The plan of layers that are called one by one."""
+    return tuple(LayerStack(index, 1, 1) for index in range(layers))
 
 
 def _bounds(rounded: Mapping[str, float], allowed: _Allowance, factor: float) -> dict[str, float]:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from fastjax.bench.step.build import build_model, filled, first_state, make_batch
 from fastjax.bench.step.case import StepCase
-from fastjax.bench.step.check import fault_of
+from fastjax.bench.step.check import Reference, fault_of, make_reference
 from fastjax.bench.step.mesh import open_case_mesh
 from fastjax.bench.step.profile import Profile, summarize
 from fastjax.bench.step.scopes import scopes
@@ -96,20 +96,23 @@ def measure(case: StepCase, profile: Path | None = None) -> StepResult:
     return _guarded("", _measure, case, profile)
 
 
-def check(case: StepCase) -> StepResult:
-    """Compare the step with the reference: a result without a figure, whose fault or error speaks against one.
+def check(small: Sequence[StepCase]) -> list[StepResult]:
+    """Compare small steps with their reference: results without figures, whose faults or errors speak against one.
 
     Args:
-        case: the settings.
+        small: of `small.small_step`, with one `small.reference_step`.
 
     Raises:
         ConfigError: settings that the model does not take.
     """
-    return _guarded(" beside the reference", _check, case)
+    reference: Reference | None = None
 
+    def compare(case: StepCase) -> StepResult:
+        nonlocal reference
+        reference = reference or make_reference(case)
+        return StepResult(jax.devices()[0].device_kind, jax.__version__, fault=fault_of(case, reference))
 
-def _check(case: StepCase) -> StepResult:
-    return StepResult(jax.devices()[0].device_kind, jax.__version__, fault=fault_of(case))
+    return [_guarded(" beside the reference", compare, case) for case in small]
 
 
 def _guarded(where: str, function: Callable[..., StepResult], *arguments: Any) -> StepResult:
@@ -128,7 +131,8 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
     case, documents = filled(case)
     model = build_model(case, mesh)
     total = case.warmup + case.steps
-    optimizer = make_optimizer(OptimizerConfig(name=case.optimizer, learning_rate=_RATE), total)  # pyright: ignore[reportArgumentType]
+    rule = OptimizerConfig(name=case.optimizer, learning_rate=_RATE)  # pyright: ignore[reportArgumentType]
+    optimizer = make_optimizer(rule, total, offload=case.offload_optimizer)
     tokens = case.step_rows * case.seq if documents is None else sum(map(sum, documents))
     length = case.seq if documents is None else attended_length([n for row in documents for n in row])
     flops = tokens * flops_per_token(model.config, model.trainable, length)
@@ -138,13 +142,12 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
         model.graphdef, optimizer, model.trainable_filter, mesh=mesh, compiler_options=case.options
     )
     arguments = _placed(model, optimizer, batch, step, mesh)
-    shapes = jax.tree.map(_shape, arguments)
-    del arguments, model
 
-    # As in a run: without the model on the device, where the compiler tries products out.
     start = time.perf_counter()
     with attention_implementation(case.attention):
-        compiled = step.trace(*shapes).lower().compile()
+        traced = step.trace(*arguments)  # not their shapes: those of one device say nothing of the host's memory
+        del arguments, model  # as in a run: the compiler tries products out without the model on the device
+        compiled = traced.lower().compile()
     compile_seconds = time.perf_counter() - start
     state, frozen, batch = _placed(build_model(case, mesh), optimizer, batch, step, mesh)
 
@@ -189,10 +192,6 @@ def _placed(
         return begin(model.trainable), model.frozen, batch
     state, frozen = start_on_mesh(begin, model.trainable, model.frozen, batch, step)
     return state, frozen, place(batch, row_shardings(batch, mesh))
-
-
-def _shape(array: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=getattr(array, "sharding", None))
 
 
 def _begin(model: LanguageModel, optimizer: optax.GradientTransformation, trainable: Any) -> TrainState:

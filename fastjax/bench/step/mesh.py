@@ -59,6 +59,8 @@ def open_case_mesh(case: StepCase) -> Mesh | None:
         raise ConfigError(f"bench step: --mesh {shape}: {error}") from error
     for option, given in {
         "offload_embedding": case.offload_embedding,
+        "offload_layers": case.offload_layers,
+        "offload_optimizer": case.offload_optimizer,
         "mlp_chunk": shape.tensor > 1 and case.mlp_chunk is not None,
     }.items():
         if given:

@@ -74,12 +74,13 @@ def label() -> str:
 
 
 def cases_of(cases: Sequence[StepCase]) -> list[StepCase]:
-    """The cases that differ for it, with its own name of what it recomputes.
+    """The cases that differ for it, with its own name of what it recomputes and nothing else in the host's memory.
 
     Args:
         cases: this project's; those of several devices have none.
     """
-    changes: dict[str, Any] = {"layer_loop": "", "attention": None, "compiler_options": ()}
+    changes: dict[str, Any] = {"layer_loop": "", "attention": None, "compiler_options": (), "mlp_chunk": None}
+    changes |= dict.fromkeys(("offload_embedding", "offload_layers", "offload_optimizer"), False)
     alone = [case for case in cases if case.mesh is None]
     kept = [("none" if case.checkpointing in _KEEPING else "unsloth", case) for case in alone]
     return list(dict.fromkeys(dataclasses.replace(case, checkpointing=name, **changes) for name, case in kept))

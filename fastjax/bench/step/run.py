@@ -1,7 +1,7 @@
 """Cases of a step measured one after the other, and what is made of them.
 
 Every case runs in a fresh process, because a device's peak memory cannot be reset; so does the comparison with the
-reference before, once for cases whose layers compute the same.
+reference before, of all small steps that share one. Afterwards the cases' first losses are compared with each other.
 """
 
 import concurrent.futures
@@ -9,7 +9,7 @@ import dataclasses
 import json
 import multiprocessing
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +17,10 @@ from rich.console import Console
 
 from fastjax.bench.step import peers
 from fastjax.bench.step.case import StepCase
+from fastjax.bench.step.first_loss import with_equal_first_losses
 from fastjax.bench.step.measure import StepResult, check, measure
 from fastjax.bench.step.mesh import check_meshes
+from fastjax.bench.step.small import reference_step, small_step
 from fastjax.bench.step.table import Line, Measured, linear_shares, markdown, print_results, summary
 from fastjax.errors import TrainingError
 
@@ -55,24 +57,29 @@ def run(
         TrainingError: steps that do not train, after the tables and files of the others.
     """
     console = console or Console()
-    measured, checks = [], {}
+    raw: list[Line] = []
+    checks: dict[StepCase, StepResult] = {}
     about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "command": command}
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
         if any(case.mesh is not None for case in cases):
             pool.submit(check_meshes, cases).result()
-        for number, case in enumerate(cases):
-            trace, key = None if profile is None else profile / str(number), _checked_once(case)
+        small = [small_step(case) for case in cases]
+        for number, (case, own) in enumerate(zip(cases, small, strict=True)):
+            trace = None if profile is None else profile / str(number)
             with console.status(f"{case.preset} {case.where} {case.rows} {case.checkpointing} {case.layer_loop}"):
-                if key not in checks:
-                    checks[key] = pool.submit(check, case).result()
-                bad = checks[key].fault or checks[key].error
-                measured.append(Line(case, checks[key] if bad else pool.submit(measure, case, trace).result()))
+                if own not in checks:
+                    beside = [other for other in dict.fromkeys(small) if reference_step(other) == reference_step(own)]
+                    checks.update(zip(beside, pool.submit(check, beside).result(), strict=True))
+                bad = checks[own].fault or checks[own].error
+                raw.append(Line(case, checks[own] if bad else pool.submit(measure, case, trace).result()))
+            measured = with_equal_first_losses(raw)
             _tell(console, measured, output, about)
         absent = peers.why_not(next((case for case in cases if case.mesh is None), cases[0]))
         for case in () if absent else peers.cases_of(cases):
             with console.status(f"{peers.label()} {case.preset} {case.rows} {case.checkpointing}"):
-                measured.append(Line(case, pool.submit(peers.measure_unsloth, case).result(), peers.label()))
+                raw.append(Line(case, pool.submit(peers.measure_unsloth, case).result(), peers.label()))
+            measured = with_equal_first_losses(raw)
             _tell(console, measured, output, about)
     print_results(console, measured)
     if absent:
@@ -115,9 +122,3 @@ def _png(measured: Measured) -> bytes:
 
     case, result = measured[0].case, measured[0].result
     return draw(measured, f"Step · {case.model} · {case.trained} · {result.device} · jax {result.jax}")
-
-
-def _checked_once(case: StepCase) -> Hashable:
-    """Equal for cases that one comparison with the reference serves."""
-    model = case.preset, case.method, case.weights, case.adapters, case.dtype
-    return *model, case.attention, case.mesh, case.compiler_options

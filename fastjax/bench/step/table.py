@@ -11,6 +11,9 @@ from fastjax.bench.step.case import StepCase
 from fastjax.bench.step.measure import StepResult
 from fastjax.bench.step.profile import Profile, Share
 
+#: Whose step it is that is not another library's.
+OURS = "fastjax"
+
 
 class Line(NamedTuple):
     """A case and its result.
@@ -23,7 +26,7 @@ class Line(NamedTuple):
 
     case: StepCase
     result: StepResult
-    by: str = "fastjax"
+    by: str = OURS
 
     @property
     def rest(self) -> tuple[str, ...]:

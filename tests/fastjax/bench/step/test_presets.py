@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from convert.model.config import ModelConfig
-from fastjax.bench.step.case import StepCase, resolve_method
+from fastjax.bench.step.case import REGIMES, StepCase, resolve_method
 from fastjax.bench.step.mesh import check_meshes
 from fastjax.bench.step.presets import preset_config
 from fastjax.commands.bench import _parser
@@ -96,6 +96,24 @@ def test_cases():
     }
 
 
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_regime_is_of_the_preset_that_is_given(regime):
+    found = cases("--regime", regime, "--preset", "gpt-oss-20b", "--weights", "mxfp4")
+    assert [(case.preset, case.rows) for case in found] == [
+        ("gpt-oss-20b", f"{part.batch}×{part.seq:,}") for part in REGIMES[regime]
+    ]
+    assert {case.preset for case in cases("--regime", regime)} == {"llama3-8b"}
+
+
+def test_cases_in_the_host():
+    names = "offload_embedding", "offload_layers", "offload_optimizer"
+    for name in names:
+        (case,) = cases("--checkpointing", "full", f"--{name}")
+        assert [getattr(case, one) for one in names] == [one == name for one in names]
+    (case,) = cases("--checkpointing", "none", "--method", "full", "--optimizer", "adamw_8bit", "--offload_optimizer")
+    assert case.kept == "none, moments on the host"
+
+
 def test_cases_on_meshes():
     """A case for each; rows are those of each part of a mesh that has its own."""
     found = cases("--mesh", "one", "fsdp=2", "data=2,tensor=2", "--batch", "3", "--checkpointing", "full")
@@ -114,6 +132,8 @@ def test_cases_on_meshes():
         ({"mesh": MeshShape(expert=2)}, "--mesh expert 2: parallel.expert: expected 1 of a model without mixtures"),
         ({"mesh": MeshShape(context=2), "seq": 30}, "--mesh context 2: batch: expected rows of a multiple of 4 tokens"),
         ({"mesh": MeshShape(data=2), "offload_embedding": True}, "--offload_embedding: expected it without --mesh"),
+        ({"mesh": MeshShape(data=2), "offload_layers": True}, "--offload_layers: expected it without --mesh data 2"),
+        ({"mesh": MeshShape(fsdp=2), "offload_optimizer": True}, "--offload_optimizer: expected it without --mesh"),
         ({"mesh": MeshShape(tensor=2), "mlp_chunk": 8}, "--mlp_chunk: expected it without --mesh tensor 2"),
     ],
 )
@@ -129,6 +149,17 @@ def test_meshes_that_a_case_does_not_suit(changes, message):
         (["--method", "lora", "--weights", "nf4"], "--weights: expected 16bit with --method lora, got nf4"),
         (["--method", "full", "--rank", "8"], "--rank is for methods with adapters, got 8"),
         (["--regime", "long", "--seq", "8"], "--seq: expected it without --regime"),
+        (["--method", "full", "--offload_layers"], "--offload_layers is for methods with adapters, got True"),
+        (
+            ["--offload_layers", "--layer_loop", "scan", "unroll"],
+            "--offload_layers: .* scan alone, got unroll$",
+        ),
+        (["--offload_layers", "--regime", "speed"], "--offload_layers: .*, got unroll, of --regime speed"),
+        (["--offload_layers", "--qat", "nf4"], "--offload_layers: expected it without --qat, got nf4"),
+        (
+            ["--offload_optimizer", "--optimizer", "adamw_16bit"],
+            "--offload_optimizer: expected --optimizer adamw or adamw_8bit, got adamw_16bit",
+        ),
         (["--mesh", "one", "fsdp=2,rows=2"], "--mesh: expected one, or sizes of data, .*, got fsdp=2,rows=2"),
         (["--mesh", "fsdp=0"], "--mesh: expected one, .*, got fsdp=0"),
         (["--compiler_options", "none", "xla_a"], "expected none or NAME=VALUE,NAME=VALUE, got xla_a"),

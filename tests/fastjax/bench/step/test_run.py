@@ -2,24 +2,29 @@
 
 import concurrent.futures
 import dataclasses
+import io
 import json
 import re
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from fastjax.bench.step import measure as measuring
 from fastjax.bench.step import peers
 from fastjax.bench.step import run as running
-from fastjax.bench.step.build import filled
+from fastjax.bench.step.build import build_model, filled
 from fastjax.bench.step.case import StepCase
+from fastjax.bench.step.measure import StepResult
 from fastjax.cli import main
 from fastjax.errors import ConfigError
+from fastjax.host_memory import in_host_memory
 from fastjax.training import head
 
 SIZE = ("--preset", "tiny", "--batch", "2", "--seq", "32", "--steps", "2", "--warmup", "1", "--checkpointing", "full")
 CASE = StepCase("tiny", 2, 32, "full", "scan", rank=4, steps=2, warmup=1)
+FOUND = StepResult("cpu", "0.11.2", "float32", 0.5, 128.0, 1.0, 1.0, None, 2**20, (6.25, 6.0))
 
 
 class Here(concurrent.futures.Executor):
@@ -41,7 +46,8 @@ class Here(concurrent.futures.Executor):
 def here(monkeypatch):
     """Everything in this process, and a comparison that finds nothing."""
     monkeypatch.setattr(running.concurrent.futures, "ProcessPoolExecutor", Here)
-    monkeypatch.setattr(measuring, "fault_of", lambda case: None)
+    monkeypatch.setattr(measuring, "make_reference", lambda small: object())
+    monkeypatch.setattr(measuring, "fault_of", lambda small, reference: None)
 
 
 @pytest.fixture(autouse=True)
@@ -157,11 +163,64 @@ def test_a_step_that_does_not_train_has_no_figure(tmp_path, capsys, here, monkey
 
 
 def test_a_step_off_the_reference_is_not_measured(tmp_path, capsys, here, monkeypatch):
-    """One comparison for two layer loops, whose fault is the result of both."""
-    asked = []
-    monkeypatch.setattr(measuring, "fault_of", lambda case: asked.append(case) or "the first step is off the reference")
+    """Each of two layer loops is compared, with one reference; the one with a fault has no figure."""
+    asked, made = [], []
+
+    def fault_of(small, reference):
+        asked.append((small.layer_loop, reference))
+        return "the first step is off the reference" if small.layer_loop == "unroll" else None
+
+    monkeypatch.setattr(measuring, "make_reference", lambda small: made.append(small) or len(made))
+    monkeypatch.setattr(measuring, "fault_of", fault_of)
+    monkeypatch.setattr(running, "measure", lambda case, profile: FOUND)
     output = tmp_path / "step.json"
-    assert main(["bench", "step", *SIZE, "--layer_loop", "scan", "unroll", "--output", str(output)]) == 1
+    given = ["--layer_loop", "scan", "unroll", "--compiler_options", "none", "none", "--output", str(output)]
+    assert main(["bench", "step", *SIZE, *given]) == 1
     captured = capsys.readouterr()
-    assert "off the reference" in captured.out and "2 of 2 cases gave no figure" in captured.err
-    assert len(asked) == 1 and [row["tokens_per_second"] for row in json.loads(output.read_text())] == [None, None]
+    assert "off the reference" in captured.out and "2 of 4 cases gave no figure" in captured.err
+    assert asked == [("scan", 1), ("unroll", 1)], "cases that are the same once"
+    rows = json.loads(output.read_text())
+    assert [row["layer_loop"] for row in rows if row["tokens_per_second"] is None] == ["unroll", "unroll"]
+
+
+def test_cases_of_several_references(here, monkeypatch):
+    """Compared when their turn comes, with their own."""
+    made = []
+    monkeypatch.setattr(measuring, "make_reference", lambda small: made.append(small.base_compute) or object())
+    monkeypatch.setattr(running, "measure", lambda case, profile: made.append("measured") or FOUND)
+    cases = [dataclasses.replace(CASE, base_compute=name) for name in ("float8", None)]
+    running.run(cases, console=Console(file=io.StringIO()))
+    assert made == ["float8", "measured", None, "measured"]
+
+
+def test_first_losses_are_compared(tmp_path, capsys, here, monkeypatch):
+    losses = {"full": 6.25, "projections": 6.25, "offload": 6.3}
+    monkeypatch.setattr(
+        running, "measure", lambda case, profile: dataclasses.replace(FOUND, losses=(losses[case.checkpointing], 6.0))
+    )
+    output = tmp_path / "step.json"
+    given = ["bench", "step", *SIZE[:-2], "--output", str(output), "--checkpointing"]
+    assert main([*given, *losses]) == 1
+    captured = capsys.readouterr()
+    out = " ".join(captured.out.split())
+    assert "offload scan: the first loss is 6.30000, and 6.25000 of full scan: expected the same" in out
+    assert "1 of 3 cases gave no figure" in captured.err
+    assert [row["step_seconds"] for row in json.loads(output.read_text())] == [0.5, 0.5, None]
+    assert main([*given, "full", "projections"]) == 0
+
+
+@pytest.mark.one_world
+def test_in_the_host(here, monkeypatch):
+    """Layers, embeddings and moments there: the same losses, and words for it."""
+    states, begin = [], measuring.first_state
+    monkeypatch.setattr(measuring, "first_state", lambda *given: states.append(begin(*given)) or states[-1])
+    plain, moved = CASE, dataclasses.replace(CASE, offload_layers=True, offload_optimizer=True, offload_embedding=True)
+    first, second = measuring.measure(plain).losses, measuring.measure(moved).losses
+    np.testing.assert_allclose(second, first, rtol=1e-6)
+    assert [in_host_memory(jax.tree.leaves(state.opt_state[1].mu)[0]) for state in (states[0], states[-1])] == [
+        False,
+        True,
+    ]
+    model = build_model(moved)
+    assert model.has_host_layers and model.has_host_embedding and not build_model(plain).has_host_layers
+    assert moved.kept == "full, embedding on the host, layers on the host, moments on the host"

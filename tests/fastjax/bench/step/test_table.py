@@ -76,3 +76,6 @@ def test_as_a_picture():
 
 def test_its_cases():
     assert [(case.checkpointing, case.layer_loop) for case in cases_of(CASES)] == [("none", ""), ("unsloth", "")]
+    there = dict.fromkeys(("offload_embedding", "offload_layers", "offload_optimizer"), True)
+    moved = [dataclasses.replace(case, mlp_chunk=64, **there) for case in CASES]
+    assert [case.kept for case in cases_of([*CASES, *moved])] == ["none", "unsloth"], "nothing there of this project's"
