@@ -25,7 +25,7 @@ def row_shardings(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda array: NamedSharding(mesh, P(*spec[: array.ndim])), batch)
 
 
-def own_rows(mesh: Mesh, rows: int, devices: Collection[jax.Device] | None = None) -> Int64[np.ndarray, " _"]:
+def own_rows(mesh: Mesh, rows: int, devices: Collection[Any] | None = None) -> Int64[np.ndarray, " _"]:
     """The rows of a batch that devices of a process take.
 
     Args:

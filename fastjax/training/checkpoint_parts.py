@@ -99,7 +99,11 @@ def put(values: Sequence[np.ndarray], parts: Parts, sharding: jax.sharding.Shard
     if parts.own == [whole_region(parts.shape)]:
         return place(values[0], sharding)
     found = dict(zip(parts.own, values, strict=True))
-    return jax.make_array_from_callback(parts.shape, sharding, lambda index: found[region_of(index, parts.shape)])
+
+    def part(index: Any) -> np.ndarray:
+        return found[region_of(index, parts.shape)]
+
+    return jax.make_array_from_callback(parts.shape, sharding, part)
 
 
 def check_sums(
