@@ -158,7 +158,12 @@ class StepCase:
 
     @property
     def kept(self) -> str:
-        """What the backward pass recomputes, what else is in the host's memory, and a chunk that is given."""
+        """What the backward pass recomputes, and `apart`."""
+        return ", ".join(filter(None, (self.checkpointing, self.apart)))
+
+    @property
+    def apart(self) -> str:
+        """What lies in the host's memory whatever is recomputed, and a chunk that is given."""
         there = {
             "embedding": self.offload_embedding,
             "layers": self.offload_layers,
@@ -166,7 +171,7 @@ class StepCase:
         }
         held = [f"{name} on the host" for name, given in there.items() if given]
         chunk = [] if self.mlp_chunk is None else [f"MLP by {self.mlp_chunk:,}"]
-        return ", ".join([self.checkpointing, *held, *chunk])
+        return ", ".join([*held, *chunk])
 
 
 def resolve_method(method: str | None, weights: str | None) -> tuple[str, str]:

@@ -64,7 +64,7 @@ def linear_shares(measured: Measured) -> list[float | None]:
 
 
 def print_results(console: Console, measured: Measured) -> None:
-    """The speed and memory of cases of one model, then their profiles.
+    """The speed and memory of cases of one model, held in one way (`StepCase.apart`), then their profiles.
 
     Args:
         console: where to.
@@ -78,7 +78,7 @@ def print_results(console: Console, measured: Measured) -> None:
         "by": [line.by.partition(" ")[0] for line in measured],  # a version would not fit either
         "mesh": [line.case.where for line in measured],
         "rows": [line.case.rows for line in measured],
-        "remat": [line.case.kept for line in measured],
+        "remat": [line.case.checkpointing for line in measured],
         "loop": [line.case.layer_loop for line in measured],
         "attention": [line.case.attention or "" for line in measured],
         "options": [sets.get(line.case.compiler_options, "") for line in measured],
@@ -88,7 +88,7 @@ def print_results(console: Console, measured: Measured) -> None:
     if set(columns["attention"]) != {""}:
         shown["attention"] = columns["attention"]
     alike = [values[0] for name, values in columns.items() if name in ("rows", "remat", "loop") and name not in shown]
-    about = (first.model, first.trained, *alike, found.device, f"jax {found.jax}")
+    about = (first.model, first.trained, *alike, *filter(None, [first.apart]), found.device, f"jax {found.jax}")
     counted = any(line.result.peak_bytes is not None for line in measured)
     held = "peak GiB" if counted else "plan GiB"
     numbers = ("step ms", "tokens/s", *(("a device", "share") if spread else ()), "TFLOP/s")

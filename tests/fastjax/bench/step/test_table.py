@@ -42,6 +42,18 @@ def test_on_a_terminal():
     assert ["element-wise", "400.00", "100.0%", "1"] in lines and ["idle", "0.00", "0.0%", "0"] in lines
 
 
+def test_what_lies_in_the_host_stands_above_the_table():
+    case = dataclasses.replace(CASES[0], offload_embedding=True, offload_layers=True, offload_optimizer=True)
+    lines = [Line(case, FOUND), Line(dataclasses.replace(case, checkpointing="offload_projections"), FOUND)]
+    console = Console(file=io.StringIO(), width=80)
+    print_results(console, lines)
+    text = " ".join(console.file.getvalue().split())
+    assert "…" not in text
+    assert "r=16 · 4×2,048 · embedding on the host, layers on the host, moments on the host · NVIDIA H200" in text
+    assert "offload_projections unroll 508.9 16,091" in text
+    assert "| offload_projections, embedding on the host, layers on the host, moments on the host |" in markdown(lines)
+
+
 def test_several_devices():
     """What all have alike stands above the table, and options of the compiler below it."""
     case, options = dataclasses.replace(CASES[0], compiler_options=("xla_a=1",)), ("xla_a=2", "xla_b=3")
