@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 _KIND = "pinned_host"
@@ -21,7 +22,9 @@ def in_host_memory(array: Any) -> bool:
 def to_host_memory(array: Any) -> Any:
     """A copy in the host's pinned memory, of the array's device; of a shape, the shape of such a one."""
     if isinstance(array, jax.ShapeDtypeStruct):
-        place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=_KIND)
+        # Of a shape's place on a single device JAX forgets the memory when it traces, but not of one on a mesh.
+        mesh = Mesh(np.array(jax.local_devices()[:1]), ("one",))
+        place = NamedSharding(mesh, PartitionSpec(), memory_kind=_KIND)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
     return jax.device_put(array, array.sharding.with_memory_kind(_KIND))
 

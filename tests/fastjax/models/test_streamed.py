@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fastjax.errors import ConfigError
 from fastjax.generation import generate
-from fastjax.host_memory import in_host_memory
+from fastjax.host_memory import in_host_memory, to_host_memory
 from fastjax.language_model import FastLanguageModel
 from fastjax.models.streamed import run_streamed
 from fastjax.parallel import make_mesh
@@ -92,6 +92,28 @@ def test_periods_of_layers_and_their_sums(tmp_path):
     (metrics, grads), (expected, other) = (steps.gradients(m, batch, loss=loss) for m in (moved, model))
     steps.assert_same(metrics, expected)
     steps.assert_same(grads, other)
+
+
+def test_a_step_compiled_from_shapes_takes_layers_from_the_host(adapted):
+    """As a run compiles it, before its model is there."""
+    moved = adapted.with_host_layers()
+    batch = tiny.batches(tiny.config(**LLAMA), 1)[0]
+    step = make_train_step(moved.graphdef, steps.RECORDER, moved.trainable_filter, donate=False)
+    state = init_state(moved.trainable, steps.RECORDER, jax.random.key(0))
+
+    def shape(leaf):
+        found = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return to_host_memory(found) if in_host_memory(leaf) else found
+
+    shapes = jax.tree.map(shape, moved.frozen)
+    assert in_host(moved.replace(frozen=shapes)) == in_host(moved)
+    traced = step.trace(state, shapes, batch)
+    places = [aval.memory_space for aval in traced.jaxpr.in_avals]
+    assert places.count(jax.memory.Space.Host) == len(in_host(moved)) > 0
+    expected, grads = steps.gradients(moved, batch)
+    after, metrics = traced.lower().compile()(state, moved.frozen, batch)
+    assert metrics["loss"] == expected["loss"]
+    steps.assert_same(jax.device_get(after.opt_state), grads)
 
 
 def test_loaded_layers_stay_in_the_host(tmp_path):
