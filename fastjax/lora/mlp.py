@@ -43,7 +43,7 @@ from pallas_kernels.low_rank import block_matrix
 from pallas_kernels.tiles import padded_rank
 
 #: How devices hold [gate | up] in float8.
-_BLOCKS = Blocks(ROWS, P(None, *ROWS))
+_BLOCKS = Blocks(ROWS, P(None, *ROWS))  # pyright: ignore[reportArgumentType]
 
 
 class Block(NamedTuple):

@@ -105,7 +105,7 @@ class MLP(nnx.Module):
             self.activation,
             describe(self.gate_up.parts, self.gate_up.adapters),
             *describe(self.down.parts, self.down.adapters),
-            self.float8,
+            float8=self.float8,
         )
 
     def arrays(self, key: PRNGKeyArray | None) -> Arrays:

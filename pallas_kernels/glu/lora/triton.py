@@ -61,10 +61,11 @@ def forward(
     out_shape: list[Any] = [jax.ShapeDtypeStruct((rows, features), gate_up.dtype)]
     if down_A is not None:
         out_shape.append(jax.ShapeDtypeStruct((shares, rows, down_A.shape[0]), jnp.float32))
-    kept = None
+    kept: Any = None
     if float8:
-        blocks = jax.ShapeDtypeStruct((2 * features // tiles.columns, rows), jnp.uint8)
-        kept = Blocks(jax.ShapeDtypeStruct(gate_up.shape, jnp.float8_e4m3fn), blocks)
+        blocks: Any = jax.ShapeDtypeStruct((2 * features // tiles.columns, rows), jnp.uint8)
+        codes: Any = jax.ShapeDtypeStruct(gate_up.shape, jnp.float8_e4m3fn)
+        kept = Blocks(codes, blocks)
     h, down_products, kept = pl.pallas_call(
         functools.partial(_forward, activation=activation, tiles=tiles, loop=loop),
         out_shape=(out_shape[0], out_shape[1] if down_A is not None else None, kept),
