@@ -165,6 +165,7 @@ SLOW = (
     "fastjax/quantization",
     "fastjax/runs/test_trainer.py",
     "fastjax/training/test_accumulation.py",
+    "fastjax/training/test_every_mesh.py",
     "fastjax/training/test_packed_data.py",
     "fastjax/training/test_step.py",
     "fastjax/test_notebooks.py",

@@ -1,7 +1,7 @@
 """The places of the layers' arrays in memory: stacks and single layers, on the device or in the host's memory.
 
 Each layer is copied to its place as it comes, so that the device never holds the stacks that lie in the host. On a mesh
-each device gets its parts: one of them holds a layer beside its own.
+each device gets its parts: one of them holds a layer beside its own, and its tensors while they are joined to it.
 """
 
 import functools
@@ -47,10 +47,15 @@ def fill_tree(
     def layers() -> Iterator[Any]:
         pending: dict[str, WeightLike] = {}
         current: int | None = None
+
+        def fused(index: int) -> Any:
+            nonlocal pending
+            parts, pending = pending, {}  # nothing holds them once they are joined
+            return fuse_layer(parts, config, index)
+
         for path, value in arrays:
             if current is not None and path.layer != current:
-                yield fuse_layer(pending, config, current)
-                pending = {}
+                yield fused(current)
             current = path.layer
             if current is None:
                 table = {path.part: {path.leaf: value}}
@@ -58,7 +63,7 @@ def fill_tree(
             else:
                 pending[path.inside] = value
         if current is not None:
-            yield fuse_layer(pending, config, current)
+            yield fused(current)
 
     return {"layers": fill_layers(config, plan, layers(), offload_layers=offload_layers, mesh=mesh), **tree}
 
@@ -81,8 +86,11 @@ def fill_layers(
         mesh: as for `fill_tree`.
     """
     runs: list[list[Any]] = [[None] * run.period for run in plan]
-    for index, layer in enumerate(layers):
+    index = 0
+    for layer in layers:
         _place(runs, config, plan, index, layer, offload_layers, mesh)
+        del layer  # not while the next one is read, nor in a tuple of `enumerate`
+        index += 1
     return runs
 
 

@@ -1,6 +1,8 @@
 """Loading: 4-bit folders as they are, 16-bit folders quantised on the way, and no more memory than said."""
 
+import collections
 import gc
+import math
 import weakref
 
 import jax
@@ -13,9 +15,13 @@ from convert import weights as convert_weights
 from convert.errors import ConvertError
 from convert.families import family_for
 from convert.formats import nf4
+from convert.hub import fetch
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.loading import load_opened
 from fastjax.models import load, places
+from fastjax.models.outline import read_outline
+from fastjax.parallel import make_mesh
 from fastjax.quantization import NF4Weight
 from tests.support import steps, tiny
 
@@ -200,6 +206,51 @@ def test_device_memory_stays_at_the_4bit_model_and_one_layer(tmp_path, monkeypat
     assert len(seen) == (8 if source == "4 bits" else 64)
     assert whole < 8 * layer / 4, "the model is in 4 bits"
     assert max(seen) <= whole + layer
+
+
+def bytes_by_device(arrays):
+    """Bytes of arrays on each device."""
+    found = collections.Counter()
+    for array in arrays:
+        part = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        found.update(dict.fromkeys(array.sharding.device_set, part))
+    return found
+
+
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+@pytest.mark.parametrize("load_in_4bit", [True, False], ids=["4 bits", "32 bits"])
+def test_no_device_holds_the_model_while_it_is_loaded_onto_a_mesh(tmp_path, monkeypatch, load_in_4bit, layer_loop):
+    """Beside its share of the model, a device holds its share of a layer; the first one a layer, as it is read."""
+    config = tiny.config(hidden_size=128, intermediate_size=256, num_hidden_layers=8, vocab_size=128)
+    arrays = tiny.arrays(config)
+    folder = tiny.write_folder(tmp_path / "model", config, arrays)
+    gc.collect()
+    others = [weakref.ref(array) for array in jax.live_arrays()]
+    known = {id(ref()) for ref in others}
+    peak = collections.Counter()
+
+    def watched(function):
+        def call(*arguments):
+            nonlocal peak
+            result = function(*arguments)
+            peak |= bytes_by_device(array for array in jax.live_arrays() if id(array) not in known)  # the larger
+            return result
+
+        return call
+
+    for module, name in ((load, "_is_finite"), (places, "fuse_layer"), (places, "_spread"), (places, "_place")):
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    options = {"dtype": "float32", "load_in_4bit": load_in_4bit, "layer_loop": layer_loop}
+    model = load_opened(fetch(folder), read_outline(folder), mesh=make_mesh(fsdp=8), **options)
+    whole = sum(array.nbytes for array in jax.tree.leaves(model.frozen))
+    share = max(bytes_by_device(jax.tree.leaves(model.frozen)).values())
+    layer = sum(array.nbytes for name, array in arrays.items() if "layers.3." in name)
+    first, *rest = (peak[device] for device in jax.devices())
+    assert len(rest) == 7 and share < whole / 4, "vectors and the maps of codes are on every device"
+    assert max(rest) < share + layer / 7
+    # Parts, and what they are joined to: of a layer in 4 bits both are less than one that is not.
+    assert first < share + layer * (1 if load_in_4bit else 2)
+    assert first < whole
 
 
 def test_host_memory_stays_at_one_shard(tmp_path, monkeypatch):
