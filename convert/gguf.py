@@ -9,7 +9,7 @@ import importlib
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from convert.gguf_vocabulary import Vocabulary, read_vocabulary
 from convert.model.paths import EMBEDDING, HEAD, SCORE
 from convert.model.spec import VECTORS, WeightSpec
 from convert.output import check_room
+from convert.quantization_aware import QuantizationAware
+from convert.quantize import modules_named
 from convert.shard import Counter, Monitor
 from convert.source import fingerprint
 from convert.unfinished import Unfinished
@@ -36,6 +38,7 @@ from convert.weights import Weights, open_weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 #: Kinds that stay in float32: vectors, and what chooses and weighs experts.
 _EXACT = VECTORS | {"router", "gate"}
 _FORMAT = 1  # version of an interrupted conversion's records; another version starts anew
@@ -66,6 +69,7 @@ def export_gguf(
     file: str | os.PathLike[str],
     *,
     type: str = "bf16",
+    skip: Sequence[str] = (),
     pre_tokenizer: str | None = None,
     force: bool = False,
     allow_nonfinite: bool = False,
@@ -77,6 +81,7 @@ def export_gguf(
         source: The model folder, in any readable format; merge an adapter first.
         file: The target file.
         type: Type of the matrices, one of `TYPES`.
+        skip: Modules, or ends of their names ("layers.0.mlp.down_proj", "o_proj"), whose matrices keep their dtype.
         pre_tokenizer: llama.cpp's name of the pre-tokenizer, where it is unknown here.
         force: Replace an existing file.
         allow_nonfinite: Write NaN and infinity, also from overflow of the type, instead of refusing them.
@@ -102,11 +107,16 @@ def export_gguf(
         raise ConvertError(
             f"{source}: expected a model with logits, got one with a score in their place (a reward model)"
         )
-    plan = _Plan(gguf, weights, type)
+    plan = _Plan(gguf, weights, type, modules_named(weights, skip))
+    trained = QuantizationAware.read(weights.checkpoint.folder)
+    if trained is not None and plan.type.name not in _FLOATS:
+        where = weights.checkpoint.folder.name
+        plan.notes += [f"{where} was {each}" for each in trained.differences(type, trained.activations, skip)]
     vocabulary = read_vocabulary(weights.checkpoint.folder, plan.rows, pre_tokenizer)
     kinds = [kind.name for _, kind, _ in plan.tensors.values()]
     exported = Exported(file, {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}, 0, tuple(plan.notes))
-    made_from = {"source": fingerprint(source), "settings": [type, pre_tokenizer, allow_nonfinite], "format": _FORMAT}
+    made_from = {"source": fingerprint(source), "format": _FORMAT}
+    made_from["settings"] = [type, list(skip), pre_tokenizer, allow_nonfinite]
     state = Unfinished(place)
     with state.claimed():
         same = state.same(made_from)
@@ -165,8 +175,8 @@ def require_gguf() -> Any:
 class _Plan:
     """Type and source of each tensor in the file, and the model's metadata."""
 
-    def __init__(self, gguf: Any, weights: Weights, type: str):
-        self.gguf, self.weights = gguf, weights
+    def __init__(self, gguf: Any, weights: Weights, type: str, skipped: Set[str] = frozenset()):
+        self.gguf, self.weights, self.skipped = gguf, weights, skipped
         self.file = weights.checkpoint.folder / CONFIG
         found = hyper_parameters(weights.family, weights.checkpoint.config, str(self.file))
         self.found, self.notes = found, list(found.notes)
@@ -255,6 +265,8 @@ class _Plan:
         kind = self.type
         if kind.name[:2] in ("Q4", "Q5") and spec.path.part == (EMBEDDING if tied else HEAD):
             kind = kinds.Q8_0
+        if str(spec.path) in self.skipped:
+            kind = kinds[_NAMES[self.weights.decoded_dtype(str(spec.path)).name]]
         if columns % self.gguf.GGML_QUANT_SIZES[kind][0]:
             self.notes.append(f"{spec.path} is kept in F16: its rows of {columns} are no whole blocks of {kind.name}")
             kind = kinds.F16

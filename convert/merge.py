@@ -27,7 +27,8 @@ from convert.model.spec import MODULES, QUANTIZED, UNCAST, WHOLE
 from convert.model.tensors import TensorSpec
 from convert.output import Job, Monitor, Written, write_folder
 from convert.plan_merge import Changes, changes
-from convert.quantize import modules_named
+from convert.quantization_aware import QuantizationAware
+from convert.quantize import modules_named, writer_for
 from convert.saving import copy_side_files
 from convert.source import TOKENIZER_FILES, check_apart, count_tokens, fingerprint
 from convert.weights import Weights, open_weights
@@ -64,6 +65,7 @@ def merge(
     dtype: str | None = None,
     base_in_nf4: bool = False,
     skip: Sequence[str] = (),
+    activations: str | None = None,
     unsloth_expert_layout: bool = False,
     config: Mapping[str, Any] | None = None,
     recipe: str | None = None,
@@ -87,6 +89,8 @@ def merge(
             they were read (``load_in_4bit``): they are quantised and decoded before the adapter is added.
         skip: With a quantised `dtype`, modules or ends of their names ("layers.0.mlp.down_proj", "o_proj") that are
             not quantised.
+        activations: With a quantised `dtype`, as of `convert.quantize.quantize`; None: what the adapter was trained
+            for, likewise.
         unsloth_expert_layout: The adapter is on experts and from an Unsloth before September 2026, which ordered B
             otherwise than PEFT.
         config: Contents of config.json in place of the base's.
@@ -99,7 +103,7 @@ def merge(
 
     Returns:
         The result. The folder has the base's config, generation config, chat template and licence, the adapter's
-        tokenizer if it knows as many tokens, and a model card.
+        tokenizer if it knows as many tokens, and a model card; not quantised yet, also what it was trained for.
 
     Raises:
         ConvertError: A folder is damaged, the adapter is of another model, values are not finite, or the place is
@@ -108,8 +112,10 @@ def merge(
     """
     if dtype is not None and dtype not in DTYPES:
         raise unexpected(folder, "dtype", f"one of {', '.join(DTYPES)}", dtype)
-    if skip and dtype not in WRITERS:
-        raise unexpected(folder, "skip", f"no module, unless dtype is one of {', '.join(WRITERS)}", list(skip))
+    given = {"skip": ("no module", list(skip)), "activations": ("none", activations)}
+    for name, (nothing, value) in given.items():
+        if value and dtype not in WRITERS:
+            raise unexpected(folder, name, f"{nothing}, unless dtype is one of {', '.join(WRITERS)}", value)
     check_apart(folder, base, adapter)
     weights = open_weights(base)
     opened = open_adapter(
@@ -124,12 +130,17 @@ def merge(
         raise unexpected(
             folder, "dtype", f"one of {', '.join(FLOATS)} for a model with a score in place of logits", dtype
         )
-    plan = _Plan(weights, found, dtype, modules_named(weights, skip))
-    if skip and plan.packed:
-        raise unexpected(folder, "skip", f"no module of a base that is in {dtype} already", list(skip))
+    trained = QuantizationAware.read(opened.folder)
+    writer = writer_for(dtype, activations, trained, folder) if dtype in WRITERS else None
+    plan = _Plan(weights, found, dtype, writer, modules_named(weights, skip))
+    for name, (nothing, value) in given.items():
+        if value and plan.packed:
+            raise unexpected(folder, name, f"{nothing} of a base that is in {dtype} already", value)
     jobs = list(plan.jobs())
     new_config = _new_config(weights, found, plan, config)
     notes = _notes(weights, opened, found)
+    if trained is not None and dtype is not None and writer is not None and not plan.packed:
+        notes += [f"{opened.folder.name} was {each}" for each in trained.differences(dtype, writer.activations, skip)]
 
     def finish(place: Path) -> None:
         copy_side_files(weights.checkpoint.folder, place)
@@ -138,13 +149,18 @@ def merge(
             shutil.copyfile(weights.checkpoint.folder / CONFIG, place / CONFIG)
         else:
             write_config(place / CONFIG, new_config)
+        if trained is not None and writer is None:
+            trained.write(place)
         write_card(place, weights.checkpoint, opened, dtype=dtype, base_in_nf4=base_in_nf4, notes=notes, recipe=recipe)
         open_weights(place)
 
     made_from = {
         "base": fingerprint(base),
         "adapter": fingerprint(adapter),
-        "settings": [dtype, base_in_nf4, list(skip), unsloth_expert_layout, max_shard_bytes, allow_nonfinite, recipe],
+        "settings": [
+            *(dtype, base_in_nf4, list(skip), writer and writer.activations),
+            *(unsloth_expert_layout, max_shard_bytes, allow_nonfinite, recipe),
+        ],
         "config": new_config,
     }
     written = write_folder(
@@ -163,8 +179,8 @@ def merge(
 class _Plan:
     """The job of each tensor of the base."""
 
-    def __init__(self, weights: Weights, found: Changes, dtype: str | None, skipped: set[str]):
-        self.weights, self.found, self.dtype, self.skipped = weights, found, dtype, skipped
+    def __init__(self, weights: Weights, found: Changes, dtype: str | None, writer: Writer | None, skipped: set[str]):
+        self.weights, self.found, self.dtype, self.writer, self.skipped = weights, found, dtype, writer, skipped
         self.changed = self.copied = 0
         #: Of matrices: whether the base has any in the scheme that is asked for, and keeps the others as they are.
         self.packed = dtype in WRITERS and any(weights.scheme(name) == dtype for name in weights.tensors)
@@ -222,14 +238,13 @@ class _Plan:
 
     def _writer(self, tensor: TensorSpec) -> Writer | None:
         """What packs a tensor of the base; None: it stays plain, or as it is."""
-        writer = None if self.dtype is None else WRITERS.get(self.dtype)
         if not self.packed:
             spec = tensor.weights[0]
-            return writer if spec.kind in QUANTIZED and spec.path not in self.skipped else None
+            return self.writer if spec.kind in QUANTIZED and spec.path not in self.skipped else None
         if self.weights.scheme(tensor.name) != self.dtype:
             return None
         form = self.weights.tensor_format(tensor.name)
-        return form if form.writable else writer  # a variant of the base's own
+        return form if form.writable else self.writer  # a variant of the base's own
 
     def _peers(self, place: TensorSpec, writer: Writer | None) -> list[TensorSpec]:
         """The other matrices whose values a matrix's scale depends on."""

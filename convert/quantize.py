@@ -17,6 +17,7 @@ from convert.formats.nf4_format import NF4, NF4_NESTED
 from convert.model.paths import SCORE
 from convert.model.spec import MODULES, QUANTIZED, UNCAST
 from convert.output import Job, Monitor, Written, write_folder
+from convert.quantization_aware import QuantizationAware
 from convert.saving import copy_side_files
 from convert.source import check_apart, fingerprint
 from convert.weights import Weights, open_weights
@@ -29,6 +30,7 @@ def quantize(
     scheme: str = NF4_NESTED.target,
     nested: bool = True,
     skip: Sequence[str] = (),
+    activations: str | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     force: bool = False,
@@ -43,6 +45,9 @@ def quantize(
         scheme: A key of `convert.formats.WRITERS`: "nf4", "int4-128", "fp8-row", …
         nested: Quantise NF4's scales too (``bnb_4bit_use_double_quant``).
         skip: Modules, or ends of their names ("layers.0.mlp.down_proj", "o_proj"), that stay as they are.
+        activations: What the folder tells servers of the matrices' inputs: "none" (they stay as they are), or a format
+            in which they are quantised token by token, of the scheme's `inputs`; None: what the source was trained for,
+            if that is the scheme and the format is known with it; else the scheme's usual.
         dtype: "bfloat16", "float16" or "float32": what the matrices decode to and the rest is cast to; None: each
             keeps its own.
         max_shard_bytes: A shard is closed before it would grow beyond this.
@@ -62,9 +67,10 @@ def quantize(
         raise unexpected(folder, "dtype", f"one of {', '.join(FLOATS)}", dtype)
     if scheme not in WRITERS:
         raise unexpected(folder, "scheme", f"one of {', '.join(WRITERS)}", scheme)
-    writer = WRITERS[scheme] if nested else NF4
+    writer = writer_for(scheme, activations, QuantizationAware.read(Path(source)), folder)
     if not nested and scheme != NF4.target:
         raise unexpected(folder, "nested", f"true (only {NF4.label} has scales of scales)", False)
+    writer = writer if nested else NF4
     check_apart(folder, source)
     weights = open_weights(source)
     if f"{SCORE}.weight" in weights.specs:
@@ -92,7 +98,10 @@ def quantize(
     return write_folder(
         folder,
         _jobs(weights, set(packed), writer, dtype),
-        made_from={"source": fingerprint(source), "settings": [scheme, nested, list(skip), dtype, max_shard_bytes]},
+        made_from={
+            "source": fingerprint(source),
+            "settings": [scheme, nested, list(skip), writer.activations, dtype, max_shard_bytes],
+        },
         finish=finish,
         max_shard_bytes=max_shard_bytes,
         force=force,
@@ -123,6 +132,32 @@ def _jobs(weights: Weights, packed: set[str], writer: Writer, dtype: str | None)
             if peer.name != place.name and peer.weights[0].path in packed
         ]
         yield written.job(weights.checkpoint.folder, place.name, blocks, place.shape, target, peers)
+
+
+def writer_for(
+    scheme: str, activations: str | None, trained: QuantizationAware | None, folder: str | os.PathLike[str]
+) -> Writer:
+    """What writes a scheme, for servers that quantise inputs as they are to.
+
+    Args:
+        scheme: A key of `convert.formats.WRITERS`.
+        activations: As of `quantize`.
+        trained: What the result was trained for; None: nothing.
+        folder: For messages.
+
+    Raises:
+        ConvertError: Activations that are not known with the scheme.
+    """
+    writer = WRITERS[scheme]
+    if activations is not None:
+        wanted = None if activations == "none" else activations
+        if wanted not in writer.inputs:
+            known = ", ".join("none" if name is None else name for name in writer.inputs)
+            raise unexpected(folder, "activations", f"one of those that {scheme} is served with: {known}", activations)
+        return writer.serving(wanted)
+    if trained is not None and trained.weights == scheme and trained.activations in writer.inputs:
+        return writer.serving(trained.activations)
+    return writer
 
 
 def modules_named(weights: Weights, skip: Sequence[str]) -> set[str]:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from convert.formats.eight_bits_format import EIGHT_BITS_WRITERS, INT8
+from convert.formats.eight_bits_format import EIGHT_BITS_WRITERS, INT8, INT8_PACKED
 from convert.formats.format import Format, StackedTensor, Stored, Writer
 from convert.formats.fp4_format import FP4_WRITERS, MXFP4_ROWS, NVFP4, NVFP4_MODELOPT
 from convert.formats.fp8 import FP8
-from convert.formats.int4_format import INT4, INT4_WRITERS
+from convert.formats.int4_format import INT4, INT4_BYTES, INT4_WRITERS
 from convert.formats.mxfp4 import MXFP4
 from convert.formats.nf4_format import NF4, NF4_NESTED
 from convert.formats.plain import FLOATS, PLAIN
@@ -23,7 +23,7 @@ __all__ = [
     "format_of_tensor",
 ]
 
-_PACKED = (NF4, NF4_NESTED, FP8, MXFP4, INT8, INT4, NVFP4, NVFP4_MODELOPT, MXFP4_ROWS)
+_PACKED = (NF4, NF4_NESTED, FP8, MXFP4, INT4_BYTES, INT8_PACKED, INT8, INT4, NVFP4, NVFP4_MODELOPT, MXFP4_ROWS)
 #: Name -> format of weights in folders.
 FORMATS: dict[str, Format] = {form.name: form for form in (*PLAIN, *_PACKED)}
 #: Name of a scheme -> what quantises a folder's matrices to it.

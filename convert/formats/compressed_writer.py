@@ -14,6 +14,14 @@ from convert.formats.compressed import METHOD
 from convert.formats.format import Writer
 from convert.shard import Job, Part
 
+_TOKEN = {"symmetric": True, "dynamic": True, "strategy": "token"}
+#: Format of inputs -> ``input_activations``; each token has scales of its own.
+_INPUTS: Mapping[str | None, Mapping[str, Any] | None] = {
+    None: None,
+    "int8": {"num_bits": 8, "type": "int", **_TOKEN},
+    "fp8": {"num_bits": 8, "type": "float", **_TOKEN},
+    "fp8-128": {"num_bits": 8, "type": "float", **_TOKEN, "strategy": "group", "group_size": 128},
+}
 #: Suffix -> a tensor, or some rows of it.
 Arrays = Mapping[str, np.ndarray]
 
@@ -62,8 +70,8 @@ class CompressedWriter(Writer, abc.ABC):
         """
 
     @abc.abstractmethod
-    def settings(self) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-        """``format`` of the folder, ``weights`` and ``input_activations`` of its group; None: a server keeps those."""
+    def settings(self) -> tuple[str, dict[str, Any]]:
+        """``format`` of the folder and ``weights`` of its group."""
 
     def job(
         self,
@@ -103,11 +111,11 @@ class CompressedWriter(Writer, abc.ABC):
 
     def quantization_config(self, dtype: str, skipped: list[str], storage_dtype: str = "uint8") -> dict[str, Any]:
         """The settings of a folder; as `Writer.quantization_config`."""
-        form, weights, activations = self.settings()
+        form, weights = self.settings()
         group = {
             "targets": ["Linear"],
             "weights": {"symmetric": True, "dynamic": False, **weights},
-            "input_activations": activations,
+            "input_activations": _INPUTS[self.activations],
             "output_activations": None,
         }
         return {

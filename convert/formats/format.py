@@ -5,9 +5,10 @@ and inspecting folders know no more of it than this.
 """
 
 import abc
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
@@ -68,12 +69,29 @@ class Writer:
         label: What messages call the format: "NF4".
         bits: A weight's, without its scales.
         whole: Whether there is a scale of the whole matrix, of all that is served as one matrix with it.
+        inputs: Formats of a matrix's inputs that such a folder can tell servers to make, for each token, the usual one
+            first; None: inputs stay as they are.
+        activations: That of them which it tells.
     """
 
     name: str
     label: str
     bits: int
     whole: bool = False
+    inputs: tuple[str | None, ...] = (None,)
+    activations: str | None = None
+
+    def serving(self, activations: str | None) -> Self:
+        """The writer of the same values for servers that quantise inputs otherwise.
+
+        Args:
+            activations: One of `inputs`.
+        """
+        if activations not in self.inputs:
+            raise ValueError(f"{self.name}: expected one of {self.inputs}, got {activations}")
+        other = copy.copy(self)
+        other.activations = activations
+        return other
 
     def job(
         self,

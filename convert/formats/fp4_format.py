@@ -112,6 +112,8 @@ class _MXFP4(Compressed):
 
 
 class _NVFP4Writer(CompressedWriter):
+    """Without a format of inputs: compressed-tensors has NVFP4 for them with a scale that is calibrated."""
+
     name, label, bits = "nvfp4", "NVFP4", 4
     columns_together, whole = nvfp4.BLOCK, True
 
@@ -130,13 +132,13 @@ class _NVFP4Writer(CompressedWriter):
         tensor = nvfp4.encode(values, nvfp4.global_scale_of(top), dtype)
         return {PACKED: tensor.codes, SCALE: tensor.scales}
 
-    def settings(self) -> tuple[str, dict[str, Any], None]:
+    def settings(self) -> tuple[str, dict[str, Any]]:
         weights = {"strategy": "tensor_group", "group_size": nvfp4.BLOCK, "scale_dtype": "torch.float8_e4m3fn"}
-        return "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", **weights}, None
+        return "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", **weights}
 
 
 class _MXFP4Writer(CompressedWriter):
-    name, label, bits = "mxfp4", "MXFP4", 4
+    name, label, bits, inputs = "mxfp4", "MXFP4", 4, (None, "fp8-128")
     columns_together = mxfp4.BLOCK
 
     def described(self, shape: tuple[int, ...], dtype: np.dtype) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
@@ -148,9 +150,9 @@ class _MXFP4Writer(CompressedWriter):
         tensor = mxfp4.encode(values)
         return {PACKED: tensor.codes, SCALE: tensor.scales}
 
-    def settings(self) -> tuple[str, dict[str, Any], None]:
+    def settings(self) -> tuple[str, dict[str, Any]]:
         weights = {"strategy": "group", "group_size": mxfp4.BLOCK, "scale_dtype": "torch.uint8"}
-        return "mxfp4-pack-quantized", {"num_bits": 4, "type": "float", **weights}, None
+        return "mxfp4-pack-quantized", {"num_bits": 4, "type": "float", **weights}
 
 
 def _no_matrix(stored: Stored, label: str, block: int) -> str | None:

@@ -68,11 +68,22 @@ def encode(values: Float[np.ndarray, "out in"], group: int, symmetric: bool, dty
         scales = divided(high - low, 15, dtype)
         zeros = np.rint(np.clip(LOWEST - low / scales, LOWEST, HIGHEST))
         scaled = table / scales[..., None] + zeros[..., None]
-    codes = (np.rint(np.clip(scaled, LOWEST, HIGHEST)).astype(np.int8) + OFFSET).view(np.uint8).reshape(values.shape)
-    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    codes = in_pairs(np.rint(np.clip(scaled, LOWEST, HIGHEST)).astype(np.int8).reshape(values.shape))
     return Int4Tensor(
-        packed, scales.astype(dtype), None if zeros is None else zeros.astype(np.int8), np.dtype(dtype).name
+        codes, scales.astype(dtype), None if zeros is None else zeros.astype(np.int8), np.dtype(dtype).name
     )
+
+
+def in_pairs(codes: Int[np.ndarray, "out in"]) -> UInt8[np.ndarray, "out bytes"]:
+    """Codes as `Int4Tensor` has them: of int8, from -8 to 7."""
+    shifted = (codes + np.int8(OFFSET)).view(np.uint8)
+    return shifted[:, ::2] | shifted[:, 1::2] << 4
+
+
+def in_bytes(pairs: UInt8[np.ndarray, "out bytes"]) -> Int[np.ndarray, "out in"]:
+    """The inverse of `in_pairs`."""
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).view(np.int8) - np.int8(OFFSET)
+    return codes.reshape(len(pairs), -1)
 
 
 def decode(tensor: Int4Tensor) -> Float[np.ndarray, "out in"]:

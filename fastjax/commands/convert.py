@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from convert.errors import ConvertError, shorten
-from convert.files import read_json
 
 _DTYPES = ("bfloat16", "float16", "float32")
 #: A merge rounds each weight to 16 bits, by up to 2⁻⁹ of it; another base (4 bits or 16) differs by more than this.
@@ -20,6 +19,7 @@ _SCHEMES = (
     *("nf4", "int4-32", "int4-128", "int4-32-zeros", "int4-128-zeros"),
     *("int8", "fp8-row", "fp8-tensor", "fp8-block", "nvfp4", "mxfp4"),
 )
+_ACTIVATIONS = ("none", "int8", "fp8", "fp8-128")
 _GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
@@ -77,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
 
     for made in (merge, quantize):
         made.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="modules that are not quantised")
+        made.add_argument(
+            "--activations",
+            choices=_ACTIVATIONS,
+            help="what servers are told to quantise the matrices' inputs to, token by token (default: what training "
+            "was for; else none for 4 bits, and the same 8 bits for 8)",
+        )
         made.add_argument("--force", action="store_true", help="replace a model folder that is there")
         made.add_argument("--allow_nonfinite", action="store_true", help="write NaN and infinity instead of refusing")
         made.add_argument("--max_shard_gib", type=_positive, default=4.0, metavar="N", help="default: %(default)s")
@@ -106,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     gguf.add_argument("model", metavar="MODEL", help="model; merge an adapter first")
     gguf.add_argument("out", metavar="FILE", type=Path, help="file to write")
     gguf.add_argument("--type", choices=_GGUF_TYPES, default="bf16", help="of the matrices (default: %(default)s)")
+    gguf.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="modules whose matrices keep their dtype")
     gguf.add_argument("--pre_tokenizer", metavar="NAME", help="llama.cpp's name of it, where it is not known")
     gguf.add_argument("--force", action="store_true", help="replace a file that is there")
     gguf.add_argument("--allow_nonfinite", action="store_true", help="write NaN and infinity instead of refusing")
@@ -191,6 +198,7 @@ def _merge(arguments: argparse.Namespace) -> None:
             dtype=arguments.dtype,
             base_in_nf4=arguments.base_in_nf4,
             skip=arguments.skip,
+            activations=arguments.activations,
             unsloth_expert_layout=arguments.unsloth_expert_layout,
             recipe=recipe,
             max_shard_bytes=int(arguments.max_shard_gib * 2**30),
@@ -204,11 +212,14 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 
 def _quantize(arguments: argparse.Namespace) -> None:
-    from convert.quantize import quantize
+    from convert.quantization_aware import QuantizationAware
+    from convert.quantize import quantize, writer_for
 
     folder = _folder(arguments.model)
-    if (trained := _trained_for(folder)) not in (None, arguments.scheme):
-        print(f"note: {folder.name} was trained for {trained} (quantization_aware.json), not for {arguments.scheme}")
+    if (trained := QuantizationAware.read(folder)) is not None:
+        served = writer_for(arguments.scheme, arguments.activations, trained, arguments.out).activations
+        for each in trained.differences(arguments.scheme, served, arguments.skip):
+            print(f"note: {folder.name} was {each}")
     with _progress("quantising") as monitor:
         written = quantize(
             folder,
@@ -216,6 +227,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
             scheme=arguments.scheme,
             nested=not arguments.plain_scales,
             skip=arguments.skip,
+            activations=arguments.activations,
             dtype=arguments.dtype,
             max_shard_bytes=int(arguments.max_shard_gib * 2**30),
             force=arguments.force,
@@ -223,13 +235,6 @@ def _quantize(arguments: argparse.Namespace) -> None:
             monitor=monitor,
         )
     _report(written, f"{written.tensors} tensors")
-
-
-def _trained_for(folder: Path) -> str | None:
-    """The format that quantisation-aware training has made a folder for; None: none."""
-    file = folder / "quantization_aware.json"
-    weights = read_json(file).get("weights") if file.is_file() else None
-    return weights if isinstance(weights, str) else None
 
 
 def _gguf(arguments: argparse.Namespace) -> None:
@@ -241,6 +246,7 @@ def _gguf(arguments: argparse.Namespace) -> None:
             _folder(arguments.model),
             arguments.out,
             type=arguments.type,
+            skip=arguments.skip,
             pre_tokenizer=arguments.pre_tokenizer,
             force=arguments.force,
             allow_nonfinite=arguments.allow_nonfinite,

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     gap = "\n" if "\n" in command else " "  # code of Python
     console.print(f"use it:{gap}{command}", highlight=False, soft_wrap=True, markup=False)
     if (packing := _packing(result)) is not None:
-        console.print(f"as what it was trained for: {packing}", highlight=False, soft_wrap=True)
+        console.print(packing, highlight=False, soft_wrap=True, markup=False)
 
 
 def _distributed(argv: Sequence[str]) -> str | None:
@@ -50,15 +50,29 @@ def _distributed(argv: Sequence[str]) -> str | None:
 
 
 def _packing(result: "FineTuned") -> str | None:
-    """The command that makes a quantised folder of a quantisation-aware result; None: it is no such result."""
+    """How to make a quantised folder, or GGUF file, of a quantisation-aware result; None: it is no such result."""
+    from convert.formats import WRITERS
+
     aware, model = result.model.quantization_aware, result.config.model
     if aware is None:
         return None
-    folder, out = str(result.folder), f"{result.folder}-{aware.weights}"
-    if model.full_finetuning:
-        words = ["quantize", folder, out, "--scheme", aware.weights]
+    folder, name = str(result.folder), aware.weights
+    skip = ["--skip", *aware.modules_to_not_quantize] if aware.modules_to_not_quantize else []
+    nf4 = ["--base_in_nf4"] if model.load_in_4bit else []
+    if name not in WRITERS:
+        merged = folder if model.full_finetuning else f"{folder}-merged"
+        merge = [] if model.full_finetuning else [["merge", model.model_name, folder, merged, *nf4]]
+        commands = [*merge, ["gguf", merged, f"{folder}-{name}.gguf", "--type", name, *skip]]
+        inputs, told = (None,), "llama.cpp quantises them its own way"
     else:
-        words = ["merge", model.model_name, folder, out, "--dtype", aware.weights]
-        words += ["--base_in_nf4"] if model.load_in_4bit else []
-    words += ["--skip", *aware.modules_to_not_quantize] if aware.modules_to_not_quantize else []
-    return shlex.join(["fastjax", "convert", *words])
+        out = f"{folder}-{name}"
+        quantize = ["quantize", folder, out, "--scheme", name, *skip]
+        merge = ["merge", model.model_name, folder, out, "--dtype", name, *nf4, *skip]
+        commands = [quantize if model.full_finetuning else merge]
+        inputs, usual = WRITERS[name].inputs, WRITERS[name].activations
+        told = f"servers are told {usual}" if usual else "servers are told to leave them"
+    known = aware.activations in inputs
+    apart = "" if known else f", but for inputs in {aware.activations}, which no such folder has a name for ({told})"
+    return f"as what it was trained for{apart}: " + " && ".join(
+        shlex.join(["fastjax", "convert", *c]) for c in commands
+    )

@@ -43,6 +43,9 @@ _PAIRED: dict[str, tuple[str, dict[str, float]]] = {
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
+#: In torchao 0.18 fake quantisation by token has no symmetric form (NotImplementedError).
+_TOKENS = "int8 inputs are symmetric here, a scale a token; torchao's fake quantiser has a zero point besides"
+
 
 def _component(job: Job, section: str) -> tuple[str, str]:
     """The last name of a section's component, and the one before it; "": there is none."""
@@ -175,7 +178,7 @@ def _qat(job: Job) -> None:
     section: dict[str, Any] = {"weights": f"int4-{size}", "activations": "int8"}
     if start := job.integer("fake_quant_after_n_steps"):
         section["start_step"] = start
-    job.carry("quantizer._component_", "training.qat", section)
+    job.carry("quantizer._component_", "training.qat", section, _TOKENS)
 
 
 def _save_epochs(job: Job, key: str, value: Any) -> None:

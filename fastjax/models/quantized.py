@@ -4,13 +4,11 @@ Embedding, norms and head stay as they are. Layers of one stack have one descrip
 them or in none.
 """
 
-import json
-from pathlib import Path
-from typing import NamedTuple
+import dataclasses
 
-from convert.errors import shown, unexpected
-from convert.files import read_json
+from convert.errors import shown
 from convert.model.paths import WeightPath
+from convert.quantization_aware import FILE, QuantizationAware
 from fastjax.errors import ConfigError
 from fastjax.lora.quantized import Quantizer
 from fastjax.models.decoder import Decoder
@@ -19,46 +17,13 @@ from fastjax.models.module_names import module_paths
 from fastjax.models.moe import Mixture
 from fastjax.models.projection import Projection
 from fastjax.quantization.fake import ACTIVATIONS, WEIGHTS
+from fastjax.quantization.fake.schemes import GGML
 from fastjax.quantization.weights import as_weight
 
-#: In the folder of a result: what it was trained for.
-FILE = "quantization_aware.json"
+__all__ = ["FILE", "QuantizationAware", "quantize_layers"]
+
 #: What packed weights of a base are called, by the only format of theirs that merged ones may go to.
 _OWN = {"nf4": ("NF4",)}
-
-
-class QuantizationAware(NamedTuple):
-    """The quantisation that a model is trained for.
-
-    Attributes:
-        weights: format of the layers' matrices, a key of `WEIGHTS`.
-        activations: of their inputs, a key of `ACTIVATIONS`; None: these stay.
-        modules_to_not_quantize: names of modules, or ends of names, that are left out.
-    """
-
-    weights: str
-    activations: str | None = None
-    modules_to_not_quantize: tuple[str, ...] = ()
-
-    def write(self, folder: Path) -> None:
-        """Write `FILE` into a folder."""
-        (folder / FILE).write_text(json.dumps(self._asdict(), indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> "QuantizationAware | None":
-        """What a folder's result was trained for; None: it has no `FILE`.
-
-        Raises:
-            ConvertError: a file of another form.
-        """
-        if not (folder / FILE).is_file():
-            return None
-        found = read_json(folder / FILE)
-        names = found.get("modules_to_not_quantize")
-        texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if found.keys() != set(cls._fields) or not texts:
-            raise unexpected(folder / FILE, "", f"the keys {', '.join(cls._fields)}, the last a list of names", found)
-        return cls(found["weights"], found["activations"], tuple(found["modules_to_not_quantize"]))
 
 
 def quantize_layers(decoder: Decoder, aware: QuantizationAware, *, dtype: str, trained: bool, packed: bool) -> None:
@@ -82,7 +47,10 @@ def quantize_layers(decoder: Decoder, aware: QuantizationAware, *, dtype: str, t
     decoder.mlp_chunk = None
     left_out = module_paths(aware.modules_to_not_quantize, decoder.config, "qat.modules_to_not_quantize")
     activations = None if aware.activations is None else ACTIVATIONS[aware.activations]
-    quantizer = Quantizer(WEIGHTS[aware.weights], activations, dtype, trained, packed)
+    scheme = WEIGHTS[aware.weights]
+    if isinstance(scheme, GGML):  # of a file that is made of the folder, and decodes to float32
+        scheme, dtype = dataclasses.replace(scheme, folder=dtype), "float32"
+    quantizer = Quantizer(scheme, activations, dtype, trained, packed)
     count = 0
     for stack, layers in zip(decoder.plan, decoder.layers, strict=True):
         for position, layer in enumerate(layers):

@@ -103,10 +103,10 @@ def _zeros(
         rows, columns = block or (1, into)
         scales = jnp.zeros((*experts, math.ceil(out / rows), math.ceil(into / columns)), jnp.float32)
         return FP8Weight(jnp.zeros(shape, jnp.float8_e4m3fn), scales, (rows, columns), (out, into), held.dtype)
-    if held.format == "int8":
+    if held.format in ("int8", "int8-packed"):
         scales = jnp.zeros((*experts, out, 1), jnp.float32)
         return FP8Weight(jnp.zeros(shape, jnp.int8), scales, (1, into), (out, into), held.dtype)
-    if held.format == "int4":
+    if held.format in ("int4", "int4-bytes"):
         groups, zeros = _groups(hf_config, into)
         codes, scales = jnp.zeros((*experts, out, into // 2), jnp.uint8), jnp.zeros((*experts, out, groups), held.dtype)
         points = jnp.zeros((*experts, out, groups), jnp.int8) if zeros else None

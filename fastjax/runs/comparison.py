@@ -11,6 +11,8 @@ from flax import nnx
 from jaxtyping import Float
 from transformers import PreTrainedTokenizerFast
 
+from convert.hub import fetch
+from convert.quantization_aware import QuantizationAware
 from convert.weights import open_weights
 from fastjax.data.encoding import Encoder
 from fastjax.errors import ConfigError
@@ -47,6 +49,9 @@ def compare_logits(
 ) -> LogitDifference:
     """Compare the logits of two model folders, in float32, one model in memory at a time.
 
+    Where the second has 4 or 8 bits, a first one that was trained for a quantisation has its matrices as they were
+    trained. Inputs of products are quantised on neither side: a folder tells servers to.
+
     Args:
         first: model folder; its tokenizer reads the texts (the adapter's, if it has one).
         second: model folder.
@@ -63,9 +68,12 @@ def compare_logits(
     options: dict[str, Any] = {"dtype": "float32", "allow_nonfinite": True}  # differences show them
     model, _ = FastLanguageModel.from_pretrained(first, load_in_4bit=base_in_nf4, **options)
     if adapter is not None:
-        # Trained for a format, it is compared with a folder in 4 or 8 bits as the format has it, with others without.
-        packed = any(form.bits <= 8 for form in open_weights(second).formats())
-        model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True, fake_quantization=packed)
+        model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True, fake_quantization=False)
+    trained = None if adapter is None and base_in_nf4 else fetch(first if adapter is None else adapter).folder
+    packed = any(form.bits <= 8 for form in open_weights(second).formats())
+    aware = QuantizationAware.read(trained) if trained is not None and packed else None
+    if aware is not None:
+        model = model.with_fake_quantization(aware.weights, None, aware.modules_to_not_quantize)
     check_logits(model, str(first))
     if model.tokenizer is None:
         raise ConfigError(f"{first}: expected a tokenizer, got none")

@@ -13,6 +13,7 @@ from convert.errors import ConvertError
 from convert.families import family_for
 from convert.inspect import inspect
 from convert.merge import merge
+from convert.quantization_aware import QuantizationAware
 from convert.quantize import quantize
 from convert.verify import compare
 from convert.weights import open_weights, stream
@@ -70,6 +71,72 @@ def test_values_are_those_of_the_definition(folder, tmp_path, scheme, monkeypatc
     assert compare(tmp_path / "out", tmp_path / "out").largest == 0
     with pytest.raises(ConvertError, match="it is quantised already"):
         quantize(tmp_path / "out", tmp_path / "again", scheme=scheme)
+
+
+#: scheme, inputs, then what the folder says: format, what servers make of inputs, suffixes of a matrix's tensors.
+SERVED = [
+    ("int4-32", "none", "pack-quantized", None, {"weight_packed", "weight_scale", "weight_shape"}),
+    ("int4-32", "int8", "int-quantized", ("int", "token"), {"weight", "weight_scale"}),
+    ("int4-128", "fp8", "pack-quantized", ("float", "token"), {"weight_packed", "weight_scale", "weight_shape"}),
+    ("int8", "int8", "int-quantized", ("int", "token"), {"weight", "weight_scale"}),
+    ("int8", "none", "pack-quantized", None, {"weight_packed", "weight_scale", "weight_shape"}),
+    ("fp8-row", "none", "float-quantized", None, {"weight", "weight_scale"}),
+    ("fp8-tensor", "fp8", "float-quantized", ("float", "token"), {"weight", "weight_scale"}),
+    ("fp8-block", "fp8-128", "float-quantized", ("float", "group"), {"weight", "weight_scale"}),
+    ("mxfp4", "fp8-128", "mxfp4-pack-quantized", ("float", "group"), {"weight_packed", "weight_scale"}),
+]
+
+
+@pytest.mark.parametrize(("scheme", "activations", "form", "inputs", "suffixes"), SERVED)
+def test_a_folder_says_what_inputs_become_and_has_the_same_values(
+    folder, adapter, tmp_path, scheme, activations, form, inputs, suffixes
+):
+    quantize(folder, tmp_path / "usual", scheme=scheme)
+    quantize(folder, tmp_path / "out", scheme=scheme, activations=activations)
+    usual, found = open_weights(tmp_path / "usual"), open_weights(tmp_path / "out")
+    settings = found.checkpoint.config["quantization_config"]
+    said = settings["config_groups"]["group_0"]["input_activations"]
+    assert settings["format"] == form and (said and (said["type"], said["strategy"])) == inputs
+    names = {name.rpartition(".")[2] for name in found.checkpoint.names if "q_proj.weight" in name}
+    assert names == suffixes and found.formats()[-1].label == usual.formats()[-1].label
+    right = dict(usual.stream(packed=False))
+    for path, tensor in found.stream(packed=False):
+        assert np.array_equal(tensor, right[path]), path
+        blocks = np.concatenate(list(found.blocks(path)())).reshape(tensor.shape)
+        assert np.array_equal(blocks, tensor.astype(np.float32)), path
+    assert not inspect(tmp_path / "out").unsupported
+
+    # As the folder of an adapter says, without being told; into such a base it is merged by its values.
+    QuantizationAware(scheme, None if activations == "none" else activations).write(adapter)
+    merged = merge(folder, adapter, tmp_path / "merged", dtype=scheme)
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["quantization_config"] == settings and not any("trained" in note for note in merged.notes)
+    merge(tmp_path / "out", adapter, tmp_path / "again", dtype=scheme)
+    merge(tmp_path / "usual", adapter, tmp_path / "plain")
+    merge(tmp_path / "out", adapter, tmp_path / "decoded")
+    assert compare(tmp_path / "plain", tmp_path / "decoded").largest == 0
+    assert QuantizationAware.read(tmp_path / "decoded") == QuantizationAware.read(adapter)
+    assert QuantizationAware.read(tmp_path / "merged") is None
+
+
+def test_what_is_not_as_it_was_trained_is_said(folder, adapter, tmp_path):
+    QuantizationAware("nvfp4", "nvfp4", ("o_proj",)).write(adapter)
+    one, two = merge(folder, adapter, tmp_path / "out", dtype="nvfp4").notes
+    assert "trained with inputs in nvfp4" in one and "written for inputs in 16 bits" in one
+    assert "trained with o_proj left out" in two and "with nothing left out" in two
+    (note,) = merge(folder, adapter, tmp_path / "other", dtype="int8", skip=["o_proj"]).notes
+    assert note == "adapter was trained for nvfp4 (quantization_aware.json), not for int8"
+    with pytest.raises(ConvertError, match="one of those that nvfp4 is served with: none, got 'int8'"):
+        merge(folder, adapter, tmp_path / "no", dtype="nvfp4", activations="int8")
+    with pytest.raises(ConvertError, match="activations: expected none, unless dtype is one of nf4"):
+        merge(folder, adapter, tmp_path / "no", activations="int8")
+    quantize(folder, tmp_path / "bytes", scheme="int4-32", activations="int8")
+    tensors = raw(tmp_path / "bytes")
+    tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] = 9
+    config = open_weights(tmp_path / "bytes").checkpoint.config
+    write_checkpoint(tmp_path / "bad", tensors.items(), config)
+    with pytest.raises(ConvertError, match=r"q_proj.weight: expected codes from -8 to 7, got '-8 to 9'"):
+        list(open_weights(tmp_path / "bad").stream())
 
 
 @pytest.fixture
@@ -189,13 +256,16 @@ def test_nvfp4_of_modelopt(folder, tmp_path):
 
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_transformers_decodes_the_same_values(folder, tmp_path, scheme):
+@pytest.mark.parametrize(
+    ("scheme", "activations"),
+    [*((scheme, None) for scheme in SCHEMES), ("int4-32", "int8"), ("int8", "none"), ("fp8-row", "none")],
+)
+def test_transformers_decodes_the_same_values(folder, tmp_path, scheme, activations):
     torch = pytest.importorskip("torch")
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
-    quantize(folder, tmp_path / "out", scheme=scheme, skip=[LEFT])
+    quantize(folder, tmp_path / "out", scheme=scheme, skip=[LEFT], activations=activations)
     settings = transformers.CompressedTensorsConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, quantization_config=settings
@@ -210,5 +280,5 @@ def test_transformers_decodes_the_same_values(folder, tmp_path, scheme):
             found, right = packed(tokens).logits.float(), model(tokens).logits.float()
         after = packed.state_dict()  # decoded in the first pass
         assert all(torch.equal(after[name], tensor) for name, tensor in theirs.items())
-        if not scheme.startswith(("int8", "fp8")):  # activations are in eight bits too
-            assert torch.equal(found, right)
+        weights_alone = activations == "none" or activations is None and not scheme.startswith(("int8", "fp8"))
+        assert torch.equal(found, right) == weights_alone  # or inputs are in eight bits too

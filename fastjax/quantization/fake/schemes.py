@@ -4,6 +4,9 @@ The arithmetic is that of the exact quantisers in `convert.formats`, operation b
 scales rounded to the dtype that holds them before codes are made, everything rounded half to even. Where scales come
 from a group's own range, 7.5 or 127.5 steps to each side, 15 from end to end, or 448, no value lies out of it: the
 largest may come out half a step beyond the largest code, and counts as inside. Blocks in E2M1 have values out of range.
+
+`GGML` has ggml's reference quantisers (ggml-quants.c, and the gguf library's), which `convert.gguf` writes with: codes
+are made with the scale in float32, and decoded with it in float16.
 """
 
 import dataclasses
@@ -16,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from fastjax.quantization.nf4 import NF4Weight
-from pallas_kernels.rounding import quotient, round_through
+from pallas_kernels.rounding import kept, quotient, round_through
 
 #: Of scales that are kept: subnormal numbers, which some devices take for zero, never matter.
 SMALLEST = 2.0**-90
@@ -44,6 +47,8 @@ class Scheme(Protocol):
         self, w: Float[Array, "out in"], top: Float[Array, ""], dtype: DTypeLike
     ) -> tuple[Float[Array, "out in"], Bool[Array, "out in"] | None]:
         """The decoded values, float32, and where a value lies inside of the format's range; None: everywhere.
+
+        What is not finite becomes NaN, whatever code a format would have for it: no code hides it from the loss.
 
         Args:
             w: float32.
@@ -85,7 +90,7 @@ class Integers:
             scale = _scale(jnp.max(jnp.abs(groups), 2, keepdims=True), (high - low) / 2, dtype)
             zero = jnp.zeros_like(scale)
         codes = jnp.round(jnp.clip(quotient(groups, scale) + zero, low, high))
-        return ((codes - zero) * scale).reshape(w.shape), None
+        return _unhidden(((codes - zero) * scale).reshape(w.shape), w), None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +111,13 @@ class FP8:
         """See `Scheme`."""
         if self.block is None:
             scale = _scale(top, _E4M3, dtype)[None, None]
-            return _e4m3(jnp.clip(quotient(w, scale), -_E4M3, _E4M3)) * scale, None
+            return _unhidden(_e4m3(jnp.clip(quotient(w, scale), -_E4M3, _E4M3)) * scale, w), None
         rows, columns = self.block[0], self.block[1] or w.shape[1]
         padded = jnp.pad(w, ((0, -w.shape[0] % rows), (0, -w.shape[1] % columns)))
         blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
         scale = _scale(jnp.max(jnp.abs(blocks), (1, 3), keepdims=True), _E4M3, dtype)
         values = _e4m3(jnp.clip(quotient(blocks, scale), -_E4M3, _E4M3)) * scale
-        return values.reshape(padded.shape)[: w.shape[0], : w.shape[1]], None
+        return _unhidden(values.reshape(padded.shape)[: w.shape[0], : w.shape[1]], w), None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +130,7 @@ class NF4:
 
     def __call__(self, w, top, dtype):
         """See `Scheme`."""
-        return NF4Weight.quantize(w.astype(dtype)).dequantize(jnp.float32), None
+        return _unhidden(NF4Weight.quantize(w.astype(dtype)).dequantize(jnp.float32), w), None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +148,7 @@ class MXFP4:
         exponent = jnp.clip((largest >> 23) - 127 - 2, -126, 126)  # 2 is the exponent of the largest value, 6
         scaled = blocks * _power(-exponent)
         values = _e2m1(jnp.clip(scaled, -_E2M1, _E2M1)) * _power(exponent)
-        return values.reshape(w.shape), (jnp.abs(scaled) <= _E2M1).reshape(w.shape)
+        return _unhidden(values.reshape(w.shape), w), (jnp.abs(scaled) <= _E2M1).reshape(w.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +175,43 @@ class NVFP4:
         scale = quotient(jnp.where(own == 0, 0.125, own), whole)
         scaled = quotient(blocks, scale)
         values = _e2m1(jnp.clip(scaled, -_E2M1, _E2M1)) * scale
-        return values.reshape(w.shape), (jnp.abs(scaled) <= _E2M1).reshape(w.shape)
+        return _unhidden(values.reshape(w.shape), w), (jnp.abs(scaled) <= _E2M1).reshape(w.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class GGML:
+    """Q4_0 or Q8_0: blocks of 32 with a scale in float16.
+
+    Attributes:
+        bits: 4: codes from -8 to 7, of which -8 is the block's largest number with its sign, halves rounded up; or 8:
+            from -127 to 127, halves rounded away from zero.
+        folder: dtype of the folder that the file is made of, to which values are rounded before; None: they are.
+    """
+
+    bits: int
+    folder: DTypeLike | None = None
+
+    def why_not(self, columns: int) -> str | None:
+        """See `Scheme`."""
+        return None if columns % 32 == 0 else f"rows of {columns} columns are not whole blocks of 32"
+
+    def __call__(self, w, top, dtype):
+        """See `Scheme`."""
+        blocks = round_through(w, self.folder).reshape(w.shape[0], -1, 32)
+        if self.bits == 4:
+            scale = jnp.take_along_axis(blocks, jnp.argmax(jnp.abs(blocks), 2, keepdims=True), 2) / -8.0
+        else:
+            scale = quotient(jnp.max(jnp.abs(blocks), 2, keepdims=True), 127.0)
+        reciprocal = jnp.where(scale == 0, 0.0, quotient(jnp.ones_like(scale), scale))
+        scaled = kept(blocks * reciprocal, blocks != blocks)  # not fused with what is added to it
+        if self.bits == 4:
+            codes = jnp.minimum(jnp.floor(scaled + 8.5), 15.0) - 8.0
+        else:
+            size, whole = jnp.abs(scaled), jnp.floor(jnp.abs(scaled))
+            codes = jnp.sign(scaled) * (whole + jnp.where(size - whole >= 0.5, 1.0, 0.0))
+        stored = round_through(scale, jnp.float16)
+        values = jnp.where(stored == 0, 0.0, codes * stored)  # a reciprocal of next to nothing may be infinite
+        return _unhidden(values.reshape(w.shape), w), None
 
 
 #: Formats of weights by name.
@@ -186,15 +227,27 @@ WEIGHTS: Mapping[str, Scheme] = {
     "nf4": NF4(),
     "mxfp4": MXFP4(),
     "nvfp4": NVFP4(),
+    "q4_0": GGML(4),
+    "q8_0": GGML(8),
 }
 #: Formats of activations by name; each token has scales of its own.
-ACTIVATIONS: Mapping[str, Scheme] = {"int8": Integers(8, None), "fp8": FP8((1, None)), "nvfp4": NVFP4(by_row=True)}
+ACTIVATIONS: Mapping[str, Scheme] = {
+    "int8": Integers(8, None),
+    "fp8": FP8((1, None)),
+    "fp8-128": FP8((1, 128)),
+    "nvfp4": NVFP4(by_row=True),
+}
 
 
 def _scale(largest: Float[Array, "..."], steps: float, dtype: DTypeLike) -> Float[Array, "..."]:
     """`convert.formats.scales.divided`: largest / steps rounded to `dtype`, and its epsilon below `SMALLEST`."""
     scale = round_through(quotient(largest, steps), dtype)
     return jnp.where(scale < SMALLEST, jnp.float32(jnp.finfo(dtype).eps), scale)
+
+
+def _unhidden(values: Float[Array, "out in"], w: Float[Array, "out in"]) -> Float[Array, "out in"]:
+    """NaN where `w` is not finite: a clipped code hides infinity, a comparison or a maximum that skips it NaN."""
+    return jnp.where(jnp.isfinite(w), values, jnp.nan)
 
 
 def _e4m3(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -15,7 +15,7 @@ def fake_quantize(w: Float[Array, "out in"], scheme: Scheme, dtype: DTypeLike = 
     """The values that a matrix decodes to after quantisation, in its dtype.
 
     The gradient passes as it is, but where a value lies outside of the format's range it is 0; scales count as
-    constants. What is not finite becomes NaN, whatever code a format would have for it.
+    constants. What is not finite becomes NaN.
 
     Args:
         w: the matrix, in float32, bfloat16 or float16.
@@ -28,7 +28,6 @@ def fake_quantize(w: Float[Array, "out in"], scheme: Scheme, dtype: DTypeLike = 
 def _forward(w, scheme, dtype):
     wide = w.astype(jnp.float32)
     values, inside = scheme(wide, jnp.max(jnp.abs(wide)), dtype)
-    values = jnp.where(jnp.isfinite(wide), values, jnp.nan)  # a maximum may pass over NaN
     return values.astype(w.dtype), inside
 
 

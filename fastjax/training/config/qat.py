@@ -16,9 +16,11 @@ QATWeights = Literal[
     "nf4",
     "mxfp4",
     "nvfp4",
+    "q4_0",
+    "q8_0",
 ]
-QATActivations = Literal["int8", "fp8", "nvfp4"]
-QATScheme = Literal["int4_weight_only", "int8_dynamic_int4", "float8", "nvfp4", "nf4", "mxfp4"]
+QATActivations = Literal["int8", "fp8", "fp8-128", "nvfp4"]
+QATScheme = Literal["int4_weight_only", "int8_dynamic_int4", "float8", "nvfp4", "nf4", "mxfp4", "q4_0", "q8_0"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,4 +48,6 @@ NAMED: dict[str, QATSettings] = {
     "nvfp4": QATSettings("nvfp4", "nvfp4"),
     "nf4": QATSettings("nf4"),
     "mxfp4": QATSettings("mxfp4"),
+    "q4_0": QATSettings("q4_0"),
+    "q8_0": QATSettings("q8_0"),
 }

@@ -39,8 +39,8 @@ class TrainingSection:
         router_z_loss_coef: likewise: factor of the mean square of the router logits' logsumexp.
         qat: quantisation-aware training: the layers' matrices have the values that they will decode to after
             quantisation, an adapter merged first; gradients pass straight through. A name: int4_weight_only (int4-32),
-            int8_dynamic_int4 (int4-32, inputs in int8), float8 (fp8-row, inputs in fp8), nvfp4, nf4, mxfp4; or a
-            section with weights. null: none.
+            int8_dynamic_int4 (int4-32, inputs in int8), float8 (fp8-row, inputs in fp8), nvfp4, nf4, mxfp4, q4_0,
+            q8_0; or a section with weights. null: none.
         deterministic: on a GPU, deterministic operations only, and kernels chosen once and kept beside the
             checkpoints: two equal runs are equal bit for bit. Slower. On a CPU they always are.
         step_timeout: seconds that a step may take, compiling included, or a save, or a few batches of an evaluation,

@@ -113,6 +113,18 @@ def test_torchtune(imported):
     assert {"optimizer.fused", "tokenizer.path", "checkpointer.checkpoint_files"} <= set(shown["not needed"])
 
 
+def test_quantisation_aware_training(imported):
+    """Inputs in int8 are said to be symmetric here."""
+    axolotl = f"{AXOLOTL}\nqat:\n  weight_dtype: int4\n  group_size: 32\n"
+    quantizer = "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"
+    torchtune = f"{TORCHTUNE}\nquantizer:\n  _component_: {quantizer}\n  groupsize: 32\n"
+    for text, activations in ((axolotl, None), (f"{axolotl}  activation_dtype: int8\n", "int8"), (torchtune, "int8")):
+        config, out = imported(text, "--force")
+        assert (config.training.qat.weights, config.training.qat.activations) == ("int4-32", activations)
+        said = "torchao's fake quantiser has a zero point besides" in " ".join(out.split())
+        assert said == (activations is not None)
+
+
 def test_full_fine_tuning_has_no_adapter(imported):
     base = {"base_model": "m", "datasets": [{"path": "a.json", "type": "completion", "field": "body"}], "bf16": "auto"}
     config, out = imported(base | {"micro_batch_size": 1, "learning_rate": 1e-5, "lora_r": 8, "eval_steps": 5})

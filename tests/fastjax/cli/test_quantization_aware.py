@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,8 +12,9 @@ import yaml
 
 from convert.weights import open_weights
 from fastjax.cli import main
+from fastjax.commands import train
 from fastjax.language_model import FastLanguageModel
-from fastjax.models.quantized import FILE, QuantizationAware
+from fastjax.models.quantized import QuantizationAware
 from fastjax.runs.comparison import compare_logits
 from tests.support import tiny
 
@@ -51,7 +54,21 @@ def test_full_fine_tuning_for_int4(settings, tmp_path, capsys):
     assert main(["convert", "quantize", str(folder), str(tmp_path / "other"), "--scheme", "int8"]) == 0
     assert "note: model was trained for int4-32 (quantization_aware.json), not for int8" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "model-int4-32" / "config.json").read_text())["quantization_config"]
+    # The model in 16 bits computes as the quantised one, here and on the command line, and says so.
+    found = compare_logits(folder, f"{folder}-int4-32", ["Ben bought 4 red pens."])
+    assert found.largest < 1e-5 * found.scale
     capsys.readouterr()
+    answers = []
+    for model in (folder, f"{folder}-int4-32"):
+        assert main(["generate", "--model", str(model), "--prompt", "Ben has", "--raw", "--max_new_tokens", "4"]) == 0
+        answers.append(capsys.readouterr())
+    assert answers[0].out == answers[1].out
+    assert [line for line in answers[0].err.splitlines() if "note" in line] == [
+        f"note: {folder} computes as it was trained, with matrices in int4-32"
+    ]
+    packed = ["--load_in_4bit", "--prompt", "Ben has", "--raw", "--max_new_tokens", "1"]
+    assert main(["generate", "--model", str(folder), *packed]) == 0
+    assert "was trained for int4-32, and computes without it here" in capsys.readouterr().err
     assert main([*command, "--resume"]) == 0
     assert "nothing is left to do" in capsys.readouterr().out
 
@@ -78,12 +95,47 @@ def test_an_adapter_computes_as_it_was_trained(settings, tmp_path, chat_folder, 
     assert main(packing) == 0
     served = tmp_path / "run of mine" / "adapter-int4-32"
     formats = open_weights(served).format
-    assert formats("layers.0.mlp.down_proj.weight") == "float32" != formats("layers.0.mlp.up_proj.weight")
+    assert (
+        formats("layers.0.mlp.down_proj.weight") == "float32" and formats("layers.0.mlp.up_proj.weight") == "int4-bytes"
+    )
+    group = open_weights(served).checkpoint.config["quantization_config"]["config_groups"]["group_0"]
+    assert group["input_activations"]["num_bits"] == 8 and group["weights"]["num_bits"] == 4
     texts = ["Ben bought 4 red pens.", "Who has pens?"]
-    # Activations are quantised as they come, here as there; without them the logits are equal.
-    (folder / FILE).write_text((folder / FILE).read_text().replace('"int8"', "null"))
     found = compare_logits(chat_folder, served, texts, adapter=folder)
     assert found.largest < 1e-5 * found.scale
+
+
+@pytest.mark.parametrize(
+    ("aware", "whole", "line"),
+    [
+        (("q4_0",), True, "as what it was trained for: fastjax convert gguf 'a b' 'a b-q4_0.gguf' --type q4_0"),
+        (
+            ("q8_0", "int8", ("o_proj",)),
+            False,
+            "as what it was trained for, but for inputs in int8, which no such folder has a name for (llama.cpp "
+            "quantises them its own way): fastjax convert merge BASE 'a b' 'a b-merged' && fastjax convert gguf "
+            "'a b-merged' 'a b-q8_0.gguf' --type q8_0 --skip o_proj",
+        ),
+        (
+            ("nvfp4", "nvfp4"),
+            True,
+            "as what it was trained for, but for inputs in nvfp4, which no such folder has a name for (servers are "
+            "told to leave them): fastjax convert quantize 'a b' 'a b-nvfp4' --scheme nvfp4",
+        ),
+        (
+            ("fp8-block", "fp8"),
+            False,
+            "as what it was trained for, but for inputs in fp8, which no such folder has a name for (servers are told "
+            "fp8-128): fastjax convert merge BASE 'a b' 'a b-fp8-block' --dtype fp8-block",
+        ),
+        (("int8",), True, "as what it was trained for: fastjax convert quantize 'a b' 'a b-int8' --scheme int8"),
+    ],
+)
+def test_the_command_that_is_told(aware, whole, line):
+    model = types.SimpleNamespace(quantization_aware=QuantizationAware(*aware))
+    settings = types.SimpleNamespace(full_finetuning=whole, load_in_4bit=False, model_name="BASE")
+    config = types.SimpleNamespace(model=settings)
+    assert train._packing(types.SimpleNamespace(model=model, config=config, folder=Path("a b"))) == line
 
 
 @pytest.mark.parametrize(

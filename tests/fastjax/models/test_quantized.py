@@ -1,5 +1,6 @@
 """Quantisation-aware training: the trained model is the quantised folder's; what is not served is refused."""
 
+import json
 import re
 
 import jax
@@ -8,12 +9,16 @@ import numpy as np
 import pytest
 
 from convert.checkpoint import open_checkpoint
+from convert.formats import WRITERS
+from convert.gguf import export_gguf
 from convert.quantize import quantize
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
+from fastjax.quantization.fake import WEIGHTS, fake_quantize
 from fastjax.training.step import init_state
 from tests.fastjax.quantization.test_fake import integers
 from tests.support import tiny
+from tests.support.gguf_models import SIZES, write_model
 from tests.support.steps import RECORDER, gradients, recording_step
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
@@ -49,16 +54,55 @@ def test_the_merged_and_quantised_folder_is_the_trained_model(tmp_path, scheme, 
 
 def test_every_format_that_a_merge_writes_is_what_was_trained(tmp_path):
     """One layer, so that the logits follow from products that are equal to the bit."""
-    config = tiny.config(**WIDE | {"hidden_size": 128}, dtype="bfloat16", num_hidden_layers=1)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    config = tiny.config(**WIDE | sizes, dtype="bfloat16", num_hidden_layers=1)
     arrays = {name: array.astype(ml_dtypes.bfloat16) for name, array in tiny.arrays(config).items()}
     folder = tiny.write_folder(tmp_path / "base", config, arrays)
     ours = tiny.adapted(tiny.model(folder, config), target_modules=["q_proj", "v_proj", "down_proj"])
     tokens = np.stack(tiny.documents(config, (40, 40)))
-    for scheme in ("int4-32", "int4-32-zeros", "int8", "fp8-row", "fp8-tensor", "nvfp4"):
+    schemes = set(WRITERS) - {"nf4", "int4-128-zeros"}  # one above; zero points in groups of 128 are those of 32
+    for scheme in sorted(schemes):
         merged = tiny.model(ours.save_pretrained_merged(tmp_path / scheme, dtype=scheme), config)
         aware, expected = ours.with_fake_quantization(scheme), tiny.logits(merged, tokens)
         np.testing.assert_allclose(tiny.logits(aware, tokens), expected, rtol=0, atol=1e-5, err_msg=scheme)
         assert np.abs(tiny.logits(ours, tokens) - expected).max() > 0.1, scheme
+
+
+@pytest.mark.parametrize("type", ["q4_0", "q8_0"])
+def test_a_gguf_file_has_the_values_that_were_trained(tmp_path, type):
+    """Of a merged folder in bfloat16, matrix by matrix, and in logits, whatever float32 sums differ by."""
+    gguf = pytest.importorskip("gguf")
+    write_model(tmp_path / "base", {"model_type": "llama", "dtype": "bfloat16", **SIZES})
+    (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    base, _ = FastLanguageModel.from_pretrained(tmp_path / "base", dtype="float32", load_in_4bit=False)
+    ours = tiny.adapted(base, target_modules=["q_proj", "down_proj"])
+    aware = ours.with_fake_quantization(type, None, ["o_proj"])
+    merged = aware.save_pretrained_merged(tmp_path / "merged")
+    assert export_gguf(merged, tmp_path / "m.gguf", type=type, skip=["o_proj"]).notes == ()
+    (note,) = export_gguf(merged, tmp_path / "other.gguf", type="q5_0").notes
+    assert note == f"merged was trained for {type} (quantization_aware.json), not for q5_0"
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert found["blk.0.attn_output.weight"].tensor_type.name == "BF16"
+    config, checkpoint = json.loads((merged / "config.json").read_text()), open_checkpoint(merged)
+    arrays = {name: checkpoint.read(name).astype(np.float32) for name in checkpoint.tensors}
+    parts = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "gate_proj": "ffn_gate", "up_proj": "ffn_up"}
+    for name, array in arrays.items():
+        part = name.split(".")[-2]
+        if part in (*parts, "down_proj"):
+            tensor = found[f"blk.{name.split('.')[2]}.{parts.get(part, 'ffn_down')}.weight"]
+            assert tensor.tensor_type.name == type.upper()
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            if part in ("q_proj", "k_proj"):  # llama.cpp pairs neighbours
+                pairs = values.reshape(-1, SIZES["head_dim"] // 2, 2, values.shape[1])
+                values = pairs.swapaxes(1, 2).reshape(values.shape)
+            right = fake_quantize(array, WEIGHTS[type])
+            np.testing.assert_array_equal(values, right)
+            arrays[name] = values
+    decoded = tiny.model(tiny.write_folder(tmp_path / "decoded", config | {"dtype": "float32"}, arrays), config)
+    tokens = np.stack(tiny.documents(config, (40, 40)))
+    expected = tiny.logits(decoded, tokens)
+    np.testing.assert_allclose(tiny.logits(aware, tokens), expected, rtol=0, atol=TOLERANCE)
+    assert np.abs(tiny.logits(ours, tokens) - expected).max() > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -107,6 +151,14 @@ def test_a_step_is_plain_before_the_start_and_quantised_from_it_on_in_one_progra
     assert abs(expected[0]["loss"] - quantized[0]["loss"]) > 1e-3
 
 
+def test_a_format_of_inputs_that_do_not_fit_is_named():
+    changed = WIDE | {"intermediate_size": 72}
+    model = tiny.model(tiny.shared_folder(**changed), tiny.config(**changed))
+    message = "qat.activations: expected a format for layers.0.mlp.(down_proj), got nvfp4: rows of 72 columns are not"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        model.with_fake_quantization("int8", "nvfp4")
+
+
 def test_modules_are_left_out_by_name(tmp_path):
     config = tiny.config(**WIDE)
     model = tiny.model(tiny.shared_folder(**WIDE), config)
@@ -131,7 +183,7 @@ def test_modules_are_left_out_by_name(tmp_path):
             "layers.0.self_attn.(q_proj, k_proj, v_proj), got int4-128: rows of 64 columns",
         ),
         (None, {"weights": "int3"}, "qat.weights: expected one of int4-32, int4-128"),
-        (None, {"activations": "int4"}, "qat.activations: expected one of int8, fp8, nvfp4, got 'int4'"),
+        (None, {"activations": "int4"}, "qat.activations: expected one of int8, fp8, fp8-128, nvfp4, got 'int4'"),
         (None, {"modules_to_not_quantize": ["k_proj"]}, "self_attn.(q_proj, k_proj, v_proj) together"),
         (None, {"modules_to_not_quantize": ["layers.0.mlp"]}, "layers differ with layer_loop: unroll"),
         (None, {"modules_to_not_quantize": ["layers"]}, "expected a projection that is quantised, got none"),

@@ -10,6 +10,7 @@ import pytest
 
 from convert.formats import mxfp4, nf4
 from fastjax.quantization.fake import ACTIVATIONS, WEIGHTS, fake_quantize
+from fastjax.quantization.fake.schemes import GGML
 from fastjax.training.config.qat import NAMED, QATActivations, QATWeights
 
 E2M1 = ml_dtypes.float4_e2m1fn
@@ -70,13 +71,29 @@ def through_mxfp4(w):
     return mxfp4.decode(tensor.codes, tensor.scales)[0]
 
 
+@jax.jit
+def through_every_format(w, top):
+    """By the schemes themselves, which adapters' products call, and as activations are quantised."""
+    weights = {name: scheme(w, top, jnp.bfloat16)[0] for name, scheme in WEIGHTS.items()}
+    return weights | {f"{name} of activations": fake_quantize(w, scheme) for name, scheme in ACTIVATIONS.items()}
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", [*WEIGHTS, *(f"{name} of activations" for name in ACTIVATIONS)])
-def test_what_is_not_finite_stays_so(name, value):
+def test_what_is_not_finite_stays_so(value):
     """No code hides it: a loss over it is not finite, and the step is not taken."""
-    scheme = ACTIVATIONS[name.partition(" ")[0]] if name.endswith("activations") else WEIGHTS[name]
-    w = jnp.asarray(hostile()).at[20, 37].set(value)
-    assert np.isnan(fake_quantize(w, scheme)[20, 37])
+    w = hostile()
+    top = np.abs(w).max()  # of a maximum that has passed over NaN
+    w[20, 37] = value
+    for name, found in through_every_format(w, top).items():
+        assert np.isnan(found[20, 37]), name
+
+
+def ggml(w, kind, dtype):
+    """The gguf library's values of a folder in a dtype."""
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[kind.upper()]
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # reciprocals of scales that become zero
+        return gguf.dequantize(gguf.quantize(w.astype(dtype).astype(np.float32), kind), kind)
 
 
 WEIGHTS_BY_DEFINITION = {
@@ -91,10 +108,13 @@ WEIGHTS_BY_DEFINITION = {
     "nf4": through_nf4,
     "mxfp4": lambda w, dtype: through_mxfp4(w),
     "nvfp4": lambda w, dtype: nvfp4(w, np.abs(w).max()),
+    "q4_0": lambda w, dtype: ggml(w, "q4_0", np.float32),
+    "q8_0": lambda w, dtype: ggml(w, "q8_0", np.float32),
 }
 ACTIVATIONS_BY_DEFINITION = {
     "int8": lambda x: integers(x, 256, -128, 127, np.float32),
     "fp8": lambda x: fp8(x, (1, 256), np.float32),
+    "fp8-128": lambda x: fp8(x, (1, 128), np.float32),
     "nvfp4": lambda x: nvfp4(x, np.abs(x).max(1)[:, None, None]),
 }
 
@@ -117,6 +137,21 @@ def test_activations_are_the_definitions_token_by_token():
     for name, values in found.items():
         np.testing.assert_array_equal(values, ACTIVATIONS_BY_DEFINITION[name](x), err_msg=name)
     assert all(each.weights in WEIGHTS and each.activations in (None, *ACTIVATIONS) for each in NAMED.values())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_ggml_rounds_the_folders_values_so(bits, dtype):
+    """Ties between codes, largest numbers of both signs, scales that float16 has as subnormal or not at all."""
+    rng = np.random.default_rng(7)
+    w = rng.standard_normal((512, 256)) * np.exp2(rng.integers(-30, 4, (512, 1)))
+    w[:64] = np.round(w[:64] * 64) / 64
+    w[64:128] = rng.integers(-16, 17, (64, 256)) / 8
+    w[128:160, ::32], w[128:160, 1::32] = 3, -3
+    w[160:192] = hostile()[:32]
+    w = w.astype(np.float32)
+    found = jax.jit(lambda w: GGML(bits, dtype)(w, jnp.float32(0), jnp.float32)[0])(w)
+    np.testing.assert_array_equal(found, ggml(w, f"q{bits}_0", dtype))
 
 
 @pytest.mark.parametrize("name", ["int4-32", "mxfp4", "nvfp4"])

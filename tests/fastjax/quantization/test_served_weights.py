@@ -8,9 +8,12 @@ import pytest
 
 from convert.checkpoint import open_checkpoint
 from convert.formats import Stored, format_of
+from convert.hub import fetch
 from convert.quantize import quantize
 from convert.saving import save
 from convert.weights import stream
+from fastjax.language_model.loading import load_opened
+from fastjax.models.outline import read_outline
 from fastjax.quantization import MixedWeight, concatenate, dequantize, matmul, rows_of
 from fastjax.quantization.weights import from_tensor
 from tests.support import tiny
@@ -60,13 +63,23 @@ def test_matrices_are_decoded_joined_cut_and_multiplied(plain, tmp_path, scheme)
                    for leaf in jax.tree.leaves(pull))  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", ["int4-32-zeros", "nvfp4"])
-def test_a_folder_is_a_base(plain, tmp_path, scheme):
-    """Its matrices stay packed, its logits are those of the decoded folder; layers stack."""
-    quantize(plain, tmp_path / "packed", scheme=scheme, skip=["layers.1.mlp.down_proj"])
+def described(leaf):
+    return leaf.shape, str(leaf.dtype)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "activations"), [("int4-32-zeros", None), ("nvfp4", None), ("int4-32", "int8"), ("int8", "none")]
+)
+def test_a_folder_is_a_base(plain, tmp_path, scheme, activations):
+    """Its matrices stay packed, its logits are those of the decoded folder; layers stack; a plan has its shapes."""
+    quantize(plain, tmp_path / "packed", scheme=scheme, activations=activations, skip=["layers.1.mlp.down_proj"])
     save(tmp_path / "decoded", stream(tmp_path / "packed", packed=False), source=plain)
-    model = tiny.model(tmp_path / "packed", CONFIG, load_in_4bit=True)
-    assert jnp.dtype(jnp.uint8) in {leaf.dtype for leaf in jax.tree.leaves(model.frozen)}
+    options = {"dtype": "float32", "load_in_4bit": scheme != "int8"}
+    model = tiny.model(tmp_path / "packed", CONFIG, **options)
+    codes = jnp.dtype(jnp.int8 if scheme == "int8" else jnp.uint8)
+    assert codes in {leaf.dtype for leaf in jax.tree.leaves(model.frozen)}
+    zeros = load_opened(fetch(tmp_path / "packed"), read_outline(tmp_path / "packed"), zeros=True, **options)
+    assert jax.tree.map(described, zeros.frozen) == jax.tree.map(described, model.frozen)
     tokens = np.stack(tiny.documents(CONFIG, (20, 20)))
     expected = tiny.logits(tiny.model(tmp_path / "decoded", CONFIG), tokens)
     # float32 both: the order of sums
