@@ -97,10 +97,6 @@ def _tensor(config: ModelConfig, shape: MeshShape, lora_dropout: float, use_dora
     """What does not serve heads and features on several devices; likewise."""
     if shape.tensor == 1:
         return
-    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    for name in sizes:
-        if getattr(config, name) % shape.tensor:
-            yield "tensor", f"a divisor of {name} {getattr(config, name)}"
     unserved = {
         "of a model with mixtures of experts": config.moe is not None,
         "of a model whose files hold queries, keys and values as one": config.fused,
@@ -111,3 +107,6 @@ def _tensor(config: ModelConfig, shape: MeshShape, lora_dropout: float, use_dora
         "with use_dora": use_dora,
     }
     yield from (("tensor", f"1 {what}") for what, found in unserved.items() if found)
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % shape.tensor:
+            yield "tensor", f"a divisor of {name} {getattr(config, name)}"

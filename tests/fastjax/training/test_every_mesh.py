@@ -22,9 +22,12 @@ from fastjax.training.step import init_state, make_train_step
 from tests.fastjax.training.test_step_on_mesh import EXPERTS, MIXTURE, OPTIMIZER
 from tests.support import steps, tiny
 
-#: float32, relative: of the loss, of all gradients together, and of each array's, in the Euclidean norm. One device
-#: that takes the eight rows one by one in place of at once is 1.2e-6 off in all gradients, and 2.1e-6 in one array's.
-LOSS_TOLERANCE, TOLERANCE, OF_AN_ARRAY = 1e-6, 2e-6, 4e-6
+#: float32, relative, in the Euclidean norm: of the loss and of all gradients together.
+TOLERANCE = 1e-6
+#: Likewise of one array's gradient: sums in any order. Of the same step in float64 one device and eight are 1e-6 off
+#: each; of the adapters of queries and keys, of whose gradients softmax leaves 2% of the whole, 2e-6.
+OF_AN_ARRAY, OF_QUERIES_AND_KEYS = 2e-6, 4e-6
+QUERIES_AND_KEYS = tuple(f"['{part}']['lora_{matrix}']" for part in ("q_proj", "k_proj") for matrix in "AB")
 AXES = MeshShape._fields
 #: Heads, features, words and blocks of 64 that eight devices can share.
 CHANGES = {
@@ -108,16 +111,20 @@ def test_eight_devices_have_the_loss_and_every_gradient_of_one(kind, mesh):
     check_mesh(ours.config, shape)
     expected, gradients = alone(kind)
     metrics, found = steps.gradients(ours, batch(), mesh=make_mesh(**mesh))
-    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=LOSS_TOLERANCE)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=TOLERANCE)
     assert metrics["num_targets"] == expected["num_targets"] and metrics["num_correct"] == expected["num_correct"]
     found = steps.named(found)
     assert found.keys() == gradients.keys()
-    off = {name: np.linalg.norm(found[name] - leaf) for name, leaf in gradients.items()}
     sizes = {name: np.linalg.norm(leaf) for name, leaf in gradients.items()}
+    off = {name: np.linalg.norm(found[name] - leaf) for name, leaf in gradients.items()}
     whole = math.hypot(*off.values()) / math.hypot(*sizes.values())
-    worst = max(off, key=lambda name: off[name] / sizes[name])
-    print(f"{kind}, {named(mesh)}: all off by {whole:.1e}, {worst} by {off[worst] / sizes[worst]:.1e}")
-    assert whole < TOLERANCE and off[worst] < OF_AN_ARRAY * sizes[worst]
+    parts = {name: off[name] / sizes[name] for name in off}
+    worst = max(parts, key=parts.__getitem__)
+    print(f"{kind}, {named(mesh)}: all off by {whole:.1e}, {worst} by {parts[worst]:.1e}")
+    assert whole < TOLERANCE
+    for name, part in parts.items():
+        few = name.endswith(QUERIES_AND_KEYS)
+        assert part < (OF_QUERIES_AND_KEYS if few else OF_AN_ARRAY), name
 
 
 @pytest.mark.one_world
