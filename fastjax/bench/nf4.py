@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -85,7 +85,7 @@ class NF4Result:
 
 
 def run(case: NF4Case | None = None, output: Path | None = None, console: Console | None = None) -> list[NF4Result]:
-    """Measure, show a table for each shape, write a file.
+    """Measure, with a line for each figure as it is there; show a table for each shape, write a file.
 
     Args:
         case: the settings; the defaults suit a GPU.
@@ -96,11 +96,10 @@ def run(case: NF4Case | None = None, output: Path | None = None, console: Consol
         The lines of the tables.
     """
     case, console = case or NF4Case(), console or Console()
-    results = [_copy(case)]
-    for shape in case.shapes:
-        results += _decodes(case, shape)
-        for rows, gradient in itertools.product(case.rows, (False, True)):
-            results += _products(case, shape, rows, gradient)
+    results = []
+    for line in _lines(case):
+        results.append(line)
+        console.print(_told(line), highlight=False)
     for shape in case.shapes:
         console.print(_table(case, shape, [line for line in results if line.shape == shape]))
     save(output, results, console, case=dataclasses.asdict(case))
@@ -158,6 +157,14 @@ def decode_bytes(shape: tuple[int, int], dtype: str) -> int:
     return size // 2 + 4 * (size // 64) + size * jnp.dtype(dtype).itemsize
 
 
+def _lines(case: NF4Case) -> Iterator[NF4Result]:
+    yield _copy(case)
+    for shape in case.shapes:
+        yield from _decodes(case, shape)
+        for rows, gradient in itertools.product(case.rows, (False, True)):
+            yield from _products(case, shape, rows, gradient)
+
+
 def _copy(case: NF4Case) -> NF4Result:
     """An element-wise kernel over arrays whose bytes read and written add up to those of a bfloat16 decode."""
     length = max(1, decode_bytes(case.shapes[0], "bfloat16") // 8)
@@ -168,9 +175,8 @@ def _copy(case: NF4Case) -> NF4Result:
     return _line(timing, case.shapes[0], "copy", "xla", "uint32", moved=8 * length)
 
 
-def _decodes(case: NF4Case, shape: tuple[int, int]) -> list[NF4Result]:
+def _decodes(case: NF4Case, shape: tuple[int, int]) -> Iterator[NF4Result]:
     packed = packed_weights(shape, _cold_count(case, shape))
-    lines = []
     for dtype in case.dtypes:
         programs = [
             Program(f"decode_{name}_{dtype}", _each(_decode_of(shape, dtype, name)), (None, *packed), len(packed))
@@ -180,12 +186,11 @@ def _decodes(case: NF4Case, shape: tuple[int, int]) -> list[NF4Result]:
         found = {program.name.split("_")[1]: timings[program.name] for program in programs}
         found |= nf4_torch.decodes(shape, dtype, len(packed), case.rounds)
         moved = decode_bytes(shape, dtype)
-        lines += [_line(timing, shape, "decode", name, dtype, moved=moved) for name, timing in found.items()]
+        yield from (_line(timing, shape, "decode", name, dtype, moved=moved) for name, timing in found.items())
     for transposed in (False, True) if nf4_float8.served() else ():
         found = nf4_float8.decodes(shape, transposed, packed, case.rounds)
         operation, moved = "transpose" if transposed else "decode", decode_bytes(shape, "float8_e4m3fn")
-        lines += [_line(timing, shape, operation, name, "float8", moved=moved) for name, timing in found.items()]
-    return lines
+        yield from (_line(timing, shape, operation, name, "float8", moved=moved) for name, timing in found.items())
 
 
 def _products(case: NF4Case, shape: tuple[int, int], rows: int, gradient: bool) -> list[NF4Result]:
@@ -264,6 +269,18 @@ def _line(timing: Timing, shape, operation, implementation, dtype, *, moved=None
         of_dense=None if dense is None else dense / timing.median,
         source=timing.source,
     )
+
+
+def _told(line: NF4Result) -> str:
+    """A figure in a line of its own."""
+    rows = "" if line.rows is None else f" of {line.rows:,} rows"
+    rates = [(line.gigabytes_per_second, "GB/s"), (line.teraflops_per_second, "TFLOP/s")]
+    figures = [
+        f"{_written(line.microseconds)} µs",
+        *(f"{rate:,.0f} {unit}" for rate, unit in rates if rate is not None),
+    ]
+    what = f"{line.shape[0]}×{line.shape[1]} {line.operation}{rows} by {line.implementation}, {line.dtype}"
+    return f"{what}: {', '.join(figures)}"
 
 
 def _table(case: NF4Case, shape: tuple[int, int], results: Sequence[NF4Result]) -> Table:

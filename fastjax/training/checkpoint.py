@@ -41,6 +41,7 @@ from fastjax.training.checkpoint_files import (
     seal,
 )
 from fastjax.training.checkpoint_parts import Parts, check_sums, gather_all, put
+from fastjax.training.checkpoint_stacks import apart, with_parts, with_stacks
 from fastjax.training.checkpoint_sums import checksum, element_sum, sum_checksum
 from fastjax.training.optimizers import LearningRates
 from fastjax.training.silence import silence
@@ -242,8 +243,10 @@ class Checkpoints:
             Unreadable: it is damaged.
         """
         arrays, metadata = named_arrays(like), self.metadata(step)
-        _check(_described(arrays), metadata["arrays"], self.folder / str(step))
-        stored = self._read(step, metadata, arrays)
+        parts = apart(arrays, metadata["arrays"])
+        read = with_parts(arrays, parts)
+        _check(_described(read), metadata["arrays"], self.folder / str(step))
+        stored = with_stacks(self._read(step, metadata, read), arrays, parts)
         found = iter([stored.get(name, array) for name, array in arrays.items()])
 
         def value(old: Any) -> Any:

@@ -18,6 +18,7 @@ from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.models.layout import LayerStack
 from fastjax.models.leaves import LORA_A, LORA_B, leaf_at
+from fastjax.training.optimizers.alike import Alike
 
 
 def leaf_names(trainable: Any, plan: Sequence[LayerStack]) -> list[str]:
@@ -49,12 +50,13 @@ def squared_norms(tree: Any, plan: Sequence[LayerStack]) -> Float[Array, " n"]:
         tree: arrays arranged as the trained ones.
         plan: the arrangement of the layers.
     """
-    found = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+
+    def norms(path: tuple[Any, ...], leaf: Array) -> Array:
         stack = leaf_at(path).stack
         rows = leaf.reshape(1 if stack is None else plan[stack].count, -1).astype(jnp.float32)
-        found.append(jnp.sum(jnp.square(rows), axis=1))
-    return jnp.concatenate(found)
+        return jnp.sum(jnp.square(rows), axis=1)
+
+    return Alike(tree).vectors(norms, tree)
 
 
 class GradientCheck:

@@ -5,8 +5,8 @@ A trained array lies where its logical axes say (`parallel.MESH_AXES`), and with
 gradients rounds off is its own. Counters, rates and random state are on every device.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -17,10 +17,23 @@ from fastjax.models.layout import logical_axes
 from fastjax.parallel import BATCH, place, shard_frozen
 from fastjax.parallel.islands import on_axes
 from fastjax.training.optimizers.adafactor import Factored
+from fastjax.training.optimizers.alike import Alike
 from fastjax.training.optimizers.blockwise import Blockwise
 
 #: What an optimizer holds of an array in another shape than the array's.
 _PARTS = (Blockwise, Factored)
+
+
+class _Placed(NamedTuple):
+    """The shape of an array that the optimizer sees, and where it lies."""
+
+    shape: tuple[int, ...]
+    place: NamedSharding
+
+
+def _stack(arrays: Sequence[_Placed]) -> _Placed:
+    shape, place = arrays[0]
+    return _Placed((len(arrays), *shape), NamedSharding(place.mesh, P(None, *place.spec)))
 
 
 def state_shardings(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
@@ -35,12 +48,10 @@ def state_shardings(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
     if not hasattr(state, "trainable"):
         return weight_shardings(state, config, mesh)
     trained = weight_shardings(state.trainable, config, mesh)
-    places = {
-        _names(path): (leaf.shape, place)
-        for (path, leaf), place in zip(
-            jax.tree_util.tree_flatten_with_path(state.trainable)[0], jax.tree.leaves(trained), strict=True
-        )
-    }
+    own = jax.tree.map(lambda leaf, place: _Placed(leaf.shape, place), state.trainable, trained)
+    stacks = Alike(state.trainable).stacked(own, _stack)
+    paths = jax.tree_util.tree_flatten_with_path(stacks, is_leaf=lambda node: isinstance(node, _Placed))[0]
+    places = {_names(path): placed for path, placed in paths}
 
     def of(path: tuple[Any, ...], held: Any) -> Any:
         found = places.get(_names(path))

@@ -27,7 +27,10 @@ def test_lines_table_and_file(tmp_path):
     assert all(line.best <= line.microseconds <= line.worst for line in lines)
     saved = json.loads((tmp_path / "nf4.json").read_text())
     assert len(saved["results"]) == len(lines) and saved["case"]["shapes"] == [[64, 256]]
-    assert "decode" in console.export_text()
+    text = console.export_text()
+    told = [line for line in text.splitlines() if line.startswith("64×256 ")]
+    assert len(told) == len(lines) and any("decode by xla, bfloat16: " in line for line in told)
+    assert text.index(told[-1]) < text.index("NF4 · 64×256")  # as they are there, before the table
 
 
 def test_lines_of_float8():

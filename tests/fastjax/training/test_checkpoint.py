@@ -92,6 +92,31 @@ def test_learning_rates_are_those_of_the_settings(tmp_path, made):
     np.testing.assert_array_equal(again[-1].by_step[:10], learning_rates(configs[1], 10))
 
 
+def test_moments_of_layers_one_by_one_are_read_into_their_stacks(tmp_path, made):
+    """Until 2026-11-24 an optimizer held the moments of unrolled layers one by one."""
+
+    def layers(count, **others):
+        whole = np.random.default_rng(count).normal(size=(count, 3, 4)).astype(np.float32)
+        return {number: {0: {"mlp": {"lora_A": part, **others}}} for number, part in enumerate(map(jnp.asarray, whole))}
+
+    old = {"trainable": {"layers": layers(12)}, "mu": {"layers": layers(12, bias=jnp.ones(5))}}
+    first = old["mu"]["layers"][0][0]["mlp"]
+    stack = jnp.stack([layer[0]["mlp"]["lora_A"] for layer in old["mu"]["layers"].values()])
+    stacks = {"layers": {0: {0: {"mlp": {"lora_A": stack, "bias": jnp.ones((12, 5))}}}}}
+    new = {"trainable": old["trainable"], "mu": stacks}
+    checkpoints = made(tmp_path)
+    checkpoints.save(old, Progress(1))
+    checkpoints.wait()
+    found = checkpoints.load(1, jax.tree.map(jnp.zeros_like, new))
+    steps.assert_same(named_arrays(found), named_arrays(new))
+    assert first["lora_A"].shape == (3, 4)
+    other = {"trainable": old["trainable"], "mu": {"layers": {0: {0: {"mlp": {"lora_A": stack[:11]}}}}}}
+    with pytest.raises(
+        ConfigError, match=r"mu\.layers\.0\.0\.mlp\.lora_A: expected float32\[11, 3, 4\], got float32\[3, 4\]"
+    ):
+        checkpoints.load(1, other)
+
+
 def test_a_state_that_is_donated_after_the_call_is_saved_as_it_was(tmp_path, made):
     """The write goes on while the next step overwrites the arrays."""
     checkpoints, array = made(tmp_path), jnp.arange(3_000_000, dtype=jnp.float32)
