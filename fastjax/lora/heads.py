@@ -26,8 +26,10 @@ from fastjax.lora.rank_products import (
     stacked_B,
 )
 from fastjax.parallel import ROWS, SHARES, local
-from fastjax.quantization.weights import WeightLike, matmul, matmul_transposed, weight_gradient
+from fastjax.quantization.float8 import places
+from fastjax.quantization.weights import WeightLike, as_weight, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
+from pallas_kernels.float8 import flat_rows
 from pallas_kernels.split_rope.lora import split_rope_lora_backward, split_rope_lora_forward
 
 
@@ -81,11 +83,12 @@ def _forward(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays)
     lora_B = stacked_B(parts, arrays.matrices, x.dtype, rank)
 
     def turn(base, products, lora_B, cos, sin):
-        found = split_rope_lora_forward(_rows(base), _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads)
-        return tuple(part.reshape(*base.shape[:2], -1) for part in found)
+        found = split_rope_lora_forward(flat_rows(base), _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads)
+        return tuple(part.reshape(*cos.shape[:2], -1) for part in found)
 
-    island = local(turn, in_specs=(ROWS, ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, ROWS))
-    found = island(matmul(x, arrays.weight), products, lora_B, arrays.cos, arrays.sin)
+    base = as_weight(arrays.weight).matmul_scaled(x)
+    island = local(turn, in_specs=(places(base), ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, ROWS))
+    found = island(base, products, lora_B, arrays.cos, arrays.sin)
     return tuple(name_residual(part, "projection") for part in found), (x, products, arrays)
 
 

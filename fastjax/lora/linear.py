@@ -30,7 +30,7 @@ from fastjax.lora.rank_products import (
     slot,
     stacked_B,
 )
-from fastjax.quantization.weights import WeightLike, matmul, matmul_transposed, rows_of, weight_gradient
+from fastjax.quantization.weights import WeightLike, as_weight, matmul, matmul_transposed, rows_of, weight_gradient
 from fastjax.residuals import name_residual
 
 
@@ -147,7 +147,7 @@ def _forward(parts, x, residual, dropped, weight, matrices, scales, key):
     rank = slot(parts)
     inner = name_residual(rank_products(parts, matrices, read, key, rank), "lora")
     lora_B = stacked_B(parts, matrices, x.dtype, rank)
-    y = add_products(parts, matmul(x, weight), inner, lora_B, None if scales else residual)
+    y = add_products(parts, as_weight(weight).matmul_scaled(x), inner, lora_B, None if scales else residual)
     before = y = name_residual(y, "projection")
     if scales:
         y = (before.astype(jnp.float32) * _columns(parts, scales)).astype(x.dtype)

@@ -34,9 +34,11 @@ from fastjax.lora.rank_products import (
     with_adapter,
 )
 from fastjax.parallel import ROWS, SHARES, local
+from fastjax.quantization.float8 import places
 from fastjax.quantization.weight import Weight
-from fastjax.quantization.weights import WeightLike, linear, matmul, matmul_transposed, weight_gradient
+from fastjax.quantization.weights import WeightLike, as_weight, linear, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
+from pallas_kernels.float8 import flat_rows, product_of
 from pallas_kernels.float8.blocks import Blocks, dequantize_blocks
 from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward
 from pallas_kernels.low_rank import block_matrix
@@ -121,23 +123,24 @@ def _unit(block: Block, x, residual, arrays: Arrays):
 
 
 def _forward(block: Block, x, residual, arrays: Arrays):
-    gate_up = matmul(x, arrays.gate_up)
+    gate_up: Any = as_weight(arrays.gate_up).matmul_scaled(x)
     if not block.float8:
-        gate_up = name_residual(gate_up, "projection")
+        gate_up = jax.tree.map(lambda array: name_residual(array, "projection"), gate_up)
     inner = _inner(block, x, arrays)
     inside = block.down.rank and not drops((block.down,), arrays.key)
     down_A = _down_A(block, arrays, x.dtype) if inside else None
     h, product_down, kept = _gate(block, gate_up, inner, down_A, float8=block.float8)
     if kept is not None:
         gate_up = Blocks(*(name_residual(array, "projection") for array in kept))
-    y = matmul(h, arrays.down)
+    below = as_weight(arrays.down)
     if block.down.rank:
         if product_down is None:
             product_down = rank_products((block.down,), arrays.matrices, h, arrays.key, slot((block.down,)))
         product_down = name_residual(product_down, "lora")
-        y = add_products((block.down,), y, product_down, _down_B(block, arrays, x.dtype), residual)
-    elif residual is not None:
-        y = residual + y
+        y = add_products((block.down,), below.matmul_scaled(h), product_down, _down_B(block, arrays, x.dtype), residual)
+    else:
+        y = below.matmul(h)
+        y = y if residual is None else residual + y
     products = None if inner is None else inner.products
     return y, (x, gate_up, products, product_down, arrays, residual is not None)
 
@@ -152,7 +155,8 @@ def _backward(block: Block, residuals, dy):
         dproduct_down, dB_down = product_gradients((down,), dy, product_down, _down_B(block, arrays, dy.dtype))
         gradients[down.name] = None, dB_down[down.name]
         down_A = None if dropped else _down_A(block, arrays, dy.dtype)
-    dh = matmul_transposed(dy, arrays.down)
+    below = as_weight(arrays.down)
+    dh: Any = below.transposed(dy) if dropped and down.rank else below.transposed_scaled(dy)
     # h again, for the gradients that the kernel does not make: an adapter's with a dropped input, and a weight's beside
     # adapters, mostly frozen and then unused. Without adapters the weights are trained, and it comes with dgate_up.
     trained = not block.adapted and not isinstance(arrays.down, Weight)
@@ -262,14 +266,15 @@ def _gate(block: Block, gate_up, inner: Inner | None, down_A, *, float8: bool = 
         h, product_down, kept = glu_lora_forward(
             _rows(gate_up), own, down_A, activation=block.activation, float8=float8
         )
-        lead = gate_up.shape[:-1]
+        *lead, width = product_of(gate_up).shape
         if kept is not None:
-            kept = Blocks(kept.codes.reshape(gate_up.shape), kept.exponents.reshape(-1, *lead))
+            kept = Blocks(kept.codes.reshape(*lead, width), kept.exponents.reshape(-1, *lead))
         return h.reshape(*lead, -1), None if product_down is None else product_down.reshape(*lead, -1), kept
 
     products, lora_B = (None, None) if inner is None else inner
     outer = (ROWS, ROWS, _BLOCKS if float8 else ROWS)
-    return local(gate, in_specs=(ROWS, ROWS, P(), P()), out_specs=outer)(gate_up, products, lora_B, down_A)
+    own = _places(gate_up), ROWS, P(), P()
+    return local(gate, in_specs=own, out_specs=outer)(gate_up, products, lora_B, down_A)
 
 
 def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: bool):
@@ -278,17 +283,16 @@ def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: boo
     def ungate(gate_up, products, lora_B, dh, down_A, dproducts):
         own = None if products is None else Inner(_rows(products), lora_B)
         below = None if down_A is None else (down_A, _rows(dproducts))
-        if isinstance(gate_up, Blocks):
-            flat = Blocks(_rows(gate_up.codes), gate_up.exponents.reshape(len(gate_up.exponents), -1))
-        else:
-            flat = _rows(gate_up)
-        gradient, h, *sums = glu_lora_backward(flat, own, _rows(dh), below, activation=block.activation, with_h=with_h)
+        gradient, h, *sums = glu_lora_backward(
+            _rows(gate_up), own, _rows(dh), below, activation=block.activation, with_h=with_h
+        )
         shares = (None if share is None else share[None] for share in sums)
-        return gradient.reshape(*dh.shape[:-1], -1), None if h is None else h.reshape(dh.shape), *shares
+        shape = product_of(dh).shape
+        return gradient.reshape(*shape[:-1], -1), None if h is None else h.reshape(shape), *shares
 
     (products, lora_B), (down_A, dproducts) = ((None, None) if pair is None else pair for pair in (inner, down))
-    kept = _BLOCKS if isinstance(gate_up, Blocks) else ROWS
-    island = local(ungate, in_specs=(kept, ROWS, P(), ROWS, P(), ROWS), out_specs=(ROWS, ROWS, SHARES, SHARES))
+    own = _places(gate_up), ROWS, P(), _places(dh), P(), ROWS
+    island = local(ungate, in_specs=own, out_specs=(ROWS, ROWS, SHARES, SHARES))
     dgate_up, h, *shares = island(gate_up, products, lora_B, dh, down_A, dproducts)
     return dgate_up, h, *(None if share is None else jnp.sum(share, axis=0) for share in shares)
 
@@ -298,5 +302,13 @@ def _wide(gate_up, dtype):
     return dequantize_blocks(gate_up).astype(dtype) if isinstance(gate_up, Blocks) else gate_up
 
 
-def _rows(array: Array) -> Array:
-    return array.reshape(-1, array.shape[-1])
+def _places(operand: Any) -> Any:
+    """How devices hold gate and up, or dh."""
+    return _BLOCKS if isinstance(operand, Blocks) else places(operand)
+
+
+def _rows(operand: Any) -> Any:
+    """[B, S, …] with one axis of rows."""
+    if isinstance(operand, Blocks):
+        return Blocks(_rows(operand.codes), operand.exponents.reshape(len(operand.exponents), -1))
+    return flat_rows(operand)

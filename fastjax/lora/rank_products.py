@@ -15,7 +15,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
 from fastjax.parallel import ROWS, SHARES, local
+from fastjax.quantization.float8 import places
 from fastjax.quantization.weights import linear
+from pallas_kernels.float8 import Scaled, flat_rows, product_of
 from pallas_kernels.low_rank import low_rank_add, low_rank_input_gradients, low_rank_output_gradients
 from pallas_kernels.tiles import padded_rank
 
@@ -146,13 +148,17 @@ def rank_product_gradients(
 
 
 def add_products(
-    parts: Sequence[Part], base: Float[Array, "B S out"], products: Float[Array, "B S PR"], lora_B, residual=None
+    parts: Sequence[Part],
+    base: Float[Array, "B S out"] | Scaled,
+    products: Float[Array, "B S PR"],
+    lora_B: Float[Array, "out R"],
+    residual: Float[Array, "B S out"] | None = None,
 ) -> Float[Array, "B S out"]:
     """The sum base + products·Bᵀ, and `residual` where there is one, on each device of its own rows.
 
     Args:
         parts: of `base`.
-        base: the large product.
+        base: the large product; one in float8 may have its scales beside it.
         products: the rank products of its parts.
         lora_B: `stacked_B`.
         residual: one more addend, like base.
@@ -161,10 +167,10 @@ def add_products(
     def add(base, products, lora_B, residual):
         rows = None if residual is None else _rows(residual)
         sizes = tuple(part.rows for part in parts)
-        total = low_rank_add(_rows(base), _rows(products), lora_B, parts=sizes, residual=rows)
-        return total.reshape(base.shape)
+        total = low_rank_add(flat_rows(base), _rows(products), lora_B, parts=sizes, residual=rows)
+        return total.reshape(product_of(base).shape)
 
-    return local(add, in_specs=(ROWS, ROWS, P(), ROWS), out_specs=ROWS)(base, products, lora_B, residual)
+    return local(add, in_specs=(places(base), ROWS, P(), ROWS), out_specs=ROWS)(base, products, lora_B, residual)
 
 
 def product_gradients(

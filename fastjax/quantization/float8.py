@@ -19,6 +19,18 @@ from fastjax.quantization.weight import Axes, Float8Operand, Weight, after
 from fastjax.quantization.weights import MixedWeight, WeightLike, as_weight, matmul, matmul_transposed
 from pallas_kernels import float8
 
+#: How devices hold a product in float8: with their own rows.
+SCALED: Any = float8.Scaled(ROWS, ROWS, P())  # pyright: ignore[reportArgumentType]
+
+
+def places(operand: Any) -> Any:
+    """How devices hold an array [B, S, …] or a product in float8.
+
+    Args:
+        operand: it.
+    """
+    return SCALED if isinstance(operand, float8.Scaled) else ROWS
+
 
 def in_float8(weight: WeightLike) -> Weight:
     """A frozen weight whose products with bfloat16 are computed in float8.
@@ -75,7 +87,15 @@ class Float8Compute(Weight):
 
     def transposed(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"]:
         """dy·W in the dtype of dy."""
-        return _multiply(dy, self, True) if dy.dtype == jnp.bfloat16 else matmul_transposed(dy, self.weight)
+        return _result(dy, self, True) if dy.dtype == jnp.bfloat16 else matmul_transposed(dy, self.weight)
+
+    def matmul_scaled(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"] | float8.Scaled:
+        """x·Wᵀ; of bfloat16 with the scales beside the product."""
+        return _multiply(x, self, False) if x.dtype == jnp.bfloat16 else self.matmul(x)
+
+    def transposed_scaled(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"] | float8.Scaled:
+        """dy·W likewise."""
+        return _multiply(dy, self, True) if dy.dtype == jnp.bfloat16 else self.transposed(dy)
 
     def rows(self, rows: slice) -> Weight:
         """Some of the output rows."""
@@ -101,7 +121,7 @@ class Float8Compute(Weight):
 
 @jax.custom_vjp
 def _product(x: Array, weight: Float8Compute) -> Array:
-    return _multiply(x, weight, False)
+    return _result(x, weight, False)
 
 
 def _forward(x: Array, weight: Float8Compute) -> tuple[Array, Float8Compute]:
@@ -109,17 +129,21 @@ def _forward(x: Array, weight: Float8Compute) -> tuple[Array, Float8Compute]:
 
 
 def _backward(weight: Float8Compute, dy: Array) -> tuple[Array, None]:
-    return _multiply(dy, weight, True), None
+    return _result(dy, weight, True), None
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _multiply(x: Array, weight: Float8Compute, transposed: bool) -> Array:
+def _result(x: Array, weight: Float8Compute, transposed: bool) -> Array:
+    return float8.scaled_values(_multiply(x, weight, transposed)).astype(jnp.bfloat16)
+
+
+def _multiply(x: Array, weight: Float8Compute, transposed: bool) -> float8.Scaled:
     """x·Wᵀ, or x·W, each device with its own rows of x."""
     made = weight.transposed_operand if transposed else weight.operand
 
-    def product(x: Array, given: Any) -> Array:
+    def product(x: Array, given: Any) -> float8.Scaled:
         if made is None:
             [given], x = after([given], x)
             given = as_weight(given).float8(transposed)
@@ -128,6 +152,6 @@ def _multiply(x: Array, weight: Float8Compute, transposed: bool) -> Array:
             x = (x.astype(jnp.float32) * factors[None, None, :]).astype(x.dtype)
         # XLA must not fuse a decode into the product.
         matrix = jax.lax.optimization_barrier(matrix)
-        return float8.matmul(*float8.quantize_rows(x), matrix, scales)
+        return float8.matmul_scaled(*float8.quantize_rows(x), matrix, scales)
 
-    return local(product, in_specs=(ROWS, P()), out_specs=ROWS)(x, weight.weight if made is None else made)
+    return local(product, in_specs=(ROWS, P()), out_specs=SCALED)(x, weight.weight if made is None else made)

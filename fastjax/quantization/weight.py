@@ -61,6 +61,14 @@ class Weight(abc.ABC):
         _, pullback = jax.vjp(self.matmul, jnp.zeros((*dy.shape[:-1], self.shape[1]), dy.dtype))
         return pullback(dy)[0]
 
+    def matmul_scaled(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"] | float8.Scaled:
+        """`matmul`, whose reader applies the scales of a product in float8; no gradient flows through it."""
+        return self.matmul(x)
+
+    def transposed_scaled(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"] | float8.Scaled:
+        """`transposed` likewise."""
+        return self.transposed(dy)
+
     def gradient(self, dy: Float[Array, "B S out"], x: Float[Array, "B S in"]) -> Any:
         """dyᵀ·x in the weight's dtype, as the tree that the model holds; None for a frozen one."""
         return None

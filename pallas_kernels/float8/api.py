@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.float8.implementations import QUANTIZE, Case
+from pallas_kernels.float8.scaled import Scaled, scaled_values
 from pallas_kernels.float8.scales import scale_of
 
 
@@ -80,6 +81,22 @@ def matmul(
     Raises:
         ValueError: dtypes or shapes that do not fit.
     """
+    return scaled_values(matmul_scaled(x, x_scales, w, w_scales, promoted=promoted)).astype(jnp.bfloat16)
+
+
+def matmul_scaled(
+    x: Float[Array, "*rows in"],
+    x_scales: Float[Array, "*rows"],
+    w: Float[Array, "out in"],
+    w_scales: Float[Array, " out"],
+    *,
+    promoted: bool = False,
+) -> Scaled:
+    """`matmul` whose scales are left to the reader: the codes' product in bfloat16 with them.
+
+    Raises:
+        ValueError: dtypes or shapes that do not fit.
+    """
     fits = x.shape[-1:] == w.shape[1:] and x_scales.shape == x.shape[:-1] and w_scales.shape == w.shape[:1]
     if x.dtype != jnp.float8_e4m3fn or w.dtype != jnp.float8_e4m3fn or not fits:
         raise ValueError(
@@ -90,5 +107,4 @@ def matmul(
     precision = lax.Precision.HIGHEST if promoted else None
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     product = lax.dot_general(x, w, dims, precision=precision, preferred_element_type=jnp.bfloat16)
-    columns = w_scales.reshape((1,) * (x.ndim - 1) + w_scales.shape)
-    return (product.astype(jnp.float32) * (x_scales[..., None] * columns)).astype(jnp.bfloat16)
+    return Scaled(product, x_scales, w_scales)

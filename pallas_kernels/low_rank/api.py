@@ -16,11 +16,12 @@ Implementations, in order of preference:
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.float8.scaled import Scaled, product_of
 from pallas_kernels.low_rank.implementations import ADD, INPUT, OUTPUT, Case
 
 
 def low_rank_add(
-    base: Float[Array, "N F"],
+    base: Float[Array, "N F"] | Scaled,
     products: Float[Array, "N PR"],
     lora_B: Float[Array, "F R"],
     *,
@@ -31,7 +32,7 @@ def low_rank_add(
     """The sum residual + base + products·Bᵀ in the dtype of `base`.
 
     Args:
-        base: x·Wᵀ.
+        base: x·Wᵀ; of a product in float8 its scales may be left to this.
         products: x·Aᵀ of each part, side by side.
         lora_B: with the adapters' scale.
         parts: columns of each part; they add up to F.
@@ -42,9 +43,10 @@ def low_rank_add(
         ValueError: operands that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    case = _checked("low_rank_add", base, products, lora_B, parts)
-    if residual is not None and (residual.shape, residual.dtype) != (base.shape, base.dtype):
-        expected, given = (f"{array.dtype}{list(array.shape)}" for array in (base, residual))
+    large = product_of(base)
+    case = _checked("low_rank_add", large, products, lora_B, parts)
+    if residual is not None and (residual.shape, residual.dtype) != (large.shape, large.dtype):
+        expected, given = (f"{array.dtype}{list(array.shape)}" for array in (large, residual))
         raise ValueError(f"low_rank_add: residual must be {expected} like base, got {given}")
     return ADD[ADD.choose(case, implementation)].forward(residual, base, products, lora_B, parts)
 

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.float8.scaled import Scaled
 from pallas_kernels.low_rank import config, triton, xla
 from pallas_kernels.tiles import RANKS
 
@@ -56,7 +57,9 @@ def _why_not_triton_output(case: Case) -> str | None:
     return None
 
 
-def _triton_add(residual: Array | None, base: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> Array:
+def _triton_add(
+    residual: Array | None, base: Array | Scaled, products: Array, lora_B: Array, parts: tuple[int, ...]
+) -> Array:
     compat.silence_triton_deprecation()
     return triton.add(residual, base, products, lora_B, parts, config.add_config(_capability(), lora_B.shape[1]))
 

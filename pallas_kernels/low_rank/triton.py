@@ -16,6 +16,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.float8.scaled import Scaled, product_of, values_at
 from pallas_kernels.tiles import Tiles, divisor, width
 
 
@@ -23,7 +24,7 @@ from pallas_kernels.tiles import Tiles, divisor, width
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def add(
     residual: Array | None,
-    base: Array,
+    base: Array | Scaled,
     products: Array,
     lora_B: Array,
     parts: tuple[int, ...],
@@ -31,12 +32,12 @@ def add(
     interpret: bool = False,
 ) -> Array:
     """The sum residual + base + products·Bᵀ."""
-    rows, features = base.shape
+    rows, features = product_of(base).shape
     columns = width(math.gcd(*parts), tiles.columns)
     loop = divisor(rows // tiles.rows, tiles.loop)
     return pl.pallas_call(
         functools.partial(_add, parts=parts, columns=columns, rows_of_tile=tiles.rows, loop=loop),
-        out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, features), product_of(base).dtype),
         grid=(features // columns, rows // tiles.rows // loop),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
@@ -51,7 +52,7 @@ def _add(residual_ref, base_ref, products_ref, b_ref, sum_ref, *, parts, columns
 
     def body(number, carry):
         rows = pl.ds((share * loop + number) * rows_of_tile, rows_of_tile)
-        total = base_ref[rows, cols].astype(jnp.float32) + pltriton.dot(products_ref[rows, own], lora_B, trans_b=True)
+        total = values_at(base_ref, rows, cols) + pltriton.dot(products_ref[rows, own], lora_B, trans_b=True)
         if residual_ref is not None:
             total = total + residual_ref[rows, cols].astype(jnp.float32)
         sum_ref[rows, cols] = total.astype(sum_ref.dtype)

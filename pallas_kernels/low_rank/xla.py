@@ -6,9 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.float8.scaled import Scaled, scaled_values
 
-def add(residual: Array | None, base: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> Array:
+
+def add(residual: Array | None, base: Array | Scaled, products: Array, lora_B: Array, parts: tuple[int, ...]) -> Array:
     """The sum, of which each addend is rounded."""
+    if isinstance(base, Scaled):
+        base = scaled_values(base).astype(base.product.dtype)
     total = base + dot(products, block_matrix(lora_B, parts), ((1,), (1,)))
     return total if residual is None else residual + total
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.float8.blocks import Blocks
+from pallas_kernels.float8.scaled import Scaled, product_of
 from pallas_kernels.glu.lora.implementations import REGISTRY, Case
 from pallas_kernels.glu.reference import ACTIVATIONS
 
@@ -38,7 +39,7 @@ class Inner(NamedTuple):
 
 
 def glu_lora_forward(
-    gate_up: Float[Array, "N 2F"],
+    gate_up: Float[Array, "N 2F"] | Scaled,
     inner: Inner | None,
     down_A: Float[Array, "R F"] | None,
     *,
@@ -51,7 +52,7 @@ def glu_lora_forward(
     In float32 inside; each is rounded once.
 
     Args:
-        gate_up: gate, then up, without their adapters.
+        gate_up: gate, then up, without their adapters; of a product in float8 its scales may be left to this.
         inner: their adapters; None: there are none.
         down_A: A of the adapter that reads h; None: there is none.
         activation: one of ``ACTIVATIONS``.
@@ -65,15 +66,16 @@ def glu_lora_forward(
         ValueError: operands that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    ranks = _check("glu_lora_forward", gate_up, inner, down_A, activation)
-    case = Case(dispatch.target(), gate_up.shape, gate_up.dtype, ranks, activation, float8)
+    wide = product_of(gate_up)
+    ranks = _check("glu_lora_forward", wide, inner, down_A, activation)
+    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, float8)
     return REGISTRY[REGISTRY.choose(case, implementation)].forward(gate_up, inner, down_A, activation, float8)
 
 
 def glu_lora_backward(
-    gate_up: Float[Array, "N 2F"] | Blocks,
+    gate_up: Float[Array, "N 2F"] | Scaled | Blocks,
     inner: Inner | None,
-    dh: Float[Array, "N F"],
+    dh: Float[Array, "N F"] | Scaled,
     down: tuple[Float[Array, "R F"], Float[Array, "N R"]] | None,
     *,
     activation: str,
@@ -85,7 +87,7 @@ def glu_lora_backward(
     Args:
         gate_up: as in `glu_lora_forward`, or what that has returned in float8.
         inner: as in `glu_lora_forward`.
-        dh: the gradient of h through the down projection's weight.
+        dh: the gradient of h through the down projection's weight; its scales may be left to this.
         down: A of the down projection's adapter and the gradient of h·Aᵀ; None: there is none.
         activation: one of ``ACTIVATIONS``.
         with_h: whether h is returned, for the gradient of a weight that it meets; it may be written over dh.
@@ -100,13 +102,15 @@ def glu_lora_backward(
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     down_A, dproducts = (None, None) if down is None else down
-    float8 = isinstance(gate_up, Blocks)
-    # Codes have the dtype that they are decoded to.
-    wide = jax.ShapeDtypeStruct(gate_up.codes.shape, dh.dtype) if float8 else gate_up
+    below = product_of(dh)
+    if isinstance(gate_up, Blocks):  # codes have the dtype that they are decoded to
+        wide = jax.ShapeDtypeStruct(gate_up.codes.shape, below.dtype)
+    else:
+        wide = product_of(gate_up)
     ranks = _check("glu_lora_backward", wide, inner, down_A, activation)
-    if dh.shape != (wide.shape[0], wide.shape[1] // 2) or dh.dtype != wide.dtype:
-        raise ValueError(f"glu_lora_backward: dh must be {wide.dtype} of half of {list(wide.shape)}, got {dh}")
-    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, float8)
+    if below.shape != (wide.shape[0], wide.shape[1] // 2) or below.dtype != wide.dtype:
+        raise ValueError(f"glu_lora_backward: dh must be {wide.dtype} of half of {list(wide.shape)}, got {below}")
+    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, isinstance(gate_up, Blocks))
     chosen = REGISTRY[REGISTRY.choose(case, implementation)]
     return chosen.backward(gate_up, inner, dh, down_A, dproducts, activation, with_h)
 

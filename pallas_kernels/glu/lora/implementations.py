@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.float8.blocks import Blocks
+from pallas_kernels.float8.scaled import Scaled
 from pallas_kernels.glu.lora import config, triton, xla
 from pallas_kernels.tiles import RANKS
 
@@ -60,7 +61,7 @@ def _why_not_triton(case: Case) -> str | None:
     return None
 
 
-def _triton_forward(gate_up: Array, inner: Any, down_A: Array | None, activation: str, float8: bool = False):
+def _triton_forward(gate_up: Array | Scaled, inner: Any, down_A: Array | None, activation: str, float8: bool = False):
     compat.silence_triton_deprecation()
     products, lora_B = (None, None) if inner is None else inner
     tiles = config.forward_config(_capability(), _rank(lora_B, down_A))
@@ -68,9 +69,9 @@ def _triton_forward(gate_up: Array, inner: Any, down_A: Array | None, activation
 
 
 def _triton_backward(
-    gate_up: Array | Blocks,
+    gate_up: Array | Scaled | Blocks,
     inner: Any,
-    dh: Array,
+    dh: Array | Scaled,
     down_A: Array | None,
     dproducts: Array | None,
     activation: str,

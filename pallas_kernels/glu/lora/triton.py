@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.float8.blocks import Blocks, exponent_of, scale_from
+from pallas_kernels.float8.scaled import Scaled, product_of, values_at
 from pallas_kernels.float8.scales import scale_of
 from pallas_kernels.glu.reference import ACTIVATIONS
 from pallas_kernels.tiles import Tiles, divisor
@@ -45,7 +46,7 @@ _ACTIVATIONS = {**ACTIVATIONS, "silu": _silu, "swish": _silu}
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def forward(
-    gate_up: Array,
+    gate_up: Array | Scaled,
     products: Array | None,
     lora_B: Array | None,
     down_A: Array | None,
@@ -55,16 +56,17 @@ def forward(
     float8: bool = False,
 ) -> tuple[Array, Array | None, Blocks | None]:
     """The gated product h; h·Aᵀ or None; `gate_up` in float8, in blocks of a tile's columns, or None."""
-    rows, features = gate_up.shape[0], gate_up.shape[1] // 2
+    (rows, width), dtype = product_of(gate_up).shape, product_of(gate_up).dtype
+    features = width // 2
     loop = divisor(features // tiles.columns, tiles.loop)
     shares = features // tiles.columns // loop
-    out_shape: list[Any] = [jax.ShapeDtypeStruct((rows, features), gate_up.dtype)]
+    out_shape: list[Any] = [jax.ShapeDtypeStruct((rows, features), dtype)]
     if down_A is not None:
         out_shape.append(jax.ShapeDtypeStruct((shares, rows, down_A.shape[0]), jnp.float32))
     kept: Any = None
     if float8:
         blocks: Any = jax.ShapeDtypeStruct((2 * features // tiles.columns, rows), jnp.uint8)
-        codes: Any = jax.ShapeDtypeStruct(gate_up.shape, jnp.float8_e4m3fn)
+        codes: Any = jax.ShapeDtypeStruct((rows, width), jnp.float8_e4m3fn)
         kept = Blocks(codes, blocks)
     h, down_products, kept = pl.pallas_call(
         functools.partial(_forward, activation=activation, tiles=tiles, loop=loop),
@@ -74,7 +76,7 @@ def forward(
         interpret=interpret,
         name="glu_lora_forward",
     )(gate_up, products, lora_B, down_A)
-    return h, None if down_products is None else jnp.sum(down_products, axis=0).astype(gate_up.dtype), kept
+    return h, None if down_products is None else jnp.sum(down_products, axis=0).astype(dtype), kept
 
 
 def _forward(
@@ -103,10 +105,10 @@ def _forward(
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
 def backward(
-    gate_up: Array | Blocks,
+    gate_up: Array | Scaled | Blocks,
     products: Array | None,
     lora_B: Array | None,
-    dh: Array,
+    dh: Array | Scaled,
     down_A: Array | None,
     dproducts: Array | None,
     activation: str,
@@ -115,7 +117,7 @@ def backward(
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
     """The gradients of `gate_up` in the dtype of dh, h or None, the gradients of B or None, of A or None."""
-    rows, features = dh.shape
+    rows, features = product_of(dh).shape
     packed = isinstance(gate_up, Blocks)
     if packed:  # a tile's columns have one scale
         tiles = dataclasses.replace(tiles, columns=min(tiles.columns, 2 * features // gate_up.exponents.shape[0]))
@@ -126,11 +128,11 @@ def backward(
         dB = jax.ShapeDtypeStruct((shares, *lora_B.shape), jnp.float32)
     if down_A is not None:
         dA = jax.ShapeDtypeStruct((shares, *down_A.shape), jnp.float32)
-    own = jax.ShapeDtypeStruct((rows, 2 * features), dh.dtype), jax.ShapeDtypeStruct(dh.shape, dh.dtype)
+    own = [jax.ShapeDtypeStruct((rows, width), product_of(dh).dtype) for width in (2 * features, features)]
     # A program writes a tile's gradients, and h, where it has read the tile; codes are narrower.
     aliases = {} if packed else {0: 0}
     if with_h:
-        aliases[(2 if packed else 1) + (0 if products is None else 2)] = 1
+        aliases[len(jax.tree.leaves((gate_up, products, lora_B)))] = 1
     dgate_up, h, dB, dA = pl.pallas_call(
         functools.partial(_backward, activation=activation, tiles=tiles, loop=loop),
         out_shape=(own[0], own[1] if with_h else None, dB, dA),
@@ -161,7 +163,7 @@ def _backward(
     loop: int,
 ):
     start, share = pl.program_id(0) * tiles.columns, pl.program_id(1)
-    features = dh_ref.shape[1]
+    features = product_of(dh_ref).shape[1]
     cols, up_cols = pl.ds(start, tiles.columns), pl.ds(features + start, tiles.columns)
     lora_B = _of_halves(b_ref, cols)
     down_A = None if a_ref is None else a_ref[:, cols]
@@ -172,7 +174,7 @@ def _backward(
         products = _rank_products(products_ref, b_ref, rows)
         halves = _halves(gate_up_ref, rows, start, features, tiles.columns)
         gate, up = _with_adapters(halves, products, lora_B)
-        dh = dh_ref[rows, cols].astype(jnp.float32)
+        dh = values_at(dh_ref, rows, cols)
         dproducts = None
         if down_A is not None:
             dproducts = dproducts_ref[rows, :]
@@ -218,7 +220,7 @@ def _halves(gate_up_ref, rows, start, features: int, columns: int) -> list[Array
     """Gate and up of a tile, float32."""
     starts = [half * features + start for half in (0, 1)]
     if not isinstance(gate_up_ref, Blocks):
-        return [gate_up_ref[rows, pl.ds(first, columns)].astype(jnp.float32) for first in starts]
+        return [values_at(gate_up_ref, rows, pl.ds(first, columns)) for first in starts]
     codes_ref, exponents_ref = gate_up_ref
     block = 2 * features // exponents_ref.shape[0]
     scales = [scale_from(exponents_ref[first // block, rows]) for first in starts]

@@ -5,36 +5,36 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.float8.blocks import Blocks, dequantize_blocks, quantize_blocks
+from pallas_kernels.float8.scaled import Scaled, product_of, scaled_values
 from pallas_kernels.glu.lora.config import TILE
 from pallas_kernels.glu.reference import ACTIVATIONS
 
 
 def forward(
-    gate_up: Array, inner, down_A: Array | None, activation: str, float8: bool = False
+    gate_up: Array | Scaled, inner, down_A: Array | None, activation: str, float8: bool = False
 ) -> tuple[Array, Array | None, Blocks | None]:
     """H; h·Aᵀ or None; `gate_up` in float8 or None."""
-    gate, up = _halves(gate_up, inner)
-    h = (ACTIVATIONS[activation](gate) * up).astype(gate_up.dtype)
+    values = scaled_values(gate_up)
+    gate, up = _halves(values, inner)
+    h = (ACTIVATIONS[activation](gate) * up).astype(product_of(gate_up).dtype)
     features = h.shape[1]
-    kept = quantize_blocks(gate_up, TILE if features % TILE == 0 else features) if float8 else None
+    kept = quantize_blocks(values, TILE if features % TILE == 0 else features) if float8 else None
     return h, None if down_A is None else _dot(h, down_A, ((1,), (1,))), kept
 
 
 def backward(
-    gate_up: Array | Blocks,
+    gate_up: Array | Scaled | Blocks,
     inner,
-    dh: Array,
+    dh: Array | Scaled,
     down_A: Array | None,
     dproducts: Array | None,
     activation: str,
     with_h: bool = False,
 ):
     """The gradients of gate and up, h or None, the gradients of B or None, of A or None."""
-    dtype = dh.dtype
-    if isinstance(gate_up, Blocks):
-        gate_up = dequantize_blocks(gate_up).astype(dtype)
-    gate, up = _halves(gate_up, inner)
-    dh = dh.astype(jnp.float32)
+    dtype, dh = product_of(dh).dtype, scaled_values(dh)
+    values = dequantize_blocks(gate_up) if isinstance(gate_up, Blocks) else scaled_values(gate_up)
+    gate, up = _halves(values, inner)
     if down_A is not None and dproducts is not None:
         dh = dh + _dot(dproducts, down_A, ((1,), (0,))).astype(jnp.float32)
     activated, pullback = jax.vjp(ACTIVATIONS[activation], gate)
@@ -51,14 +51,14 @@ def backward(
     return dgate_up, h if with_h else None, dB, dA
 
 
-def _halves(gate_up: Array, inner) -> tuple[Array, Array]:
+def _halves(values: Array, inner) -> tuple[Array, Array]:
     """Gate and up with their adapters' sums, float32."""
     if inner is not None:
         rank = inner.lora_B.shape[-1]
         products = inner.products[:, :rank], inner.products[:, -rank:]
         parts = [_dot(product, b, ((1,), (1,))) for product, b in zip(products, inner.lora_B, strict=True)]
-        gate_up = gate_up.astype(jnp.float32) + jnp.concatenate(parts, axis=1).astype(jnp.float32)
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+        values = values + jnp.concatenate(parts, axis=1).astype(jnp.float32)
+    gate, up = jnp.split(values, 2, axis=1)
     return gate, up
 
 

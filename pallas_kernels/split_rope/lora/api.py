@@ -13,11 +13,12 @@ Implementations, in order of preference:
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.float8.scaled import Scaled, product_of
 from pallas_kernels.split_rope.lora.implementations import REGISTRY, Case
 
 
 def split_rope_lora_forward(
-    base: Float[Array, "N F"],
+    base: Float[Array, "N F"] | Scaled,
     products: Float[Array, "N PR"],
     lora_B: Float[Array, "F R"],
     cos: Float[Array, "N D/2"],
@@ -29,7 +30,7 @@ def split_rope_lora_forward(
     """Queries and keys, turned as by `pallas_kernels.rope`, and values; each rounded once.
 
     Args:
-        base: queries, keys and values without their adapters.
+        base: queries, keys and values without their adapters; of a product in float8 its scales may be left to this.
         products: x·Aᵀ of queries, keys and values, in the dtype of base; [N, R] where one adapter serves all.
         lora_B: with the adapters' scale.
         cos: cosines of the tokens' angles.
@@ -41,8 +42,9 @@ def split_rope_lora_forward(
         ValueError: operands that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    _check("split_rope_lora_forward", base, products, lora_B, cos, sin, heads)
-    chosen = REGISTRY.choose(_case(base, lora_B, cos, heads), implementation)
+    large = product_of(base)
+    _check("split_rope_lora_forward", large, products, lora_B, cos, sin, heads)
+    chosen = REGISTRY.choose(_case(large, lora_B, cos, heads), implementation)
     return REGISTRY[chosen].forward(base, products, lora_B, cos, sin, heads)
 
 

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import compat, dispatch, low_rank
 from pallas_kernels.dispatch import Implementation, Registry, Target
+from pallas_kernels.float8.scaled import Scaled
 from pallas_kernels.split_rope.lora import config, triton, xla
 
 
@@ -47,7 +48,9 @@ def _why_not_triton(case: Case) -> str | None:
     return None
 
 
-def _triton_forward(base: Array, products: Array, lora_B: Array, cos: Array, sin: Array, heads: tuple[int, int]):
+def _triton_forward(
+    base: Array | Scaled, products: Array, lora_B: Array, cos: Array, sin: Array, heads: tuple[int, int]
+):
     compat.silence_triton_deprecation()
     capability = dispatch.target().compute_capability
     assert capability is not None

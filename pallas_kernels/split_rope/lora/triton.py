@@ -7,11 +7,11 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.float8.scaled import Scaled, product_of, values_at
 from pallas_kernels.split_rope.lora.config import Tiles
 from pallas_kernels.tiles import divisor
 
@@ -19,7 +19,7 @@ from pallas_kernels.tiles import divisor
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
 @functools.partial(jax.jit, static_argnums=(5, 6, 7))
 def forward(
-    base: Array,
+    base: Array | Scaled,
     products: Array,
     lora_B: Array,
     cos: Array,
@@ -29,14 +29,14 @@ def forward(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Queries and keys, turned, and values."""
-    (queries, keys), rows = heads, base.shape[0]
-    size, number = base.shape[1] // (queries + 2 * keys), divisor(math.gcd(queries, keys), tiles.heads)
+    (queries, keys), (rows, features) = heads, product_of(base).shape
+    size, number = features // (queries + 2 * keys), divisor(math.gcd(queries, keys), tiles.heads)
     groups = queries // number, keys // number, keys // number
     loop = divisor(rows // tiles.rows, tiles.loop)
     widths = [count * number * size for count in groups]
     return pl.pallas_call(
         functools.partial(_forward, groups=groups, number=number, size=size, tiles=tiles, loop=loop),
-        out_shape=tuple(jax.ShapeDtypeStruct((rows, width), base.dtype) for width in widths),
+        out_shape=tuple(jax.ShapeDtypeStruct((rows, width), product_of(base).dtype) for width in widths),
         grid=(sum(groups), rows // tiles.rows // loop),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
@@ -63,12 +63,12 @@ def _forward(base_ref, products_ref, b_ref, cos_ref, sin_ref, *out_refs, groups,
                 for start in (own, own + half):
                     cols = pl.ds(first_head * size + start, half)
                     through = pltriton.dot(products, b_ref[cols, :], trans_b=True)
-                    halves.append(base_ref[rows, cols].astype(jnp.float32) + through)
+                    halves.append(values_at(base_ref, rows, cols) + through)
                 first, second = halves
                 if which < 2:
                     first, second = first * cos - second * sin, second * cos + first * sin
-                out_refs[which][rows, pl.ds(own, half)] = first.astype(base_ref.dtype)
-                out_refs[which][rows, pl.ds(own + half, half)] = second.astype(base_ref.dtype)
+                out_refs[which][rows, pl.ds(own, half)] = first.astype(out_refs[which].dtype)
+                out_refs[which][rows, pl.ds(own + half, half)] = second.astype(out_refs[which].dtype)
                 return carry
 
             return jax.lax.fori_loop(0, number, of_head, carry)

@@ -3,19 +3,26 @@
 from jax import Array
 
 from pallas_kernels import dispatch
+from pallas_kernels.float8.scaled import Scaled
 from pallas_kernels.low_rank import low_rank_add, low_rank_output_gradients
 from pallas_kernels.split_rope.implementations import REGISTRY, Case
 
 
 def forward(
-    base: Array, products: Array, lora_B: Array, cos: Array, sin: Array, heads: tuple[int, int], implementation: str
+    base: Array | Scaled,
+    products: Array,
+    lora_B: Array,
+    cos: Array,
+    sin: Array,
+    heads: tuple[int, int],
+    implementation: str,
 ) -> tuple[Array, Array, Array]:
     """Queries and keys, turned, and values; both steps by `implementation`."""
     parts = _parts(products, lora_B, heads, 2 * cos.shape[1])
     y = low_rank_add(base, products, lora_B, parts=parts, implementation=implementation)
-    turn = _chosen(base, heads, 2 * cos.shape[1], implementation)
+    turn = _chosen(y, heads, 2 * cos.shape[1], implementation)
     q, k, v = turn.forward(y[None], (cos[None], sin[None]), None, heads, False)
-    rows = base.shape[0]
+    rows = y.shape[0]
     return q.reshape(rows, -1), k.reshape(rows, -1), v.reshape(rows, -1)
 
 

@@ -9,13 +9,16 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from convert.model.config import ModelConfig
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
+from fastjax.lora import mlp
+from fastjax.lora.mlp import Arrays, Block, gated_block
+from fastjax.lora.rank_products import Part
 from fastjax.models.precision import make_precision
 from fastjax.parallel import make_mesh
 from fastjax.quantization import FP8Weight, NF4Weight, concatenate, matmul
-from fastjax.quantization.float8 import in_float8
+from fastjax.quantization.float8 import Float8Compute, in_float8
 from fastjax.quantization.weights import as_weight, matmul_transposed
 from fastjax.training.config import ModelSection
-from pallas_kernels.float8 import quantize_rows
+from pallas_kernels.float8 import Scaled, quantize_rows
 from tests.support import families, steps, tiny
 
 SHAPE = (128, 192)
@@ -141,6 +144,43 @@ def test_loss_and_every_adapters_gradient_stay_near_float32s_with_outliers_in_th
     print(f"cosines with float32: float8 {min(rounded):.5f} to {max(rounded):.5f}, bfloat16 from {min(near):.5f}")
     # 3.7% of noise a product; it is float8's, not bfloat16's
     assert min(near) > min(rounded) > 0.99
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_scales_that_are_left_to_the_gated_block_change_no_bit(dropout, monkeypatch):
+    """They are powers of two. With a dropped input of down's adapter its gradient is added before the block."""
+    rng, (features, width) = np.random.default_rng(3), SHAPE
+
+    def make(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    weights = [in_float8(NF4Weight.quantize(make(*shape))) for shape in ((2 * features, width), (width, features))]
+    parts = [Part("gate_proj", features, 4), Part("up_proj", features, 4), Part("down_proj", width, 4, dropout=dropout)]
+    inputs = {"gate_proj": width, "up_proj": width, "down_proj": features}
+    matrices = {part.name: (make(4, inputs[part.name]), make(part.rows, 4)) for part in parts}
+    block, x, dy = Block("silu", tuple(parts[:2]), parts[2]), make(2, 3, width), make(2, 3, width)
+    seen = []
+
+    def unit(x, matrices):
+        arrays = Arrays(weights[0], None, weights[1], matrices, jax.random.key(0) if dropout else None)
+        return gated_block(block, x, arrays, x)
+
+    def results():
+        y, pull = jax.vjp(unit, x, matrices)
+        return y, pull(dy)
+
+    for place in ("glu_lora_forward", "glu_lora_backward"):
+        kernel = getattr(mlp, place)
+        monkeypatch.setattr(mlp, place, lambda *a, kernel=kernel, **o: seen.append(a) or kernel(*a, **o))
+    found = results()
+    assert [isinstance(arguments[0], Scaled) for arguments in seen] == [True] * len(seen)
+    assert isinstance(seen[-1][2], Scaled) == (not dropout)
+    monkeypatch.setattr(Float8Compute, "matmul_scaled", Float8Compute.matmul)
+    monkeypatch.setattr(Float8Compute, "transposed_scaled", Float8Compute.transposed)
+    seen.clear()
+    expected = results()
+    assert not any(isinstance(argument, Scaled) for arguments in seen for argument in arguments)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_an_mlp_by_chunks_decodes_once_and_computes_the_same(folder):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
+from pallas_kernels.float8 import Scaled
 from pallas_kernels.float8.blocks import dequantize_blocks
 from pallas_kernels.glu.lora import (
     REGISTRY,
@@ -22,6 +23,7 @@ from pallas_kernels.glu.lora import (
 from pallas_kernels.tiles import RANKS, padded_rank
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.resources import of_triton
+from tests.support.scaled import scaled
 
 ROWS, FEATURES = 128, 192
 #: rank of gate and up, whether they share a rank product, rank of down; 0: no adapter
@@ -152,6 +154,33 @@ def test_gate_and_up_in_float8_are_kept_alike_and_the_gradients_are_theirs(case)
         close(found, wide, 2**-8.5)
 
 
+@pytest.mark.both_worlds("case0")
+@pytest.mark.parametrize("case", CASES)
+def test_scales_that_are_left_to_the_reader_change_no_bit(case):
+    gate_up, products, b, dh, a, dproducts = arrays = operands(*case, jnp.bfloat16)
+    (gate_up, plain), (dh, plain_dh) = scaled(gate_up, 1), scaled(dh, 2)
+    rank, inner = rank_of(arrays), None if products is None else Inner(products, b)
+    tiles = config.forward_config((9, 0), rank), config.backward_config((9, 0), rank)
+    for keep in (False, True):
+        options = {"activation": "silu", "float8": keep, "implementation": "xla"}
+        expected = glu_lora_forward(plain, inner, a, **options)
+        jax.tree.map(np.testing.assert_array_equal, glu_lora_forward(gate_up, inner, a, **options), expected)
+        found = triton.forward(gate_up, products, b, a, "silu", tiles[0], True, keep)
+        jax.tree.map(
+            np.testing.assert_array_equal, found, triton.forward(plain, products, b, a, "silu", tiles[0], True, keep)
+        )
+    down = None if a is None else (a, dproducts)
+    options = {"activation": "silu", "with_h": not rank, "implementation": "xla"}
+    expected = glu_lora_backward(plain, inner, plain_dh, down, **options)
+    jax.tree.map(np.testing.assert_array_equal, glu_lora_backward(gate_up, inner, dh, down, **options), expected)
+    # Kept in float8 gate and up have blocks' scales, the gradient of h those of a product all the same.
+    kept = glu_lora_forward(plain, inner, a, activation="silu", float8=True, implementation="xla")[2]
+    for own, same in ((gate_up, plain), (kept, kept)):
+        found = triton.backward(own, products, b, dh, a, dproducts, "silu", tiles[1], not rank, True)
+        expected = triton.backward(same, products, b, plain_dh, a, dproducts, "silu", tiles[1], not rank, True)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_what_is_not_finite_stays_so_in_float8():
     gate_up = jnp.ones((64, 256), jnp.bfloat16).at[0, 3].set(jnp.nan).at[1, 200].set(jnp.inf)
     for kept in (
@@ -166,18 +195,22 @@ def test_what_is_not_finite_stays_so_in_float8():
 @needs_cuda_plugin
 @pytest.mark.newer_world
 @pytest.mark.parametrize(("rank", "card"), [(16, "h200"), (128, "h200"), (16, "4090")])
-def test_nothing_spills_in_float8(card, rank, tmp_path):
+@pytest.mark.parametrize("keep", [True, False])
+def test_nothing_spills_in_float8(card, rank, keep, tmp_path):
+    """Products whose scales are left to the kernels, and gate and up kept in float8."""
     aot = AOT(card)
     make = lambda shape, scale: aot.spec(shape, jnp.bfloat16)  # noqa: E731
     rank = min(rank, config.largest_rank(aot.card.capability))
     specs = operands(rank, False, rank, jnp.bfloat16, 8192, 14336, make)
+    scales = [aot.spec((size,), jnp.float32) for size in (8192, 28672, 14336)]
 
-    def both(gate_up, products, b, dh, a, dproducts):
+    def both(gate_up, products, b, dh, a, dproducts, rows, wide, narrow):
         inner, options = Inner(products, b), {"activation": "silu", "implementation": "triton"}
-        h, _, kept = glu_lora_forward(gate_up, inner, a, float8=True, **options)
-        return h, glu_lora_backward(kept, inner, dh, (a, dproducts), **options)
+        gate_up, dh = Scaled(gate_up, rows, wide), Scaled(dh, rows, narrow)
+        h, _, kept = glu_lora_forward(gate_up, inner, a, float8=keep, **options)
+        return h, glu_lora_backward(kept if keep else gate_up, inner, dh, (a, dproducts), **options)
 
-    found = of_triton(aot, both, *specs, folder=tmp_path)
+    found = of_triton(aot, both, *specs, *scales, folder=tmp_path)
     assert found is None or found.spill_bytes == 0
 
 

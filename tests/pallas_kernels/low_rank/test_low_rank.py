@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
+from pallas_kernels.float8 import Scaled
 from pallas_kernels.low_rank import (
     ADD,
     INPUT,
@@ -21,6 +22,7 @@ from pallas_kernels.low_rank import (
 from pallas_kernels.tiles import RANKS
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.resources import of_triton
+from tests.support.scaled import scaled
 
 #: columns of each part, rank
 CASES = [((64, 128, 64), 16), ((192,), 32)]
@@ -94,6 +96,35 @@ def test_triton_in_the_interpreter_matches_float64(parts, rank, capability):
     close(found, exact(arrays, parts), 2**-9)
     alone = triton.add(None, base, products, b, parts, config.add_config(capability, rank), True)
     close([alone], [exact((jnp.zeros_like(residual), *arrays[1:]), parts)[0]], 2**-9)
+
+
+@pytest.mark.parametrize(("parts", "rank"), CASES)
+def test_scales_that_are_left_to_the_sum_change_no_bit(parts, rank):
+    residual, base, _, _, b, products, _, _ = operands(parts, rank, jnp.bfloat16)
+    apart, plain = scaled(base)
+    for own in (residual, None):
+        options = {"parts": parts, "residual": own, "implementation": "xla"}
+        found, expected = (low_rank_add(array, products, b, **options) for array in (apart, plain))
+        np.testing.assert_array_equal(found, expected)
+        tiles = config.add_config((9, 0), rank)
+        found, expected = (triton.add(own, array, products, b, parts, tiles, True) for array in (apart, plain))
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+def test_nothing_spills_where_scales_are_left_to_the_sum(tmp_path):
+    aot = AOT("h200")
+    large, (rows, columns) = aot.spec((8192, 4096), jnp.bfloat16), (aot.spec((n,), jnp.float32) for n in (8192, 4096))
+    others = [aot.spec(shape, jnp.bfloat16) for shape in ((8192, 16), (4096, 16))]
+
+    def add(base, rows, columns, products, b, residual):
+        options = {"parts": (4096,), "residual": residual, "implementation": "triton"}
+        return low_rank_add(Scaled(base, rows, columns), products, b, **options)
+
+    found = of_triton(aot, add, large, rows, columns, *others, large, folder=tmp_path)
+    assert found is None or found.spill_bytes == 0
 
 
 @pytest.mark.aot

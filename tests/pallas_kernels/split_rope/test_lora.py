@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
+from pallas_kernels.float8 import Scaled
 from pallas_kernels.split_rope.lora import (
     REGISTRY,
     Case,
@@ -18,6 +19,7 @@ from pallas_kernels.split_rope.lora import (
 from pallas_kernels.tiles import RANKS
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.resources import of_triton
+from tests.support.scaled import scaled
 
 
 def operands(shared, dtype, rows=128, heads=(4, 2), size=32, rank=16, make=None):
@@ -67,6 +69,33 @@ def test_triton_in_the_interpreter_matches_float64(shared, capability):
     found = triton.forward(*arrays[:5], (4, 2), config.forward_config(capability, 16), True)
     # one rounding to bfloat16
     close(found, exact(arrays, (4, 2))[:3], 2**-9)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_scales_that_are_left_to_the_turn_change_no_bit(shared):
+    base, *others, _ = operands(shared, jnp.bfloat16)
+    apart, plain = scaled(base)
+    by_xla = [split_rope_lora_forward(array, *others, heads=(4, 2), implementation="xla") for array in (apart, plain)]
+    tiles = config.forward_config((9, 0), 16)
+    by_triton = [triton.forward(array, *others, (4, 2), tiles, True) for array in (apart, plain)]
+    for found, expected in (by_xla, by_triton):
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+def test_nothing_spills_where_scales_are_left_to_the_turn(tmp_path):
+    aot = AOT("h200")
+    make = lambda shape, scale, dtype: aot.spec(shape, dtype)  # noqa: E731
+    base, *others, _ = operands(False, jnp.bfloat16, 8192, (32, 8), 128, 16, make)
+    scales = [aot.spec((size,), jnp.float32) for size in base.shape]
+
+    def turn(base, rows, columns, *others):
+        return split_rope_lora_forward(Scaled(base, rows, columns), *others, heads=(32, 8), implementation="triton")
+
+    found = of_triton(aot, turn, base, *scales, *others, folder=tmp_path)
+    assert found is None or found.spill_bytes == 0
 
 
 @pytest.mark.aot
