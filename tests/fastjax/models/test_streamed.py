@@ -53,7 +53,7 @@ def adapted(tmp_path_factory):
 @pytest.mark.parametrize(
     ("policy", "chunk"),
     [
-        ("full", None),
+        pytest.param("full", None, marks=pytest.mark.newer_world),
         pytest.param("projections", None, marks=pytest.mark.one_world),
         pytest.param("offload", 16, marks=pytest.mark.one_world),
     ],
@@ -94,6 +94,7 @@ def test_periods_of_layers_and_their_sums(tmp_path):
     steps.assert_same(grads, other)
 
 
+@pytest.mark.newer_world
 def test_a_step_compiled_from_shapes_takes_layers_from_the_host(adapted):
     """As a run compiles it, before its model is there."""
     moved = adapted.with_host_layers()

@@ -78,7 +78,7 @@ def collectives(text: str) -> list[tuple[str, str]]:
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.both_worlds("scan", others="newer_world")
+@pytest.mark.newer_world
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_data_parallel_step_only_sums_gradients_and_metrics(layer_loop):
     found = collectives(compiled_step(layer_loop, data=4).as_text())

@@ -148,7 +148,7 @@ def losses(name, steps=40):
     return np.asarray(jax.device_get(found)), state
 
 
-@pytest.mark.both_worlds("int4")
+@pytest.mark.one_world
 @pytest.mark.parametrize("name", PACKED)
 def test_training_goes_where_float32_goes(name):
     expected, found = losses("float32")[0], losses(name)[0]

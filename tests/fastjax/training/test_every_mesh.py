@@ -99,7 +99,7 @@ def alone(kind):
     return metrics, steps.named(gradients)
 
 
-@pytest.mark.both_worlds("qlora, data=2 context=2 tensor=2", "mixture, data=2 fsdp=2 expert=2")
+@pytest.mark.both_worlds("qlora, data=2 context=2 tensor=2")
 def test_eight_devices_have_the_loss_and_every_gradient_of_one(kind, mesh):
     ours, shape = model(kind), MeshShape(**mesh)
     unserved = ("context", "tensor") if kind == "mixture" else ("expert",)

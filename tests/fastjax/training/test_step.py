@@ -147,7 +147,7 @@ def test_the_size_of_the_chunks_does_not_matter():
     steps.assert_close(chunked, grads, TOLERANCE)
 
 
-@pytest.mark.both_worlds("qlora-scan-projections-None", "qlora-scan-offload_attention-48")
+@pytest.mark.both_worlds("qlora-scan-projections-None")
 @pytest.mark.parametrize(
     ("kind", "layer_loop", "remat", "chunk"),
     [

@@ -269,3 +269,20 @@ def test_what_does_not_fit_is_refused(change, message):
     arguments = {"gate_up": jnp.ones((8, 8)), "inner": None, "down_A": None, "activation": "silu", **change}
     with pytest.raises(ValueError, match=message):
         glu_lora_forward(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [False, True])
+def test_scales_that_are_left_to_the_reader_change_no_bit_on_a_card(keep):
+    gate_up, products, b, dh, a, dproducts = operands(16, False, 16, jnp.bfloat16, 2048, 4096)
+    options = {"activation": "silu", "implementation": "triton"}
+
+    @jax.jit
+    def both(gate_up, dh):
+        h, through, kept = glu_lora_forward(gate_up, Inner(products, b), a, float8=keep, **options)
+        read = kept if keep else gate_up
+        return h, through, kept, glu_lora_backward(read, Inner(products, b), dh, (a, dproducts), **options)
+
+    pairs = zip(scaled(gate_up, 1), scaled(dh, 2), strict=True)
+    found, expected = (both(*pair) for pair in pairs)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -183,3 +183,13 @@ def test_on_a_card(parts, rank):
     close(found, exact(arrays, parts), 2**-9 if len(parts) * rank in RANKS else 2**-8)
     again = run(arrays, parts, None)
     assert all(bool(jnp.array_equal(one, other)) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_scales_that_are_left_to_the_sum_change_no_bit_on_a_card():
+    residual, base, _, _, b, products, _, _ = operands((4096,), 16, jnp.bfloat16, 2048, 4096)
+    run = jax.jit(
+        lambda base: low_rank_add(base, products, b, parts=(4096,), residual=residual, implementation="triton")
+    )
+    found, expected = map(run, scaled(base))
+    np.testing.assert_array_equal(found, expected)

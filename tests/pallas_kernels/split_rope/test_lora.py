@@ -146,3 +146,11 @@ def test_on_a_card(shared):
     assert all(
         bool(jnp.array_equal(one, other)) for one, other in zip(found, run(arrays, (32, 8), "triton"), strict=True)
     )
+
+
+@pytest.mark.gpu
+def test_scales_that_are_left_to_the_turn_change_no_bit_on_a_card():
+    base, *others, _ = operands(False, jnp.bfloat16, 2048, (32, 8), 128)
+    run = jax.jit(lambda base: split_rope_lora_forward(base, *others, heads=(32, 8), implementation="triton"))
+    found, expected = map(run, scaled(base))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

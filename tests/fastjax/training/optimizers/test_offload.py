@@ -50,7 +50,8 @@ def trained(model, name, offload):
     return state, losses
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("adamw_8bit", marks=pytest.mark.one_world)])
+@pytest.mark.one_world
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_steps_are_the_same(model, name, tmp_path, monkeypatch):
     monkeypatch.setattr(adam, "PART_BYTES", 2**12)  # the table's in eight parts
     (moved, losses), (plain, expected) = (trained(model, name, offload) for offload in (True, False))
