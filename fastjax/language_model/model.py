@@ -322,6 +322,8 @@ class LanguageModel:
         *,
         dtype: str | None = None,
         base_in_nf4: bool = False,
+        skip: Sequence[str] = (),
+        activations: str | None = None,
         force: bool = False,
         allow_nonfinite: bool = False,
     ) -> Path:
@@ -335,6 +337,10 @@ class LanguageModel:
             dtype: of the result: "bfloat16", "float16", "float32", or a scheme for the layers' matrices, such as "nf4"
                 or "int4-128" (`convert.formats.WRITERS`); None: that of the base's files.
             base_in_nf4: add to the 4-bit weights that a 16-bit folder became with load_in_4bit, not to the folder's.
+            skip: with a scheme as dtype, modules or ends of their names ("layers.0.mlp.down_proj", "o_proj") that are
+                not quantised.
+            activations: with a scheme, how the layers' inputs are read, as of `convert.quantize.quantize`; None: as
+                the adapter was trained for.
             force: replace an existing model folder.
             allow_nonfinite: write NaN and infinity instead of refusing.
 
@@ -347,8 +353,9 @@ class LanguageModel:
         if save_method == "lora":
             return saving.save_trained(model, Path(folder))
         dtype = saving.merged_dtype(model, save_method, dtype)
+        options = {"base_in_nf4": base_in_nf4, "skip": skip, "activations": activations}
         return saving.save_merged(
-            model, Path(folder), dtype=dtype, base_in_nf4=base_in_nf4, force=force, allow_nonfinite=allow_nonfinite
+            model, Path(folder), dtype=dtype, force=force, allow_nonfinite=allow_nonfinite, **options
         )
 
     def save_pretrained_gguf(
@@ -358,6 +365,7 @@ class LanguageModel:
         quantization_method: str = "q8_0",
         *,
         base_in_nf4: bool = False,
+        skip: Sequence[str] = (),
         pre_tokenizer: str | None = None,
         force: bool = False,
     ) -> Path:
@@ -368,6 +376,7 @@ class LanguageModel:
             tokenizer: in place of the model's own; None: that.
             quantization_method: type of the matrices, one of `convert.gguf.TYPES`.
             base_in_nf4: as of `save_pretrained_merged`.
+            skip: modules, or ends of their names, whose matrices keep their dtype.
             pre_tokenizer: llama.cpp's name of the pre-tokenizer, where it is unknown here.
             force: replace an existing file.
 
@@ -380,7 +389,7 @@ class LanguageModel:
             OSError: the disk is full, …; nothing half-written is left.
         """
         model = self if tokenizer is None else self.replace(tokenizer=tokenizer)
-        options = {"pre_tokenizer": pre_tokenizer, "force": force}
+        options = {"skip": skip, "pre_tokenizer": pre_tokenizer, "force": force}
         return saving.save_gguf(model, Path(folder), quantization_method, base_in_nf4, **options)
 
     def push_to_hub(

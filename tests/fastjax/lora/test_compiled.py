@@ -11,6 +11,7 @@ from flax import nnx
 from fastjax.bench.lora import LoraCase, build, forward_and_backward
 from fastjax.models.remat import checkpointed
 from fastjax.quantization import NF4Weight
+from fastjax.quantization.float8 import in_float8
 from tests.support.aot import AOT, needs_cuda_plugin
 from tests.support.hlo import kernels
 
@@ -23,10 +24,11 @@ LARGE = 2 * TOKENS * FEATURES  # bytes of gate, up or h
 
 def weight(kind, rows, columns):
     spec = jax.ShapeDtypeStruct
-    if kind != "nf4":
+    if kind not in ("nf4", "nf4 in float8"):
         return spec((rows, columns), kind)
     codes, absmax = spec((rows, columns // 2), jnp.uint8), spec((rows, columns // 64), jnp.float32)
-    return NF4Weight(codes, absmax, None, None, None, None, (rows, columns), (rows,), "bfloat16")
+    packed = NF4Weight(codes, absmax, None, None, None, None, (rows, columns), (rows,), "bfloat16")
+    return packed if kind == "nf4" else in_float8(packed)
 
 
 @functools.cache
@@ -67,6 +69,17 @@ def test_adapters_add_one_pass_over_a_large_array(kind, rank, most):
     grown = compiled(kind, rank).memory_analysis().temp_size_in_bytes
     grown -= compiled(kind, 0).memory_analysis().temp_size_in_bytes
     assert grown < 0.5 * LARGE, "partial sums, and no copy of h, gate or up"
+
+
+@pytest.mark.newer_world
+def test_scales_of_products_in_float8_take_no_pass_of_their_own():
+    """The gated block and the sum with the adapter multiply as they read."""
+    found = kernels(compiled("nf4 in float8", 16).as_text())
+    assert sum("matmul$f8" in kernel.name for kernel in found) == 4
+    assert [kernel for kernel in found if kernel.name == "fusion" and kernel.moved >= LARGE] == []
+    assert sum(kernel.moved >= LARGE for kernel in found) == 4 + 2 + 2 + 1, (
+        "products, the block, roundings, B's way back"
+    )
 
 
 @pytest.mark.both_worlds("nf4", others="newer_world")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from convert.checkpoint import open_checkpoint
+from convert.errors import ConvertError
 from convert.formats import WRITERS
 from convert.gguf import export_gguf
 from convert.quantize import quantize
@@ -120,6 +121,21 @@ def test_an_adapter_over_nf4_goes_back_to_nf4(tmp_path, packed):
     np.testing.assert_allclose(tiny.logits(aware, tokens), expected, rtol=0, atol=TOLERANCE)
     with pytest.raises(ConfigError, match=r"load_in_4bit: false.* with int4-32, got NF4 weights"):
         ours.with_fake_quantization("int4-32")
+
+
+def test_modules_that_are_left_out_of_the_training_are_left_out_of_the_merge(tmp_path):
+    config = tiny.config(**WIDE, dtype="float32")
+    folder = tiny.write_folder(tmp_path / "base", config, tiny.arrays(config))
+    ours = tiny.adapted(tiny.model(folder, config), target_modules=["q_proj", "down_proj"])
+    aware = ours.with_fake_quantization("int4-32", None, ["down_proj"])
+    tokens = np.stack(tiny.documents(config, (40, 40)))
+    expected, found = tiny.logits(aware, tokens), {}
+    for name, skip in (("skipped", ["down_proj"]), ("whole", [])):
+        merged = tiny.model(ours.save_pretrained_merged(tmp_path / name, dtype="int4-32", skip=skip), config)
+        found[name] = np.abs(tiny.logits(merged, tokens) - expected).max()
+    assert found["skipped"] < TOLERANCE < found["whole"] / 100
+    with pytest.raises(ConvertError, match="skip: expected no module"):
+        ours.save_pretrained_merged(tmp_path / "plain", skip=["down_proj"])
 
 
 def test_weights_trained_whole_are_those_quantised_after_the_save(tmp_path):

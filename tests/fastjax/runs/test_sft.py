@@ -111,7 +111,7 @@ def test_evaluations_and_saves(loaded):
 
 
 def test_a_gguf_file(loaded, tmp_path):
-    pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf")
     file = loaded[0].save_pretrained_gguf(
         tmp_path / "gguf", loaded[1], quantization_method="q8_0", pre_tokenizer="llama-bpe"
     )
@@ -120,6 +120,10 @@ def test_a_gguf_file(loaded, tmp_path):
         and file.name == "gguf-q8_0.gguf"
         and list((tmp_path / "gguf").iterdir()) == [file]
     )
+    skipping = {"quantization_method": "q8_0", "pre_tokenizer": "llama-bpe", "skip": ["down_proj"]}
+    other = loaded[0].save_pretrained_gguf(tmp_path / "other", loaded[1], **skipping)
+    kept = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(other).tensors}
+    assert kept["blk.0.ffn_down.weight"] != "Q8_0" == kept["blk.0.ffn_up.weight"]
     with pytest.raises(ConfigError, match="quantization_method: expected one of f32, .* got q4_k_m; .* llama-quantize"):
         loaded[0].save_pretrained_gguf(tmp_path / "gguf", quantization_method="q4_k_m")
 

@@ -132,6 +132,15 @@ def test_several_devices_beside_one(tmp_path, capsys, here):
     assert line.endswith(f"| {four['tokens_per_second_per_device']:,.0f} | {four['share_of_linear']:.1%} |")
 
 
+def test_a_step_with_fake_quantisers(tmp_path, capsys, here):
+    output = tmp_path / "step.json"
+    given = ["--method", "full", "--qat", "int4_weight_only", "--output", str(output)]
+    assert main(["bench", "step", *SIZE, *given]) == 0
+    assert "QAT int4_weight_only" in " ".join(capsys.readouterr().out.split())
+    (row,) = json.loads(output.read_text())
+    assert row["qat"] == "int4_weight_only" and row["losses"][-1] < row["losses"][0]
+
+
 def test_rows_as_long_as_the_longest_of_their_batch():
     """The batch whose longest document is the median of all batches'."""
     case = dataclasses.replace(CASE, batch=1, seq=4096, lengths=(70, 200, 5000), fill="longest")
