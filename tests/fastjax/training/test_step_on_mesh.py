@@ -52,12 +52,15 @@ def model(kind):
             return tiny.adapted(tiny.model(Path(folder), MIXTURE), target_parameters=EXPERTS)
     changed = ("hidden_size", "intermediate_size", "tie_word_embeddings", "attention_dropout")
     folder = tiny.shared_folder(**{name: CONFIG[name] for name in changed})
-    base = tiny.model(folder, CONFIG, load_in_4bit=kind == "qlora", full_finetuning=kind == "full")
+    loop = "unroll" if kind == "full, unrolled" else "scan"
+    base = tiny.model(
+        folder, CONFIG, load_in_4bit=kind == "qlora", full_finetuning=kind.startswith("full"), layer_loop=loop
+    )
     options = {
         "lora": {"use_dora": True, "lora_dropout": 0.3, "target_modules": ["q_proj", "down_proj", "lm_head"]},
         "qlora": {"modules_to_save": ["lm_head"]},
     }
-    return base if kind == "full" else tiny.adapted(base, **options[kind])
+    return base if kind.startswith("full") else tiny.adapted(base, **options[kind])
 
 
 @functools.cache
@@ -93,6 +96,7 @@ def trained(kind, mesh=None):
     [
         ("lora", "data"),
         ("full", "data and fsdp"),
+        ("full, unrolled", "data and fsdp"),  # whose layers are stacked for the optimizer
         ("qlora", "data and fsdp"),
         ("mixture", "experts and fsdp"),
     ],
