@@ -16,7 +16,7 @@ _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 
 
 def apart(wanted: Mapping[str, Any], stored: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
-    """The stacks that a checkpoint holds in parts, and the names of these.
+    """The stacks of an optimizer that a checkpoint holds in parts, and the names of these.
 
     Args:
         wanted: arrays of a state by name.
@@ -29,7 +29,7 @@ def apart(wanted: Mapping[str, Any], stored: Mapping[str, Sequence[Any]]) -> dic
             layers.setdefault((before, after, tuple(shape), dtype), []).append((int(number), name))
     parts = {}
     for name, array in wanted.items():
-        found = _LAYER.fullmatch(name)
+        found = None if name.startswith("trainable.") else _LAYER.fullmatch(name)
         if found and name in stored and list(stored[name][0]) == list(array.shape[1:]):
             same = layers[found[1], found[3], tuple(array.shape[1:]), stored[name][1]]
             if len(same) == array.shape[0]:
