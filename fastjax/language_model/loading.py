@@ -44,7 +44,7 @@ class FastLanguageModel:
         dtype: str | None = None,
         load_in_4bit: bool = True,
         full_finetuning: bool = False,
-        use_gradient_checkpointing: bool | str = True,
+        use_gradient_checkpointing: bool | str = "auto",
         random_state: int = 3407,
         layer_loop: Literal["scan", "unroll"] = "scan",
         param_dtype: str = "float32",
@@ -71,7 +71,8 @@ class FastLanguageModel:
             use_gradient_checkpointing: True or "full": keep only the layers' inputs; "unsloth" or "offload": keep these
                 in the host's memory; False or "projections": keep the projections' and the attention's results too; or
                 another name of `models.remat.POLICIES`, or "NAME:k" for the first k layers (`remat.policy_of`). "auto":
-                "full"; a run (`runs.fine_tune`) with this setting takes the fastest that the device has memory for.
+                "full" until it is trained; a trainer, as `fastjax train`, takes the fastest that the device has memory
+                for.
             random_state: unused; `get_peft_model` has the seed of the adapters.
             layer_loop: "scan" (short compilation) or "unroll".
             param_dtype: dtype of the trained arrays; frozen weights are held in the compute dtype.
@@ -135,7 +136,7 @@ class FastLanguageModel:
         dtype: str | None = None,
         load_in_4bit: bool = False,
         full_finetuning: bool = False,
-        use_gradient_checkpointing: bool | str = True,
+        use_gradient_checkpointing: bool | str = "auto",
         random_state: int = 3407,
         layer_loop: Literal["scan", "unroll"] = "scan",
         tokenizer: "PreTrainedTokenizerBase | None" = None,
@@ -243,7 +244,8 @@ class FastLanguageModel:
             raise ConfigError(f"loftq_config: expected None, got {shown(loftq_config)}; see init_lora_weights")
         name, revision = model.source or (None if model.folder is None else str(model.folder), None)
         if use_gradient_checkpointing is not None:
-            model = model.replace(remat=_remat(use_gradient_checkpointing))
+            auto = use_gradient_checkpointing == "auto"
+            model = model.replace(remat=_remat(use_gradient_checkpointing), remat_auto=auto)
         adapter = fresh_adapter(
             model.config,
             model.new_token_ids,
@@ -322,7 +324,7 @@ def load_opened(
     dtype: str | None = None,
     load_in_4bit: bool = True,
     full_finetuning: bool = False,
-    use_gradient_checkpointing: bool | str = True,
+    use_gradient_checkpointing: bool | str = "auto",
     layer_loop: str = "scan",
     param_dtype: str = "float32",
     float32_modules: Sequence[str] | None = None,
@@ -430,6 +432,7 @@ def _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_l
         raise ConfigError(f"layer_loop: expected one of {list(LAYER_LOOPS)}, got {shown(layer_loop)}")
     return {
         "remat": _remat(use_gradient_checkpointing),
+        "remat_auto": use_gradient_checkpointing == "auto",
         "full_finetuning": full_finetuning,
         "layer_loop": layer_loop,
     }
@@ -438,7 +441,7 @@ def _settings(load_in_4bit, full_finetuning, use_gradient_checkpointing, layer_l
 def _remat(use_gradient_checkpointing: bool | str) -> str:
     if isinstance(use_gradient_checkpointing, bool):
         return "full" if use_gradient_checkpointing else "projections"
-    if use_gradient_checkpointing == "auto":  # a run chooses before it loads its model
+    if use_gradient_checkpointing == "auto":  # a run chooses
         return "full"
     if use_gradient_checkpointing == "unsloth":
         return "offload"

@@ -96,6 +96,7 @@ class LanguageModel:
         new_token_ids: tokens added to the checkpoint's vocabulary.
         source: name and commit of a checkpoint from the hub; None for a folder.
         quantization_aware: the quantisation that it is trained for (`models.quantized`), or None.
+        remat_auto: whether a trainer chooses another policy, by the device's memory.
     """
 
     config: ModelConfig
@@ -116,6 +117,7 @@ class LanguageModel:
     new_token_ids: tuple[int, ...] = ()
     source: tuple[str, str] | None = None
     quantization_aware: QuantizationAware | None = None
+    remat_auto: bool = False
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -202,10 +204,11 @@ class LanguageModel:
     def with_checkpointing(self, remat: str) -> "LanguageModel":
         """The same arrays with another rematerialisation policy, one of `models.remat.POLICIES`."""
         if remat == self.remat:
-            return self
+            return self.replace(remat_auto=False)
         module = self.module()
         module.remat = remat
-        return self.replace(graphdef=nnx.split(module, self.trainable_filter, ...)[0], remat=remat)
+        graphdef = nnx.split(module, self.trainable_filter, ...)[0]
+        return self.replace(graphdef=graphdef, remat=remat, remat_auto=False)
 
     @property
     def folder_dtype(self) -> str:

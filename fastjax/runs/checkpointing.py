@@ -26,7 +26,7 @@ from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model_loading import ModelLoading
 from fastjax.runs.opening import OpenModel
 from fastjax.runs.policies import holds_more, less_memory, run_candidates, way_out
-from fastjax.runs.steps import RunShapes
+from fastjax.runs.steps import LoadedShapes, RunShapes
 from fastjax.training.config import TrainConfig
 from fastjax.training.loss import Loss
 
@@ -116,6 +116,30 @@ def compile_step(
     return RunStep(choice.policy, choice, last, functools.partial(_way_out, shapes, last, choice))
 
 
+def compile_loaded(shapes: LoadedShapes, earlier: str | None, progress: Callable[[str], None]) -> RunStep | None:
+    """Compile the step of a run whose model is in memory, with the first policy that fits on the device.
+
+    Args:
+        shapes: of the run.
+        earlier: policy of the run that is resumed; None: there is none.
+        progress: takes a message for people before each compilation.
+
+    Returns:
+        The step; None: the device's memory is not known.
+    """
+    stats, shape = device_stats(), MeshShape()
+    limit = memory_limit(stats)
+    if stats is None or limit is None:
+        return None
+    policies = run_policies(shapes.config, earlier, shape)
+    # The step's frozen weights are those in memory; it has trained arrays of its own.
+    choice = _choose(
+        shapes, shape, policies, limit - stats["bytes_in_use"] + shapes.frozen_bytes, progress, None, must=True
+    )
+    assert choice is not None, "it must be made"
+    return RunStep(choice.policy, choice, shape, functools.partial(_way_out, shapes, shape, choice))
+
+
 def _choose(
     shapes: RunShapes,
     shape: MeshShape,
@@ -166,7 +190,7 @@ def _choose(
     host = min(gathered_numbers(host_memory() // (1 if mesh is None else jax.local_device_count())))
     pinned = min(gathered_numbers(pinned_limit()))
     choice = choose(policies, limit, host, at_least=at_least, compile=compile, pinned=pinned)
-    if len(policies) > 1 and choice.fits and choice.policy in ("attention", "full"):
+    if shapes.partial and len(policies) > 1 and choice.fits and choice.policy in ("attention", "full"):
         choice = _filled(choice, shapes, at_least, compile)
     return choice
 

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from fastjax.data.batches import Batch
-from fastjax.host_memory import in_host_memory, shapes_of
+from fastjax.host_memory import in_host_memory, shapes_of, to_host_memory
 from fastjax.language_model import LanguageModel
 from fastjax.runs.model import initial_state, run_optimizer, run_shapes
 from fastjax.runs.opening import OpenModel, OpenShapes
@@ -145,7 +145,10 @@ class RunShapes:
     Attributes:
         config: the run, its compute dtype settled.
         batch: shapes of a batch.
+        partial: whether the first layers may have a policy of their own.
     """
+
+    partial = True
 
     def __init__(
         self,
@@ -171,14 +174,18 @@ class RunShapes:
         self.batch = batch_shapes(config, replicas, documents_per_row)
         self._opened, self._total_steps, self._options = opened, total_steps, compiler_options
         self._loss = loss or run_loss(config)
-        self._whole = run_shapes(with_policy(config, "full"), opened)
+        self._whole, self._optimizer = run_shapes(with_policy(config, "full"), opened), None
         self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=str(self._whole.dtype)))
 
     @property
     def model_bytes(self) -> int:
         """Bytes of the model's arrays, but of those in the host's memory."""
-        leaves = jax.tree.leaves((self._whole.trainable, self._whole.frozen))
-        return sum(leaf.dtype.itemsize * leaf.size for leaf in leaves if not in_host_memory(leaf))
+        return _bytes((self._whole.trainable, self._whole.frozen))
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the frozen ones, likewise."""
+        return _bytes(self._whole.frozen)
 
     def model(self, policy: str) -> LanguageModel:
         """The model; layers of one stack have one policy, so "NAME:k" may have stacks of its own."""
@@ -200,12 +207,55 @@ class RunShapes:
         if mesh is None:  # nothing is exchanged
             config = dataclasses.replace(config, parallel=ParallelSection())
         replicas = self.batch.tokens.shape[1] // config.training.per_device_train_batch_size
-        step = run_step(config, model, self._total_steps, self._loss, self._options, mesh)
-        state = shapes_of(
-            lambda trainable: initial_state(config, model.replace(trainable=trainable), self._total_steps, replicas),
-            model.trainable,
-        )
-        return step, (state, model.frozen, self.batch)
+        step = run_step(config, model, self._total_steps, self._loss, self._options, mesh, self._optimizer)
+
+        def begin(trainable: Any) -> TrainState:
+            own = model.replace(trainable=trainable)
+            return initial_state(config, own, self._total_steps, replicas, optimizer=self._optimizer)
+
+        return step, (shapes_of(begin, model.trainable), model.frozen, self.batch)
+
+
+class LoadedShapes(RunShapes):
+    """The same of a model that is in memory, whose layers keep their stacks, and so one policy each."""
+
+    partial = False
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: LanguageModel,
+        total_steps: int,
+        loss: Loss,
+        compiler_options: Mapping[str, Any] | None,
+        documents_per_row: int | None,
+        optimizer: optax.GradientTransformation | None,
+    ):
+        """Take the shapes.
+
+        Args:
+            config: the run.
+            model: its own.
+            total_steps: of the run.
+            loss: of a microbatch.
+            compiler_options: XLA's.
+            documents_per_row: as of `batch_shapes`.
+            optimizer: in place of the settings' own.
+        """
+        self.config, self.batch = config, batch_shapes(config, 1, documents_per_row)
+        self._total_steps, self._loss, self._options = total_steps, loss, compiler_options
+        self._optimizer = optimizer
+
+        def shape(array: Any) -> Any:
+            found = jax.ShapeDtypeStruct(array.shape, array.dtype)
+            return to_host_memory(found) if in_host_memory(array) else found
+
+        trainable, frozen = jax.tree.map(shape, (model.trainable, model.frozen))
+        self._whole = model.replace(trainable=trainable, frozen=frozen)
+
+    def model(self, policy: str) -> LanguageModel:
+        """The model."""
+        return self._whole.with_checkpointing(policy)
 
 
 def with_policy(config: TrainConfig, policy: str) -> TrainConfig:
@@ -216,3 +266,8 @@ def with_policy(config: TrainConfig, policy: str) -> TrainConfig:
         policy: its name.
     """
     return dataclasses.replace(config, model=dataclasses.replace(config.model, use_gradient_checkpointing=policy))
+
+
+def _bytes(arrays: Any) -> int:
+    leaves = jax.tree.leaves(arrays)
+    return sum(leaf.dtype.itemsize * leaf.size for leaf in leaves if not in_host_memory(leaf))

@@ -22,7 +22,7 @@ from fastjax.language_model import LanguageModel
 from fastjax.models.leaves import leaf_at
 from fastjax.parallel import MeshShape
 from fastjax.quantization.nf4 import NF4Weight
-from fastjax.runs.checkpointing import RunStep
+from fastjax.runs.checkpointing import RunStep, compile_loaded
 from fastjax.runs.datasets import load_run_data
 from fastjax.runs.folder import claimed
 from fastjax.runs.identity import Identity, base_identity, check_identity, digest, tokenizer_fingerprint
@@ -31,6 +31,7 @@ from fastjax.runs.model import check_vocabulary
 from fastjax.runs.result import finished
 from fastjax.runs.resume import newest
 from fastjax.runs.settings_changes import check_settings
+from fastjax.runs.steps import LoadedShapes, run_loss
 from fastjax.runs.training_run import Evaluate, FineTuned, Own, TrainingRun, describe
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import (
@@ -43,6 +44,7 @@ from fastjax.training.config import (
     TrainConfig,
     TrainingSection,
 )
+from fastjax.training.determinism import compiler_options
 from fastjax.training.loop import Startup
 from fastjax.training.loss import Loss
 from fastjax.training.metrics import Row, Sink
@@ -224,11 +226,19 @@ class Trainer:
             if earlier is not None:
                 changed += check_identity(earlier.where, earlier.identity, identity)
             check_vocabulary(model, data)
-            checkpoints.extra = describe(config, data, identity, model.remat, 1)
             own = self._own._replace(optimizer=_rule(self._optimizer, data.total_steps))
+            loaded = time.perf_counter() - began
             step = RunStep(model.remat, None, MeshShape())
+            if model.remat_auto:
+                rule = None if own.optimizer is None else own.optimizer[0]
+                options = compiler_options(config.training.deterministic, folder.path)
+                facts = data.total_steps, own.loss or run_loss(config), options, data.documents_per_row, rule
+                before = None if earlier is None else earlier.checkpointing
+                step = compile_loaded(LoadedShapes(config, model, *facts), before, tell) or step
+                model = model.with_checkpointing(step.policy).replace(remat_auto=True)  # another run chooses anew
+            checkpoints.extra = describe(config, data, identity, step.policy, 1)
             run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, own)
-            startup = Startup(load_seconds=time.perf_counter() - began)
+            startup = Startup(loaded, time.perf_counter() - began - loaded)
             result = run.train(earlier, changed if resume else None, startup)
         self.model = result.model
         return result
@@ -297,7 +307,7 @@ def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str,
         base_compute=model.precision.base_compute,  # pyright: ignore[reportArgumentType]
         load_in_4bit=any(isinstance(leaf, NF4Weight) for leaf in leaves),
         full_finetuning=model.full_finetuning,
-        use_gradient_checkpointing=model.remat,
+        use_gradient_checkpointing="auto" if model.remat_auto else model.remat,
         offload_embedding=model.has_host_embedding,
         offload_layers=model.has_host_layers,
         mlp_chunk=model.mlp_chunk,

@@ -5,6 +5,7 @@ import html
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,6 +18,7 @@ from fastjax import FastLanguageModel, OptimizerConfig, OutputSection, Trainer, 
 from fastjax.cli import main
 from fastjax.errors import ConfigError, DataError
 from fastjax.generation.text import answer
+from fastjax.runs import checkpointing
 from fastjax.runs.folder import RUN_FILES
 from tests.support.runs import metrics
 
@@ -107,6 +109,35 @@ def test_it_is_the_run_of_the_command_line(model, tmp_path):
         assert sample["answer"].startswith(text) and text
     page = (tmp_path / "command" / "report.html").read_text(encoding="utf-8")
     assert page.index("Sample answers") < page.index(html.escape(asked[1][1]).replace("&quot;", "&#34;"))
+
+
+@pytest.mark.one_world
+def test_what_is_recomputed_is_chosen_by_the_devices_memory(model, tmp_path, monkeypatch):
+    def chosen(name, model, limit):
+        stats = {"bytes_limit": limit, "bytes_in_use": 2**20}
+        monkeypatch.setattr(checkpointing, "device_stats", lambda: stats)
+        trainer = Trainer(
+            model,
+            train_dataset=rows(),
+            settings=settings(tmp_path / name, max_steps=2, eval_steps=None),
+            console=quiet(),
+        )
+        trainer.train()
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found = [row for row in map(json.loads, lines) if row.get("event") == "checkpointing"]
+        return trainer.model, found, told(metrics(tmp_path / name))
+
+    assert model.remat_auto and model.remat == "full"
+    trained, (first,), losses = chosen("roomy", model, 2**40)
+    assert trained.remat == first["policy"] == "projections" and trained.remat_auto
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.frozen))
+    assert first["limit_bytes"] == 2**40 - 2**20 + held
+    trained, (second,), others = chosen("tight", model, first["device_bytes"] - held + 2**20 - 1)
+    assert trained.remat == second["policy"] != "projections" and "projections" in second["refused"]
+    np.testing.assert_allclose([row["loss"] for row in others], [row["loss"] for row in losses], rtol=1e-6)
+    fixed = model.with_checkpointing("attention")
+    trained, found, _ = chosen("fixed", fixed, 2**40)
+    assert trained.remat == "attention" and found == [] and not trained.remat_auto
 
 
 @pytest.mark.one_world
