@@ -106,3 +106,22 @@ def test_stacked_moments_lie_as_the_arrays_do():
     assert shape == (tiny.CONFIG["num_hidden_layers"], *state.trainable["layers"][0][0]["mlp"]["down"]["weight"].shape)
     assert "fsdp" in trained["mlp"]["down"]["weight"].spec
     assert mu["mlp"]["down"]["weight"].spec == P(None, *trained["mlp"]["down"]["weight"].spec)
+
+
+@pytest.mark.gpu
+def test_updates_on_a_card_are_the_cpus():
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.1, max_grad_norm=0.5), 10)
+
+    def steps(params):
+        state, found = optimizer.init(params), []
+        for seed in (1, 2, 3):
+            updates, state = jax.jit(optimizer.update)(jax.device_put(tree(seed), device), state, params)
+            found.append((updates, squared_norms(updates, PLAN)))
+        return jax.device_get(found)
+
+    results = []
+    for device in (jax.devices()[0], jax.devices("cpu")[0]):
+        with jax.default_device(device):
+            results.append(steps(jax.device_put(tree(0), device)))
+    # a division on a card is off by an ulp or two, and sums are in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), *results)
