@@ -14,6 +14,24 @@ _LLAMA = {
     "max_position_embeddings": 131072,
 }
 _LLAMA3 = _LLAMA | {"vocab_size": 128256, "rope_theta": 500000.0}
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _LLAMA
@@ -65,28 +83,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": False,
     },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "initializer_range": 0.02,
-        "max_position_embeddings": 40960,
-        "vocab_size": 151936,
+    "qwen3-30b-a3b": _QWEN3_MOE
+    | {
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "num_hidden_layers": 48,
         "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+    },
+    "qwen3-235b-a22b": _QWEN3_MOE
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "moe_intermediate_size": 1536,
     },
     "gpt-oss-20b": {
         "model_type": "gpt_oss",
