@@ -51,7 +51,7 @@ def trained(kind, packed, mesh, mlp_chunk=None):
     return seen, jax.device_get(state.trainable)
 
 
-@pytest.mark.both_worlds("qlora-True-mixed-8")
+@pytest.mark.one_world  # test_every_mesh has such a mesh in both
 @pytest.mark.parametrize(
     ("kind", "packed", "mesh", "chunk"),
     [("lora", True, "context", None), ("qlora", True, "mixed", 8), ("full", False, "context", None)],

@@ -76,7 +76,7 @@ def test_columns_that_are_no_whole_blocks_are_refused():
         held_apart(ours.frozen, ours.config, 4)
 
 
-@pytest.mark.both_worlds("qlora-mixed")
+@pytest.mark.one_world  # test_every_mesh has such a mesh in both
 @pytest.mark.parametrize(("kind", "mesh"), [("lora", "pieces"), ("qlora", "mixed"), ("full", "tensor")])
 def test_a_layer_on_several_devices_equals_one(kind, mesh):
     expected, arrays = trained(kind, None)
