@@ -6,14 +6,12 @@ a CPU the step is compiled when it is called first.
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from fastjax.errors import ConfigError, TrainingError
-from fastjax.host_memory import in_host_memory
 from fastjax.parallel import MeshShape
 from fastjax.parallel.processes import gathered_numbers
 from fastjax.planning.arrays import largest_arrays
@@ -26,7 +24,7 @@ from fastjax.runs.mesh import open_mesh
 from fastjax.runs.model_loading import ModelLoading
 from fastjax.runs.opening import OpenModel
 from fastjax.runs.policies import holds_more, less_memory, run_candidates, way_out
-from fastjax.runs.steps import LoadedShapes, RunShapes
+from fastjax.runs.steps import LoadedShapes, RunShapes, device_bytes
 from fastjax.training.config import TrainConfig
 from fastjax.training.loss import Loss
 
@@ -161,7 +159,7 @@ def _choose(
     @functools.cache
     def traced(policy: str) -> Any:
         step, arguments = shapes.step(policy, mesh)
-        return step.trace(*arguments), _bytes(arguments, None if mesh is None else step.shardings(*arguments))
+        return step.trace(*arguments), device_bytes(arguments, None if mesh is None else step.shardings(*arguments))
 
     def at_least(policy: str) -> int | None:
         try:
@@ -193,18 +191,6 @@ def _choose(
     if shapes.partial and len(policies) > 1 and choice.fits and choice.policy in ("attention", "full"):
         choice = _filled(choice, shapes, at_least, compile)
     return choice
-
-
-def _bytes(arrays: Any, shardings: Any) -> int:
-    """Bytes of arrays on one device, but of those in the host's memory; without shardings it has them whole."""
-    leaves = jax.tree.leaves(arrays)
-    places = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
-    parts = [
-        (leaf.dtype.itemsize, leaf.shape if place is None else place.shard_shape(leaf.shape))
-        for leaf, place in zip(leaves, places, strict=True)
-        if not in_host_memory(leaf)
-    ]
-    return sum(size * math.prod(shape) for size, shape in parts)
 
 
 def _filled(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -180,12 +181,12 @@ class RunShapes:
     @property
     def model_bytes(self) -> int:
         """Bytes of the model's arrays, but of those in the host's memory."""
-        return _bytes((self._whole.trainable, self._whole.frozen))
+        return device_bytes((self._whole.trainable, self._whole.frozen))
 
     @property
     def frozen_bytes(self) -> int:
         """Bytes of the frozen ones, likewise."""
-        return _bytes(self._whole.frozen)
+        return device_bytes(self._whole.frozen)
 
     def model(self, policy: str) -> LanguageModel:
         """The model; layers of one stack have one policy, so "NAME:k" may have stacks of its own."""
@@ -268,6 +269,18 @@ def with_policy(config: TrainConfig, policy: str) -> TrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, use_gradient_checkpointing=policy))
 
 
-def _bytes(arrays: Any) -> int:
+def device_bytes(arrays: Any, shardings: Any = None) -> int:
+    """Bytes of arrays on one device, but of those in the host's memory.
+
+    Args:
+        arrays: a tree of arrays or of their shapes.
+        shardings: of each; None: the device has them whole.
+    """
     leaves = jax.tree.leaves(arrays)
-    return sum(leaf.dtype.itemsize * leaf.size for leaf in leaves if not in_host_memory(leaf))
+    places = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
+    parts = [
+        (leaf.dtype.itemsize, leaf.shape if place is None else place.shard_shape(leaf.shape))
+        for leaf, place in zip(leaves, places, strict=True)
+        if not in_host_memory(leaf)
+    ]
+    return sum(size * math.prod(shape) for size, shape in parts)

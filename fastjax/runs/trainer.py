@@ -228,14 +228,15 @@ class Trainer:
             check_vocabulary(model, data)
             own = self._own._replace(optimizer=_rule(self._optimizer, data.total_steps))
             loaded = time.perf_counter() - began
-            step = RunStep(model.remat, None, MeshShape())
-            if model.remat_auto:
-                rule = None if own.optimizer is None else own.optimizer[0]
-                options = compiler_options(config.training.deterministic, folder.path)
-                facts = data.total_steps, own.loss or run_loss(config), options, data.documents_per_row, rule
-                before = None if earlier is None else earlier.checkpointing
-                step = compile_loaded(LoadedShapes(config, model, *facts), before, tell) or step
-                model = model.with_checkpointing(step.policy).replace(remat_auto=True)  # another run chooses anew
+            rule = None if own.optimizer is None else own.optimizer[0]
+            options = compiler_options(config.training.deterministic, folder.path)
+            facts = data.total_steps, own.loss or run_loss(config), options, data.documents_per_row, rule
+            before = None if earlier is None else earlier.checkpointing
+            step = compile_loaded(LoadedShapes(config, model, *facts), before, tell)
+            step = step or RunStep(model.remat, None, MeshShape())
+            model = model.with_checkpointing(step.policy).replace(
+                remat_auto=model.remat_auto
+            )  # a later run chooses anew
             checkpoints.extra = describe(config, data, identity, step.policy, 1)
             run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, own)
             startup = Startup(loaded, time.perf_counter() - began - loaded)
