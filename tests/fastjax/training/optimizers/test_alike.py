@@ -1,5 +1,7 @@
 """Arrays of layers one by one are stacked for an update, and get what each by itself would get."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from fastjax.training.optimizers.alike import LARGE, Alike
 from fastjax.training.placement import state_shardings
 from fastjax.training.step import init_state
 from tests.support import tiny
+from tests.support.aot import AOT, needs_cuda_plugin
 
 LAYERS = 5
 PLAN = [LayerStack(number, 1, 1) for number in range(LAYERS)]
@@ -86,6 +89,30 @@ def test_further_layers_add_no_arithmetic():
         return text.as_text().count("stablehlo.sqrt")
 
     assert roots(2) == roots(12) > 0
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+def test_gradients_are_joined_once_and_no_layer_has_a_kernel_of_its_own():
+    """A kernel at a constant offset would be compiled for each layer, one that joins what it reads for each reader."""
+    aot, layers, optimizer = AOT(), 12, make_optimizer(OptimizerConfig(), 10)
+    shapes = {"lora_A": (16, 4096), "lora_B": (4096, 16)}
+    own = {name: aot.spec(shape, jnp.float32) for name, shape in shapes.items()}
+    params = {"layers": {n: {0: {"self_attn": {"o": {"adapters": {"o_proj": own}}}}} for n in range(layers)}}
+    state = jax.tree.map(lambda leaf: aot.spec(leaf.shape, leaf.dtype), jax.eval_shape(optimizer.init, params))
+
+    def step(params, state, gradients):
+        norms = squared_norms(gradients, [LayerStack(number, 1, 1) for number in range(layers)])
+        updates, state = optimizer.update(gradients, state, params)
+        return jax.tree.map(jnp.add, params, updates), state, norms
+
+    text = aot.compile(jax.jit(step, donate_argnums=(0, 1)), params, state, params).as_text()
+    joined = re.findall(r"= f32\[([\d,]+)\]\S* concatenate\(", text)
+    assert sorted(shape for shape in joined if shape.count(",") == 2) == ["12,16,4096", "12,4096,16"]
+    assert set(re.findall(r"= f32\[([\d,]+)\]\S* slice\(", text)) <= {"1"}, "but of a scalar"
+    entry = text[text.index("\nENTRY") :]
+    assert entry.count(" fusion(") < 2 * layers, "fewer than arrays"
 
 
 def test_norms_are_in_the_order_of_the_arrays():
