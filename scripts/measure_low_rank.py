@@ -191,7 +191,7 @@ def by_kernel(operands: Operands, tiles: Tiles, head_tiles: HeadTiles) -> dict[s
         "add": low_rank.add(*operands.of_add(), (operands.stream[0].shape[1],), tiles),
         "outputs": low_rank.output_gradients(*operands.of_outputs(), (operands.stream[0].shape[1],), tiles),
         "inputs": low_rank.input_gradients(*operands.of_inputs(), tiles),
-        "norm": norm.backward(x, scale, rstd, mean, a, dresidual, dnormed, dproducts, True, tiles),
+        "norm": norm.backward(x, scale, rstd, mean, a, dresidual, dnormed, dproducts, tiles),
         "turn": turn.forward(*operands.of_turn(), operands.heads, head_tiles),
         "return": by_kernel_return(*operands.of_return(), tiles=tiles),
     }
@@ -269,7 +269,7 @@ def norms(operands: Operands) -> None:
 
     def whole(products, x, scale, rstd, a, dresidual, dnormed, dproducts, tiles):
         mean = row_mean(x, scale, rstd, dnormed, dproducts, products)
-        return norm.backward(x, scale, rstd, mean, a, dresidual, dnormed, dproducts, True, tiles)
+        return norm.backward(x, scale, rstd, mean, a, dresidual, dnormed, dproducts, tiles)
 
     runs: dict[Any, Run] = {
         t: (lambda *args, t=t: whole(*args, tiles=t), (products, *operands.of_norm()))

@@ -10,11 +10,14 @@ ACTIVATIONS = ("silu", "swish", "gelu_tanh", "gelu_pytorch_tanh", "gelu_new", "r
 
 
 def forward_config(capability: tuple[int, int], rank: int) -> Tiles:
-    """Block sizes by compute capability and largest rank, as measured on an H200 for ranks 16 and 64."""
+    """Block sizes by compute capability and largest rank, as measured on an H200 for ranks 16 and 64.
+
+    With a loop of 28 the programs of 8B's width fill the card in whole waves.
+    """
     if capability < (9, 0):
         return Tiles(rows=32, columns=64, loop=8, num_warps=4, num_stages=2)
     if rank <= 32:
-        return Tiles(rows=64, columns=64, loop=16, num_warps=4, num_stages=3)
+        return Tiles(rows=64, columns=64, loop=28, num_warps=4, num_stages=3)
     if rank <= 64:
         return Tiles(rows=32, columns=64, loop=16, num_warps=4, num_stages=2)
     return Tiles(rows=64, columns=32, loop=16, num_warps=4, num_stages=2)

@@ -8,6 +8,7 @@ B and A. The shares are added by XLA in one order: no atomics, the same bits eve
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,27 +18,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.float8.blocks import Blocks, exponent_of, scale_from
-from pallas_kernels.float8.scaled import Scaled, product_of, values_at
+from pallas_kernels.float8.scaled import Scaled, Thin, product_of, thin, thin_values_at
 from pallas_kernels.float8.scales import scale_of
 from pallas_kernels.glu.reference import ACTIVATIONS
 from pallas_kernels.tiles import Tiles, divisor
 
 
-@jax.custom_jvp
 def _sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)) in three instructions and two of the special unit, where exp and a division take twenty."""
     root = jax.lax.rsqrt(1.0 + jnp.exp2(x * -math.log2(math.e)))
     return root * root
 
 
-@_sigmoid.defjvp
-def _sigmoid_jvp(primals, tangents):
-    y = _sigmoid(*primals)
-    return y, tangents[0] * (y * (1.0 - y))
-
-
+@jax.custom_jvp
 def _silu(x: Array) -> Array:
     return x * _sigmoid(x)
+
+
+@_silu.defjvp
+def _silu_jvp(primals, tangents):
+    sigmoid = _sigmoid(*primals)
+    y = primals[0] * sigmoid
+    return y, tangents[0] * (sigmoid + y * (1.0 - sigmoid))
 
 
 _ACTIVATIONS = {**ACTIVATIONS, "silu": _silu, "swish": _silu}
@@ -56,6 +58,7 @@ def forward(
     float8: bool = False,
 ) -> tuple[Array, Array | None, Blocks | None]:
     """The gated product h; h·Aᵀ or None; `gate_up` in float8, in blocks of a tile's columns, or None."""
+    scales, [gate_up] = thin([gate_up])
     (rows, width), dtype = product_of(gate_up).shape, product_of(gate_up).dtype
     features = width // 2
     loop = divisor(features // tiles.columns, tiles.loop)
@@ -75,21 +78,33 @@ def forward(
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="glu_lora_forward",
-    )(gate_up, products, lora_B, down_A)
+    )(gate_up, products, lora_B, down_A, scales)
     return h, None if down_products is None else jnp.sum(down_products, axis=0).astype(dtype), kept
 
 
 def _forward(
-    gate_up_ref, products_ref, b_ref, a_ref, h_ref, down_products_ref, kept, *, activation: str, tiles: Tiles, loop: int
+    gate_up_ref,
+    products_ref,
+    b_ref,
+    a_ref,
+    scales_ref,
+    h_ref,
+    down_products_ref,
+    kept,
+    *,
+    activation: str,
+    tiles: Tiles,
+    loop: int,
 ):
     rows, share = pl.ds(pl.program_id(0) * tiles.rows, tiles.rows), pl.program_id(1)
     features = h_ref.shape[1]
     products = _rank_products(products_ref, b_ref, rows)
+    of_rows = None if scales_ref is None else scales_ref[rows, :]
 
     def body(number, total):
         start = (share * loop + number) * tiles.columns
         cols = pl.ds(start, tiles.columns)
-        halves = _halves(gate_up_ref, rows, start, features, tiles.columns)
+        halves = _halves(gate_up_ref, rows, start, features, tiles.columns, of_rows)
         if kept is not None:
             _keep(kept, halves, rows, start, features)
         gate, up = _with_adapters(halves, products, _of_halves(b_ref, cols))
@@ -117,8 +132,12 @@ def backward(
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
     """The gradients of `gate_up` in the dtype of dh, h or None, the gradients of B or None, of A or None."""
-    rows, features = product_of(dh).shape
     packed = isinstance(gate_up, Blocks)
+    if packed:
+        scales, [dh] = thin([dh])
+    else:
+        scales, [gate_up, dh] = thin([gate_up, dh])
+    rows, features = product_of(dh).shape
     if packed:  # a tile's columns have one scale
         tiles = dataclasses.replace(tiles, columns=min(tiles.columns, 2 * features // gate_up.exponents.shape[0]))
     loop = divisor(rows // tiles.rows, tiles.loop)
@@ -141,7 +160,7 @@ def backward(
         input_output_aliases=aliases,
         interpret=interpret,
         name="glu_lora_backward",
-    )(gate_up, products, lora_B, dh, down_A, dproducts)
+    )(gate_up, products, lora_B, dh, down_A, dproducts, scales)
     dB, dA = (None if shares is None else jnp.sum(shares, axis=0) for shares in (dB, dA))
     return dgate_up, h, dB, dA
 
@@ -153,6 +172,7 @@ def _backward(
     dh_ref,
     a_ref,
     dproducts_ref,
+    scales_ref,
     dgate_up_ref,
     h_ref,
     dB_ref,
@@ -168,23 +188,29 @@ def _backward(
     lora_B = _of_halves(b_ref, cols)
     down_A = None if a_ref is None else a_ref[:, cols]
     dtype = dgate_up_ref.dtype
+    # Read once: a program's columns stay the same.
+    columns = [gate_up_ref.columns[at, :] for at in (cols, up_cols)] if isinstance(gate_up_ref, Thin) else (None, None)
+    below = dh_ref.columns[cols, :] if isinstance(dh_ref, Thin) else None
 
     def body(number, carry):
         rows = pl.ds((share * loop + number) * tiles.rows, tiles.rows)
         products = _rank_products(products_ref, b_ref, rows)
-        halves = _halves(gate_up_ref, rows, start, features, tiles.columns)
+        of_rows = None if scales_ref is None else scales_ref[rows, :]
+        halves = _halves(gate_up_ref, rows, start, features, tiles.columns, of_rows, columns)
         gate, up = _with_adapters(halves, products, lora_B)
-        dh = values_at(dh_ref, rows, cols)
+        dh = thin_values_at(dh_ref, rows, cols, of_rows, below)
         dproducts = None
         if down_A is not None:
             dproducts = dproducts_ref[rows, :]
             dh = dh + pltriton.dot(dproducts, down_A)
-        activated, pullback = jax.vjp(_ACTIVATIONS[activation], gate)
-        (dgate,) = pullback(dh * up)
-        dgate, dup = dgate.astype(dtype), (dh * activated).astype(dtype)
-        dgate_up_ref[rows, cols] = dgate
-        dgate_up_ref[rows, up_cols] = dup
+        # In this order, the derivative last, the fewest values wait in registers: three programs fit a multiprocessor.
+        activated = _ACTIVATIONS[activation](gate)
         h = (activated * up).astype(dtype)
+        dup = (dh * activated).astype(dtype)
+        dgate_up_ref[rows, up_cols] = dup
+        (dgate,) = jax.vjp(_ACTIVATIONS[activation], gate)[1](dh * up)
+        dgate = dgate.astype(dtype)
+        dgate_up_ref[rows, cols] = dgate
         if h_ref is not None:
             h_ref[rows, cols] = h
         sums = []
@@ -216,11 +242,14 @@ def _of_halves(b_ref, cols) -> tuple[Array, Array] | None:
     return None if b_ref is None else (b_ref[0, cols, :], b_ref[1, cols, :])
 
 
-def _halves(gate_up_ref, rows, start, features: int, columns: int) -> list[Array]:
-    """Gate and up of a tile, float32."""
+def _halves(
+    gate_up_ref, rows, start, features: int, columns: int, of_rows, of_columns: Sequence[Array | None] = (None, None)
+) -> list[Array]:
+    """Gate and up of a tile, float32; the scales of a product in float8 as for `thin_values_at`."""
     starts = [half * features + start for half in (0, 1)]
     if not isinstance(gate_up_ref, Blocks):
-        return [values_at(gate_up_ref, rows, pl.ds(first, columns)) for first in starts]
+        pairs = zip(starts, of_columns, strict=True)
+        return [thin_values_at(gate_up_ref, rows, pl.ds(first, columns), of_rows, own) for first, own in pairs]
     codes_ref, exponents_ref = gate_up_ref
     block = 2 * features // exponents_ref.shape[0]
     scales = [scale_from(exponents_ref[first // block, rows]) for first in starts]

@@ -89,6 +89,6 @@ def rms_norm_lora_backward(
     # the row's factor outside of the sum, so that rstd's own sum may be made in the same pass over x
     mean = rstd * jnp.sum(wide_normed * scale[None] * x.astype(jnp.float32), axis=1)
     mean = (mean + jnp.sum(dproducts * normed.products.astype(jnp.float32), axis=1)) / x.shape[1]
-    dx, dA = REGISTRY[chosen].forward(x, scale, rstd, mean, lora_A, *gradients, offset == 0.0)
+    dx, dA = REGISTRY[chosen].forward(x, scale, rstd, mean, lora_A, *gradients)
     through = jnp.dot(gradients.products, lora_A, precision="highest", preferred_element_type=jnp.float32)
     return dx, jnp.sum((wide_normed + through) * unit, axis=0), dA

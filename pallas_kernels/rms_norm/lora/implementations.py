@@ -1,8 +1,8 @@
 """The implementations of the backward pass by name, in order of preference.
 
-    forward(x, scale, rstd, mean, lora_A, dresidual, dnormed, dproducts, round_first) -> (gradient of x, of lora_A)
+    forward(x, scale, rstd, mean, lora_A, dresidual, dnormed, dproducts) -> (gradient of x, of lora_A)
 
-`scale` is the weight with its offset, `mean` that of g·x·rstd; `round_first`: n is rounded before the scale as well.
+`scale` is the weight with its offset, `mean` that of g·x·rstd.
 """
 
 from jax import Array

@@ -2,6 +2,10 @@
 
 A program owns a tile of features and a run of tokens, over which it adds up its share of A's gradient. The shares are
 added by XLA in one order: no atomics, the same bits every time.
+
+What a row's or a column's factor multiplies is multiplied by a thin product (`pallas_kernels.thin`). A's gradient is a
+sum over tokens of dp·rstd ⊗ x, times the scale: in bfloat16 rstd goes into dp before, so that the product reads x where
+it has been loaded, and normalised rows are not written back to shared memory. In float16 dp·rstd might be too small.
 """
 
 import dataclasses
@@ -13,11 +17,12 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.thin import PARTS, parts, side_by_side
 from pallas_kernels.tiles import Tiles, divisor, width
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
-@functools.partial(jax.jit, static_argnums=(8, 9, 10))
+@functools.partial(jax.jit, static_argnums=(8, 9))
 def backward(
     x: Array,
     scale: Array,
@@ -27,7 +32,6 @@ def backward(
     dresidual: Array,
     dnormed: Array,
     dproducts: Array,
-    round_first: bool,
     tiles: Tiles,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
@@ -36,8 +40,13 @@ def backward(
     tiles = dataclasses.replace(tiles, columns=width(features, tiles.columns))
     loop = divisor(rows // tiles.rows, tiles.loop)
     shares = rows // tiles.rows // loop
+    of_rows = side_by_side([part for part in parts(rstd) for _ in range(PARTS)] + parts(rstd * rstd * mean))
+    one = jnp.ones(features, jnp.bfloat16)
+    of_columns = side_by_side(parts(scale) * PARTS), side_by_side([-one] * PARTS, PARTS * PARTS)
+    early = x.dtype == jnp.bfloat16
+    through_rstd = (dproducts.astype(jnp.float32) * rstd[:, None]).astype(x.dtype) if early else None
     dx, dA = pl.pallas_call(
-        functools.partial(_backward, round_first=round_first, tiles=tiles, loop=loop),
+        functools.partial(_backward, tiles=tiles, loop=loop),
         out_shape=(
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct((shares, features, lora_A.shape[0]), jnp.float32),
@@ -46,29 +55,29 @@ def backward(
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="rms_norm_lora_backward",
-    )(x, scale, rstd, mean, lora_A, dresidual, dnormed, dproducts)
-    return dx, jnp.sum(dA, axis=0).T
+    )(x, of_rows, of_columns, lora_A, dresidual, dnormed, dproducts, through_rstd)
+    dA = jnp.sum(dA, axis=0).T
+    return dx, dA * scale[None] if early else dA
 
 
 def _backward(
     x_ref,
-    scale_ref,
-    rstd_ref,
-    mean_ref,
+    of_rows_ref,
+    of_columns_refs,
     a_ref,
     dresidual_ref,
     dnormed_ref,
     dproducts_ref,
+    through_rstd_ref,
     dx_ref,
     dA_ref,
     *,
-    round_first: bool,
     tiles: Tiles,
     loop: int,
 ):
     share = pl.program_id(1)
     cols = pl.ds(pl.program_id(0) * tiles.columns, tiles.columns)
-    scale, lora_A = scale_ref[cols][None, :], a_ref[:, cols]
+    lora_A, (to_unit, minus_mean) = a_ref[:, cols], (ref[cols, :] for ref in of_columns_refs)
     dtype = dx_ref.dtype
 
     def rows_of(number):
@@ -82,14 +91,15 @@ def _backward(
         rows = rows_of(number)
         # Triton has several tiles in flight only of what a matrix product depends on; the others are read ahead here.
         following = load(jnp.minimum(number + 1, loop - 1))
-        rstd, dproducts = rstd_ref[rows][:, None], dproducts_ref[rows, :]
-        unit = x_ref[rows, cols].astype(jnp.float32) * rstd
-        g = (dnormed.astype(jnp.float32) + pltriton.dot(dproducts, lora_A)) * scale
-        dx = dresidual.astype(jnp.float32) + rstd * (g - unit * mean_ref[rows][:, None])
-        dx_ref[rows, cols] = dx.astype(dtype)
-        rounded = unit.astype(dtype).astype(jnp.float32) if round_first else unit
-        dA = dA + pltriton.dot((rounded * scale).astype(dtype), dproducts, trans_a=True)
-        return dA, following
+        x, of_rows, dproducts = x_ref[rows, cols], of_rows_ref[rows, :], dproducts_ref[rows, :]
+        unit = pltriton.dot(of_rows, to_unit, trans_b=True)  # rstd · scale
+        through = (dnormed.astype(jnp.float32) + pltriton.dot(dproducts, lora_A)) * unit
+        mean = x.astype(jnp.float32) * pltriton.dot(of_rows, minus_mean, trans_b=True)
+        dx_ref[rows, cols] = (dresidual.astype(jnp.float32) + through + mean).astype(dtype)
+        if through_rstd_ref is None:
+            normed = (x.astype(jnp.float32) * unit).astype(dtype)
+            return dA + pltriton.dot(normed, dproducts, trans_a=True), following
+        return dA + pltriton.dot(x, through_rstd_ref[rows, :], trans_a=True), following
 
     zero = jnp.zeros((tiles.columns, lora_A.shape[0]), jnp.float32)
     dA_ref[share, cols, :] = jax.lax.fori_loop(0, loop, body, (zero, load(0)))[0]

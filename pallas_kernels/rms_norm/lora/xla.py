@@ -15,11 +15,9 @@ def backward(
     dresidual: Array,
     dnormed: Array,
     dproducts: Array,
-    round_first: bool,
 ) -> tuple[Array, Array]:
     """The gradients of x and A."""
     dnormed = dnormed + dot(dproducts, lora_A, ((1,), (0,)))
     unit, g = x.astype(jnp.float32) * rstd[:, None], dnormed.astype(jnp.float32) * scale[None]
     dx = dresidual + (rstd[:, None] * (g - unit * mean[:, None])).astype(x.dtype)
-    unit = unit.astype(x.dtype).astype(jnp.float32) if round_first else unit
     return dx, dot(dproducts, (unit * scale[None]).astype(x.dtype), ((0,), (0,)), jnp.float32)
