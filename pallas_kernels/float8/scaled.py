@@ -8,7 +8,7 @@ others read the vectors of scales (`values_at`).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
@@ -64,15 +64,15 @@ def scaled_values(x: Float[Array, "*rows out"] | Scaled) -> Float[Array, "*rows 
     return x.product.astype(jnp.float32) * (x.rows[..., None] * columns)
 
 
-def thin(operands: Sequence[Array | Scaled]) -> tuple[Float[Array, "N 16"] | None, list[Array | Thin]]:
+def thin(operands: Sequence[Any]) -> tuple[Float[Array, "N 16"] | None, list[Any]]:
     """Operands for a kernel that multiplies by rows ⊗ columns of each: exactly where these are powers of two.
 
     Args:
-        operands: of two axes, with the same rows; at most five of them `Scaled`.
+        operands: of two axes, with the same rows; at most five of them `Scaled`, others stay as they are.
 
     Returns:
         The scales of all operands' rows, bfloat16, each beside 0 in the columns of the others; None: none has any.
-        The operands.
+        The operands, with `Thin` in place of `Scaled`.
     """
     rows, found = [], []
     for operand in operands:

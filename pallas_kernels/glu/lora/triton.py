@@ -132,12 +132,9 @@ def backward(
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array | None, Array | None]:
     """The gradients of `gate_up` in the dtype of dh, h or None, the gradients of B or None, of A or None."""
-    packed = isinstance(gate_up, Blocks)
-    if packed:
-        scales, [dh] = thin([dh])
-    else:
-        scales, [gate_up, dh] = thin([gate_up, dh])
+    scales, [gate_up, dh] = thin([gate_up, dh])
     rows, features = product_of(dh).shape
+    packed = isinstance(gate_up, Blocks)
     if packed:  # a tile's columns have one scale
         tiles = dataclasses.replace(tiles, columns=min(tiles.columns, 2 * features // gate_up.exponents.shape[0]))
     loop = divisor(rows // tiles.rows, tiles.loop)
