@@ -24,7 +24,6 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.float8 import scale_of
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, NF4_VALUES, ORDERS, num_blocks, num_bytes
 from pallas_kernels.nf4.implementations import DEQUANTIZE, FLOAT8, MATMUL, Decode, Float8, Product
 
@@ -112,11 +111,8 @@ def dequantize_float8(
     case = Float8(Decode(dispatch.target(), shape, jnp.float8_e4m3fn, None, "split", True), transposed)
     chosen = FLOAT8[FLOAT8.choose(case, implementation)]
     codes, absmax = lax.stop_gradient((codes, absmax))
-    blocks = absmax.reshape(out, columns // BLOCK)
-    scales, inverse = scale_of(jnp.max(blocks, axis=0 if transposed else 1))
-    if not transposed:
-        return chosen.forward(codes, blocks * inverse[:, None], shape=shape), scales
-    return chosen.backward(codes, (blocks * inverse[None, :]).T, shape=shape), jnp.repeat(scales, BLOCK)
+    decode = chosen.backward if transposed else chosen.forward
+    return decode(codes, absmax.reshape(out, columns // BLOCK), shape=shape)
 
 
 def matmul(

@@ -33,6 +33,36 @@ class TransposedConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ScaleRowsConfig:
+    """Block sizes of the kernel that finds the scales of rows.
+
+    Attributes:
+        rows: of absmax a program; a power of two.
+        num_warps: warps a program.
+    """
+
+    rows: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PartsConfig:
+    """Block sizes of the kernel that transposes absmax and finds maxima of parts of its columns.
+
+    With 128 parts programs are small enough for every matrix to keep the card busy, and whole cache lines are read.
+
+    Attributes:
+        parts: of the rows, a multiple of 32.
+        blocks: columns of absmax a program; a power of two.
+        num_warps: warps a program.
+    """
+
+    parts: int = 128
+    blocks: int = 32
+    num_warps: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
 class MosaicConfig:
     """Block sizes of the Mosaic dequantisation, one warpgroup a thread block.
 
@@ -139,6 +169,16 @@ def transposed_config(out: int) -> TransposedConfig | None:
     """
     rows = next((rows for rows in TRANSPOSED_ROWS if out % rows == 0), None)
     return None if rows is None else TransposedConfig(rows, num_warps=rows // 64)
+
+
+def scale_rows_config(blocks: int) -> ScaleRowsConfig:
+    """Sixteen numbers a thread.
+
+    Args:
+        blocks: of a row.
+    """
+    width = 1 << (blocks - 1).bit_length()
+    return ScaleRowsConfig(rows=max(1, 2048 // width), num_warps=4)
 
 
 def mosaic_config(dtype: DTypeLike) -> MosaicConfig:

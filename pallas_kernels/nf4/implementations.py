@@ -9,11 +9,10 @@ The product has two, itself and its gradient in x:
     forward(x, codes, absmax, quant_map, *, shape, order, through) -> x Wᵀ
     backward(dy, codes, absmax, quant_map, *, shape, order, through) -> dy W
 
-The dequantisation to float8_e4m3fn has two, to the matrix and to its transpose; its scaled absmax, [out, in/64] for the
-one and [in/64, out] for the other, leave no value above 448:
+The dequantisation to float8_e4m3fn has two, to the matrix and to its transpose, over the scales of the result's rows:
 
-    forward(codes, absmax, *, shape) -> matrix [out, in]
-    backward(codes, absmax, *, shape) -> matrix [in, out]
+    forward(codes, absmax [out, in/64], *, shape) -> matrix [out, in], scales [out]
+    backward(codes, absmax [out, in/64], *, shape) -> matrix [in, out], scales [in]
 
 ``quant_map`` is None for NF4's own. ``through`` is the dtype that values are rounded to before the result's; None for
 none.
@@ -28,7 +27,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, Registry, Target
-from pallas_kernels.nf4 import config, mosaic_sm90, products, triton, triton_float8, xla
+from pallas_kernels.nf4 import config, mosaic_sm90, products, triton, triton_float8, triton_scales, xla
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, num_blocks
 
 
@@ -164,7 +163,17 @@ DEQUANTIZE: Registry[Decode] = Registry(
 
 
 def _why_not_mosaic_float8(case: Float8) -> str | None:
-    return "it does not transpose" if case.transposed else _why_not_mosaic(case.weight)
+    weight, (out, columns) = case.weight, case.weight.shape
+    if not case.transposed:
+        return _why_not_mosaic(weight)
+    if reason := _why_not_any_kernel(weight):
+        return reason
+    if weight.target.compute_capability != (9, 0):
+        return f"it needs compute capability 9.0, the target is {weight.target}"
+    least = mosaic_sm90.ROWS, mosaic_sm90.COLUMNS
+    if out % 4 or out < least[0] or columns < least[1]:
+        return f"it transposes a multiple of 4 rows, {least[0]}×{least[1]} or more, this is {out}×{columns}"
+    return None
 
 
 def _why_not_triton_float8(case: Float8) -> str | None:
@@ -178,31 +187,50 @@ def _why_not_triton_float8(case: Float8) -> str | None:
     return None
 
 
-def _triton_transposed(codes: Array, absmax: Array, *, shape: tuple[int, int]) -> Array:
+def _mosaic_transposed(codes: Array, absmax: Array, *, shape: tuple[int, int]) -> tuple[Array, Array]:
+    absmax, largest = triton_scales.transpose_and_largest(absmax, config=config.PartsConfig())
+    return mosaic_sm90.dequantize_transposed(codes.reshape(shape[0], shape[1] // 2), absmax, largest)
+
+
+def _triton_transposed(codes: Array, absmax: Array, *, shape: tuple[int, int]) -> tuple[Array, Array]:
     sizes = config.transposed_config(shape[0])
     assert sizes is not None
-    return triton_float8.dequantize_transposed(codes, absmax, shape=shape, config=sizes)
+    absmax, largest = triton_scales.transpose_and_largest(absmax, config=config.PartsConfig())
+    scales, inverse = triton_scales.scales_of(jnp.max(largest, axis=1))
+    scaled = absmax * inverse[:, None]
+    return triton_float8.dequantize_transposed(codes, scaled, shape=shape, config=sizes), jnp.repeat(scales, BLOCK)
 
 
-def _in_float8(decode: Callable[..., Array]) -> Callable[..., Array]:
-    """A dequantisation to any dtype, to float8_e4m3fn."""
+def _in_float8(decode: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
+    """A kernel's dequantisation to any dtype, to float8_e4m3fn."""
 
     def dequantize(codes, absmax, *, shape):
-        options = {"shape": shape, "dtype": jnp.float8_e4m3fn, "order": "split", "through": None}
-        return decode(codes, absmax, None, **options)
+        scaled, scales = triton_scales.scale_rows(absmax, config=config.scale_rows_config(absmax.shape[1]))
+        return decode(codes, scaled, None, **_float8_options(shape)), scales
 
     return dequantize
+
+
+def _xla_float8(codes: Array, absmax: Array, *, shape: tuple[int, int], transposed: bool) -> tuple[Array, Array]:
+    scales, inverse = triton_scales.scales_of(jnp.max(triton_scales.bits_of(absmax), axis=0 if transposed else 1))
+    scaled = absmax * (inverse[None, :] if transposed else inverse[:, None])
+    matrix = xla.dequantize(codes, scaled, None, **_float8_options(shape))
+    return (matrix.T, jnp.repeat(scales, BLOCK)) if transposed else (matrix, scales)
+
+
+def _float8_options(shape: tuple[int, int]) -> dict[str, Any]:
+    return {"shape": shape, "dtype": jnp.float8_e4m3fn, "order": "split", "through": None}
 
 
 FLOAT8: Registry[Float8] = Registry(
     "nf4.dequantize_float8",
     {
-        "mosaic": Implementation(_why_not_mosaic_float8, _in_float8(DEQUANTIZE["mosaic"].forward)),
+        "mosaic": Implementation(_why_not_mosaic_float8, _in_float8(DEQUANTIZE["mosaic"].forward), _mosaic_transposed),
         "triton": Implementation(_why_not_triton_float8, _in_float8(DEQUANTIZE["triton"].forward), _triton_transposed),
         "xla": Implementation(
             lambda case: None,
-            _in_float8(xla.dequantize),
-            lambda codes, absmax, *, shape: _in_float8(xla.dequantize)(codes, absmax.T, shape=shape).T,
+            functools.partial(_xla_float8, transposed=False),
+            functools.partial(_xla_float8, transposed=True),
         ),
     },
     lambda case: ("mosaic", "triton", "xla"),

@@ -1,6 +1,7 @@
-"""NF4 for Hopper (sm_90a) in Mosaic GPU, split order: decoding, and three products that decode as they multiply.
+"""NF4 for Hopper (sm_90a) in Mosaic GPU, split order: two decodes, and three products that decode as they multiply.
 
 - `dequantize`: the whole matrix to memory.
+- `dequantize_transposed`: its transpose in float8_e4m3fn, with the scales.
 - `matvec`: few rows, bound by the packed bytes; mma.sync from registers, no decoded weight in shared memory.
 - `matmul_rs`: some hundred rows and their gradients, bound by the tensor cores; wgmma with the decoded weights in
   registers (RS).
@@ -8,11 +9,12 @@
 """
 
 from pallas_kernels.nf4.mosaic_sm90.decode import dequantize
+from pallas_kernels.nf4.mosaic_sm90.decode_transposed import COLUMNS, ROWS, dequantize_transposed
 from pallas_kernels.nf4.mosaic_sm90.matmul_rs import matmul_rs
 from pallas_kernels.nf4.mosaic_sm90.matmul_ss import matmul_ss
 from pallas_kernels.nf4.mosaic_sm90.matvec import matvec
 
-__all__ = ["CORES", "dequantize", "matmul_rs", "matmul_ss", "matvec"]
+__all__ = ["COLUMNS", "CORES", "ROWS", "dequantize", "dequantize_transposed", "matmul_rs", "matmul_ss", "matvec"]
 
 CORES = 132
 """Multiprocessors of an H200."""

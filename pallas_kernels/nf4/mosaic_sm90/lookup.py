@@ -71,14 +71,56 @@ def values_of_lane(lane: ir.Value) -> Sequence[ir.Value]:
     return found
 
 
+def table_of(scale: ir.Value) -> list[ir.Value]:
+    """The table of a block in float8_e4m3fn: four registers.
+
+    Args:
+        scale: f32, the block's absmax over the scale.
+    """
+    return [_assemble(ptx.table(index), [scale], "f", ["r"])[0] for index in range(4)]
+
+
+def decoded_columns(words: Sequence[ir.Value], tables: Sequence[Sequence[ir.Value]]) -> Sequence[ir.Value]:
+    """Eight columns of four rows in float8_e4m3fn, a register each: four of low elements, four of high ones.
+
+    Args:
+        words: i32, four bytes of codes of each row.
+        tables: the rows' `table_of`.
+    """
+    operands = [*words, *(part for table in tables for part in table)]
+    return _assemble(ptx.columns(), operands, "r" * len(operands), ["r"] * 8)
+
+
+def largest_of_warp(value: ir.Value) -> ir.Value:
+    """The largest i32 of a warp, in all its lanes. All lanes must take part."""
+    text = "redux.sync.max.s32 $0, $1, 0xffffffff;"
+    return _assemble(text, [value], "r", ["r"], has_side_effects=True)[0]
+
+
+def lane_and_warp() -> tuple[ir.Value, ir.Value]:
+    """The thread's lane, and the number of its warp in its warpgroup."""
+    i32 = ir.IntegerType.get_signless(32)
+    thread = mgpu.utils.thread_idx()
+    warp = arith.andi(arith.shrui(thread, mgpu.utils.c(5, i32)), mgpu.utils.c(3, i32))
+    return arith.andi(thread, mgpu.utils.c(31, i32)), warp
+
+
+def vector_of(registers: Sequence[ir.Value]) -> ir.Value:
+    """One vector of registers of one kind."""
+    return vector.from_elements(ir.VectorType.get((len(registers),), registers[0].type), registers)
+
+
 def _assemble(
     text: str, operands: Sequence[ir.Value], inputs: str, outputs: Sequence[str], *, has_side_effects: bool = False
 ) -> Sequence[ir.Value]:
     """The results of assembly, registers "r" (i32) or "f" (f32) all of one kind."""
     result_type = ir.F32Type.get() if outputs[0] == "f" else ir.IntegerType.get_signless(32)
-    results = ir.Type.parse(f"!llvm.struct<({', '.join([str(result_type)] * len(outputs))})>")
+    one = len(outputs) == 1  # in LLVM not a structure then
+    results = result_type if one else ir.Type.parse(f"!llvm.struct<({', '.join([str(result_type)] * len(outputs))})>")
     constraints = ",".join([*(f"={kind}" for kind in outputs), *inputs])
     found = llvm.inline_asm(results, operands, text, constraints, has_side_effects=has_side_effects, asm_dialect=0)
+    if one:
+        return [found]  # pyright: ignore[reportReturnType]
     return [
         llvm.extractvalue(result_type, found, [position])  # pyright: ignore[reportArgumentType]
         for position in range(len(outputs))
@@ -95,5 +137,5 @@ def words_of(packed: ir.Value) -> list[ir.Value]:
 def joined(registers: Sequence[ir.Value], dtype: DTypeLike) -> ir.Value:
     """One vector of the elements that registers hold in order."""
     element = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
-    whole = vector.from_elements(ir.VectorType.get((len(registers),), registers[0].type), registers)
-    return vector.bitcast(ir.VectorType.get((len(registers) * 4 // jnp.dtype(dtype).itemsize,), element), whole)
+    length = len(registers) * 4 // jnp.dtype(dtype).itemsize
+    return vector.bitcast(ir.VectorType.get((length,), element), vector_of(registers))

@@ -28,7 +28,7 @@ from pallas_kernels import compat
 from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
 from pallas_kernels.nf4.config import MATVEC_COLUMNS, MatvecConfig
-from pallas_kernels.nf4.mosaic_sm90.lookup import look_up_word, words_of
+from pallas_kernels.nf4.mosaic_sm90.lookup import lane_and_warp, look_up_word, words_of
 
 COLUMNS = MATVEC_COLUMNS
 """Columns of W that a warpgroup takes at a time."""
@@ -210,13 +210,6 @@ def _add_interpreted(total, codes, absmax, x_ref, through):
     return total + jnp.pad(found, ((0, rows), (0, 0)))
 
 
-def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
-    i32 = ir.IntegerType.get_signless(32)
-    thread = mgpu.utils.thread_idx()
-    warp = arith.andi(arith.shrui(thread, mgpu.utils.c(5, i32)), mgpu.utils.c(3, i32))
-    return arith.andi(thread, mgpu.utils.c(31, i32)), warp
-
-
 def _offset_in_x() -> tuple[ir.Value, ir.Value]:
     """Bytes from the first row and block of x to this lane's, and the swizzle (exclusive or) behind that."""
     i32 = ir.IntegerType.get_signless(32)
@@ -224,7 +217,7 @@ def _offset_in_x() -> tuple[ir.Value, ir.Value]:
     def c(value):
         return mgpu.utils.c(value, i32)
 
-    lane, warp = _lane_and_warp()
+    lane, warp = lane_and_warp()
     block = arith.addi(arith.muli(arith.andi(warp, c(1)), c(4)), arith.andi(lane, c(3)))
     token = arith.shrui(lane, c(2))
     return arith.addi(arith.muli(token, c(_BLOCKS * 128)), arith.muli(block, c(128))), arith.muli(block, c(16))

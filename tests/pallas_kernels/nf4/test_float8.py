@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, nf4
-from pallas_kernels.float8 import scale_of
-from pallas_kernels.nf4 import config, triton, triton_float8
+from pallas_kernels.nf4 import config, mosaic_sm90, triton, triton_float8, triton_scales
 from pallas_kernels.nf4.implementations import FLOAT8, Decode, Float8
 from pallas_kernels.nf4.shapes import BENCHMARK, LLAMA_8B
 from tests.support import resources
 from tests.support.aot import AOT, needs_cuda_plugin
+from tests.support.interpreter import mosaic_interpreter
 
 SHAPE = (128, 192)
 
@@ -37,6 +37,15 @@ def by_definition(codes, absmax, transposed):
     return (matrix.T, np.repeat(scales, 64)) if transposed else (matrix, scales)
 
 
+def largest_by_definition(absmax, parts):
+    """Bits of the maxima of equal parts of the rows, the last ones shorter or empty."""
+    out, blocks = absmax.shape
+    size = -(-out // parts)
+    padded = np.zeros((parts * size, blocks), np.float32)
+    padded[:out] = absmax
+    return np.ascontiguousarray(padded.reshape(parts, size, blocks).max(axis=1).T).view(np.int32)
+
+
 def assert_same(found, expected, name=""):
     for ours, theirs in zip(found, expected, strict=True):
         kind = f"uint{8 * theirs.dtype.itemsize}"
@@ -44,23 +53,81 @@ def assert_same(found, expected, name=""):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_kernels_equal_the_definition(transposed):
+def test_the_definition(transposed):
     codes, absmax = packed(SHAPE)
-    expected = by_definition(codes, absmax, transposed)
-    assert_same(nf4.dequantize_float8(codes, absmax, shape=SHAPE, transposed=transposed), expected)
-    scaled = (
-        absmax
-        * np.asarray(scale_of(jnp.asarray(absmax.max(axis=0 if transposed else 1)))[1])[
-            None if transposed else slice(None), slice(None) if transposed else None
-        ]
-    )
+    found = nf4.dequantize_float8(codes, absmax, shape=SHAPE, transposed=transposed)
+    assert_same(found, by_definition(codes, absmax, transposed))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_triton_equals_the_definition(transposed):
+    codes, absmax = packed(SHAPE)
+    expected, scales = by_definition(codes, absmax, transposed)
     if transposed:
+        scaled = (absmax / scales[None, ::64]).T
         sizes = config.TransposedConfig(64, 4)
-        found = triton_float8.dequantize_transposed(codes, scaled.T, shape=SHAPE, config=sizes, interpret=True)
+        found = triton_float8.dequantize_transposed(codes, scaled, shape=SHAPE, config=sizes, interpret=True)
     else:
+        scaled = absmax / scales[:, None]
         options = {"dtype": jnp.float8_e4m3fn, "config": config.triton_config(jnp.float8_e4m3fn), "interpret": True}
         found = triton.dequantize(codes.reshape(-1, 32), scaled.reshape(-1), **options).reshape(SHAPE)
-    assert_same([found], expected[:1])
+    assert_same([found], [expected])
+
+
+# Tiles that end with the matrix and tiles moved back, parts beyond the first 32, a scale of each tile of columns.
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [((128, 256), 32), ((140, 320), 64), ((264, 576), 32)],
+)
+def test_mosaic_transposed_equals_the_definition(shape, parts):
+    codes, absmax = packed(shape)
+    largest = largest_by_definition(absmax, parts)
+    with mosaic_interpreter() as interpret:
+        found = mosaic_sm90.dequantize_transposed(codes, absmax.T, largest, interpret=interpret)
+    assert_same(found, by_definition(codes, absmax, True))
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (37, 192), (128, 576)])
+def test_scales_of_rows(shape):
+    _, absmax = packed(shape)
+    _, scales = by_definition(np.zeros((shape[0], shape[1] // 2), np.uint8), absmax, False)
+    found = triton_scales.scale_rows(absmax, config=config.ScaleRowsConfig(8, 4), interpret=True)
+    assert_same(found, (absmax / scales[:, None], scales))
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (37, 192), (500, 2560)])
+def test_transposed_absmax_and_largest_of_parts(shape):
+    _, absmax = packed(shape)
+    found = triton_scales.transpose_and_largest(absmax, config=config.PartsConfig(32, 32, 4), interpret=True)
+    assert_same(found, [absmax.T, largest_by_definition(absmax, 32)])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_scales_that_are_not_finite(transposed):
+    """Infinite for NaN of either sign and for infinity, whatever a device makes of NaN in a maximum."""
+    codes, absmax = packed((128, 256))
+    absmax[3, 0], absmax[5, 1], absmax[7, 2] = np.nan, np.inf, -np.nan
+    rows = triton_scales.scale_rows(absmax, config=config.ScaleRowsConfig(8, 4), interpret=True)[1]
+    _, largest = triton_scales.transpose_and_largest(absmax, config=config.PartsConfig(32, 32, 4), interpret=True)
+    columns = jnp.repeat(triton_scales.scales_of(jnp.max(largest, axis=1))[0], 64)
+    _, scales = nf4.dequantize_float8(codes, absmax, shape=(128, 256), transposed=transposed)
+    assert_same([scales], [np.asarray(columns if transposed else rows)])
+    infinite = {0, 1, 2} if transposed else {3, 5, 7}
+    assert set(np.flatnonzero(np.isinf(scales[::64] if transposed else scales)).tolist()) == infinite
+
+
+def test_what_mosaic_does_not_transpose():
+    hopper = dispatch.Target("cuda", "NVIDIA H200", (9, 0), 132)
+
+    def why_not(shape, target=hopper):
+        case = Float8(Decode(target, shape, jnp.float8_e4m3fn, None, "split", True), True)
+        return FLOAT8.reasons(case)["mosaic"]
+
+    assert why_not((128, 256)) is None and why_not((140, 320)) is None
+    for shape in ((130, 256), (64, 256), (128, 192)):
+        reason = f"it transposes a multiple of 4 rows, 128×256 or more, this is {shape[0]}×{shape[1]}"
+        assert why_not(shape) == reason
+    assert "compute capability 9.0" in why_not((128, 256), hopper._replace(compute_capability=(8, 9)))
 
 
 def test_blocks_that_cross_rows_are_refused():
@@ -89,20 +156,22 @@ def test_triton_for_hopper(transposed, tmp_path):
 @pytest.mark.aot
 @needs_cuda_plugin
 @pytest.mark.newer_world
-def test_mosaic_for_hopper(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("transposed", "registers"), [(False, 48), (True, 96)])  # transposed, five thread blocks
+def test_mosaic_for_hopper(transposed, registers, tmp_path, monkeypatch):
     aot, (out, columns) = AOT("h200"), BENCHMARK.shape
 
     def decode(codes, absmax):
-        return nf4.dequantize_float8(codes, absmax, shape=BENCHMARK.shape, implementation="mosaic")
+        options = {"shape": BENCHMARK.shape, "transposed": transposed, "implementation": "mosaic"}
+        return nf4.dequantize_float8(codes, absmax, **options)
 
     specs = aot.spec((out, columns // 2), jnp.uint8), aot.spec((out, columns // 64), jnp.float32)
     used = resources.of_mosaic(aot, decode, *specs, folder=tmp_path, monkeypatch=monkeypatch)
-    assert used.spill_bytes == used.stack_bytes == 0 and used.registers <= 48
+    assert used.spill_bytes == used.stack_bytes == 0 and used.registers <= registers
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", [pytest.param(matrix.shape, id=matrix.name) for matrix in LLAMA_8B])
+@pytest.mark.parametrize("shape", [*(pytest.param(matrix.shape, id=matrix.name) for matrix in LLAMA_8B), (396, 832)])
 def test_every_implementation_on_the_card_is_bit_equal(shape, transposed):
     codes, absmax = packed(shape)
     expected = by_definition(codes, absmax, transposed)

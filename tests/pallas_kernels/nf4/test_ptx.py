@@ -78,3 +78,6 @@ def test_columns_of_four_rows():
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, np.asarray(theirs).view(np.uint32))
     assert len(np.unique(found)) > 4 * CASES
+    operands = [*words, *(part for table in tables for part in table)]
+    together = run(ptx.columns(), dict(enumerate(operands, 8)))
+    np.testing.assert_array_equal([together[f"${number}"] for number in range(8)], found)
