@@ -95,7 +95,12 @@ def _why_not_mosaic(case: Decode) -> str | None:
         return reason
     if case.target.compute_capability != (9, 0):
         return f"it needs compute capability 9.0, the target is {case.target}"
-    blocks, least = num_blocks(case.shape), config.mosaic_config(_kernel_dtype(case.dtype, case.through)).blocks
+    return _too_few_blocks(case, config.mosaic_config)
+
+
+def _too_few_blocks(case: Decode, sizes: Callable[[DTypeLike], Any]) -> str | None:
+    """Whether a matrix is less than a kernel's tile."""
+    blocks, least = num_blocks(case.shape), sizes(_kernel_dtype(case.dtype, case.through)).blocks
     if blocks < least:
         return f"it needs at least {least} blocks of {BLOCK} elements, {case.shape[0]}×{case.shape[1]} has {blocks}"
     return None
@@ -107,7 +112,7 @@ def _why_not_triton(case: Decode) -> str | None:
     capability = case.target.compute_capability
     if capability is None or capability < (8, 0):
         return f"it needs compute capability 8.0 or more, the target is {case.target}"
-    return None
+    return _too_few_blocks(case, config.triton_config)
 
 
 def _why_not_fused(case: Product) -> str | None:

@@ -30,7 +30,7 @@ def dequantize(
     through: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "blocks 64"]:
-    """Decode whole blocks.
+    """Decode whole blocks, at least `config.blocks` of them.
 
     Args:
         codes: uint8, split order.
@@ -43,25 +43,23 @@ def dequantize(
     compat.silence_triton_deprecation()
     blocks = absmax.size
     return pl.pallas_call(
-        functools.partial(_kernel, through=through, interpret=interpret),
+        functools.partial(_kernel, size=config.blocks, through=through, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((blocks, BLOCK), dtype),
         grid=(pl.cdiv(blocks, config.blocks),),
-        in_specs=[
-            pl.BlockSpec((config.blocks, BLOCK_BYTES), lambda i: (i, 0)),
-            pl.BlockSpec((config.blocks,), lambda i: (i,)),
-        ],
-        out_specs=pl.BlockSpec((config.blocks, BLOCK), lambda i: (i, 0)),
         compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="nf4_dequantize",
     )(codes, absmax)
 
 
-def _kernel(codes_ref, absmax_ref, out_ref, *, through: str | None, interpret: bool):
-    codes, absmax = codes_ref[...], absmax_ref[...][:, None]
+def _kernel(codes_ref, absmax_ref, out_ref, *, size: int, through: str | None, interpret: bool):
+    # On a GPU nothing keeps a tile inside of an array. The last one is moved back to end with it: it repeats what its
+    # neighbour writes.
+    rows = pl.ds(jnp.minimum(pl.program_id(0) * size, out_ref.shape[0] - size), size)
+    codes, absmax = codes_ref[rows, :], absmax_ref[rows][:, None]
     low, high = (look_up(codes, absmax, out_ref.dtype, half, through, interpret) for half in ptx.HALVES)
-    out_ref[:, :BLOCK_BYTES] = low
-    out_ref[:, BLOCK_BYTES:] = high
+    out_ref[rows, :BLOCK_BYTES] = low
+    out_ref[rows, BLOCK_BYTES:] = high
 
 
 def look_up(

@@ -40,8 +40,8 @@ class ModelSection:
         load_in_4bit: hold the frozen weights of the layers in NF4 (QLoRA).
         base_compute: float8: the products of the layers' frozen matrices, forward and to their inputs, are computed in
             float8_e4m3fn, both operands rounded to it with a scale a row, on an NVIDIA GPU of compute capability 8.9 or
-            more: a step is a third faster, at some cost in loss; adapters, attention and head stay as dtype says, which
-            is bfloat16 then. null: as dtype.
+            more: a step is a third to a half faster, at some cost in loss; adapters, attention and head stay as dtype
+            says, which is bfloat16 then. null: as dtype.
         full_finetuning: train every weight instead of an adapter.
         new_tokens: tokens to add to the vocabulary; embedding and head grow with them, by rows that start as the mean
             of the others.

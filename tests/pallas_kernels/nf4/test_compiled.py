@@ -137,6 +137,15 @@ def test_rounding_twice_takes_the_same_kernels(rows, shape, dtype, registers, tm
     assert used.registers <= registers
 
 
+@pytest.mark.newer_world
+def test_tritons_last_tile_stays_inside(tmp_path):
+    """Where blocks are no multiple of a tile's: nothing else keeps a kernel of Pallas-Triton from writing further."""
+    aot, shape = AOT("4090"), (396, 832)  # 5,148 blocks, 28 more than whole tiles of 64
+    resources.of_triton(aot, decode(shape, "bfloat16", "triton"), *specs(aot, shape), folder=tmp_path)
+    [text] = [text for file in tmp_path.glob("*.ptx") if ".entry" in (text := file.read_text())]
+    assert re.search(r"min\.s32\s+%r\d+, %r\d+, 5084;", text), "the first block of the last tile is not bounded"
+
+
 @pytest.mark.both_worlds("h200-bfloat16", "a100-80-float32", others="newer_world")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("card", ["h200", "a100-80", "4090"])
