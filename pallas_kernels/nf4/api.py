@@ -94,7 +94,7 @@ def dequantize_float8(
         absmax: as in `dequantize`.
         shape: (out, in) of the matrix; in is a multiple of 64.
         transposed: whether to decode to the transpose, with the summed axis of dy·W last.
-        implementation: None, "mosaic", "triton" or "xla"; bit-equal.
+        implementation: None, "mosaic", "triton" or "xla"; bit-equal where absmax is finite.
 
     Returns:
         matrix: float8_e4m3fn [out, in], or [in, out].
