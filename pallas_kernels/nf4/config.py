@@ -49,17 +49,15 @@ class ScaleRowsConfig:
 class PartsConfig:
     """Block sizes of the kernel that transposes absmax and finds maxima of parts of its columns.
 
-    With 128 parts programs are small enough for every matrix to keep the card busy, and whole cache lines are read.
-
     Attributes:
         parts: of the rows, a multiple of 32.
         blocks: columns of absmax a program; a power of two.
         num_warps: warps a program.
     """
 
-    parts: int = 128
-    blocks: int = 32
-    num_warps: int = 4
+    parts: int
+    blocks: int
+    num_warps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +177,15 @@ def scale_rows_config(blocks: int) -> ScaleRowsConfig:
     """
     width = 1 << (blocks - 1).bit_length()
     return ScaleRowsConfig(rows=max(1, 2048 // width), num_warps=4)
+
+
+def parts_config(out: int) -> PartsConfig:
+    """Whole cache lines, and parts of 256 rows at most: 64 numbers a thread; 128 parts keep a card busy.
+
+    Args:
+        out: rows of the matrix.
+    """
+    return PartsConfig(parts=128 * -(-out // 32768), blocks=32, num_warps=4)
 
 
 def mosaic_config(dtype: DTypeLike) -> MosaicConfig:

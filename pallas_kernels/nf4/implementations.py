@@ -193,14 +193,14 @@ def _why_not_triton_float8(case: Float8) -> str | None:
 
 
 def _mosaic_transposed(codes: Array, absmax: Array, *, shape: tuple[int, int]) -> tuple[Array, Array]:
-    absmax, largest = triton_scales.transpose_and_largest(absmax, config=config.PartsConfig())
+    absmax, largest = triton_scales.transpose_and_largest(absmax, config=config.parts_config(shape[0]))
     return mosaic_sm90.dequantize_transposed(codes.reshape(shape[0], shape[1] // 2), absmax, largest)
 
 
 def _triton_transposed(codes: Array, absmax: Array, *, shape: tuple[int, int]) -> tuple[Array, Array]:
     sizes = config.transposed_config(shape[0])
     assert sizes is not None
-    absmax, largest = triton_scales.transpose_and_largest(absmax, config=config.PartsConfig())
+    absmax, largest = triton_scales.transpose_and_largest(absmax, config=config.parts_config(shape[0]))
     scales, inverse = triton_scales.scales_of(jnp.max(largest, axis=1))
     scaled = absmax * inverse[:, None]
     return triton_float8.dequantize_transposed(codes, scaled, shape=shape, config=sizes), jnp.repeat(scales, BLOCK)

@@ -102,6 +102,13 @@ def test_transposed_absmax_and_largest_of_parts(shape):
     assert_same(found, [absmax.T, largest_by_definition(absmax, 32)])
 
 
+@pytest.mark.parametrize("out", [1, 4096, 32768, 32772, 106496])
+def test_parts_of_many_rows_are_more(out):
+    """A program holds its part in registers; a warp of the decode reduces 32 parts at a time."""
+    parts = config.parts_config(out).parts
+    assert parts % 32 == 0 and -(-out // parts) <= 256
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_scales_that_are_not_finite(transposed):
     """Infinite for NaN of either sign and for infinity, whatever a device makes of NaN in a maximum."""
