@@ -59,10 +59,9 @@ def test_xla_matches_float64(offset):
     close(jax.jit(results, static_argnums=(1,))(arrays, offset), exact(arrays, offset), 2e-6)
 
 
-@pytest.mark.parametrize(
-    ("offset", "capability", "dtype"),
-    [(0.0, (8, 0), jnp.bfloat16), (1.0, (9, 0), jnp.bfloat16), (1.0, (8, 0), jnp.float16), (0.0, (9, 0), jnp.float16)],
-)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_triton_in_the_interpreter_matches_float64(monkeypatch, offset, capability, dtype):
     arrays = operands(dtype, offset=offset)
     tiles = configs.backward_config(capability, 16)
@@ -70,7 +69,7 @@ def test_triton_in_the_interpreter_matches_float64(monkeypatch, offset, capabili
     monkeypatch.setitem(REGISTRY.implementations, "xla", by_triton)
     # one rounding of the normalised rows or of what they are multiplied by, of which A's gradient is a sum, and one of
     # x's gradient
-    close(results(arrays, offset, "xla"), exact(arrays, offset), float(jnp.finfo(dtype).eps))
+    close(results(arrays, offset, "xla"), exact(arrays, offset), float(jnp.finfo(dtype).eps) / 2)
 
 
 def test_factors_of_rows_and_columns_lose_nothing():
