@@ -20,6 +20,7 @@ from flax import nnx
 from fastjax.bench import lora
 from fastjax.bench.timing import Program, compile_all, measure
 from pallas_kernels import dispatch
+from pallas_kernels.float8 import Scaled
 from pallas_kernels.glu.lora import Inner, config, triton, xla
 
 START = time.time()
@@ -27,7 +28,7 @@ TOKENS, WIDTH, FEATURES = 8192, 4096, 14336
 FORWARD = [
     config.Tiles(rows, columns, loop, warps, stages)
     for (rows, columns, warps), loop, stages in itertools.product(
-        ((64, 64, 8), (64, 64, 4), (32, 64, 4), (32, 128, 4), (32, 128, 8), (16, 128, 4)), (16,), (1, 2, 3)
+        ((64, 64, 8), (64, 64, 4), (32, 64, 4), (32, 128, 4), (32, 128, 8), (16, 128, 4)), (16, 28), (1, 2, 3)
     )
 ]
 BACKWARD = [
@@ -105,8 +106,17 @@ def check() -> None:
         say(f"block {weight} plain", distances(run(lora.plain, jnp.bfloat16), exact))
 
 
+def powers(seed: int, size: int) -> jax.Array:
+    """Scales of products in float8."""
+    return jnp.exp2(jax.random.randint(jax.random.key(seed), (size,), -3, 4).astype(jnp.float32))
+
+
 def tiles() -> None:
-    """Block sizes of both kernels, beside a frozen block's passes."""
+    """Block sizes of both kernels, those of products in float8 with their scales, and a frozen block's passes.
+
+    The backward kernel writes over gate and up, which are copied before it here.
+    """
+    capability = dispatch.target().compute_capability or (9, 0)
     for rank in (16, 64):
         both, thin, b, dh, a, dthin = operands(rank)
         forward = {
@@ -118,6 +128,17 @@ def tiles() -> None:
             ("backward", rank, t): (
                 lambda *args, t=t: triton.backward(*args, "silu", t), (both, thin, b, dh, a, dthin)
             ) for t in BACKWARD
+        }  # fmt: skip
+        sizes = config.forward_config(capability, rank), config.backward_config(capability, rank)
+        scaled = Scaled(both, powers(6, TOKENS), powers(7, 2 * FEATURES))
+        scaled_dh = Scaled(dh, powers(8, TOKENS), powers(9, FEATURES))
+        in_float8 = {
+            ("forward", rank, "products in float8", sizes[0]): (
+                lambda *args, t=sizes[0]: triton.forward(*args, "silu", t), (scaled, thin, b, a)
+            ),
+            ("backward", rank, "products in float8", sizes[1]): (
+                lambda *args, t=sizes[1]: triton.backward(*args, "silu", t), (scaled, thin, b, scaled_dh, a, dthin)
+            ),
         }  # fmt: skip
         inner = Inner(thin, b)
         plain = {
@@ -133,7 +154,7 @@ def tiles() -> None:
                 lambda both, dh: xla.backward(both, None, dh, None, None, "silu"), (both, dh)
             ),
         }  # fmt: skip
-        table({**forward, **backward, **plain})
+        table({**forward, **backward, **in_float8, **plain})
 
 
 def thin() -> None:

@@ -273,7 +273,7 @@ def norms(operands: Operands) -> None:
 
     runs: dict[Any, Run] = {
         t: (lambda *args, t=t: whole(*args, tiles=t), (products, *operands.of_norm()))
-        for t in grid(SMALL, (16, 32), (2, 3, 4), Tiles)
+        for t in grid((*SMALL, (64, 64, 4)), (16, 32), (2, 3, 4), Tiles)
     }
     table("norm", 6 * PASS, runs | {"XLA": (plain_norm, operands.of_norm())})
     mean = lambda *args: row_mean(*args)  # noqa: E731
