@@ -183,7 +183,7 @@ def columns() -> str:
 
 
 def columns_in_jax(words: list[Array], absmax: list[Array]) -> list[Array]:
-    """What `columns`, or `column` of words from `lookup_in_table`, makes of four rows, for interpreters without assembly."""
+    """What `columns`, or `column` after `lookup_in_table`, makes of four rows, for interpreters without assembly."""
     found = []
     for half in HALVES:
         for byte in range(4):
