@@ -170,8 +170,7 @@ def _gradients(block: Block, x, weights, experts, kept: _Kept, arrays: Arrays, d
         return _own_gradients(block, x, weights, experts, kept, arrays, dout)
     block, plan = _planned(block, experts)
     choices, factors = send_choices(plan, experts, weights, block.num_experts)
-    x, dout = jnp.split(send(plan, jnp.concatenate([x, dout], axis=1)), 2, axis=1)
-    dx, dweights, shares = _own_gradients(block, x, factors, choices, kept, arrays, dout)
+    dx, dweights, shares = _own_gradients(block, send(plan, x), factors, choices, kept, arrays, send(plan, dout))
     return returned(plan, dx), returned_choices(plan, dweights), shares
 
 

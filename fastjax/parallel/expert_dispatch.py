@@ -3,8 +3,9 @@
 Device d of the mesh axis `expert` holds the experts d·X/n to (d + 1)·X/n - 1. A token goes once to each device that
 holds any of its experts, whatever their number there; that device returns one sum (as node-limited dispatch does it in
 DeepSeek-V3, arXiv 2412.19437). Shapes are static: a device sends each other one up to all of its N tokens, so there is
-room for N from each, and no token is ever dropped. On NVIDIA GPUs only the tokens that go travel (a ragged
-all-to-all); elsewhere the room travels whole. All of it is called inside an island, and sums have a fixed order.
+room for N from each, and no token is ever dropped. The room travels whole among as many devices as one host has: of 8
+choices nearly every token goes to each of two devices, and two of three to each of eight. Among more NVIDIA GPUs only the
+tokens that go do (a ragged all-to-all). All of it is called inside an island, and sums have a fixed order.
 """
 
 from typing import NamedTuple
@@ -17,6 +18,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch
 
 AXIS = "expert"
+#: Devices among which the room travels whole. XLA's ragged all-to-all between up to 8 GPUs of a host is one kernel of few
+#: thread blocks (3 GB/s where an all-to-all reaches 353, docs/lab/several_gpus.md); among more it sends by NCCL.
+WHOLE_ROOM = 8
 
 
 class Dispatch(NamedTuple):
@@ -128,7 +132,7 @@ def _swap(parts: Array) -> Array:
 def _exchange(rows: Float[Array, "n N E"], sent: Int[Array, " n"], received: Int[Array, " n"]) -> Float[Array, "T E"]:
     """The first `sent` rows for each device -> the first `received` from each, in room for N."""
     devices, room, width = rows.shape
-    if dispatch.target().platform != "cuda":
+    if devices <= WHOLE_ROOM or dispatch.target().platform != "cuda":
         return _swap(rows).reshape(-1, width)
     starts = room * jnp.arange(devices, dtype=jnp.int32)
     there = jnp.full((devices,), room, jnp.int32) * jax.lax.axis_index(AXIS)
