@@ -87,6 +87,7 @@ def run(name: str, settings: dict) -> dict:
         lora=sections.LoraSection(**settings.get("lora", {})),
         optimizer=sections.OptimizerConfig(**settings["optimizer"]),
         training=sections.TrainingSection(**settings["training"]),
+        parallel=sections.ParallelSection(**settings.get("parallel", {})),
     )
     result = fine_tune(config)
     device = jax.devices()[0]

@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", default="projections")
     parser.add_argument("--layer_loop", default="scan")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=3, help="steps before these; 1 where one takes long")
     parser.add_argument("--traces", type=Path, help="folder")
     parser.add_argument("--output", type=Path, help="JSON lines")
     arguments = parser.parse_args()
@@ -63,7 +64,7 @@ def main() -> None:
     for number, (mesh, options) in enumerate(itertools.product(arguments.meshes, arguments.options)):
         case = StepCase(
             arguments.preset, arguments.batch, arguments.seq, arguments.checkpointing, arguments.layer_loop, method,
-            weights, layers=arguments.layers, mesh=read_mesh(mesh), steps=arguments.steps,
+            weights, layers=arguments.layers, mesh=read_mesh(mesh), steps=arguments.steps, warmup=arguments.warmup,
             compiler_options=() if options == "none" else tuple(options.split(",")), **full,
         )  # fmt: skip
         folder = None if arguments.traces is None else arguments.traces / str(number)

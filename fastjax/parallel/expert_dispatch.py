@@ -4,8 +4,8 @@ Device d of the mesh axis `expert` holds the experts d·X/n to (d + 1)·X/n - 1.
 holds any of its experts, whatever their number there; that device returns one sum (as node-limited dispatch does it in
 DeepSeek-V3, arXiv 2412.19437). Shapes are static: a device sends each other one up to all of its N tokens, so there is
 room for N from each, and no token is ever dropped. The room travels whole among as many devices as one host has: of 8
-choices nearly every token goes to each of two devices, and two of three to each of eight. Among more NVIDIA GPUs only the
-tokens that go do (a ragged all-to-all). All of it is called inside an island, and sums have a fixed order.
+choices nearly every token goes to each of two devices, and two of three to each of eight. Among more NVIDIA GPUs only
+the tokens that go do (a ragged all-to-all). All of it is called inside an island, and sums have a fixed order.
 """
 
 from typing import NamedTuple
@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch
 
 AXIS = "expert"
-#: Devices among which the room travels whole. XLA's ragged all-to-all between up to 8 GPUs of a host is one kernel of few
-#: thread blocks (3 GB/s where an all-to-all reaches 353, docs/lab/several_gpus.md); among more it sends by NCCL.
+#: Devices among which the room travels whole. XLA's ragged all-to-all between up to 8 GPUs of a host is one kernel of
+#: few thread blocks (3 GB/s where an all-to-all reaches 353, docs/lab/several_gpus.md); among more it sends by NCCL.
 WHOLE_ROOM = 8
 
 
