@@ -182,7 +182,7 @@ def _planned(block: Block, experts) -> tuple[Block, Dispatch]:
 
 def _own_products(block: Block, x, weights, experts, arrays: Arrays) -> tuple[Array, _Kept]:
     """The forward pass of the tokens that are here; X in place of an expert's number: no choice, of weight 0."""
-    order = sort_by_expert(experts, block.num_experts)
+    order = sort_by_expert(experts, block.num_experts, absent=expert_devices() > 1)
     sizes = order.group_sizes
     own = _expert_of_rows(experts, order)
     inner, low_rank = _rank_products(block.gate_up, arrays, x, sizes, order.rows)

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+#: Rows that are read in the place of those of absent pairs: few enough for a cache, and enough for all of its banks.
+_ABSENT_ROWS = 64
+
 
 class RouterSettings(NamedTuple):
     """The mathematics of a router.
@@ -111,18 +114,24 @@ def route(
     return Routing(weights * settings.scale, experts, logits)
 
 
-def sort_by_expert(experts: Int[Array, "N k"], num_experts: int) -> Order:
+def sort_by_expert(experts: Int[Array, "N k"], num_experts: int, absent: bool = False) -> Order:
     """Sort the pairs of token and expert by expert; an expert's tokens stay in their order.
 
     Args:
         experts: of each token.
         num_experts: X.
+        absent: whether a token may have pairs without an expert, whose number is X. They are sorted to the end, where
+            products over groups make zeros; `inverse` points such a pair to one of the first of these rows, so that
+            few of them are read.
     """
     flat = experts.reshape(-1).astype(jnp.int32)
     numbers = jnp.arange(flat.size, dtype=jnp.int32)
     _, order = jax.lax.sort((flat, numbers), num_keys=1, is_stable=True)
     inverse = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
     sizes = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, :], axis=0, dtype=jnp.int32)
+    if absent:
+        behind = inverse - jnp.sum(sizes)
+        inverse = jnp.where(behind < 0, inverse, inverse - behind + behind % _ABSENT_ROWS)
     return Order(order // experts.shape[1], order, inverse.reshape(experts.shape), sizes)
 
 

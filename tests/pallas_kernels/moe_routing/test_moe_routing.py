@@ -98,6 +98,29 @@ def test_order_and_combination(case):
     np.testing.assert_allclose(dweights, products[np.asarray(order.inverse)], atol=5e-6)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.97, 0.0])
+def test_absent_pairs_read_few_rows(share):
+    """Pairs without an expert have zeros in their rows; the sums are those of the others."""
+    rng = np.random.default_rng(3)
+    tokens = 100
+    present = rng.random((tokens, 3)) >= share
+    experts = np.where(present, rng.integers(0, EXPERTS, (tokens, 3)), EXPERTS)
+    sort = jax.jit(moe_routing.sort_by_expert, static_argnums=(1, 2))
+    plain, order = (sort(jnp.asarray(experts, jnp.int32), EXPERTS, absent) for absent in (False, True))
+    for name in ("rows", "order", "group_sizes"):
+        np.testing.assert_array_equal(getattr(order, name), getattr(plain, name))
+    np.testing.assert_array_equal(order.inverse[present], plain.inverse[present])
+    total = present.sum()
+    read = np.asarray(order.inverse)[~present]
+    assert read.size == 0 or (read.min() == total and read.max() < tokens * 3)
+    assert np.unique(read).size == min(read.size, 64)
+
+    y = jnp.asarray(rng.standard_normal((tokens * 3, WIDTH)), jnp.float32).at[total:].set(0)
+    weights = jnp.asarray(np.where(present, rng.random((tokens, 3)), 0), jnp.float32)
+    combine = jax.jit(moe_routing.combine)
+    np.testing.assert_array_equal(combine(y, weights, order), combine(y, weights, plain))
+
+
 def test_only_numbers_are_scattered():
     """Those of the inverse permutation; gradients are gathered."""
 
