@@ -1,6 +1,6 @@
 """Train the longest rows under limits of the device's memory, each in a process of its own.
 
-    python scripts/measure_longest.py                the table below, 8B at rank 32 and 70B at rank 16
+    python scripts/measure_longest.py                the table below, 8B and 70B at rank 32
     python scripts/measure_longest.py 24             only the rows under that limit
 
 The limit is that of JAX's allocator, in GB of 10⁹ bytes; the table of embeddings lies in the host's memory, of which a
@@ -49,7 +49,7 @@ ROWS = (
     Row(80, "llama3-8b", 342_784, "offload", 1),
     Row(48, "llama3-70b", 14_592, "offload", 2, mlp_chunk=1024, optimizer="adamw_8bit"),
 )
-_RANKS = {"llama3-8b": 32, "llama3-70b": 16}
+_RANKS = {"llama3-8b": 32, "llama3-70b": 32}
 #: Bytes of the host's memory that JAX may pin beyond a row's residuals: it takes pieces of powers of two up to there.
 _SPARE = 4 * 2**30
 

@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 from fastjax.data.batches import Batch
 from fastjax.host_memory import in_host_memory, shapes_of, to_host_memory
 from fastjax.language_model import LanguageModel
+from fastjax.parallel import MeshShape
+from fastjax.parallel.checks import can_sum_once
 from fastjax.runs.model import initial_state, run_optimizer, run_shapes
 from fastjax.runs.opening import OpenModel, OpenShapes
 from fastjax.training.config import ParallelSection, TrainConfig
@@ -65,6 +67,9 @@ def run_step(
         mesh: of several devices; None: there is one.
         optimizer: in place of the settings' own.
     """
+    # Further losses are not all sums over rows, and noise is drawn for all of them.
+    noise = config.training.neftune_noise_alpha
+    rows_apart = config.parallel.gradient_exchange == "float32" and config.preferences.loss is None and not noise
     return make_train_step(
         model.graphdef,
         optimizer or run_optimizer(config, total_steps),
@@ -74,9 +79,22 @@ def run_step(
         loss_scale_window=config.training.loss_scale_window,
         mesh=mesh,
         gradient_exchange=config.parallel.gradient_exchange,
+        sum_once=rows_apart and sums_once(model, mesh),
         quantize_from=config.training.quantization.start_step if config.training.quantization else 0,
         compiler_options=compiler_options,
     )
+
+
+def sums_once(model: LanguageModel, mesh: Mesh | None) -> bool:
+    """Whether replicas sum their gradients once in a step: where adapters alone are trained, and nothing is dropped.
+
+    Args:
+        model: what is trained.
+        mesh: of several devices; None: there is one.
+    """
+    if mesh is None or model.lora is None:
+        return False
+    return can_sum_once(model.config, MeshShape(**mesh.shape), lora_dropout=model.lora.lora_dropout or 0.0)
 
 
 def of_length(length: int, compiled: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:

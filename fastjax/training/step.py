@@ -109,6 +109,7 @@ def make_train_step(
     donate: bool = True,
     mesh: Mesh | None = None,
     gradient_exchange: str = "float32",
+    sum_once: bool = False,
     quantize_from: int = 0,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Array]]]:
@@ -125,6 +126,9 @@ def make_train_step(
         mesh: spread the batch over these devices (`parallel.make_mesh`). Frozen weights elsewhere are sent to them in
             every step: place them once with `parallel.shard_frozen`.
         gradient_exchange: how gradients travel between replicas, a key of `parallel.exchange.FORMATS`.
+        sum_once: each replica sums its gradient with the others' once, behind the backward pass, where a scan over the
+            layers would sum each layer's beside the next one's products: for adapters on meshes of `data` alone
+            (`parallel.checks.can_sum_once`) and losses that are sums over rows, without noise.
         quantize_from: updates made before fake quantisers (`models.quantized`) come into force, in the same program.
         compiler_options: XLA's, for this step alone, beside `COMPILER_OPTIONS` and before them.
 
@@ -149,15 +153,18 @@ def make_train_step(
             grads = jax.tree.map(lambda g: (g.astype(jnp.float32) * (targets / weight)).astype(g.dtype), grads)
         return grads, sums, weight
 
-    def exchanged(state: TrainState, frozen: Any, batch: Batch, targets: Array) -> Any:
+    def apart(state: TrainState, frozen: Any, batch: Batch, targets: Array) -> Any:
         """The same and the feedback, each replica with its own rows until it sends its gradient."""
-        if state.feedback is None:
+        if state.feedback is None and gradient_exchange != "float32":
             raise ValueError(f"state: expected feedback, of init_state with {gradient_exchange!r}, got none")
 
-        def own(state: TrainState, kept: Feedback, frozen: Any, batch: Batch, targets: Array) -> Any:
+        def own(state: TrainState, kept: Feedback | None, frozen: Any, batch: Batch, targets: Array) -> Any:
             state = state._replace(key=jax.random.fold_in(state.key, batch_part()))
             grads, *sums = mean(state, frozen, batch, targets, lambda sums: jax.lax.psum(sums, BATCH))
-            grads, kept = exchange(grads, kept, gradient_exchange, BATCH)
+            if kept is None:
+                grads = jax.lax.psum(grads, BATCH)
+            else:
+                grads, kept = exchange(grads, kept, gradient_exchange, BATCH)
             return grads, *sums, kept
 
         whole, parts = P(), P(BATCH)
@@ -167,11 +174,12 @@ def make_train_step(
     def step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         targets = jnp.maximum(jnp.sum(batch.targets != IGNORED), 1).astype(jnp.float32)
         decoder, feedback = nnx.merge(graphdef, state.trainable, frozen), None
-        if gradient_exchange == "float32":
+        if gradient_exchange == "float32" and not sum_once:
             grads, sums, weight = mean(state, frozen, batch, targets, lambda sums: sums)
         else:
-            check_exchange(decoder.config, MeshShape() if mesh is None else MeshShape(**mesh.shape), gradient_exchange)
-            grads, sums, weight, feedback = exchanged(state._replace(opt_state=None), frozen, batch, targets)
+            shape = MeshShape() if mesh is None else MeshShape(**mesh.shape)
+            check_exchange(decoder.config, shape, gradient_exchange, sum_once=sum_once)
+            grads, sums, weight, feedback = apart(state._replace(opt_state=None), frozen, batch, targets)
         norms = squared_norms(grads, decoder.plan)
         grad_norm = jnp.sqrt(jnp.sum(norms))
         finite = jnp.isfinite(sums.loss_sum) & jnp.isfinite(grad_norm) & ~state.halted

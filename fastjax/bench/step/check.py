@@ -33,6 +33,7 @@ from fastjax.language_model.model import LanguageModel
 from fastjax.models.layout import LayerStack, layer_of
 from fastjax.models.leaves import LORA_B, leaf_at
 from fastjax.planning.work import plain_path
+from fastjax.runs.steps import sums_once
 from fastjax.training.health import leaf_names, squared_norms
 from fastjax.training.step import make_train_step
 from pallas_kernels.attention import attention_implementation
@@ -205,7 +206,8 @@ def _in_dtype(model: LanguageModel, dtype: str) -> LanguageModel:
 
 
 def _step(model: LanguageModel, batch: Batch, options: Mapping[str, Any], mesh: Mesh | None = None) -> _Outcome:
-    step = make_train_step(model.graphdef, _RECORDER, model.trainable_filter, compiler_options=options, mesh=mesh)
+    placing = {"mesh": mesh, "sum_once": sums_once(model, mesh)}
+    step = make_train_step(model.graphdef, _RECORDER, model.trainable_filter, compiler_options=options, **placing)
     state, metrics = step(first_state(model, _RECORDER), model.frozen, batch)
     if not metrics["finite"]:
         raise TrainingError(

@@ -29,6 +29,7 @@ from fastjax.data.batches import Batch
 from fastjax.errors import TrainingError
 from fastjax.language_model.model import LanguageModel
 from fastjax.parallel import place, row_shardings
+from fastjax.runs.steps import sums_once
 from fastjax.training.flops import attended_length, flops_per_token
 from fastjax.training.health import GradientCheck, leaf_names
 from fastjax.training.metrics import peak_memory
@@ -138,9 +139,8 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
     flops = tokens * flops_per_token(model.config, model.trainable, length)
     names, dtype = leaf_names(model.trainable, model.plan), str(model.dtype)
     batch = make_batch(case, model.config.vocab_size, documents)
-    step: Any = make_train_step(
-        model.graphdef, optimizer, model.trainable_filter, mesh=mesh, compiler_options=case.options
-    )
+    options = {"mesh": mesh, "sum_once": sums_once(model, mesh), "compiler_options": case.options}
+    step: Any = make_train_step(model.graphdef, optimizer, model.trainable_filter, **options)
     arguments = _placed(model, optimizer, batch, step, mesh)
 
     start = time.perf_counter()

@@ -15,6 +15,7 @@ from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
 from fastjax.models.tensor_parts import held_apart
 from fastjax.parallel import batch_sharding, make_mesh
+from fastjax.runs.steps import sums_once
 from fastjax.training.loss import loss_sums
 from fastjax.training.placement import state_shardings, weight_shardings
 from fastjax.training.step import init_state, make_train_step
@@ -61,7 +62,8 @@ def compiled_step(layer_loop: str, *, full: bool = False, remat: str = "full", c
     state = jax.eval_shape(lambda: init_state(model.trainable, optimizer, jax.random.key(0)))
     rows = jax.ShapeDtypeStruct((1, 8, 256), jnp.int32, sharding=batch_sharding(mesh))
     loss = functools.partial(loss_sums, chunk_size=64)  # several chunks: the head is gathered once for all
-    step = make_train_step(model.graphdef, optimizer, model.trainable_filter, loss=loss, mesh=mesh)
+    options = {"loss": loss, "mesh": mesh, "sum_once": sums_once(model, mesh)}
+    step = make_train_step(model.graphdef, optimizer, model.trainable_filter, **options)
     with jax.set_mesh(mesh):
         arguments = (
             spec(state, state_shardings(state, model.config, mesh)),
@@ -80,12 +82,14 @@ def collectives(text: str) -> list[tuple[str, str]]:
 @needs_cuda_plugin
 @pytest.mark.newer_world
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
-def test_data_parallel_step_only_sums_gradients_and_metrics(layer_loop):
-    found = collectives(compiled_step(layer_loop, data=4).as_text())
+def test_data_parallel_step_sums_gradients_once_and_metrics(layer_loop):
+    text = compiled_step(layer_loop, data=4).as_text()
+    found = collectives(text)
     kinds = collections.Counter(kind for kind, _ in found)
     # The adapters' gradients in one piece, the loss, the token counts (the last two are scalars).
     assert set(kinds) == {"all-reduce"}, found
     assert kinds["all-reduce"] <= 3, found
+    assert collectives(text[text.index("\nENTRY ") :]) == found, "sums in the loop over the layers"
 
 
 @pytest.mark.aot
