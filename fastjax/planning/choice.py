@@ -10,8 +10,9 @@ from fastjax.planning.memory import Room, StepMemory
 #: Tokens of a row from which fetching the attention's results is faster than making them again: measured and estimated
 #: in docs/memory.md ("What a run does by itself").
 LONG_ROW = 8192
-#: The policies for such rows, the fastest first.
+#: The policies for such rows and for shorter ones, the fastest first, where copies are hidden.
 _LONG = ("projections", "attention", "offload_projections", "offload_attention", "full", "offload")
+_SHORT = ("projections", "attention", "offload_projections", "full", "offload_attention", "offload")
 
 
 def candidates(row: int, *, hidden: bool) -> tuple[str, ...]:
@@ -26,7 +27,7 @@ def candidates(row: int, *, hidden: bool) -> tuple[str, ...]:
             do not, the order of `remat.POLICIES` holds for rows of any length.
     """
     names = tuple(name for name, policy in POLICIES.items() if policy is not None and not policy.float8)
-    return tuple(sorted(names, key=_LONG.index)) if hidden and row >= LONG_ROW else names
+    return tuple(sorted(names, key=(_LONG if row >= LONG_ROW else _SHORT).index)) if hidden else names
 
 
 class Refused(NamedTuple):

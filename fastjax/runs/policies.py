@@ -106,11 +106,13 @@ def _below(
     row = config.model.max_seq_length
 
     def suits(other: str) -> bool:
+        if any(other == one or holds_more(other, one, row) for one in others):
+            return False
         return _taken(lambda: compiler_options(model.with_checkpointing(other).graphdef))
 
     less = [least] if holds_more(more, least, row) else []
     less += [other for other in run_candidates(config, shape) if holds_more(least, other, row)]
-    return next((other for other in less if other not in others and suits(other)), None)
+    return next(filter(suits, less), None)
 
 
 def _whole_mlps(config: TrainConfig, model: LanguageModel, shape: MeshShape, policy: str) -> bool:

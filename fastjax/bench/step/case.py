@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 #: Name -> what is measured: the fastest step, one in little memory, and long rows.
 REGIMES = {
     "speed": (Layout(4, 2048, "projections", "unroll"), Layout(4, 2048, "projections", "scan")),
-    "small": (Layout(4, 2048, "offload", "scan"), Layout(4, 2048, "full", "scan")),
+    "small": (Layout(4, 2048, "offload_projections", "scan"), Layout(4, 2048, "full", "scan")),
     "long": (Layout(1, 16384, "offload_projections", "scan"), Layout(1, 65536, "offload_attention", "scan")),
 }
 

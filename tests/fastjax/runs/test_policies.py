@@ -42,14 +42,14 @@ def ways(folders):
 
 
 def test_the_order_is_of_rows_whose_copies_are_hidden():
-    """That of long rows is for scanned layers on one device."""
-    long, short = candidates(2**16, hidden=True), candidates(2**16, hidden=False)
-    own = config(model={"model_name": "m", "max_seq_length": 2**16})
-    assert run_candidates(own, ONE) == long != short
-    assert run_candidates(own, TWO) == short
-    assert run_candidates(config(model={"model_name": "m", "max_seq_length": 2048}), ONE) == short
-    unrolled = {"model_name": "m", "max_seq_length": 2**16, "layer_loop": "unroll"}
-    assert run_candidates(config(model=unrolled), ONE) == short
+    """Those of scanned layers on one device, by the length of a row."""
+    apart = candidates(2**16, hidden=False)
+    for length in (2048, 2**16):
+        model = {"model_name": "m", "max_seq_length": length}
+        own = config(model=model)
+        assert run_candidates(own, ONE) == candidates(length, hidden=True) != apart
+        assert run_candidates(own, TWO) == apart
+        assert run_candidates(config(model={**model, "layer_loop": "unroll"}), ONE) == apart
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_the_order_is_of_rows_whose_copies_are_hidden():
         ("none", "projections", "projections"),
         ("projections", "attention", "attention"),
         ("projections_float8", "attention", "attention"),
-        ("attention", "full", "offload_projections"),
-        ("full", "offload", "offload_projections"),
-        ("offload_projections", "offload", "offload_attention"),
+        ("attention", "offload_projections", "offload_projections"),
+        ("full", "offload_projections", "offload_projections"),
+        ("offload_projections", "offload_attention", "offload_attention"),
         ("offload_attention", None, "offload"),
         ("offload", None, None),
         ("projections:2", "full", "full"),
@@ -80,7 +80,8 @@ def test_the_next_policy_holds_less(ways, policy, short, long):
 
 def test_what_does_not_fit_or_does_not_suit_is_not_named(ways):
     assert ways("full", "offload")[0] == POLICY + "offload_attention"
-    assert ways("full", "offload", "offload_attention", "offload_projections")[0] == HOST[0]
+    assert ways("full", "offload_attention")[0] == POLICY + "offload", "offload_projections holds more"
+    assert ways("full", "offload", "offload_attention")[0] == HOST[0]
     unrolled = ways("full", model={"layer_loop": "unroll"})
     assert (POLICY + "offload" in unrolled) == (jax.__version_info__ >= (0, 11))
     assert HOST[0] not in unrolled, "no layers are scanned"
