@@ -1,4 +1,4 @@
-"""An embedding table in the host's memory: the device holds the rows of a batch alone.
+"""Rows of an embedding table, which may lie in the host's memory: then the device holds the rows of a batch alone.
 
 The host gathers the rows, in a part of the program that XLA runs there, and sends them: 64 MiB a step for 8,192 tokens
 of width 4,096, where the table of 128,256 tokens takes 1 GiB.
@@ -12,6 +12,7 @@ from jax.experimental import compute_on
 from jaxtyping import Array, Float, Int
 
 from fastjax.host_memory import in_host_memory
+from fastjax.parallel.gather import holds_shards, looked_up
 
 #: jax 0.10 has it beside a context manager of the shorter name.
 _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
@@ -21,9 +22,11 @@ def take_rows(table: Float[Array, "V E"], tokens: Int[Array, "B S"]) -> Float[Ar
     """table[tokens] on the device, wherever the table is.
 
     Args:
-        table: the embeddings; frozen where it is in the host's memory.
+        table: the embeddings; frozen where it is in the host's memory; in an island over `fsdp` this device's rows.
         tokens: token ids.
     """
+    if holds_shards():
+        return looked_up(table, tokens)
     if not in_host_memory(table):
         return jnp.take(table, tokens, axis=0)
 

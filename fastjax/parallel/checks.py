@@ -27,42 +27,42 @@ def check_mesh(
         raise ConfigError(f"parallel.{axis}: expected {expected}, got {getattr(shape, axis)}")
 
 
-def check_exchange(
-    config: ModelConfig, shape: MeshShape, gradient_exchange: str = "float32", *, sum_once: bool = False
-) -> None:
-    """Refuse a way of gradients over the link that a mesh or a model has no use for.
+def check_exchange(config: ModelConfig, shape: MeshShape, gradient_exchange: str) -> None:
+    """Refuse a format of gradients on the link that a mesh or a model has no use for.
 
     Args:
         config: the model's.
         shape: devices along each mesh axis.
-        gradient_exchange: the setting, the format on the link.
-        sum_once: whether replicas sum once, as an argument of `training.step.make_train_step`.
+        gradient_exchange: the setting.
 
     Raises:
         ConfigError: names the setting, what was expected and what came.
     """
-    if gradient_exchange not in FORMATS:
-        expected = f"one of {', '.join(FORMATS)}"
-        raise ConfigError(f"parallel.gradient_exchange: expected {expected}, got {gradient_exchange}")
-    for reason in _not_apart(config, shape):
-        if gradient_exchange != "float32":
-            raise ConfigError(f"parallel.gradient_exchange: expected float32 {reason}, got {gradient_exchange}")
-        if sum_once:
-            raise ConfigError(f"sum_once: expected False {reason}, got True")
+    reasons = {
+        f"one of {', '.join(FORMATS)}": gradient_exchange not in FORMATS,
+        "float32 with one replica, as parallel.data is 1": shape.data == 1,
+        "float32 where devices share a replica, with parallel.fsdp, expert, context or tensor above 1": shape.size
+        > shape.data,
+        "float32 with a mixture of experts, whose routers' losses are of the whole batch": config.moe is not None,
+    }
+    for expected, refused in reasons.items():
+        if refused and gradient_exchange != "float32":
+            raise ConfigError(f"parallel.gradient_exchange: expected {expected}, got {gradient_exchange}")
 
 
-def can_sum_once(config: ModelConfig, shape: MeshShape, *, lora_dropout: float) -> bool:
-    """Whether replicas may sum their adapters' gradients once, behind the backward pass, and train as before.
-
-    A replica draws numbers of its own there: a model that drops anything would train as on no other mesh.
+def sums_apart(config: ModelConfig, shape: MeshShape) -> Iterator[str]:
+    """Why devices with rows of their own cannot take gradients of these alone and sum them once.
 
     Args:
         config: the model's.
         shape: devices along each mesh axis.
-        lora_dropout: the adapters' setting.
     """
-    random = lora_dropout or config.attention_dropout or config.residual_dropout
-    return not random and not any(_not_apart(config, shape))
+    if shape.data * shape.fsdp == 1:
+        yield "on one device"
+    if shape.size > shape.data * shape.fsdp:
+        yield f"on {shape}, where parallel.expert, context or tensor is above 1"
+    if config.moe is not None:
+        yield "with a mixture of experts, whose routers' losses are of the whole batch"
 
 
 def check_rows(rows: int, length: int, shape: MeshShape) -> None:
@@ -86,16 +86,6 @@ def check_rows(rows: int, length: int, shape: MeshShape) -> None:
             f"batch: expected rows of a multiple of {shape.token_parts} tokens, equal parts of them for the devices "
             f"along context and tensor, got {length}"
         )
-
-
-def _not_apart(config: ModelConfig, shape: MeshShape) -> Iterator[str]:
-    """Why no replica has a gradient of its own rows that is one term of the batch's."""
-    if shape.data == 1:
-        yield "with one replica, as parallel.data is 1"
-    if shape.size > shape.data:
-        yield "where devices share a replica, with parallel.fsdp, expert, context or tensor above 1"
-    if config.moe is not None:
-        yield "with a mixture of experts, whose routers' losses are of the whole batch"
 
 
 def _expert(config: ModelConfig, shape: MeshShape) -> Iterator[tuple[str, str]]:

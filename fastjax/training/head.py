@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from fastjax.models.decoder import Decoder, lm_logits
 from fastjax.parallel import SHARES, batch_devices, context_devices, local, rows_split, split_axis, tensor_devices
+from fastjax.parallel.gather import gathered, holds_shards
 from pallas_kernels.cross_entropy import CrossEntropy, chunk_size_for, chunked_cross_entropy, token_log_probs
 
 
@@ -41,7 +42,7 @@ def head_cross_entropy(
         sums = chunked_cross_entropy(*arguments, **options, label_smoothing=label_smoothing, z_loss=z_loss)
         return jax.tree.map(lambda total: jnp.asarray(total)[None], sums)
 
-    project, trained, frozen, options = _head(model, trainable_filter, targets.shape, chunk_size)
+    project, trained, frozen, options = _head(model, trainable_filter, hidden, chunk_size)
     rows = rows_split(len(targets))
     island = local(lambda *arrays: own(project, *arrays), in_specs=(P(), P(), rows, rows), out_specs=SHARES)
     return jax.tree.map(lambda totals: jnp.sum(totals, axis=0), island(trained, frozen, hidden, targets))
@@ -64,7 +65,7 @@ def head_log_probs(
         targets: -100 where nothing is learnt.
         chunk_size: as for `head_cross_entropy`.
     """
-    project, trained, frozen, options = _head(model, trainable_filter, targets.shape, chunk_size)
+    project, trained, frozen, options = _head(model, trainable_filter, hidden, chunk_size)
     rows = rows_split(len(targets))
     island = local(
         lambda *arrays: token_log_probs(project, *arrays, **options), in_specs=(P(), P(), rows, rows), out_specs=rows
@@ -73,13 +74,14 @@ def head_log_probs(
 
 
 def _head(
-    model: Decoder, trainable_filter: Filter, shape: tuple[int, ...], chunk_size: int | None
+    model: Decoder, trainable_filter: Filter, hidden: Array, chunk_size: int | None
 ) -> tuple[Callable[..., Array], Any, Any, dict[str, Any]]:
     """The head as its operations take it: function, trained and frozen arrays, options.
 
     On a mesh the arrays go whole into an island: they are gathered once, and the gradient summed once, not for each
     chunk.
     """
+    shape = hidden.shape
     graphdef, trained, frozen = nnx.split(model.lm_head, trainable_filter, ...)
 
     def project(trained: nnx.State, frozen: nnx.State, hidden: Array) -> Array:
@@ -96,4 +98,9 @@ def _head(
         "logits_scale": model.lm_head.scale,
         "logits_soft_cap": model.lm_head.soft_cap,
     }
-    return project, nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen), options
+    arrays = nnx.to_pure_dict(frozen)
+    if holds_shards() and "weight" in arrays:
+        # Not before the layers have run: the whole table would lie there beside them.
+        shard, _ = jax.lax.optimization_barrier((arrays["weight"], jax.lax.stop_gradient(hidden)))
+        arrays |= {"weight": gathered(shard, [P("vocabulary", None)])}
+    return project, nnx.to_pure_dict(trained), arrays, options

@@ -5,7 +5,7 @@ A trained array lies where its logical axes say (`parallel.MESH_AXES`), and with
 gradients rounds off is its own. Counters, rates and random state are on every device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from convert.model.config import ModelConfig
+from convert.model.paths import EMBEDDING
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import BATCH, place, shard_frozen
+from fastjax.parallel import BATCH, MeshShape, checks, place, shard_frozen
+from fastjax.parallel.gather import split_places
 from fastjax.parallel.islands import on_axes
 from fastjax.training.optimizers.adafactor import Factored
 from fastjax.training.optimizers.alike import Alike
@@ -81,6 +83,36 @@ def weight_shardings(tree: Any, config: ModelConfig, mesh: Mesh) -> Any:
         mesh: the mesh.
     """
     return shard_frozen(tree, logical_axes(tree, config), mesh)
+
+
+def sums_apart(trainable: Any, frozen: Any, config: ModelConfig, mesh: Mesh | None) -> Iterator[str]:
+    """Why a mesh's devices cannot take gradients of their own rows alone and sum them once, behind the backward pass.
+
+    Args:
+        trainable: the trained tree, of arrays or shapes.
+        frozen: the others.
+        config: the model's.
+        mesh: the mesh; None: one device.
+    """
+    shape = MeshShape() if mesh is None else MeshShape(**mesh.shape)
+    yield from checks.sums_apart(config, shape)
+    if mesh is None or shape.fsdp == 1:
+        return
+    if any("fsdp" in axes for axes in _mesh_axes(trainable, config, mesh)):
+        yield "where trained arrays are split over parallel.fsdp"
+    axes = jax.tree.leaves(logical_axes(frozen, config), is_leaf=lambda node: isinstance(node, P))
+    split = ("fsdp" in found for found in _mesh_axes(frozen, config, mesh))
+    if any(split_places(names) and not there for names, there in zip(axes, split, strict=True)):
+        yield "where frozen matrices do not divide over parallel.fsdp"
+    if "adapter" in trainable.get(EMBEDDING, {}):
+        yield "where the embeddings have an adapter, with parallel.fsdp above 1"
+
+
+def _mesh_axes(tree: Any, config: ModelConfig, mesh: Mesh) -> Iterator[set[str]]:
+    """The mesh axes over which each array is split."""
+    for sharding in jax.tree.leaves(weight_shardings(tree, config, mesh)):
+        entries = [(entry,) if isinstance(entry, str) else entry for entry in sharding.spec if entry is not None]
+        yield {axis for axes in entries for axis in axes}
 
 
 def start_on_mesh(begin: Callable[[Any], Any], trainable: Any, frozen: Any, batch: Any, step: Any) -> tuple[Any, Any]:

@@ -30,12 +30,12 @@ from fastjax.models.tensor_parts import held_apart
 from fastjax.parallel import BATCH, MeshShape, batch_part, local, place, row_shardings
 from fastjax.parallel.checks import check_exchange, check_rows
 from fastjax.parallel.exchange import Feedback, exchange, no_feedback
-from fastjax.parallel.gather import scattered
+from fastjax.parallel.gather import COPY_OPTIONS, copies_shards, scattered
 from fastjax.training.commit import finite_or_kept
 from fastjax.training.health import squared_norms
 from fastjax.training.loss import Loss, LossSums, Mean, loss_sums
 from fastjax.training.loss_scale import LossScale
-from fastjax.training.placement import state_shardings, weight_shardings
+from fastjax.training.placement import state_shardings, sums_apart, weight_shardings
 
 #: Label of places without target, as in PyTorch's and Hugging Face's losses.
 IGNORED = -100
@@ -126,9 +126,10 @@ def make_train_step(
         mesh: spread the batch over these devices (`parallel.make_mesh`). Frozen weights elsewhere are sent to them in
             every step: place them once with `parallel.shard_frozen`.
         gradient_exchange: how gradients travel between replicas, a key of `parallel.exchange.FORMATS`.
-        sum_once: each replica sums its gradient with the others' once, behind the backward pass, where a scan over the
-            layers would sum each layer's beside the next one's products: for adapters on meshes of `data` alone
-            (`parallel.checks.can_sum_once`) and losses that are sums over rows, without noise.
+        sum_once: each device takes the gradient of its own rows and sums it with the others' once, behind the backward
+            pass, where a scan over the layers would sum each layer's beside the next one's products; shards of frozen
+            weights are then copied from device to device. For adapters on meshes of `data` and `fsdp`
+            (`training.placement.sums_apart`), and losses that are sums over rows, without noise.
         quantize_from: updates made before fake quantisers (`models.quantized`) come into force, in the same program.
         compiler_options: XLA's, for this step alone, beside `COMPILER_OPTIONS` and before them.
 
@@ -167,8 +168,11 @@ def make_train_step(
                 grads, kept = exchange(grads, kept, gradient_exchange, BATCH)
             return grads, *sums, kept
 
-        whole, parts = P(), P(BATCH)
-        island = local(own, (whole, parts, whole, P(None, BATCH), whole), (whole, whole, whole, parts))
+        whole, parts, shards = P(), P(BATCH), P()
+        if mesh is not None and mesh.shape["fsdp"] > 1:
+            config = nnx.merge(graphdef, state.trainable, frozen).config
+            shards = jax.tree.map(lambda place: place.spec, weight_shardings(frozen, config, mesh))
+        island = local(own, (whole, parts, shards, P(None, BATCH), whole), (whole, whole, whole, parts))
         return island(state._replace(feedback=None), state.feedback, frozen, batch, targets)
 
     def step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -177,8 +181,9 @@ def make_train_step(
         if gradient_exchange == "float32" and not sum_once:
             grads, sums, weight = mean(state, frozen, batch, targets, lambda sums: sums)
         else:
-            shape = MeshShape() if mesh is None else MeshShape(**mesh.shape)
-            check_exchange(decoder.config, shape, gradient_exchange, sum_once=sum_once)
+            check_exchange(decoder.config, MeshShape() if mesh is None else MeshShape(**mesh.shape), gradient_exchange)
+            for reason in sums_apart(state.trainable, frozen, decoder.config, mesh) if sum_once else ():
+                raise ConfigError(f"sum_once: expected False {reason}, got True")
             grads, sums, weight, feedback = apart(state._replace(opt_state=None), frozen, batch, targets)
         norms = squared_norms(grads, decoder.plan)
         grad_norm = jnp.sqrt(jnp.sum(norms))
@@ -206,6 +211,8 @@ def make_train_step(
             metrics |= {"loss_scale": state.loss_scale.scale, "skipped_steps": scale.skipped_steps}
         return new_state._replace(halted=state.halted | (~finite & lost)), metrics
 
+    if sum_once and mesh is not None and 1 < mesh.shape["fsdp"] and copies_shards(mesh.shape["fsdp"]):
+        compiler_options = {**COPY_OPTIONS, **(compiler_options or {})}
     return _on_mesh(
         step, graphdef, trainable_filter, mesh, compiler_options, donate=(0,) if donate else (), updates=True
     )

@@ -13,7 +13,7 @@ from convert.model.config import ModelConfig
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.parallel import MeshShape, make_mesh
-from fastjax.parallel.checks import can_sum_once, check_exchange
+from fastjax.parallel.checks import check_exchange
 from fastjax.parallel.exchange import FORMATS, UNIT, exchange, link_share, no_feedback, pack, unpack
 from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint import Checkpoints
@@ -191,21 +191,3 @@ def test_what_an_exchange_does_not_serve_is_refused(family, shape, name, expecte
     with pytest.raises(ConfigError, match=f"^parallel.gradient_exchange: expected {expected}.*, got {name}$"):
         check_exchange(config, shape, name)
     check_exchange(config, shape, "float32")
-
-
-@pytest.mark.parametrize(
-    ("family", "shape", "dropout", "serves"),
-    [
-        ("llama", MeshShape(data=2), 0.0, True),
-        ("llama", MeshShape(data=2), 0.1, False),
-        ("llama", MeshShape(data=2, fsdp=2), 0.0, False),
-        ("llama", MeshShape(), 0.0, False),
-        ("qwen2_moe", MeshShape(data=2), 0.0, False),
-    ],
-)
-def test_sums_behind_the_backward_pass_are_for_replicas_that_share_nothing(family, shape, dropout, serves):
-    config = ModelConfig.from_hf(CONFIG if family == "llama" else families.MIXTURES[family])
-    assert can_sum_once(config, shape, lora_dropout=dropout) == serves
-    if not serves and not dropout:
-        with pytest.raises(ConfigError, match="^sum_once: expected False w.*, got True$"):
-            check_exchange(config, shape, sum_once=True)

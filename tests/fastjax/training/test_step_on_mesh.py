@@ -17,7 +17,6 @@ from fastjax.parallel import make_mesh
 from fastjax.training.loss import loss_sums
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.placement import state_shardings
-from fastjax.runs.steps import sums_once
 from fastjax.training.step import init_state, make_eval_step, make_train_step
 from tests.support import families, steps, tiny
 
@@ -81,8 +80,7 @@ def trained(kind, mesh=None):
     ours, optimizer = model(kind), make_optimizer(OPTIMIZER, 3)
     mesh = None if mesh is None else make_mesh(**MESHES[mesh])
     loss = functools.partial(loss_sums, router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
-    options = {"loss": loss, "mesh": mesh, "sum_once": sums_once(ours, mesh)}
-    step = make_train_step(ours.graphdef, optimizer, ours.trainable_filter, **options)
+    step = make_train_step(ours.graphdef, optimizer, ours.trainable_filter, loss=loss, mesh=mesh)
     state, seen = init_state(ours.trainable, optimizer, jax.random.key(1)), []
     for number in range(3):
         with steps.compilations() as compiled:
@@ -96,8 +94,7 @@ def trained(kind, mesh=None):
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        ("lora", "data"),  # with dropout: sums in every layer
-        ("qlora", "data"),  # sums once
+        ("lora", "data"),
         ("full", "data and fsdp"),
         ("full, unrolled", "data and fsdp"),  # whose layers are stacked for the optimizer
         ("qlora", "data and fsdp"),

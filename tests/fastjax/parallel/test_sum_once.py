@@ -1,0 +1,125 @@
+"""Steps whose devices take gradients of their own rows alone and sum them once, beside those of one device."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from fastjax.data.batches import Batch
+from fastjax.errors import ConfigError
+from fastjax.parallel import gather, make_mesh
+from fastjax.runs.steps import sums_once
+from fastjax.training.optimizers import OptimizerConfig, make_optimizer
+from fastjax.training.step import init_state, make_train_step
+from tests.support import families, steps, tiny
+
+#: float32: sums over devices are another order of the same terms.
+LOSS_TOLERANCE, TOLERANCE = 1e-6, 1e-5
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.5, adam_epsilon=1e-3)
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "num_hidden_layers": 3}
+KINDS = {
+    "16 bits": {},
+    "nf4": {"load_in_4bit": True, "use_gradient_checkpointing": "projections"},
+    "unrolled": {"load_in_4bit": True, "layer_loop": "unroll"},
+    "tied": {"tie_word_embeddings": True},
+    "dropout": {"lora_dropout": 0.1},
+    "attention dropout": {"attention_dropout": 0.1},
+    "trained head": {"modules_to_save": ["lm_head"]},
+    "trained rows": {"trainable_token_indices": [3, 5, 64]},
+    "embedding's adapter": {"target_modules": ["q_proj", "embed_tokens"]},
+    "odd vocabulary": {"vocab_size": 101},
+}
+LOADING = ("load_in_4bit", "use_gradient_checkpointing", "layer_loop")
+ADAPTING = ("lora_dropout", "modules_to_save", "trainable_token_indices", "target_modules")
+
+
+@functools.cache
+def model(kind):
+    changes = KINDS[kind]
+    shape = {**SIZES, "tie_word_embeddings": False}
+    shape |= {name: value for name, value in changes.items() if name not in (*LOADING, *ADAPTING)}
+    loading = {name: changes[name] for name in LOADING if name in changes}
+    loading = {"load_in_4bit": False, "layer_loop": "scan", **loading}
+    base = tiny.model(tiny.shared_folder(**shape), tiny.config(**shape), **loading)
+    return tiny.adapted(base, **{name: changes[name] for name in ADAPTING if name in changes})
+
+
+@functools.cache
+def batch():
+    """Two microbatches of eight rows, one of them padding only."""
+    lengths = [(17, 20), (9, 4, 25), (38,), (11, 11), (2,), (), (40,), (21, 3)]
+    config = tiny.config(**SIZES | {"vocab_size": 101})
+    parts = [
+        tiny.rows([tiny.documents(config, row, seed=10 * part + n) for n, row in enumerate(lengths)], 40)
+        for part in range(2)
+    ]
+    return Batch(*(np.stack(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def made(kind, mesh, **options):
+    ours = model(kind)
+    return make_train_step(ours.graphdef, make_optimizer(OPTIMIZER, 3), ours.trainable_filter, mesh=mesh, **options)
+
+
+def trained(kind, mesh=None, **options):
+    ours, step = model(kind), made(kind, mesh, **options)
+    state, seen = init_state(ours.trainable, make_optimizer(OPTIMIZER, 3), jax.random.key(1)), []
+    for _ in range(3):
+        state, metrics = step(state, ours.frozen, batch())
+        seen.append(jax.device_get(metrics))
+    return seen, jax.device_get(state.trainable)
+
+
+@pytest.mark.both_worlds("nf4-fsdp", others="one_world")
+@pytest.mark.parametrize(
+    ("kind", "axes", "copies"),
+    [
+        pytest.param("16 bits", {"data": 8}, True, id="16 bits-data"),
+        pytest.param("nf4", {"fsdp": 4, "data": 2}, True, id="nf4-fsdp"),
+        pytest.param("nf4", {"fsdp": 2}, False, id="nf4-gathered"),
+        pytest.param("unrolled", {"fsdp": 2, "data": 2}, True, id="unrolled-fsdp"),
+        pytest.param("tied", {"fsdp": 8}, True, id="tied-fsdp"),
+        pytest.param("trained rows", {"fsdp": 2}, True, id="trained rows-fsdp"),
+    ],
+)
+def test_devices_that_sum_once_equal_one(kind, axes, copies, monkeypatch):
+    monkeypatch.setattr(gather, "_COPIES", 8 if copies else 1)
+    mesh = make_mesh(**axes)
+    assert sums_once(model(kind), mesh) == ("fsdp" not in axes)
+    expected, arrays = trained(kind)
+    found, spread = trained(kind, mesh, sum_once=True)
+    for one, several in zip(expected, found, strict=True):
+        np.testing.assert_allclose(several["loss"], one["loss"], rtol=LOSS_TOLERANCE)
+        np.testing.assert_allclose(several["grad_norm"], one["grad_norm"], rtol=TOLERANCE)
+        assert several["num_targets"] == one["num_targets"] and several["num_correct"] == one["num_correct"]
+    steps.assert_close(spread, arrays, TOLERANCE)
+
+
+@pytest.mark.one_world
+@pytest.mark.parametrize(
+    ("kind", "axes", "reason"),
+    [
+        ("dropout", {"data": 2}, None),
+        ("attention dropout", {"data": 2}, None),
+        ("nf4", {"fsdp": 2}, None),
+        ("16 bits", {"data": 2, "tensor": 2}, "on data 2 × tensor 2, where"),
+        ("trained head", {"fsdp": 2}, "where trained arrays are split over parallel.fsdp"),
+        ("odd vocabulary", {"fsdp": 2}, "where frozen matrices do not divide over parallel.fsdp"),
+        ("embedding's adapter", {"fsdp": 2}, "where the embeddings have an adapter, with parallel.fsdp above 1"),
+    ],
+)
+def test_who_does_not_sum_once(kind, axes, reason):
+    """Of some a step would be wrong, and is refused; others would draw other numbers, or have not been timed."""
+    ours, mesh = model(kind), make_mesh(**axes)
+    assert not sums_once(ours, mesh) and not sums_once(ours, None)
+    if reason is not None:
+        state = init_state(ours.trainable, make_optimizer(OPTIMIZER, 3), jax.random.key(1))
+        with pytest.raises(ConfigError, match=f"^sum_once: expected False {reason}.*, got True"):
+            made(kind, mesh, sum_once=True)(state, ours.frozen, batch())
+
+
+def test_mixtures_and_full_fine_tuning_sum_in_every_layer(tmp_path):
+    mixture = tiny.adapted(tiny.model(tmp_path, families.MIXTURES["qwen3_moe"]))
+    full = tiny.model(tiny.shared_folder(**SIZES), tiny.config(**SIZES), load_in_4bit=False, full_finetuning=True)
+    assert not any(sums_once(model, make_mesh(data=2)) for model in (mixture, full))
