@@ -31,7 +31,7 @@ from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Head, ScoreHead, quantized_projections, without_adapters
 from fastjax.models.remat import POLICIES, policy_of
 from fastjax.models.rotary import document_lengths, query_scales, rope_tables
-from fastjax.models.tensor_parts import layers_on_parts
+from fastjax.models.tensor_parts import copied, layers_on_parts
 from fastjax.parallel import in_order, own_tokens, tensor_devices
 from fastjax.parallel.gather import gathered
 
@@ -268,6 +268,8 @@ def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, cache
         kept = POLICIES[policy] if caches is None else None
         float8 = policy if kept is not None and kept.float8 else None
         own = tuple(P(*names[stack.count > 1 :]) for names in axes)
+        if tensor_devices() > 1:
+            arrays = copied(arrays, stacked=stack.count > 1)
         blocks.append((block_of(graphdef, own, places, float8), arrays))
     return run_layers(model.plan, blocks, x, context, caches, remat=model.remat)
 

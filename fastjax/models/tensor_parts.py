@@ -6,10 +6,12 @@ their outputs are summed (`parallel.tensor`). So all that lies between is a devi
 as modules of a smaller model: heads, parts and weights are a device's part.
 
 A weight of several parts is held as one weight a part (`held_apart`), each split by its own rows; an adapter's A or B
-is split as its weight is, and the other is whole.
+is split as its weight is, and the other is whole. Each device reads a copy of its own of what is the same on several
+(`copied`): so their gradients are summed once, behind the loop over the layers, and not beside each layer's products.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,13 +25,16 @@ from jaxtyping import Array, Float
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.models.attention import Context
+from fastjax.models.layout import MIN_ADAPTER
 from fastjax.models.projection import Projection
 from fastjax.parallel import BATCH, CONTEXT, TENSOR, local, rows_split, split_axis, tensor_devices
+from fastjax.parallel.islands import on_axes
 from fastjax.quantization import MixedWeight, Weight, WeightLike, as_weight, concatenate, rows_of
 
 #: Places of the projections of which a device has output rows, and of those of which it has input columns.
 BY_ROWS = (("self_attn", "qkv"), ("mlp", "gate_up"))
 BY_COLUMNS = (("self_attn", "o"), ("mlp", "down"))
+_ADAPTER = ("lora_A", "lora_B")
 
 
 def held_apart(frozen: Any, config: ModelConfig, devices: int) -> Any:
@@ -62,6 +67,27 @@ def held_apart(frozen: Any, config: ModelConfig, devices: int) -> Any:
     return jax.tree_util.tree_map_with_path(of, frozen, is_leaf=lambda leaf: isinstance(leaf, Weight))
 
 
+def copied(arrays: Any, *, stacked: bool) -> Any:
+    """Layers' arrays with a copy of each adapter for every device that has the same one; those that `fsdp` splits stay.
+
+    Args:
+        arrays: of the layers of one period, by position.
+        stacked: whether they lead with an axis over layers, which the copies' axis then follows.
+    """
+    lead = int(stacked)
+
+    def of(path: tuple[Any, ...], leaf: Any) -> Any:
+        keys = tuple(key.key for key in path)
+        if keys[-1] not in _ADAPTER or math.prod(leaf.shape[lead:]) >= MIN_ADAPTER:
+            return leaf
+        places = _adapter_places(keys)
+        shape = (*leaf.shape[:lead], _count(places[0]), *leaf.shape[lead:])
+        copies = jnp.broadcast_to(jnp.expand_dims(leaf, lead), shape)
+        return lax.with_sharding_constraint(copies, P(*[None] * lead, *places))
+
+    return jax.tree_util.tree_map_with_path(of, arrays, is_leaf=lambda leaf: isinstance(leaf, Weight))
+
+
 def layers_on_parts(
     run: Callable[..., Any],
     layers: nnx.List,
@@ -73,7 +99,7 @@ def layers_on_parts(
 
     Args:
         run: of the layers, their input and what all layers read; gives their output, and the routers' sums.
-        layers: whole.
+        layers: whole, with adapters as `copied` makes them.
         x: the input.
         shared: that all layers read.
         rest: more arguments, the same on all devices.
@@ -92,7 +118,7 @@ def layers_on_parts(
     context = Context(of_tokens, P(BATCH), P(), query_scales=of_tokens, mask=of_tokens)  # pyright: ignore
 
     def own(state: Any, x: Array, shared: Context, *rest: Any) -> Any:
-        mine = nnx.merge(graphdef, state)
+        mine = nnx.merge(graphdef, _own_copies(state))
         for layer in mine:
             _shrink(layer, devices)
             layer.split = split
@@ -128,9 +154,33 @@ def _specs(state: Any) -> Any:
         by_rows, by_columns = place in BY_ROWS, place in BY_COLUMNS
         if last == "weight" and (by_rows or by_columns):
             return as_weight(leaf).axes(TENSOR if by_rows else None, TENSOR if by_columns else None)
-        if last == "lora_B" and by_rows:
-            return P(TENSOR)
-        return P(None, TENSOR) if last == "lora_A" and by_columns else P()
+        if last not in _ADAPTER:
+            return P()
+        copies, *places = _adapter_places(keys)
+        return P(*places) if leaf.ndim == len(places) else P(copies, *places)
+
+    return jax.tree_util.tree_map_with_path(of, state, is_leaf=lambda leaf: isinstance(leaf, Weight))
+
+
+def _adapter_places(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The mesh axes of an adapter's copies [copies, rows, columns]."""
+    place, last = keys[1:3], keys[-1]
+    rows = TENSOR if last == "lora_B" and place in BY_ROWS else None
+    columns = TENSOR if last == "lora_A" and place in BY_COLUMNS else None
+    alike = (*BATCH, CONTEXT, TENSOR) if rows is columns is None else (*BATCH, CONTEXT)
+    return on_axes(alike, jax.sharding.get_abstract_mesh()), rows, columns
+
+
+def _count(axes: tuple[str, ...] | None) -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in axes or ())
+
+
+def _own_copies(state: Any) -> Any:
+    """A device's parts of some layers' arrays, with its own copies of the adapters."""
+
+    def of(path: tuple[Any, ...], leaf: Any) -> Any:
+        return leaf[0] if path[-1].key in _ADAPTER and leaf.ndim == 3 else leaf
 
     return jax.tree_util.tree_map_with_path(of, state, is_leaf=lambda leaf: isinstance(leaf, Weight))
 

@@ -158,6 +158,12 @@ def test_heads_and_features_over_devices_gather_tokens_and_scatter_sums_twice_a_
     # and up, columns of o and down.
     (codes,) = [shapes for _, shapes in forward if "u8[" in shapes]
     assert len(forward) == 5, forward
+    # The adapters' gradients are summed behind the loop.
+    sums, behind = (
+        [shapes for kind, shapes in collectives(part) if kind == "all-reduce"]
+        for part in (text, text[text.index("\nENTRY ") :])
+    )
+    assert sums == behind, sums
     whole = {"256,256", "128,256", "512,128", "512,256"}
     assert {dims for dims in re.findall(r"u8\[([\d,]+)\]", codes)} & whole == whole, codes
 
