@@ -37,7 +37,7 @@ def main() -> int:
         settings["output"]["output_dir"] = str(arguments.output / name.replace(" ", "-"))
         file.write_text(yaml.safe_dump(settings), encoding="utf-8")
         command = [sys.executable, "-m", "fastjax", *before, "train", "--config", str(file)]
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         lines = (Path(settings["output"]["output_dir"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [row for row in map(json.loads, lines) if "loss" in row]
         speed = statistics.median(row["tokens_per_second"] for row in rows[len(rows) // 2 :])

@@ -16,7 +16,7 @@ from fastjax.models.layout import LayerStack
 from fastjax.models.remat import checkpointed, offloads, policy_of
 from fastjax.models.streamed import has_streamed, on_device, run_streamed
 from fastjax.parallel import several_devices
-from fastjax.parallel.gather import holds_shards, splits_weights
+from fastjax.parallel.gather import splits_weights
 
 #: Sums over the layers by name, such as the routers' loads; none: an empty dictionary, which compiles to nothing.
 Sums = dict[str, Float[Array, "..."]]
@@ -74,7 +74,7 @@ def run_layers(
         remat: as `policy_of` takes it; a stack's layers are of one policy. A pass with caches has no backward pass and
             keeps nothing.
     """
-    gathers = splits_weights() or holds_shards()
+    gathers = splits_weights()
 
     @functools.cache
     def single(block: Block, policy: str) -> Block:

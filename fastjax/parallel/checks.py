@@ -50,21 +50,6 @@ def check_exchange(config: ModelConfig, shape: MeshShape, gradient_exchange: str
             raise ConfigError(f"parallel.gradient_exchange: expected {expected}, got {gradient_exchange}")
 
 
-def sums_apart(config: ModelConfig, shape: MeshShape) -> Iterator[str]:
-    """Why devices with rows of their own cannot take gradients of these alone and sum them once.
-
-    Args:
-        config: the model's.
-        shape: devices along each mesh axis.
-    """
-    if shape.data * shape.fsdp == 1:
-        yield "on one device"
-    if shape.size > shape.data * shape.fsdp:
-        yield f"on {shape}, where parallel.expert, context or tensor is above 1"
-    if config.moe is not None:
-        yield "with a mixture of experts, whose routers' losses are of the whole batch"
-
-
 def check_rows(rows: int, length: int, shape: MeshShape) -> None:
     """Refuse batches that cannot be cut into equal parts for the devices.
 

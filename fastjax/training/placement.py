@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import BATCH, MeshShape, checks, place, shard_frozen
+from fastjax.parallel import BATCH, MeshShape, place, shard_frozen
 from fastjax.parallel.gather import split_places
 from fastjax.parallel.islands import on_axes
 from fastjax.training.optimizers.adafactor import Factored
@@ -93,9 +93,17 @@ def sums_apart(trainable: Any, frozen: Any, config: ModelConfig, mesh: Mesh | No
         frozen: the others.
         config: the model's.
         mesh: the mesh; None: one device.
+
+    Yields:
+        Clauses for behind "expected False": none where they can.
     """
     shape = MeshShape() if mesh is None else MeshShape(**mesh.shape)
-    yield from checks.sums_apart(config, shape)
+    if shape.data * shape.fsdp == 1:
+        yield "on one device"
+    if shape.size > shape.data * shape.fsdp:
+        yield f"on {shape}, where parallel.expert, context or tensor is above 1"
+    if config.moe is not None:
+        yield "with a mixture of experts, whose routers' losses are of the whole batch"
     if mesh is None or shape.fsdp == 1:
         return
     if any("fsdp" in axes for axes in _mesh_axes(trainable, config, mesh)):

@@ -127,9 +127,10 @@ def make_train_step(
             every step: place them once with `parallel.shard_frozen`.
         gradient_exchange: how gradients travel between replicas, a key of `parallel.exchange.FORMATS`.
         sum_once: each device takes the gradient of its own rows and sums it with the others' once, behind the backward
-            pass, where a scan over the layers would sum each layer's beside the next one's products; shards of frozen
-            weights are then copied from device to device. For adapters on meshes of `data` and `fsdp`
-            (`training.placement.sums_apart`), and losses that are sums over rows, without noise.
+            pass, where a scan over the layers would sum each layer's beside the next one's products. For adapters on
+            meshes of `data` and `fsdp` (`training.placement.sums_apart` says what is refused), and losses that are
+            sums over rows, without noise. With `fsdp` shards of frozen weights are copied from device to device, which
+            has run on CPUs alone so far; the checkpointing policy "none" keeps what is copied.
         quantize_from: updates made before fake quantisers (`models.quantized`) come into force, in the same program.
         compiler_options: XLA's, for this step alone, beside `COMPILER_OPTIONS` and before them.
 

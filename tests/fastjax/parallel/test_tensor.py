@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
+from fastjax.models import tensor_parts
 from fastjax.models.tensor_parts import BY_COLUMNS, BY_ROWS, held_apart
 from fastjax.parallel import make_mesh
 from fastjax.quantization import as_weight, dequantize
@@ -86,3 +87,13 @@ def test_a_layer_on_several_devices_equals_one(kind, mesh):
         np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=TOLERANCE)
         assert many["num_targets"] == one["num_targets"] and many["num_correct"] == one["num_correct"]
     steps.assert_close(spread, arrays, TOLERANCE)
+
+
+@pytest.mark.one_world
+def test_large_adapters_stay_where_they_lie(monkeypatch):
+    """They are not copied to every device, and train alike."""
+    expected, _ = trained("lora", None)
+    monkeypatch.setattr(tensor_parts, "MIN_ADAPTER", 1)
+    found, _ = trained.__wrapped__("lora", "tensor")
+    for one, many in zip(expected, found, strict=True):
+        np.testing.assert_allclose(many["loss"], one["loss"], rtol=LOSS_TOLERANCE)
