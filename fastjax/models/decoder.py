@@ -29,11 +29,12 @@ from fastjax.models.neftune import noisy_embeddings
 from fastjax.models.norms import Norm
 from fastjax.models.precision import Precision
 from fastjax.models.projection import Embedding, Head, ScoreHead, quantized_projections, without_adapters
-from fastjax.models.remat import POLICIES, policy_of
+from fastjax.models.remat import POLICIES, offloads, policy_of
 from fastjax.models.rotary import document_lengths, query_scales, rope_tables
+from fastjax.models.streamed import has_streamed
 from fastjax.models.tensor_parts import copied, layers_on_parts
 from fastjax.parallel import in_order, own_tokens, tensor_devices
-from fastjax.parallel.gather import gathered
+from fastjax.parallel.gather import Shards, completed, gathered, holds_shards, parted
 
 
 class Forward(NamedTuple):
@@ -270,7 +271,11 @@ def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, cache
         own = tuple(P(*names[stack.count > 1 :]) for names in axes)
         if tensor_devices() > 1:
             arrays = copied(arrays, stacked=stack.count > 1)
-        blocks.append((block_of(graphdef, own, places, float8), arrays))
+        block = block_of(graphdef, own, places, float8)
+        if holds_shards() and stack.count > 1 and not offloads(policy) and not has_streamed(arrays):
+            arrays, shards = parted(arrays, own)
+            block = _with_shards(block_of(graphdef, (P(),) * len(own), places, float8), stack, shards)
+        blocks.append((block, arrays))
     return run_layers(model.plan, blocks, x, context, caches, remat=model.remat)
 
 
@@ -286,7 +291,7 @@ def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...], places: int | None, f
 
     def block(x, state, shared, first, cache):
         apart = tensor_devices() > 1
-        layers = nnx.merge(graphdef, state if apart else gathered(state, axes))
+        layers = nnx.merge(graphdef, state if apart else gathered(state, axes, x))
         if float8 is not None:
             keep_in_float8(layers, float8, x.dtype, places)
         if not apart:
@@ -295,6 +300,22 @@ def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...], places: int | None, f
         return x, None, sums
 
     return block
+
+
+def _with_shards(block: Block, stack: LayerStack, shards: Shards) -> Block:
+    """A block that gathers what `parted` took out of its state: whole stacks, of which nobody copies a layer's shards.
+
+    Args:
+        block: of whole arrays.
+        stack: its layers.
+        shards: of all of them.
+    """
+
+    def complete(x, state, shared, first, cache):
+        layer = (first - stack.start) // stack.period
+        return block(x, completed(state, shards, layer, x), shared, first, cache)
+
+    return complete
 
 
 def _run(

@@ -1,29 +1,25 @@
 """Gathering sharded weights where they are used.
 
 XLA places the gathers where the compiler splits the program over the devices. In an island over `fsdp`, where a step's
-devices take gradients apart, they are written out: where one process has the devices, as copies from one to another,
-for which the copy engines need no multiprocessors; where several have them, as a gather of NCCL's.
+devices take gradients apart, they are written out (`pallas_kernels.shard_gather`): there each device reads a layer from
+the others' memory where it can.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import linear_call
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fastjax.parallel.mesh import MESH_AXES, spec_of
-
-#: Most devices among which a shard is copied to each; more gather.
-_COPIES = 8
-#: XLA's options of a step with copies: by the copy engines, not by a kernel of NCCL's.
-COPY_OPTIONS = {"xla_gpu_use_memcpy_local_p2p": True}
+from pallas_kernels import dispatch, shard_gather
 
 
-def gathered(tree: Any, axes: Sequence[P]) -> Any:
+def gathered(tree: Any, axes: Sequence[P], after: Array) -> Any:
     """Gather what the ambient mesh splits over `fsdp`, if anything; experts stay on their devices.
 
     Inside an island over `fsdp` it takes arrays with axes that `fsdp` splits for this device's shards.
@@ -34,10 +30,12 @@ def gathered(tree: Any, axes: Sequence[P]) -> Any:
     Args:
         tree: arrays.
         axes: the logical axes of each.
+        after: an island gathers nothing before this is there, and the devices have met.
     """
     if holds_shards():
-        leaves, structure = jax.tree.flatten(tree)
-        return structure.unflatten(map(_joined, leaves, axes))
+        rest, shards = parted(tree, axes)
+        one = shards._replace(stacks=[shard[None] for shard in shards.stacks])
+        return completed(rest, one, jnp.int32(0), after)
     if not splits_weights():
         return tree
     mesh = jax.sharding.get_abstract_mesh()
@@ -53,6 +51,48 @@ def gathered(tree: Any, axes: Sequence[P]) -> Any:
 
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(map(whole, leaves, axes))
+
+
+class Shards(NamedTuple):
+    """What `fsdp` splits of a stack's arrays, on one device.
+
+    Attributes:
+        stacks: this device's rows of all layers.
+        axes: the logical axes of each array of a layer, of the others too.
+        structure: of a layer's arrays.
+    """
+
+    stacks: Sequence[Array]
+    axes: Sequence[P]
+    structure: Any
+
+
+def parted(tree: Any, axes: Sequence[P]) -> tuple[list[Array], Shards]:
+    """A stack's arrays in an island over `fsdp`: those that are whole, and the shards.
+
+    A loop over the layers slices the former; `completed` reads a layer of the latter where they are.
+
+    Args:
+        tree: arrays that lead with the layers' axis.
+        axes: the logical axes of each behind it.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    rest = [leaf for leaf, names in zip(leaves, axes, strict=True) if not is_split(names)]
+    stacks = [leaf for leaf, names in zip(leaves, axes, strict=True) if is_split(names)]
+    return rest, Shards(stacks, axes, structure)
+
+
+def completed(rest: Sequence[Array], shards: Shards, layer: Int[Array, ""], after: Array) -> Any:
+    """One layer's arrays, gathered, of those that `parted` gave.
+
+    Args:
+        rest: this layer's arrays that are whole.
+        shards: of all layers.
+        layer: its place in the stacks.
+        after: as for `gathered`.
+    """
+    others, whole = iter(rest), iter(_layer(shards.stacks, layer, after))
+    return shards.structure.unflatten([next(whole if is_split(names) else others) for names in shards.axes])
 
 
 def scattered(gradients: Any, axes: Any) -> Any:
@@ -80,13 +120,13 @@ def holds_shards() -> bool:
     return _splits(inside=True)
 
 
-def split_places(names: P) -> list[int]:
-    """The axes of an array that `fsdp` splits.
+def is_split(names: P) -> bool:
+    """Whether `fsdp` splits an array: of what an island gathers, its rows.
 
     Args:
         names: its logical axes.
     """
-    return [place for place, name in enumerate(names) if name is not None and "fsdp" in MESH_AXES[name]]
+    return any("fsdp" in MESH_AXES[name] for name in names if name is not None)
 
 
 def looked_up(shard: Float[Array, "V E"], tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
@@ -110,13 +150,14 @@ def everything_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in ("linear_call", "sharding_constraint")
 
 
-def copies_shards(devices: int) -> bool:
-    """Whether an island's gathers are copies from device to device.
+def reads_shards(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh read one another's shards in an island, so that none waits for another.
 
     Args:
-        devices: along `fsdp`.
+        mesh: the mesh.
     """
-    return devices <= _COPIES and jax.process_count() == 1
+    in_order = [device.id for device in mesh.devices.flat] == list(range(mesh.size))
+    return in_order and shard_gather.why_not_peers(dispatch.target()) is None
 
 
 def _splits(*, inside: bool) -> bool:
@@ -125,22 +166,15 @@ def _splits(*, inside: bool) -> bool:
     return not mesh.empty and mesh.shape.get("fsdp", 1) > 1 and manual == inside
 
 
-def _joined(shard: Array, names: P) -> Array:
-    """The array of which each device has a shard, in an island; other arrays as they are."""
-    places = split_places(names)
-    if not places:
-        return shard
-    (axis,), count = places, jax.lax.axis_size("fsdp")
-    if not copies_shards(count):
-        return jax.lax.all_gather(shard, "fsdp", axis=axis, tiled=True)
-    # In turn those of the devices behind this one; the array begins with the first device's. One pass puts them there.
-    turn = [
-        jax.lax.ppermute(shard, "fsdp", [((device + ahead) % count, device) for device in range(count)])
-        for ahead in range(1, count)
-    ]
-    ring = jnp.concatenate([shard, *turn, shard, *turn[:-1]], axis)
-    first = (count - jax.lax.axis_index("fsdp")) % count * shard.shape[axis]
-    return jax.lax.dynamic_slice_in_dim(ring, first, count * shard.shape[axis], axis)
+def _layer(stacks: Sequence[Array], layer: Int[Array, ""], after: Array) -> list[Array]:
+    """A layer of stacks of shards, whole, in an island.
+
+    Where devices read one another's memory, `after` is what they have met for: it depends on a collective of the step,
+    which a device whose weights are not there yet has not entered.
+    """
+    bits = jax.lax.bitcast_convert_type(after.ravel()[0].astype(jnp.bfloat16), jnp.uint16)
+    met = bits.astype(jnp.int32) >> 16  # 0: of 16 bits none is left
+    return shard_gather.gather(stacks, layer + met, "fsdp")
 
 
 def _whole(leaf: Array, spec: P, rest: P) -> Array:

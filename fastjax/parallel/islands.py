@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 #: Mesh axes over which the batch is split, and over which its rows' tokens are.
@@ -24,26 +24,29 @@ ROWS = P(BATCH, (CONTEXT, TENSOR))
 SHARES = P((*BATCH, CONTEXT, TENSOR))
 
 
-def local(op: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def local(op: Callable[..., Any], in_specs: Any, out_specs: Any, *, mesh: Mesh | None = None) -> Callable[..., Any]:
     """Run an operation on each device's own part of its arguments.
 
     Args:
         op: arrays in, arrays out; differentiable if the island is to be.
         in_specs: a PartitionSpec for each argument (a prefix tree), in terms of the ambient mesh's axes.
         out_specs: likewise for the results.
+        mesh: the ambient one, where the island has kernels that read other devices' memory: these are lowered for its
+            devices by number, and lowering may come when it is ambient no more. None: there are none.
 
     Returns:
         `op` itself where the ambient mesh (`jax.set_mesh`) has one device or none, or where the caller is already
         inside an island; else `op` in a shard_map over the ambient mesh.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not several_devices() or all(kind == AxisType.Manual for kind in mesh.axis_types):
+    ambient = jax.sharding.get_abstract_mesh()
+    if not several_devices() or all(kind == AxisType.Manual for kind in ambient.axis_types):
         return op
-    in_specs, out_specs = (
-        jax.tree.map(lambda spec: P(*(on_axes(part, mesh) for part in spec)), specs, is_leaf=lambda s: isinstance(s, P))
-        for specs in (in_specs, out_specs)
-    )
-    return jax.shard_map(op, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def placed(spec: P) -> P:
+        return P(*(on_axes(part, ambient) for part in spec))
+
+    in_specs, out_specs = jax.tree.map(placed, (in_specs, out_specs), is_leaf=lambda s: isinstance(s, P))
+    return jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def several_devices() -> bool:

@@ -101,6 +101,6 @@ def _head(
     arrays = nnx.to_pure_dict(frozen)
     if holds_shards() and "weight" in arrays:
         # Not before the layers have run: the whole table would lie there beside them.
-        shard, _ = jax.lax.optimization_barrier((arrays["weight"], jax.lax.stop_gradient(hidden)))
-        arrays |= {"weight": gathered(shard, [P("vocabulary", None)])}
+        after = jax.lax.stop_gradient(hidden)
+        arrays |= {"weight": gathered(arrays["weight"], [P("vocabulary", None)], after)}
     return project, nnx.to_pure_dict(trained), arrays, options

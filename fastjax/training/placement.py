@@ -16,7 +16,7 @@ from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING
 from fastjax.models.layout import logical_axes
 from fastjax.parallel import BATCH, MeshShape, place, shard_frozen
-from fastjax.parallel.gather import split_places
+from fastjax.parallel.gather import is_split
 from fastjax.parallel.islands import on_axes
 from fastjax.training.optimizers.adafactor import Factored
 from fastjax.training.optimizers.alike import Alike
@@ -110,7 +110,7 @@ def sums_apart(trainable: Any, frozen: Any, config: ModelConfig, mesh: Mesh | No
         yield "where trained arrays are split over parallel.fsdp"
     axes = jax.tree.leaves(logical_axes(frozen, config), is_leaf=lambda node: isinstance(node, P))
     split = ("fsdp" in found for found in _mesh_axes(frozen, config, mesh))
-    if any(split_places(names) and not there for names, there in zip(axes, split, strict=True)):
+    if any(is_split(names) and not there for names, there in zip(axes, split, strict=True)):
         yield "where frozen matrices do not divide over parallel.fsdp"
     if "adapter" in trainable.get(EMBEDDING, {}):
         yield "where the embeddings have an adapter, with parallel.fsdp above 1"

@@ -30,7 +30,7 @@ from fastjax.models.tensor_parts import held_apart
 from fastjax.parallel import BATCH, MeshShape, batch_part, local, place, row_shardings
 from fastjax.parallel.checks import check_exchange, check_rows
 from fastjax.parallel.exchange import Feedback, exchange, no_feedback
-from fastjax.parallel.gather import COPY_OPTIONS, copies_shards, scattered
+from fastjax.parallel.gather import scattered
 from fastjax.training.commit import finite_or_kept
 from fastjax.training.health import squared_norms
 from fastjax.training.loss import Loss, LossSums, Mean, loss_sums
@@ -129,8 +129,8 @@ def make_train_step(
         sum_once: each device takes the gradient of its own rows and sums it with the others' once, behind the backward
             pass, where a scan over the layers would sum each layer's beside the next one's products. For adapters on
             meshes of `data` and `fsdp` (`training.placement.sums_apart` says what is refused), and losses that are
-            sums over rows, without noise. With `fsdp` shards of frozen weights are copied from device to device, which
-            has run on CPUs alone so far; the checkpointing policy "none" keeps what is copied.
+            sums over rows, without noise. With `fsdp` a device reads the others' shards of frozen weights where it can
+            (`pallas_kernels.shard_gather`); the checkpointing policy "none" keeps what is gathered.
         quantize_from: updates made before fake quantisers (`models.quantized`) come into force, in the same program.
         compiler_options: XLA's, for this step alone, beside `COMPILER_OPTIONS` and before them.
 
@@ -173,7 +173,8 @@ def make_train_step(
         if mesh is not None and mesh.shape["fsdp"] > 1:
             config = nnx.merge(graphdef, state.trainable, frozen).config
             shards = jax.tree.map(lambda place: place.spec, weight_shardings(frozen, config, mesh))
-        island = local(own, (whole, parts, shards, P(None, BATCH), whole), (whole, whole, whole, parts))
+        places = (whole, parts, shards, P(None, BATCH), whole), (whole, whole, whole, parts)
+        island = local(own, *places, mesh=mesh)
         return island(state._replace(feedback=None), state.feedback, frozen, batch, targets)
 
     def step(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -212,8 +213,6 @@ def make_train_step(
             metrics |= {"loss_scale": state.loss_scale.scale, "skipped_steps": scale.skipped_steps}
         return new_state._replace(halted=state.halted | (~finite & lost)), metrics
 
-    if sum_once and mesh is not None and 1 < mesh.shape["fsdp"] and copies_shards(mesh.shape["fsdp"]):
-        compiler_options = {**COPY_OPTIONS, **(compiler_options or {})}
     return _on_mesh(
         step, graphdef, trainable_filter, mesh, compiler_options, donate=(0,) if donate else (), updates=True
     )

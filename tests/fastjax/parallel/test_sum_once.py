@@ -8,7 +8,7 @@ import pytest
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
-from fastjax.parallel import gather, make_mesh
+from fastjax.parallel import make_mesh
 from fastjax.runs.steps import sums_once
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
@@ -73,18 +73,16 @@ def trained(kind, mesh=None, **options):
 
 @pytest.mark.both_worlds("nf4-fsdp", others="one_world")
 @pytest.mark.parametrize(
-    ("kind", "axes", "copies"),
+    ("kind", "axes"),
     [
-        pytest.param("16 bits", {"data": 8}, True, id="16 bits-data"),
-        pytest.param("nf4", {"fsdp": 4, "data": 2}, True, id="nf4-fsdp"),
-        pytest.param("nf4", {"fsdp": 2}, False, id="nf4-gathered"),
-        pytest.param("unrolled", {"fsdp": 2, "data": 2}, True, id="unrolled-fsdp"),
-        pytest.param("tied", {"fsdp": 8}, True, id="tied-fsdp"),
-        pytest.param("trained rows", {"fsdp": 2}, True, id="trained rows-fsdp"),
+        pytest.param("16 bits", {"data": 8}, id="16 bits-data"),
+        pytest.param("nf4", {"fsdp": 4, "data": 2}, id="nf4-fsdp"),
+        pytest.param("unrolled", {"fsdp": 2, "data": 2}, id="unrolled-fsdp"),
+        pytest.param("tied", {"fsdp": 8}, id="tied-fsdp"),
+        pytest.param("trained rows", {"fsdp": 2}, id="trained rows-fsdp"),
     ],
 )
-def test_devices_that_sum_once_equal_one(kind, axes, copies, monkeypatch):
-    monkeypatch.setattr(gather, "_COPIES", 8 if copies else 1)
+def test_devices_that_sum_once_equal_one(kind, axes):
     mesh = make_mesh(**axes)
     assert sums_once(model(kind), mesh) == ("fsdp" not in axes)
     expected, arrays = trained(kind)

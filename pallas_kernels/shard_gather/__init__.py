@@ -1,0 +1,6 @@
+"""Arrays of which each device has a shard, one layer of a stack at a time."""
+
+from pallas_kernels.shard_gather.api import gather
+from pallas_kernels.shard_gather.implementations import REGISTRY, Case, why_not_peers
+
+__all__ = ["REGISTRY", "Case", "gather", "why_not_peers"]
