@@ -21,6 +21,33 @@ def mosaic_load(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
+def reading_peers(**options: Any) -> Any:
+    """`plgpu.CompilerParams` of a kernel that reads what no device writes in the program: none waits for the others.
+
+    Args:
+        options: others.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if JAX_VERSION >= (0, 11):
+        options["skip_device_barrier"] = True
+    return plgpu.CompilerParams(**options)
+
+
+def peer_ref(ref: Any, axis_name: str, index: Any) -> Any:
+    """A kernel's reference to the same argument on another device.
+
+    Args:
+        ref: in global memory.
+        axis_name: mesh axis along which the device lies.
+        index: its place there.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    device: Any = {axis_name: index}
+    return plgpu.remote_ref(ref, device)
+
+
 def silence_triton_deprecation() -> None:
     """Keep jax 0.11 from warning, at every lowering, that it will drop Pallas-Triton one day; that warning alone."""
     warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)

@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--layer_loop", default="scan")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3, help="steps before these; 1 where one takes long")
+    parser.add_argument("--sum_once", action="store_true", help="on several devices, where a run would not too")
     parser.add_argument("--traces", type=Path, help="folder")
     parser.add_argument("--output", type=Path, help="JSON lines")
     arguments = parser.parse_args()
@@ -68,7 +69,7 @@ def main() -> None:
             compiler_options=() if options == "none" else tuple(options.split(",")), **full,
         )  # fmt: skip
         folder = None if arguments.traces is None else arguments.traces / str(number)
-        result = measure(case, folder)
+        result = measure(case, folder, sum_once=case.mesh is not None if arguments.sum_once else None)
         row = {
             "mesh": case.where, "options": options, "step_seconds": result.step_seconds,
             "tokens_per_second": result.tokens_per_second, "compile_seconds": result.compile_seconds,

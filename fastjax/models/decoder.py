@@ -35,6 +35,7 @@ from fastjax.models.streamed import has_streamed
 from fastjax.models.tensor_parts import copied, layers_on_parts
 from fastjax.parallel import in_order, own_tokens, tensor_devices
 from fastjax.parallel.gather import Shards, completed, gathered, holds_shards, parted
+from fastjax.quantization import Weight
 
 
 class Forward(NamedTuple):
@@ -271,27 +272,39 @@ def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, cache
         own = tuple(P(*names[stack.count > 1 :]) for names in axes)
         if tensor_devices() > 1:
             arrays = copied(arrays, stacked=stack.count > 1)
-        block = block_of(graphdef, own, places, float8)
         if holds_shards() and stack.count > 1 and not offloads(policy) and not has_streamed(arrays):
-            arrays, shards = parted(arrays, own)
-            block = _with_shards(block_of(graphdef, (P(),) * len(own), places, float8), stack, shards)
-        blocks.append((block, arrays))
+            arrays, shards = parted(arrays, own, _in_place(arrays))
+            blocks.append((_with_shards(block_of(graphdef, None, places, float8), stack, shards), arrays))
+        else:
+            blocks.append((block_of(graphdef, own, places, float8), arrays))
     return run_layers(model.plan, blocks, x, context, caches, remat=model.remat)
 
 
-def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...], places: int | None, float8: str | None) -> Block:
+def _in_place(arrays: Any) -> list[bool]:
+    """Of each array, whether the products with its weight take it as `shard_gather.Shared`."""
+    weights = jax.tree.leaves(arrays, is_leaf=lambda node: isinstance(node, Weight))
+    return [
+        there
+        for weight in weights
+        for there in jax.tree.leaves(weight.in_place() if isinstance(weight, Weight) else False)
+    ]
+
+
+def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...] | None, places: int | None, float8: str | None) -> Block:
     """The block function of stacks of equal layers.
 
     Args:
         graphdef: of one period's layers.
-        axes: logical axes of their arrays.
+        axes: logical axes of their arrays; None: these come whole.
         places: of a row that the MLP takes at once; None: all.
         float8: the policy, if the MLPs keep gate and up in float8.
     """
 
     def block(x, state, shared, first, cache):
         apart = tensor_devices() > 1
-        layers = nnx.merge(graphdef, state if apart else gathered(state, axes, x))
+        if axes is not None and not apart:
+            state = gathered(state, axes, x, _in_place(state))
+        layers = nnx.merge(graphdef, state)
         if float8 is not None:
             keep_in_float8(layers, float8, x.dtype, places)
         if not apart:

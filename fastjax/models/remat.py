@@ -50,8 +50,9 @@ _FENCES = {
     "xla_gpu_experimental_scheduler_memory_fencing_threshold_bytes": 1 << 20,
     "xla_gpu_experimental_scheduler_memory_fencing_slack_windows": 1,
 }
-#: Of the steps whose scans gather frozen weights. XLA takes a gather to be as quick as the link at its best, and begins
-#: it so late that a part of it is hidden; with fixed costs it begins several kernels ahead.
+#: Of the steps whose scans gather frozen weights, or activations along `tensor`. XLA takes a gather to be as quick as
+#: the link at its best, and begins it so late that a part of it is hidden; with fixed costs it begins several kernels
+#: ahead.
 _GATHERS_EARLY = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_analytical_sol_latency_estimator": False,
@@ -143,7 +144,7 @@ def compiler_options(graphdef: nnx.GraphDef, *, gathers: bool = False) -> dict[s
 
     Args:
         graphdef: of the decoder.
-        gathers: whether its layers' frozen weights are gathered from other devices.
+        gathers: whether its layers gather frozen weights or activations from other devices.
 
     Raises:
         ConfigError: all layers are called one by one and offload, which needs jax 0.11.

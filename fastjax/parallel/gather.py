@@ -5,21 +5,22 @@ devices take gradients apart, they are written out (`pallas_kernels.shard_gather
 the others' memory where it can.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import linear_call
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from fastjax.parallel.mesh import MESH_AXES, spec_of
-from pallas_kernels import dispatch, shard_gather
+from pallas_kernels import shard_gather
 
 
-def gathered(tree: Any, axes: Sequence[P], after: Array) -> Any:
+def gathered(tree: Any, axes: Sequence[P], after: Array, in_place: Sequence[bool] = ()) -> Any:
     """Gather what the ambient mesh splits over `fsdp`, if anything; experts stay on their devices.
 
     Inside an island over `fsdp` it takes arrays with axes that `fsdp` splits for this device's shards.
@@ -31,9 +32,10 @@ def gathered(tree: Any, axes: Sequence[P], after: Array) -> Any:
         tree: arrays.
         axes: the logical axes of each.
         after: an island gathers nothing before this is there, and the devices have met.
+        in_place: as for `parted`.
     """
     if holds_shards():
-        rest, shards = parted(tree, axes)
+        rest, shards = parted(tree, axes, in_place)
         one = shards._replace(stacks=[shard[None] for shard in shards.stacks])
         return completed(rest, one, jnp.int32(0), after)
     if not splits_weights():
@@ -58,16 +60,18 @@ class Shards(NamedTuple):
 
     Attributes:
         stacks: this device's rows of all layers.
-        axes: the logical axes of each array of a layer, of the others too.
+        split: of each array of a layer, whether it is one of them.
+        in_place: of each of them, whether its readers take it where it lies.
         structure: of a layer's arrays.
     """
 
     stacks: Sequence[Array]
-    axes: Sequence[P]
+    split: Sequence[bool]
+    in_place: Sequence[bool]
     structure: Any
 
 
-def parted(tree: Any, axes: Sequence[P]) -> tuple[list[Array], Shards]:
+def parted(tree: Any, axes: Sequence[P], in_place: Sequence[bool] = ()) -> tuple[list[Array], Shards]:
     """A stack's arrays in an island over `fsdp`: those that are whole, and the shards.
 
     A loop over the layers slices the former; `completed` reads a layer of the latter where they are.
@@ -75,15 +79,17 @@ def parted(tree: Any, axes: Sequence[P]) -> tuple[list[Array], Shards]:
     Args:
         tree: arrays that lead with the layers' axis.
         axes: the logical axes of each behind it.
+        in_place: of each, whether its readers take it as `shard_gather.Shared`; empty: of none.
     """
     leaves, structure = jax.tree.flatten(tree)
-    rest = [leaf for leaf, names in zip(leaves, axes, strict=True) if not is_split(names)]
-    stacks = [leaf for leaf, names in zip(leaves, axes, strict=True) if is_split(names)]
-    return rest, Shards(stacks, axes, structure)
+    split = [is_split(names) for names in axes]
+    rest = [leaf for leaf, here in zip(leaves, split, strict=True) if not here]
+    stacks, places = itertools.compress(leaves, split), itertools.compress(in_place or [False] * len(leaves), split)
+    return rest, Shards(list(stacks), split, list(places), structure)
 
 
 def completed(rest: Sequence[Array], shards: Shards, layer: Int[Array, ""], after: Array) -> Any:
-    """One layer's arrays, gathered, of those that `parted` gave.
+    """One layer's arrays of those that `parted` gave: gathered, or `Shared` for their readers.
 
     Args:
         rest: this layer's arrays that are whole.
@@ -91,8 +97,18 @@ def completed(rest: Sequence[Array], shards: Shards, layer: Int[Array, ""], afte
         layer: its place in the stacks.
         after: as for `gathered`.
     """
-    others, whole = iter(rest), iter(_layer(shards.stacks, layer, after))
-    return shards.structure.unflatten([next(whole if is_split(names) else others) for names in shards.axes])
+    # Where devices read one another's memory they have met first: what `after` is depends on a collective of the step,
+    # which a device whose weights are not there yet has not entered.
+    bits = jax.lax.bitcast_convert_type(after.ravel()[0].astype(jnp.bfloat16), jnp.uint16)
+    layer = layer + (bits.astype(jnp.int32) >> 16)  # of 16 bits none is left: 0, and not before `after`
+    gone = [stack for stack, there in zip(shards.stacks, shards.in_place, strict=True) if not there]
+    found, devices = iter(shard_gather.gather(gone, layer, "fsdp")), jax.lax.axis_size("fsdp")
+    pieces = (
+        shard_gather.Shared(stack, layer, "fsdp", devices) if there else next(found)
+        for stack, there in zip(shards.stacks, shards.in_place, strict=True)
+    )
+    others = iter(rest)
+    return shards.structure.unflatten([next(pieces if here else others) for here in shards.split])
 
 
 def scattered(gradients: Any, axes: Any) -> Any:
@@ -150,31 +166,10 @@ def everything_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in ("linear_call", "sharding_constraint")
 
 
-def reads_shards(mesh: Mesh) -> bool:
-    """Whether the devices of a mesh read one another's shards in an island, so that none waits for another.
-
-    Args:
-        mesh: the mesh.
-    """
-    in_order = [device.id for device in mesh.devices.flat] == list(range(mesh.size))
-    return in_order and shard_gather.why_not_peers(dispatch.target()) is None
-
-
 def _splits(*, inside: bool) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     manual = all(kind == AxisType.Manual for kind in mesh.axis_types)
     return not mesh.empty and mesh.shape.get("fsdp", 1) > 1 and manual == inside
-
-
-def _layer(stacks: Sequence[Array], layer: Int[Array, ""], after: Array) -> list[Array]:
-    """A layer of stacks of shards, whole, in an island.
-
-    Where devices read one another's memory, `after` is what they have met for: it depends on a collective of the step,
-    which a device whose weights are not there yet has not entered.
-    """
-    bits = jax.lax.bitcast_convert_type(after.ravel()[0].astype(jnp.bfloat16), jnp.uint16)
-    met = bits.astype(jnp.int32) >> 16  # 0: of 16 bits none is left
-    return shard_gather.gather(stacks, layer + met, "fsdp")
 
 
 def _whole(leaf: Array, spec: P, rest: P) -> Array:

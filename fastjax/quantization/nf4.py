@@ -101,6 +101,11 @@ class NF4Weight(Weight):
         island = local(product, in_specs=(ROWS, P(), P(), P()), out_specs=ROWS)
         return island(x, self.codes, self.scales(), self.quant_map)
 
+    def in_place(self) -> "NF4Weight":
+        """The codes, where rows are whole blocks."""
+        nowhere = jax.tree.map(lambda _: False, self)
+        return dataclasses.replace(nowhere, codes=self.order == "split")
+
     def dequantize(self, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
         """The matrix in `dtype`, as bitsandbytes decodes it: float32 value × float32 absmax in its own dtype, cast."""
         return nf4.dequantize(

@@ -55,6 +55,10 @@ class Weight(abc.ABC):
     def matmul(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
         """x·Wᵀ in the dtype of x, accumulated in float32; in true float32 where x is float32."""
 
+    def in_place(self) -> "Weight":
+        """Which of its arrays the products take as `shard_gather.Shared` too: a tree of bools."""
+        return jax.tree.map(lambda _: False, self)
+
     def transposed(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"]:
         """dy·W in the dtype of dy, the gradient that `matmul` passes to its input."""
         # The product is linear in x; it is not computed, only its transpose is.

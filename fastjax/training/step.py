@@ -360,7 +360,9 @@ def _on_mesh(
     `jitted` is the function, called in `jax.set_mesh`.
     """
     # Where every weight is trained, gradients take the link too, and an early start of the gathers does not help.
-    gathers = mesh is not None and mesh.shape["fsdp"] > 1 and trainable_filter is not nnx.Param
+    gathers = (
+        mesh is not None and max(mesh.shape["fsdp"], mesh.shape["tensor"]) > 1 and trainable_filter is not nnx.Param
+    )
     options = {**COMPILER_OPTIONS, **remat.compiler_options(graphdef, gathers=gathers), **(compiler_options or {})}
     if mesh is None:
         return jax.jit(function, donate_argnums=donate, compiler_options=options)

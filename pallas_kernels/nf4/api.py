@@ -26,10 +26,11 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, NF4_VALUES, ORDERS, num_blocks, num_bytes
 from pallas_kernels.nf4.implementations import DEQUANTIZE, FLOAT8, MATMUL, Decode, Float8, Product
+from pallas_kernels.shard_gather import Shared, whole
 
 
 def dequantize(
-    codes: UInt8[Array, "..."],
+    codes: UInt8[Array, "..."] | Shared,
     absmax: Float[Array, "..."],
     *,
     shape: tuple[int, int],
@@ -47,7 +48,8 @@ def dequantize(
     The codes stand for a frozen weight: no gradient flows to `absmax` or `quant_map`.
 
     Args:
-        codes: uint8, flat or in any shape, for example [out, in/2]; ceil(out·in / 2) bytes, or 32 a block.
+        codes: uint8, flat or in any shape, for example [out, in/2]; ceil(out·in / 2) bytes, or 32 a block. Rows that
+            other devices share (`shard_gather.Shared`) are decoded where they lie, or gathered first.
         absmax: float32, one a block of 64 elements, flat or in any shape, for example [out, in/64].
         shape: (out, in) of the matrix; blocks run over its rows.
         dtype: bfloat16, float16 or float32.
@@ -76,7 +78,7 @@ def dequantize(
 
 
 def dequantize_float8(
-    codes: UInt8[Array, "..."],
+    codes: UInt8[Array, "..."] | Shared,
     absmax: Float[Array, "..."],
     *,
     shape: tuple[int, int],
@@ -110,14 +112,14 @@ def dequantize_float8(
         raise ValueError(f"nf4.dequantize_float8: expected rows of whole blocks of {BLOCK}, got {out}×{columns}")
     case = Float8(Decode(dispatch.target(), shape, jnp.float8_e4m3fn, None, "split", True), transposed)
     chosen = FLOAT8[FLOAT8.choose(case, implementation)]
-    codes, absmax = lax.stop_gradient((codes, absmax))
+    codes, absmax = lax.stop_gradient((whole(codes), absmax))
     decode = chosen.backward if transposed else chosen.forward
     return decode(codes, absmax.reshape(out, columns // BLOCK), shape=shape)
 
 
 def matmul(
     x: Float[Array, "*rows in"],
-    codes: UInt8[Array, "..."],
+    codes: UInt8[Array, "..."] | Shared,
     absmax: Float[Array, "..."],
     *,
     shape: tuple[int, int],

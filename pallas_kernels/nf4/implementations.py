@@ -18,6 +18,7 @@ The dequantisation to float8_e4m3fn has two, to the matrix and to its transpose,
 none.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,9 +27,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.nf4 import config, mosaic_sm90, products, triton, triton_float8, triton_scales, xla
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, num_blocks
+from pallas_kernels.shard_gather import Shared, whole, why_not_peers
 
 
 class Decode(NamedTuple):
@@ -150,10 +153,21 @@ def _of_blocks(decode: Callable[..., Array], sizes: Callable[[DTypeLike], Any]) 
         del quant_map, order
         own, blocks = _kernel_dtype(dtype, through), num_blocks(shape)
         through = None if own == through else through
-        codes, absmax = codes.reshape(blocks, BLOCK_BYTES), absmax.reshape(blocks)
-        return decode(codes, absmax, dtype=own, config=sizes(own), through=through).reshape(shape).astype(dtype)
+        absmax, options = absmax.reshape(blocks), {"dtype": own, "config": sizes(own), "through": through}
+        if isinstance(codes, Shared) and _reads_shards(decode, codes, options["config"]):
+            stack = codes.stack.reshape(len(codes.stack), -1, BLOCK_BYTES)
+            found = mosaic_sm90.dequantize_shared(dataclasses.replace(codes, stack=stack), absmax, **options)
+        else:
+            found = decode(whole(codes).reshape(blocks, BLOCK_BYTES), absmax, **options)
+        return found.reshape(shape).astype(dtype)
 
     return dequantize
+
+
+def _reads_shards(decode: Callable[..., Array], codes: Shared, sizes: Any) -> bool:
+    """Whether a kernel decodes codes from other devices' memory."""
+    enough = codes.size // codes.devices >= sizes.blocks * BLOCK_BYTES
+    return decode is mosaic_sm90.dequantize and enough and why_not_peers(dispatch.target()) is None
 
 
 DEQUANTIZE: Registry[Decode] = Registry(

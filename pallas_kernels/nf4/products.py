@@ -10,6 +10,7 @@ from jaxtyping import Float, UInt8
 from pallas_kernels import dispatch
 from pallas_kernels.nf4 import config, mosaic_sm90
 from pallas_kernels.nf4.codebook import BLOCK
+from pallas_kernels.shard_gather import Shared, whole
 
 #: Fewer rows are multiplied in the time in which the weight is read.
 _FEW_ROWS = 128
@@ -17,7 +18,7 @@ _FEW_ROWS = 128
 
 def fused(
     x: Float[Array, "*rows summed"],
-    codes: UInt8[Array, "..."],
+    codes: UInt8[Array, "..."] | Shared,
     absmax: Float[Array, "..."],
     quant_map: None,
     *,
@@ -29,7 +30,11 @@ def fused(
     """X Wᵀ, or x W for the gradient, by the kernel of `config.product_config`; arguments as in `implementations`."""
     del quant_map, order
     rows, (out, columns) = math.prod(x.shape[:-1]), shape
-    matrix = x.reshape(rows, x.shape[-1]), codes.reshape(out, columns // 2), absmax.reshape(out, columns // BLOCK)
+    matrix = (
+        x.reshape(rows, x.shape[-1]),
+        whole(codes).reshape(out, columns // 2),
+        absmax.reshape(out, columns // BLOCK),
+    )
     cores = dispatch.target().num_cores or mosaic_sm90.CORES
     sizes = config.product_config(rows, shape, gradient, cores)
     if isinstance(sizes, config.MatvecConfig):
@@ -43,7 +48,7 @@ def fused(
 def decode_first(
     decode: Callable[..., Array],
     x: Float[Array, "*rows summed"],
-    codes: UInt8[Array, "..."],
+    codes: UInt8[Array, "..."] | Shared,
     absmax: Float[Array, "..."],
     quant_map: Float[Array, " 16"] | None,
     *,

@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, NF4_VALUES, num_blocks
 from pallas_kernels.rounding import round_through
+from pallas_kernels.shard_gather import Shared, whole
 
 
 def dequantize(
-    codes: UInt8[Array, "..."],
+    codes: UInt8[Array, "..."] | Shared,
     absmax: Float[Array, "..."],
     quant_map: Float[Array, " 16"] | None = None,
     *,
@@ -25,7 +26,7 @@ def dequantize(
     """The decoded matrix; arguments as in `implementations`."""
     size, blocks = shape[0] * shape[1], num_blocks(shape)
     table = jnp.asarray(NF4_VALUES if quant_map is None else quant_map)
-    codes = codes.reshape(-1)
+    codes = whole(codes).reshape(-1)
     if codes.size < blocks * BLOCK_BYTES:
         codes = jnp.pad(codes, (0, blocks * BLOCK_BYTES - codes.size))
     # Every byte meets its two shifts by broadcasting, so that the whole is one element-wise loop. Two lookups joined by

@@ -2,5 +2,6 @@
 
 from pallas_kernels.shard_gather.api import gather
 from pallas_kernels.shard_gather.implementations import REGISTRY, Case, why_not_peers
+from pallas_kernels.shard_gather.shared import Shared, whole
 
-__all__ = ["REGISTRY", "Case", "gather", "why_not_peers"]
+__all__ = ["REGISTRY", "Case", "Shared", "gather", "whole", "why_not_peers"]

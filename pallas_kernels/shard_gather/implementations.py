@@ -15,6 +15,9 @@ from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.shard_gather import mosaic_sm90
 
+#: Devices whose addresses jaxlib's Mosaic has room for.
+_DEVICES = 8
+
 
 class Case(NamedTuple):
     """A stack and its device.
@@ -42,6 +45,8 @@ def why_not_peers(target: Target) -> str | None:
         return f"it needs jax 0.11, this is {jax.__version__}"
     if jax.process_count() > 1:
         return f"one process has all GPUs, this is one of {jax.process_count()}"
+    if jax.device_count() > _DEVICES:
+        return f"it serves up to {_DEVICES} GPUs, these are {jax.device_count()}"
     return None
 
 

@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
+from pallas_kernels import compat
+
 #: Bytes of a tile's row; a layer's shard is a whole number of these.
 ROW_BYTES = 256
 #: Of a group of tiles, one of each device: 16 to 32 KiB.
@@ -39,8 +41,8 @@ def gather(stacks: Sequence[Array], layer: Int[Array, ""], *, axis_name: str, co
     width = ROW_BYTES // stacks[0].dtype.itemsize
     views = [stack.reshape(len(stack), -1, width) for stack in stacks]
     sizes = [view.shape[1] for view in views]
-    rows = min(max(_GROUP_ROWS // count, 8), *sizes)
-    tiles = [pl.cdiv(size, rows) for size in sizes]
+    rows = max(_GROUP_ROWS // count, 8)
+    tiles = [pl.cdiv(size, min(rows, size)) for size in sizes]
     kernel = plgpu.kernel(
         functools.partial(_kernel, tiles=tiles, axis_name=axis_name),
         out_type=[jax.ShapeDtypeStruct((count, size, width), stacks[0].dtype) for size in sizes],
@@ -50,17 +52,13 @@ def gather(stacks: Sequence[Array], layer: Int[Array, ""], *, axis_name: str, co
             plgpu.SMEM((_STAGES, count, rows, width), stacks[0].dtype),
             plgpu.Barrier(num_arrivals=count, num_barriers=_STAGES),
         ],
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            skip_device_barrier=True,  # nothing that is read here is written in the program
+        compiler_params=compat.reading_peers(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         kernel_name="shard_gather",
     )
     whole = kernel(jnp.reshape(layer, 1), *views)
-    return [
-        found.reshape(count * stack.shape[1], *stack.shape[2:]) for found, stack in zip(whole, stacks, strict=True)
-    ]
+    return [found.reshape(count * stack.shape[1], *stack.shape[2:]) for found, stack in zip(whole, stacks, strict=True)]
 
 
 def _kernel(layer_ref, *refs, tiles: Sequence[int], axis_name: str):
@@ -68,7 +66,6 @@ def _kernel(layer_ref, *refs, tiles: Sequence[int], axis_name: str):
     sources, results = refs[: len(tiles)], refs[len(tiles) :]
     layer, block, blocks = layer_ref[0], lax.axis_index("block"), lax.axis_size("block")
     count, device = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    rows = buffer.shape[2]
     total = sum(tiles)
     own = (total - block + blocks - 1) // blocks
 
@@ -80,6 +77,7 @@ def _kernel(layer_ref, *refs, tiles: Sequence[int], axis_name: str):
             @pl.when((tile >= start) & (tile < start + number))
             def _(source=source, result=result, start=start):
                 # The last tile is moved back to end with the array: it repeats what its neighbour writes.
+                rows = min(buffer.shape[2], source.shape[1])
                 first = lax.min((tile - start) * rows, jnp.int32(source.shape[1] - rows))
                 body(source, result, pl.ds(first, rows))
 
@@ -90,8 +88,9 @@ def _kernel(layer_ref, *refs, tiles: Sequence[int], axis_name: str):
             slot = lax.rem(step, _STAGES)
             for ahead in range(count):
                 peer = lax.rem(device + ahead, jnp.int32(count))
-                there = source if ahead == 0 else plgpu.remote_ref(source, {axis_name: peer})
-                plgpu.copy_gmem_to_smem(there.at[layer, part], buffer.at[slot, ahead], arrived.at[slot])
+                there = source if ahead == 0 else compat.peer_ref(source, axis_name, peer)
+                here = buffer.at[slot, ahead, pl.ds(0, part.size)]
+                plgpu.copy_gmem_to_smem(there.at[layer, part], here, arrived.at[slot])
 
         pl.when(step < own)(lambda: of_tile(step, copies))
 
@@ -105,7 +104,8 @@ def _kernel(layer_ref, *refs, tiles: Sequence[int], axis_name: str):
         def put(_, result, part) -> None:
             for ahead in range(count):
                 place = lax.rem(device + ahead, jnp.int32(count))
-                plgpu.copy_smem_to_gmem(buffer.at[slot, ahead], result.at[place, part], commit_group=False)
+                here = buffer.at[slot, ahead, pl.ds(0, part.size)]
+                plgpu.copy_smem_to_gmem(here, result.at[place, part], commit_group=False)
             plgpu.commit_smem_to_gmem_group()
 
         of_tile(step, put)

@@ -84,17 +84,18 @@ class StepResult:
         return self.step_bytes if self.peak_bytes is None else self.peak_bytes
 
 
-def measure(case: StepCase, profile: Path | None = None) -> StepResult:
+def measure(case: StepCase, profile: Path | None = None, *, sum_once: bool | None = None) -> StepResult:
     """Build the model, compile the step, time it.
 
     Args:
         case: the settings.
         profile: folder for a trace of further steps; None: no trace.
+        sum_once: as for `make_train_step`; None: as in a run.
 
     Raises:
         ConfigError: settings that the model does not take.
     """
-    return _guarded("", _measure, case, profile)
+    return _guarded("", _measure, case, profile, sum_once)
 
 
 def check(small: Sequence[StepCase]) -> list[StepResult]:
@@ -127,7 +128,7 @@ def _guarded(where: str, function: Callable[..., StepResult], *arguments: Any) -
         return StepResult(jax.devices()[0].device_kind, jax.__version__, error=f"out of memory{where}")
 
 
-def _measure(case: StepCase, profile: Path | None) -> StepResult:
+def _measure(case: StepCase, profile: Path | None, sum_once: bool | None) -> StepResult:
     mesh = open_case_mesh(case)
     case, documents = filled(case)
     model = build_model(case, mesh)
@@ -139,7 +140,8 @@ def _measure(case: StepCase, profile: Path | None) -> StepResult:
     flops = tokens * flops_per_token(model.config, model.trainable, length)
     names, dtype = leaf_names(model.trainable, model.plan), str(model.dtype)
     batch = make_batch(case, model.config.vocab_size, documents)
-    options = {"mesh": mesh, "sum_once": sums_once(model, mesh), "compiler_options": case.options}
+    once = sums_once(model, mesh) if sum_once is None else sum_once
+    options = {"mesh": mesh, "sum_once": once, "compiler_options": case.options}
     step: Any = make_train_step(model.graphdef, optimizer, model.trainable_filter, **options)
     arguments = _placed(model, optimizer, batch, step, mesh)
 

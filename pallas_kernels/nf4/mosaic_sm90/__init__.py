@@ -1,6 +1,6 @@
 """NF4 for Hopper (sm_90a) in Mosaic GPU, split order: two decodes, and three products that decode as they multiply.
 
-- `dequantize`: the whole matrix to memory.
+- `dequantize`: the whole matrix to memory; `dequantize_shared`: of which other devices have rows, read where they lie.
 - `dequantize_transposed`: its transpose in float8_e4m3fn, with the scales.
 - `matvec`: few rows, bound by the packed bytes; mma.sync from registers, no decoded weight in shared memory.
 - `matmul_rs`: some hundred rows and their gradients, bound by the tensor cores; wgmma with the decoded weights in
@@ -8,13 +8,23 @@
 - `matmul_ss`: fewer rows, and matrices that `matmul_rs` does not take; wgmma with both operands in shared memory (SS).
 """
 
-from pallas_kernels.nf4.mosaic_sm90.decode import dequantize
+from pallas_kernels.nf4.mosaic_sm90.decode import dequantize, dequantize_shared
 from pallas_kernels.nf4.mosaic_sm90.decode_transposed import COLUMNS, ROWS, dequantize_transposed
 from pallas_kernels.nf4.mosaic_sm90.matmul_rs import matmul_rs
 from pallas_kernels.nf4.mosaic_sm90.matmul_ss import matmul_ss
 from pallas_kernels.nf4.mosaic_sm90.matvec import matvec
 
-__all__ = ["COLUMNS", "CORES", "ROWS", "dequantize", "dequantize_transposed", "matmul_rs", "matmul_ss", "matvec"]
+__all__ = [
+    "COLUMNS",
+    "CORES",
+    "ROWS",
+    "dequantize",
+    "dequantize_shared",
+    "dequantize_transposed",
+    "matmul_rs",
+    "matmul_ss",
+    "matvec",
+]
 
 CORES = 132
 """Multiprocessors of an H200."""

@@ -24,6 +24,7 @@ from pallas_kernels.nf4 import ptx
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES
 from pallas_kernels.nf4.config import MosaicConfig
 from pallas_kernels.nf4.mosaic_sm90.lookup import joined, look_up_word, words_of
+from pallas_kernels.shard_gather import Shared
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
@@ -63,11 +64,62 @@ def dequantize(
     return kernel(codes, absmax)
 
 
+# As above.
+@functools.partial(jax.jit, static_argnames=("dtype", "config", "through"))
+def dequantize_shared(
+    codes: Shared,
+    absmax: Float[Array, " blocks"],
+    *,
+    dtype: DTypeLike,
+    config: MosaicConfig,
+    through: str | None = None,
+) -> Float[Array, "blocks 64"]:
+    """Decode whole blocks of which each device has a share, read where they lie; the others' take the link meanwhile.
+
+    Args:
+        codes: uint8 [blocks, 32], split order; at least `config.blocks` a device.
+        absmax: float32.
+        dtype: as for `dequantize`.
+        config: block sizes.
+        through: as for `dequantize`.
+    """
+    share = codes.stack.shape[1]
+    kernel = plgpu.kernel(
+        functools.partial(_shared_kernel, config=config, through=through, axis_name=codes.axis_name),
+        out_type=jax.ShapeDtypeStruct((absmax.size, BLOCK), dtype),
+        grid=(codes.devices * pl.cdiv(share, config.blocks),),
+        grid_names=("tile",),
+        compiler_params=compat.reading_peers(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        kernel_name="nf4_dequantize_shared",
+    )
+    return kernel(jnp.reshape(codes.layer, 1), codes.stack, absmax)
+
+
+def _shared_kernel(layer_ref, stack_ref, absmax_ref, out_ref, *, config: MosaicConfig, through, axis_name: str):
+    # Neighbouring thread blocks read from different devices, this one first: the link and the memory work together.
+    devices, share = lax.axis_size(axis_name), stack_ref.shape[1]
+    tile = lax.axis_index("tile")
+    place = lax.rem(lax.axis_index(axis_name) + lax.rem(tile, jnp.int32(devices)), jnp.int32(devices))
+    first = _first(lax.div(tile, jnp.int32(devices)), share, config)
+    codes_ref = compat.peer_ref(stack_ref, axis_name, place).at[layer_ref[0], pl.ds(first, config.blocks)]
+    rows = pl.ds(place * share + first, config.blocks)
+    _decode(codes_ref, absmax_ref.at[rows], out_ref.at[rows], config=config, through=through, interpreted=False)
+
+
 def _kernel(codes_ref, absmax_ref, out_ref, *, config: MosaicConfig, through: str | None, interpreted: bool):
-    # The last tile is moved back to end with the array: it repeats what its neighbour writes.
-    last = out_ref.shape[0] - config.blocks
-    rows = pl.ds(lax.min(lax.axis_index("tile") * config.blocks, jnp.int32(last)), config.blocks)
-    codes_ref, absmax_ref, out_ref = codes_ref.at[rows], absmax_ref.at[rows], out_ref.at[rows]
+    rows = pl.ds(_first(lax.axis_index("tile"), out_ref.shape[0], config), config.blocks)
+    refs = codes_ref.at[rows], absmax_ref.at[rows], out_ref.at[rows]
+    _decode(*refs, config=config, through=through, interpreted=interpreted)
+
+
+def _first(tile, blocks: int, config: MosaicConfig):
+    """A tile's first block. The last tile is moved back to end with the array: it repeats what its neighbour writes."""
+    return lax.min(tile * config.blocks, jnp.int32(blocks - config.blocks))
+
+
+def _decode(codes_ref, absmax_ref, out_ref, *, config: MosaicConfig, through: str | None, interpreted: bool):
     if interpreted:  # neither assembly nor layouts there
         codes, absmax = codes_ref[...], absmax_ref[...][:, None]
         decoded = [ptx.lookup_in_jax(codes, absmax, out_ref.dtype, half, through) for half in ptx.HALVES]

@@ -45,7 +45,9 @@ COLLECTIVE = re.compile(
 )
 
 
-def compiled_step(layer_loop: str, *, full: bool = False, remat: str = "full", config=CONFIG, lora=None, **axes: int):
+def compiled_step(
+    layer_loop: str, *, full: bool = False, remat: str = "full", config=CONFIG, lora=None, once=None, **axes: int
+):
     # float32: cuDNN's attention, the only operation that needs the card itself to compile, does not serve it.
     topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(), topology="1x1x4")
     mesh = make_mesh(**axes, devices=topology.devices)
@@ -62,7 +64,7 @@ def compiled_step(layer_loop: str, *, full: bool = False, remat: str = "full", c
     state = jax.eval_shape(lambda: init_state(model.trainable, optimizer, jax.random.key(0)))
     rows = jax.ShapeDtypeStruct((1, 8, 256), jnp.int32, sharding=batch_sharding(mesh))
     loss = functools.partial(loss_sums, chunk_size=64)  # several chunks: the head is gathered once for all
-    options = {"loss": loss, "mesh": mesh, "sum_once": sums_once(model, mesh)}
+    options = {"loss": loss, "mesh": mesh, "sum_once": sums_once(model, mesh) if once is None else once}
     step = make_train_step(model.graphdef, optimizer, model.trainable_filter, **options)
     with jax.set_mesh(mesh):
         arguments = (
@@ -90,6 +92,28 @@ def test_data_parallel_step_sums_gradients_once_and_metrics(layer_loop):
     assert set(kinds) == {"all-reduce"}, found
     assert kinds["all-reduce"] <= 3, found
     assert collectives(text[text.index("\nENTRY ") :]) == found, "sums in the loop over the layers"
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_fsdp_devices_that_sum_once_read_each_others_codes(layer_loop):
+    """Nothing is sent for the layers; tokens and embeddings are, and the sums."""
+    text = compiled_step(layer_loop, once=True, remat="projections", fsdp=4).as_text()
+    found = collectives(text)
+    assert collectives(text[text.index("\nENTRY ") :]) == found, "collectives in the loop over the layers"
+    gathers = [shapes for kind, shapes in found if kind == "all-gather"]
+    assert len(gathers) == 1 and not re.search(r"\b(u8|f32|bf16)\[", gathers[0]), gathers  # tokens
+    assert {kind for kind, _ in found} <= {"all-gather", "all-reduce", "reduce-scatter"}, found
+    calls = [line for line in text.splitlines() if " custom-call(" in line]
+    decodes = [line for line in calls if "/nf4_dequantize" in line]
+    layers = 1 if layer_loop == "scan" else CONFIG["num_hidden_layers"]
+    unread = int(layer_loop == "unroll")  # nobody needs the gradient of the first layer's input
+    assert len(decodes) == 8 * layers - unread, len(decodes)
+    assert all("/nf4_dequantize_shared" in line for line in decodes)
+    # Their scales, and the head.
+    assert sum("/shard_gather" in line for line in calls) == 2 * layers + 1
 
 
 @pytest.mark.aot
