@@ -22,6 +22,7 @@ from fastjax.bench.step.mesh import read_mesh
 from fastjax.bench.step.presets import PRESETS
 from fastjax.bench.step.profile import kind_of
 from fastjax.bench.trace import Kernel, busy_ns, read_kernels
+from fastjax.training.config.qat import NAMED
 
 
 def of_each_card(kernels: Sequence[Kernel]) -> dict[str, dict[str, float]]:
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--layer_loop", default="scan")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3, help="steps before these; 1 where one takes long")
+    parser.add_argument("--qat", choices=NAMED, help="quantisation-aware training, merge-aware with adapters")
     parser.add_argument("--sum_once", action="store_true", help="on several devices, where a run would not too")
     parser.add_argument("--traces", type=Path, help="folder")
     parser.add_argument("--output", type=Path, help="JSON lines")
@@ -66,7 +68,7 @@ def main() -> None:
         case = StepCase(
             arguments.preset, arguments.batch, arguments.seq, arguments.checkpointing, arguments.layer_loop, method,
             weights, layers=arguments.layers, mesh=read_mesh(mesh), steps=arguments.steps, warmup=arguments.warmup,
-            compiler_options=() if options == "none" else tuple(options.split(",")), **full,
+            compiler_options=() if options == "none" else tuple(options.split(",")), qat=arguments.qat, **full,
         )  # fmt: skip
         folder = None if arguments.traces is None else arguments.traces / str(number)
         result = measure(case, folder, sum_once=case.mesh is not None if arguments.sum_once else None)
