@@ -87,8 +87,8 @@ def sums_once(model: LanguageModel, mesh: Mesh | None) -> bool:
     """Whether devices take gradients of their own rows and sum them once in a step: adapters' that draw no numbers.
 
     A device draws numbers of its own there: a model that drops anything would train as on no other mesh. Where `fsdp`
-    splits weights XLA gathers them: devices that read one another's shards are faster, but their steps compile for
-    minutes so far.
+    splits weights XLA gathers them: devices that read one another's shards are faster, but their step compiled for
+    minutes on a card, and has not been compiled there since that was mended.
 
     Args:
         model: what is trained.

@@ -130,8 +130,7 @@ def make_train_step(
             pass, where a scan over the layers would sum each layer's beside the next one's products. For adapters on
             meshes of `data` and `fsdp` (`training.placement.sums_apart` says what is refused), and losses that are
             sums over rows, without noise. With `fsdp` a device reads the others' shards of frozen weights where it can
-            (`pallas_kernels.shard_gather`), and a first start compiles for minutes; the checkpointing policy "none"
-            keeps what is gathered.
+            (`pallas_kernels.shard_gather`); the checkpointing policy "none" keeps what is gathered.
         quantize_from: updates made before fake quantisers (`models.quantized`) come into force, in the same program.
         compiler_options: XLA's, for this step alone, beside `COMPILER_OPTIONS` and before them.
 

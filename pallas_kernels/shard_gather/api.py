@@ -2,7 +2,7 @@
 
 Implementations, in order of preference:
 
-- ``mosaic``: Hopper GPUs (compute capability 9.0) of one process, jax 0.11, shards of whole multiples of 256 bytes.
+- ``mosaic``: Hopper GPUs (compute capability 9.0) of one process, jax 0.11, shards of 2 KiB or more.
   Each device reads the others' memory: nobody sends, and nobody waits. The stacks have to be there on all devices when
   the first one reads, and to stay as long as the last one does, which is the caller's care: whatever makes `layer` wait
   for a collective of the program does the first, a collective behind the last use the second.

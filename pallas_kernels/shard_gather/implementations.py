@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from pallas_kernels import compat, dispatch
+from pallas_kernels import compat
 from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.shard_gather import mosaic_sm90
 
@@ -53,15 +53,14 @@ def why_not_peers(target: Target) -> str | None:
 def _why_not_mosaic(case: Case) -> str | None:
     if reason := why_not_peers(case.target):
         return reason
-    if not mosaic_sm90.whole_rows(case.shape, jax.numpy.dtype(case.dtype).itemsize):
-        return f"a layer's shard is a multiple of {mosaic_sm90.ROW_BYTES} bytes, this is {case.dtype} {case.shape[1:]}"
+    if not mosaic_sm90.suits(case.shape, jax.numpy.dtype(case.dtype).itemsize):
+        least = mosaic_sm90.LEAST_BYTES
+        return f"a layer's shard has {least} bytes or more, in sixteens, this is {case.dtype} {case.shape[1:]}"
     return None
 
 
 def _mosaic(stacks: Sequence[Array], layer: Int[Array, ""], axis_name: str) -> list[Array]:
-    cores = dispatch.target().num_cores
-    assert cores is not None
-    return mosaic_sm90.gather(stacks, layer, axis_name=axis_name, cores=cores)
+    return mosaic_sm90.gather(stacks, layer, axis_name=axis_name)
 
 
 def _xla(stacks: Sequence[Array], layer: Int[Array, ""], axis_name: str) -> list[Array]:

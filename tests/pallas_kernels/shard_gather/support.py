@@ -9,7 +9,13 @@ from jax.sharding import PartitionSpec as P
 from fastjax.parallel import make_mesh
 
 #: Rows of a device and the rest, by dtype: whole tiles of the kernel, a tile and a bit, less than a tile.
-SHARDS = [("uint8", (512, 128)), ("uint8", (72, 256)), ("uint8", (4, 64)), ("bfloat16", (130, 256)), ("float32", (64,))]
+SHARDS = [
+    ("uint8", (512, 128)),
+    ("uint8", (73, 144)),
+    ("uint8", (32, 64)),
+    ("bfloat16", (130, 256)),
+    ("float32", (512,)),
+]
 
 
 def stacks(devices, layers=3):

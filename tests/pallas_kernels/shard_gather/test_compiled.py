@@ -50,7 +50,7 @@ def test_kernels_do_not_spill(case, tmp_path, monkeypatch):
     function, arguments = case()
     used = resources.of_mosaic(two(), function, *arguments, folder=tmp_path, monkeypatch=monkeypatch)
     assert used.spill_bytes == used.stack_bytes == 0
-    assert used.registers <= 168
+    assert used.registers <= 96
 
 
 def test_codes_are_neither_gathered_nor_copied():

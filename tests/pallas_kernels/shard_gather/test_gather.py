@@ -66,11 +66,11 @@ def test_a_forced_implementation_that_cannot_serve_says_why():
 @pytest.mark.one_world
 def test_who_reads_other_devices_memory(monkeypatch):
     monkeypatch.setattr(compat, "JAX_VERSION", (0, 11, 2))
-    case = shard_gather.Case(H200, (4, 2, 128), jnp.uint8)
+    case = shard_gather.Case(H200, (4, 16, 128), jnp.uint8)
     assert shard_gather.REGISTRY.choose(case, None) == "mosaic"
-    odd = case._replace(shape=(4, 3, 100))
+    odd = case._replace(shape=(4, 30, 100))
     assert shard_gather.REGISTRY.choose(odd, None) == "xla"
-    assert "is a multiple of 256 bytes, this is" in str(shard_gather.REGISTRY.reasons(odd)["mosaic"])
+    assert "has 2048 bytes or more, in sixteens, this is" in str(shard_gather.REGISTRY.reasons(odd)["mosaic"])
     a100 = dispatch.Target("cuda", "NVIDIA A100", (8, 0), 108)
     assert "compute capability 9.0" in str(shard_gather.why_not_peers(a100))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
