@@ -29,7 +29,7 @@ def cosine(left, right):
     return left @ right / np.linalg.norm(left) / np.linalg.norm(right)
 
 
-@pytest.mark.both_worlds("scan")
+@pytest.mark.one_world
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_the_loss_is_the_same_and_gradients_are_rounded(layer_loop):
     rows = batch(packed_rows())

@@ -117,6 +117,7 @@ def test_a_step_compiled_from_shapes_takes_layers_from_the_host(adapted):
     steps.assert_same(jax.device_get(after.opt_state), grads)
 
 
+@pytest.mark.one_world
 def test_loaded_layers_stay_in_the_host(tmp_path):
     folder = tiny.shared_folder(**LLAMA)
     options = {"dtype": "float32", "max_seq_length": 64}

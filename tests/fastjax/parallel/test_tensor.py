@@ -58,6 +58,7 @@ def trained(kind, mesh):
     return seen, jax.device_get(state.trainable)
 
 
+@pytest.mark.one_world
 def test_weights_held_apart_have_the_same_values_and_split():
     ours = model("qlora")
     placed = held_apart(ours.frozen, ours.config, 2)

@@ -43,6 +43,7 @@ def wide(codes, scales):
     return np.asarray(codes, np.float64) * np.asarray(scales, np.float64)[..., None]
 
 
+@pytest.mark.both_worlds("nf4", others="newer_world")
 @pytest.mark.parametrize("kind", ["nf4", "mixed", "dense", "fp8, rows", "fp8, tensor", "fp8, blocks"])
 def test_products_are_those_of_the_rounded_operands(kind):
     base = weight(kind)
@@ -134,6 +135,7 @@ def cosines(found, expected):
     return [float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)) for a, b in flat]
 
 
+@pytest.mark.newer_world
 def test_loss_and_every_adapters_gradient_stay_near_float32s_with_outliers_in_the_input(folder):
     exact, expected = steps.gradients(model(folder, "float32"), batch())
     metrics, found = steps.gradients(model(folder, base_compute="float8"), batch())
@@ -146,6 +148,7 @@ def test_loss_and_every_adapters_gradient_stay_near_float32s_with_outliers_in_th
     assert min(near) > min(rounded) > 0.99
 
 
+@pytest.mark.newer_world
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_scales_that_are_left_to_the_gated_block_change_no_bit(dropout, monkeypatch):
     """They are powers of two. With a dropped input of down's adapter its gradient is added before the block."""

@@ -168,7 +168,7 @@ def test_neither_loop_nor_rematerialisation_nor_chunks_change_the_gradients(kind
     steps.assert_close(tiny.by_layer(found, other.plan), tiny.by_layer(grads, reference.plan), TOLERANCE)
 
 
-@pytest.mark.both_worlds("offload_projections-scan-48")
+@pytest.mark.one_world
 @pytest.mark.parametrize(
     ("remat", "layer_loop", "chunk"),
     [

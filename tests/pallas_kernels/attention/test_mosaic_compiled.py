@@ -71,7 +71,7 @@ def test_head_sizes(size, value_size, aot, tmp_path, monkeypatch):
     assert found["forward"].spill_bytes == found["backward"].spill_bytes == 0
 
 
-@pytest.mark.both_worlds("documents and sinks", others="newer_world")
+@pytest.mark.newer_world
 @pytest.mark.parametrize("name", CASES)
 def test_options(name, aot, tmp_path, monkeypatch):
     options, documents = CASES[name]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.optimizers.muon import orthogonalized, scale_by_muon
@@ -49,6 +50,7 @@ def others(found):
     return [*listed, layer["mlp"]["down"]["bias"], layer["input_layernorm"]["weight"]]
 
 
+@pytest.mark.one_world
 def test_directions_are_optaxs():
     ours = scale_by_muon(0.9, 0.8, 0.95, 1e-6)
     muon = optax.contrib.muon(1.0, beta=0.9, consistent_rms=0.2)
