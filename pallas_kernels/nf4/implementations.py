@@ -20,6 +20,7 @@ none.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -146,17 +147,27 @@ def _kernel_dtype(dtype: DTypeLike, through: str | None) -> DTypeLike:
     return through if through is not None and jnp.dtype(dtype) == jnp.float32 else dtype
 
 
-def _of_blocks(decode: Callable[..., Array], sizes: Callable[[DTypeLike], Any]) -> Callable[..., Array]:
-    """The dequantisation of a matrix by a kernel that decodes whole blocks."""
+def _of_blocks(
+    decode: Callable[..., Array],
+    sizes: Callable[[DTypeLike], Any],
+    in_place: Callable[..., Array] | None = None,
+) -> Callable[..., Array]:
+    """The dequantisation of a matrix by a kernel that decodes whole blocks.
+
+    Args:
+        decode: the kernel.
+        sizes: of its tiles, by the result's dtype.
+        in_place: that of codes in the memory of several devices; None: they are gathered.
+    """
 
     def dequantize(codes, absmax, quant_map, *, shape, dtype, order, through):
         del quant_map, order
         own, blocks = _kernel_dtype(dtype, through), num_blocks(shape)
         through = None if own == through else through
         absmax, options = absmax.reshape(blocks), {"dtype": own, "config": sizes(own), "through": through}
-        if isinstance(codes, Shared) and _reads_shards(decode, codes, options["config"]):
+        if in_place is not None and isinstance(codes, Shared) and _reads_shards(codes, options["config"]):
             stack = codes.stack.reshape(len(codes.stack), -1, BLOCK_BYTES)
-            found = mosaic_sm90.dequantize_shared(dataclasses.replace(codes, stack=stack), absmax, **options)
+            found = in_place(dataclasses.replace(codes, stack=stack), absmax, **options)
         else:
             found = decode(whole(codes).reshape(blocks, BLOCK_BYTES), absmax, **options)
         return found.reshape(shape).astype(dtype)
@@ -164,16 +175,19 @@ def _of_blocks(decode: Callable[..., Array], sizes: Callable[[DTypeLike], Any]) 
     return dequantize
 
 
-def _reads_shards(decode: Callable[..., Array], codes: Shared, sizes: Any) -> bool:
-    """Whether a kernel decodes codes from other devices' memory."""
-    enough = codes.size // codes.devices >= sizes.blocks * BLOCK_BYTES
-    return decode is mosaic_sm90.dequantize and enough and why_not_peers(dispatch.target()) is None
+def _reads_shards(codes: Shared, sizes: Any) -> bool:
+    """Whether a kernel can decode codes in other devices' memory: a device's share is a tile or more."""
+    enough = math.prod(codes.stack.shape[1:]) >= sizes.blocks * BLOCK_BYTES
+    return enough and why_not_peers(dispatch.target()) is None
 
 
 DEQUANTIZE: Registry[Decode] = Registry(
     "nf4.dequantize",
     {
-        "mosaic": Implementation(_why_not_mosaic, _of_blocks(mosaic_sm90.dequantize, config.mosaic_config)),
+        "mosaic": Implementation(
+            _why_not_mosaic,
+            _of_blocks(mosaic_sm90.dequantize, config.mosaic_config, in_place=mosaic_sm90.dequantize_shared),
+        ),
         "triton": Implementation(_why_not_triton, _of_blocks(triton.dequantize, config.triton_config)),
         "xla": Implementation(lambda case: None, xla.dequantize),
     },

@@ -1,7 +1,6 @@
 """Arrays that stay where they are until a kernel reads them."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -35,16 +34,6 @@ class Shared:
         """Of the whole array."""
         rows, *rest = self.stack.shape[1:]
         return (self.devices * rows, *rest)
-
-    @property
-    def ndim(self) -> int:
-        """Of the whole array."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Of the whole array."""
-        return math.prod(self.shape)
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -75,6 +75,12 @@ def compiled_step(
         return step.jitted.trace(*arguments).lower().compile(compiler_options=QUICK)
 
 
+def computation(text: str, line: str) -> str:
+    """The computation that a line of a program calls."""
+    name = re.search(r"calls=(%[\w.\-]+)", line)[1]
+    return text[text.index(f"\n{name} (") :].partition("\n}")[0]
+
+
 def collectives(text: str) -> list[tuple[str, str]]:
     """(kind, result shapes) of every collective in a compiled program."""
     return [(kind, shapes) for shapes, kind in COLLECTIVE.findall(text)]
@@ -109,8 +115,13 @@ def test_fsdp_devices_that_sum_once_read_each_others_codes():
     calls = [line for line in text.splitlines() if " custom-call(" in line]
     decodes = [line for line in calls if "/nf4_dequantize" in line]
     assert len(decodes) == 8 and all("/nf4_dequantize_shared" in line for line in decodes), len(decodes)
-    # Their scales, and the head.
-    assert sum("/shard_gather" in line for line in calls) == 3
+    # Their scales, and the head: none is read before the devices have met, of which the layer's index is made.
+    gathered = [line for line in calls if "/shard_gather" in line]
+    assert len(gathered) == 3
+    for line in gathered + decodes:
+        index = re.search(r"custom-call\((%[\w.\-]+)", line)[1]
+        made = text[text.index(f"{index} = ") :].partition("\n")[0]
+        assert "shift" in made or "shift-right-arithmetic(" in computation(text, made), made
 
 
 @pytest.mark.aot

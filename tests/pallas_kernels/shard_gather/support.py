@@ -29,9 +29,9 @@ def stacks(devices, layers=3):
     return made
 
 
-def island(devices, op, arrays, mesh=None):
+def island(devices, op, arrays):
     """`op(layer, *shards)` on each device, jitted; its results are the same on all."""
-    mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices]) if mesh is None else mesh
+    mesh = make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     places = (P(), *[P(None, "fsdp")] * len(arrays))
     local = jax.jit(jax.shard_map(op, mesh=mesh, in_specs=places, out_specs=P(), check_vma=False))
 

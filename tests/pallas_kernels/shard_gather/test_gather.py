@@ -35,7 +35,7 @@ def test_products_with_shared_codes_equal_those_with_whole_ones(dtype):
 
     def shared(layer, own):
         codes = Shared(own, layer, "fsdp", 4)
-        assert (codes.shape, codes.ndim, codes.size, codes.dtype) == ((256, 64), 2, 256 * 64, jnp.uint8)
+        assert (codes.shape, codes.dtype) == ((256, 64), jnp.uint8)
         return *both(codes), nf4.dequantize(codes, absmax, shape=shape, dtype=dtype), shard_gather.whole(codes)
 
     found = island(4, shared, [codes])(1, codes)
