@@ -34,14 +34,17 @@ def reading_peers(**options: Any) -> Any:
     return plgpu.CompilerParams(**options)
 
 
-def peer_ref(ref: Any, axis_name: str, index: Any) -> Any:
+def peer_ref(ref: Any, axis_name: str, index: Any, *, interpreted: bool) -> Any:
     """A kernel's reference to the same argument on another device.
 
     Args:
-        ref: in global memory.
+        ref: in global memory; interpreted, that of all devices along its first axis: the interpreter knows one device.
         axis_name: mesh axis along which the device lies.
         index: its place there.
+        interpreted: whether Mosaic's interpreter runs the kernel.
     """
+    if interpreted:
+        return ref.at[index]
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     device: Any = {axis_name: index}

@@ -10,6 +10,7 @@ descriptor there, and LLVM takes long for the code on the host that makes them.
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,35 +29,42 @@ _TILE_BYTES = 4 * LEAST_BYTES
 
 
 # Under jit of its own, so that the layers of an unrolled model lower the kernel once and not once each.
-@functools.partial(jax.jit, static_argnames=("axis_name",))
-def gather(stacks: Sequence[Array], layer: Int[Array, ""], *, axis_name: str) -> list[Array]:
+@functools.partial(jax.jit, static_argnames=("axis_name", "interpret"))
+def gather(stacks: Sequence[Array], layer: Int[Array, ""], *, axis_name: str, interpret: Any = None) -> list[Array]:
     """As `api.gather`.
 
     Args:
         stacks: of one dtype; of each layer `suits` bytes.
         layer: index.
         axis_name: of the mesh axis.
+        interpret: parameters of Mosaic's interpreter, for which the stacks lead with an axis of the devices, and the
+            last one gathers; None compiles.
     """
-    count, dtype = lax.axis_size(axis_name), stacks[0].dtype
-    views = [stack.reshape(len(stack), -1) for stack in stacks]
-    tiles = [count * pl.cdiv(view.shape[1], _tile(view.shape[1], dtype.itemsize)) for view in views]
+    interpreted, dtype = interpret is not None, stacks[0].dtype
+    count = len(stacks[0]) if interpreted else lax.axis_size(axis_name)
+    shards = [stack.shape[1 + interpreted :] for stack in stacks]  # of a layer and a device
+    sizes = [math.prod(shard) for shard in shards]
+    views = [stack.reshape(*stack.shape[: 1 + interpreted], -1) for stack in stacks]
+    tiles = [count * pl.cdiv(size, _tile(size, dtype.itemsize)) for size in sizes]
     kernel = plgpu.kernel(
-        functools.partial(_kernel, tiles=tiles, axis_name=axis_name),
-        out_type=[jax.ShapeDtypeStruct((count, view.shape[1]), dtype) for view in views],
+        functools.partial(_kernel, tiles=tiles, axis_name=axis_name, interpreted=interpreted),
+        out_type=[jax.ShapeDtypeStruct((count, size), dtype) for size in sizes],
         grid=(sum(tiles),),
         grid_names=("tile",),
         compiler_params=compat.reading_peers(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         kernel_name="shard_gather",
+        interpret=interpret,
     )
     whole = kernel(jnp.reshape(layer, 1), *views)
-    return [found.reshape(count * stack.shape[1], *stack.shape[2:]) for found, stack in zip(whole, stacks, strict=True)]
+    return [found.reshape(count * rows, *rest) for found, (rows, *rest) in zip(whole, shards, strict=True)]
 
 
-def _kernel(layer_ref, *refs, tiles: Sequence[int], axis_name: str):
+def _kernel(layer_ref, *refs, tiles: Sequence[int], axis_name: str, interpreted: bool):
     sources, results = refs[: len(tiles)], refs[len(tiles) :]
-    count, device = jnp.int32(lax.axis_size(axis_name)), lax.axis_index(axis_name)
+    count = jnp.int32(results[0].shape[0] if interpreted else lax.axis_size(axis_name))
+    device = count - 1 if interpreted else lax.axis_index(axis_name)
     tile, start = lax.axis_index("tile"), 0
     for source, result, number in zip(sources, results, tiles, strict=True):
 
@@ -65,11 +73,11 @@ def _kernel(layer_ref, *refs, tiles: Sequence[int], axis_name: str):
             own = tile - start
             place = lax.rem(device + lax.rem(own, count), count)
             # The last tile is moved back to end with the array: it repeats what its neighbour writes.
-            size, itemsize = source.shape[1], source.dtype.itemsize
+            size, itemsize = result.shape[1], source.dtype.itemsize
             length = _tile(size, itemsize)
             part = pl.ds(lax.min(lax.div(own, count) * length, jnp.int32(size - length)), length)
-            there = compat.peer_ref(source, axis_name, place).at[layer_ref[0], part]
-            result[place, part] = compat.mosaic_load(there, _layout(itemsize))
+            there = compat.peer_ref(source, axis_name, place, interpreted=interpreted).at[layer_ref[0], part]
+            result[place, part] = there[...] if interpreted else compat.mosaic_load(there, _layout(itemsize))
 
         start += number
 

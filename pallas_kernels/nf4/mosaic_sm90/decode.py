@@ -65,7 +65,7 @@ def dequantize(
 
 
 # As above.
-@functools.partial(jax.jit, static_argnames=("dtype", "config", "through"))
+@functools.partial(jax.jit, static_argnames=("dtype", "config", "through", "interpret"))
 def dequantize_shared(
     codes: Shared,
     absmax: Float[Array, " blocks"],
@@ -73,6 +73,7 @@ def dequantize_shared(
     dtype: DTypeLike,
     config: MosaicConfig,
     through: str | None = None,
+    interpret: Any = None,
 ) -> Float[Array, "blocks 64"]:
     """Decode whole blocks of which each device has a share, read where they lie; the others' take the link meanwhile.
 
@@ -82,10 +83,18 @@ def dequantize_shared(
         dtype: as for `dequantize`.
         config: block sizes.
         through: as for `dequantize`.
+        interpret: as for `shard_gather.mosaic_sm90.gather`.
     """
-    share = codes.stack.shape[1]
+    share, interpreted = codes.stack.shape[-2], interpret is not None
     kernel = plgpu.kernel(
-        functools.partial(_shared_kernel, config=config, through=through, axis_name=codes.axis_name),
+        functools.partial(
+            _shared_kernel,
+            config=config,
+            through=through,
+            axis_name=codes.axis_name,
+            devices=codes.devices,
+            interpreted=interpreted,
+        ),
         out_type=jax.ShapeDtypeStruct((absmax.size, BLOCK), dtype),
         grid=(codes.devices * pl.cdiv(share, config.blocks),),
         grid_names=("tile",),
@@ -93,19 +102,31 @@ def dequantize_shared(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         kernel_name="nf4_dequantize_shared",
+        interpret=interpret,
     )
     return kernel(jnp.reshape(codes.layer, 1), codes.stack, absmax)
 
 
-def _shared_kernel(layer_ref, stack_ref, absmax_ref, out_ref, *, config: MosaicConfig, through, axis_name: str):
+def _shared_kernel(
+    layer_ref,
+    stack_ref,
+    absmax_ref,
+    out_ref,
+    *,
+    config: MosaicConfig,
+    through: str | None,
+    axis_name: str,
+    devices: int,
+    interpreted: bool,
+):
     # Neighbouring thread blocks read from different devices, this one first: the link and the memory work together.
-    devices, share = lax.axis_size(axis_name), stack_ref.shape[1]
-    tile = lax.axis_index("tile")
-    place = lax.rem(lax.axis_index(axis_name) + lax.rem(tile, jnp.int32(devices)), jnp.int32(devices))
-    first = _first(lax.div(tile, jnp.int32(devices)), share, config)
-    codes_ref = compat.peer_ref(stack_ref, axis_name, place).at[layer_ref[0], pl.ds(first, config.blocks)]
-    rows = pl.ds(place * share + first, config.blocks)
-    _decode(codes_ref, absmax_ref.at[rows], out_ref.at[rows], config=config, through=through, interpreted=False)
+    count, share, tile = jnp.int32(devices), stack_ref.shape[-2], lax.axis_index("tile")
+    device = count - 1 if interpreted else lax.axis_index(axis_name)
+    place = lax.rem(device + lax.rem(tile, count), count)
+    first = _first(lax.div(tile, count), share, config)
+    there = compat.peer_ref(stack_ref, axis_name, place, interpreted=interpreted)
+    codes_ref, rows = there.at[layer_ref[0], pl.ds(first, config.blocks)], pl.ds(place * share + first, config.blocks)
+    _decode(codes_ref, absmax_ref.at[rows], out_ref.at[rows], config=config, through=through, interpreted=interpreted)
 
 
 def _kernel(codes_ref, absmax_ref, out_ref, *, config: MosaicConfig, through: str | None, interpreted: bool):
