@@ -35,7 +35,7 @@ from fastjax.models.streamed import has_streamed
 from fastjax.models.tensor_parts import copied, layers_on_parts
 from fastjax.parallel import in_order, own_tokens, tensor_devices
 from fastjax.parallel.gather import Shards, completed, gathered, holds_shards, parted
-from fastjax.quantization import Weight
+from fastjax.quantization import read_in_place
 
 
 class Forward(NamedTuple):
@@ -273,24 +273,17 @@ def run_blocks(model: Decoder, x: Float[Array, "B S E"], context: Context, cache
         if tensor_devices() > 1:
             arrays = copied(arrays, stacked=stack.count > 1)
         if holds_shards() and stack.count > 1 and not offloads(policy) and not has_streamed(arrays):
-            arrays, shards = parted(arrays, own, _in_place(arrays))
-            blocks.append((_with_shards(block_of(graphdef, None, places, float8), stack, shards), arrays))
+            arrays, shards = parted(arrays, own, read_in_place(arrays))
+            block = block_of(graphdef, None, places, float8, stack.count == 1)
+            blocks.append((_with_shards(block, stack, shards), arrays))
         else:
-            blocks.append((block_of(graphdef, own, places, float8), arrays))
+            blocks.append((block_of(graphdef, own, places, float8, stack.count == 1), arrays))
     return run_layers(model.plan, blocks, x, context, caches, remat=model.remat)
 
 
-def _in_place(arrays: Any) -> list[bool]:
-    """Of each array, whether the products with its weight take it as `shard_gather.Shared`."""
-    weights = jax.tree.leaves(arrays, is_leaf=lambda node: isinstance(node, Weight))
-    return [
-        there
-        for weight in weights
-        for there in jax.tree.leaves(weight.in_place() if isinstance(weight, Weight) else False)
-    ]
-
-
-def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...] | None, places: int | None, float8: str | None) -> Block:
+def _block_of(
+    graphdef: nnx.GraphDef, axes: tuple[P, ...] | None, places: int | None, float8: str | None, stays: bool
+) -> Block:
     """The block function of stacks of equal layers.
 
     Args:
@@ -298,12 +291,13 @@ def _block_of(graphdef: nnx.GraphDef, axes: tuple[P, ...] | None, places: int | 
         axes: logical axes of their arrays; None: these come whole.
         places: of a row that the MLP takes at once; None: all.
         float8: the policy, if the MLPs keep gate and up in float8.
+        stays: whether these arrays are no slices of a stack (`gathered`).
     """
 
     def block(x, state, shared, first, cache):
         apart = tensor_devices() > 1
         if axes is not None and not apart:
-            state = gathered(state, axes, x, _in_place(state))
+            state = gathered(state, axes, x, read_in_place(state), stays=stays)
         layers = nnx.merge(graphdef, state)
         if float8 is not None:
             keep_in_float8(layers, float8, x.dtype, places)

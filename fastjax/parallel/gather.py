@@ -20,7 +20,7 @@ from fastjax.parallel.mesh import MESH_AXES, spec_of
 from pallas_kernels import shard_gather
 
 
-def gathered(tree: Any, axes: Sequence[P], after: Array, in_place: Sequence[bool] = ()) -> Any:
+def gathered(tree: Any, axes: Sequence[P], after: Array, in_place: Sequence[bool] = (), *, stays: bool = True) -> Any:
     """Gather what the ambient mesh splits over `fsdp`, if anything; experts stay on their devices.
 
     Inside an island over `fsdp` it takes arrays with axes that `fsdp` splits for this device's shards.
@@ -33,11 +33,13 @@ def gathered(tree: Any, axes: Sequence[P], after: Array, in_place: Sequence[bool
         axes: the logical axes of each.
         after: an island gathers nothing before this is there, and the devices have met.
         in_place: as for `parted`.
+        stays: whether the arrays stay in memory until all devices have read them. A slice of a stack does not: in an
+            island a collective gathers it.
     """
     if holds_shards():
-        rest, shards = parted(tree, axes, in_place)
+        rest, shards = parted(tree, axes, in_place if stays else ())
         one = shards._replace(stacks=[shard[None] for shard in shards.stacks])
-        return completed(rest, one, jnp.int32(0), after)
+        return completed(rest, one, jnp.int32(0), after, implementation=None if stays else "xla")
     if not splits_weights():
         return tree
     mesh = jax.sharding.get_abstract_mesh()
@@ -88,7 +90,9 @@ def parted(tree: Any, axes: Sequence[P], in_place: Sequence[bool] = ()) -> tuple
     return rest, Shards(list(stacks), split, list(places), structure)
 
 
-def completed(rest: Sequence[Array], shards: Shards, layer: Int[Array, ""], after: Array) -> Any:
+def completed(
+    rest: Sequence[Array], shards: Shards, layer: Int[Array, ""], after: Array, *, implementation: str | None = None
+) -> Any:
     """One layer's arrays of those that `parted` gave: gathered, or `Shared` for their readers.
 
     Args:
@@ -96,13 +100,15 @@ def completed(rest: Sequence[Array], shards: Shards, layer: Int[Array, ""], afte
         shards: of all layers.
         layer: its place in the stacks.
         after: as for `gathered`.
+        implementation: of `shard_gather.gather`.
     """
     # Where devices read one another's memory they have met first: what `after` is depends on a collective of the step,
     # which a device whose weights are not there yet has not entered.
     bits = jax.lax.bitcast_convert_type(after.ravel()[0].astype(jnp.bfloat16), jnp.uint16)
     layer = layer + (bits.astype(jnp.int32) >> 16)  # of 16 bits none is left: 0, and not before `after`
     gone = [stack for stack, there in zip(shards.stacks, shards.in_place, strict=True) if not there]
-    found, devices = iter(shard_gather.gather(gone, layer, "fsdp")), jax.lax.axis_size("fsdp")
+    found = iter(shard_gather.gather(gone, layer, "fsdp", implementation=implementation))
+    devices = jax.lax.axis_size("fsdp")
     pieces = (
         shard_gather.Shared(stack, layer, "fsdp", devices) if there else next(found)
         for stack, there in zip(shards.stacks, shards.in_place, strict=True)

@@ -1,4 +1,6 @@
-"""What the devices of a compiled step say to each other: the collectives and their bytes on the link.
+"""What the devices of a compiled step say to each other, in bytes on the link.
+
+That is collectives, and what kernels read in one another's memory.
 
 A ring moves what it must and no more (Patarasuk and Yuan, 10.1016/j.jpdc.2008.09.002): of n devices each sends
 2 (n - 1) / n of an array to sum it, (n - 1) / n to gather it, to scatter a sum, or to exchange its parts.
@@ -10,18 +12,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastjax.planning.cards import Card
-from fastjax.planning.hlo import Instruction, instructions, size
+from fastjax.planning.hlo import Instruction, instructions, shared_reads, size
 
 #: Share of the link's bandwidth that an all-reduce of 1 GiB reaches: 281 of 450 GB/s of an H200's NVLink.
 LINK_SHARE = 0.62
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+#: The kind of what kernels read in other devices' memory, beside the collectives.
+READ = "peer-read"
 
 
 class Collective(NamedTuple):
     """One kind of collective in one call of the program.
 
     Attributes:
-        kind: its name in HLO.
+        kind: its name in HLO, or `READ`.
         times: how often it runs.
         sent: bytes that a device sends, in all.
     """
@@ -40,21 +44,27 @@ def collectives(text: str, devices: int) -> list[Collective]:
     """
     found: dict[str, Collective] = {}
     for one, times in instructions(text):
-        kind = one.kind.removesuffix("-start")
+        kind, sent = one.kind.removesuffix("-start"), None
         if kind in KINDS:
+            sent = _sent(kind, one, devices)
+        elif reads := shared_reads(one):
+            kind, sent = READ, reads.sent
+        if sent is not None:
             before = found.get(kind, Collective(kind, 0, 0.0))
-            found[kind] = Collective(kind, before.times + times, before.sent + times * _sent(kind, one, devices))
+            found[kind] = Collective(kind, before.times + times, before.sent + times * sent)
     return sorted(found.values(), key=lambda collective: -collective.sent)
 
 
 def link_seconds(found: Sequence[Collective], card: Card) -> float:
     """Seconds that collectives take on the link of a host's cards, one after the other.
 
+    What kernels read takes none beside their own: decoding writes four times as much to memory meanwhile.
+
     Args:
         found: of `collectives`.
         card: the card.
     """
-    return sum(one.sent for one in found) / (LINK_SHARE * card.link_bandwidth)
+    return sum(one.sent for one in found if one.kind != READ) / (LINK_SHARE * card.link_bandwidth)
 
 
 def _sent(kind: str, one: Instruction, devices: int) -> float:

@@ -2,7 +2,8 @@
 
 A kernel is an instruction that runs by itself: a fusion, a library's or a Pallas kernel, a copy. What it reads of an
 operand that it takes a slice of (a layer's weights out of the stack) is the slice, and of a result that it updates in
-place the part that it writes. Kernels of a loop count as often as the loop runs.
+place the part that it writes. Kernels of a loop count as often as the loop runs. Kernels that read other devices'
+memory (`pallas_kernels.shard_gather`) take stacks of all layers and read one of each, from all devices.
 """
 
 import functools
@@ -20,6 +21,9 @@ _ENDS = ("-done", "-update")  # of what began in an earlier instruction
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(.*)")
 _CALLED = re.compile(r"(?:body|to_apply|calls|branch_computations)=\{?%?([\w.\-]+)")
 _FLOAT8 = "__cublas$lt$matmul$f8"
+#: Kernels that read other devices' memory: the one that copies what it reads, and the one that decodes it.
+_COPIES, _DECODES = "shard_gather", "nf4_dequantize_shared"
+_SHARED = re.compile(rf'op_name="[^"]*/({_COPIES}|{_DECODES})/')
 #: Behind the type of an array in the host's memory.
 IN_HOST = "{S(5)}"
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{")
@@ -70,6 +74,25 @@ class Instruction(NamedTuple):
         return re.findall(r"%([\w.\-]+)", self.between)
 
 
+class SharedReads(NamedTuple):
+    """What a kernel reads that reads other devices' memory.
+
+    Attributes:
+        whole: bytes of the layer's arrays, of all devices.
+        devices: that share them.
+        own: bytes of its other operands.
+    """
+
+    whole: int
+    devices: int
+    own: int = 0
+
+    @property
+    def sent(self) -> float:
+        """Bytes that come from the other devices, and so what a device sends to them."""
+        return self.whole * (self.devices - 1) / self.devices
+
+
 def kernels(text: str) -> list[Kernel]:
     """The kernels of a program.
 
@@ -87,6 +110,25 @@ def instructions(text: str) -> Iterator[tuple[Instruction, int]]:
         text: `compiled.as_text()`.
     """
     return ((one, times) for _, one, times in _instructions(*_read(text), 1))
+
+
+def shared_reads(one: Instruction) -> SharedReads | None:
+    """What an instruction reads of arrays that devices share; None: it is no kernel that does.
+
+    Args:
+        one: in no fusion.
+    """
+    name = _SHARED.search(one.rest) if one.kind == "custom-call" else None
+    if name is None:
+        return None
+    layouts = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", one.rest)
+    assert layouts is not None, f"{one.name} is a library's call without layouts"
+    _, first, *rest = re.findall(r"\w+\[[\d,]*\]", layouts[1])  # behind the layer's index
+    if name[1] == _COPIES:  # results are [devices, a layer's shard]
+        devices = _dims(one.shape)[0]
+        return SharedReads(devices * sum(size(stack) // _dims(stack)[0] for stack in (first, *rest)), devices)
+    devices = _dims(rest[0])[0] // _dims(first)[1]  # blocks of all and of one
+    return SharedReads(devices * size(first) // _dims(first)[0], devices, sum(map(size, rest)))
 
 
 def size(shape: str) -> int:
@@ -152,6 +194,8 @@ def _kernels(computations: dict[str, list[Instruction]], entry: str) -> Iterator
         reads, written = [size(shapes.get(operand, "")) for operand in one.operands], _result(one)
         if inside:
             reads, written = _sliced(inside, reads, written)
+        elif shared := shared_reads(one):  # the others read from this device as much as it reads from them
+            reads = [shared.whole, shared.own]
         flops = sum(map(_flops, _with_operands(inside or [one], shapes)))
         name, moved = scope[1] if scope else one.name, sum(reads) + written
         yield Kernel(name, _plain(one.shape), moved, flops, times, _FLOAT8 in one.rest)

@@ -5,7 +5,7 @@ from fastjax.quantization.int4 import Int4Weight
 from fastjax.quantization.mxfp4 import MXFP4Weight
 from fastjax.quantization.nf4 import NF4Weight
 from fastjax.quantization.nvfp4 import NVFP4Weight
-from fastjax.quantization.weight import Weight
+from fastjax.quantization.weight import Weight, read_in_place
 from fastjax.quantization.weights import MixedWeight, WeightLike, as_weight, concatenate, dequantize, matmul, rows_of
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "concatenate",
     "dequantize",
     "matmul",
+    "read_in_place",
     "rows_of",
 ]

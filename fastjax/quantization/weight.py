@@ -195,3 +195,13 @@ def after(weights: Sequence[W], x: Array) -> tuple[list[W], Array]:
         leaves = [*others[:place], jax.tree.leaves(weight)[place], *others[place:]]
         found.append(jax.tree.unflatten(jax.tree.structure(weight), leaves))
     return found, x
+
+
+def read_in_place(tree: Any) -> list[bool]:
+    """Of each array, whether the products with its weight take it as `shard_gather.Shared`.
+
+    Args:
+        tree: of weights and other arrays.
+    """
+    found = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Weight))
+    return [there for one in found for there in jax.tree.leaves(one.in_place() if isinstance(one, Weight) else False)]

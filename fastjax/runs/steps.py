@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 from fastjax.data.batches import Batch
 from fastjax.host_memory import in_host_memory, shapes_of, to_host_memory
 from fastjax.language_model import LanguageModel
+from fastjax.models.remat import offloads, policy_of
+from fastjax.quantization import read_in_place
 from fastjax.runs.model import initial_state, run_optimizer, run_shapes
 from fastjax.runs.opening import OpenModel, OpenShapes
 from fastjax.training.config import ParallelSection, TrainConfig
@@ -21,6 +23,8 @@ from fastjax.training.loss import Loss, loss_sums
 from fastjax.training.placement import start_on_mesh, sums_apart
 from fastjax.training.preferences import LOSSES
 from fastjax.training.step import TrainState, make_train_step
+from pallas_kernels import dispatch
+from pallas_kernels.shard_gather import why_not_peers
 
 #: Documents a row of preferences where the data are not known.
 _DOCUMENTS = 8
@@ -87,18 +91,35 @@ def sums_once(model: LanguageModel, mesh: Mesh | None) -> bool:
     """Whether devices take gradients of their own rows and sum them once in a step: adapters' that draw no numbers.
 
     A device draws numbers of its own there: a model that drops anything would train as on no other mesh. Where `fsdp`
-    splits weights XLA gathers them: devices that read one another's shards are faster, but their step compiled for
-    minutes on a card, and has not been compiled there since that was mended.
+    splits weights it is the way of devices that read one another's shards.
 
     Args:
         model: what is trained.
         mesh: of several devices; None: there is one.
     """
-    if mesh is None or mesh.shape["fsdp"] > 1 or model.lora is None:
+    if mesh is None or model.lora is None:
         return False
     if model.lora.lora_dropout or model.config.attention_dropout or model.config.residual_dropout:
         return False
-    return not any(sums_apart(model.trainable, model.frozen, model.config, mesh))
+    if any(sums_apart(model.trainable, model.frozen, model.config, mesh)):
+        return False
+    return mesh.shape["fsdp"] == 1 or why_not_in_place(model, mesh) is None
+
+
+def why_not_in_place(model: LanguageModel, mesh: Mesh) -> str | None:
+    """Why devices do not read one another's shards of a model's layers where they lie: a clause; None where they do.
+
+    Args:
+        model: its layers' weights.
+        mesh: of the devices.
+    """
+    policies = {policy_of(model.remat, stack.start) for stack in model.plan}
+    if "none" in policies or any(map(offloads, policies)):
+        return f"with {model.remat} what is read is kept, or does not stay in memory until all have read it"
+    if not any(read_in_place(model.frozen["layers"])):
+        return "the weights are not in NF4"
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return why_not_peers(dispatch.target())
 
 
 def of_length(length: int, compiled: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:

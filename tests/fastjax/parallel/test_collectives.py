@@ -15,6 +15,8 @@ from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
 from fastjax.models.tensor_parts import held_apart
 from fastjax.parallel import batch_sharding, make_mesh
+from fastjax.planning.collectives import READ, Collective
+from fastjax.planning.collectives import collectives as planned
 from fastjax.runs.steps import sums_once
 from fastjax.training.loss import loss_sums
 from fastjax.training.placement import state_shardings, weight_shardings
@@ -108,7 +110,7 @@ def test_data_parallel_step_sums_gradients_once_and_metrics(layer_loop):
 def test_fsdp_devices_that_sum_once_read_each_others_codes():
     """Nothing is sent for the layers; tokens and embeddings are, and the sums."""
     config = CONFIG | {"hidden_size": 1024}  # a device's scales have 2 KiB: less is gathered
-    text = compiled_step("scan", once=True, remat="projections", config=config, fsdp=4).as_text()
+    text = compiled_step("scan", remat="projections", config=config, fsdp=4).as_text()
     found = collectives(text)
     assert collectives(text[text.index("\nENTRY ") :]) == found, "collectives in the loop over the layers"
     gathers = [shapes for kind, shapes in found if kind == "all-gather"]
@@ -117,6 +119,10 @@ def test_fsdp_devices_that_sum_once_read_each_others_codes():
     calls = [line for line in text.splitlines() if " custom-call(" in line]
     decodes = [line for line in calls if "/nf4_dequantize" in line]
     assert len(decodes) == 8 and all("/nf4_dequantize_shared" in line for line in decodes), len(decodes)
+    # What a plan says of that, three parts of four: codes, scales of one byte for 64 elements, and the head.
+    elements = 1024 * (1024 + 512 + 2 * 1024 + 1024)
+    whole = 2 * 4 * (elements // 2 + elements // 64) + 4 * 640 * 1024
+    assert Collective(READ, 4 * 8 + 4 * 2 + 1, whole * 3 / 4) in planned(text, 4)
     # Their scales, and the head: none is read before the devices have met, of which the layer's index is made.
     gathered = [line for line in calls if "/shard_gather" in line]
     assert len(gathered) == 3
@@ -128,8 +134,21 @@ def test_fsdp_devices_that_sum_once_read_each_others_codes():
 
 @pytest.mark.aot
 @needs_cuda_plugin
+@pytest.mark.newer_world
+@pytest.mark.skipif(JAX_VERSION < (0, 11), reason="jax 0.10 gathers")
+def test_slices_of_stacks_are_not_read_by_other_devices():
+    """The loop that offloads takes layers out of their stack: the next one's may be there when another device reads."""
+    text = compiled_step("scan", once=True, remat="offload", fsdp=4).as_text()
+    loops = text[: text.index("\nENTRY ")]
+    assert any("u8[" in shapes for kind, shapes in collectives(loops) if kind == "all-gather")
+    assert "/nf4_dequantize/" in loops and "/nf4_dequantize_shared" not in text
+    assert [one.times for one in planned(text, 4) if one.kind == READ] == [1], "the head"
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
 def test_fsdp_gathers_packed_weights_inside_the_layer_loop():
-    found = collectives(compiled_step("scan", fsdp=4).as_text())
+    found = collectives(compiled_step("scan", once=False, fsdp=4).as_text())
     gathers = [shapes for kind, shapes in found if kind == "all-gather"]
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce"}, found
     # The four projections' codes, in the forward and in the backward body of the scan.

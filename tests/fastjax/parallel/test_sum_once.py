@@ -8,11 +8,15 @@ import pytest
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
-from fastjax.parallel import make_mesh
-from fastjax.runs.steps import sums_once
+from fastjax.parallel import MeshShape, make_mesh
+from fastjax.planning.device import Elsewhere
+from fastjax.runs.mesh import open_mesh
+from fastjax.runs.steps import sums_once, why_not_in_place
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
+from pallas_kernels.compat import JAX_VERSION
 from tests.support import families, steps, tiny
+from tests.support.aot import needs_cuda_plugin
 
 #: float32: sums over devices are another order of the same terms.
 LOSS_TOLERANCE, TOLERANCE = 1e-6, 1e-5
@@ -84,7 +88,7 @@ def trained(kind, mesh=None, **options):
 )
 def test_devices_that_sum_once_equal_one(kind, axes):
     mesh = make_mesh(**axes)
-    assert sums_once(model(kind), mesh) == ("fsdp" not in axes)
+    assert sums_once(model(kind), mesh) == ("fsdp" not in axes), "no device of these reads another's memory"
     expected, arrays = trained(kind)
     found, spread = trained(kind, mesh, sum_once=True)
     for one, several in zip(expected, found, strict=True):
@@ -115,6 +119,30 @@ def test_who_does_not_sum_once(kind, axes, reason):
         state = init_state(ours.trainable, make_optimizer(OPTIMIZER, 3), jax.random.key(1))
         with pytest.raises(ConfigError, match=f"^sum_once: expected False {reason}.*, got True"):
             made(kind, mesh, sum_once=True)(state, ours.frozen, batch())
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+@pytest.mark.parametrize(
+    ("kind", "policy", "card", "reason"),
+    [
+        ("nf4", "projections", "h200", None),
+        ("unrolled", "full", "h200", None),
+        ("nf4", "projections", "a100-80", "it needs NVIDIA GPUs of compute capability 9.0, the target is NVIDIA A100"),
+        ("nf4", "none", "h200", "with none what is read is kept"),
+        ("nf4", "offload_attention", "h200", "with offload_attention what is read"),
+        ("16 bits", "full", "h200", "the weights are not in NF4"),
+        ("dropout", "full", "h200", "the weights are not in NF4"),
+    ],
+)
+def test_gpus_whose_memory_kernels_read_sum_once_with_fsdp(kind, policy, card, reason):
+    if JAX_VERSION < (0, 11) and reason is None:
+        reason = "it needs jax 0.11"
+    ours, mesh = model(kind).with_checkpointing(policy), open_mesh(MeshShape(fsdp=2), Elsewhere(card, 2).devices)
+    found = why_not_in_place(ours, mesh)
+    assert sums_once(ours, mesh) == (reason is None)
+    assert found is None if reason is None else found.startswith(reason)
 
 
 def test_mixtures_and_full_fine_tuning_sum_in_every_layer(tmp_path):

@@ -1,6 +1,8 @@
 """A program of a few lines, read."""
 
 from fastjax.planning.arrays import largest_arrays
+from fastjax.planning.cards import CARDS
+from fastjax.planning.collectives import READ, Collective, collectives, link_seconds
 from fastjax.planning.hlo import kernels
 
 TEXT = """HloModule jit_step, is_scheduled=true
@@ -78,3 +80,19 @@ def test_an_array_in_the_hosts_memory_is_none_of_the_devices():
     assert "f32[8,512,256]{S(5)}" in {kernel.result for kernel in kernels(text)}
     left_out = {array.type for array in largest_arrays(TEXT, 9)} - {array.type for array in largest_arrays(text, 9)}
     assert left_out == {"f32[8,512,256]"}
+
+
+def test_kernels_that_read_other_devices_memory_read_a_layer_of_their_stacks():
+    """Of two devices: codes of 64 blocks each in a stack of eight layers, and two arrays that are copied."""
+    calls = """
+ENTRY %main (layer: s32[1], codes: u8[8,64,32], absmax: f32[128], scales: f32[8,512]) -> bf16[128,64] {
+  %layer = s32[1]{0} parameter(0)
+  %copied = (f32[2,512]{1,0}, f32[2,256]{1,0}) custom-call(%layer, %scales, %more), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={s32[1]{0}, f32[8,512]{1,0}, f32[8,256]{1,0}}, metadata={op_name="jit(step)/jit(gather)/shard_gather/mpmd_map"}
+  ROOT %decoded = bf16[128,64]{1,0} custom-call(%layer, %codes, %absmax), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={s32[1]{0}, u8[8,64,32]{2,1,0}, f32[128]{0}}, metadata={op_name="jit(step)/nf4_dequantize_shared/mpmd_map"}
+}
+"""  # noqa: E501
+    copied, decoded = kernels(calls)
+    assert copied.moved == 2 * 4 * 2 * (512 + 256)
+    assert decoded.moved == 2 * 64 * 32 + 4 * 128 + 2 * 128 * 64
+    assert collectives(calls, 2) == [Collective(READ, 2, 4 * (512 + 256) + 64 * 32)]
+    assert link_seconds(collectives(calls, 2), CARDS["h200"]) == 0
