@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "measurements"
 PICTURE = FOLDER / "steps.png"
 GIB = 2**30
+#: Whose steps the picture shows, and the tables of README.md and docs/memory.md.
+CARD = "NVIDIA H200"
 #: What a table cannot be without.
 REQUIRED = ("date", "command", "device", "preset", "batch", "seq", "checkpointing", "layer_loop")
 
@@ -159,7 +161,7 @@ def shortlist(steps: Sequence[Step]) -> str:
     wanted = [
         step
         for step in newest(step for step in steps if step.speed and step.peak)
-        if step.card == "NVIDIA H200" and not step.peer
+        if step.card == CARD and not step.peer
         if step.case.preset == "llama3-8b" and step.case.method == "qlora"
         if step.case.rank == 16 and not step.case.offload_embedding and step.case.lengths is None
     ]
@@ -179,7 +181,7 @@ def shortlist(steps: Sequence[Step]) -> str:
 def plans(steps: Sequence[Step]) -> str:
     """The table of docs/memory.md: planned and measured memory."""
     lines = []
-    for step in newest(step for step in steps if step.planned and step.peak):
+    for step in newest(step for step in steps if step.planned and step.peak and step.card == CARD):
         planned, peak = step.planned or 0, step.peak or 0
         what = (step.case.model, step.trained, step.case.rows, step.kept)
         lines.append(
@@ -232,12 +234,10 @@ def draw(steps: Sequence[Step]) -> bytes:
 
     from fastjax.training.report.plots import BLUE, GREEN, GREY, ORANGE, PINK, RED, STYLE
 
-    shown = newest(step for step in steps if step.speed and step.peak and step.row.get("devices", 1) == 1)
-    cards = sorted({step.card for step in shown})
+    shown = newest(step for step in steps if step.speed and step.peak and step.card == CARD)
     kinds: dict[str, list[Step]] = {}
     for step in shown:
-        words = (step.card if len(cards) > 1 else "", step.case.model, step.trained)
-        kinds.setdefault(" · ".join(filter(None, words)), []).append(step)
+        kinds.setdefault(f"{step.case.model} · {step.trained}", []).append(step)
     lengths = sorted({step.case.rows for step in shown}, key=lambda rows: (len(rows), rows))
     markers = dict(zip(lengths, "osD^vPX", strict=False))
     options: dict[str, Any] = {"dpi": 120, "facecolor": "white", "layout": "constrained"}
@@ -266,7 +266,7 @@ def draw(steps: Sequence[Step]) -> bytes:
             axes.set_minor_formatter(NullFormatter())
         axis.set_xlabel("GiB, the allocator's peak")
         axis.set_ylabel("tokens/s")
-        axis.set_title(f"Steps measured on one card ({', '.join(cards)})")
+        axis.set_title(f"Steps measured on one {CARD}")
         figure.legend(loc="outside right upper")
         image = BytesIO()
         figure.savefig(image, format="png", metadata={"Description": digest(steps), "Software": None})

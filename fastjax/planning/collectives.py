@@ -13,12 +13,15 @@ from typing import NamedTuple
 
 from fastjax.planning.cards import Card
 from fastjax.planning.hlo import Instruction, instructions, shared_reads, size
+from fastjax.planning.speed import BANDWIDTH_SHARE
 
 #: Share of the link's bandwidth that an all-reduce of 1 GiB reaches: 281 of 450 GB/s of an H200's NVLink.
 LINK_SHARE = 0.62
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 #: The kind of what kernels read in other devices' memory, beside the collectives.
 READ = "peer-read"
+#: Share of the link's bandwidth that these reach: 357 of 450 GB/s, two H100s.
+READ_SHARE = 0.79
 
 
 class Collective(NamedTuple):
@@ -28,11 +31,13 @@ class Collective(NamedTuple):
         kind: its name in HLO, or `READ`.
         times: how often it runs.
         sent: bytes that a device sends, in all.
+        moved: bytes to and from its memory by the same kernels meanwhile; of collectives 0.
     """
 
     kind: str
     times: int
     sent: float
+    moved: float = 0.0
 
 
 def collectives(text: str, devices: int) -> list[Collective]:
@@ -44,27 +49,32 @@ def collectives(text: str, devices: int) -> list[Collective]:
     """
     found: dict[str, Collective] = {}
     for one, times in instructions(text):
-        kind, sent = one.kind.removesuffix("-start"), None
+        kind, sent, moved = one.kind.removesuffix("-start"), None, 0
         if kind in KINDS:
             sent = _sent(kind, one, devices)
         elif reads := shared_reads(one):
-            kind, sent = READ, reads.sent
+            kind, sent, moved = READ, reads.sent, reads.moved
         if sent is not None:
             before = found.get(kind, Collective(kind, 0, 0.0))
-            found[kind] = Collective(kind, before.times + times, before.sent + times * sent)
+            sent, moved = before.sent + times * sent, before.moved + times * moved
+            found[kind] = Collective(kind, before.times + times, sent, moved)
     return sorted(found.values(), key=lambda collective: -collective.sent)
 
 
 def link_seconds(found: Sequence[Collective], card: Card) -> float:
     """Seconds that collectives take on the link of a host's cards, one after the other.
 
-    What kernels read takes none beside their own: decoding writes four times as much to memory meanwhile.
+    What kernels read takes what is above their time by the roofline: decoding writes four times as much meanwhile.
 
     Args:
         found: of `collectives`.
         card: the card.
     """
-    return sum(one.sent for one in found if one.kind != READ) / (LINK_SHARE * card.link_bandwidth)
+    seconds = 0.0
+    for one in found:
+        alone = one.sent / ((READ_SHARE if one.kind == READ else LINK_SHARE) * card.link_bandwidth)
+        seconds += max(0.0, alone - one.moved / (BANDWIDTH_SHARE * card.bandwidth))
+    return seconds
 
 
 def _sent(kind: str, one: Instruction, devices: int) -> float:

@@ -80,17 +80,22 @@ class SharedReads(NamedTuple):
     Attributes:
         whole: bytes of the layer's arrays, of all devices.
         devices: that share them.
-        own: bytes of its other operands.
+        own: bytes of its other operands and of its results.
     """
 
     whole: int
     devices: int
-    own: int = 0
+    own: int
 
     @property
     def sent(self) -> float:
         """Bytes that come from the other devices, and so what a device sends to them."""
         return self.whole * (self.devices - 1) / self.devices
+
+    @property
+    def moved(self) -> int:
+        """Bytes to and from a device's memory: the others read there as much as it reads from them."""
+        return self.whole + self.own
 
 
 def kernels(text: str) -> list[Kernel]:
@@ -126,9 +131,10 @@ def shared_reads(one: Instruction) -> SharedReads | None:
     _, first, *rest = re.findall(r"\w+\[[\d,]*\]", layouts[1])  # behind the layer's index
     if name[1] == _COPIES:  # results are [devices, a layer's shard]
         devices = _dims(one.shape)[0]
-        return SharedReads(devices * sum(size(stack) // _dims(stack)[0] for stack in (first, *rest)), devices)
+        shards = sum(size(stack) // _dims(stack)[0] for stack in (first, *rest))
+        return SharedReads(devices * shards, devices, size(one.shape))
     devices = _dims(rest[0])[0] // _dims(first)[1]  # blocks of all and of one
-    return SharedReads(devices * size(first) // _dims(first)[0], devices, sum(map(size, rest)))
+    return SharedReads(devices * size(first) // _dims(first)[0], devices, sum(map(size, rest)) + size(one.shape))
 
 
 def size(shape: str) -> int:
@@ -194,8 +200,8 @@ def _kernels(computations: dict[str, list[Instruction]], entry: str) -> Iterator
         reads, written = [size(shapes.get(operand, "")) for operand in one.operands], _result(one)
         if inside:
             reads, written = _sliced(inside, reads, written)
-        elif shared := shared_reads(one):  # the others read from this device as much as it reads from them
-            reads = [shared.whole, shared.own]
+        elif shared := shared_reads(one):
+            reads, written = [shared.moved], 0
         flops = sum(map(_flops, _with_operands(inside or [one], shapes)))
         name, moved = scope[1] if scope else one.name, sum(reads) + written
         yield Kernel(name, _plain(one.shape), moved, flops, times, _FLOAT8 in one.rest)

@@ -69,9 +69,6 @@ def run_step(
         mesh: of several devices; None: there is one.
         optimizer: in place of the settings' own.
     """
-    # Further losses are not all sums over rows, and noise is drawn for all of them.
-    noise = config.training.neftune_noise_alpha
-    rows_apart = config.parallel.gradient_exchange == "float32" and config.preferences.loss is None and not noise
     return make_train_step(
         model.graphdef,
         optimizer or run_optimizer(config, total_steps),
@@ -81,38 +78,51 @@ def run_step(
         loss_scale_window=config.training.loss_scale_window,
         mesh=mesh,
         gradient_exchange=config.parallel.gradient_exchange,
-        sum_once=rows_apart and sums_once(model, mesh),
+        sum_once=sums_once(model, mesh, config),
         quantize_from=config.training.quantization.start_step if config.training.quantization else 0,
         compiler_options=compiler_options,
     )
 
 
-def sums_once(model: LanguageModel, mesh: Mesh | None) -> bool:
-    """Whether devices take gradients of their own rows and sum them once in a step: adapters' that draw no numbers.
-
-    A device draws numbers of its own there: a model that drops anything would train as on no other mesh. Where `fsdp`
-    splits weights it is the way of devices that read one another's shards.
+def sums_once(model: LanguageModel, mesh: Mesh | None, config: TrainConfig | None = None) -> bool:
+    """Whether devices take gradients of their own rows and sum them once in a step.
 
     Args:
         model: what is trained.
         mesh: of several devices; None: there is one.
+        config: the run; None: its loss is a sum over rows, and gradients travel in float32.
     """
-    if mesh is None or model.lora is None:
-        return False
-    if model.lora.lora_dropout or model.config.attention_dropout or model.config.residual_dropout:
-        return False
-    if any(sums_apart(model.trainable, model.frozen, model.config, mesh)):
-        return False
-    return mesh.shape["fsdp"] == 1 or why_not_in_place(model, mesh) is None
+    return mesh is not None and why_not_once(model, mesh, config) is None
 
 
-def why_not_in_place(model: LanguageModel, mesh: Mesh) -> str | None:
-    """Why devices do not read one another's shards of a model's layers where they lie: a clause; None where they do.
+def why_not_once(model: LanguageModel, mesh: Mesh, config: TrainConfig | None = None) -> str | None:
+    """Why devices do not: a clause; None where they do.
+
+    A device draws numbers of its own there: a model that drops anything would train as on no other mesh. Where `fsdp`
+    splits weights it is the way of devices that read one another's shards of NF4 weights where they lie.
 
     Args:
-        model: its layers' weights.
-        mesh: of the devices.
+        model: what is trained.
+        mesh: of several devices.
+        config: as for `sums_once`.
     """
+    if model.lora is None:
+        return "every weight is trained"
+    if config is not None:
+        if config.parallel.gradient_exchange != "float32":
+            return f"gradients travel in {config.parallel.gradient_exchange}"
+        if config.preferences.loss is not None:  # further losses are not all sums over rows
+            return f"the loss is {config.preferences.loss}"
+        if config.training.neftune_noise_alpha:
+            return "noise is drawn for all rows"
+    if model.lora.lora_dropout or model.config.attention_dropout or model.config.residual_dropout:
+        return "dropout is drawn for all rows"
+    if reason := next(sums_apart(model.trainable, model.frozen, model.config, mesh), None):
+        return reason
+    return None if mesh.shape["fsdp"] == 1 else _why_not_in_place(model, mesh)
+
+
+def _why_not_in_place(model: LanguageModel, mesh: Mesh) -> str | None:
     policies = {policy_of(model.remat, stack.start) for stack in model.plan}
     if "none" in policies or any(map(offloads, policies)):
         return f"with {model.remat} what is read is kept, or does not stay in memory until all have read it"

@@ -31,7 +31,7 @@ from fastjax.runs.references import reference_file, with_references
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
 from fastjax.runs.sample_answers import sample_answers
-from fastjax.runs.steps import of_length, on_mesh, run_loss, run_step, why_not_in_place
+from fastjax.runs.steps import of_length, on_mesh, run_loss, run_step, why_not_once
 from fastjax.training.cadence import Cadence, Progress, interval
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
@@ -119,7 +119,7 @@ class TrainingRun:
         )
         self.peaks: list[int] = []
         if self.mesh is not None and self.mesh.shape["fsdp"] > 1 and model.lora and jax.default_backend() == "gpu":
-            if why := why_not_in_place(model, self.mesh):
+            if why := why_not_once(model, self.mesh, config):
                 say(console, f"parallel.fsdp: weights are gathered, and not read where they lie: {why}")
         if self.mesh is None:
             self.state = initial_state(config, model, total, optimizer=rule)

@@ -1,5 +1,6 @@
 """Steps whose devices take gradients of their own rows alone and sum them once, beside those of one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,8 @@ from fastjax.errors import ConfigError
 from fastjax.parallel import MeshShape, make_mesh
 from fastjax.planning.device import Elsewhere
 from fastjax.runs.mesh import open_mesh
-from fastjax.runs.steps import sums_once, why_not_in_place
+from fastjax.runs.steps import sums_once, why_not_once
+from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
 from pallas_kernels.compat import JAX_VERSION
@@ -133,16 +135,35 @@ def test_who_does_not_sum_once(kind, axes, reason):
         ("nf4", "none", "h200", "with none what is read is kept"),
         ("nf4", "offload_attention", "h200", "with offload_attention what is read"),
         ("16 bits", "full", "h200", "the weights are not in NF4"),
-        ("dropout", "full", "h200", "the weights are not in NF4"),
+        ("dropout", "full", "h200", "dropout is drawn for all rows"),
+        ("trained head", "full", "h200", "where trained arrays are split over parallel.fsdp"),
     ],
 )
 def test_gpus_whose_memory_kernels_read_sum_once_with_fsdp(kind, policy, card, reason):
     if JAX_VERSION < (0, 11) and reason is None:
         reason = "it needs jax 0.11"
     ours, mesh = model(kind).with_checkpointing(policy), open_mesh(MeshShape(fsdp=2), Elsewhere(card, 2).devices)
-    found = why_not_in_place(ours, mesh)
+    found = why_not_once(ours, mesh)
     assert sums_once(ours, mesh) == (reason is None)
     assert found is None if reason is None else found.startswith(reason)
+
+
+@pytest.mark.one_world
+@pytest.mark.parametrize(
+    ("section", "changes", "reason"),
+    [
+        ("training", {}, None),
+        ("training", {"neftune_noise_alpha": 5.0}, "noise is drawn for all rows"),
+        ("preferences", {"loss": "dpo"}, "the loss is dpo"),
+        ("parallel", {"gradient_exchange": "int8"}, "gradients travel in int8"),
+    ],
+)
+def test_a_run_whose_loss_is_no_sum_over_rows_does_not(section, changes, reason):
+    config = TrainConfig(ModelSection("model"), DataSection("rows.jsonl"), OutputSection("run"))
+    config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **changes)})
+    mesh = make_mesh(data=2)
+    assert why_not_once(model("nf4"), mesh, config) == reason
+    assert sums_once(model("nf4"), mesh, config) == (reason is None) and not sums_once(model("nf4"), None, config)
 
 
 def test_mixtures_and_full_fine_tuning_sum_in_every_layer(tmp_path):

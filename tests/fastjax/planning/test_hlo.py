@@ -1,9 +1,12 @@
 """A program of a few lines, read."""
 
+import pytest
+
 from fastjax.planning.arrays import largest_arrays
 from fastjax.planning.cards import CARDS
-from fastjax.planning.collectives import READ, Collective, collectives, link_seconds
+from fastjax.planning.collectives import READ, READ_SHARE, Collective, collectives, link_seconds
 from fastjax.planning.hlo import kernels
+from fastjax.planning.speed import BANDWIDTH_SHARE
 
 TEXT = """HloModule jit_step, is_scheduled=true
 
@@ -94,5 +97,8 @@ ENTRY %main (layer: s32[1], codes: u8[8,64,32], absmax: f32[128], scales: f32[8,
     copied, decoded = kernels(calls)
     assert copied.moved == 2 * 4 * 2 * (512 + 256)
     assert decoded.moved == 2 * 64 * 32 + 4 * 128 + 2 * 128 * 64
-    assert collectives(calls, 2) == [Collective(READ, 2, 4 * (512 + 256) + 64 * 32)]
-    assert link_seconds(collectives(calls, 2), CARDS["h200"]) == 0
+    [read] = collectives(calls, 2)
+    assert read == Collective(READ, 2, 4 * (512 + 256) + 64 * 32, copied.moved + decoded.moved)
+    expected = read.sent / (READ_SHARE * 450e9) - read.moved / (BANDWIDTH_SHARE * 4.8e12)
+    assert link_seconds([read], CARDS["h200"]) == pytest.approx(expected) and expected > 0
+    assert link_seconds([read._replace(sent=read.moved / 16)], CARDS["h200"]) == 0, "the kernels take longer anyway"
