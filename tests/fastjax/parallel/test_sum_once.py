@@ -31,24 +31,27 @@ KINDS = {
     "tied": {"tie_word_embeddings": True},
     "dropout": {"lora_dropout": 0.1},
     "attention dropout": {"attention_dropout": 0.1},
+    "dora": {"load_in_4bit": True, "use_dora": True},
+    "quantised": {"load_in_4bit": True, "quantised": "nf4"},
     "trained head": {"modules_to_save": ["lm_head"]},
     "trained rows": {"trainable_token_indices": [3, 5, 64]},
     "embedding's adapter": {"target_modules": ["q_proj", "embed_tokens"]},
     "odd vocabulary": {"vocab_size": 101},
 }
 LOADING = ("load_in_4bit", "use_gradient_checkpointing", "layer_loop")
-ADAPTING = ("lora_dropout", "modules_to_save", "trainable_token_indices", "target_modules")
+ADAPTING = ("use_dora", "lora_dropout", "modules_to_save", "trainable_token_indices", "target_modules")
 
 
 @functools.cache
 def model(kind):
     changes = KINDS[kind]
     shape = {**SIZES, "tie_word_embeddings": False}
-    shape |= {name: value for name, value in changes.items() if name not in (*LOADING, *ADAPTING)}
+    shape |= {name: value for name, value in changes.items() if name not in (*LOADING, *ADAPTING, "quantised")}
     loading = {name: changes[name] for name in LOADING if name in changes}
     loading = {"load_in_4bit": False, "layer_loop": "scan", **loading}
     base = tiny.model(tiny.shared_folder(**shape), tiny.config(**shape), **loading)
-    return tiny.adapted(base, **{name: changes[name] for name in ADAPTING if name in changes})
+    ours = tiny.adapted(base, **{name: changes[name] for name in ADAPTING if name in changes})
+    return ours.with_fake_quantization(changes["quantised"]) if "quantised" in changes else ours
 
 
 @functools.cache
@@ -86,6 +89,8 @@ def trained(kind, mesh=None, **options):
         pytest.param("unrolled", {"fsdp": 2, "data": 2}, id="unrolled-fsdp"),
         pytest.param("tied", {"fsdp": 8}, id="tied-fsdp"),
         pytest.param("trained rows", {"fsdp": 2}, id="trained rows-fsdp"),
+        pytest.param("dora", {"fsdp": 2}, id="dora-fsdp"),
+        pytest.param("quantised", {"fsdp": 2}, id="quantised-fsdp"),
     ],
 )
 def test_devices_that_sum_once_equal_one(kind, axes):
