@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from rich.console import Console
 
 from fastjax.data.batches import Batch
 from fastjax.host_memory import in_host_memory, shapes_of, to_host_memory
 from fastjax.language_model import LanguageModel
 from fastjax.models.remat import offloads, policy_of
 from fastjax.quantization import read_in_place
+from fastjax.runs.messages import say
 from fastjax.runs.model import initial_state, run_optimizer, run_shapes
 from fastjax.runs.opening import OpenModel, OpenShapes
 from fastjax.training.config import ParallelSection, TrainConfig
@@ -127,9 +129,28 @@ def _why_not_in_place(model: LanguageModel, mesh: Mesh) -> str | None:
     if "none" in policies or any(map(offloads, policies)):
         return f"with {model.remat} what is read is kept, or does not stay in memory until all have read it"
     if not any(read_in_place(model.frozen["layers"])):
-        return "the weights are not in NF4"
+        return "no weights are in NF4 with whole blocks in each row"
+    return why_not_peers(_target(mesh))
+
+
+def tell_gathers(model: LanguageModel, mesh: Mesh | None, config: TrainConfig, console: Console) -> None:
+    """Say why a run's GPUs gather what `fsdp` splits, where with adapters they could read it in place.
+
+    Args:
+        model: what is trained.
+        mesh: of several devices; None: there is one.
+        config: the run.
+        console: for it.
+    """
+    if mesh is None or mesh.shape["fsdp"] == 1 or model.lora is None or _target(mesh).platform != "cuda":
+        return
+    if why := why_not_once(model, mesh, config):
+        say(console, f"parallel.fsdp: weights are gathered, and not read where they lie: {why}")
+
+
+def _target(mesh: Mesh) -> dispatch.Target:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return why_not_peers(dispatch.target())
+        return dispatch.target()
 
 
 def of_length(length: int, compiled: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ from fastjax.runs.references import reference_file, with_references
 from fastjax.runs.result import last_evaluation, weight_digests
 from fastjax.runs.resume import Earlier, restore
 from fastjax.runs.sample_answers import sample_answers
-from fastjax.runs.steps import of_length, on_mesh, run_loss, run_step, why_not_once
+from fastjax.runs.steps import of_length, on_mesh, run_loss, run_step, tell_gathers
 from fastjax.training.cadence import Cadence, Progress, interval
 from fastjax.training.checkpoint import Checkpoints
 from fastjax.training.config import TrainConfig
@@ -118,9 +118,7 @@ class TrainingRun:
             model.graphdef, model.trainable_filter, loss=self.loss, mesh=self.mesh, compiler_options=options
         )
         self.peaks: list[int] = []
-        if self.mesh is not None and self.mesh.shape["fsdp"] > 1 and model.lora and jax.default_backend() == "gpu":
-            if why := why_not_once(model, self.mesh, config):
-                say(console, f"parallel.fsdp: weights are gathered, and not read where they lie: {why}")
+        tell_gathers(model, self.mesh, config, console)
         if self.mesh is None:
             self.state = initial_state(config, model, total, optimizer=rule)
         else:

@@ -2,17 +2,19 @@
 
 import dataclasses
 import functools
+import io
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
 from fastjax.parallel import MeshShape, make_mesh
 from fastjax.planning.device import Elsewhere
 from fastjax.runs.mesh import open_mesh
-from fastjax.runs.steps import sums_once, why_not_once
+from fastjax.runs.steps import sums_once, tell_gathers, why_not_once
 from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
 from fastjax.training.optimizers import OptimizerConfig, make_optimizer
 from fastjax.training.step import init_state, make_train_step
@@ -139,7 +141,7 @@ def test_who_does_not_sum_once(kind, axes, reason):
         ("nf4", "projections", "a100-80", "it needs NVIDIA GPUs of compute capability 9.0, the target is NVIDIA A100"),
         ("nf4", "none", "h200", "with none what is read is kept"),
         ("nf4", "offload_attention", "h200", "with offload_attention what is read"),
-        ("16 bits", "full", "h200", "the weights are not in NF4"),
+        ("16 bits", "full", "h200", "no weights are in NF4"),
         ("dropout", "full", "h200", "dropout is drawn for all rows"),
         ("trained head", "full", "h200", "where trained arrays are split over parallel.fsdp"),
     ],
@@ -151,6 +153,29 @@ def test_gpus_whose_memory_kernels_read_sum_once_with_fsdp(kind, policy, card, r
     found = why_not_once(ours, mesh)
     assert sums_once(ours, mesh) == (reason is None)
     assert found is None if reason is None else found.startswith(reason)
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.one_world
+def test_a_run_says_why_gpus_gather():
+    config = TrainConfig(ModelSection("model"), DataSection("rows.jsonl"), OutputSection("run"))
+    noisy = dataclasses.replace(config, training=dataclasses.replace(config.training, neftune_noise_alpha=5.0))
+
+    def said(mesh, config=config):
+        console = Console(file=io.StringIO())
+        tell_gathers(model("nf4"), mesh, config, console)
+        return console.file.getvalue()
+
+    def gpus(card, **axes):
+        shape = MeshShape(**axes)
+        return open_mesh(shape, Elsewhere(card, shape.size).devices)
+
+    line = "parallel.fsdp: weights are gathered, and not read where they lie: "
+    assert said(gpus("a100-80", fsdp=2)).startswith(f"{line}it needs NVIDIA GPUs of compute capability 9.0")
+    assert said(gpus("h200", fsdp=2), noisy) == f"{line}noise is drawn for all rows\n"
+    assert said(None) + said(gpus("a100-80", data=2)) + said(make_mesh(fsdp=2)) == ""
+    assert (said(gpus("h200", fsdp=2)) == "") == (JAX_VERSION >= (0, 11))
 
 
 @pytest.mark.one_world
