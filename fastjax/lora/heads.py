@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from fastjax.lora.norm import Made
 from fastjax.lora.rank_products import (
     Matrices,
     Part,
@@ -42,7 +43,7 @@ class Arrays(NamedTuple):
         sin: sines of the same.
         matrices: of the adapters.
         key: the layer's dropout key; None switches dropout off.
-        products: the rank products of x, where `norm` has made them: A's gradient and what x gets through A are its.
+        made: of x, what `norm` has made: A's gradient and what x gets through A are its.
     """
 
     weight: WeightLike
@@ -50,7 +51,7 @@ class Arrays(NamedTuple):
     sin: Float[Array, "B S D/2"]
     matrices: Matrices
     key: PRNGKeyArray | None
-    products: Float[Array, "B S PR"] | None = None
+    made: Made | None = None
 
 
 def project_heads(
@@ -77,7 +78,7 @@ def _unit(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays):
 
 def _forward(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays):
     rank = slot(parts)
-    products = arrays.products
+    products, rows = (None, None) if arrays.made is None else arrays.made
     if products is None:
         products = name_residual(rank_products(parts, arrays.matrices, x, arrays.key, rank), "lora")
     lora_B = stacked_B(parts, arrays.matrices, x.dtype, rank)
@@ -86,7 +87,7 @@ def _forward(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays)
         found = split_rope_lora_forward(flat_rows(base), _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads)
         return tuple(part.reshape(*cos.shape[:2], -1) for part in found)
 
-    base = as_weight(arrays.weight).matmul_scaled(x)
+    base = as_weight(arrays.weight).matmul_scaled(x if rows is None else rows)  # pyright: ignore[reportArgumentType]
     island = local(turn, in_specs=(places(base), ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, ROWS))
     found = island(base, products, lora_B, arrays.cos, arrays.sin)
     return tuple(name_residual(part, "projection") for part in found), (x, products, arrays)
@@ -106,14 +107,14 @@ def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradie
     island = local(turn_back, in_specs=(ROWS, ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, SHARES))
     dbase, dproducts, shares = island(gradients, products, lora_B, arrays.cos, arrays.sin)
     dx = matmul_transposed(dbase, arrays.weight)
-    dB, given = gradients_of_B(parts, shares), arrays.products is not None
+    dB, given = gradients_of_B(parts, shares), arrays.made is not None
     if given:
         dA = {name: jnp.zeros_like(arrays.matrices[name][0]) for name in dB}
     else:
         dx, dA = rank_product_gradients(parts, arrays.matrices, dx, x, dproducts, arrays.key)
     trained = into_dtypes({name: (dA[name], dB[name]) for name in dB}, arrays.matrices)
     dweight = weight_gradient(dbase, x, arrays.weight)
-    return dx, Arrays(dweight, None, None, trained, None, dproducts if given else None)  # pyright: ignore
+    return dx, Arrays(dweight, None, None, trained, None, Made(dproducts, None) if given else None)  # pyright: ignore
 
 
 _unit.defvjp(_forward, _backward)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from fastjax.lora.norm import Made
 from fastjax.lora.rank_products import (
     Matrices,
     Part,
@@ -28,6 +29,7 @@ from fastjax.lora.rank_products import (
     product_gradients,
     rank_product_gradients,
     rank_products,
+    rounded_with_products,
     slot,
     stacked_A,
     stacked_B,
@@ -38,7 +40,7 @@ from fastjax.quantization.float8 import places
 from fastjax.quantization.weight import Weight
 from fastjax.quantization.weights import WeightLike, as_weight, linear, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
-from pallas_kernels.float8 import flat_rows, product_of
+from pallas_kernels.float8 import Rounded, flat_rows, product_of, scaled_values
 from pallas_kernels.float8.blocks import Blocks, dequantize_blocks
 from pallas_kernels.glu.lora import Inner, glu_lora_backward, glu_lora_forward
 from pallas_kernels.low_rank import block_matrix
@@ -92,7 +94,7 @@ class Arrays(NamedTuple):
         down: [E, F].
         matrices: of the adapters.
         key: the layer's dropout key; None switches dropout off.
-        products: the rank products of x, where `norm` has made them: A's gradient and what x gets through A are its.
+        made: of x, what `norm` has made: A's gradient and what x gets through A are its.
     """
 
     gate_up: WeightLike
@@ -100,7 +102,7 @@ class Arrays(NamedTuple):
     down: WeightLike
     matrices: Matrices
     key: PRNGKeyArray | None
-    products: Float[Array, "B S PR"] | None = None
+    made: Made | None = None
 
 
 def gated_block(
@@ -123,23 +125,26 @@ def _unit(block: Block, x, residual, arrays: Arrays):
 
 
 def _forward(block: Block, x, residual, arrays: Arrays):
-    gate_up: Any = as_weight(arrays.gate_up).matmul_scaled(x)
+    rows: Any = x if arrays.made is None or arrays.made.rows is None else arrays.made.rows
+    gate_up: Any = as_weight(arrays.gate_up).matmul_scaled(rows)
     if not block.float8:
         gate_up = jax.tree.map(lambda array: name_residual(array, "projection"), gate_up)
     inner = _inner(block, x, arrays)
     inside = block.down.rank and not drops((block.down,), arrays.key)
     down_A = _down_A(block, arrays, x.dtype) if inside else None
-    h, product_down, kept = _gate(block, gate_up, inner, down_A, float8=block.float8)
+    below: Any = as_weight(arrays.down)
+    # An adapter whose input is dropped reads h itself.
+    rounded = bool(inside or not block.down.rank) and x.dtype == jnp.bfloat16 and below.reads_rounded(False)
+    h, product_down, kept = _gate(block, gate_up, inner, down_A, float8=block.float8, rounded=rounded)
     if kept is not None:
         gate_up = Blocks(*(name_residual(array, "projection") for array in kept))
-    below = as_weight(arrays.down)
     if block.down.rank:
         if product_down is None:
             product_down = rank_products((block.down,), arrays.matrices, h, arrays.key, slot((block.down,)))
         product_down = name_residual(product_down, "lora")
         y = add_products((block.down,), below.matmul_scaled(h), product_down, _down_B(block, arrays, x.dtype), residual)
     else:
-        y = below.matmul(h)
+        y = scaled_values(below.matmul_scaled(h)).astype(x.dtype)
         y = y if residual is None else residual + y
     products = None if inner is None else inner.products
     return y, (x, gate_up, products, product_down, arrays, residual is not None)
@@ -167,20 +172,22 @@ def _backward(block: Block, residuals, dy):
     inside = None
     if down_A is not None and dproduct_down is not None:
         inside = down_A, dproduct_down
-    dgate_up, again, dB, dA = _ungate(block, gate_up, inner, dh, inside, with_h=trained)
+    adapted = inner is not None and bool(with_adapter(block.parts))
+    rounds = adapted and x.dtype == jnp.bfloat16 and as_weight(arrays.gate_up).reads_rounded(True)
+    dgate_up, again, dB, dA, absmax = _ungate(block, gate_up, inner, dh, inside, with_h=trained, with_absmax=rounds)
     h = again if trained else h
     if dA is not None:
         gradients[down.name] = dA[: down.rank], gradients[down.name][1]
-    dx = matmul_transposed(dgate_up, arrays.gate_up)
-    dbias = dproducts = None
+    dx, dinner = _through_gate_up(block, arrays, inner if adapted else None, dgate_up, absmax)
+    dbias = made = None
     if inner is not None and dB is not None:
-        dx, inner_gradients, dproducts = _inner_gradients(block, dx, x, arrays, inner, dgate_up, dB)
+        dx, inner_gradients, made = _inner_gradients(block, dx, x, arrays, dinner, dB)
         gradients |= inner_gradients
         if arrays.bias is not None:
             column = max(part.rank for part in block.parts)
             dbias = dB[:, :, column].reshape(-1).astype(arrays.bias.dtype)
     dweight, ddown = weight_gradient(dgate_up, x, arrays.gate_up), weight_gradient(dy, h, arrays.down)
-    return dx, dy if added else None, Arrays(dweight, dbias, ddown, into_dtypes(gradients, matrices), None, dproducts)  # pyright: ignore
+    return dx, dy if added else None, Arrays(dweight, dbias, ddown, into_dtypes(gradients, matrices), None, made)  # pyright: ignore
 
 
 _unit.defvjp(_forward, _backward)
@@ -191,8 +198,8 @@ def _inner(block: Block, x, arrays: Arrays) -> Inner | None:
     rank = block.inner_rank(arrays.bias is not None)
     if not rank:
         return None
-    if arrays.products is not None:
-        products = _widened(arrays.products, len(block.parts), rank)
+    if arrays.made is not None:
+        products = _widened(arrays.made.products, len(block.parts), rank)
     elif with_adapter(block.parts):
         products = rank_products(block.parts, arrays.matrices, x, arrays.key, rank)
     else:
@@ -213,19 +220,33 @@ def _inner_B(block: Block, arrays: Arrays, dtype) -> Float[Array, "2 F R"]:
     return whole.reshape(2, block.features, rank)
 
 
-def _inner_gradients(block: Block, dx, x, arrays: Arrays, inner: Inner, dgate_up, dB):
+def _through_gate_up(block: Block, arrays: Arrays, inner: Inner | None, dgate_up, absmax) -> tuple[Array, Array | None]:
+    """The gradients of x through the large product, and of the rank products where there are adapters.
+
+    Where the large product reads float8, rows are rounded in the pass that makes the rank products' gradient.
+    """
+    if inner is None:
+        return matmul_transposed(dgate_up, arrays.gate_up), None
+    lora_B = inner.lora_B.reshape(-1, inner.lora_B.shape[-1])
+    if absmax is None:
+        stacked = block_matrix(lora_B, tuple(part.rows for part in block.parts))
+        return matmul_transposed(dgate_up, arrays.gate_up), linear(dgate_up, stacked.T)
+    dproducts, rows = rounded_with_products(block.parts, dgate_up, absmax, lora_B)
+    dx: Any = as_weight(arrays.gate_up).transposed_scaled(rows)  # pyright: ignore[reportArgumentType]
+    return scaled_values(dx).astype(dgate_up.dtype), dproducts
+
+
+def _inner_gradients(block: Block, dx, x, arrays: Arrays, dproducts, dB):
     """The gradient of x by all ways, those of A and B of gate and up by name, and that of given products."""
     if not with_adapter(block.parts):
         return dx, {}, None
-    halves, sizes = inner.lora_B, tuple(part.rows for part in block.parts)
-    stacked = block_matrix(halves.reshape(-1, halves.shape[-1]), sizes)
-    dproducts = linear(dgate_up, stacked.T)
-    if arrays.products is None:
+    sizes = tuple(part.rows for part in block.parts)
+    if arrays.made is None:
         dx, dA = rank_product_gradients(block.parts, arrays.matrices, dx, x, dproducts, arrays.key)
         given = None
     else:
         dA = {part.name: jnp.zeros_like(arrays.matrices[part.name][0]) for part in with_adapter(block.parts)}
-        given = _narrowed(dproducts, len(sizes), arrays.products.shape[-1] // len(sizes))
+        given = Made(_narrowed(dproducts, len(sizes), arrays.made.products.shape[-1] // len(sizes)), None)
     dB = dB.reshape(len(sizes), -1, dB.shape[-1])
     gradients = {
         part.name: (dA[part.name], dB[number, :, : part.rank] * part.scaling)
@@ -258,18 +279,21 @@ def _down_B(block: Block, arrays: Arrays, dtype) -> Float[Array, "E R"]:
     return stacked_B((block.down,), arrays.matrices, dtype, slot((block.down,)))
 
 
-def _gate(block: Block, gate_up, inner: Inner | None, down_A, *, float8: bool = False):
+def _gate(block: Block, gate_up, inner: Inner | None, down_A, *, float8: bool = False, rounded: bool = False):
     """`glu_lora_forward` of [B, S, ...], on each device of its own rows."""
 
     def gate(gate_up, products, lora_B, down_A):
         own = None if products is None else Inner(_rows(products), lora_B)
-        h, product_down, kept = glu_lora_forward(
-            _rows(gate_up), own, down_A, activation=block.activation, float8=float8
-        )
+        options: Any = {"activation": block.activation, "float8": float8, "rounded": rounded}
+        h, product_down, kept = glu_lora_forward(_rows(gate_up), own, down_A, **options)
         *lead, width = product_of(gate_up).shape
         if kept is not None:
             kept = Blocks(kept.codes.reshape(*lead, width), kept.exponents.reshape(-1, *lead))
-        return h.reshape(*lead, -1), None if product_down is None else product_down.reshape(*lead, -1), kept
+        if isinstance(h, Rounded):
+            h = Rounded(h.codes.reshape(*lead, -1), h.scales.reshape(lead))
+        else:
+            h = h.reshape(*lead, -1)
+        return h, None if product_down is None else product_down.reshape(*lead, -1), kept
 
     products, lora_B = (None, None) if inner is None else inner
     outer = (ROWS, ROWS, _BLOCKS if float8 else ROWS)
@@ -277,24 +301,24 @@ def _gate(block: Block, gate_up, inner: Inner | None, down_A, *, float8: bool = 
     return local(gate, in_specs=own, out_specs=outer)(gate_up, products, lora_B, down_A)
 
 
-def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: bool):
+def _ungate(block: Block, gate_up, inner: Inner | None, dh, down, *, with_h: bool, with_absmax: bool):
     """`glu_lora_backward` of [B, S, ...], on each device of its own rows."""
 
     def ungate(gate_up, products, lora_B, dh, down_A, dproducts):
         own = None if products is None else Inner(_rows(products), lora_B)
         below = None if down_A is None else (down_A, _rows(dproducts))
-        gradient, h, *sums = glu_lora_backward(
-            _rows(gate_up), own, _rows(dh), below, activation=block.activation, with_h=with_h
-        )
+        options: Any = {"activation": block.activation, "with_h": with_h, "with_absmax": with_absmax}
+        gradient, h, *sums, absmax = glu_lora_backward(_rows(gate_up), own, _rows(dh), below, **options)
         shares = (None if share is None else share[None] for share in sums)
-        shape = product_of(dh).shape
-        return gradient.reshape(*shape[:-1], -1), None if h is None else h.reshape(shape), *shares
+        *lead, width = product_of(dh).shape
+        h = None if h is None else h.reshape(*lead, width)
+        return gradient.reshape(*lead, -1), h, *shares, None if absmax is None else absmax.reshape(lead)
 
     (products, lora_B), (down_A, dproducts) = ((None, None) if pair is None else pair for pair in (inner, down))
     own = _places(gate_up), ROWS, P(), _places(dh), P(), ROWS
-    island = local(ungate, in_specs=own, out_specs=(ROWS, ROWS, SHARES, SHARES))
-    dgate_up, h, *shares = island(gate_up, products, lora_B, dh, down_A, dproducts)
-    return dgate_up, h, *(None if share is None else jnp.sum(share, axis=0) for share in shares)
+    island = local(ungate, in_specs=own, out_specs=(ROWS, ROWS, SHARES, SHARES, ROWS))
+    dgate_up, h, *shares, absmax = island(gate_up, products, lora_B, dh, down_A, dproducts)
+    return dgate_up, h, *(None if share is None else jnp.sum(share, axis=0) for share in shares), absmax
 
 
 def _wide(gate_up, dtype):

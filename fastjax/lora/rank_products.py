@@ -17,8 +17,13 @@ from fastjax.lora.dropout import drop
 from fastjax.parallel import ROWS, SHARES, local
 from fastjax.quantization.float8 import places
 from fastjax.quantization.weights import linear
-from pallas_kernels.float8 import Scaled, flat_rows, product_of
-from pallas_kernels.low_rank import low_rank_add, low_rank_input_gradients, low_rank_output_gradients
+from pallas_kernels.float8 import Rounded, Scaled, flat_rows, product_of
+from pallas_kernels.low_rank import (
+    low_rank_add,
+    low_rank_input_gradients,
+    low_rank_output_gradients,
+    low_rank_round_rows,
+)
 from pallas_kernels.tiles import padded_rank
 
 
@@ -193,6 +198,27 @@ def product_gradients(
     island = local(gradients, in_specs=(ROWS, ROWS, P()), out_specs=(ROWS, SHARES))
     dproducts, shares = island(dy, products, lora_B)
     return dproducts, gradients_of_B(parts, shares)
+
+
+def rounded_with_products(
+    parts: Sequence[Part], dy: Float[Array, "B S out"], absmax: Float[Array, "B S"], lora_B: Float[Array, "out R"]
+) -> tuple[Float[Array, "B S PR"], Rounded]:
+    """The gradient of the rank products, in the dtype of dy, and dy in float8.
+
+    Args:
+        parts: of dy.
+        dy: the gradient of `add_products`.
+        absmax: the largest magnitude in each of its rows.
+        lora_B: as there.
+    """
+
+    def both(dy, absmax, lora_B):
+        sizes = tuple(part.rows for part in parts)
+        dproducts, (codes, scales) = low_rank_round_rows(_rows(dy), absmax.reshape(-1), lora_B, parts=sizes)
+        rounded = Rounded(codes.reshape(dy.shape), scales.reshape(absmax.shape))
+        return dproducts.reshape(*dy.shape[:-1], -1), rounded
+
+    return local(both, in_specs=(ROWS, ROWS, P()), out_specs=(ROWS, ROWS))(dy, absmax, lora_B)
 
 
 def gradients_of_B(parts: Sequence[Part], shares: Float[Array, "devices out R"]) -> dict[str, Float[Array, "out R"]]:

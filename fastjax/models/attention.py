@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from convert.model.config import Layer, ModelConfig
 from fastjax.lora import heads as heads_unit
 from fastjax.lora.linear import describe, matrices_of
+from fastjax.lora.norm import Made
 from fastjax.lora.params import BaseParam
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
@@ -122,7 +123,7 @@ class Attention(nnx.Module):
         key: PRNGKeyArray | None,
         cache: LayerCache | None,
         residual: Float[Array, "B S E"] | None = None,
-        products: Float[Array, "B S PR"] | None = None,
+        made: Made | None = None,
     ) -> tuple[Float[Array, "B S E"], LayerCache | None]:
         """Attention of normalised inputs; with a cache, over the cached tokens too, which then include these.
 
@@ -132,12 +133,12 @@ class Attention(nnx.Module):
             key: the layer's dropout key; None switches dropout off.
             cache: keys and values of past tokens, or None.
             residual: the residual stream, to which the attention's output is added; None: that is returned alone.
-            products: where the way to the heads is one unit, the rank products of x from `lora.norm`.
+            made: where the way to the heads is one unit, what `lora.norm` has made of x.
         """
         batch, length = x.shape[:2]
         dtype = x.dtype
         x = x.astype(jnp.float32) if self.float32 else x
-        q, k, v = (checkpoint_name(part, HEADS) for part in self._heads(x, context, key, products))
+        q, k, v = (checkpoint_name(part, HEADS) for part in self._heads(x, context, key, made))
         if cache is None:
             out = self._attend(q, k, v, context.segment_ranges, key)
         else:
@@ -186,13 +187,13 @@ class Attention(nnx.Module):
         return None
 
     def _heads(
-        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, products: Array | None
+        self, x: Float[Array, "B S E"], context: Context, key: PRNGKeyArray | None, made: Made | None
     ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
         """Queries, keys and values by head, ready for attention.
 
         Without normalisations they come out of one product in one pass, and are residuals in its place: the backward
         pass needs it no more. A normalisation needs its input there. Adapters are applied in the same pass where they
-        can be, and their rank products may be given.
+        can be, and what `lora.norm` makes of x may be given.
         """
         heads, key_heads, size = self.shape
         rotary = (None, None) if self.layer.rope is None else context.rotary[self.layer.rope]
@@ -200,10 +201,10 @@ class Attention(nnx.Module):
         if rotary[0] is not None and rotary[1] is not None and self.why_not_fused(x.dtype) is None:
             weight, matrices = self.qkv.operand, matrices_of(self.qkv.adapters)
             parts = describe(self.qkv.parts, self.qkv.adapters)
-            arrays = heads_unit.Arrays(weight, rotary[0], rotary[1], matrices, key, products)
+            arrays = heads_unit.Arrays(weight, rotary[0], rotary[1], matrices, key, made)
             q, k, v = heads_unit.project_heads(parts, (heads, key_heads), x, arrays)
             return q if scales is None else q * scales.astype(q.dtype)[:, :, None, None], k, v
-        assert products is None, "they are made for the unit"
+        assert made is None, "it is for the unit"
         whole = self.qkv.whole(x, key) if self.q_norm is None else None
         if whole is not None:
             options: dict[str, Any] = {"heads": heads, "key_heads": key_heads, "interleaved": self.interleaved}

@@ -98,11 +98,11 @@ class DecoderLayer(nnx.Module):
         """
         stream, attention = self._stream("self_attn", self.around_attention), self.self_attn
         whole = attention.float32 or attention.why_not_fused(x.dtype) is not None or self.parallel
-        x, read, products = stream.read(x, None if whole else attention.qkv, key)
+        x, read, made = stream.read(x, None if whole else attention.qkv, key)
         if stream.as_is:
-            x, cache = attention(read, context, key, cache, x, products)
+            x, cache = attention(read, context, key, cache, x, made)
         else:
-            attended, cache = attention(read, context, key, cache, None, products)
+            attended, cache = attention(read, context, key, cache, None, made)
             x = stream.added(x, attended, key)
         x = checkpoint_name(x, ATTENDED)
         stream = self._stream("mlp", self.around_mlp)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.linear import describe, matrices_of
 from fastjax.lora.mlp import Arrays, Block, gated_block
+from fastjax.lora.norm import Made
 from fastjax.models.projection import Projection
 from fastjax.residuals import name_residual
 from pallas_kernels.glu import ACTIVATIONS, glu
@@ -36,7 +37,7 @@ class MLP(nnx.Module):
         x: Float[Array, "B S E"],
         key: PRNGKeyArray | None,
         residual: Float[Array, "B S E"] | None = None,
-        products: Float[Array, "B S PR"] | None = None,
+        made: Made | None = None,
     ) -> Float[Array, "B S E"]:
         """The block on normalised inputs.
 
@@ -44,13 +45,13 @@ class MLP(nnx.Module):
             x: the inputs.
             key: the layer's dropout key; None switches dropout off.
             residual: the residual stream, to which the block's output is added; None: that is returned alone.
-            products: of a fused block, the rank products of x from `lora.norm`.
+            made: of a fused block, what `lora.norm` has made of x.
         """
         inner = x.astype(jnp.float32) if self.float32 else x
         if residual is not None and set(self.down.dtypes(inner.dtype)) != {residual.dtype}:
-            return residual + self(x, key, None, products)
+            return residual + self(x, key, None, made)
         if self.why_not_fused(inner.dtype) is None:
-            return self._unit(inner, key, residual, products).astype(x.dtype)
+            return self._unit(inner, key, residual, made).astype(x.dtype)
         parts = self.gate_up(inner, key)
         if self.gated:
             gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=-1)
@@ -119,10 +120,10 @@ class MLP(nnx.Module):
         return Arrays(self.gate_up.operand, bias, self.down.operand, matrices, key)
 
     def _unit(
-        self, x: Array, key: PRNGKeyArray | None, residual: Array | None, products: Array | None
+        self, x: Array, key: PRNGKeyArray | None, residual: Array | None, made: Made | None
     ) -> Float[Array, "B S E"]:
         dtype = self.down.dtypes(x.dtype)[0]
-        out = gated_block(self.block(), x.astype(dtype), self.arrays(key)._replace(products=products), residual)
+        out = gated_block(self.block(), x.astype(dtype), self.arrays(key)._replace(made=made), residual)
         if self.down.bias is not None:
             out = out + self.down.bias[...].astype(dtype)[None, None, :]
         return name_residual(out, "projection")

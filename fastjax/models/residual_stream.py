@@ -6,12 +6,13 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from fastjax.lora.dropout import drop
 from fastjax.lora.linear import describe, matrices_of
-from fastjax.lora.norm import Scale, normed_products
+from fastjax.lora.norm import Made, Scale, normed_products
 from fastjax.lora.rank_products import drops
 from fastjax.models.mlp import MLP
 from fastjax.models.norms import Norm
 from fastjax.models.projection import Projection
 from fastjax.parallel import all_tokens, own_sums, tensor_devices
+from fastjax.quantization.weights import as_weight
 from fastjax.residuals import name_residual
 
 
@@ -44,10 +45,10 @@ class Stream(nnx.Module):
 
     def read(
         self, x: Float[Array, "B S E"], projection: Projection | None, key: PRNGKeyArray | None
-    ) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"], Float[Array, "B S PR"] | None]:
-        """The residual stream, to be read in its place; the normalised rows; a projection's rank products of them.
+    ) -> tuple[Float[Array, "B S E"], Float[Array, "B S E"], Made | None]:
+        """The residual stream, to be read in its place; the normalised rows; what else a projection reads of them.
 
-        On several devices along `tensor` the rows are those of all, and without rank products.
+        On several devices along `tensor` the rows are those of all, and nothing else is made.
 
         Args:
             x: the residual stream.
@@ -64,7 +65,8 @@ class Stream(nnx.Module):
         if not norm.plain or drops(parts, key) or set(projection.dtypes(x.dtype)) != {x.dtype}:
             return *self.normed(x), None
         scale = Scale(norm.eps, norm.offset)
-        return normed_products(scale, parts, x, norm.weight[...], matrices_of(projection.adapters))
+        rounds = x.dtype == jnp.bfloat16 and as_weight(projection.operand).reads_rounded(False)
+        return normed_products(scale, parts, x, norm.weight[...], matrices_of(projection.adapters), rounds=rounds)
 
     def added(
         self, x: Float[Array, "B S E"], output: Float[Array, "B S E"], key: PRNGKeyArray | None
@@ -106,10 +108,10 @@ class FeedForward(nnx.Module):
             x: the residual stream.
             read: the MLP's input; None: it reads the stream.
         """
-        products = None
+        made = None
         if read is None:
             whole = self.mlp.float32 or self.mlp.why_not_fused(x.dtype) is not None
-            x, read, products = self.stream.read(x, None if whole else self.mlp.gate_up, key)
+            x, read, made = self.stream.read(x, None if whole else self.mlp.gate_up, key)
         if self.stream.as_is:
-            return self.mlp(read, key, x, products)
-        return self.stream.added(x, self.mlp(read, key, None, products), key)
+            return self.mlp(read, key, x, made)
+        return self.stream.added(x, self.mlp(read, key, None, made), key)

@@ -89,13 +89,21 @@ class Float8Compute(Weight):
         """dy·W in the dtype of dy."""
         return _result(dy, self, True) if dy.dtype == jnp.bfloat16 else matmul_transposed(dy, self.weight)
 
-    def matmul_scaled(self, x: Float[Array, "B S in"]) -> Float[Array, "B S out"] | float8.Scaled:
-        """x·Wᵀ; of bfloat16 with the scales beside the product."""
-        return _multiply(x, self, False) if x.dtype == jnp.bfloat16 else self.matmul(x)
+    def matmul_scaled(self, x: Float[Array, "B S in"] | float8.Rounded) -> Float[Array, "B S out"] | float8.Scaled:
+        """x·Wᵀ; of bfloat16 or float8 with the scales beside the product."""
+        if isinstance(x, float8.Rounded) or x.dtype == jnp.bfloat16:
+            return _multiply(x, self, False)
+        return self.matmul(x)
 
-    def transposed_scaled(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"] | float8.Scaled:
+    def transposed_scaled(self, dy: Float[Array, "B S out"] | float8.Rounded) -> Float[Array, "B S in"] | float8.Scaled:
         """dy·W likewise."""
-        return _multiply(dy, self, True) if dy.dtype == jnp.bfloat16 else self.transposed(dy)
+        if isinstance(dy, float8.Rounded) or dy.dtype == jnp.bfloat16:
+            return _multiply(dy, self, True)
+        return self.transposed(dy)
+
+    def reads_rounded(self, transposed: bool) -> bool:
+        """Unless the other operand is to be multiplied before it is rounded."""
+        return not (transposed and self._own.float8_by_terms)
 
     def rows(self, rows: slice) -> Weight:
         """Some of the output rows."""
@@ -139,11 +147,11 @@ def _result(x: Array, weight: Float8Compute, transposed: bool) -> Array:
     return float8.scaled_values(_multiply(x, weight, transposed)).astype(jnp.bfloat16)
 
 
-def _multiply(x: Array, weight: Float8Compute, transposed: bool) -> float8.Scaled:
+def _multiply(x: Array | float8.Rounded, weight: Float8Compute, transposed: bool) -> float8.Scaled:
     """x·Wᵀ, or x·W, each device with its own rows of x."""
     made = weight.transposed_operand if transposed else weight.operand
 
-    def product(x: Array, given: Any) -> float8.Scaled:
+    def product(x: Any, given: Any) -> float8.Scaled:
         if made is None:
             [given], x = after([given], x)
             given = as_weight(given).float8(transposed)
@@ -152,6 +160,7 @@ def _multiply(x: Array, weight: Float8Compute, transposed: bool) -> float8.Scale
             x = (x.astype(jnp.float32) * factors[None, None, :]).astype(x.dtype)
         # XLA must not fuse a decode into the product.
         matrix = jax.lax.optimization_barrier(matrix)
-        return float8.matmul_scaled(*float8.quantize_rows(x), matrix, scales)
+        rows = x if isinstance(x, float8.Rounded) else float8.quantize_rows(x)
+        return float8.matmul_scaled(*rows, matrix, scales)
 
     return local(product, in_specs=(ROWS, P()), out_specs=SCALED)(x, weight.weight if made is None else made)

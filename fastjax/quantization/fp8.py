@@ -63,6 +63,11 @@ class FP8Weight(DecodedWeight):
             return Float8Operand(self.codes.T, jnp.ones(self.shape[1], jnp.float32), scales)
         return Float8Operand(self.codes, scales)
 
+    @property
+    def float8_by_terms(self) -> bool:
+        """Where a row or the matrix has a scale."""
+        return self.codes.dtype == jnp.float8_e4m3fn and self.block[1] >= self.shape[1]
+
     def rows(self, rows: slice) -> "FP8Weight":
         """Some of the output rows."""
         mine = _by_row(self)

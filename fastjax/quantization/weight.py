@@ -16,6 +16,7 @@ Axes: TypeAlias = Any
 
 
 W = TypeVar("W")
+X = TypeVar("X")
 
 
 class Float8Operand(NamedTuple):
@@ -72,6 +73,15 @@ class Weight(abc.ABC):
     def transposed_scaled(self, dy: Float[Array, "B S out"]) -> Float[Array, "B S in"] | float8.Scaled:
         """`transposed` likewise."""
         return self.transposed(dy)
+
+    def reads_rounded(self, transposed: bool) -> bool:
+        """Whether `matmul_scaled`, or `transposed_scaled`, takes rows that are in float8 already: all that it reads."""
+        return False
+
+    @property
+    def float8_by_terms(self) -> bool:
+        """Whether the transposed operand of `float8` has factors of the sum's terms."""
+        return False
 
     def gradient(self, dy: Float[Array, "B S out"], x: Float[Array, "B S in"]) -> Any:
         """dyᵀ·x in the weight's dtype, as the tree that the model holds; None for a frozen one."""
@@ -175,14 +185,14 @@ class Weight(abc.ABC):
         return self
 
 
-def after(weights: Sequence[W], x: Array) -> tuple[list[W], Array]:
+def after(weights: Sequence[W], x: X) -> tuple[list[W], X]:
     """The same weights, no earlier than x is there, and x: so no decode is moved before it, or kept for another pass.
 
     Each one's codes stay where they are, in a stack of all layers': a barrier on them would cost a copy.
 
     Args:
         weights: packed ones or arrays.
-        x: an array.
+        x: an array, or several.
     """
     waiting, codes = [], []
     for weight in weights:

@@ -16,13 +16,11 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.float8.implementations import QUANTIZE, Case
-from pallas_kernels.float8.scaled import Scaled, scaled_values
+from pallas_kernels.float8.scaled import Rounded, Scaled, scaled_values
 from pallas_kernels.float8.scales import scale_of
 
 
-def quantize_rows(
-    x: Float[Array, "*rows in"], *, implementation: str | None = None
-) -> tuple[Float[Array, "*rows in"], Float[Array, "*rows"]]:
+def quantize_rows(x: Float[Array, "*rows in"], *, implementation: str | None = None) -> Rounded:
     """Round each row to float8_e4m3fn by a scale of its own: x ≈ codes · scales.
 
     Args:
@@ -44,7 +42,7 @@ def quantize_rows(
     rows = x.reshape(-1, x.shape[-1])
     chosen = QUANTIZE.choose(Case(dispatch.target(), rows.shape[1], x.dtype), implementation)
     codes, scales = QUANTIZE[chosen].forward(rows)
-    return codes.reshape(x.shape), scales.reshape(x.shape[:-1])
+    return Rounded(codes.reshape(x.shape), scales.reshape(x.shape[:-1]))
 
 
 def quantize_columns(w: Float[Array, "out in"]) -> tuple[Float[Array, "in out"], Float[Array, " in"]]:

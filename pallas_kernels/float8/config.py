@@ -20,6 +20,16 @@ class RowConfig:
     num_warps: int
 
 
+def join_config(columns: int) -> RowConfig:
+    """64 elements a thread, codes and factors: as measured on an H100 for 14,336 columns.
+
+    Args:
+        columns: of a row.
+    """
+    found = row_config(columns)
+    return dataclasses.replace(found, num_warps=max(1, found.num_warps // 2))
+
+
 def row_config(columns: int) -> RowConfig:
     """32 elements a thread, as many programs as a multiprocessor has threads for.
 

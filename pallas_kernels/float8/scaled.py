@@ -17,6 +17,18 @@ from jaxtyping import Array, Float
 from pallas_kernels.thin import PARTS, parts, side_by_side
 
 
+class Rounded(NamedTuple):
+    """Rows in float8_e4m3fn, codes ⊗ scales; as `api.quantize_rows` makes them.
+
+    Attributes:
+        codes: float8_e4m3fn.
+        scales: float32, powers of two.
+    """
+
+    codes: Float[Array, "*rows in"]
+    scales: Float[Array, "*rows"]
+
+
 class Scaled(NamedTuple):
     """The matrix product · (rows ⊗ columns).
 

@@ -10,7 +10,9 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float
 
 from pallas_kernels import compat
+from pallas_kernels.float8.blocks import Blocks, scale_from
 from pallas_kernels.float8.config import RowConfig
+from pallas_kernels.float8.scaled import Rounded
 from pallas_kernels.float8.scales import scale_of
 
 
@@ -48,3 +50,47 @@ def _kernel(x_ref, codes_ref, scales_ref, *, config: RowConfig):
     codes = (x.astype(jnp.float32) * inverse).astype(codes_ref.dtype)
     pltriton.store(codes_ref.at[row, columns], codes, mask=inside)
     scales_ref[row] = scale
+
+
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def join_blocks(blocks: Blocks, *, config: RowConfig, interpret: bool = False) -> Rounded:
+    """Rows in float8 out of rows whose blocks have scales of their own.
+
+    A code is rounded once more where the row's scale makes it less than the format's least normal number, 2⁻¹⁵ of the
+    row's largest.
+
+    Args:
+        blocks: of rows of two axes.
+        config: block sizes.
+        interpret: run on any device, in jax.numpy.
+    """
+    compat.silence_triton_deprecation()
+    rows, _ = blocks.codes.shape
+    codes, scales = pl.pallas_call(
+        functools.partial(_join, config=config),
+        out_shape=(
+            jax.ShapeDtypeStruct(blocks.codes.shape, blocks.codes.dtype),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ),
+        grid=(rows,),
+        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        input_output_aliases={0: 0},
+        interpret=interpret,
+        name="float8_join_blocks",
+    )(*blocks)
+    return Rounded(codes, scales)
+
+
+def _join(blocks_ref, exponents_ref, codes_ref, scales_ref, *, config: RowConfig):
+    row, columns = pl.program_id(0), jax.lax.iota(jnp.int32, config.columns)
+    width, count = blocks_ref.shape[1], exponents_ref.shape[0]
+    inside = columns < width if config.columns != width else None
+    zero = (None, None) if inside is None else (jnp.zeros((), blocks_ref.dtype), jnp.uint8(0))
+    codes = pltriton.load(blocks_ref.at[row, columns], mask=inside, other=zero[0])
+    exponents = pltriton.load(exponents_ref.at[columns // (width // count), row], mask=inside, other=zero[1])
+    exponents = exponents.astype(jnp.int32)
+    largest = jnp.max(exponents)
+    factors = scale_from(jnp.maximum(exponents - largest + 127, 0))
+    joined = (codes.astype(jnp.float32) * factors).astype(codes_ref.dtype)
+    pltriton.store(codes_ref.at[row, columns], joined, mask=inside)
+    scales_ref[row] = scale_from(largest)

@@ -1,16 +1,24 @@
 """Sums of large products with low-rank ones, and the gradients of these."""
 
-from pallas_kernels.low_rank.api import low_rank_add, low_rank_input_gradients, low_rank_output_gradients
-from pallas_kernels.low_rank.implementations import ADD, INPUT, OUTPUT, Case
+from pallas_kernels.low_rank.api import (
+    low_rank_add,
+    low_rank_input_gradients,
+    low_rank_output_gradients,
+    low_rank_round_rows,
+)
+from pallas_kernels.low_rank.implementations import ADD, INPUT, OUTPUT, ROUND, Case, why_not_triton_float8
 from pallas_kernels.low_rank.xla import block_matrix
 
 __all__ = [
     "ADD",
     "INPUT",
     "OUTPUT",
+    "ROUND",
     "Case",
     "block_matrix",
     "low_rank_add",
     "low_rank_input_gradients",
     "low_rank_output_gradients",
+    "low_rank_round_rows",
+    "why_not_triton_float8",
 ]

@@ -3,21 +3,23 @@
     y = residual + base + products·Bᵀ                 base = x·Wᵀ, products = x·Aᵀ
     dproducts = dy·B        dB = dyᵀ·products         one pass over dy
     dx = dy·W + dproducts·A        dA = dproductsᵀ·x  one pass over dy·W and x
+    dproducts = dy·B        codes ⊗ scales ≈ dy        one pass over dy, whose rows' absmax is known
 
 The large products are made elsewhere. Several projections of one input are one array whose parts lie side by side, each
 with rows of B and columns of the products of its own.
 
 Implementations, in order of preference:
 
-- ``triton``: NVIDIA GPUs of compute capability 8.0 or more, 16-bit activations;
+- ``triton``: NVIDIA GPUs of compute capability 8.0 or more, 16-bit activations (8.9 with float8);
 - ``xla``: everything else.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.float8.scaled import Scaled, product_of
-from pallas_kernels.low_rank.implementations import ADD, INPUT, OUTPUT, Case
+from pallas_kernels.float8.scaled import Rounded, Scaled, product_of
+from pallas_kernels.low_rank.implementations import ADD, INPUT, OUTPUT, ROUND, Case
 
 
 def low_rank_add(
@@ -79,6 +81,36 @@ def low_rank_output_gradients(
     return OUTPUT[OUTPUT.choose(case, implementation)].forward(dy, products, lora_B, parts)
 
 
+def low_rank_round_rows(
+    dy: Float[Array, "N F"],
+    absmax: Float[Array, " N"],
+    lora_B: Float[Array, "F R"],
+    *,
+    parts: tuple[int, ...],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "N PR"], Rounded]:
+    """The gradient of the products from that of their sum, and this in float8 as `float8.quantize_rows` makes it.
+
+    Args:
+        dy: the gradient of the sum.
+        absmax: float32, the largest magnitude in each of its rows.
+        lora_B: as in `low_rank_add`.
+        parts: likewise.
+        implementation: None, "triton" or "xla".
+
+    Raises:
+        ValueError: operands that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    op, rank = "low_rank_round_rows", lora_B.shape[-1]
+    _check_parts(op, dy, lora_B, parts)
+    if absmax.shape != dy.shape[:1] or absmax.dtype != jnp.float32:
+        raise ValueError(f"{op}: absmax must be float32[{dy.shape[0]}], got {absmax.dtype}{list(absmax.shape)}")
+    _check_dtypes(op, dy, lora_B)
+    case = Case(dispatch.target(), dy.shape[0], parts, dy.dtype, rank)
+    return ROUND[ROUND.choose(case, implementation)].forward(dy, absmax, lora_B, parts)
+
+
 def low_rank_input_gradients(
     dx: Float[Array, "N E"],
     x: Float[Array, "N E"],
@@ -117,16 +149,24 @@ def low_rank_input_gradients(
 
 
 def _checked(op: str, large: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> Case:
-    if large.ndim != 2 or sum(parts) != large.shape[1] or min(parts) < 1:
-        raise ValueError(f"{op}: parts must add up to the columns of an array [N, F], got {parts}, {list(large.shape)}")
+    _check_parts(op, large, lora_B, parts)
     rows, rank = large.shape[0], lora_B.shape[-1]
-    if lora_B.shape != (large.shape[1], rank) or products.shape != (rows, len(parts) * rank):
+    if products.shape != (rows, len(parts) * rank):
         raise ValueError(
-            f"{op}: for {list(large.shape)} of {len(parts)} parts, lora_B must be [{large.shape[1]}, R] and products "
-            f"[{rows}, {len(parts)}·R], got {list(lora_B.shape)} and {list(products.shape)}"
+            f"{op}: for {list(large.shape)} of {len(parts)} parts and rank {rank}, products must be [{rows}, "
+            f"{len(parts) * rank}], got {list(products.shape)}"
         )
     _check_dtypes(op, large, products, lora_B)
     return Case(dispatch.target(), rows, parts, large.dtype, rank)
+
+
+def _check_parts(op: str, large: Array, lora_B: Array, parts: tuple[int, ...]) -> None:
+    if large.ndim != 2 or sum(parts) != large.shape[1] or min(parts) < 1:
+        raise ValueError(f"{op}: parts must add up to the columns of an array [N, F], got {parts}, {list(large.shape)}")
+    if lora_B.ndim != 2 or lora_B.shape[0] != large.shape[1]:
+        raise ValueError(
+            f"{op}: for {list(large.shape)}, lora_B must be [{large.shape[1]}, R], got {list(lora_B.shape)}"
+        )
 
 
 def _check_dtypes(op: str, *arrays: Array) -> None:

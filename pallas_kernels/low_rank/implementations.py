@@ -3,6 +3,7 @@
 ADD:     forward(residual, base, products, lora_B, parts) -> sum
 OUTPUT:  forward(dy, products, lora_B, parts) -> (gradient of products, of lora_B)
 INPUT:   forward(dx, x, dproducts, lora_A) -> (gradient of x, of lora_A)
+ROUND:   forward(dy, absmax, lora_B, parts) -> (gradient of products, dy in float8)
 """
 
 from typing import NamedTuple
@@ -13,8 +14,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import Implementation, Registry, Target
-from pallas_kernels.float8.scaled import Scaled
-from pallas_kernels.low_rank import config, triton, xla
+from pallas_kernels.float8.scaled import Rounded, Scaled
+from pallas_kernels.low_rank import config, rounding, triton, xla
 from pallas_kernels.tiles import RANKS
 
 
@@ -57,6 +58,16 @@ def _why_not_triton_output(case: Case) -> str | None:
     return None
 
 
+def why_not_triton_float8(case: Case) -> str | None:
+    """The reason, a clause, that Triton's kernels do not write float8 here; None: they do."""
+    if reason := _why_not_triton(case):
+        return reason
+    capability = case.target.compute_capability
+    if capability is None or capability < (8, 9):
+        return f"float8 needs an NVIDIA GPU of compute capability 8.9 or more, the target is {case.target}"
+    return None
+
+
 def _triton_add(
     residual: Array | None, base: Array | Scaled, products: Array, lora_B: Array, parts: tuple[int, ...]
 ) -> Array:
@@ -73,6 +84,11 @@ def _triton_output(dy: Array, products: Array, lora_B: Array, parts: tuple[int, 
 def _triton_input(dx: Array, x: Array, dproducts: Array, lora_A: Array) -> tuple[Array, Array]:
     compat.silence_triton_deprecation()
     return triton.input_gradients(dx, x, dproducts, lora_A, config.input_config(_capability(), lora_A.shape[0]))
+
+
+def _triton_round(dy: Array, absmax: Array, lora_B: Array, parts: tuple[int, ...]) -> tuple[Array, Rounded]:
+    compat.silence_triton_deprecation()
+    return rounding.round_rows(dy, absmax, lora_B, parts, config.round_config(lora_B.shape[1]))
 
 
 def _capability() -> tuple[int, int]:
@@ -104,6 +120,15 @@ INPUT: Registry[Case] = Registry(
     {
         "triton": Implementation(_why_not_triton, _triton_input),
         "xla": Implementation(lambda case: None, xla.input_gradients),
+    },
+    lambda case: ("triton", "xla"),
+)
+
+ROUND: Registry[Case] = Registry(
+    "low_rank.round_rows",
+    {
+        "triton": Implementation(why_not_triton_float8, _triton_round),
+        "xla": Implementation(lambda case: None, xla.round_rows),
     },
     lambda case: ("triton", "xla"),
 )

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.float8.scaled import Scaled, scaled_values
+from pallas_kernels.float8.api import quantize_rows
+from pallas_kernels.float8.scaled import Rounded, Scaled, scaled_values
 
 
 def add(residual: Array | None, base: Array | Scaled, products: Array, lora_B: Array, parts: tuple[int, ...]) -> Array:
@@ -28,6 +29,12 @@ def output_gradients(dy: Array, products: Array, lora_B: Array, parts: tuple[int
 def input_gradients(dx: Array, x: Array, dproducts: Array, lora_A: Array) -> tuple[Array, Array]:
     """The gradients of x and A."""
     return dx + dot(dproducts, lora_A, ((1,), (0,))), dot(dproducts, x, ((0,), (0,)), jnp.float32)
+
+
+def round_rows(dy: Array, absmax: Array, lora_B: Array, parts: tuple[int, ...]) -> tuple[Array, Rounded]:
+    """The gradient of the products, and dy in float8: its kernel finds the rows' largest as it reads them."""
+    del absmax
+    return dot(dy, block_matrix(lora_B, parts), ((1,), (0,))), quantize_rows(dy)
 
 
 def block_matrix(lora_B: Array, parts: tuple[int, ...]) -> Array:

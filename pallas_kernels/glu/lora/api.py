@@ -21,9 +21,27 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.float8.blocks import Blocks
-from pallas_kernels.float8.scaled import Scaled, product_of
+from pallas_kernels.float8.scaled import Rounded, Scaled, product_of
 from pallas_kernels.glu.lora.implementations import REGISTRY, Case
 from pallas_kernels.glu.reference import ACTIVATIONS
+
+
+class Gradients(NamedTuple):
+    """What the backward pass gives.
+
+    Attributes:
+        gate_up: the gradient of gate and up as their weights and rank products need it, in the dtype of dh.
+        h: as `glu_lora_forward` makes it; None: it was not asked for.
+        lora_B: the gradient of `Inner.lora_B`, float32, or None.
+        down_A: of down's A, float32, or None.
+        absmax: the largest magnitude in each row of `gate_up`, float32; None: it was not asked for.
+    """
+
+    gate_up: Float[Array, "N 2F"]
+    h: Float[Array, "N F"] | None
+    lora_B: Float[Array, "2 F R"] | None
+    down_A: Float[Array, "R F"] | None
+    absmax: Float[Array, " N"] | None
 
 
 class Inner(NamedTuple):
@@ -45,8 +63,9 @@ def glu_lora_forward(
     *,
     activation: str,
     float8: bool = False,
+    rounded: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "N F"], Float[Array, "N R"] | None, Blocks | None]:
+) -> tuple[Float[Array, "N F"] | Rounded, Float[Array, "N R"] | None, Blocks | None]:
     """The gated product h = activation(gate) · up, and h·Aᵀ for the projection that reads it.
 
     In float32 inside; each is rounded once.
@@ -57,6 +76,7 @@ def glu_lora_forward(
         down_A: A of the adapter that reads h; None: there is none.
         activation: one of ``ACTIVATIONS``.
         float8: whether `gate_up` is returned in float8_e4m3fn, for `glu_lora_backward`.
+        rounded: whether h is, with a scale a row; for `float8.matmul`. h·Aᵀ is of h as it was.
         implementation: None, "triton" or "xla".
 
     Returns:
@@ -68,8 +88,9 @@ def glu_lora_forward(
     """
     wide = product_of(gate_up)
     ranks = _check("glu_lora_forward", wide, inner, down_A, activation)
-    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, float8)
-    return REGISTRY[REGISTRY.choose(case, implementation)].forward(gate_up, inner, down_A, activation, float8)
+    case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, float8 or rounded)
+    chosen = REGISTRY[REGISTRY.choose(case, implementation)]
+    return chosen.forward(gate_up, inner, down_A, activation, float8, rounded)
 
 
 def glu_lora_backward(
@@ -80,8 +101,9 @@ def glu_lora_backward(
     *,
     activation: str,
     with_h: bool = False,
+    with_absmax: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "N 2F"], Float[Array, "N F"] | None, Float[Array, "2 F R"] | None, Float[Array, "R F"] | None]:
+) -> Gradients:
     """The gradients of gate and up as their weights and rank products need them, and those of B and of down's A.
 
     Args:
@@ -91,11 +113,8 @@ def glu_lora_backward(
         down: A of the down projection's adapter and the gradient of h·Aᵀ; None: there is none.
         activation: one of ``ACTIVATIONS``.
         with_h: whether h is returned, for the gradient of a weight that it meets; it may be written over dh.
+        with_absmax: whether the rows' largest magnitudes are, for `low_rank.low_rank_round_rows`.
         implementation: None, "triton" or "xla".
-
-    Returns:
-        The gradient of `gate_up` in the dtype of dh; h as `glu_lora_forward` makes it, or None; the gradients of
-        `inner.lora_B`, float32, or None; of `down_A`, float32, or None.
 
     Raises:
         ValueError: operands that do not fit.
@@ -112,7 +131,7 @@ def glu_lora_backward(
         raise ValueError(f"glu_lora_backward: dh must be {wide.dtype} of half of {list(wide.shape)}, got {below}")
     case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, isinstance(gate_up, Blocks))
     chosen = REGISTRY[REGISTRY.choose(case, implementation)]
-    return chosen.backward(gate_up, inner, dh, down_A, dproducts, activation, with_h)
+    return Gradients(*chosen.backward(gate_up, inner, dh, down_A, dproducts, activation, with_h, with_absmax))
 
 
 def _check(op: str, gate_up, inner: Inner | None, down_A, activation: str) -> tuple[int, int]:

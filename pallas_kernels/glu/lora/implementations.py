@@ -2,9 +2,9 @@
 
 Each is a pair of functions:
 
-    forward(gate_up, inner, down_A, activation, float8) -> (h, h·Aᵀ or None, gate_up in float8 or None)
-    backward(gate_up, inner, dh, down_A, dproducts, activation, with_h)
-        -> (gradient of gate_up, h or None, gradient of inner.lora_B, of down_A); gate_up as it was or in float8
+    forward(gate_up, inner, down_A, activation, float8, rounded) -> (h, h·Aᵀ or None, gate_up in float8 or None)
+    backward(gate_up, inner, dh, down_A, dproducts, activation, with_h, with_absmax)
+        -> what `api.Gradients` holds; gate_up as it was or in float8
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class Case(NamedTuple):
         dtype: theirs.
         ranks: of the adapters of gate and up, and of down; 0: none.
         activation: its name.
-        float8: whether gate and up are written or read in float8.
+        float8: whether gate and up are written or read in float8, or h is written in it.
     """
 
     target: Target
@@ -61,11 +61,18 @@ def _why_not_triton(case: Case) -> str | None:
     return None
 
 
-def _triton_forward(gate_up: Array | Scaled, inner: Any, down_A: Array | None, activation: str, float8: bool = False):
+def _triton_forward(
+    gate_up: Array | Scaled,
+    inner: Any,
+    down_A: Array | None,
+    activation: str,
+    float8: bool = False,
+    rounded: bool = False,
+):
     compat.silence_triton_deprecation()
     products, lora_B = (None, None) if inner is None else inner
     tiles = config.forward_config(_capability(), _rank(lora_B, down_A))
-    return triton.forward(gate_up, products, lora_B, down_A, activation, tiles, False, float8)
+    return triton.forward(gate_up, products, lora_B, down_A, activation, tiles, False, float8, rounded)
 
 
 def _triton_backward(
@@ -76,11 +83,12 @@ def _triton_backward(
     dproducts: Array | None,
     activation: str,
     with_h: bool,
+    with_absmax: bool = False,
 ):
     compat.silence_triton_deprecation()
     products, lora_B = (None, None) if inner is None else inner
     tiles = config.backward_config(_capability(), _rank(lora_B, down_A))
-    return triton.backward(gate_up, products, lora_B, dh, down_A, dproducts, activation, tiles, with_h)
+    return triton.backward(gate_up, products, lora_B, dh, down_A, dproducts, activation, tiles, with_h, with_absmax)
 
 
 def _rank(lora_B: Array | None, down_A: Array | None) -> int:

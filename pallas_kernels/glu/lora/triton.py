@@ -18,8 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.float8.blocks import Blocks, exponent_of, scale_from
-from pallas_kernels.float8.scaled import Scaled, Thin, product_of, thin, thin_values_at
+from pallas_kernels.float8.config import join_config
+from pallas_kernels.float8.scaled import Rounded, Scaled, Thin, product_of, thin, thin_values_at
 from pallas_kernels.float8.scales import scale_of
+from pallas_kernels.float8.triton import join_blocks
 from pallas_kernels.glu.reference import ACTIVATIONS
 from pallas_kernels.tiles import Tiles, divisor
 
@@ -46,7 +48,7 @@ _ACTIVATIONS = {**ACTIVATIONS, "silu": _silu, "swish": _silu}
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
 def forward(
     gate_up: Array | Scaled,
     products: Array | None,
@@ -56,30 +58,33 @@ def forward(
     tiles: Tiles,
     interpret: bool = False,
     float8: bool = False,
-) -> tuple[Array, Array | None, Blocks | None]:
+    rounded: bool = False,
+) -> tuple[Array | Rounded, Array | None, Blocks | None]:
     """The gated product h; h·Aᵀ or None; `gate_up` in float8, in blocks of a tile's columns, or None."""
     scales, [gate_up] = thin([gate_up])
     (rows, width), dtype = product_of(gate_up).shape, product_of(gate_up).dtype
     features = width // 2
     loop = divisor(features // tiles.columns, tiles.loop)
     shares = features // tiles.columns // loop
-    out_shape: list[Any] = [jax.ShapeDtypeStruct((rows, features), dtype)]
-    if down_A is not None:
-        out_shape.append(jax.ShapeDtypeStruct((shares, rows, down_A.shape[0]), jnp.float32))
-    kept: Any = None
-    if float8:
-        blocks: Any = jax.ShapeDtypeStruct((2 * features // tiles.columns, rows), jnp.uint8)
-        codes: Any = jax.ShapeDtypeStruct((rows, width), jnp.float8_e4m3fn)
-        kept = Blocks(codes, blocks)
+    h: Any = _blocks(rows, features, tiles) if rounded else jax.ShapeDtypeStruct((rows, features), dtype)
+    partial = None if down_A is None else jax.ShapeDtypeStruct((shares, rows, down_A.shape[0]), jnp.float32)
     h, down_products, kept = pl.pallas_call(
-        functools.partial(_forward, activation=activation, tiles=tiles, loop=loop),
-        out_shape=(out_shape[0], out_shape[1] if down_A is not None else None, kept),
+        functools.partial(_forward, dtype=dtype, activation=activation, tiles=tiles, loop=loop),
+        out_shape=(h, partial, _blocks(rows, width, tiles) if float8 else None),
         grid=(rows // tiles.rows, shares),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="glu_lora_forward",
     )(gate_up, products, lora_B, down_A, scales)
+    if rounded:
+        h = join_blocks(h, config=join_config(features), interpret=interpret)
     return h, None if down_products is None else jnp.sum(down_products, axis=0).astype(dtype), kept
+
+
+def _blocks(rows: int, width: int, tiles: Tiles) -> Any:
+    """The shapes of rows in float8 whose blocks are a tile's columns."""
+    codes = jax.ShapeDtypeStruct((rows, width), jnp.float8_e4m3fn)
+    return Blocks(codes, jax.ShapeDtypeStruct((width // tiles.columns, rows), jnp.uint8))  # pyright: ignore
 
 
 def _forward(
@@ -92,12 +97,13 @@ def _forward(
     down_products_ref,
     kept,
     *,
+    dtype,
     activation: str,
     tiles: Tiles,
     loop: int,
 ):
     rows, share = pl.ds(pl.program_id(0) * tiles.rows, tiles.rows), pl.program_id(1)
-    features = h_ref.shape[1]
+    features = product_of(gate_up_ref).shape[1] // 2
     products = _rank_products(products_ref, b_ref, rows)
     of_rows = None if scales_ref is None else scales_ref[rows, :]
 
@@ -106,10 +112,14 @@ def _forward(
         cols = pl.ds(start, tiles.columns)
         halves = _halves(gate_up_ref, rows, start, features, tiles.columns, of_rows)
         if kept is not None:
-            _keep(kept, halves, rows, start, features)
+            for half, values in enumerate(halves):
+                _keep(kept, values, rows, half * features + start)
         gate, up = _with_adapters(halves, products, _of_halves(b_ref, cols))
-        h = (_ACTIVATIONS[activation](gate) * up).astype(h_ref.dtype)
-        h_ref[rows, cols] = h
+        h = (_ACTIVATIONS[activation](gate) * up).astype(dtype)
+        if isinstance(h_ref, Blocks):
+            _keep(h_ref, h.astype(jnp.float32), rows, start)
+        else:
+            h_ref[rows, cols] = h
         return () if a_ref is None else (total[0] + pltriton.dot(h, a_ref[:, cols], trans_b=True),)
 
     zero = () if a_ref is None else (jnp.zeros((tiles.rows, a_ref.shape[0]), jnp.float32),)
@@ -118,7 +128,7 @@ def _forward(
         down_products_ref[share, rows, :] = total[0]
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
+@functools.partial(jax.jit, static_argnums=(6, 7, 8, 9, 10))
 def backward(
     gate_up: Array | Scaled | Blocks,
     products: Array | None,
@@ -129,9 +139,10 @@ def backward(
     activation: str,
     tiles: Tiles,
     with_h: bool = False,
+    with_absmax: bool = False,
     interpret: bool = False,
-) -> tuple[Array, Array | None, Array | None, Array | None]:
-    """The gradients of `gate_up` in the dtype of dh, h or None, the gradients of B or None, of A or None."""
+) -> tuple[Array, Array | None, Array | None, Array | None, Array | None]:
+    """The gradients of `gate_up` in the dtype of dh, h or None, those of B or None, of A or None, absmax or None."""
     scales, [gate_up, dh] = thin([gate_up, dh])
     rows, features = product_of(dh).shape
     packed = isinstance(gate_up, Blocks)
@@ -149,9 +160,10 @@ def backward(
     aliases = {} if packed else {0: 0}
     if with_h:
         aliases[len(jax.tree.leaves((gate_up, products, lora_B)))] = 1
-    dgate_up, h, dB, dA = pl.pallas_call(
+    absmax = jax.ShapeDtypeStruct((features // tiles.columns, rows), own[0].dtype) if with_absmax else None
+    dgate_up, h, dB, dA, absmax = pl.pallas_call(
         functools.partial(_backward, activation=activation, tiles=tiles, loop=loop),
-        out_shape=(own[0], own[1] if with_h else None, dB, dA),
+        out_shape=(own[0], own[1] if with_h else None, dB, dA, absmax),
         grid=(features // tiles.columns, shares),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         input_output_aliases=aliases,
@@ -159,7 +171,7 @@ def backward(
         name="glu_lora_backward",
     )(gate_up, products, lora_B, dh, down_A, dproducts, scales)
     dB, dA = (None if shares is None else jnp.sum(shares, axis=0) for shares in (dB, dA))
-    return dgate_up, h, dB, dA
+    return dgate_up, h, dB, dA, None if absmax is None else jnp.max(absmax, axis=0).astype(jnp.float32)
 
 
 def _backward(
@@ -174,13 +186,14 @@ def _backward(
     h_ref,
     dB_ref,
     dA_ref,
+    absmax_ref,
     *,
     activation: str,
     tiles: Tiles,
     loop: int,
 ):
-    start, share = pl.program_id(0) * tiles.columns, pl.program_id(1)
-    features = product_of(dh_ref).shape[1]
+    tile, share = pl.program_id(0), pl.program_id(1)
+    start, features = tile * tiles.columns, product_of(dh_ref).shape[1]
     cols, up_cols = pl.ds(start, tiles.columns), pl.ds(features + start, tiles.columns)
     lora_B = _of_halves(b_ref, cols)
     down_A = None if a_ref is None else a_ref[:, cols]
@@ -206,6 +219,9 @@ def _backward(
         dup = (dh * activated).astype(dtype)
         dgate_up_ref[rows, up_cols] = dup
         (dgate,) = jax.vjp(_ACTIVATIONS[activation], gate)[1](dh * up)
+        if absmax_ref is not None:  # the rounded largest is the largest of rounded ones
+            widest = jnp.maximum(jnp.abs(dgate), jnp.abs(dup.astype(jnp.float32)))
+            absmax_ref[tile, rows] = jnp.max(widest, axis=1).astype(dtype)
         dgate = dgate.astype(dtype)
         dgate_up_ref[rows, cols] = dgate
         if h_ref is not None:
@@ -254,14 +270,12 @@ def _halves(
     return [own * scale[:, None] for own, scale in zip(codes, scales, strict=True)]
 
 
-def _keep(kept: Blocks, halves: list[Array], rows, start, features: int) -> None:
-    """Write gate and up of a tile in float8, its columns one block."""
-    codes_ref, exponents_ref = kept
-    for half, values in enumerate(halves):
-        first, columns = half * features + start, values.shape[1]
-        scale, inverse = scale_of(jnp.max(jnp.abs(values), axis=1))
-        codes_ref[rows, pl.ds(first, columns)] = (values * inverse[:, None]).astype(codes_ref.dtype)
-        exponents_ref[first // columns, rows] = exponent_of(scale)
+def _keep(kept: Blocks, values: Array, rows, start) -> None:
+    """Write a tile in float8, its columns from `start` on one block."""
+    (codes_ref, exponents_ref), columns = kept, values.shape[1]
+    scale, inverse = scale_of(jnp.max(jnp.abs(values), axis=1))
+    codes_ref[rows, pl.ds(start, columns)] = (values * inverse[:, None]).astype(codes_ref.dtype)
+    exponents_ref[start // columns, rows] = exponent_of(scale)
 
 
 def _with_adapters(halves: list[Array], products, lora_B) -> list[Array]:

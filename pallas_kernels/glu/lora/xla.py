@@ -4,22 +4,29 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.float8.api import quantize_rows
 from pallas_kernels.float8.blocks import Blocks, dequantize_blocks, quantize_blocks
-from pallas_kernels.float8.scaled import Scaled, product_of, scaled_values
+from pallas_kernels.float8.scaled import Rounded, Scaled, product_of, scaled_values
 from pallas_kernels.glu.lora.config import TILE
 from pallas_kernels.glu.reference import ACTIVATIONS
 
 
 def forward(
-    gate_up: Array | Scaled, inner, down_A: Array | None, activation: str, float8: bool = False
-) -> tuple[Array, Array | None, Blocks | None]:
+    gate_up: Array | Scaled,
+    inner,
+    down_A: Array | None,
+    activation: str,
+    float8: bool = False,
+    rounded: bool = False,
+) -> tuple[Array | Rounded, Array | None, Blocks | None]:
     """H; h·Aᵀ or None; `gate_up` in float8 or None."""
     values = scaled_values(gate_up)
     gate, up = _halves(values, inner)
     h = (ACTIVATIONS[activation](gate) * up).astype(product_of(gate_up).dtype)
     features = h.shape[1]
     kept = quantize_blocks(values, TILE if features % TILE == 0 else features) if float8 else None
-    return h, None if down_A is None else _dot(h, down_A, ((1,), (1,))), kept
+    through = None if down_A is None else _dot(h, down_A, ((1,), (1,)))
+    return quantize_rows(h) if rounded else h, through, kept
 
 
 def backward(
@@ -30,8 +37,9 @@ def backward(
     dproducts: Array | None,
     activation: str,
     with_h: bool = False,
+    with_absmax: bool = False,
 ):
-    """The gradients of gate and up, h or None, the gradients of B or None, of A or None."""
+    """The gradients of gate and up, h or None, the gradients of B or None, of A or None, absmax or None."""
     dtype, dh = product_of(dh).dtype, scaled_values(dh)
     values = dequantize_blocks(gate_up) if isinstance(gate_up, Blocks) else scaled_values(gate_up)
     gate, up = _halves(values, inner)
@@ -48,7 +56,8 @@ def backward(
         dB = jnp.stack([sums[:features, :rank], sums[features:, -rank:]])
     if dproducts is not None:
         dA = _dot(dproducts, h, ((0,), (0,)), jnp.float32)
-    return dgate_up, h if with_h else None, dB, dA
+    absmax = jnp.max(jnp.abs(dgate_up), axis=1).astype(jnp.float32) if with_absmax else None
+    return dgate_up, h if with_h else None, dB, dA, absmax
 
 
 def _halves(values: Array, inner) -> tuple[Array, Array]:

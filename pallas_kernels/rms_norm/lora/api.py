@@ -1,4 +1,6 @@
-"""The backward pass of a norm in a residual stream before LoRA adapters (arXiv 1910.07467, 2106.09685), in one pass.
+"""A norm in a residual stream before LoRA adapters (arXiv 1910.07467, 2106.09685).
+
+The backward pass in one pass:
 
     n = scale · x · rstd        p = n·Aᵀ        g = (dn + dp·A) · scale        m = mean of g·x·rstd over a row
     dx = dresidual + rstd · (g − x·rstd·m)        dA = dpᵀ·n
@@ -6,9 +8,11 @@
 dn is the gradient through the large product. n is made again from x where x is read, and the rank product's gradient is
 applied where dn is read, so that neither is an array of its own. m is known before: of the part of dp it is dp·p.
 
+The forward pass where n is wanted in float8 and as rank products alone: n is not written then.
+
 Implementations, in order of preference:
 
-- ``triton``: NVIDIA GPUs of compute capability 8.0 or more, 16-bit activations;
+- ``triton``: NVIDIA GPUs of compute capability 8.0 or more, 16-bit activations (8.9 with float8);
 - ``xla``: everything else.
 """
 
@@ -18,7 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, low_rank
-from pallas_kernels.rms_norm.lora.implementations import REGISTRY
+from pallas_kernels.float8.scaled import Rounded
+from pallas_kernels.rms_norm.lora.implementations import REGISTRY, ROUND
 from pallas_kernels.rms_norm.xla import scale_of
 
 
@@ -50,6 +55,39 @@ class Gradients(NamedTuple):
     residual: Float[Array, "N E"]
     normed: Float[Array, "N E"]
     products: Float[Array, "N R"]
+
+
+def rms_norm_lora_round(
+    x: Float[Array, "N E"],
+    weight: Float[Array, " E"],
+    lora_A: Float[Array, "R E"],
+    *,
+    eps: float,
+    offset: float = 0.0,
+    implementation: str | None = None,
+) -> tuple[Rounded, Float[Array, "N R"], Float[Array, " N"]]:
+    """The normalised rows in float8, as `float8.quantize_rows` makes it; their rank products; rstd, float32.
+
+    Args:
+        x: input of the norm.
+        weight: the scale of each feature, without the offset.
+        lora_A: in the dtype of x.
+        eps: added to the mean square.
+        offset: added to the weight.
+        implementation: None, "triton" or "xla".
+
+    Raises:
+        ValueError: operands that do not fit.
+        NotImplementedError: the forced implementation cannot serve this call; the message says why.
+    """
+    width = x.shape[-1:]
+    if x.ndim != 2 or weight.shape != width or lora_A.shape[1:] != width or lora_A.dtype != x.dtype:
+        raise ValueError(
+            f"rms_norm_lora_round: for x {x.dtype}{list(x.shape)}, weight must be {list(width)} and lora_A {x.dtype} "
+            f"[R, {width[0]}], got {list(weight.shape)} and {lora_A.dtype}{list(lora_A.shape)}"
+        )
+    case = low_rank.Case(dispatch.target(), x.shape[0], (x.shape[1],), x.dtype, lora_A.shape[0])
+    return ROUND[ROUND.choose(case, implementation)].forward(x, weight, lora_A, eps, offset)
 
 
 def rms_norm_lora_backward(

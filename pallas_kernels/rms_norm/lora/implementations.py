@@ -1,16 +1,21 @@
-"""The implementations of the backward pass by name, in order of preference.
+"""The implementations of the two passes by name, in order of preference.
 
-    forward(x, scale, rstd, mean, lora_A, dresidual, dnormed, dproducts) -> (gradient of x, of lora_A)
+REGISTRY:  forward(x, scale, rstd, mean, lora_A, dresidual, dnormed, dproducts) -> (gradient of x, of lora_A)
+ROUND:     forward(x, weight, lora_A, eps, offset) -> (normalised rows in float8, rank products, rstd)
 
 `scale` is the weight with its offset, `mean` that of g·x·rstd.
 """
 
+import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import Implementation, Registry
-from pallas_kernels.low_rank import INPUT, Case
-from pallas_kernels.rms_norm.lora import config, triton, xla
+from pallas_kernels.float8.config import MOST_COLUMNS, row_config
+from pallas_kernels.float8.scaled import Rounded
+from pallas_kernels.low_rank import INPUT, Case, why_not_triton_float8
+from pallas_kernels.rms_norm.lora import config, forward, triton, xla
+from pallas_kernels.rms_norm.xla import scale_of
 
 
 def _triton(*arguments) -> tuple[Array, Array]:
@@ -20,11 +25,36 @@ def _triton(*arguments) -> tuple[Array, Array]:
     return triton.backward(*arguments, config.backward_config(capability, lora_A.shape[0]))
 
 
+def _why_not_triton_round(case: Case) -> str | None:
+    if reason := why_not_triton_float8(case):
+        return reason
+    [columns] = case.parts
+    if columns > MOST_COLUMNS:
+        return f"it holds rows of up to {MOST_COLUMNS} columns, these have {columns}"
+    return None
+
+
+def _triton_round(x: Array, weight: Array, lora_A: Array, eps: float, offset: float) -> tuple[Rounded, Array, Array]:
+    compat.silence_triton_deprecation()
+    rows, rstd = forward.round_rows(x, weight, eps, offset, row_config(x.shape[1]))
+    scaled_A = (lora_A.astype(jnp.float32) * scale_of(weight, offset, 2)).astype(x.dtype)
+    return rows, forward.products(x, rstd, scaled_A, config.products_config(lora_A.shape[0])), rstd
+
+
 REGISTRY: Registry[Case] = Registry(
     "rms_norm.lora",
     {
         "triton": Implementation(INPUT["triton"].why_not, _triton),
         "xla": Implementation(lambda case: None, xla.backward),
+    },
+    lambda case: ("triton", "xla"),
+)
+
+ROUND: Registry[Case] = Registry(
+    "rms_norm.lora_round",
+    {
+        "triton": Implementation(_why_not_triton_round, _triton_round),
+        "xla": Implementation(lambda case: None, xla.round_rows),
     },
     lambda case: ("triton", "xla"),
 )

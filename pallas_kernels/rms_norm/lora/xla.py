@@ -1,9 +1,12 @@
-"""The backward pass of a norm before LoRA adapters by XLA, on every device; arguments as in `implementations`."""
+"""A norm before LoRA adapters by XLA, on every device; arguments as in `implementations`."""
 
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.float8.api import quantize_rows
+from pallas_kernels.float8.scaled import Rounded
 from pallas_kernels.low_rank.xla import dot
+from pallas_kernels.rms_norm.xla import forward
 
 
 def backward(
@@ -21,3 +24,9 @@ def backward(
     unit, g = x.astype(jnp.float32) * rstd[:, None], dnormed.astype(jnp.float32) * scale[None]
     dx = dresidual + (rstd[:, None] * (g - unit * mean[:, None])).astype(x.dtype)
     return dx, dot(dproducts, (unit * scale[None]).astype(x.dtype), ((0,), (0,)), jnp.float32)
+
+
+def round_rows(x: Array, weight: Array, lora_A: Array, eps: float, offset: float) -> tuple[Rounded, Array, Array]:
+    """The normalised rows in float8, their rank products, rstd."""
+    normed, rstd = forward(x, weight, eps, offset)
+    return quantize_rows(normed), dot(normed, lora_A, ((1,), (1,))), rstd[:, 0]

@@ -18,7 +18,7 @@ from fastjax.quantization import FP8Weight, NF4Weight, concatenate, matmul
 from fastjax.quantization.float8 import Float8Compute, in_float8
 from fastjax.quantization.weights import as_weight, matmul_transposed
 from fastjax.training.config import ModelSection
-from pallas_kernels.float8 import Scaled, quantize_rows
+from pallas_kernels.float8 import Rounded, Scaled, quantize_rows
 from tests.support import families, steps, tiny
 
 SHAPE = (128, 192)
@@ -99,7 +99,14 @@ def test_what_is_not_bfloat16_is_multiplied_as_ever_and_rows_stay_in_float8():
 
 
 #: Sides of 64 and 128, of whole blocks of NF4.
-CONFIG = tiny.config(hidden_size=128, intermediate_size=256, head_dim=32, num_hidden_layers=1, initializer_range=0.05)
+CONFIG = tiny.config(
+    hidden_size=128,
+    intermediate_size=256,
+    head_dim=32,
+    num_hidden_layers=1,
+    initializer_range=0.05,
+    attention_bias=False,
+)
 EVERY, OUTLIER = 37, 100
 
 
@@ -150,7 +157,7 @@ def test_loss_and_every_adapters_gradient_stay_near_float32s_with_outliers_in_th
 
 @pytest.mark.newer_world
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_scales_that_are_left_to_the_gated_block_change_no_bit(dropout, monkeypatch):
+def test_scales_and_rounding_that_are_left_to_the_gated_block_change_no_bit(dropout, monkeypatch):
     """They are powers of two. With a dropped input of down's adapter its gradient is added before the block."""
     rng, (features, width) = np.random.default_rng(3), SHAPE
 
@@ -180,6 +187,7 @@ def test_scales_that_are_left_to_the_gated_block_change_no_bit(dropout, monkeypa
     assert isinstance(seen[-1][2], Scaled) == (not dropout)
     monkeypatch.setattr(Float8Compute, "matmul_scaled", Float8Compute.matmul)
     monkeypatch.setattr(Float8Compute, "transposed_scaled", Float8Compute.transposed)
+    monkeypatch.setattr(Float8Compute, "reads_rounded", lambda weight, transposed: False)  # rows come as they are
     seen.clear()
     expected = results()
     assert not any(isinstance(argument, Scaled) for arguments in seen for argument in arguments)
@@ -239,3 +247,42 @@ def test_mixtures_and_cards_without_float8_are_refused():
         make_precision("bfloat16", "float32", None, moe, base_compute="float8")
     with pytest.raises(ConfigError, match="model.base_compute: expected null with model.full_finetuning: true"):
         ModelSection("m", base_compute="float8", full_finetuning=True, load_in_4bit=False)
+
+
+def test_what_makes_the_rows_of_a_product_rounds_them(folder, monkeypatch, request):
+    """The norms, h where it is made, and the gated block's gradient with B's way back: and no number changes by it."""
+    request.addfinalizer(jax.clear_caches)  # of programs that are traced with what is put in place here
+    seen = {False: [], True: []}
+    for transposed, name in ((False, "matmul_scaled"), (True, "transposed_scaled")):
+        product = getattr(Float8Compute, name)
+
+        def spied(weight, rows, product=product, transposed=transposed):
+            seen[transposed].append((weight.shape, isinstance(rows, Rounded)))
+            return product(weight, rows)
+
+        monkeypatch.setattr(Float8Compute, name, spied)
+    jax.clear_caches()  # what another test has traced is not traced again
+    metrics, found = steps.gradients(model(folder, base_compute="float8"), batch())
+    width, inner, heads = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["num_attention_heads"] * 32
+    qkv, o = (heads + 2 * CONFIG["num_key_value_heads"] * 32, width), (width, heads)
+    gate_up, down = (2 * inner, width), (width, inner)
+    assert set(seen[False]) == {(qkv, True), (gate_up, True), (down, True), (o, False)}
+    # the others' gradients are transposed in units that read bfloat16
+    assert set(seen[True]) == {(gate_up, True), (down, False)}
+    seen[False].clear(), seen[True].clear()
+    monkeypatch.setattr(Float8Compute, "reads_rounded", lambda weight, transposed: False)
+    jax.clear_caches()
+    plain, expected = steps.gradients(model(folder, base_compute="float8"), batch())
+    assert not any(rounded for calls in seen.values() for _, rounded in calls)
+    # XLA may keep more than bfloat16 between operations that it fuses
+    np.testing.assert_allclose(metrics["loss"], plain["loss"], rtol=1e-4)
+    assert min(cosines(jax.tree.leaves(found), jax.tree.leaves(expected))) > 0.9995
+
+
+def test_rows_that_are_multiplied_before_they_are_rounded_are_not_rounded_before():
+    """Scales of the gradient's terms, and pieces of several formats, which have scales of their own."""
+    reads = lambda held: [in_float8(held).reads_rounded(transposed) for transposed in (False, True)]  # noqa: E731
+    assert reads(weight("fp8, rows")) == reads(weight("fp8, tensor")) == [True, False]
+    assert reads(weight("fp8, blocks")) == reads(weight("nf4")) == reads(weight("dense")) == [True, True]
+    assert reads(weight("mixed")) == [False, False]
+    assert not as_weight(weight("nf4")).reads_rounded(False)  # it multiplies in bfloat16

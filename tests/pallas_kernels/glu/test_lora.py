@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.float8 import Scaled
+from pallas_kernels.float8 import Scaled, matmul, quantize_rows
 from pallas_kernels.float8.blocks import dequantize_blocks
 from pallas_kernels.glu.lora import (
     REGISTRY,
@@ -65,7 +65,7 @@ def results(gate_up, products, b, dh, a, dproducts, activation, implementation=N
     h, down_products, _ = glu_lora_forward(gate_up, inner, a, activation=activation, implementation=implementation)
     down = None if a is None else (a, dproducts)
     options = {"activation": activation, "with_h": inner is None and a is None, "implementation": implementation}
-    backward = glu_lora_backward(gate_up, inner, dh, down, **options)
+    *backward, _ = glu_lora_backward(gate_up, inner, dh, down, **options)
     return h, down_products, *backward
 
 
@@ -102,7 +102,8 @@ def test_triton_in_the_interpreter_matches_float64(case, activation, capability)
     rank = rank_of(arrays)
     tiles = config.forward_config(capability, rank), config.backward_config(capability, rank)
     *forward, _ = triton.forward(gate_up, products, b, a, activation, tiles[0], True)
-    backward = triton.backward(gate_up, products, b, dh, a, dproducts, activation, tiles[1], not rank, True)
+    options = {"with_h": not rank, "interpret": True}
+    *backward, _ = triton.backward(gate_up, products, b, dh, a, dproducts, activation, tiles[1], **options)
     # two roundings to bfloat16, each of at most 2^-9: of the terms summed over features or tokens, and of the result
     close((*forward, *backward), exact(arrays, activation), 2**-8.5)
 
@@ -114,7 +115,7 @@ def test_a_run_of_several_tiles_is_added_up():
     )
     tiles = config.Tiles(64, 64, 2, 4, 1)
     *forward, _ = triton.forward(gate_up, products, b, a, "silu", tiles, True)
-    backward = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, False, True)
+    *backward, _ = triton.backward(gate_up, products, b, dh, a, dproducts, "silu", tiles, interpret=True)
     close((*forward, *backward), exact(arrays, "silu"), 2**-8.5)
 
 
@@ -150,7 +151,8 @@ def test_gate_and_up_in_float8_are_kept_alike_and_the_gradients_are_theirs(case)
     wide = exact((decoded, *arrays[1:]), "silu")[2:]
     for columns in (64, 32):  # fewer than a block's
         tiles = dataclasses.replace(config.backward_config((9, 0), rank), columns=columns)
-        found = triton.backward(kept, products, b, dh, a, dproducts, "silu", tiles, not rank, True)
+        options = {"with_h": not rank, "interpret": True}
+        *found, _ = triton.backward(kept, products, b, dh, a, dproducts, "silu", tiles, **options)
         close(found, wide, 2**-8.5)
 
 
@@ -175,10 +177,65 @@ def test_scales_that_are_left_to_the_reader_change_no_bit(case):
     jax.tree.map(np.testing.assert_array_equal, glu_lora_backward(gate_up, inner, dh, down, **options), expected)
     # Kept in float8 gate and up have blocks' scales, the gradient of h those of a product all the same.
     kept = glu_lora_forward(plain, inner, a, activation="silu", float8=True, implementation="xla")[2]
+    options = {"with_h": not rank, "interpret": True}
     for own, same in ((gate_up, plain), (kept, kept)):
-        found = triton.backward(own, products, b, dh, a, dproducts, "silu", tiles[1], not rank, True)
-        expected = triton.backward(same, products, b, plain_dh, a, dproducts, "silu", tiles[1], not rank, True)
+        found = triton.backward(own, products, b, dh, a, dproducts, "silu", tiles[1], **options)
+        expected = triton.backward(same, products, b, plain_dh, a, dproducts, "silu", tiles[1], **options)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.both_worlds("case0")
+@pytest.mark.parametrize("case", CASES)
+def test_the_largest_of_each_row_of_the_gradient_is_that_of_what_is_written(case):
+    gate_up, products, b, dh, a, dproducts = arrays = operands(*case, jnp.bfloat16)
+    dh = dh * jnp.asarray(np.exp2(np.arange(ROWS) % 40 - 20.0), jnp.bfloat16)[:, None]
+    inner, down = None if products is None else Inner(products, b), None if a is None else (a, dproducts)
+    tiles, options = config.backward_config((9, 0), rank_of(arrays)), {"activation": "silu", "implementation": "xla"}
+    kept = glu_lora_forward(gate_up, inner, a, float8=True, **options)[2]
+    for read in (gate_up, kept):
+        without = glu_lora_backward(read, inner, dh, down, **options)
+        by_triton = triton.backward(read, products, b, dh, a, dproducts, "silu", tiles, interpret=True)
+        for found, plain in (
+            (glu_lora_backward(read, inner, dh, down, with_absmax=True, **options), without),
+            (triton.backward(read, products, b, dh, a, dproducts, "silu", tiles, False, True, True), by_triton),
+        ):
+            jax.tree.map(np.testing.assert_array_equal, found[:4], tuple(plain[:4]))
+            assert plain[4] is None and found[4].dtype == jnp.float32
+            np.testing.assert_array_equal(found[4], np.abs(np.asarray(found[0], np.float32)).max(1))
+
+
+@pytest.mark.both_worlds("case0")
+@pytest.mark.parametrize("case", CASES)
+def test_h_in_float8_is_h_with_its_rows_rounded(case):
+    """The kernel rounds each tile by its own scale first: only codes below the row's least normal number may differ."""
+    gate_up, products, b, _, a, _ = arrays = operands(*case, jnp.bfloat16)
+    magnitudes = np.exp2(np.arange(2 * FEATURES) // 64 % 3 * 4.0 - 6)
+    gate_up = jnp.asarray(np.asarray(gate_up, np.float32) * magnitudes, jnp.bfloat16).at[3].set(0.0)
+    inner, tiles = None if products is None else Inner(products, b), config.forward_config((9, 0), rank_of(arrays))
+    for keep in (False, True):
+        options = {"activation": "silu", "float8": keep, "implementation": "xla"}
+        plain = glu_lora_forward(gate_up, inner, a, **options)
+        h, *others = glu_lora_forward(gate_up, inner, a, rounded=True, **options)
+        jax.tree.map(np.testing.assert_array_equal, (h, *others), (quantize_rows(plain[0]), *plain[1:]))
+        plain = triton.forward(gate_up, products, b, a, "silu", tiles, True, keep)
+        h, *others = triton.forward(gate_up, products, b, a, "silu", tiles, True, keep, True)
+        jax.tree.map(np.testing.assert_array_equal, others, list(plain[1:]))
+        expected = quantize_rows(plain[0])
+        np.testing.assert_array_equal(h.scales, expected.scales)
+        codes, once = (np.asarray(rows.codes, np.float64) for rows in (h, expected))
+        assert (codes == once)[np.abs(once) >= 2.0**-6].all() and np.abs(codes - once).max() <= 2.0**-9
+        assert not rank_of(arrays) or (np.abs(once) < 2.0**-6).any()
+
+
+def test_h_that_is_not_finite_stays_so_in_float8():
+    gate_up = jnp.ones((64, 256), jnp.bfloat16).at[0, 3].set(jnp.nan).at[1, 100].set(jnp.inf)
+    tiles = config.forward_config((9, 0), 0)
+    for h in (
+        glu_lora_forward(gate_up, None, None, activation="silu", rounded=True)[0],
+        triton.forward(gate_up, None, None, None, "silu", tiles, True, False, True)[0],
+    ):
+        product = matmul(*h, *quantize_rows(jnp.ones((16, 128), jnp.bfloat16)))
+        assert np.isfinite(np.asarray(product, np.float32)).all(1).tolist() == [False] * 2 + [True] * 62
 
 
 def test_what_is_not_finite_stays_so_in_float8():
@@ -207,8 +264,9 @@ def test_nothing_spills_in_float8(card, rank, keep, tmp_path):
     def both(gate_up, products, b, dh, a, dproducts, rows, wide, narrow):
         inner, options = Inner(products, b), {"activation": "silu", "implementation": "triton"}
         gate_up, dh = Scaled(gate_up, rows, wide), Scaled(dh, rows, narrow)
-        h, _, kept = glu_lora_forward(gate_up, inner, a, float8=keep, **options)
-        return h, glu_lora_backward(kept if keep else gate_up, inner, dh, (a, dproducts), **options)
+        h, _, kept = glu_lora_forward(gate_up, inner, a, float8=keep, rounded=True, **options)
+        read = kept if keep else gate_up
+        return h, glu_lora_backward(read, inner, dh, (a, dproducts), with_absmax=True, **options)
 
     found = of_triton(aot, both, *specs, *scales, folder=tmp_path)
     assert found is None or found.spill_bytes == 0
@@ -286,3 +344,22 @@ def test_scales_that_are_left_to_the_reader_change_no_bit_on_a_card(keep):
     pairs = zip(scaled(gate_up, 1), scaled(dh, 2), strict=True)
     found, expected = (both(*pair) for pair in pairs)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [16, 64])
+def test_what_float8_products_read_on_a_card(rank):
+    """h in float8 beside its rows rounded, and the largest of each row of the gradient."""
+    gate_up, products, b, dh, a, dproducts = operands(rank, False, rank, jnp.bfloat16, 2048, 14336)
+    inner, options = Inner(products, b), {"activation": "silu", "implementation": "triton"}
+    (gate_up, _), (dh, _) = scaled(gate_up, 1), scaled(dh, 2)
+    plain = jax.jit(lambda x: glu_lora_forward(x, inner, a, **options))(gate_up)
+    h, through, _ = jax.jit(lambda x: glu_lora_forward(x, inner, a, rounded=True, **options))(gate_up)
+    np.testing.assert_array_equal(through, plain[1])
+    expected = quantize_rows(plain[0])
+    np.testing.assert_array_equal(h.scales, expected.scales)
+    codes, once = (np.asarray(rows.codes, np.float32) for rows in (h, expected))
+    assert (codes == once)[np.abs(once) >= 2.0**-6].all() and np.abs(codes - once).max() <= 2.0**-9
+    backward = jax.jit(lambda x, dh: glu_lora_backward(x, inner, dh, (a, dproducts), with_absmax=True, **options))
+    found = backward(gate_up, dh)
+    np.testing.assert_array_equal(found.absmax, np.abs(np.asarray(found.gate_up, np.float32)).max(1))

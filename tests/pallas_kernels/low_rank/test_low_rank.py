@@ -1,22 +1,27 @@
 """Sums with low-rank products: XLA against float64 by differentiation, Triton in the interpreter against the same."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.float8 import Scaled
+from pallas_kernels.float8 import Scaled, quantize_rows
 from pallas_kernels.low_rank import (
     ADD,
     INPUT,
     OUTPUT,
+    ROUND,
     Case,
     config,
     low_rank_add,
     low_rank_input_gradients,
     low_rank_output_gradients,
+    low_rank_round_rows,
     reference,
+    rounding,
     triton,
 )
 from pallas_kernels.tiles import RANKS
@@ -111,6 +116,46 @@ def test_scales_that_are_left_to_the_sum_change_no_bit(parts, rank):
         np.testing.assert_array_equal(found, expected)
 
 
+def rows_and_absmax(dy):
+    """Rows of very different sizes, and their largest magnitudes."""
+    dy = dy * jnp.asarray(np.exp2(np.arange(dy.shape[0]) % 60 - 30.0), dy.dtype)[:, None]
+    return dy, jnp.max(jnp.abs(dy), axis=1).astype(jnp.float32)
+
+
+@pytest.mark.parametrize(("parts", "rank"), CASES)
+def test_rows_are_rounded_bit_for_bit_where_their_products_are_made(parts, rank):
+    b, (dy, absmax) = operands(parts, rank, jnp.bfloat16)[4], rows_and_absmax(operands(parts, rank, jnp.bfloat16)[6])
+    expected = quantize_rows(dy)
+    wide = np.asarray(dy, np.float64)[:, :, None] * np.asarray(b, np.float64)[None]
+    ends = np.cumsum([0, *parts])
+    exact = np.concatenate([wide[:, i:j].sum(1) for i, j in zip(ends, ends[1:], strict=False)], axis=1)
+    size = np.concatenate([np.abs(wide[:, i:j]).sum(1) for i, j in zip(ends, ends[1:], strict=False)], axis=1)
+    tiles = config.round_config(rank)
+    for products, rows in (
+        low_rank_round_rows(dy, absmax, b, parts=parts, implementation="xla"),
+        rounding.round_rows(dy, absmax, b, parts, tiles, True),
+        rounding.round_rows(dy, absmax, b, parts, dataclasses.replace(tiles, columns=32, loop=2), True),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, rows, expected)
+        assert products.dtype == dy.dtype
+        assert (np.abs(np.asarray(products, np.float64) - exact) <= 2.0**-8 * size).all()  # one rounding
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+@pytest.mark.parametrize("rank", RANKS)
+def test_nothing_spills_where_rows_are_rounded(rank, tmp_path):
+    aot = AOT("h200")
+    specs = aot.spec((8192, 28672), jnp.bfloat16), aot.spec((8192,), jnp.float32), aot.spec((28672, rank), jnp.bfloat16)
+
+    def both(dy, absmax, b):
+        return low_rank_round_rows(dy, absmax, b, parts=(14336, 14336), implementation="triton")
+
+    found = of_triton(aot, both, *specs, folder=tmp_path)
+    assert found is None or found.spill_bytes == 0
+
+
 @pytest.mark.aot
 @needs_cuda_plugin
 @pytest.mark.newer_world
@@ -148,7 +193,16 @@ def test_what_triton_leaves_to_xla_and_why():
         assert "float32" in ADD.reasons(Case(target, 64, (128,), jnp.float32, 16))["triton"]
         assert "not 48" in INPUT.reasons(Case(target, 64, (128,), jnp.bfloat16, 48))["triton"]
         assert "not 64 tokens by [128, 96]" in ADD.reasons(Case(target, 64, (128, 96), jnp.bfloat16, 16))["triton"]
+        assert ROUND.reasons(Case(target, 64, (128, 64), jnp.bfloat16, 128))["triton"] is None
+        assert "not 48" in ROUND.reasons(Case(target, 64, (128,), jnp.bfloat16, 48))["triton"]
         assert "second pass over dy" in OUTPUT.reasons(Case(target, 64, (128,), jnp.bfloat16, 64))["triton"]
+
+
+@needs_cuda_plugin
+def test_float8_on_a_card_without_it_is_refused_by_its_reason():
+    with AOT("a100-80").abstract_device():
+        reason = ROUND.reasons(Case(dispatch.target(), 64, (128,), jnp.bfloat16, 16))["triton"]
+    assert "compute capability 8.9" in reason
 
 
 def test_a_forced_implementation_is_never_another():
@@ -161,7 +215,8 @@ def test_a_forced_implementation_is_never_another():
     ("change", "message"),
     [
         ({"parts": (64, 64)}, r"parts must add up .* \(64, 64\), \[192, 64\]"),
-        ({"products": jnp.ones((192, 8))}, r"products \[192, 1·R\], got \[64, 16\] and \[192, 8\]"),
+        ({"products": jnp.ones((192, 8))}, r"rank 16, products must be \[192, 16\], got \[192, 8\]"),
+        ({"lora_B": jnp.ones((32, 16))}, r"lora_B must be \[64, R\], got \[32, 16\]"),
         ({"residual": jnp.ones((192, 32))}, r"residual must be float32\[192, 64\] like base"),
         ({"lora_B": jnp.ones((64, 16), jnp.bfloat16)}, "one dtype"),
     ],
@@ -183,6 +238,34 @@ def test_on_a_card(parts, rank):
     close(found, exact(arrays, parts), 2**-9 if len(parts) * rank in RANKS else 2**-8)
     again = run(arrays, parts, None)
     assert all(bool(jnp.array_equal(one, other)) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parts": (64, 64)}, r"low_rank_round_rows: parts must add up .* \(64, 64\), \[192, 64\]"),
+        ({"absmax": jnp.ones(64)}, r"absmax must be float32\[192\], got float32\[64\]"),
+        ({"lora_B": jnp.ones((64, 16))}, "one dtype"),
+    ],
+)
+def test_rows_to_be_rounded_that_do_not_fit_are_refused(change, message):
+    arguments = {"dy": jnp.ones((192, 64), jnp.bfloat16), "absmax": jnp.ones(192), "parts": (64,)}
+    with pytest.raises(ValueError, match=message):
+        low_rank_round_rows(**{**arguments, "lora_B": jnp.ones((64, 16), jnp.bfloat16), **change})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", RANKS)
+def test_rows_are_rounded_bit_for_bit_on_a_card(rank):
+    arrays = operands((14336, 14336), rank, jnp.bfloat16, 2048, 64)
+    b, (dy, absmax) = arrays[4], rows_and_absmax(arrays[6])
+    options = {"parts": (14336, 14336), "implementation": "triton"}
+    products, rows = jax.jit(lambda *operands: low_rank_round_rows(*operands, **options))(dy, absmax, b)
+    jax.tree.map(np.testing.assert_array_equal, rows, quantize_rows(dy, implementation="xla"))
+    halves = zip(jnp.split(dy, 2, axis=1), jnp.split(b, 2), strict=True)
+    exact = jnp.concatenate([jnp.dot(d, half, preferred_element_type=jnp.float32) for d, half in halves], axis=1)
+    size = np.asarray(absmax)[:, None] * 14336**0.5
+    assert (np.abs(np.asarray(products, np.float64) - np.asarray(exact, np.float64)) <= 2.0**-8 * size).all()
 
 
 @pytest.mark.gpu

@@ -1,12 +1,24 @@
-"""The backward pass of a norm before adapters, by XLA and by Triton in the interpreter, against float64."""
+"""A norm before adapters, by XLA and by Triton in the interpreter, against float64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import dispatch
+from pallas_kernels.float8 import quantize_rows
+from pallas_kernels.low_rank import Case
 from pallas_kernels.rms_norm import reference
-from pallas_kernels.rms_norm.lora import REGISTRY, Gradients, Normed, rms_norm_lora_backward, triton
+from pallas_kernels.rms_norm.lora import (
+    REGISTRY,
+    ROUND,
+    Gradients,
+    Normed,
+    implementations,
+    rms_norm_lora_backward,
+    rms_norm_lora_round,
+    triton,
+)
 from pallas_kernels.rms_norm.lora import config as configs
 from pallas_kernels.tiles import RANKS
 from tests.support.aot import AOT, needs_cuda_plugin
@@ -93,6 +105,71 @@ def test_factors_of_rows_and_columns_lose_nothing():
     assert (off <= 2**-8 * size[finite]).all()  # of its addends: one rounding
 
 
+def check_rounded(found, x, weight, a, offset):
+    """Rows in float8, products and rstd against float64's norm."""
+    rows, products, rstd = found
+    with jax.enable_x64(True):
+        normed = np.asarray(reference.rms_norm(x.astype(np.float64), weight, eps=EPS, offset=offset))
+    wide = np.asarray(x, np.float64)
+    np.testing.assert_allclose(rstd, 1 / np.sqrt(np.mean(wide**2, axis=1) + EPS), rtol=1e-5)
+    once = quantize_rows(jnp.asarray(normed, x.dtype))
+    # rounded to 8 bits, which may put a row's largest just above 448 of a scale or a number onto the next code
+    assert (np.log2(np.asarray(rows.scales / once.scales)) != 0).mean() < 0.02
+    values = np.asarray(rows.codes, np.float64) * np.asarray(rows.scales, np.float64)[:, None]
+    least = np.asarray(rows.scales, np.float64)[:, None] * 2.0**-10
+    eps = float(jnp.finfo(x.dtype).eps)
+    assert (np.abs(values - normed) <= np.maximum(np.abs(normed) * (2.0**-4 + 2 * eps), least * (1 + eps))).all()
+    exact = normed @ np.asarray(a, np.float64).T
+    assert products.dtype == x.dtype
+    assert np.linalg.norm(np.asarray(products, np.float64) - exact) < eps * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("width", [192, 256])
+def test_rows_in_float8_and_their_products(monkeypatch, offset, dtype, width):
+    x, weight, a, *_ = operands(dtype, width=width, offset=offset)
+    x = x * jnp.asarray(np.exp2(np.arange(192) % 12 - 6.0), dtype)[:, None]
+    options = {"eps": EPS, "offset": offset}
+    check_rounded(rms_norm_lora_round(x, weight, a, **options), x, weight, a, offset)
+    for name in ("round_rows", "products"):
+        kernel = getattr(implementations.forward, name)
+        monkeypatch.setattr(
+            implementations.forward, name, lambda *arguments, kernel=kernel: kernel(*arguments, interpret=True)
+        )
+    check_rounded(ROUND["triton"].forward(x, weight, a, EPS, offset), x, weight, a, offset)
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+@pytest.mark.parametrize("width", [4096, 16384])
+@pytest.mark.parametrize("rank", [RANKS[0], RANKS[-1]])
+def test_nothing_spills_where_rows_are_rounded(width, rank, tmp_path):
+    aot = AOT("h200")
+    specs = (
+        aot.spec((8192, width), jnp.bfloat16),
+        aot.spec((width,), jnp.bfloat16),
+        aot.spec((rank, width), jnp.bfloat16),
+    )
+    options = {"eps": EPS, "implementation": "triton"}
+    found = of_triton(aot, lambda *arrays: rms_norm_lora_round(*arrays, **options), *specs, folder=tmp_path)
+    assert found is None or found.spill_bytes == 0
+
+
+@needs_cuda_plugin
+def test_what_triton_does_not_round_and_why():
+    for card, case, reason in (
+        ("h200", (64, (32768,), jnp.bfloat16, 16), None),
+        ("h200", (64, (65536,), jnp.bfloat16, 16), "rows of up to 32768 columns, these have 65536"),
+        ("h200", (64, (4096,), jnp.bfloat16, 48), "not 48"),
+        ("a100-80", (64, (4096,), jnp.bfloat16, 16), "compute capability 8.9"),
+    ):
+        with AOT(card).abstract_device():
+            found = ROUND.reasons(Case(dispatch.target(), *case))["triton"]
+        assert (found is None) if reason is None else (reason in found)
+
+
 @pytest.mark.aot
 @needs_cuda_plugin
 @pytest.mark.both_worlds("32-h200", others="newer_world")
@@ -116,6 +193,8 @@ def test_what_does_not_fit_is_refused():
         rms_norm_lora_backward(normed, a, Gradients(dresidual, dnormed, dproducts[:, :8]))
     with pytest.raises(NotImplementedError, match="'triton' cannot serve this call"):
         rms_norm_lora_backward(normed, a, Gradients(dresidual, dnormed, dproducts), implementation="triton")
+    with pytest.raises(ValueError, match=r"weight must be \[192\] and lora_A float32 \[R, 192\], got \[191\]"):
+        rms_norm_lora_round(x, weight[1:], a, eps=EPS)
 
 
 @pytest.mark.gpu
@@ -126,3 +205,12 @@ def test_on_a_card(rank):
     found = run(arrays, 0.0, "triton")
     close(found, exact(arrays, 0.0), 2**-8)
     assert all(bool(jnp.array_equal(one, other)) for one, other in zip(found, run(arrays, 0.0, "triton"), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rank", "width"), [(16, 4096), (64, 8192)])
+def test_rows_in_float8_and_their_products_on_a_card(rank, width):
+    x, weight, a, *_ = operands(jnp.bfloat16, 2048, width, rank)
+    run = jax.jit(lambda *arrays: rms_norm_lora_round(*arrays, eps=EPS, implementation="triton"))
+    check_rounded(run(x, weight, a), x, weight, a, 0.0)
+    jax.tree.map(np.testing.assert_array_equal, run(x, weight, a), run(x, weight, a))
