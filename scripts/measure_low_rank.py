@@ -133,7 +133,7 @@ def by_kernel_return(products, lora_B, cos, sin, dq, dk, dv, tiles):
     """The same: XLA turns back, the kernel makes the other gradients from the result."""
     dy = jnp.concatenate([rotated(dq, cos, -sin), rotated(dk, cos, -sin), dv], axis=1)
     sizes = tuple(array.shape[1] for array in (dq, dk, dv))
-    return dy, *low_rank.output_gradients(dy, products, lora_B, sizes, tiles)
+    return dy, *low_rank.output_gradients(dy, products, lora_B, sizes, None, tiles)
 
 
 class Operands:
@@ -188,7 +188,7 @@ def by_kernel(operands: Operands, tiles: Tiles, head_tiles: HeadTiles) -> dict[s
     x, scale, rstd, a, dresidual, dnormed, dproducts = operands.of_norm()
     mean = row_mean(x, scale, rstd, dnormed, dproducts, normed_products(x, scale, rstd, a))
     return {
-        "add": low_rank.add(*operands.of_add(), (operands.stream[0].shape[1],), tiles),
+        "add": low_rank.add(*operands.of_add(), (operands.stream[0].shape[1],), None, tiles),
         "outputs": low_rank.output_gradients(*operands.of_outputs(), (operands.stream[0].shape[1],), tiles),
         "inputs": low_rank.input_gradients(*operands.of_inputs(), tiles),
         "norm": norm.backward(x, scale, rstd, mean, a, dresidual, dnormed, dproducts, tiles),
@@ -250,7 +250,9 @@ def outputs(operands: Operands) -> None:
     """The products dy·B and dyᵀ·products in one pass over dy."""
     tiles = grid(WIDE, (16, 32), (3, 4), Tiles)
     args = operands.of_outputs()
-    runs: dict[Any, Run] = {t: (lambda *args, t=t: low_rank.output_gradients(*args, (WIDTH,), t), args) for t in tiles}
+    runs: dict[Any, Run] = {
+        t: (lambda *args, t=t: low_rank.output_gradients(*args, (WIDTH,), None, t), args) for t in tiles
+    }
     table("outputs", PASS, runs | {"XLA": (plain_outputs, args)})
 
 

@@ -30,7 +30,7 @@ from fastjax.parallel import ROWS, SHARES, local
 from fastjax.quantization.float8 import places
 from fastjax.quantization.weights import WeightLike, as_weight, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
-from pallas_kernels.float8 import flat_rows
+from pallas_kernels.float8 import Rounded, flat_rows, scaled_values
 from pallas_kernels.split_rope.lora import split_rope_lora_backward, split_rope_lora_forward
 
 
@@ -96,17 +96,23 @@ def _forward(parts: tuple[Part, ...], heads: tuple[int, int], x, arrays: Arrays)
 def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradients):
     x, products, arrays = residuals
     lora_B = stacked_B(parts, arrays.matrices, x.dtype, slot(parts))
+    weight: Any = as_weight(arrays.weight)
+    rounded = x.dtype == jnp.bfloat16 and weight.reads_rounded(True)
 
     def turn_back(gradients, products, lora_B, cos, sin):
         dq, dk, dv = map(_rows, gradients)
-        dbase, dproducts, dB = split_rope_lora_backward(
-            (dq, dk, dv), _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads
+        dbase, dproducts, dB, rows = split_rope_lora_backward(
+            (dq, dk, dv), _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads, rounded=rounded
         )
-        return dbase.reshape(*cos.shape[:2], -1), dproducts.reshape(products.shape), dB[None]
+        lead = cos.shape[:2]
+        if rows is not None:
+            rows = Rounded(rows.codes.reshape(*lead, -1), rows.scales.reshape(lead))
+        return dbase.reshape(*lead, -1), dproducts.reshape(products.shape), dB[None], rows
 
-    island = local(turn_back, in_specs=(ROWS, ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, SHARES))
-    dbase, dproducts, shares = island(gradients, products, lora_B, arrays.cos, arrays.sin)
-    dx = matmul_transposed(dbase, arrays.weight)
+    island = local(turn_back, in_specs=(ROWS, ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, SHARES, ROWS))
+    dbase, dproducts, shares, rows = island(gradients, products, lora_B, arrays.cos, arrays.sin)
+    dx: Any = matmul_transposed(dbase, arrays.weight) if rows is None else weight.transposed_scaled(rows)
+    dx = scaled_values(dx).astype(x.dtype)
     dB, given = gradients_of_B(parts, shares), arrays.made is not None
     if given:
         dA = {name: jnp.zeros_like(arrays.matrices[name][0]) for name in dB}

@@ -192,7 +192,7 @@ def product_gradients(
 
     def gradients(dy, products, lora_B):
         sizes = tuple(part.rows for part in parts)
-        dproducts, dB = low_rank_output_gradients(_rows(dy), _rows(products), lora_B, parts=sizes)
+        dproducts, dB, _ = low_rank_output_gradients(_rows(dy), _rows(products), lora_B, parts=sizes)
         return dproducts.reshape(products.shape), dB[None]
 
     island = local(gradients, in_specs=(ROWS, ROWS, P()), out_specs=(ROWS, SHARES))

@@ -6,7 +6,7 @@ from pallas_kernels.low_rank.api import (
     low_rank_output_gradients,
     low_rank_round_rows,
 )
-from pallas_kernels.low_rank.implementations import ADD, INPUT, OUTPUT, ROUND, Case, why_not_triton_float8
+from pallas_kernels.low_rank.implementations import ADD, INPUT, OUTPUT, ROUND, Case
 from pallas_kernels.low_rank.xla import block_matrix
 
 __all__ = [
@@ -20,5 +20,4 @@ __all__ = [
     "low_rank_input_gradients",
     "low_rank_output_gradients",
     "low_rank_round_rows",
-    "why_not_triton_float8",
 ]

@@ -59,26 +59,32 @@ def low_rank_output_gradients(
     lora_B: Float[Array, "F R"],
     *,
     parts: tuple[int, ...],
+    absmax: Float[Array, " N"] | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "N PR"], Float[Array, "F R"]]:
-    """The gradients of the products and of B from that of their sum.
+) -> tuple[Float[Array, "N PR"], Float[Array, "F R"], Rounded | None]:
+    """The gradients of the products and of B from that of their sum; and this in float8.
 
     Args:
         dy: the gradient of the sum.
         products: as in `low_rank_add`.
         lora_B: likewise.
         parts: likewise.
+        absmax: float32, the largest magnitude in each row of dy; None: it is not wanted in float8.
         implementation: None, "triton" or "xla".
 
     Returns:
-        The gradient of `products` in the dtype of dy, and that of `lora_B`, float32.
+        The gradient of `products` in the dtype of dy; that of `lora_B`, float32; dy as `float8.quantize_rows` makes it,
+        or None.
 
     Raises:
         ValueError: operands that do not fit.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
     case = _checked("low_rank_output_gradients", dy, products, lora_B, parts)
-    return OUTPUT[OUTPUT.choose(case, implementation)].forward(dy, products, lora_B, parts)
+    if absmax is not None:
+        _check_absmax("low_rank_output_gradients", dy, absmax)
+        case = case._replace(float8=True)
+    return OUTPUT[OUTPUT.choose(case, implementation)].forward(dy, products, lora_B, parts, absmax)
 
 
 def low_rank_round_rows(
@@ -104,10 +110,9 @@ def low_rank_round_rows(
     """
     op, rank = "low_rank_round_rows", lora_B.shape[-1]
     _check_parts(op, dy, lora_B, parts)
-    if absmax.shape != dy.shape[:1] or absmax.dtype != jnp.float32:
-        raise ValueError(f"{op}: absmax must be float32[{dy.shape[0]}], got {absmax.dtype}{list(absmax.shape)}")
+    _check_absmax(op, dy, absmax)
     _check_dtypes(op, dy, lora_B)
-    case = Case(dispatch.target(), dy.shape[0], parts, dy.dtype, rank)
+    case = Case(dispatch.target(), dy.shape[0], parts, dy.dtype, rank, float8=True)
     return ROUND[ROUND.choose(case, implementation)].forward(dy, absmax, lora_B, parts)
 
 
@@ -167,6 +172,11 @@ def _check_parts(op: str, large: Array, lora_B: Array, parts: tuple[int, ...]) -
         raise ValueError(
             f"{op}: for {list(large.shape)}, lora_B must be [{large.shape[1]}, R], got {list(lora_B.shape)}"
         )
+
+
+def _check_absmax(op: str, dy: Array, absmax: Array) -> None:
+    if absmax.shape != dy.shape[:1] or absmax.dtype != jnp.float32:
+        raise ValueError(f"{op}: absmax must be float32[{dy.shape[0]}], got {absmax.dtype}{list(absmax.shape)}")
 
 
 def _check_dtypes(op: str, *arrays: Array) -> None:

@@ -1,7 +1,7 @@
 """The implementations of the sums with low-rank products and of their gradients, by name, in order of preference.
 
 ADD:     forward(residual, base, products, lora_B, parts) -> sum
-OUTPUT:  forward(dy, products, lora_B, parts) -> (gradient of products, of lora_B)
+OUTPUT:  forward(dy, products, lora_B, parts, absmax) -> (gradient of products, of lora_B, dy in float8 or None)
 INPUT:   forward(dx, x, dproducts, lora_A) -> (gradient of x, of lora_A)
 ROUND:   forward(dy, absmax, lora_B, parts) -> (gradient of products, dy in float8)
 """
@@ -28,6 +28,7 @@ class Case(NamedTuple):
         parts: columns of each part.
         dtype: of all operands.
         rank: of a part.
+        float8: whether rows are written in it.
     """
 
     target: Target
@@ -35,12 +36,15 @@ class Case(NamedTuple):
     parts: tuple[int, ...]
     dtype: DTypeLike
     rank: int
+    float8: bool = False
 
 
 def _why_not_triton(case: Case) -> str | None:
     capability = case.target.compute_capability if case.target.platform == "cuda" else None
     if capability is None or capability < (8, 0):
         return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
+    if case.float8 and capability < (8, 9):
+        return f"float8 needs an NVIDIA GPU of compute capability 8.9 or more, the target is {case.target}"
     if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it computes with bfloat16 or float16, not with {jnp.dtype(case.dtype)}"
     if case.rank not in RANKS:
@@ -58,16 +62,6 @@ def _why_not_triton_output(case: Case) -> str | None:
     return None
 
 
-def why_not_triton_float8(case: Case) -> str | None:
-    """The reason, a clause, that Triton's kernels do not write float8 here; None: they do."""
-    if reason := _why_not_triton(case):
-        return reason
-    capability = case.target.compute_capability
-    if capability is None or capability < (8, 9):
-        return f"float8 needs an NVIDIA GPU of compute capability 8.9 or more, the target is {case.target}"
-    return None
-
-
 def _triton_add(
     residual: Array | None, base: Array | Scaled, products: Array, lora_B: Array, parts: tuple[int, ...]
 ) -> Array:
@@ -75,10 +69,12 @@ def _triton_add(
     return triton.add(residual, base, products, lora_B, parts, config.add_config(_capability(), lora_B.shape[1]))
 
 
-def _triton_output(dy: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> tuple[Array, Array]:
+def _triton_output(
+    dy: Array, products: Array, lora_B: Array, parts: tuple[int, ...], absmax: Array | None
+) -> tuple[Array, Array, Rounded | None]:
     compat.silence_triton_deprecation()
     tiles = config.output_config(_capability(), lora_B.shape[1])
-    return triton.output_gradients(dy, products, lora_B, parts, tiles)
+    return triton.output_gradients(dy, products, lora_B, parts, absmax, tiles)
 
 
 def _triton_input(dx: Array, x: Array, dproducts: Array, lora_A: Array) -> tuple[Array, Array]:
@@ -127,7 +123,7 @@ INPUT: Registry[Case] = Registry(
 ROUND: Registry[Case] = Registry(
     "low_rank.round_rows",
     {
-        "triton": Implementation(why_not_triton_float8, _triton_round),
+        "triton": Implementation(_why_not_triton, _triton_round),
         "xla": Implementation(lambda case: None, xla.round_rows),
     },
     lambda case: ("triton", "xla"),

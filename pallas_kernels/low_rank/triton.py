@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.float8.scaled import Scaled, product_of, values_at
+from pallas_kernels.float8.scaled import Rounded, Scaled, product_of, values_at
+from pallas_kernels.float8.scales import scale_of
 from pallas_kernels.tiles import Tiles, divisor, width
 
 
@@ -61,38 +63,50 @@ def _add(residual_ref, base_ref, products_ref, b_ref, sum_ref, *, parts, columns
     jax.lax.fori_loop(0, loop, body, 0)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(3, 5, 6))
 def output_gradients(
-    dy: Array, products: Array, lora_B: Array, parts: tuple[int, ...], tiles: Tiles, interpret: bool = False
-) -> tuple[Array, Array]:
-    """The gradient of the products in the dtype of dy, and that of B in float32."""
+    dy: Array,
+    products: Array,
+    lora_B: Array,
+    parts: tuple[int, ...],
+    absmax: Array | None,
+    tiles: Tiles,
+    interpret: bool = False,
+) -> tuple[Array, Array, Rounded | None]:
+    """The gradient of the products in the dtype of dy, that of B in float32, and dy in float8 where absmax is given."""
     (rows, features), rank = dy.shape, lora_B.shape[1]
     columns = width(math.gcd(*parts), tiles.columns)
     loop = divisor(rows // tiles.rows, tiles.loop)
     shares = rows // tiles.rows // loop
-    partial, dB = pl.pallas_call(
+    rounded: Any = None
+    if absmax is not None:
+        rounded = Rounded(jax.ShapeDtypeStruct(dy.shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct((rows,), jnp.float32))  # pyright: ignore
+    partial, dB, rounded = pl.pallas_call(
         functools.partial(_output_gradients, parts=parts, columns=columns, rows_of_tile=tiles.rows, loop=loop),
         out_shape=(
             jax.ShapeDtypeStruct((features // columns, rows, rank), jnp.float32),
             jax.ShapeDtypeStruct((shares, features, rank), jnp.float32),
+            rounded,
         ),
         grid=(features // columns, shares),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="low_rank_output_gradients",
-    )(dy, products, lora_B)
+    )(dy, products, lora_B, absmax)
     ends = itertools.accumulate((part // columns for part in parts), initial=0)
     sums = [jnp.sum(partial[start:end], axis=0) for start, end in itertools.pairwise(ends)]
     dproducts = sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=1)
-    return dproducts.astype(dy.dtype), jnp.sum(dB, axis=0)
+    return dproducts.astype(dy.dtype), jnp.sum(dB, axis=0), rounded
 
 
 def _output_gradients(
     dy_ref,
     products_ref,
     b_ref,
+    absmax_ref,
     dproducts_ref,
     dB_ref,
+    rounded,
     *,
     parts: tuple[int, ...],
     columns: int,
@@ -108,6 +122,10 @@ def _output_gradients(
         rows = pl.ds((share * loop + number) * rows_of_tile, rows_of_tile)
         dy = dy_ref[rows, cols]
         dproducts_ref[column, rows, :] = pltriton.dot(dy, lora_B)
+        if rounded is not None:
+            scales, inverse = scale_of(absmax_ref[rows])
+            rounded.codes[rows, cols] = (dy.astype(jnp.float32) * inverse[:, None]).astype(rounded.codes.dtype)
+            rounded.scales[rows] = scales  # the same from every tile of features
         return dB + pltriton.dot(dy, products_ref[rows, own], trans_a=True)
 
     dB_ref[share, cols, :] = jax.lax.fori_loop(0, loop, body, jnp.zeros((columns, rank), jnp.float32))

@@ -18,12 +18,15 @@ def add(residual: Array | None, base: Array | Scaled, products: Array, lora_B: A
     return total if residual is None else residual + total
 
 
-def output_gradients(dy: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> tuple[Array, Array]:
-    """The gradients of the products and of B."""
+def output_gradients(
+    dy: Array, products: Array, lora_B: Array, parts: tuple[int, ...], absmax: Array | None
+) -> tuple[Array, Array, Rounded | None]:
+    """The gradients of the products and of B, and dy in float8: its kernel finds the rows' largest as it reads them."""
     rank = lora_B.shape[1]
     whole = dot(dy, products, ((0,), (0,)), jnp.float32)
     own = [whole[rows, number * rank : (number + 1) * rank] for number, rows in enumerate(_rows(parts))]
-    return dot(dy, block_matrix(lora_B, parts), ((1,), (0,))), jnp.concatenate(own)
+    rounded = None if absmax is None else quantize_rows(dy)
+    return dot(dy, block_matrix(lora_B, parts), ((1,), (0,))), jnp.concatenate(own), rounded
 
 
 def input_gradients(dx: Array, x: Array, dproducts: Array, lora_A: Array) -> tuple[Array, Array]:
@@ -32,7 +35,7 @@ def input_gradients(dx: Array, x: Array, dproducts: Array, lora_A: Array) -> tup
 
 
 def round_rows(dy: Array, absmax: Array, lora_B: Array, parts: tuple[int, ...]) -> tuple[Array, Rounded]:
-    """The gradient of the products, and dy in float8: its kernel finds the rows' largest as it reads them."""
+    """The gradient of the products, and dy in float8."""
     del absmax
     return dot(dy, block_matrix(lora_B, parts), ((1,), (0,))), quantize_rows(dy)
 

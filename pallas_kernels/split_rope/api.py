@@ -70,7 +70,7 @@ def _forward(qkv, tables, scales, heads, interleaved, implementation):
 
 def _backward(heads, interleaved, implementation, residuals, gradients):
     tables, scales = residuals
-    return REGISTRY[implementation].backward(gradients, tables, scales, interleaved), None, None
+    return REGISTRY[implementation].backward(gradients, tables, scales, interleaved)[0], None, None
 
 
 _split.defvjp(_forward, _backward)

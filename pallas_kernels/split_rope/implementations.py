@@ -3,7 +3,8 @@
 Each is a pair of functions:
 
     forward(qkv, (cos, sin) or None, query_scales or None, (H, K), interleaved) -> (q, k, v)
-    backward((dq, dk, dv), (cos, sin) or None, query_scales or None, interleaved) -> dqkv
+    backward((dq, dk, dv), (cos, sin) or None, query_scales or None, interleaved, with_absmax)
+        -> (dqkv, the largest magnitude for each token or None)
 """
 
 from typing import NamedTuple
@@ -51,11 +52,13 @@ def _triton_forward(qkv: Array, tables, scales: Array | None, heads: tuple[int, 
     return triton.forward(qkv, tables, scales, triton.Static(heads, interleaved, tiles(*heads, size)))
 
 
-def _triton_backward(gradients: tuple[Array, Array, Array], tables, scales: Array | None, interleaved: bool) -> Array:
+def _triton_backward(
+    gradients: tuple[Array, Array, Array], tables, scales: Array | None, interleaved: bool, with_absmax: bool = False
+) -> tuple[Array, Array | None]:
     compat.silence_triton_deprecation()
     heads = gradients[0].shape[2], gradients[1].shape[2]
     static = triton.Static(heads, interleaved, tiles(*heads, gradients[0].shape[3]))
-    return triton.backward(gradients, tables, scales, static)
+    return triton.backward(gradients, tables, scales, static, with_absmax)
 
 
 REGISTRY: Registry[Case] = Registry(

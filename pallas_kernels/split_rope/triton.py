@@ -55,20 +55,26 @@ def forward(
     return tuple(part.reshape(batch, length, *part.shape[1:]) for part in (q, k, v))  # pyright: ignore[reportReturnType]
 
 
-@functools.partial(jax.jit, static_argnums=(3,))
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def backward(
     gradients: tuple[Array, Array, Array],
     tables: tuple[Array, Array] | None,
     scales: Array | None,
     static: Static,
-) -> Array:
-    """The gradient of the product from those of queries, keys and values."""
+    with_absmax: bool = False,
+) -> tuple[Array, Array | None]:
+    """The gradient of the product from those of queries, keys and values; the largest magnitude for each token."""
     batch, length, _, size = gradients[0].shape
     tokens, every = batch * length, sum(static.counts)
-    result = jax.ShapeDtypeStruct((tokens, every, size), gradients[0].dtype)
+    result, absmax = jax.ShapeDtypeStruct((tokens, every, size), gradients[0].dtype), None
+    if with_absmax:
+        absmax = jax.ShapeDtypeStruct((every // static.tiles.heads, tokens), result.dtype)
     parts = (part.reshape(tokens, *part.shape[2:]) for part in gradients)
     arrays = *parts, *_by_token(tables, scales, tokens)
-    return _call(_backward, "split_rope_backward", static, tokens, arrays, result).reshape(batch, length, every * size)
+    found, absmax = _call(_backward, "split_rope_backward", static, tokens, arrays, (result, absmax))
+    if absmax is not None:
+        absmax = jnp.max(absmax, axis=0).astype(jnp.float32).reshape(batch, length)
+    return found.reshape(batch, length, every * size), absmax
 
 
 def _by_token(tables: tuple[Array, Array] | None, scales: Array | None, tokens: int) -> tuple[Array | None, ...]:
@@ -106,11 +112,12 @@ def _forward(qkv_ref, cos_ref, sin_ref, scale_ref, q_ref, k_ref, v_ref, *, stati
     _each_part((q_ref, k_ref, v_ref), static, move)
 
 
-def _backward(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, scale_ref, dqkv_ref, *, static: Static):
+def _backward(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, scale_ref, dqkv_ref, absmax_ref, *, static: Static):
     def move(part: int, part_ref: Ref, rows: Array, head: Array, place: Array):
         read, write = _Tile(part_ref, rows, head, static), _Tile(dqkv_ref, rows, place, static)
         scale = _scale(scale_ref, rows, part, dqkv_ref)
         half, size = _sizes(cos_ref, part, part_ref)
+        written = []
         if half:
             cos, sin = _angles(cos_ref, sin_ref, rows, half)
             halves = (read.load(start, 1, half) for start in (0, half))
@@ -118,9 +125,16 @@ def _backward(dq_ref, dk_ref, dv_ref, cos_ref, sin_ref, scale_ref, dqkv_ref, *, 
             turned = (first * cos + second * sin, second * cos - first * sin)
             for (start, step), values in zip(_pairs(half, static.interleaved), turned, strict=True):
                 write.store(start, step, half, values)
+            written += turned
         if size > 2 * half:
-            rest = read.load(2 * half, 1, size - 2 * half)
-            write.store(2 * half, 1, size - 2 * half, _scaled(rest, scale, part_ref.dtype))
+            rest = _scaled(read.load(2 * half, 1, size - 2 * half), scale, part_ref.dtype)
+            write.store(2 * half, 1, size - 2 * half, rest)
+            written.append(rest)
+        if absmax_ref is not None:
+            largest = (jnp.max(jnp.max(jnp.abs(values), axis=2), axis=1) for values in written)
+            absmax = functools.reduce(jnp.maximum, largest).astype(absmax_ref.dtype)
+            mask = rows < absmax_ref.shape[1] if absmax_ref.shape[1] % static.tiles.rows else None
+            pltriton.store(absmax_ref.at[lax.div(place, static.tiles.heads), rows], absmax, mask=mask)
 
     _each_part((dq_ref, dk_ref, dv_ref), static, move)
 

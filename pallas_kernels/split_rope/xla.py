@@ -24,13 +24,15 @@ def backward(
     tables: tuple[Array, Array] | None,
     scales: Array | None,
     interleaved: bool,
-) -> Array:
-    """The gradients turned back, side by side."""
+    with_absmax: bool = False,
+) -> tuple[Array, Array | None]:
+    """The gradients turned back, side by side; the largest magnitude for each token."""
     dq, dk, dv = gradients
     dq = dq if scales is None else dq * _factors(scales, dq)
     if tables is not None:
         dq, dk = (turn.transpose(part, *tables, interleaved) for part in (dq, dk))
-    return jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in (dq, dk, dv)], axis=-1)
+    found = jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in (dq, dk, dv)], axis=-1)
+    return found, jnp.max(jnp.abs(found), axis=-1).astype(jnp.float32) if with_absmax else None
 
 
 def _factors(scales: Array, like: Array) -> Array:

@@ -86,7 +86,7 @@ def rms_norm_lora_round(
             f"rms_norm_lora_round: for x {x.dtype}{list(x.shape)}, weight must be {list(width)} and lora_A {x.dtype} "
             f"[R, {width[0]}], got {list(weight.shape)} and {lora_A.dtype}{list(lora_A.shape)}"
         )
-    case = low_rank.Case(dispatch.target(), x.shape[0], (x.shape[1],), x.dtype, lora_A.shape[0])
+    case = low_rank.Case(dispatch.target(), x.shape[0], (x.shape[1],), x.dtype, lora_A.shape[0], float8=True)
     return ROUND[ROUND.choose(case, implementation)].forward(x, weight, lora_A, eps, offset)
 
 

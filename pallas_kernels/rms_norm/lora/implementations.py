@@ -13,7 +13,7 @@ from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import Implementation, Registry
 from pallas_kernels.float8.config import MOST_COLUMNS, row_config
 from pallas_kernels.float8.scaled import Rounded
-from pallas_kernels.low_rank import INPUT, Case, why_not_triton_float8
+from pallas_kernels.low_rank import INPUT, Case
 from pallas_kernels.rms_norm.lora import config, forward, triton, xla
 from pallas_kernels.rms_norm.xla import scale_of
 
@@ -26,7 +26,7 @@ def _triton(*arguments) -> tuple[Array, Array]:
 
 
 def _why_not_triton_round(case: Case) -> str | None:
-    if reason := why_not_triton_float8(case):
+    if reason := INPUT["triton"].why_not(case):
         return reason
     [columns] = case.parts
     if columns > MOST_COLUMNS:

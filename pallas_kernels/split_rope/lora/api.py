@@ -10,11 +10,29 @@ Implementations, in order of preference:
 - ``xla``: everything else.
 """
 
+from typing import NamedTuple
+
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.float8.scaled import Scaled, product_of
+from pallas_kernels.float8.scaled import Rounded, Scaled, product_of
 from pallas_kernels.split_rope.lora.implementations import REGISTRY, Case
+
+
+class Gradients(NamedTuple):
+    """What the backward pass gives.
+
+    Attributes:
+        base: the gradient of the large product.
+        products: of the rank products.
+        lora_B: of B, float32.
+        rows: that of the large product as `float8.quantize_rows` makes it; None: it was not asked for.
+    """
+
+    base: Float[Array, "N F"]
+    products: Float[Array, "N PR"]
+    lora_B: Float[Array, "F R"]
+    rows: Rounded | None
 
 
 def split_rope_lora_forward(
@@ -56,8 +74,9 @@ def split_rope_lora_backward(
     sin: Float[Array, "N D/2"],
     *,
     heads: tuple[int, int],
+    rounded: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "N F"], Float[Array, "N PR"], Float[Array, "F R"]]:
+) -> Gradients:
     """The gradients of `split_rope_lora_forward`'s first three arguments.
 
     Args:
@@ -67,10 +86,8 @@ def split_rope_lora_backward(
         cos: likewise.
         sin: likewise.
         heads: likewise.
+        rounded: whether the gradient of the large product is wanted in float8 too.
         implementation: None, "triton" or "xla".
-
-    Returns:
-        The gradients of base and products in the dtype of `gradients`, and of lora_B in float32.
 
     Raises:
         ValueError: operands that do not fit.
@@ -85,7 +102,7 @@ def split_rope_lora_backward(
             f"split_rope_lora_backward: gradients must be {shapes} for {heads} heads of {size}, got {given}"
         )
     chosen = REGISTRY.choose(_case(dq, lora_B, cos, heads), implementation)
-    return REGISTRY[chosen].backward(dq, dk, dv, products, lora_B, cos, sin, heads)
+    return Gradients(*REGISTRY[chosen].backward(dq, dk, dv, products, lora_B, cos, sin, heads, rounded))
 
 
 def _case(array: Array, lora_B: Array, cos: Array, heads: tuple[int, int]) -> Case:

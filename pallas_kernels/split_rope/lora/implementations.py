@@ -3,7 +3,7 @@
 Each is a pair of functions:
 
     forward(base, products, lora_B, cos, sin, heads) -> (queries, keys, values)
-    backward(dq, dk, dv, products, lora_B, cos, sin, heads) -> (gradient of base, of products, of lora_B)
+    backward(dq, dk, dv, products, lora_B, cos, sin, heads, rounded) -> what `api.Gradients` holds
 """
 
 import functools

@@ -3,7 +3,7 @@
 from jax import Array
 
 from pallas_kernels import dispatch
-from pallas_kernels.float8.scaled import Scaled
+from pallas_kernels.float8.scaled import Rounded, Scaled
 from pallas_kernels.low_rank import low_rank_add, low_rank_output_gradients
 from pallas_kernels.split_rope.implementations import REGISTRY, Case
 
@@ -35,15 +35,19 @@ def backward(
     cos: Array,
     sin: Array,
     heads: tuple[int, int],
+    rounded: bool,
     implementation: str | None,
-) -> tuple[Array, Array, Array]:
-    """The gradients of base, products and B; both steps by `implementation`, or each by its own choice."""
+) -> tuple[Array, Array, Array, Rounded | None]:
+    """The gradients of base, products and B, and the first in float8; by `implementation`, or by each step's choice."""
     (rows, size), (queries, keys) = (dq.shape[0], 2 * cos.shape[1]), heads
     turn = _chosen(dq, heads, size, implementation)
     by_head = tuple(array.reshape(1, rows, count, size) for array, count in ((dq, queries), (dk, keys), (dv, keys)))
-    dbase = turn.backward(by_head, (cos[None], sin[None]), None, False)[0]
-    parts = _parts(products, lora_B, heads, size)
-    return dbase, *low_rank_output_gradients(dbase, products, lora_B, parts=parts, implementation=implementation)
+    [dbase], absmax = turn.backward(by_head, (cos[None], sin[None]), None, False, rounded)
+    parts, absmax = _parts(products, lora_B, heads, size), None if absmax is None else absmax[0]
+    found = low_rank_output_gradients(
+        dbase, products, lora_B, parts=parts, absmax=absmax, implementation=implementation
+    )
+    return dbase, *found
 
 
 def _chosen(array: Array, heads: tuple[int, int], size: int, implementation: str | None) -> dispatch.Implementation:

@@ -71,7 +71,7 @@ def results(arrays, parts, implementation=None):
     options = {"implementation": implementation}
     return (
         low_rank_add(base, products, b, parts=parts, residual=residual, **options),
-        *low_rank_output_gradients(dy, products, b, parts=parts, **options),
+        *low_rank_output_gradients(dy, products, b, parts=parts, **options)[:2],
         *low_rank_input_gradients(dx, x, products, a, **options),
     )
 
@@ -95,7 +95,7 @@ def test_xla_matches_float64(parts, rank):
 def test_triton_in_the_interpreter_matches_float64(parts, rank, capability):
     arrays = residual, base, x, a, b, products, dy, dx = operands(parts, rank, jnp.bfloat16)
     found = [triton.add(residual, base, products, b, parts, config.add_config(capability, rank), True)]
-    found += triton.output_gradients(dy, products, b, parts, config.output_config(capability, rank), True)
+    found += triton.output_gradients(dy, products, b, parts, None, config.output_config(capability, rank), True)[:2]
     found += triton.input_gradients(dx, x, products, a, config.input_config(capability, rank), True)
     # one rounding to bfloat16, of the results that have it
     close(found, exact(arrays, parts), 2**-9)
@@ -139,6 +139,41 @@ def test_rows_are_rounded_bit_for_bit_where_their_products_are_made(parts, rank)
         jax.tree.map(np.testing.assert_array_equal, rows, expected)
         assert products.dtype == dy.dtype
         assert (np.abs(np.asarray(products, np.float64) - exact) <= 2.0**-8 * size).all()  # one rounding
+
+
+@pytest.mark.parametrize(("parts", "rank"), CASES)
+def test_rows_are_rounded_bit_for_bit_beside_the_gradients_behind_B(parts, rank):
+    arrays = operands(parts, rank, jnp.bfloat16)
+    b, products, (dy, absmax) = arrays[4], arrays[5], rows_and_absmax(arrays[6])
+    tiles, options = config.output_config((9, 0), rank), {"parts": parts, "implementation": "xla"}
+    for found, plain in (
+        (
+            low_rank_output_gradients(dy, products, b, absmax=absmax, **options),
+            low_rank_output_gradients(dy, products, b, **options),
+        ),
+        (
+            triton.output_gradients(dy, products, b, parts, absmax, tiles, True),
+            triton.output_gradients(dy, products, b, parts, None, tiles, True),
+        ),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, found, (*plain[:2], quantize_rows(dy)))
+        assert plain[2] is None
+
+
+@pytest.mark.aot
+@needs_cuda_plugin
+@pytest.mark.newer_world
+def test_nothing_spills_where_rows_are_rounded_beside_the_gradients_behind_B(tmp_path):
+    aot, rank = AOT("h200"), config.LARGEST_OUTPUT_RANK
+    wide, thin = (aot.spec((8192, width), jnp.bfloat16) for width in (6144, 3 * rank))
+    specs = wide, thin, aot.spec((6144, rank), jnp.bfloat16), aot.spec((8192,), jnp.float32)
+
+    def gradients(dy, products, b, absmax):
+        options = {"parts": (4096, 1024, 1024), "absmax": absmax, "implementation": "triton"}
+        return low_rank_output_gradients(dy, products, b, **options)
+
+    found = of_triton(aot, gradients, *specs, folder=tmp_path)
+    assert found is None or found.spill_bytes == 0
 
 
 @pytest.mark.aot
@@ -193,7 +228,7 @@ def test_what_triton_leaves_to_xla_and_why():
         assert "float32" in ADD.reasons(Case(target, 64, (128,), jnp.float32, 16))["triton"]
         assert "not 48" in INPUT.reasons(Case(target, 64, (128,), jnp.bfloat16, 48))["triton"]
         assert "not 64 tokens by [128, 96]" in ADD.reasons(Case(target, 64, (128, 96), jnp.bfloat16, 16))["triton"]
-        assert ROUND.reasons(Case(target, 64, (128, 64), jnp.bfloat16, 128))["triton"] is None
+        assert ROUND.reasons(Case(target, 64, (128, 64), jnp.bfloat16, 128, True))["triton"] is None
         assert "not 48" in ROUND.reasons(Case(target, 64, (128,), jnp.bfloat16, 48))["triton"]
         assert "second pass over dy" in OUTPUT.reasons(Case(target, 64, (128,), jnp.bfloat16, 64))["triton"]
 
@@ -201,8 +236,9 @@ def test_what_triton_leaves_to_xla_and_why():
 @needs_cuda_plugin
 def test_float8_on_a_card_without_it_is_refused_by_its_reason():
     with AOT("a100-80").abstract_device():
-        reason = ROUND.reasons(Case(dispatch.target(), 64, (128,), jnp.bfloat16, 16))["triton"]
-    assert "compute capability 8.9" in reason
+        case = Case(dispatch.target(), 64, (128,), jnp.bfloat16, 16, float8=True)
+        for registry in (ROUND, OUTPUT):
+            assert "compute capability 8.9" in registry.reasons(case)["triton"]
 
 
 def test_a_forced_implementation_is_never_another():
@@ -252,6 +288,18 @@ def test_rows_to_be_rounded_that_do_not_fit_are_refused(change, message):
     arguments = {"dy": jnp.ones((192, 64), jnp.bfloat16), "absmax": jnp.ones(192), "parts": (64,)}
     with pytest.raises(ValueError, match=message):
         low_rank_round_rows(**{**arguments, "lora_B": jnp.ones((64, 16), jnp.bfloat16), **change})
+
+
+@pytest.mark.gpu
+def test_rows_are_rounded_bit_for_bit_beside_the_gradients_behind_B_on_a_card():
+    arrays, parts = operands((4096, 1024, 1024), 16, jnp.bfloat16, 2048, 64), (4096, 1024, 1024)
+    b, products, (dy, absmax) = arrays[4], arrays[5], rows_and_absmax(arrays[6])
+    run = jax.jit(
+        lambda absmax: low_rank_output_gradients(dy, products, b, parts=parts, absmax=absmax, implementation="triton")
+    )
+    plain = run(None)
+    expected = quantize_rows(dy, implementation="xla")
+    jax.tree.map(np.testing.assert_array_equal, run(absmax), (*plain[:2], expected))
 
 
 @pytest.mark.gpu

@@ -166,7 +166,7 @@ def test_what_triton_does_not_round_and_why():
         ("a100-80", (64, (4096,), jnp.bfloat16, 16), "compute capability 8.9"),
     ):
         with AOT(card).abstract_device():
-            found = ROUND.reasons(Case(dispatch.target(), *case))["triton"]
+            found = ROUND.reasons(Case(dispatch.target(), *case, float8=True))["triton"]
         assert (found is None) if reason is None else (reason in found)
 
 
