@@ -40,7 +40,7 @@ def round_rows(
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="low_rank_round_rows",
-    )(dy, absmax, lora_B)
+    )(dy, dy, absmax, lora_B)
     ends = itertools.accumulate((part // run for part in parts), initial=0)
     sums = [jnp.sum(partial[start:end], axis=0) for start, end in itertools.pairwise(ends)]
     dproducts = sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=1)
@@ -48,16 +48,26 @@ def round_rows(
 
 
 def _round_rows(
-    dy_ref, absmax_ref, b_ref, partial_ref, codes_ref, scales_ref, *, columns: int, rows_of_tile: int, loop: int
+    dy_ref,
+    same_ref,
+    absmax_ref,
+    b_ref,
+    partial_ref,
+    codes_ref,
+    scales_ref,
+    *,
+    columns: int,
+    rows_of_tile: int,
+    loop: int,
 ):
     share, rows = pl.program_id(0), pl.ds(pl.program_id(1) * rows_of_tile, rows_of_tile)
     scales, inverse = scale_of(absmax_ref[rows])
 
     def body(number, total):
         cols = pl.ds((share * loop + number) * columns, columns)
-        dy = dy_ref[rows, cols]
+        dy = same_ref[rows, cols]  # of its own, as `tiles` says
         codes_ref[rows, cols] = (dy.astype(jnp.float32) * inverse[:, None]).astype(codes_ref.dtype)
-        return total + pltriton.dot(dy, b_ref[cols, :])
+        return total + pltriton.dot(dy_ref[rows, cols], b_ref[cols, :])
 
     zero = jnp.zeros((rows_of_tile, b_ref.shape[1]), jnp.float32)
     partial_ref[share, rows, :] = jax.lax.fori_loop(0, loop, body, zero)

@@ -92,7 +92,7 @@ def output_gradients(
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="low_rank_output_gradients",
-    )(dy, products, lora_B, absmax)
+    )(dy, products, lora_B, absmax, None if absmax is None else dy)
     ends = itertools.accumulate((part // columns for part in parts), initial=0)
     sums = [jnp.sum(partial[start:end], axis=0) for start, end in itertools.pairwise(ends)]
     dproducts = sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=1)
@@ -104,6 +104,7 @@ def _output_gradients(
     products_ref,
     b_ref,
     absmax_ref,
+    same_ref,
     dproducts_ref,
     dB_ref,
     rounded,
@@ -124,7 +125,8 @@ def _output_gradients(
         dproducts_ref[column, rows, :] = pltriton.dot(dy, lora_B)
         if rounded is not None:
             scales, inverse = scale_of(absmax_ref[rows])
-            rounded.codes[rows, cols] = (dy.astype(jnp.float32) * inverse[:, None]).astype(rounded.codes.dtype)
+            wide = same_ref[rows, cols].astype(jnp.float32)  # read of its own, as `tiles` says
+            rounded.codes[rows, cols] = (wide * inverse[:, None]).astype(rounded.codes.dtype)
             rounded.scales[rows] = scales  # the same from every tile of features
         return dB + pltriton.dot(dy, products_ref[rows, own], trans_a=True)
 
@@ -150,21 +152,20 @@ def input_gradients(
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="low_rank_input_gradients",
-    )(dx, x, dproducts, lora_A)
+    )(dx, x, dproducts, dproducts, lora_A)
     return dx, jnp.sum(dA, axis=0).T
 
 
-def _input_gradients(dx_ref, x_ref, dproducts_ref, a_ref, sum_ref, dA_ref, *, tiles: Tiles, loop: int):
+def _input_gradients(dx_ref, x_ref, dproducts_ref, same_ref, a_ref, sum_ref, dA_ref, *, tiles: Tiles, loop: int):
     share = pl.program_id(1)
     cols = pl.ds(pl.program_id(0) * tiles.columns, tiles.columns)
     lora_A = a_ref[:, cols]
 
     def body(number, dA):
         rows = pl.ds((share * loop + number) * tiles.rows, tiles.rows)
-        dproducts = dproducts_ref[rows, :]
-        through = pltriton.dot(dproducts, lora_A)
+        through = pltriton.dot(same_ref[rows, :], lora_A)  # read of its own, as `tiles` says
         sum_ref[rows, cols] = (dx_ref[rows, cols].astype(jnp.float32) + through).astype(sum_ref.dtype)
-        return dA + pltriton.dot(x_ref[rows, cols], dproducts, trans_a=True)
+        return dA + pltriton.dot(x_ref[rows, cols], dproducts_ref[rows, :], trans_a=True)
 
     zero = jnp.zeros((tiles.columns, lora_A.shape[0]), jnp.float32)
     dA_ref[share, cols, :] = jax.lax.fori_loop(0, loop, body, zero)

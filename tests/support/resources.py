@@ -16,6 +16,7 @@ import jax
 import pytest
 from jax.experimental.mosaic.gpu import core as mosaic
 
+from tests.support import hazards
 from tests.support.aot import AOT
 
 _PTXAS = shutil.which("ptxas") or shutil.which("ptxas", path="/usr/local/cuda/bin")
@@ -57,7 +58,8 @@ def of_mosaic(aot: AOT, function, *specs, folder: pathlib.Path, monkeypatch: pyt
 def of_triton(aot: AOT, function, *specs, folder: pathlib.Path) -> Resources | None:
     """Compile a function with Triton kernels; returns the maximum over them.
 
-    An error if one spills; None without a ptxas.
+    An error if one spills, or fetches a tile into a buffer that a matrix product may still be reading; None without a
+    ptxas.
     """
     options = {
         "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
@@ -66,9 +68,11 @@ def of_triton(aot: AOT, function, *specs, folder: pathlib.Path) -> Resources | N
         "xla_dump_emitter_re": "ptx",
     }
     aot.compile(function, *specs, options=options)
+    kernels = [file for file in folder.glob("*.ptx") if ".entry" in file.read_text()]
+    for kernel in kernels:
+        hazards.check(kernel.read_text())
     if _PTXAS is None:
         return None
-    kernels = [file for file in folder.glob("*.ptx") if ".entry" in file.read_text()]
     return Resources(*(max(column) for column in zip(*map(_assemble, kernels), strict=True)))
 
 

@@ -92,14 +92,16 @@ def _backward(
         # Triton has several tiles in flight only of what a matrix product depends on; the others are read ahead here.
         following = load(jnp.minimum(number + 1, loop - 1))
         x, of_rows, dproducts = x_ref[rows, cols], of_rows_ref[rows, :], dproducts_ref[rows, :]
+        if through_rstd_ref is not None:  # before the products that are waited for, as `tiles` says
+            dA = dA + pltriton.dot(x, through_rstd_ref[rows, :], trans_a=True)
         unit = pltriton.dot(of_rows, to_unit, trans_b=True)  # rstd · scale
         through = (dnormed.astype(jnp.float32) + pltriton.dot(dproducts, lora_A)) * unit
         mean = x.astype(jnp.float32) * pltriton.dot(of_rows, minus_mean, trans_b=True)
         dx_ref[rows, cols] = (dresidual.astype(jnp.float32) + through + mean).astype(dtype)
         if through_rstd_ref is None:
             normed = (x.astype(jnp.float32) * unit).astype(dtype)
-            return dA + pltriton.dot(normed, dproducts, trans_a=True), following
-        return dA + pltriton.dot(x, through_rstd_ref[rows, :], trans_a=True), following
+            dA = dA + pltriton.dot(normed, dproducts, trans_a=True)
+        return dA, following
 
     zero = jnp.zeros((tiles.columns, lora_A.shape[0]), jnp.float32)
     dA_ref[share, cols, :] = jax.lax.fori_loop(0, loop, body, (zero, load(0)))[0]
