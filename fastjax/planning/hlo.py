@@ -202,6 +202,8 @@ def _kernels(computations: dict[str, list[Instruction]], entry: str) -> Iterator
             reads, written = _sliced(inside, reads, written)
         elif shared := shared_reads(one):
             reads, written = [shared.moved], 0
+        else:  # what a kernel is given twice, so that it reads a tile twice, comes from memory once
+            reads = [size(shapes.get(operand, "")) for operand in dict.fromkeys(one.operands)]
         flops = sum(map(_flops, _with_operands(inside or [one], shapes)))
         name, moved = scope[1] if scope else one.name, sum(reads) + written
         yield Kernel(name, _plain(one.shape), moved, flops, times, _FLOAT8 in one.rest)

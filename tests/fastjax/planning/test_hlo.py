@@ -58,6 +58,9 @@ def test_kernels_count_slices_and_loops():
     rounded = TEXT.replace('"__cublas$lt$matmul"', '"__cublas$lt$matmul$f8"')
     assert kernels(rounded)[-1] == product._replace(float8=True)
     assert product.moved == 2 * (128 * 512 + piece + 128 * 256), "its workspace is not moved"
+    assert kernels(TEXT.replace("(%a, %b)", "(%a, %b, %a)"))[-1].moved == product.moved, (
+        "what is given twice is read once"
+    )
 
 
 def test_an_instruction_that_begins_another_does_not_make_its_operands():
