@@ -168,6 +168,16 @@ CASES = {
     "modules in float32": Case([BF16], {"r": 16}, float32_modules=["norm", "lm_head", "layers.0.self_attn"]),
     # One layer: through more of them its rounding alone makes another gradient.
     "float8": Case([BF16], {"r": 16}, KERNELS | {"num_hidden_layers": 1}, base_compute="float8", autotuned=True),
+    # The way to queries, keys and values is one unit with the norm where there is no bias.
+    "float8, without biases": Case(
+        [BF16],
+        {"r": 16},
+        KERNELS | {"num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False},
+        rows="full",
+        loop="unroll",
+        remat="projections",
+        base_compute="float8",
+    ),
     "gate and up kept in float8": Case([BF16], {"r": 16}, remat="projections_float8"),
     "gate and up kept in float8, unrolled, dropout": Case(
         [BF16], {"r": 7, **DROPOUT}, rows="full", loop="unroll", remat="projections_float8"
