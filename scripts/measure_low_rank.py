@@ -20,7 +20,12 @@ import numpy as np
 
 from fastjax.bench.timing import Program, compile_all, measure
 from pallas_kernels import compat
+from pallas_kernels.float8 import config as float8_config
+from pallas_kernels.float8 import quantize_rows
+from pallas_kernels.low_rank import block_matrix
+from pallas_kernels.low_rank import rounding as rounded
 from pallas_kernels.low_rank import triton as low_rank
+from pallas_kernels.rms_norm.lora import forward as normed
 from pallas_kernels.rms_norm.lora import triton as norm
 from pallas_kernels.split_rope.lora import triton as turn
 from pallas_kernels.split_rope.lora.config import Tiles as HeadTiles
@@ -28,6 +33,7 @@ from pallas_kernels.tiles import Tiles
 
 START = time.time()
 TOKENS, WIDTH, HEADS, SIZE, RANK = 8192, 4096, (32, 8), 128, 16
+FEATURES = 14336
 PASS = 2 * TOKENS * WIDTH  # bytes of a residual stream
 
 Run = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -188,8 +194,8 @@ def by_kernel(operands: Operands, tiles: Tiles, head_tiles: HeadTiles) -> dict[s
     x, scale, rstd, a, dresidual, dnormed, dproducts = operands.of_norm()
     mean = row_mean(x, scale, rstd, dnormed, dproducts, normed_products(x, scale, rstd, a))
     return {
-        "add": low_rank.add(*operands.of_add(), (operands.stream[0].shape[1],), None, tiles),
-        "outputs": low_rank.output_gradients(*operands.of_outputs(), (operands.stream[0].shape[1],), tiles),
+        "add": low_rank.add(*operands.of_add(), (operands.stream[0].shape[1],), tiles),
+        "outputs": low_rank.output_gradients(*operands.of_outputs(), (operands.stream[0].shape[1],), None, tiles),
         "inputs": low_rank.input_gradients(*operands.of_inputs(), tiles),
         "norm": norm.backward(x, scale, rstd, mean, a, dresidual, dnormed, dproducts, tiles),
         "turn": turn.forward(*operands.of_turn(), operands.heads, head_tiles),
@@ -282,6 +288,35 @@ def norms(operands: Operands) -> None:
     table("the mean alone", 2 * PASS, {"XLA": (mean, (x, scale, rstd, dnormed, dproducts, products))})
 
 
+def rounding(operands: Operands) -> None:
+    """Rows in float8 with their rank products: of a norm, and of gradients whose largest magnitudes are known.
+
+    Beside the last stands XLA's product, and the kernel that rounds rows.
+    """
+    x, scale, rstd, a = operands.of_norm()[:4]
+    runs: dict[Any, Run] = {
+        t: (lambda x, rstd, a, t=t: normed.products(x, rstd, a, t), (x, rstd, a))
+        for t in grid(WIDE, (8, 16), (3, 4), Tiles)
+    }
+    plain = lambda x, scale, rstd, a: normed_products(x, scale, rstd, a)  # noqa: E731
+    table("norm's products", PASS, runs | {"XLA": (plain, (x, scale, rstd, a))})
+    config = float8_config.row_config(WIDTH)
+    runs = {config: (lambda x, scale: normed.round_rows(x, scale, 1e-5, 0.0, config), (x, scale))}
+    table("norm's rows", 3 * PASS // 2, runs)
+    wide = normal(20, TOKENS, 2 * FEATURES), normal(21, 2 * FEATURES, RANK, scale=0.1)
+    for name, (dy, b), parts in (
+        ("gate and up", wide, (FEATURES, FEATURES)),
+        ("residual", (operands.stream[0], operands.b), (WIDTH,)),
+    ):
+        absmax = jnp.max(jnp.abs(dy), axis=1).astype(jnp.float32)
+        runs = {
+            t: (lambda *args, t=t, parts=parts: rounded.round_rows(*args, parts, t), (dy, absmax, b))
+            for t in grid(WIDE, (14, 28), (3, 4), Tiles)
+        }
+        apart = lambda dy, b, parts=parts: (dot(dy, block_matrix(b, parts), ((1,), (0,))), quantize_rows(dy))  # noqa: E731
+        table(f"rounding, {name}", 3 * dy.size, runs | {"XLA": (apart, (dy, b))})
+
+
 def rope(operands: Operands) -> None:
     """The way from the qkv projection to attention, and back."""
     moved = 2 * 2 * TOKENS * (HEADS[0] + 2 * HEADS[1]) * SIZE
@@ -315,7 +350,7 @@ def table(name: str, moved: int, runs: dict[Any, Run]) -> None:
 
 if __name__ == "__main__":
     compat.silence_triton_deprecation()
-    parts = {function.__name__: function for function in (add, outputs, inputs, norms, rope)}
+    parts = {function.__name__: function for function in (add, outputs, inputs, norms, rounding, rope)}
     say(jax.devices()[0].device_kind, jax.__version__)
     chosen = sys.argv[1:] or ["check", *parts]
     if "check" in chosen:
