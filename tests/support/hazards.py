@@ -33,12 +33,14 @@ def check(ptx: str) -> None:
 
 
 def _loops(entry: str) -> Iterator[tuple[str, str]]:
-    """The body of each innermost loop, and what comes before it."""
+    """The body of each innermost loop, and what lies between it and the loop before it."""
+    end = 0
     for label in re.finditer(r"^(\$L\w+):", entry, re.MULTILINE):
         rest = entry[label.end() :]
         back = re.search(rf"\bbra(?:\.uni)?\s+{re.escape(label[1])};", rest)
         if back and not re.search(r"^\$L\w+:", rest[: back.start()], re.MULTILINE):
-            yield rest[: back.start()], entry[: label.start()]
+            yield rest[: back.start()], entry[end : label.start()]
+            end = label.end() + back.end()
 
 
 def _in_flight(body: str) -> bool:
