@@ -30,7 +30,7 @@ from fastjax.parallel import ROWS, SHARES, local
 from fastjax.quantization.float8 import places
 from fastjax.quantization.weights import WeightLike, as_weight, matmul_transposed, weight_gradient
 from fastjax.residuals import name_residual
-from pallas_kernels.float8 import Rounded, flat_rows, scaled_values
+from pallas_kernels.float8 import flat_rows, scaled_values
 from pallas_kernels.split_rope.lora import split_rope_lora_backward, split_rope_lora_forward
 
 
@@ -105,8 +105,7 @@ def _backward(parts: tuple[Part, ...], heads: tuple[int, int], residuals, gradie
             (dq, dk, dv), _rows(products), lora_B, _rows(cos), _rows(sin), heads=heads, rounded=rounded
         )
         lead = cos.shape[:2]
-        if rows is not None:
-            rows = Rounded(rows.codes.reshape(*lead, -1), rows.scales.reshape(lead))
+        rows = None if rows is None else rows.over(*lead)
         return dbase.reshape(*lead, -1), dproducts.reshape(products.shape), dB[None], rows
 
     island = local(turn_back, in_specs=(ROWS, ROWS, P(), ROWS, ROWS), out_specs=(ROWS, ROWS, SHARES, ROWS))

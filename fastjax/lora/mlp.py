@@ -289,10 +289,7 @@ def _gate(block: Block, gate_up, inner: Inner | None, down_A, *, float8: bool = 
         *lead, width = product_of(gate_up).shape
         if kept is not None:
             kept = Blocks(kept.codes.reshape(*lead, width), kept.exponents.reshape(-1, *lead))
-        if isinstance(h, Rounded):
-            h = Rounded(h.codes.reshape(*lead, -1), h.scales.reshape(lead))
-        else:
-            h = h.reshape(*lead, -1)
+        h = h.over(*lead) if isinstance(h, Rounded) else h.reshape(*lead, -1)
         return h, None if product_down is None else product_down.reshape(*lead, -1), kept
 
     products, lora_B = (None, None) if inner is None else inner

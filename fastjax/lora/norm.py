@@ -92,12 +92,9 @@ def _rounded(scale: Scale, parts: tuple[Part, ...], x, weight, matrices: Matrice
     """The rows in float8, their rank products, and their reciprocal root mean squares [B, S, 1]."""
 
     def both(x, weight, lora_A):
-        (codes, scales), products, rstd = rms_norm_lora_round(
-            _rows(x), weight, lora_A, eps=scale.eps, offset=scale.offset
-        )
+        rows, products, rstd = rms_norm_lora_round(_rows(x), weight, lora_A, eps=scale.eps, offset=scale.offset)
         *lead, _ = x.shape
-        rows = Rounded(codes.reshape(x.shape), scales.reshape(lead))
-        return rows, products.reshape(*lead, -1), rstd.reshape(*lead, 1)
+        return rows.over(*lead), products.reshape(*lead, -1), rstd.reshape(*lead, 1)
 
     island = local(both, in_specs=(ROWS, P(), P()), out_specs=(ROWS, ROWS, ROWS))
     rows, products, rstd = island(x, weight, padded_A(parts, matrices, x.dtype))

@@ -214,9 +214,8 @@ def rounded_with_products(
 
     def both(dy, absmax, lora_B):
         sizes = tuple(part.rows for part in parts)
-        dproducts, (codes, scales) = low_rank_round_rows(_rows(dy), absmax.reshape(-1), lora_B, parts=sizes)
-        rounded = Rounded(codes.reshape(dy.shape), scales.reshape(absmax.shape))
-        return dproducts.reshape(*dy.shape[:-1], -1), rounded
+        dproducts, rows = low_rank_round_rows(_rows(dy), absmax.reshape(-1), lora_B, parts=sizes)
+        return dproducts.reshape(*dy.shape[:-1], -1), rows.over(*absmax.shape)
 
     return local(both, in_specs=(ROWS, ROWS, P()), out_specs=(ROWS, ROWS))(dy, absmax, lora_B)
 

@@ -41,8 +41,7 @@ def quantize_rows(x: Float[Array, "*rows in"], *, implementation: str | None = N
         )
     rows = x.reshape(-1, x.shape[-1])
     chosen = QUANTIZE.choose(Case(dispatch.target(), rows.shape[1], x.dtype), implementation)
-    codes, scales = QUANTIZE[chosen].forward(rows)
-    return Rounded(codes.reshape(x.shape), scales.reshape(x.shape[:-1]))
+    return Rounded(*QUANTIZE[chosen].forward(rows)).over(*x.shape[:-1])
 
 
 def quantize_columns(w: Float[Array, "out in"]) -> tuple[Float[Array, "in out"], Float[Array, " in"]]:

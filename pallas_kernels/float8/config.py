@@ -4,6 +4,8 @@ import dataclasses
 
 #: Most columns of a row that a program holds in registers.
 MOST_COLUMNS = 32768
+#: Likewise of codes whose blocks are brought to one scale.
+MOST_JOINED = 2 * MOST_COLUMNS
 _COLUMNS_PER_WARP = 1024
 
 

@@ -28,6 +28,14 @@ class Rounded(NamedTuple):
     codes: Float[Array, "*rows in"]
     scales: Float[Array, "*rows"]
 
+    def over(self, *axes: int) -> "Rounded":
+        """The same rows over these axes.
+
+        Args:
+            axes: their sizes; as many rows as there are.
+        """
+        return Rounded(self.codes.reshape(*axes, self.codes.shape[-1]), self.scales.reshape(axes))
+
 
 class Scaled(NamedTuple):
     """The matrix product · (rows ⊗ columns).

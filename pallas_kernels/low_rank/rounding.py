@@ -5,7 +5,6 @@ up its share of the products; XLA adds the shares in one order, the same bits ev
 """
 
 import functools
-import itertools
 import math
 
 import jax
@@ -16,6 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.float8.scaled import Rounded
 from pallas_kernels.float8.scales import scale_of
+from pallas_kernels.low_rank.triton import sum_of_shares
 from pallas_kernels.tiles import Tiles, divisor, width
 
 
@@ -41,10 +41,7 @@ def round_rows(
         interpret=interpret,
         name="low_rank_round_rows",
     )(dy, dy, absmax, lora_B)
-    ends = itertools.accumulate((part // run for part in parts), initial=0)
-    sums = [jnp.sum(partial[start:end], axis=0) for start, end in itertools.pairwise(ends)]
-    dproducts = sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=1)
-    return dproducts.astype(dy.dtype), Rounded(codes, scales)
+    return sum_of_shares(partial, parts, run).astype(dy.dtype), Rounded(codes, scales)
 
 
 def _round_rows(

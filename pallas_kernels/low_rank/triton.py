@@ -93,10 +93,14 @@ def output_gradients(
         interpret=interpret,
         name="low_rank_output_gradients",
     )(dy, products, lora_B, absmax, None if absmax is None else dy)
+    return sum_of_shares(partial, parts, columns).astype(dy.dtype), jnp.sum(dB, axis=0), rounded
+
+
+def sum_of_shares(partial: Array, parts: tuple[int, ...], columns: int) -> Array:
+    """The products of each part side by side, float32 [N, PR], from those of each run of `columns`, [runs, N, R]."""
     ends = itertools.accumulate((part // columns for part in parts), initial=0)
     sums = [jnp.sum(partial[start:end], axis=0) for start, end in itertools.pairwise(ends)]
-    dproducts = sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=1)
-    return dproducts.astype(dy.dtype), jnp.sum(dB, axis=0), rounded
+    return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=1)
 
 
 def _output_gradients(

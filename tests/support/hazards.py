@@ -53,7 +53,7 @@ def _in_flight(body: str) -> bool:
             elif event[2]:
                 flying = min(flying, int(event[2]))
             else:
-                found = flying > 0
+                found |= flying > 0
     return found
 
 

@@ -76,11 +76,12 @@ def glu_lora_forward(
         down_A: A of the adapter that reads h; None: there is none.
         activation: one of ``ACTIVATIONS``.
         float8: whether `gate_up` is returned in float8_e4m3fn, for `glu_lora_backward`.
-        rounded: whether h is, with a scale a row; for `float8.matmul`. h·Aᵀ is of h as it was.
+        rounded: whether h is, as `float8.quantize_rows` makes it, for `float8.matmul`; "triton" may round a code twice
+            that is less than 2⁻¹⁵ of its row's largest. h·Aᵀ is of h as it was.
         implementation: None, "triton" or "xla".
 
     Returns:
-        h, and h·Aᵀ or None, in the dtype of `gate_up`; that in float8, or None.
+        h, and h·Aᵀ or None, in the dtype of `gate_up`, or h rounded; `gate_up` in float8, or None.
 
     Raises:
         ValueError: operands that do not fit.

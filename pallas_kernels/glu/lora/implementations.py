@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.float8.blocks import Blocks
+from pallas_kernels.float8.config import MOST_JOINED
 from pallas_kernels.float8.scaled import Scaled
 from pallas_kernels.glu.lora import config, triton, xla
 from pallas_kernels.tiles import RANKS
@@ -49,6 +50,8 @@ def _why_not_triton(case: Case) -> str | None:
         return f"it needs an NVIDIA GPU of compute capability 8.0 or more, the target is {case.target}"
     if case.float8 and capability < (8, 9):
         return f"float8 needs an NVIDIA GPU of compute capability 8.9 or more, the target is {case.target}"
+    if case.float8 and columns // 2 > MOST_JOINED:
+        return f"a program holds rows of up to {MOST_JOINED} features in float8, these have {columns // 2}"
     if jnp.dtype(case.dtype) not in (jnp.bfloat16, jnp.float16):
         return f"it computes with bfloat16 or float16, not with {jnp.dtype(case.dtype)}"
     if case.activation not in config.ACTIVATIONS:

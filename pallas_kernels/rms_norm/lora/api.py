@@ -66,7 +66,7 @@ def rms_norm_lora_round(
     offset: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[Rounded, Float[Array, "N R"], Float[Array, " N"]]:
-    """The normalised rows in float8, as `float8.quantize_rows` makes it; their rank products; rstd, float32.
+    """The normalised rows in float8 and multiplied with A, without an array of them in 16 bits.
 
     Args:
         x: input of the norm.
@@ -75,6 +75,9 @@ def rms_norm_lora_round(
         eps: added to the mean square.
         offset: added to the weight.
         implementation: None, "triton" or "xla".
+
+    Returns:
+        n as `float8.quantize_rows` makes it; n·Aᵀ in the dtype of x; rstd, float32.
 
     Raises:
         ValueError: operands that do not fit.

@@ -300,6 +300,8 @@ def test_what_triton_leaves_to_xla_and_why():
         assert "no gelu" in why_not_triton((8192, 256), jnp.bfloat16, (16, 16), "gelu")
         assert "not 130" in why_not_triton((8192, 256), jnp.bfloat16, (16, 130), "silu")
         assert why_not_triton((8192, 256), jnp.bfloat16, (16, 16), "silu", True) is None
+        assert why_not_triton((64, 2 * 65536), jnp.bfloat16, (16, 16), "silu", True) is None
+        assert "up to 65536 features" in why_not_triton((64, 2 * 65600), jnp.bfloat16, (16, 16), "silu", True)
         assert "whole tiles of 64" in why_not_triton((8190, 256), jnp.bfloat16, (16, 16), "silu")
 
 
