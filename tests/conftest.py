@@ -12,6 +12,7 @@ import ctypes
 import gc
 import os
 import sys
+import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,6 +38,8 @@ if "cpu" in os.environ["JAX_PLATFORMS"]:
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from pallas_kernels.compat import JAX_VERSION
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -97,6 +100,8 @@ def home(tmp_path_factory):
         yield
 
 
+#: The mark of what only the older world runs, which has torch, and of what only the newer one does.
+WORLDS = "one_world", "newer_world"
 #: Files, texts and tables, and runs that other tests make in both worlds: modules and folders.
 ONE_WORLD = (
     "convert",
@@ -128,6 +133,7 @@ ONE_WORLD = (
     "fastjax/models/test_precision.py",
     "fastjax/models/test_quantized.py",
     "fastjax/models/test_vocabulary.py",
+    "fastjax/parity",
     "fastjax/quantization/test_fake.py",
     "fastjax/quantization/test_served_weights.py",
     "fastjax/runs/test_sft.py",
@@ -184,6 +190,31 @@ def pytest_ignore_collect(collection_path, config):
     return True if str(collection_path.relative_to(Path(__file__).parent)) in left_out else None
 
 
+def _mark_newer(item):
+    """What needs JAX 0.11 is left to the world that has it, and skipped where that is the only one without."""
+    if (mark := item.get_closest_marker("newer_jax")) is not None:
+        item.add_marker("newer_world")
+        if JAX_VERSION < (0, 11):
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+
+
+def _share_out(items):
+    """Of a test's cases that nothing is said of both worlds run the first, and one of them, by its name, each other.
+
+    Nothing is left to neither: that is an error.
+    """
+    said = {*WORLDS, "both_worlds"}
+    tests = collections.defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not said & {mark.name for mark in item.iter_markers()}:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for _, *others in tests.values():
+        for item in others:
+            item.add_marker(WORLDS[zlib.crc32(item.callspec.id.encode()) % 2])
+    if neither := [item.nodeid for item in items if all(item.get_closest_marker(world) for world in WORLDS)]:
+        raise pytest.UsageError(f"marked both one_world and newer_world, so that no world runs it: {neither}")
+
+
 def _mark_cases(item):
     """The cases of a test that `both_worlds` does not name are left to one world."""
     for mark in item.iter_markers("both_worlds"):
@@ -220,4 +251,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
         if "gpu" in item.keywords and not anywhere:
             item.add_marker(skip)
+        if "torch" in item.keywords:
+            item.add_marker("one_world")
+        _mark_newer(item)
         _mark_cases(item)
+    _share_out(items)

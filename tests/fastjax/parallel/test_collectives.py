@@ -21,7 +21,6 @@ from fastjax.runs.steps import sums_once
 from fastjax.training.loss import loss_sums
 from fastjax.training.placement import state_shardings, weight_shardings
 from fastjax.training.step import init_state, make_train_step
-from pallas_kernels.compat import JAX_VERSION
 from tests.support.aot import needs_cuda_plugin, target_config
 
 CONFIG = {
@@ -105,8 +104,7 @@ def test_data_parallel_step_sums_gradients_once_and_metrics(layer_loop):
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
-@pytest.mark.skipif(JAX_VERSION < (0, 11), reason="jax 0.10 gathers")
+@pytest.mark.newer_jax("jax 0.10 gathers")
 def test_fsdp_devices_that_sum_once_read_each_others_codes():
     """Nothing is sent for the layers; tokens and embeddings are, and the sums."""
     config = CONFIG | {"hidden_size": 1024}  # a device's scales have 2 KiB: less is gathered
@@ -135,8 +133,7 @@ def test_fsdp_devices_that_sum_once_read_each_others_codes():
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
-@pytest.mark.skipif(JAX_VERSION < (0, 11), reason="jax 0.10 gathers")
+@pytest.mark.newer_jax("jax 0.10 gathers")
 def test_slices_of_stacks_are_not_read_by_other_devices():
     """The loop that offloads takes layers out of their stack: the next one's may be there when another device reads."""
     text = compiled_step("scan", once=True, remat="offload", fsdp=4).as_text()

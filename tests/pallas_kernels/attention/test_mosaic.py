@@ -8,16 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import compat
 from pallas_kernels.attention import attention, mosaic_sm90, segment_ranges
 from pallas_kernels.attention.implementations import REGISTRY, on_ranges
 from pallas_kernels.attention.mosaic_sm90.config import DkvConfig, DqConfig, ForwardConfig
 from tests.support.attention import QUICK, expected
 from tests.support.interpreter import mosaic_interpreter
 
-pytestmark = pytest.mark.skipif(
-    compat.JAX_VERSION < (0, 11),
-    reason="the interpreter of jax 0.10 misplaces rows behind the end of an array and takes minutes or never returns",
+pytestmark = pytest.mark.newer_jax(
+    "the interpreter of jax 0.10 misplaces rows behind the end of an array and takes minutes or never returns"
 )
 
 #: Blocks of 64, so that short rows have several.

@@ -4,15 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.compat import JAX_VERSION
 from pallas_kernels.grouped_matmul import mosaic_sm90
 from pallas_kernels.grouped_matmul.config import MatmulConfig
 from tests.pallas_kernels.grouped_matmul import exact
 from tests.support.interpreter import mosaic_interpreter
 
-pytestmark = pytest.mark.skipif(
-    JAX_VERSION < (0, 11), reason="the interpreter of jax 0.10 misplaces rows behind the end of an array"
-)
+pytestmark = pytest.mark.newer_jax("the interpreter of jax 0.10 misplaces rows behind the end of an array")
 TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-11}  # one rounding to the dtype of a sum in float32, of the largest
 SIZES = [130, 0, 65, 5]  # of 208 rows; the last eight are no group's
 CONFIG = MatmulConfig(columns=128, cluster=1, stages=3)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nf4
-from pallas_kernels.compat import JAX_VERSION
 from pallas_kernels.nf4 import config, mosaic_sm90, reference
 from pallas_kernels.nf4.config import MatmulRsConfig, MatmulSsConfig, MatvecConfig
 from pallas_kernels.nf4.mosaic_sm90.stream_k import StreamK
@@ -58,9 +57,7 @@ def test_matvec(rows, shape, dtype, sizes):
         assert_close(mosaic_sm90.matvec(x, codes, absmax, config=sizes, interpret=interpret), expected, dtype)
 
 
-@pytest.mark.skipif(
-    JAX_VERSION < (0, 11), reason="the interpreter of jax 0.10 misplaces rows behind the end of an array"
-)
+@pytest.mark.newer_jax("the interpreter of jax 0.10 misplaces rows behind the end of an array")
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, sizes, cores",
     [
@@ -81,9 +78,7 @@ def test_matmul_ss(gradient, rows, shape, dtype, sizes, cores):
     assert_close(found, expected, dtype)
 
 
-@pytest.mark.skipif(
-    JAX_VERSION < (0, 11), reason="the interpreter of jax 0.10 misplaces rows behind the end of an array"
-)
+@pytest.mark.newer_jax("the interpreter of jax 0.10 misplaces rows behind the end of an array")
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, sizes, cores",
     [

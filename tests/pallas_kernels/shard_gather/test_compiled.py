@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import nf4, shard_gather
-from pallas_kernels.compat import JAX_VERSION
 from pallas_kernels.shard_gather import Shared
 from tests.pallas_kernels.shard_gather.support import SHARDS
 from tests.support import resources
@@ -17,8 +16,7 @@ from tests.support.aot import AOT, needs_cuda_plugin
 pytestmark = [
     pytest.mark.aot,
     needs_cuda_plugin,
-    pytest.mark.newer_world,
-    pytest.mark.skipif(JAX_VERSION < (0, 11), reason="jax 0.10 gathers"),
+    pytest.mark.newer_jax("jax 0.10 gathers"),
 ]
 
 

@@ -201,7 +201,6 @@ def test_a_reference_that_was_computed_before():
     steps.assert_close(found, gradients, TOLERANCE)
 
 
-@pytest.mark.newer_world
 def test_two_devices():
     """KTO's estimate is of all of a microbatch's rows; its metrics are means over their own answers."""
     gradients, sums = run(packed(), dict.fromkeys(LOSSES, 0.0) | {"kto": 1 / 8})

@@ -88,7 +88,6 @@ def test_scores_losses_and_packing():
     assert np.isnan(step(model().trainable, model().frozen, unpaired).loss_sum)
 
 
-@pytest.mark.newer_world
 def test_rows_and_tokens_over_devices():
     loss, batch = RewardLoss(center_rewards_coefficient=CENTRE), batch_of(packed(48), np.asarray([[0, 1]]), 8)
     metrics, gradients = steps.gradients(model(), batch, loss=loss)
