@@ -149,6 +149,7 @@ ONE_WORLD = (
     "fastjax/training/test_report.py",
     "fuzz",
     "scripts",
+    "test_architecture.py",
 )
 #: Modules and folders that take more than ten seconds of a core.
 SLOW = (

@@ -13,6 +13,7 @@ from jax.experimental import topologies
 
 from fastjax.data.batches import Batch
 from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.loading import shapes_of
 from fastjax.models.tensor_parts import held_apart
 from fastjax.parallel import batch_sharding, make_mesh
 from fastjax.planning.collectives import READ
@@ -54,16 +55,19 @@ def compiled_step(
     topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(), topology="1x1x4")
     mesh = make_mesh(**axes, devices=topology.devices)
     options = {"dtype": "float32", "layer_loop": layer_loop, "use_gradient_checkpointing": remat}
-    model = FastLanguageModel.from_config(config, load_in_4bit=not full, full_finetuning=full, **options)
-    if not full:
-        model = FastLanguageModel.get_peft_model(model, r=8, **(lora or {}))
-    frozen = held_apart(model.frozen, model.config, mesh.shape["tensor"])
+
+    def made():
+        base = FastLanguageModel.from_config(config, load_in_4bit=not full, full_finetuning=full, **options)
+        return base if full else FastLanguageModel.get_peft_model(base, r=8, **(lora or {}))
+
+    model = shapes_of(made)
+    frozen = jax.eval_shape(lambda tree: held_apart(tree, model.config, mesh.shape["tensor"]), model.frozen)
     optimizer = optax.adamw(1e-4)
 
     def spec(tree, shardings):
         return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), tree, shardings)
 
-    state = jax.eval_shape(lambda: init_state(model.trainable, optimizer, jax.random.key(0)))
+    state = jax.eval_shape(lambda arrays: init_state(arrays, optimizer, jax.random.key(0)), model.trainable)
     rows = jax.ShapeDtypeStruct((1, 8, 256), jnp.int32, sharding=batch_sharding(mesh))
     loss = functools.partial(loss_sums, chunk_size=64)  # several chunks: the head is gathered once for all
     options = {"loss": loss, "mesh": mesh, "sum_once": sums_once(model, mesh) if once is None else once}
