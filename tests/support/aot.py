@@ -5,7 +5,14 @@ import pytest
 
 from fastjax.planning.aot import AOT, target_config, why_not
 
-__all__ = ["AOT", "needs_cuda_plugin", "target_config"]
+__all__ = ["AOT", "QUICK_CODE", "needs_cuda_plugin", "target_config"]
+
+#: XLA's options where the program is read and no code: GEMMs and code of the quickest making.
+QUICK_CODE = {
+    "xla_gpu_autotune_level": 0,
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 needs_cuda_plugin = pytest.mark.skipif(
     why_not() is not None or jax.default_backend() != "cpu",

@@ -17,7 +17,8 @@ from fastjax.planning.cards import CARDS
 from fastjax.planning.collectives import Collective
 from fastjax.planning.memory import Room, StepMemory
 from fastjax.runs.plan import Planned, RunPlan
-from tests.support.aot import needs_cuda_plugin
+from fastjax.training import step
+from tests.support.aot import QUICK_CODE, needs_cuda_plugin
 from tests.support.runs import config
 
 
@@ -35,9 +36,16 @@ def settings(chat_folder, tmp_path):
     return str(file)
 
 
+@pytest.fixture
+def quickly(monkeypatch):
+    """Code is made in the quickest way: plans read the program before it is made."""
+    monkeypatch.setattr(step, "COMPILER_OPTIONS", {**step.COMPILER_OPTIONS, **QUICK_CODE})
+
+
 @needs_cuda_plugin
 @pytest.mark.aot
 @pytest.mark.newer_world
+@pytest.mark.usefixtures("quickly")
 def test_a_plan_without_a_card(settings, tmp_path, capsys):
     output = tmp_path / "plan.json"
     options = ["--gpu", "t4", "--memory", "2.5", "--checkpointing", "full", "--output", str(output)]
@@ -71,6 +79,7 @@ def test_a_plan_without_a_card(settings, tmp_path, capsys):
 @needs_cuda_plugin
 @pytest.mark.aot
 @pytest.mark.newer_world
+@pytest.mark.usefixtures("quickly")
 def test_a_plan_of_full_fine_tuning(settings, tmp_path):
     """No weight is frozen."""
     content, output = yaml.safe_load(Path(settings).read_text()), tmp_path / "plan.json"
@@ -85,6 +94,7 @@ def test_a_plan_of_full_fine_tuning(settings, tmp_path):
 @needs_cuda_plugin
 @pytest.mark.aot
 @pytest.mark.newer_world
+@pytest.mark.usefixtures("quickly")
 def test_the_longest_row_that_fits(settings, tmp_path, capsys):
     output = tmp_path / "plan.json"
     options = ["--gpu", "t4", "--longest", "--checkpointing", "full", "--output", str(output)]

@@ -22,7 +22,7 @@ from fastjax.runs.steps import sums_once
 from fastjax.training.loss import loss_sums
 from fastjax.training.placement import state_shardings, weight_shardings
 from fastjax.training.step import init_state, make_train_step
-from tests.support.aot import needs_cuda_plugin, target_config
+from tests.support.aot import QUICK_CODE, needs_cuda_plugin, target_config
 
 CONFIG = {
     "model_type": "llama",
@@ -36,13 +36,8 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e4,
 }
-#: Collectives are placed before code is generated: the GEMMs' own and the rest may be made in the quickest way.
-QUICK = {
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_gpu_autotune_level": 0,
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
+#: Collectives are placed before code is generated; without Triton, the GEMMs' own too.
+QUICK = {"xla_gpu_enable_triton_gemm": False, **QUICK_CODE}
 COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(?:-start)?\("
 )
