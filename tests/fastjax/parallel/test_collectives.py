@@ -36,8 +36,6 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e4,
 }
-#: Collectives are placed before code is generated; without Triton, the GEMMs' own too.
-QUICK = {"xla_gpu_enable_triton_gemm": False, **QUICK_CODE}
 COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(?:-start)?\("
 )
@@ -73,7 +71,8 @@ def compiled_step(
             spec(frozen, weight_shardings(frozen, model.config, mesh)),
             Batch(rows, rows, rows, rows),
         )
-        return step.jitted.trace(*arguments).lower().compile(compiler_options=QUICK)
+        # Collectives are placed before code is made.
+        return step.jitted.trace(*arguments).lower().compile(compiler_options=QUICK_CODE)
 
 
 def computation(text: str, line: str) -> str:
