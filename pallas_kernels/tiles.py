@@ -3,9 +3,10 @@
 Triton reads the tiles of a loop ahead into shared memory. A matrix product of the last lines of the loop's body may
 still be at work when the tiles for a later round are fetched; its operands have one buffer more for that, but not those
 that are used otherwise too, in registers or by a product of another kind (triton-lang/triton#6691, compiled so by jax
-0.10 and 0.11): they would be overwritten under the product. A kernel reads such a tile twice, by a second reference to
-the array, or puts another product, whose result the body uses, behind that one. Tests look for it in what is compiled
-(`tests/support/hazards.py`).
+0.10 and 0.11): they would be overwritten under the product. So a kernel lets a round wait: it puts another product,
+whose result the body uses, behind that one, or makes the sum over rounds in registers, which takes a difference, since
+Triton gives a sum to the product. Where neither serves it reads such a tile twice, by a second reference to the array.
+Tests look for it in what is compiled (`tests/support/hazards.py`).
 """
 
 import dataclasses

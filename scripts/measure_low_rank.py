@@ -291,7 +291,7 @@ def norms(operands: Operands) -> None:
 def rounding(operands: Operands) -> None:
     """Rows in float8 with their rank products: of a norm, and of gradients whose largest magnitudes are known.
 
-    Beside the last stands XLA's product, and the kernel that rounds rows.
+    Beside those stand XLA's products, and the kernel that rounds rows.
     """
     x, scale, rstd, a = operands.of_norm()[:4]
     runs: dict[Any, Run] = {
@@ -315,6 +315,22 @@ def rounding(operands: Operands) -> None:
         }
         apart = lambda dy, b, parts=parts: (dot(dy, block_matrix(b, parts), ((1,), (0,))), quantize_rows(dy))  # noqa: E731
         table(f"rounding, {name}", 3 * dy.size, runs | {"XLA": (apart, (dy, b))})
+    dy, parts = jnp.concatenate(operands.dparts, axis=1), tuple(array.shape[1] for array in operands.dparts)
+    absmax, b = jnp.max(jnp.abs(dy), axis=1).astype(jnp.float32), operands.out_b
+    args = dy, operands.thins, b, absmax
+    runs = {
+        t: (lambda *args, t=t: low_rank.output_gradients(*args[:3], parts, args[3], t), args)
+        for t in grid(WIDE, (16, 32), (3, 4), Tiles)
+    }
+
+    def each_alone(dy, products, b, absmax):
+        return (
+            dot(dy, block_matrix(b, parts), ((1,), (0,))),
+            dot(dy, products, ((0,), (0,)), jnp.float32),
+            quantize_rows(dy),
+        )
+
+    table("rounding, queries, keys and values", 3 * dy.size, runs | {"XLA": (each_alone, args)})
 
 
 def rope(operands: Operands) -> None:

@@ -40,31 +40,21 @@ def round_rows(
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="low_rank_round_rows",
-    )(dy, dy, absmax, lora_B)
+    )(dy, absmax, lora_B)
     return sum_of_shares(partial, parts, run).astype(dy.dtype), Rounded(codes, scales)
 
 
 def _round_rows(
-    dy_ref,
-    same_ref,
-    absmax_ref,
-    b_ref,
-    partial_ref,
-    codes_ref,
-    scales_ref,
-    *,
-    columns: int,
-    rows_of_tile: int,
-    loop: int,
+    dy_ref, absmax_ref, b_ref, partial_ref, codes_ref, scales_ref, *, columns: int, rows_of_tile: int, loop: int
 ):
     share, rows = pl.program_id(0), pl.ds(pl.program_id(1) * rows_of_tile, rows_of_tile)
     scales, inverse = scale_of(absmax_ref[rows])
 
     def body(number, total):
         cols = pl.ds((share * loop + number) * columns, columns)
-        dy = same_ref[rows, cols]  # of its own, as `tiles` says
+        dy = dy_ref[rows, cols]
         codes_ref[rows, cols] = (dy.astype(jnp.float32) * inverse[:, None]).astype(codes_ref.dtype)
-        return total + pltriton.dot(dy_ref[rows, cols], b_ref[cols, :])
+        return pltriton.dot(dy, b_ref[cols, :]) - (-total)  # a product that is waited for, as `tiles` says
 
     zero = jnp.zeros((rows_of_tile, b_ref.shape[1]), jnp.float32)
     partial_ref[share, rows, :] = jax.lax.fori_loop(0, loop, body, zero)

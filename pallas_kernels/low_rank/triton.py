@@ -92,7 +92,7 @@ def output_gradients(
         compiler_params=pltriton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         interpret=interpret,
         name="low_rank_output_gradients",
-    )(dy, products, lora_B, absmax, None if absmax is None else dy)
+    )(dy, products, lora_B, absmax)
     return sum_of_shares(partial, parts, columns).astype(dy.dtype), jnp.sum(dB, axis=0), rounded
 
 
@@ -108,7 +108,6 @@ def _output_gradients(
     products_ref,
     b_ref,
     absmax_ref,
-    same_ref,
     dproducts_ref,
     dB_ref,
     rounded,
@@ -126,13 +125,16 @@ def _output_gradients(
     def body(number, dB):
         rows = pl.ds((share * loop + number) * rows_of_tile, rows_of_tile)
         dy = dy_ref[rows, cols]
+        if rounded is not None:  # before the product that is waited for, as `tiles` says
+            dB = dB + pltriton.dot(dy, products_ref[rows, own], trans_a=True)
         dproducts_ref[column, rows, :] = pltriton.dot(dy, lora_B)
         if rounded is not None:
             scales, inverse = scale_of(absmax_ref[rows])
-            wide = same_ref[rows, cols].astype(jnp.float32)  # read of its own, as `tiles` says
-            rounded.codes[rows, cols] = (wide * inverse[:, None]).astype(rounded.codes.dtype)
+            rounded.codes[rows, cols] = (dy.astype(jnp.float32) * inverse[:, None]).astype(rounded.codes.dtype)
             rounded.scales[rows] = scales  # the same from every tile of features
-        return dB + pltriton.dot(dy, products_ref[rows, own], trans_a=True)
+        else:
+            dB = dB + pltriton.dot(dy, products_ref[rows, own], trans_a=True)
+        return dB
 
     dB_ref[share, cols, :] = jax.lax.fori_loop(0, loop, body, jnp.zeros((columns, rank), jnp.float32))
 
