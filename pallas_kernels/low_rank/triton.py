@@ -125,15 +125,12 @@ def _output_gradients(
     def body(number, dB):
         rows = pl.ds((share * loop + number) * rows_of_tile, rows_of_tile)
         dy = dy_ref[rows, cols]
-        if rounded is not None:  # before the product that is waited for, as `tiles` says
-            dB = dB + pltriton.dot(dy, products_ref[rows, own], trans_a=True)
+        dB = dB + pltriton.dot(dy, products_ref[rows, own], trans_a=True)  # before one that is waited for: see `tiles`
         dproducts_ref[column, rows, :] = pltriton.dot(dy, lora_B)
         if rounded is not None:
             scales, inverse = scale_of(absmax_ref[rows])
             rounded.codes[rows, cols] = (dy.astype(jnp.float32) * inverse[:, None]).astype(rounded.codes.dtype)
             rounded.scales[rows] = scales  # the same from every tile of features
-        else:
-            dB = dB + pltriton.dot(dy, products_ref[rows, own], trans_a=True)
         return dB
 
     dB_ref[share, cols, :] = jax.lax.fori_loop(0, loop, body, jnp.zeros((columns, rank), jnp.float32))
