@@ -223,10 +223,6 @@ def random_weights(
     options = {"precision": precision, "trained": trained, "load_in_4bit": load_in_4bit}
     quantize = _quantizer()
 
-    @functools.partial(jax.jit, static_argnums=(1, 2))
-    def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-        return (jax.random.normal(key, shape, jnp.float32) * config.initializer_range).astype(dtype)
-
     def layer(index: int) -> Iterator[tuple[WeightPath, WeightLike]]:
         specs = config.layer_specs(index)
         keys = jax.random.split(jax.random.fold_in(key, index + 2), len(specs))
@@ -243,7 +239,7 @@ def random_weights(
         if held.format == "mxfp4":
             experts, out, columns = spec.shape
             return spec.path, MXFP4Weight.random(own, (experts, out, columns), held.dtype, config.initializer_range)
-        drawn = normal(own, spec.shape, dtype)
+        drawn = _normal(own, spec.shape, dtype, config.initializer_range)
         return spec.path, drawn if held.format is None else quantize(drawn)
 
     def everything() -> Iterator[tuple[WeightPath, WeightLike]]:
@@ -257,6 +253,11 @@ def random_weights(
 
     plan = plan_held(config, {}, precision, layer_loop, remat)
     return plan, fill_tree(config, plan, everything(), mesh=mesh)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype, scale: float) -> Array:
+    return (jax.random.normal(key, shape, jnp.float32) * scale).astype(dtype)
 
 
 @jax.jit
