@@ -40,9 +40,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from pallas_kernels.compat import JAX_VERSION
-from tests.support import contexts
 
-contexts.install()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".venv-test-programs"))
