@@ -27,6 +27,8 @@ _BRANCHES = 16
 _SMALLEST_PARTIAL_ABSMAX = np.float32(1e-38).view(np.int32)
 
 
+# Under jit of their own, so that a program with many matrices traces and lowers each once for a shape.
+@jax.jit
 def quantize(weight: Float[Array, "out in"]) -> tuple[UInt8[Array, " bytes"], Float[Array, " blocks"]]:
     """Quantise a matrix to NF4 in blocks of 64 (Dettmers et al., arXiv 2305.14314).
 
@@ -98,6 +100,7 @@ def reorder(codes: UInt8[Array, "..."], source: str, to: str) -> UInt8[Array, ".
     return repacked.reshape(codes.shape)
 
 
+@jax.jit
 def quantize_absmax(
     absmax: Float[Array, " blocks"], offset: Float[Array, ""] | float | None = None
 ) -> tuple[UInt8[Array, " blocks"], Float[Array, " nested"], Float[Array, ""]]:
