@@ -16,6 +16,7 @@ from fastjax.generation.generate import generate
 from fastjax.language_model import FastLanguageModel
 from fastjax.language_model.saving import trained_tensors
 from fastjax.lora.export import export_adapters
+from fastjax.models import load
 from fastjax.models.layout import LayerStack, plan_layers
 from fastjax.models.rope_override import with_rope_scaling
 from pallas_kernels.glu import ACTIVATIONS as FUNCTIONS
@@ -237,6 +238,14 @@ def test_random_weights_fill_the_table(family):
     for path, array in tensors.items():
         if "norm" in path:
             assert np.all(array == 1.0 - config.norm_offset), path
+
+
+def test_random_weights_of_another_model_take_the_same_programs():
+    options = {"dtype": "float32", "full_finetuning": True, "max_seq_length": 32}
+    FastLanguageModel.from_config(EVERY["gemma3_text"], **options)
+    made = load._normal._cache_size()
+    FastLanguageModel.from_config(EVERY["gemma3_text"], **options)
+    assert load._normal._cache_size() == made > 0
 
 
 def test_gemma_3_is_scanned_by_its_period():

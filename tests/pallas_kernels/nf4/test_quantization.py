@@ -29,6 +29,17 @@ def to_torch(array):
     return wide.to(getattr(torch, array.dtype.name))
 
 
+def test_a_program_with_many_matrices_of_a_shape_has_one_copy():
+    """The mean of the scales is a long program, and a quantisation-aware step has dozens of it."""
+
+    def both(matrices):
+        return [nf4.quantize_absmax(nf4.quantize(matrix)[1]) for matrix in matrices]
+
+    text = jax.jit(both).lower([weights((3, 70), "float32", seed) for seed in range(3)]).as_text()
+    for name in ("quantize", "quantize_absmax"):
+        assert text.count(f"func.func private @{name}(") == 1 and text.count(f"call @{name}(") == 3
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
