@@ -98,9 +98,10 @@ class OpenSource(NamedTuple):
             rows = itertools.chain.from_iterable(map(read_rows, self.files))
             return itertools.islice(_sliced(rows, self.source.split), skip, None)
         rows = self.dataset.skip(skip) if skip else self.dataset
-        name = self.source.path if isinstance(rows, Rows) else f"{self.source.path}[{self.source.split or 'train'}]"
-        name += " row"
-        return ((without_nulls(row), f"{name} {n}") for n, row in enumerate(_iterate(rows, name), start=skip))
+        given = isinstance(rows, Rows)  # a program's own dicts have the nulls that it wrote, Arrow's those of a schema
+        name = f"{self.source.path} row" if given else f"{self.source.path}[{self.source.split or 'train'}] row"
+        numbered = enumerate(_iterate(rows, name), start=skip)
+        return ((row if given else without_nulls(row), f"{name} {number}") for number, row in numbered)
 
 
 Source = str | Path | DataSource | OpenSource

@@ -1,7 +1,9 @@
+import json
+
 import pytest
 
 from fastjax.data import ChatRecord, DataSource, TextRecord, read_jsonl
-from fastjax.data.sources import open_sources
+from fastjax.data.sources import given_rows, open_sources
 from fastjax.errors import ConfigError, DataError
 
 
@@ -145,3 +147,15 @@ def test_what_is_not_there_is_said(ten, tmp_path, monkeypatch, source, error, me
     (tmp_path / "notes.txt").write_text("no data")
     with pytest.raises(error, match=message):
         open_sources(source)
+
+
+def test_rows_in_memory_have_the_nulls_that_were_written(tmp_path):
+    """As from a file; in Arrow's tables a null may be a field that another row has."""
+    arguments = {"q": "a", "limit": None, "inner": [{"x": None}]}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    row = {"messages": [{"role": "user", "content": "x"}, call], "tools": None}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    for source in (open_sources(tmp_path / "rows.jsonl")[0], given_rows([row], "rows")):
+        (record,) = source.records()
+        assert record.messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+        assert "content" not in record.messages[1] and record.tools is None
