@@ -320,15 +320,14 @@ def _turn(turn: Any, where: str) -> Message:
     who, said = turn["from"], turn.get("value")
     if not isinstance(who, str) or who not in SHAREGPT_ROLES:
         raise DataError(f"{where}: unknown speaker {shown(who, 60)}; known are {', '.join(SHAREGPT_ROLES)}")
-    role = SHAREGPT_ROLES[who]
+    # What else a turn has, as its reasoning, is the message's.
+    message = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    message |= {"role": SHAREGPT_ROLES[who], "content": said}
     if who == "function_call":
-        calls = _json(said, where, "value")
-        return _message({"role": role, "content": None, "tool_calls": calls}, where)
-    if said is None and turn.get("tool_calls"):
-        return _message({"role": role, "content": None, "tool_calls": turn["tool_calls"]}, where)
-    if not isinstance(said, str):
+        return _message(message | {"content": None, "tool_calls": _json(said, where, "value")}, where)
+    if not isinstance(said, str) and not (said is None and turn.get("tool_calls")):
         raise DataError(f"{where}: 'value' must be a string, found {describe(said)}")
-    return _message({"role": role, "content": said, "tool_calls": turn.get("tool_calls")}, where)
+    return _message(message, where)
 
 
 def parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:

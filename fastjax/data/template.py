@@ -47,25 +47,20 @@ class RenderedChat(NamedTuple):
 class ChatTemplate:
     """A chat template and its special tokens."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+    def __init__(self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None):
         """Compile a template.
 
         Args:
             source: The Jinja source.
             special_tokens: The template's variables `bos_token`, `eos_token` and the like.
+            with_tools: The source for conversations with tools; None: the same.
 
         Raises:
             ConfigError: The source is not valid Jinja, or too long.
         """
-        self.source = source
         self._special_tokens = dict(special_tokens)
-        if len(source) > SOURCE:
-            raise ConfigError(f"the chat template is too long: expected {SOURCE:,} characters, got {len(source):,}")
-        try:
-            self._template = compile_template(source)
-        # Python compiles what Jinja makes of it, and has limits of its own.
-        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ConfigError(f"the chat template is not valid Jinja: {_reason(error)}") from error
+        self._template = _compiled(source)
+        self._with_tools = self._template if with_tools is None else _compiled(with_tools)
 
     @classmethod
     def from_tokenizer(cls, tokenizer: "PreTrainedTokenizerFast") -> "ChatTemplate":
@@ -75,10 +70,10 @@ class ChatTemplate:
             tokenizer: The tokenizer.
 
         Returns:
-            Its template (of several the one named "default").
+            Its template; of several the one named "tool_use" where a conversation has tools, else "default".
 
         Raises:
-            ConfigError: The tokenizer has no chat template.
+            ConfigError: The tokenizer has no chat template, or several and none is the default.
         """
         if not tokenizer.chat_template:
             raise ConfigError(
@@ -86,7 +81,15 @@ class ChatTemplate:
                 "name one (data.chat_template: chatml, llama3, mistral, gemma, alpaca, plain or a file), or give rows "
                 "with 'text'"
             )
-        return cls(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
+        sources = tokenizer.chat_template
+        if isinstance(sources, str):
+            return cls(sources, tokenizer.special_tokens_map)
+        if "default" not in sources:
+            raise ConfigError(
+                f"the tokenizer in {tokenizer.name_or_path} has chat templates named {', '.join(sorted(sources))}: "
+                "expected one named default; give the one to use as a file (data.chat_template)"
+            )
+        return cls(sources["default"], tokenizer.special_tokens_map, sources.get("tool_use"))
 
     def render(
         self,
@@ -218,10 +221,11 @@ class ChatTemplate:
     ) -> RenderedChat:
         """The text, with the template's marked responses if any."""
         try:
+            template = self._with_tools if tools else self._template
             pieces = list(
-                self._template.generate(
+                template.generate(
                     {BUDGET: Budget()},
-                    messages=list(messages),
+                    messages=[_with_reasoning(message) for message in messages],
                     tools=list(tools) if tools else None,
                     documents=None,
                     add_generation_prompt=add_generation_prompt,
@@ -240,6 +244,25 @@ class ChatTemplate:
             length += len(piece)
         return RenderedChat("".join(pieces), responses, bool(responses))
 
+
+def _compiled(source: str) -> jinja2.Template:
+    if len(source) > SOURCE:
+        raise ConfigError(f"the chat template is too long: expected {SOURCE:,} characters, got {len(source):,}")
+    try:
+        return compile_template(source)
+    # Python compiles what Jinja makes of it, and has limits of its own.
+    except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"the chat template is not valid Jinja: {_reason(error)}") from error
+
+
+def _with_reasoning(message: Message) -> Message:
+    """A message with its reasoning under both names that templates read, as transformers gives it to them."""
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; the first that there is counts."""
 
 _PROBE = "\ufdd0content\ufdd1"
 """Content in another's place; the two are no characters of a text."""

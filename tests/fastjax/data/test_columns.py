@@ -195,3 +195,10 @@ def test_a_message_repeats_little_of_a_row(row):
     with pytest.raises(DataError, match="expected the columns 'xxx") as error:
         parse_row({"a": "b"}, "file:1", {"text": LONG})
     assert len(str(error.value)) < 400
+
+
+def test_a_turn_s_reasoning_is_its_messages():
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "thinking": "because", "train": True}]
+    record = parse_row({"conversations": turns}, "w")
+    assert record.messages[1] == {"role": "assistant", "content": "a", "thinking": "because"}
+    assert record.train == (None, True)

@@ -1,6 +1,6 @@
 import pytest
 
-from fastjax.data.template import ChatTemplate
+from fastjax.data.template import REASONING, ChatTemplate
 from fastjax.errors import ConfigError, DataError
 
 CHAT = [
@@ -42,6 +42,37 @@ def test_renders_what_transformers_renders(make_tokenizer, templates, name, prom
     chat = CHAT[:3] if prompt else CHAT
     expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
     assert ChatTemplate.from_tokenizer(tokenizer).render(chat, "x", add_generation_prompt=prompt) == expected
+
+
+@pytest.mark.parametrize("given", [*REASONING, "two names", "none"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_reasoning_is_read_under_every_name(make_tokenizer, read, given):
+    """As transformers gives it to templates, under two names; a response has it too."""
+    source = "{% for m in messages %}{{ m.role }}{% if m.READ is defined %}<{{ m.READ }}>{% endif %}{{ m.content }}"
+    tokenizer = make_tokenizer(source.replace("READ", read) + "\n{% endfor %}")
+    fields = {"two names": {"reasoning": "a", "thinking": "b"}, "none": {}}.get(given, {given: "because"})
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **fields}]
+    template = ChatTemplate.from_tokenizer(tokenizer)
+    text = template.render(chat, "x")
+    assert text == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert ("because" in text) == (given in REASONING)
+
+
+def test_of_several_templates_the_one_for_tools_has_them(make_tokenizer):
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    turns += "{% if add_generation_prompt %}assistant: {% endif %}"
+    sources = {"default": turns, "tool_use": "TOOLS {{ tools | tojson }}\n" + turns, "rag": "no"}
+    tokenizer = make_tokenizer("plain")
+    tokenizer.chat_template = sources
+    template, tools = ChatTemplate.from_tokenizer(tokenizer), [{"type": "function", "function": {"name": "f"}}]
+    for given in (tools, None):
+        expected = tokenizer.apply_chat_template(CHAT, tools=given, tokenize=False)
+        rendered = template.render_with_responses(CHAT, "x", tools=given)
+        assert rendered.text == expected and ("TOOLS" in expected) == bool(given)
+        assert [rendered.text[start:end] for start, end in rendered.responses] == ["é\n\n", "d\n"]
+    tokenizer.chat_template = {"tool_use": turns, "rag": "no"}
+    with pytest.raises(ConfigError, match="chat templates named rag, tool_use: expected one named default; give"):
+        ChatTemplate.from_tokenizer(tokenizer)
 
 
 @pytest.mark.parametrize(
