@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastjax.data.settings import DataSource
-    from fastjax.language_model import FastLanguageModel, LanguageModel
+    from fastjax.language_model import FastLanguageModel, LanguageModel, ModelHandle
     from fastjax.runs.preference_trainers import (
         CPOConfig,
         CPOTrainer,
@@ -37,6 +37,7 @@ _PLACES = {
     "KTOConfig": "fastjax.runs.preference_trainers",
     "KTOTrainer": "fastjax.runs.preference_trainers",
     "LanguageModel": "fastjax.language_model",
+    "ModelHandle": "fastjax.language_model",
     "ORPOConfig": "fastjax.runs.preference_trainers",
     "ORPOTrainer": "fastjax.runs.preference_trainers",
     "OptimizerConfig": "fastjax.training.config",
@@ -64,6 +65,7 @@ __all__ = [
     "KTOConfig",
     "KTOTrainer",
     "LanguageModel",
+    "ModelHandle",
     "ORPOConfig",
     "ORPOTrainer",
     "OptimizerConfig",

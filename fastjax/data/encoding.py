@@ -25,7 +25,7 @@ from fastjax.data.characters import check_characters
 from fastjax.data.columns import ROLES
 from fastjax.data.examples import Examples
 from fastjax.data.records import ChatRecord, Message, Record
-from fastjax.data.settings import LossOn, SpecialTokens
+from fastjax.data.settings import PARTS, LossOn, SpecialTokens
 from fastjax.data.special_texts import ContentAsText, SpecialTexts
 from fastjax.data.template import ChatTemplate, RenderedChat
 from fastjax.errors import ConfigError, DataError
@@ -54,7 +54,8 @@ class Encoder:
             tokenizer: A tokenizer with a Rust backend. It needs an EOS token.
             loss_on: "responses": the assistant's words and the end of its turns, a completion, and all of a plain
                 text; "last_response": of a conversation only the last of these; "all": every token; a list of roles:
-                as "responses", of messages with one of these.
+                as "responses", of messages with one of these; a dict of `PARTS`: as "responses", and of a plain text
+                what stands between a response_part and the next instruction_part, or the end.
             special_tokens: "control": a special token's text in a row's content is that token; "text": it is text, and
                 only the template writes control tokens.
 
@@ -65,11 +66,10 @@ class Encoder:
         if special_tokens not in get_args(SpecialTokens):
             expected = ", ".join(get_args(SpecialTokens))
             raise ConfigError(f"special_tokens must be one of {expected}, got {special_tokens!r}")
-        named = get_args(get_args(LossOn)[0])
-        if not (loss_on and all(role in ROLES for role in loss_on) if isinstance(loss_on, list) else loss_on in named):
+        if not _is_loss_on(loss_on):
             raise ConfigError(
-                f"loss_on must be one of {', '.join(named)}, or a list of roles ({', '.join(ROLES)}), got "
-                f"{shown(loss_on)}"
+                f"loss_on must be one of {', '.join(_NAMED)}, or a list of roles ({', '.join(ROLES)}), or of plain "
+                f"texts {' and '.join(PARTS)}, which are not empty, got {shown(loss_on)}"
             )
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token, so no end can be learnt")
@@ -115,7 +115,7 @@ class Encoder:
             if self._holds_special(record):
                 special.append(len(chats))
             chats.append(self._render(record))
-            templated.append(isinstance(record, ChatRecord))
+            templated.append(isinstance(record, ChatRecord) or self._has_parts(record))
             size += len(chats[-1].text)
             if size >= CHUNK:
                 yield self._encode_chunk(chats, templated, special)
@@ -262,8 +262,14 @@ class Encoder:
                 roles=self._roles,
                 train=record.train,
             )
+        if self._has_parts(record):
+            return RenderedChat(record.text, _responses(record.text, **cast(dict[str, str], self.loss_on)))
         start = 0 if self.loss_on == "all" else record.prompt
         return RenderedChat(record.text, [(start, len(record.text))] if record.text else [])
+
+    def _has_parts(self, record: Record) -> bool:
+        """Whether a record is a rendered conversation, whose responses are found by their beginning."""
+        return isinstance(self.loss_on, dict) and not isinstance(record, ChatRecord) and not record.prompt
 
     def _check_train(self, record: ChatRecord, train: Sequence[bool | None]) -> None:
         """Raise DataError for a row whose `train` contradicts `loss_on`."""
@@ -335,6 +341,28 @@ class Encoder:
                 return end
             last -= 1
         return last if last > start else end
+
+
+_NAMED = get_args(get_args(LossOn)[0])
+
+
+def _is_loss_on(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(role in ROLES for role in value)
+    if isinstance(value, dict):
+        return value.keys() == set(PARTS) and all(isinstance(part, str) and part for part in value.values())
+    return value in _NAMED
+
+
+def _responses(text: str, instruction_part: str, response_part: str) -> list[tuple[int, int]]:
+    """The ranges of characters behind each response_part up to the next instruction_part or the text's end."""
+    found, place = [], 0
+    while (begin := text.find(response_part, place)) >= 0:
+        start = begin + len(response_part)
+        place = text.find(instruction_part, start)
+        place = len(text) if place < 0 else place
+        found.append((start, place))
+    return found
 
 
 def _token_span(encoding: "Encoding", start: int, end: int) -> tuple[int, int]:

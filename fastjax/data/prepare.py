@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tokenizers
 
+from convert.errors import shown
 from fastjax.data import cache
 from fastjax.data.dataset import Dataset
 from fastjax.data.documents import IGNORE, Documents
@@ -19,7 +20,7 @@ from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows, pack_documents
 from fastjax.data.prepare_preferences import prepare_preferences
 from fastjax.data.records import Record
-from fastjax.data.settings import Exhaustion, LossOn, Pairing, SpecialTokens, TooLong
+from fastjax.data.settings import PARTS, Exhaustion, LossOn, Pairing, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, Sources, open_sources
 from fastjax.data.statistics import DataStatistics
 from fastjax.errors import DataError
@@ -176,7 +177,7 @@ def prepare_records(
             reported = done
     documents = Documents.concatenate(parts)
     if not len(documents):
-        raise DataError(nothing_to_learn(where, documents, max_seq_length))
+        raise DataError(nothing_to_learn(where, documents, max_seq_length, loss_on))
     chosen = None
     if order is not None and len(order) != len(records):  # some repeat: so do all of their documents
         first, behind = (np.searchsorted(documents.examples, order, side) for side in ("left", "right"))
@@ -237,18 +238,22 @@ def identity(opened: Iterable[OpenSource], tokenizer: "PreTrainedTokenizerFast",
     return hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def nothing_to_learn(where: str, documents: Documents, max_seq_length: int) -> str:
+def nothing_to_learn(where: str, documents: Documents, max_seq_length: int, loss_on: LossOn) -> str:
     """The message for data without a target token.
 
     Args:
         where: The data set.
         documents: Its documents, none, with their counts.
         max_seq_length: Tokens in a row.
+        loss_on: The target tokens.
     """
     counts = documents.counts
+    missing = (
+        f"text behind {shown(loss_on[PARTS[1]], 80)}" if isinstance(loss_on, dict) else "response by the assistant"
+    )
     dropped = f"; {counts.dropped:,} are longer and dropped" if counts.dropped else ""
     return (
-        f"{where}: none of the {counts.examples:,} examples has a token to learn: no response by the assistant "
+        f"{where}: none of the {counts.examples:,} examples has a token to learn: no {missing} "
         f"within the first {max_seq_length:,} tokens{dropped}"
     )
 

@@ -6,8 +6,12 @@ from typing import Literal
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 """Role of a message."""
 
-LossOn = Literal["responses", "last_response", "all"] | list[Role]
-"""Target tokens: the assistant's answers, only its last one, every token, or the messages of some roles."""
+LossOn = Literal["responses", "last_response", "all"] | list[Role] | dict[str, str]
+"""Target tokens: the assistant's answers, only its last one, every token, or the messages of some roles; of plain texts
+that hold rendered conversations what follows `response_part` up to the next `instruction_part` (`PARTS`)."""
+
+PARTS = "instruction_part", "response_part"
+"""Keys of a `loss_on` for plain texts: the texts that begin an instruction and a response, with Unsloth's names."""
 
 TooLong = Literal["truncate", "split", "drop"]
 """Treatment of an example longer than a row."""

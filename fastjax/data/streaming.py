@@ -236,7 +236,9 @@ class StreamedBatches:
                     tokens += len(parts[-1].tokens)
                 if not tokens and min(reader.restarts) > 1:  # all of every data set was seen
                     names = ", ".join(source.source.path for source in self._sources)
-                    raise DataError(nothing_to_learn(names, Documents.concatenate(parts), self._row_length))
+                    raise DataError(
+                        nothing_to_learn(names, Documents.concatenate(parts), self._row_length, self._encoder.loss_on)
+                    )
             documents = Documents.concatenate(parts)
             self.counts = Counts(*np.add(self.counts, documents.counts).tolist())
             origins = Origins.of(record.where for record in records)

@@ -1,6 +1,7 @@
-"""A language model as one value, and `FastLanguageModel`, the entry points with Unsloth's names."""
+"""A language model as one value, and `FastLanguageModel`, the entry points with Unsloth's names, which give handles."""
 
+from fastjax.language_model.handle import ModelHandle
 from fastjax.language_model.loading import FastLanguageModel
 from fastjax.language_model.model import LanguageModel
 
-__all__ = ["FastLanguageModel", "LanguageModel"]
+__all__ = ["FastLanguageModel", "LanguageModel", "ModelHandle"]

@@ -14,6 +14,7 @@ from convert.hub import Source, fetch
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.language_model.adapters import attach_adapter, base_and_adapter, load_adapter
+from fastjax.language_model.handle import ModelHandle, value_of
 from fastjax.language_model.model import LanguageModel, check_host_layers
 from fastjax.lora.settings import fresh_adapter
 from fastjax.models.chunks import Chunk, check_chunk
@@ -35,7 +36,7 @@ LAYER_LOOPS = ("scan", "unroll")
 
 
 class FastLanguageModel:
-    """The entry points, with Unsloth's names."""
+    """The entry points, with Unsloth's names; the models that they give are handles (`handle.ModelHandle`)."""
 
     @staticmethod
     def from_pretrained(
@@ -57,7 +58,7 @@ class FastLanguageModel:
         offload_layers: bool = False,
         mlp_chunk: Chunk = "auto",
         base_compute: Literal["float8"] | None = None,
-    ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
+    ) -> "tuple[ModelHandle, PreTrainedTokenizerBase]":
         """Load a Hugging Face folder, or that of an adapter with the model that it was trained over.
 
         Args:
@@ -127,7 +128,7 @@ class FastLanguageModel:
         model = model.with_host_embedding() if offload_embedding else model
         model = model if adapter is None else FastLanguageModel.load_adapter(model, adapter)
         assert model.tokenizer is not None, "a folder without one was refused"
-        return model, model.tokenizer
+        return ModelHandle(model), model.tokenizer
 
     @staticmethod
     def from_config(
@@ -145,7 +146,7 @@ class FastLanguageModel:
         mlp_chunk: Chunk = "auto",
         mesh: Mesh | None = None,
         base_compute: Literal["float8"] | None = None,
-    ) -> LanguageModel:
+    ) -> ModelHandle:
         """A model with random weights, for training from scratch and for benchmarks.
 
         Args:
@@ -185,7 +186,7 @@ class FastLanguageModel:
             mxfp4=(config.get("quantization_config") or {}).get("quant_method") in FORMATS["mxfp4"].methods,
             mesh=mesh,
         )
-        return _build(parsed, config, None, plan, weights, precision, tokenizer, settings)
+        return ModelHandle(_build(parsed, config, None, plan, weights, precision, tokenizer, settings))
 
     @staticmethod
     def get_peft_model(
@@ -208,8 +209,10 @@ class FastLanguageModel:
         trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         target_parameters: Sequence[str] | None = None,
         loftq_config: None = None,
-    ) -> LanguageModel:
+    ) -> ModelHandle:
         """Attach fresh LoRA adapters; everything else is frozen.
+
+        What a trainer makes of the result becomes the model that it was made from, too.
 
         Args:
             model: without adapters.
@@ -242,6 +245,7 @@ class FastLanguageModel:
         """
         if loftq_config:
             raise ConfigError(f"loftq_config: expected None, got {shown(loftq_config)}; see init_lora_weights")
+        origin, model = model if isinstance(model, ModelHandle) else None, value_of(model)
         name, revision = model.source or (None if model.folder is None else str(model.folder), None)
         if use_gradient_checkpointing is not None:
             auto = use_gradient_checkpointing == "auto"
@@ -267,7 +271,7 @@ class FastLanguageModel:
             trainable_token_indices=trainable_token_indices,
             target_parameters=target_parameters,
         )
-        return attach_adapter(model, adapter, None, jax.random.key(random_state))
+        return ModelHandle(attach_adapter(model, adapter, None, jax.random.key(random_state)), origin)
 
     @staticmethod
     def for_inference(model: LanguageModel) -> LanguageModel:
@@ -294,7 +298,7 @@ class FastLanguageModel:
         lora_dropout: float | None = None,
         allow_nonfinite: bool = False,
         fake_quantization: bool = True,
-    ) -> LanguageModel:
+    ) -> ModelHandle:
         """Attach the adapter of a PEFT folder, to generate with it or to train it on.
 
         A tokenizer in the folder, with its chat template, becomes the model's, unless it knows fewer tokens. Where the
@@ -311,10 +315,10 @@ class FastLanguageModel:
             ConvertError: what is wrong with the folder.
             ConfigError: it is not for this model (every misfit named).
         """
-        place = fetch(folder).folder
-        model = load_adapter(model, place, lora_dropout, allow_nonfinite)
+        place, origin = fetch(folder).folder, model if isinstance(model, ModelHandle) else None
+        model = load_adapter(value_of(model), place, lora_dropout, allow_nonfinite)
         aware = QuantizationAware.read(place) if fake_quantization else None
-        return model if aware is None else model.with_fake_quantization(*aware)
+        return ModelHandle(model if aware is None else model.with_fake_quantization(*aware), origin)
 
 
 def load_opened(

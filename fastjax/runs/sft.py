@@ -8,8 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastjax.data.named_templates import set_chat_template
-from fastjax.data.records import ChatRecord
-from fastjax.language_model import LanguageModel
+from fastjax.data.records import ChatRecord, Record, TextRecord
+from fastjax.data.settings import PARTS
+from fastjax.errors import ConfigError
+from fastjax.language_model import LanguageModel, ModelHandle
+from fastjax.language_model.handle import handle_of
 from fastjax.runs.trainer import Callback, Trainer, TrainerSettings, first_record
 from fastjax.runs.trl_arguments import SharedArguments, with_names
 from fastjax.runs.trl_trainer import TRLTrainer
@@ -40,12 +43,15 @@ class SFTConfig(SharedArguments):
         """The names of columns, as of `DataSection`."""
         return None if self.dataset_text_field == "text" else {"text": self.dataset_text_field}
 
-    def settings(self, model: LanguageModel, conversations: bool) -> TrainerSettings:
+    def settings(
+        self, model: LanguageModel, conversations: bool, parts: dict[str, str] | None = None
+    ) -> TrainerSettings:
         """The trainer's settings.
 
         Args:
             model: that is trained.
             conversations: whether rows are such, without a prompt of their own.
+            parts: what begins instructions and responses in rows of text; None: these are learnt whole.
 
         Raises:
             ConfigError: a dtype or length that the model does not have.
@@ -55,7 +61,7 @@ class SFTConfig(SharedArguments):
             *self.sections(model),
             columns=self.columns,
             packing=self.packing,
-            loss_on="all" if whole else "responses",
+            loss_on=parts or ("all" if whole else "responses"),
         )
 
 
@@ -93,7 +99,8 @@ class SFTTrainer(TRLTrainer):
             others["max_length"] = others.pop("max_seq_length")
         args = with_names(args or SFTConfig, others)
         if args.max_length is not None and args.max_length < model.max_seq_length:
-            model = model.replace(max_seq_length=args.max_length)
+            origin = handle_of(model)
+            model = ModelHandle(origin.replace(max_seq_length=args.max_length), origin)
         if args.eval_strategy == "no":
             eval_dataset = None
         self.args, self._callbacks = args, callbacks
@@ -102,16 +109,41 @@ class SFTTrainer(TRLTrainer):
         self._data = [list(data) if isinstance(data, Iterator) else data for data in (train_dataset, eval_dataset)]
         self._trainer = self._made(model)
 
-    def _made(self, model: LanguageModel) -> Trainer:
-        first = None if self._data[0] is None else first_record(self._data[0], "train_dataset", self.args.columns)
-        settings = self.args.settings(model, isinstance(first, ChatRecord) and not first.prompt)
+    def _made(self, model: LanguageModel, parts: dict[str, str] | None = None) -> Trainer:
+        first = self._first()
+        settings = self.args.settings(model, isinstance(first, ChatRecord) and not first.prompt, parts)
         train, held_out = self._data
         return Trainer(model, self._tokenizer, train, held_out, settings, callbacks=self._callbacks)
 
-    def on_responses_only(self) -> "SFTTrainer":
-        """The same trainer, with the assistant's messages alone to learn."""
-        self.args = dataclasses.replace(self.args, assistant_only_loss=True)
-        self._trainer = self._made(self.model)
+    def _first(self) -> Record | None:
+        """The first example, which says what the rows are."""
+        return None if self._data[0] is None else first_record(self._data[0], "train_dataset", self.args.columns)
+
+    def on_responses_only(self, instruction_part: str = "", response_part: str = "") -> "SFTTrainer":
+        """The same trainer, with the answers alone to learn.
+
+        Of conversations and of prompts with completions the chat template says where these are. Of rows of text that
+        hold conversations they are what stands between a response_part and the next instruction_part.
+
+        Args:
+            instruction_part: the text that begins an instruction; needed for rows of text.
+            response_part: the text that begins a response; needed for rows of text.
+
+        Raises:
+            ConfigError: rows of text without both parts.
+        """
+        first, parts = self._first(), dict(zip(PARTS, (instruction_part, response_part), strict=True))
+        self.args = dataclasses.replace(self.args, assistant_only_loss=True, completion_only_loss=None)
+        if not isinstance(first, TextRecord) or first.prompt:
+            self._trainer = self._made(self.model)
+            return self
+        for name, part in parts.items():
+            if not part:
+                raise ConfigError(
+                    f"train_on_responses_only: {name}: expected the text that begins one, since the rows are plain "
+                    "texts, got none; give it, or rows of conversations (messages)"
+                )
+        self._trainer = self._made(self.model, parts)
         return self
 
 
@@ -132,12 +164,22 @@ def get_chat_template(tokenizer: "PreTrainedTokenizerFast", chat_template: str) 
     return tokenizer
 
 
-def train_on_responses_only(trainer: SFTTrainer, **parts: str) -> SFTTrainer:
-    """Unsloth's name for `SFTTrainer.on_responses_only`: the chat template says where answers are.
+def train_on_responses_only(
+    trainer: SFTTrainer, instruction_part: str = "", response_part: str = "", **others: Any
+) -> SFTTrainer:
+    """Unsloth's name for `SFTTrainer.on_responses_only`.
 
     Args:
-        trainer: of conversations.
-        parts: the texts that begin instructions and responses; not needed.
+        trainer: of conversations, prompts with completions, or texts.
+        instruction_part: the text that begins an instruction.
+        response_part: the text that begins a response.
+        others: what else Unsloth takes here; none is needed, and none is served but num_proc.
+
+    Raises:
+        ConfigError: as of `on_responses_only`, or another argument.
     """
-    del parts
-    return trainer.on_responses_only()
+    if unknown := sorted(set(others) - {"num_proc"}):
+        raise ConfigError(
+            f"train_on_responses_only: expected instruction_part, response_part and num_proc, got {', '.join(unknown)}"
+        )
+    return trainer.on_responses_only(instruction_part, response_part)

@@ -17,8 +17,9 @@ from convert.checkpoint import open_checkpoint
 from fastjax.data.records import Record
 from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, given_rows, open_sources
-from fastjax.errors import ConfigError
-from fastjax.language_model import LanguageModel
+from fastjax.errors import ConfigError, Interrupted
+from fastjax.language_model import LanguageModel, ModelHandle
+from fastjax.language_model.handle import handle_of, value_of
 from fastjax.models.leaves import leaf_at
 from fastjax.parallel import MeshShape
 from fastjax.quantization.nf4 import NF4Weight
@@ -119,7 +120,13 @@ class Trainer:
 
     The run is that of `fastjax train`: the same loop, checkpoints, `metrics.jsonl`, report and result in the output
     folder. For several devices use `fastjax train`, which loads the weights in parts.
+
+    Attributes:
+        model: the model as a value, trained after `train`.
+        handle: the model as it was given, where it is a handle; it becomes the trained one, also by an interruption.
     """
+
+    handle: ModelHandle
 
     def __init__(
         self,
@@ -159,6 +166,7 @@ class Trainer:
             if value is None:
                 raise ConfigError(f"Trainer: {name}: expected one, got none")
         assert settings is not None and tokenizer is not None
+        self.handle, model = handle_of(model), value_of(model)
         if model.lora is None and not model.full_finetuning:
             raise ConfigError(
                 "Trainer: model: expected one with an adapter (FastLanguageModel.get_peft_model) or with "
@@ -195,7 +203,8 @@ class Trainer:
                 So does `output.resume`.
 
         Returns:
-            The trained model and its folder; `self.model` is it, too.
+            The trained model and its folder; `self.model` is it, too, and so is the model that the trainer was given,
+            where that is `FastLanguageModel`'s.
 
         Raises:
             ConfigError: settings that contradict the output folder or the checkpoint, or a run that is finished.
@@ -240,9 +249,18 @@ class Trainer:
             checkpoints.extra = describe(config, data, identity, step.policy, 1)
             run = TrainingRun(config, console, folder, checkpoints, data, identity, model, step, own)
             startup = Startup(loaded, time.perf_counter() - began - loaded)
-            result = run.train(earlier, changed if resume else None, startup)
-        self.model = result.model
+            try:
+                result = run.train(earlier, changed if resume else None, startup)
+            except Interrupted:
+                self._keep(run.model)
+                raise
+        self._keep(result.model)
         return result
+
+    def _keep(self, model: LanguageModel) -> None:
+        """A model as this trainer's and as that of whoever holds the handle it was given."""
+        self.model = model
+        self.handle.become(model)
 
     def _end(self) -> None:
         self._ended = True

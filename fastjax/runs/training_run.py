@@ -222,6 +222,7 @@ class TrainingRun:
                     f"{status} after step {fitted.progress.step} of {total}; its state is saved, and --resume goes on"
                 )
                 _tell(sinks, fitted.progress.step, "interrupted", message)
+                self.model = self.model.replace(trainable=fitted.state.trainable)
                 raise Interrupted(message, stop.received)
             watchdog.watch(f"the result, {self.folder.result}")
             self.model = self.model.replace(trainable=self._chosen(fitted))

@@ -1,6 +1,6 @@
 """What trainers with TRL's names have in common: its methods, over a `Trainer`."""
 
-from fastjax.language_model import LanguageModel
+from fastjax.language_model import ModelHandle
 from fastjax.runs.trainer import Trainer
 from fastjax.runs.training_run import FineTuned
 
@@ -11,9 +11,9 @@ class TRLTrainer:
     _trainer: Trainer
 
     @property
-    def model(self) -> LanguageModel:
-        """The model, trained after `train`."""
-        return self._trainer.model
+    def model(self) -> ModelHandle:
+        """The model that the trainer was given, trained after `train`."""
+        return self._trainer.handle
 
     def train(self, resume_from_checkpoint: bool = False) -> FineTuned:
         """Train; see `Trainer.train`.

@@ -26,7 +26,8 @@ class DataSection:
             with the tokenizer; prompt and completion then are a user's and an assistant's message. null: the
             tokenizer's own, for conversations only.
         loss_on: the tokens to learn: the assistant's responses, its last_response, or all; or a list of roles whose
-            messages are learnt, such as [assistant, tool].
+            messages are learnt, such as [assistant, tool]; or, for texts that hold conversations, {instruction_part: …,
+            response_part: …}, what begins an instruction and a response, of which what the responses say is learnt.
         special_tokens: the reading of the tokenizer's special tokens in rows, such as <|im_end|> in a user's message:
             control (that token, as in transformers) or text (its letters; only the template writes control tokens).
             Rows that hold any are counted.

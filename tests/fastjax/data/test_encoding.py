@@ -171,7 +171,7 @@ def test_roles_to_learn_and_messages_that_are_not(make_tokenizer):
         list(Encoder(tokenizer, ["tool"]).encode([record]))
     with pytest.raises(DataError, match=r"x: the chat template does not write messages\[0\], the user's, by itself"):
         encode(make_tokenizer("{{ messages | length }}"), CHAT, ["user"])
-    with pytest.raises(ConfigError, match=r"or a list of roles \(system, .*\), got \['model'\]"):
+    with pytest.raises(ConfigError, match=r"or a list of roles \(system, .*\), .*, got \['model'\]"):
         Encoder(tokenizer, ["model"])
 
 
@@ -282,3 +282,26 @@ def test_what_cannot_be_done_is_said(make_tokenizer):
         Encoder(make_tokenizer(None)).encode_prompt(CHAT)
     with pytest.raises(DataError, match="the prompt: the chat template refuses"):
         Encoder(make_tokenizer("llama2")).encode_prompt(SYSTEM)
+
+
+PARTS = {"instruction_part": "<|im_start|>user\n", "response_part": "<|im_start|>assistant\n"}
+
+
+def test_of_a_text_the_responses_are_learnt_by_what_begins_them(make_tokenizer):
+    """As the same conversation with its template: each answer and the end of its turn, and nothing else."""
+    tokenizer = make_tokenizer("chatml")
+    chat = [{"role": "system", "content": "s"}]
+    for number in range(2):
+        chat += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}\n"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    records = [TextRecord(text, "w"), TextRecord("no conversation", "w"), TextRecord("a" + "b", "w", prompt=1)]
+    ((by_parts, without, completion),) = Encoder(tokenizer, PARTS).encode(records)
+    (((by_template),),) = Encoder(tokenizer).encode([ChatRecord(chat, "w")])
+    assert by_parts.tokens.tolist() == by_template.tokens.tolist()
+    assert by_parts.learn.tolist() == by_template.learn.tolist() and 0 < by_parts.learn.sum() < len(by_parts.learn)
+    assert not without.learn.any() and completion.learn.any()
+    ((cut,),) = Encoder(tokenizer, PARTS).encode([TextRecord(PARTS["response_part"] + "said", "w")])
+    assert tokenizer.decode(cut.tokens[cut.learn]) == "said" + tokenizer.eos_token  # a text's end is learnt
+    for wrong in ({}, {"response_part": "a"}, PARTS | {"instruction_part": ""}, PARTS | {"more": "a"}):
+        with pytest.raises(ConfigError, match="or of plain texts instruction_part and response_part, which are not em"):
+            Encoder(tokenizer, wrong)

@@ -1,6 +1,7 @@
 """TRL's and Unsloth's names: a run as their notebooks write it, what their settings become, what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import fastjax
 from fastjax import FastLanguageModel, SFTConfig, SFTTrainer, get_chat_template, train_on_responses_only
 from fastjax.data import NAMED_TEMPLATES, load_tokenizer
-from fastjax.errors import ConfigError
+from fastjax.errors import ConfigError, DataError
 
 ASSETS = Path(fastjax.__file__).parent / "assets"
 
@@ -94,6 +95,30 @@ def test_a_notebook_s_cells(loaded, tmp_path, capsys):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
     with pytest.raises(ConfigError, match=r"base_model_name_or_path: expected the base's folder or name, got none"):
         FastLanguageModel.from_pretrained(tmp_path / "lora", 128)
+
+
+def test_answers_alone_of_rows_of_text(loaded, tmp_path, capsys):
+    """As of the same rows as conversations; a part that no row has, or none, is refused."""
+    model, tokenizer = loaded
+    texts = [{"text": tokenizer.apply_chat_template(row["messages"], tokenize=False)} for row in rows(8)]
+    parts = {
+        "instruction_part": "<|start_header_id|>user<|end_header_id|>\n",
+        "response_part": "<|start_header_id|>assistant<|end_header_id|>\n",
+    }
+    learnt = []
+    for name, given in (("texts", texts), ("conversations", rows(8))):
+        args = SFTConfig(output_dir=str(tmp_path / name), max_steps=1, per_device_train_batch_size=2)
+        trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=given, args=args)
+        with pytest.raises(ConfigError, match="expected instruction_part, response_part and num_proc, got force_match"):
+            train_on_responses_only(trainer, force_match=True)
+        if name == "texts":
+            with pytest.raises(ConfigError, match="instruction_part: expected the text that begins one, since the row"):
+                train_on_responses_only(trainer)
+            with pytest.raises(DataError, match="none of the 8 examples has a token to learn: no text behind '<none>'"):
+                train_on_responses_only(trainer, instruction_part="<u>", response_part="<none>").train()
+        train_on_responses_only(trainer, **parts).train()
+        learnt.append(re.findall(r"([\d,]+) tokens, ([\d,]+) of them learnt", capsys.readouterr().out))
+    assert learnt[0] == learnt[1] and len({number for pair in learnt[0] for number in pair}) == 2
 
 
 def test_a_chat_template_by_name():

@@ -1,0 +1,96 @@
+"""What a notebook holds is the trained model after `train()`, for every trainer; a value stays what it was."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import fastjax
+from fastjax import DPOConfig, DPOTrainer, FastLanguageModel, SFTConfig, SFTTrainer, Trainer, TrainerSettings
+from fastjax.errors import Interrupted
+from fastjax.training.config import TrainingSection
+
+ASSETS = Path(fastjax.__file__).parent / "assets"
+TEXTS = [{"text": f"Ben bought {number} red pens."} for number in range(16)]
+PAIRS = [{"prompt": f"{number} and 1 is", "chosen": f" {number + 1}", "rejected": " 0"} for number in range(16)]
+ARGUMENTS = {"max_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 2, "report_to": "none"}
+
+
+@pytest.fixture(scope="module")
+def base():
+    return FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=128)[0].value
+
+
+def sft(model, folder, **others):
+    return SFTTrainer(
+        model=model, train_dataset=TEXTS, args=SFTConfig(output_dir=str(folder), max_length=64, **ARGUMENTS), **others
+    )
+
+
+def dpo(model, folder, **others):
+    args = DPOConfig(output_dir=str(folder), max_length=64, **ARGUMENTS)
+    return DPOTrainer(model=model, train_dataset=PAIRS, args=args, **others)
+
+
+def plain(model, folder, steps=2, **others):
+    training = TrainingSection(max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=1)
+    return Trainer(model, None, TEXTS, None, TrainerSettings(str(folder), training), **others)
+
+
+def largest(tree):
+    """The largest element of every B."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return max(float(np.abs(leaf).max()) for path, leaf in leaves if "lora_B" in jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("make", [sft, dpo, plain])
+def test_what_the_caller_holds_is_trained(make, base, tmp_path):
+    origin = fastjax.ModelHandle(base)
+    model = FastLanguageModel.get_peft_model(origin, r=4, target_modules=["q_proj"])
+    before = model.value
+    assert largest(model.trainable) == 0
+    trainer = make(model, tmp_path / "run")
+    result = trainer.train()
+    assert largest(model.trainable) > 0 and model.max_seq_length == 128
+    model.save_pretrained(tmp_path / "saved")
+    saved, theirs = (
+        load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "saved", tmp_path / "run" / "adapter")
+    )
+    assert saved.keys() == theirs.keys()
+    assert all(np.array_equal(saved[name], theirs[name]) for name in saved)
+    # As with PEFT, the object that the adapter was added to has it too; a value is what it was.
+    assert origin.trainable is result.model.trainable and origin.lora == model.lora
+    assert largest(before.trainable) == 0 and base.lora is None
+    asked = ["Ben bought"]
+    assert model.generate(asked, chat=False, max_new_tokens=4) == result.model.generate(
+        asked, chat=False, max_new_tokens=4
+    )
+
+
+def test_an_interrupted_run_leaves_the_model_as_far_as_it_came(base, tmp_path):
+    model = FastLanguageModel.get_peft_model(base, r=4, target_modules=["q_proj"])
+
+    def interrupt(event):
+        if event.name == "step" and event.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        plain(model, tmp_path / "run", steps=6, callbacks=[interrupt]).train()
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("event") == "interrupted" for row in events)
+    assert largest(model.trainable) > 0
+
+
+def test_a_handle_has_what_its_value_has(base):
+    handle = fastjax.ModelHandle(base)
+    assert {"value", "become", "trainable", "save_pretrained_gguf"} <= set(dir(handle))
+    assert repr(handle) == repr(base) and fastjax.ModelHandle(handle).value is base
+    with pytest.raises(AttributeError):
+        _ = handle.no_such_name
+    with pytest.raises(AttributeError):
+        handle.trainable = None
