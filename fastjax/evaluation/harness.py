@@ -21,6 +21,7 @@ from fastjax.errors import ConfigError
 from fastjax.evaluation.run import encoded_pair
 from fastjax.evaluation.scoring import completion_scores
 from fastjax.generation.generate import generate
+from fastjax.generation.stops import stop_tokens
 from fastjax.language_model import LanguageModel
 
 _LOG = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class HarnessModel(LM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers up to the first of the texts that end them."""
-        stops, decode = self.encoder.stop_tokens(), self.encoder.tokenizer.decode
+        stops, decode = stop_tokens(self.model, self.encoder), self.encoder.tokenizer.decode
         found: list[str] = [""] * len(requests)
         groups: dict[tuple[Any, ...], list[int]] = {}
         for number, request in enumerate(requests):

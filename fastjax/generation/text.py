@@ -9,6 +9,7 @@ from fastjax.data.records import Message
 from fastjax.data.settings import SpecialTokens
 from fastjax.errors import ConfigError, DataError
 from fastjax.generation.generate import generate
+from fastjax.generation.stops import stop_tokens
 from fastjax.language_model import LanguageModel
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def answer(
     tokenizer = cast("PreTrainedTokenizerFast", model.tokenizer)
     encoder = Encoder(tokenizer, special_tokens=special_tokens)
     encoded = encode_prompts(encoder, prompts, chat=chat)
-    stops = encoder.stop_tokens()
+    stops = stop_tokens(model, encoder)
     answers: list[list[int]] = []
     for start in range(0, len(encoded), batch_size):
         answers += generate(

@@ -8,6 +8,7 @@ from fastjax.data import Encoder
 from fastjax.data.documents import IGNORE
 from fastjax.data.packing import PackedRows
 from fastjax.generation.generate import generate
+from fastjax.generation.stops import stop_tokens
 from fastjax.language_model import LanguageModel
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def sample_answers(model: LanguageModel, rows: PackedRows, count: int) -> list[d
     if not prompts:
         return []
     room = model.max_seq_length - max(map(len, prompts))
-    stops = Encoder(tokenizer).stop_tokens()
+    stops = stop_tokens(model, Encoder(tokenizer))
     found = generate(model, prompts, max_new_tokens=min(_LONGEST, room), stop_tokens=stops)
     return [
         {

@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from convert.errors import ConvertError
 from fastjax.commands import generate as command
 from fastjax.data import Encoder
 from fastjax.errors import ConfigError, DataError
@@ -25,7 +26,8 @@ TEMPLATE = (
 class Model:
     """A model as far as `answer` looks into it."""
 
-    def __init__(self):
+    def __init__(self, folder=None):
+        self.folder = folder
         self.tokenizer = made.byte_level()
         self.tokenizer.chat_template = TEMPLATE
 
@@ -88,3 +90,23 @@ def test_half_of_a_surrogate_pair(answer, monkeypatch):
 def test_a_conversation_is_encoded_as_in_training():
     encoder = Encoder(Model().tokenizer)
     assert encoder.encode_prompt(CHAT) == text.encode_prompts(encoder, [CHAT], chat=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [(None, []), ("{}", []), ('{"eos_token_id": 5}', [5]), ('{"eos_token_id": [5, 7, 5]}', [5, 7])]
+)
+def test_answers_end_where_the_folder_says_too(given, named, tmp_path, monkeypatch):
+    model = Model(tmp_path)
+    if given is not None:
+        (tmp_path / "generation_config.json").write_text(given)
+    seen = []
+    monkeypatch.setattr(text, "generate", lambda model, prompts, **options: seen.append(options) or prompts)
+    text.answer(model, ["q"])
+    assert list(seen[0]["stop_tokens"]) == [*Encoder(model.tokenizer).stop_tokens(), *named]
+
+
+@pytest.mark.parametrize("given", ['{"eos_token_id": "</s>"}', '{"eos_token_id": [-1]}', '{"eos_token_id": true}', "["])
+def test_a_generation_config_that_says_something_else_is_named(given, tmp_path):
+    (tmp_path / "generation_config.json").write_text(given)
+    with pytest.raises(ConvertError, match=r"generation_config.json: (eos_token_id: expected a token id or|.*JSON)"):
+        text.answer(Model(tmp_path), ["q"])
