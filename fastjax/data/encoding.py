@@ -14,7 +14,9 @@ with any are counted.
 Examples are encoded in chunks to flat arrays, with a few Python calls an example and none a token.
 """
 
+import functools
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -27,7 +29,7 @@ from fastjax.data.examples import Examples
 from fastjax.data.records import ChatRecord, Message, Record
 from fastjax.data.settings import PARTS, LossOn, SpecialTokens
 from fastjax.data.special_texts import ContentAsText, SpecialTexts
-from fastjax.data.template import ChatTemplate, RenderedChat
+from fastjax.data.template import PROBE, ChatTemplate, RenderedChat
 from fastjax.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -295,11 +297,16 @@ class Encoder:
         """The tokens of an example and the ranges of its targets."""
         ids = encoding.ids
         length = len(ids)
-        spans = [_token_span(encoding, start, end) for start, end in chat.responses]
+        responses = chat.responses
+        if templated and responses and chat.text.endswith(closing := self._closing) and not chat.marked:
+            start, end = responses[-1]
+            responses = [*responses[:-1], (start, min(end, max(start, len(chat.text) - len(closing))))]
+        spans = [_token_span(encoding, start, end) for start, end in responses]
         # An end is learnt unless someone else than the assistant has the last word.
         needs_end = bool(spans) and spans[-1][1] == length
         if chat.marked:
-            marked = [self._marked_end(ids, start, end) for start, end in spans]
+            trimmed = ((start, self._end_of_turn(encoding, ids, chat.text, start, end)) for start, end in spans)
+            marked = [self._marked_end(ids, start, end) for start, end in trimmed]
             if spans and marked[-1][1] < length and not self._ends(ids, marked[-1], templated):
                 needs_end = not chat.text[chat.responses[-1][1] :].strip()
                 marked[-1] = (marked[-1][0], length) if needs_end else marked[-1]
@@ -318,6 +325,24 @@ class Encoder:
             ids = [*ids, self._eos]
             spans[-1] = (min(spans[-1][0], len(ids) - 1), len(ids))
         return ids, spans
+
+    @functools.cached_property
+    def _closing(self) -> str:
+        """What the template writes behind the end of the last answer's turn, and no other's: Phi-3's EOS.
+
+        Generation stops at the end of the turn, so this is not learnt.
+        """
+        if not self.tokenizer.chat_template:
+            return ""
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+        try:
+            texts = [self.template.render(chat + more, "a probe") for more in ([], chat[:1])]
+        except DataError:  # it does not take such conversations: there is nothing to tell apart
+            return ""
+        last, inner = (text.partition(PROBE)[2] for text in texts)
+        common = os.path.commonprefix([last, inner])
+        ends = [common.rfind(token) + len(token) for token in self._special_texts.ids if token in common]
+        return last[max(ends) :] if ends and last[max(ends) :].strip() else ""
 
     def _ends(self, ids: list[int], span: tuple[int, int], templated: bool) -> bool:
         """Whether the last token learnt ends a text (EOS) or, written by a template, a turn (any special token)."""

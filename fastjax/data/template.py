@@ -183,8 +183,8 @@ class ChatTemplate:
             behind = first + 1
             while behind in taken and messages[behind]["role"] == role:
                 behind += 1
-            other = [*messages[:first], {**messages[first], "content": _PROBE}]
-            begun, probe, _ = self.render(other, where, tools=tools).partition(_PROBE)
+            other = [*messages[:first], {**messages[first], "content": PROBE}]
+            begun, probe, _ = self.render(other, where, tools=tools).partition(PROBE)
             through = self.render(messages[:behind], where, tools=tools) if behind < len(messages) else text
             if not (probe and text.startswith(begun) and text.startswith(through) and len(begun) <= len(through)):
                 raise DataError(
@@ -264,7 +264,7 @@ def _with_reasoning(message: Message) -> Message:
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first that there is counts."""
 
-_PROBE = "\ufdd0content\ufdd1"
+PROBE = "\ufdd0content\ufdd1"
 """Content in another's place; the two are no characters of a text."""
 
 _FAILURES = (

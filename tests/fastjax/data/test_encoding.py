@@ -305,3 +305,36 @@ def test_of_a_text_the_responses_are_learnt_by_what_begins_them(make_tokenizer):
     for wrong in ({}, {"response_part": "a"}, PARTS | {"instruction_part": ""}, PARTS | {"more": "a"}):
         with pytest.raises(ConfigError, match="or of plain texts instruction_part and response_part, which are not em"):
             Encoder(tokenizer, wrong)
+
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+BEGUN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("inside", "behind"),
+    [
+        ("{{ m.content }}<|im_end|>\n", ""),
+        ("{{ m.content }}<|im_end|>", "{{ '\n' }}"),
+        ("{{ m.content }}", "<|im_end|>\n"),
+    ],
+)
+def test_marks_may_hold_the_end_and_the_line_break_behind_it(make_tokenizer, inside, behind):
+    """As the training templates that TRL ships have them: the end of the turn is learnt once, and nothing behind it."""
+    template = TURNS + "{% generation %}" + inside + "{% endgeneration %}" + behind + "{% endfor %}" + BEGUN
+    chat = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    pieces, _ = encode(make_tokenizer(template), chat)
+    head = "<|im_start|>assistant\n"
+    assert pieces == [head, "a<|im_end|>", f"\n{head}", "b<|im_end|>", "\n"]
+
+
+def test_what_closes_a_conversation_behind_its_last_turn_is_not_learnt(make_tokenizer):
+    """Phi-3's template writes EOS where there is no generation prompt; generation stops at the end of the turn."""
+    template = TURNS + "{{ m.content }}<|im_end|>\n{% endfor %}"
+    closed = template + "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+    chat = CHAT[:2]
+    pieces, tokens = encode(make_tokenizer(closed), chat)
+    plain, others = encode(make_tokenizer(template + BEGUN), chat)
+    assert pieces[:2] == plain[:2] and pieces[1].endswith("<|im_end|>")
+    assert tokens == [*others, make_tokenizer(closed).eos_token_id]
+    assert Encoder(make_tokenizer(closed)).stop_tokens() == Encoder(make_tokenizer(template + BEGUN)).stop_tokens()
