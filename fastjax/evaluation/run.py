@@ -16,6 +16,8 @@ from fastjax.language_model import LanguageModel
 
 #: Batches between two reports of the progress.
 _PART = 4
+#: What stands between two examples of a plain text.
+_BETWEEN = "\n\n"
 
 
 class Result(NamedTuple):
@@ -25,8 +27,8 @@ class Result(NamedTuple):
         task: its name.
         rows: how many there were.
         metrics: shares of the rows, by name, and under NAME_stderr their standard errors, of two rows or more.
-            exact_match; or acc, of the choice with the largest log-probability, and acc_norm, of that with the largest
-            one a byte.
+            exact_match; or acc, of the choice with the largest log-probability, acc_norm, of that with the largest one
+            a character, and acc_bytes, a byte; these three as lm-evaluation-harness has them.
         samples: for each row what was asked, what was right and what the model said.
     """
 
@@ -115,7 +117,7 @@ def _read(task: Task, path: str, split: str | None, limit: int | None) -> list[_
 def _asked(task: Task, row: _Row, shots: Sequence[_Row]) -> Any:
     """The prompt with the examples before it: messages of a chat, or a text."""
     if not task.chat:
-        return "".join(f"{shot.turns[0]}{_spaced(shot.answer)}\n\n" for shot in shots) + row.turns[0]
+        return "".join(f"{shot.turns[0]}{_spaced(shot.answer)}{_BETWEEN}" for shot in shots) + row.turns[0]
     turns = [text for shot in shots for text in (shot.turns[0], shot.answer)] + row.turns
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
 
@@ -128,7 +130,7 @@ def _spaced(text: str) -> str:
 def _exact_match(
     model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int
 ) -> list[dict[str, Any]]:
-    prompts = [_asked(task, row, shots) for row in rows]
+    prompts, until = [_asked(task, row, shots) for row in rows], _until(task, shots)
     said = answer(model, prompts, chat=task.chat, max_new_tokens=task.max_new_tokens, batch_size=batch_size)
     return [
         {
@@ -137,8 +139,19 @@ def _exact_match(
             "answer": text,
             "right": task.compared(text) == task.compared(row.answer),
         }
-        for row, text in zip(rows, said, strict=True)
+        for row, text in zip(rows, (task.ended(text, until) for text in said), strict=True)
     ]
+
+
+def _until(task: Task, shots: Sequence[_Row]) -> Sequence[str]:
+    """The texts that end an answer: a model that goes on with a question of its own has answered before it."""
+    if task.until is not None:
+        return task.until
+    if task.chat or not shots:
+        return ()
+    if any(_BETWEEN in shot.answer.strip() for shot in shots):
+        raise task.wrong("until", "expected what ends an answer, since the examples' have empty lines, got none")
+    return (_BETWEEN,)
 
 
 def _choice(
@@ -153,8 +166,9 @@ def _choice(
     samples = []
     for row in rows:
         found = [next(scores).log_prob for _ in row.choices]
-        by_byte = [value / max(1, len(choice.encode())) for value, choice in zip(found, row.choices, strict=True)]
-        taken, by_length = (max(range(len(values)), key=values.__getitem__) for values in (found, by_byte))
+        sizes = ((1,) * len(found), map(len, row.choices), (len(choice.encode()) for choice in row.choices))
+        divided = ([value / max(1, size) for value, size in zip(found, each, strict=True)] for each in sizes)
+        taken, by_length, by_bytes = (max(range(len(values)), key=values.__getitem__) for values in divided)
         samples.append(
             {
                 "prompt": row.turns[0],
@@ -164,6 +178,7 @@ def _choice(
                 "answer": taken,
                 "right": taken == row.label,
                 "right_by_length": by_length == row.label,
+                "right_by_bytes": by_bytes == row.label,
             }
         )
     return samples
@@ -185,9 +200,13 @@ def encoded_pair(encoder: Encoder, prompt: Any, completion: str) -> tuple[list[i
     return whole[:place], whole[place:]
 
 
+#: Metric of choices -> what counts.
+_OF_CHOICE = {"acc": "right", "acc_norm": "right_by_length", "acc_bytes": "right_by_bytes"}
+
+
 def _shares(task: Task, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Shares of the rows, and their standard errors."""
-    names = {"exact_match": "right"} if task.kind == "exact_match" else {"acc": "right", "acc_norm": "right_by_length"}
+    names = {"exact_match": "right"} if task.kind == "exact_match" else _OF_CHOICE
     metrics, count = {}, len(samples)
     for name, key in names.items():
         share = sum(sample[key] for sample in samples) / count

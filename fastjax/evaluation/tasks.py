@@ -31,9 +31,12 @@ class Task:
         extract: of exact_match: a regular expression whose last match, or its first group, is compared, both in the
             model's answer and the row's; null: the whole texts without the white space around them.
         ignore_case: of exact_match: whether case makes no difference.
+        until: of exact_match: texts at the first of which an answer ends; null: without a chat and with few_shot, what
+            stands between two examples, an empty line; else none.
         max_new_tokens: of exact_match: longest answer.
         choices: of choice: the column with a list of texts, or a list of texts with columns.
-        label: of choice: the column with the right one: its number from 0, its letter, or its text.
+        label: of choice: the column with the right one: its number from 0, its letter, or its text; where the choices
+            have labels of their own ({text: […], label: […]}), one of these.
         chat: put the prompt through the chat template.
         few_shot: rows of `few_shot_data`, the first ones, that stand before the prompt with their answers.
         few_shot_data: their data set; null: none.
@@ -48,6 +51,7 @@ class Task:
     answer: str | None = None
     extract: str | None = None
     ignore_case: bool = False
+    until: Sequence[str] | None = None
     max_new_tokens: int = 256
     choices: str | Sequence[str] | None = None
     label: str | None = None
@@ -73,14 +77,14 @@ class Task:
             wanted = types.get(field.name)
             if wanted is not None and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool)):
                 raise self.wrong(field.name, f"expected {_TYPES[wanted]}, got {shown(value)}")
-        own = {"exact_match": ("answer", "extract"), "choice": ("choices", "label")}
-        if self.kind not in own:
+        own = {"exact_match": ("answer", "extract", "until"), "choice": ("choices", "label")}
+        if not isinstance(self.kind, str) or self.kind not in own:
             raise self.wrong("kind", f"expected exact_match or choice, got {shown(self.kind)}")
         for kind, keys in own.items():
             for key in keys:
                 if kind != self.kind and getattr(self, key) is not None:
                     raise self.wrong(key, f"expected none with kind {self.kind}, got {shown(getattr(self, key))}")
-                if kind == self.kind and key != "extract" and getattr(self, key) is None:
+                if kind == self.kind and key not in ("extract", "until") and getattr(self, key) is None:
                     raise self.wrong(key, f"expected one with kind {self.kind}, got none")
         for key, least in (("max_new_tokens", 1), ("few_shot", 0), ("limit", 1)):
             if (value := getattr(self, key)) is not None and value < least:
@@ -91,10 +95,18 @@ class Task:
             texts = isinstance(self.choices, list | tuple) and all(isinstance(one, str) for one in self.choices)
             if not texts or not 2 <= len(self.choices) <= len(_LETTERS):
                 raise self.wrong("choices", f"expected a column or 2 to 26 texts, got {shown(self.choices)}")
+        texts = isinstance(self.until, list | tuple) and all(isinstance(one, str) and one for one in self.until)
+        if self.until is not None and not texts:
+            raise self.wrong("until", f"expected a list of texts that are not empty, got {shown(self.until)}")
         try:
-            re.compile(self.extract or "")
+            found = None if self.extract is None else re.search(self.extract, "")
         except re.error as error:
             raise self.wrong("extract", f"expected a regular expression, got {self.extract!r}: {error}") from error
+        if found is not None:
+            raise self.wrong(
+                "extract",
+                f"expected one that cannot match nothing, which makes every answer right, got {self.extract!r}",
+            )
 
     def wrong(self, key: str, what: str) -> ConfigError:
         """An error about one of the keys."""
@@ -132,6 +144,12 @@ class Task:
         """
         assert self.label is not None
         found = row.get(self.label)
+        if (labels := self._labels_of(row, len(choices), where)) is not None:
+            if isinstance(found, bool) or str(found) not in labels:
+                raise DataError(
+                    f"{where}: {self.label}: expected one of the labels {shown(labels)}, got {shown(found)}"
+                )
+            return labels.index(str(found))
         if isinstance(found, str) and found in choices:
             return choices.index(found)
         if isinstance(found, str) and len(found) == 1 and found.upper() in _LETTERS:
@@ -145,10 +163,30 @@ class Task:
             )
         return found
 
+    def _labels_of(self, row: Mapping[str, Any], count: int, where: str) -> list[str] | None:
+        """The choices' own labels, as ARC has them: letters from A, or numbers from 1; None: they have none."""
+        column = row.get(self.choices) if isinstance(self.choices, str) else None
+        labels = column.get("label") if isinstance(column, Mapping) else None
+        if labels is None:
+            return None
+        if not isinstance(labels, list | tuple) or len({str(label) for label in labels}) != count:
+            raise DataError(f"{where}: {self.choices}: label: expected {count} different labels, got {shown(labels)}")
+        return [str(label) for label in labels]
+
+    def ended(self, text: str, until: Sequence[str]) -> str:
+        """An answer up to the first of some texts.
+
+        Args:
+            text: the answer.
+            until: the texts.
+        """
+        places = [place for end in until if (place := text.find(end)) >= 0]
+        return text[: min(places)] if places else text
+
     def compared(self, text: str) -> str | None:
         """What of an answer is compared; None: there is no match of `extract` in it."""
         if self.extract is not None:
-            matches = list(re.finditer(self.extract, text))
+            matches = [match for match in re.finditer(self.extract, text) if match.group()]
             if not matches:
                 return None
             text = next((group for group in matches[-1].groups() if group is not None), matches[-1].group())

@@ -10,7 +10,8 @@ import pytest
 
 from fastjax.cli import main
 from fastjax.errors import ConfigError, DataError
-from fastjax.evaluation import Task, completion_scores, evaluate, read_tasks
+from fastjax.evaluation import Task, completion_scores, evaluate, read_tasks, run
+from fastjax.evaluation.scoring import Score
 from fastjax.generation import generate
 from fastjax.generation.text import answer
 from fastjax.language_model import FastLanguageModel
@@ -64,10 +65,11 @@ def test_answers_that_match(model, tmp_path):
     task = Task("own", "exact_match", write(tmp_path / "own.jsonl", rows), "{q}", answer="{a}", max_new_tokens=6)
     [plain] = evaluate(model, [task], batch_size=2)
     assert plain.metrics["exact_match"] == 0.0
-    matching = Task(**{**vars(task), "extract": "(?s)^ ?x?(.*)$"})
+    matching = Task(**{**vars(task), "extract": "(?s)^ ?x?(.+)$"})
     [found] = evaluate(model, [matching], batch_size=2)
-    assert [one["right"] for one in found.samples] == [True, False, True]
-    assert found.metrics == {"exact_match": pytest.approx(2 / 3), "exact_match_stderr": pytest.approx(1 / 3)}
+    right = [bool(said[0]), False, bool(said[2])]  # in an answer of nothing, nothing is found
+    assert [one["right"] for one in found.samples] == right and sum(right) == 1
+    assert found.metrics == {"exact_match": pytest.approx(1 / 3), "exact_match_stderr": pytest.approx(1 / 3)}
     assert [one["answer"] for one in found.samples] == said
 
 
@@ -91,7 +93,7 @@ def test_the_likeliest_choice(folder, model, tmp_path, capsys):
         assert sample["answer"] == int(np.argmax(expected))
     lengths = np.asarray([len(choice) for choice in choices])
     by_byte = [int(np.argmax(np.asarray(one["log_probs"]) / lengths)) == one["expected"] for one in raw.samples]
-    assert raw.metrics["acc_norm"] == np.mean(by_byte)
+    assert raw.metrics["acc_norm"] == raw.metrics["acc_bytes"] == np.mean(by_byte)
 
     (tmp_path / "tasks.yaml").write_text(json.dumps({"tasks": [vars(tasks[0])]}))
     command = ["evaluate", "--model", str(folder), "--tasks", str(tmp_path / "tasks.yaml"), "--batch_size", "2"]
@@ -103,6 +105,56 @@ def test_the_likeliest_choice(folder, model, tmp_path, capsys):
     np.testing.assert_allclose([s["log_probs"] for s in written["samples"]], [s["log_probs"] for s in chat.samples])
 
 
+def test_the_right_choice_is_where_its_label_stands():
+    """ARC's labels are letters or numbers from 1, and a text may look like one of them."""
+    task = Task(**TASK | {"choices": "choices", "label": "answerKey"})
+
+    def label(labels, right, texts=("2", "1", "c", "d")):
+        row = {"choices": {"text": list(texts), "label": labels}, "answerKey": right}
+        return task.label_of(row, task.choices_of(row, "w"), "w")
+
+    assert [label(["1", "2", "3", "4"], right) for right in ("1", "4", 2)] == [0, 3, 1]
+    assert [label(["A", "B", "C", "D"], right) for right in "AD"] == [0, 3]
+    assert [label(["E", "F", "G", "H"], right) for right in "EH"] == [0, 3]
+    for labels, right, error in (
+        (["A", "B", "C", "D"], "E", "answerKey: expected one of the labels"),
+        (["A", "B"], "A", "choices: label: expected 4 different labels, got"),
+        (["A", "B", "B", "C"], "A", "choices: label: expected 4 different labels, got"),
+    ):
+        with pytest.raises(DataError, match=f"w: {error}"):
+            label(labels, right)
+
+
+def test_choices_are_compared_a_character_and_a_byte(model, tmp_path, monkeypatch):
+    """As lm-evaluation-harness: its acc_norm divides by characters, its acc_bytes by bytes."""
+    choices = ["éééé", "aaaaaaa"]  # 4 and 7 characters, 8 and 7 bytes
+    data = write(tmp_path / "rows.jsonl", [{"q": "?", "c": choices, "l": 1}])
+    scores = [Score(-4.0, 1, False), Score(-5.0, 1, False)]  # a character -1 and -0.71, a byte -0.5 and -0.71
+    monkeypatch.setattr(run, "completion_scores", lambda *arguments, **options: scores)
+    [found] = evaluate(model, [Task(**TASK | {"data": data})])
+    assert found.metrics == {"acc": 0.0, "acc_norm": 1.0, "acc_bytes": 0.0}
+
+
+def test_an_answer_ends_where_the_next_example_would_begin(model, tmp_path, monkeypatch):
+    """A base model goes on with questions of its own, whose answers are not those that were asked for."""
+    said = " 4\n\nQ: 9?\nA: 9\n\nQ:"
+    monkeypatch.setattr(run, "answer", lambda model, prompts, **options: [said for _ in prompts])
+    rows = [{"q": "Q: 2+2?\nA:", "a": "4"}]
+    data = write(tmp_path / "rows.jsonl", rows)
+    fields = {"answer": "{a}", "extract": r"\d+", "chat": False}
+    few = {"few_shot": 1, "few_shot_data": data}
+
+    def right(**changes):
+        [found] = evaluate(model, [Task("t", "exact_match", data, "{q}", **fields | changes)])
+        return found.metrics["exact_match"]
+
+    assert right(**few) == 1.0
+    assert right() == 0.0 and right(until=["Q:"]) == 1.0 and right(**few, until=["never"]) == 0.0
+    longer = write(tmp_path / "longer.jsonl", [{"q": "Q: 1+1?\nA:", "a": "It is\n\n2"}])
+    with pytest.raises(ConfigError, match="until: expected what ends an answer, since the examples' have empty lines"):
+        right(few_shot=1, few_shot_data=longer)
+
+
 def text_log_prob(model, text, scored):
     """Of the last characters, a token each."""
     tokens = model.tokenizer.encode(text, add_special_tokens=False)
@@ -112,6 +164,7 @@ def text_log_prob(model, text, scored):
     return sum(p for p, (start, _) in zip(every, offsets[1:], strict=True) if start >= len(text) - scored)
 
 
+EXACT = {"kind": "exact_match", "choices": None, "label": None, "answer": "{a}"}
 TASK = {"name": "t", "kind": "choice", "data": "rows.jsonl", "prompt": "{q}", "choices": "c", "label": "l"}
 
 
@@ -119,6 +172,10 @@ TASK = {"name": "t", "kind": "choice", "data": "rows.jsonl", "prompt": "{q}", "c
     ("changes", "error"),
     [
         ({"kind": "other"}, "task 't': kind: expected exact_match or choice, got 'other'"),
+        ({"kind": ["choice"]}, r"task 't': kind: expected exact_match or choice, got \['choice'\]"),
+        ({"until": ["a"]}, r"task 't': until: expected none with kind choice, got \['a'\]"),
+        (EXACT | {"until": [""]}, r"task 't': until: expected a list of texts that are not empty, got \[''\]"),
+        (EXACT | {"extract": r"\d*"}, r"extract: expected one that cannot match nothing, which makes every answer ri"),
         ({"label": None}, "task 't': label: expected one with kind choice, got none"),
         ({"answer": "{a}"}, "task 't': answer: expected none with kind choice, got '{a}'"),
         ({"limit": 0}, "task 't': limit: expected at least 1, got 0"),
@@ -126,10 +183,7 @@ TASK = {"name": "t", "kind": "choice", "data": "rows.jsonl", "prompt": "{q}", "c
         ({"few_shot": 2}, "task 't': few_shot_data: expected one exactly with few_shot, got None"),
         ({"choices": ["a"]}, "task 't': choices: expected a column or 2 to 26 texts"),
         ({"shots": 2}, "tasks.yaml: task 1: expected the keys .*; got 'shots'"),
-        (
-            {"kind": "exact_match", "choices": None, "label": None, "answer": "{a}", "extract": "("},
-            "extract: expected a",
-        ),
+        (EXACT | {"extract": "("}, "extract: expected a"),
     ],
 )
 def test_tasks_that_are_refused(changes, error, tmp_path):
