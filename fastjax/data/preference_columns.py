@@ -68,7 +68,7 @@ def parse_preference(
             raise DataError(
                 f"{where}: {shown_names['chosen']} must be a string or a list of messages, found {describe(chosen)}"
             )
-        prompt, *said = _split(values["prompt"], chosen, rejected)
+        prompt, *said = _split(values["prompt"], chosen, rejected, f"{where}: {shown_names['prompt']}")
         if not prompt and values["prompt"] is None:
             both = f"{shown_names['chosen']} and {shown_names['rejected']}"
             raise DataError(f"{where}: expected a prompt, or one that {both} begin with, got none")
@@ -94,17 +94,45 @@ def _margin(value: Any, where: str, name: str) -> float:
     return float(value)
 
 
-def _split(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+def _split(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
     """The prompt, and the two answers without it."""
-    lists, common = isinstance(chosen, list), _common(chosen, rejected)
+    common = _common(chosen, rejected)
     if prompt is None:
         return chosen[:common], chosen[common:], rejected[common:]
-    if lists and isinstance(prompt, str):  # the messages have it too, or it is all that the user says
-        asked = chosen[:common] if common else [{"role": "user", "content": prompt}]
-        return asked, chosen[common:], rejected[common:]
-    if lists and isinstance(prompt, list) and chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
-        return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
+    if isinstance(chosen, list) and isinstance(prompt, str):
+        return _asked(prompt, chosen[:common], where), chosen[common:], rejected[common:]
+    if isinstance(chosen, list) and isinstance(prompt, list):
+        count = len(prompt)
+        if _alike(prompt, chosen[:count]) and _alike(prompt, rejected[:count]):
+            return prompt, chosen[count:], rejected[count:]
     return prompt, chosen, rejected
+
+
+def _asked(prompt: str, begun: list[Any], where: str) -> list[Any]:
+    """The messages of a prompt that is a text, where both answers begin with some; a system's may stand before it."""
+    if any(_said(message) == prompt.strip() for message in begun):
+        return begun  # the messages have it too
+    if any(_speaker(message) not in ("system", "developer") for message in begun):
+        raise DataError(
+            f"{where}: expected a message of the beginning that both answers have, found {describe(prompt)}, which is "
+            "none of them; leave it out, or give it as the list of messages that stand before the answers"
+        )
+    return [*begun, {"role": "user", "content": prompt}]
+
+
+def _alike(messages: list[Any], others: list[Any]) -> bool:
+    """Whether messages are the same but for white space around what they say."""
+    one, other = ([(_speaker(message), _said(message)) for message in listed] for listed in (messages, others))
+    return one == other
+
+
+def _speaker(message: Any) -> Any:
+    return message.get("role", message.get("from")) if isinstance(message, Mapping) else message
+
+
+def _said(message: Any) -> Any:
+    said = message.get("content", message.get("value")) if isinstance(message, Mapping) else message
+    return said.strip() if isinstance(said, str) else said
 
 
 def _common(chosen: Any, rejected: Any) -> int:

@@ -20,6 +20,9 @@ CHATS = (
     ChatRecord([user("Sky?"), said("Blue.")], "f:1", None, 1),
     ChatRecord([user("Sky?"), said("Green.")], "f:1", None, 1),
 )
+SPACED = tuple(one._replace(messages=[user("Sky?\n"), *one.messages[1:]]) for one in CHATS)
+SYSTEM = {"role": "system", "content": "Be short."}
+ASKED = tuple(ChatRecord([SYSTEM, *one.messages], "f:1", None, 2) for one in CHATS)
 TEXTS = TextRecord("Sky? Blue.", "f:1", 5), TextRecord("Sky? Green.", "f:1", 5)
 
 
@@ -32,7 +35,10 @@ TEXTS = TextRecord("Sky? Blue.", "f:1", 5), TextRecord("Sky? Green.", "f:1", 5)
         ({"prompt": [user("Sky?")], "chosen": [said("Blue.")], "rejected": [said("Green.")]}, CHATS),
         ({"chosen": [user("Sky?"), said("Blue.")], "rejected": [user("Sky?"), said("Green.")]}, CHATS),
         # The prompt again in both, as a text (UltraFeedback) or as messages.
-        ({"prompt": "x", "chosen": [user("Sky?"), said("Blue.")], "rejected": [user("Sky?"), said("Green.")]}, CHATS),
+        ({"prompt": " Sky?\n", "chosen": [user("Sky?"), CHATS[0].messages[1]], "rejected": CHATS[1].messages}, CHATS),
+        ({"prompt": [user("Sky?\n")], "chosen": CHATS[0].messages, "rejected": CHATS[1].messages}, SPACED),
+        # Both begin with the system's message, and what is asked stands in the prompt alone.
+        ({"prompt": "Sky?", "chosen": [SYSTEM, said("Blue.")], "rejected": [SYSTEM, said("Green.")]}, ASKED),
         (
             {
                 "prompt": [user("Sky?")],
@@ -58,6 +64,12 @@ def test_pairs(row, expected):
     for pairing in ("paired", "unpaired"):
         found = parse_preference(row, "f:1", pairing=pairing)
         assert found.answers == expected and found.desirable == (True, False)
+
+
+def test_a_prompt_beside_another_conversation_is_refused():
+    row = {"prompt": "Sea?", "chosen": [user("Sky?"), said("Blue.")], "rejected": [user("Sky?"), said("Green.")]}
+    with pytest.raises(DataError, match="f:1: 'prompt': expected a message of the beginning that both .* found \"Sea"):
+        parse_preference(row, "f:1", pairing="paired")
 
 
 def test_ranked_pairs_have_a_margin():
