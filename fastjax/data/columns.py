@@ -228,6 +228,8 @@ def _messages(
     value: Any, where: str, name: str, read: Callable[[Any, str], Message] | None = None
 ) -> tuple[list[Message], tuple[bool | None, ...] | None]:
     """The messages of a list, and their `train` flags; None: no message has one."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _json(value, where, name[1:-1])
     listed = _list(value, f"{where}: {name}")
     read = read or _message
     messages = [read(item, f"{where}: {name[1:-1]}[{index}]") for index, item in enumerate(listed)]
@@ -256,10 +258,17 @@ def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict) or "role" not in message:
         raise DataError(f"{where}: expected an object with 'role' and 'content', found {describe(message)}")
     role = message["role"]
-    if not isinstance(role, str) or role not in ROLES:
-        raise DataError(f"{where}: unknown role {shown(role, 60)}; the roles are {', '.join(ROLES)}")
+    role = _ROLES.get(role) if isinstance(role, str) else None
+    if role is None:
+        raise DataError(f"{where}: unknown role {shown(message['role'], 60)}; the roles are {', '.join(_ROLES)}")
+    if role != message["role"]:
+        message = message | {"role": role}
     content = message.get("content")
-    calls = message.get("tool_calls")
+    if isinstance(content, list) and (thoughts := [part for part in content if _is_thought(part)]):
+        content = [part for part in content if not _is_thought(part)]
+        thought = "".join(part["thinking"] for part in thoughts)
+        message = message | {"content": content, "reasoning_content": thought}
+    calls = _json(message.get("tool_calls"), where, "tool_calls") or None
     if not isinstance(content, str):
         content = _joined(content, where, may_be_none=bool(calls))
     if not (calls or None in message.values() or message.keys() & _ABOUT) and content is message["content"]:
@@ -272,6 +281,16 @@ def _message(message: Any, where: str) -> Message:
         calls = calls if isinstance(calls, list) else [calls]
         message["tool_calls"] = [_call(call, f"{where}: tool_calls[{index}]") for index, call in enumerate(calls)]
     return message
+
+
+_ROLES = {role: role for role in ROLES} | {who: role for who, role in SHAREGPT_ROLES.items() if who != "function_call"}
+_ROLES |= {"ipython": "tool"}
+"""Names of roles → the role that templates know."""
+
+
+def _is_thought(part: Any) -> bool:
+    """Whether a part of a content is the thought before it, as Anthropic's format has them."""
+    return isinstance(part, dict) and part.get("type") == "thinking" and isinstance(part.get("thinking"), str)
 
 
 _ABOUT = frozenset(("train", "weight"))

@@ -77,8 +77,9 @@ def parse_preference(
         return PreferenceRecord(answers, (True, False), where, margin)
     if pairing == "unpaired" and all(values[meaning] is not None for meaning in _SINGLE):
         label = values["label"]
-        if not isinstance(label, bool):
+        if label not in (True, False):  # 1 and 0 are these
             raise DataError(f"{where}: {shown_names['label']} must be true or false, found {describe(label)}")
+        label = bool(label)
         return PreferenceRecord((answer(values["prompt"], "completion", values["completion"]),), (label,), where)
     listed = ", ".join(shorten(str(name) if value is not None else f"{name} (null)", 80) for name, value in row.items())
     raise DataError(

@@ -8,6 +8,7 @@ held and computed in it always.
 
 import dataclasses
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -60,8 +61,8 @@ class Precision:
 
 
 def make_precision(
-    dtype: str | None,
-    param_dtype: str,
+    dtype: Any,
+    param_dtype: Any,
     float32_modules: Sequence[str] | None,
     config: ModelConfig,
     *,
@@ -71,8 +72,8 @@ def make_precision(
     """Check a user's settings.
 
     Args:
-        dtype: "bfloat16", "float16" or "float32"; None: bfloat16 on a GPU (float16 before Ampere, which has no other
-            matrices of 16 bits), float32 on a CPU.
+        dtype: "bfloat16", "float16" or "float32", or such a dtype of JAX's, NumPy's or torch's; None: bfloat16 on a GPU
+            (float16 before Ampere, which has no other matrices of 16 bits), float32 on a CPU.
         param_dtype: likewise.
         float32_modules: names of modules, or the ends of names.
         config: the model's.
@@ -86,6 +87,7 @@ def make_precision(
         device = dispatch.target()
         old = device.compute_capability is not None and device.compute_capability < (8, 0)
         dtype = "float32" if device.platform == "cpu" else "float16" if old else "bfloat16"
+    dtype, param_dtype = dtype_name(dtype), dtype_name(param_dtype)
     for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
         if value not in DTYPES:
             raise ConfigError(f"{name}: expected one of {list(DTYPES)}, got {shown(value)}")
@@ -93,6 +95,22 @@ def make_precision(
         _check_base_compute(base_compute, dtype, config, trained)
     kept = module_paths(float32_modules or (), config)
     return Precision(jnp.dtype(DTYPES[dtype]), jnp.dtype(DTYPES[param_dtype]), kept, base_compute)
+
+
+def dtype_name(dtype: Any) -> Any:
+    """The name of a dtype of JAX's, NumPy's or torch's (`torch.bfloat16`); what is none of these stays as it is.
+
+    Args:
+        dtype: the dtype, or its name.
+    """
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    if type(dtype).__module__.partition(".")[0] == "torch":
+        return str(dtype).removeprefix("torch.")
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return dtype
 
 
 def _check_base_compute(base_compute: str, dtype: str, config: ModelConfig, trained: bool) -> None:

@@ -202,3 +202,31 @@ def test_a_turn_s_reasoning_is_its_messages():
     record = parse_row({"conversations": turns}, "w")
     assert record.messages[1] == {"role": "assistant", "content": "a", "thinking": "because"}
     assert record.train == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("role", "known"),
+    [("function", "tool"), ("ipython", "tool"), ("observation", "tool"), ("model", "assistant"), ("human", "user")],
+)
+def test_other_names_of_roles(role, known):
+    for row in ({"messages": [{"role": role, "content": "a"}]}, {"conversations": [{"role": role, "content": "a"}]}):
+        assert parse_row(row, "w").messages == [{"role": known, "content": "a"}]
+
+
+def test_columns_as_json_text():
+    said = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    row = {"messages": [USER, said], "tools": [FUNCTION]}
+    packed = {
+        "messages": json.dumps([USER, said | {"tool_calls": json.dumps([CALL])}]),
+        "tools": json.dumps([FUNCTION]),
+    }
+    assert parse_row(packed, "w") == parse_row(row, "w")
+    with pytest.raises(DataError, match="w: 'messages' is not valid JSON: "):
+        parse_row({"messages": "[oh"}, "w")
+
+
+def test_a_thought_among_the_parts_is_the_message_s_reasoning():
+    parts = [{"type": "thinking", "thinking": "be"}, {"type": "thinking", "thinking": "cause"}]
+    message = {"role": "assistant", "content": [*parts, {"type": "text", "text": "a"}]}
+    (found,) = parse_row({"messages": [message]}, "w").messages
+    assert found == {"role": "assistant", "content": "a", "reasoning_content": "because"}

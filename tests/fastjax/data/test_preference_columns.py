@@ -86,6 +86,9 @@ def test_single_answers_named_columns_and_templates():
     row = {"question": "Sky?", "completion": "Blue.", "label": False}
     found = parse_preference(row, "f:1", {"prompt": "question"}, pairing="unpaired", templated=True)
     assert found.answers == (CHATS[0]._replace(prompt=0),) and found.desirable == (False,)
+    for label in (0, 1):
+        numbered = parse_preference(row | {"label": label}, "f:1", {"prompt": "question"}, pairing="unpaired")
+        assert numbered.desirable == (bool(label),) and isinstance(numbered.desirable[0], bool)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +115,8 @@ def test_single_answers_named_columns_and_templates():
         ("paired", {"chosen": {}, "rejected": {}}, "f:1: 'chosen' must be a string or a list of messages, found {}"),
         (
             "unpaired",
-            {"prompt": "a", "completion": "b", "label": 1},
-            "f:1: 'label' must be true or false, found 1",
+            {"prompt": "a", "completion": "b", "label": 2},
+            "f:1: 'label' must be true or false, found 2",
         ),
     ],
 )

@@ -11,6 +11,7 @@ from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.export import export_adapters
 from fastjax.models.decoder import lm_logits
+from fastjax.models.precision import dtype_name
 from fastjax.quantization import NF4Weight
 from fastjax.training.loss import loss_sums
 from tests.support import tiny
@@ -221,3 +222,11 @@ def test_adapters_of_16_bits_are_written_as_they_are(tmp_path):
 def test_settings_that_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         tiny.model(tiny.shared_folder(), tiny.CONFIG, **options)
+
+
+def test_dtypes_of_libraries_are_their_names():
+    assert [dtype_name(given) for given in (jnp.bfloat16, np.float16, jnp.dtype("float32"), "bfloat16", None, 3)] == [
+        *("bfloat16", "float16", "float32", "bfloat16", None, 3)
+    ]
+    torch_s = type("dtype", (), {"__module__": "torch", "__str__": lambda self: "torch.bfloat16"})
+    assert dtype_name(torch_s()) == "bfloat16"
