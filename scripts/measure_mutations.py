@@ -1,27 +1,24 @@
 """Mutation testing: how many small faults, planted one at a time, a module's own tests find.
 
 python scripts/measure_mutations.py --mutants 20 --seed 0
-python scripts/measure_mutations.py packing nf4 --tests-of HEAD~5      the same mutants under an earlier commit's tests
+python scripts/measure_mutations.py packing nf4                        these modules alone
 
-A mutant has one comparison, arithmetic or boolean operator, condition, number or return value changed. The work is done
-in a temporary copy of the tree; the modules and their tests are the table below. Tests that fail without a mutant, as
-those of an earlier commit may on today's modules, are left out and counted.
+A mutant has one comparison, arithmetic or boolean operator, condition, number or return value changed. Each is tried on
+the default tier of the module's tests, and one that survives on all of them. The work is done in a temporary copy of
+the tree; the modules and their tests are the table below. Tests that fail without a mutant are left out and counted.
 """
 
 import argparse
 import ast
 import copy
 import importlib
-import io
 import json
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
@@ -67,6 +64,19 @@ TARGETS = {
         ("tests/convert/test_adapters.py", "tests/convert/test_merge.py"),
         ("write_adapter", "_file_name", "_check", "_twins", "_whole"),
     ),
+    "template": Target(
+        "fastjax/data/template.py",
+        (
+            "tests/fastjax/data/test_template.py",
+            "tests/fastjax/data/test_named_templates.py",
+            "tests/fastjax/data/test_encoding.py",
+        ),
+    ),
+    "ranges": Target(
+        "pallas_kernels/attention/ranges.py",
+        ("tests/pallas_kernels/attention/test_ranges.py", "tests/pallas_kernels/attention/test_features.py"),
+    ),
+    "units": Target("fastjax/lora/linear.py", ("tests/fastjax/lora/test_linear.py",)),
     "resume": Target(
         "fastjax/runs/resume.py",
         ("tests/fastjax/runs/test_resume.py", "tests/fastjax/runs/test_folder.py"),
@@ -205,16 +215,15 @@ class Outcome(NamedTuple):
 
 
 def run(
-    folder: Path, target: Target, *, deselected: Sequence[str] = (), stop: bool = True, limit: float = 900
+    folder: Path, target: Target, tier: str, *, deselected: Sequence[str] = (), stop: bool = True, limit: float = 900
 ) -> Outcome:
-    """Run a target's tests in a copy of the tree; a run longer than `limit` seconds has failed.
+    """Run a tier of a target's tests in a copy of the tree; a run longer than `limit` seconds has failed.
 
     In a fork of this process, which has imported the slow libraries and nothing of the tree.
     """
-    tests = [path for path in target.tests if (folder / path).exists() and path not in deselected]
-    if not tests:
-        raise RuntimeError(f"{target.module}: no test file applies")
-    arguments = [*tests, "-q", "-p", "no:cacheprovider", "-rfE", "--hypothesis-seed=0"] + ["-x"] * stop
+    arguments = [*target.tests, f"--tier={tier}", "-q", "-p", "no:cacheprovider", "-rfE", "--hypothesis-seed=0"] + [
+        "-x"
+    ] * stop
     arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", *(f"--deselect={test}" for test in deselected)]
     output, start = folder / "output.txt", time.monotonic()
     child = os.fork()
@@ -243,51 +252,52 @@ def run(
     return Outcome(status == 0, failures, time.monotonic() - start)
 
 
-def copy_tree(folder: Path, commit: str | None) -> None:
-    """Copy today's packages, with the tests of today or of a commit."""
-    for name in ("convert", "fastjax", "pallas_kernels", "scripts", "examples", "docs"):
+def copy_tree(folder: Path) -> None:
+    """Copy the packages and their tests."""
+    for name in ("convert", "fastjax", "pallas_kernels", "scripts", "examples", "docs", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     if (ROOT / ".venv-test-programs").exists():
         (folder / ".venv-test-programs").symlink_to((ROOT / ".venv-test-programs").resolve())
-    if commit is None:
-        shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    else:
-        archive = subprocess.run(["git", "archive", commit, "tests"], cwd=ROOT, capture_output=True, check=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            tar.extractall(folder, filter="data")
 
 
-def measure(name: str, count: int, seed: int, commit: str | None) -> dict:
+def measure(name: str, count: int, seed: int) -> dict:
     """Plant one module's mutants; returns its counts and survivors."""
     target = TARGETS[name]
     with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
         folder = Path(temporary)
-        copy_tree(folder, commit)
+        copy_tree(folder)
         file = folder / target.module
         source = file.read_text()
         file.write_text(ast.unparse(ast.parse(source)))
-        before = run(folder, target, stop=False)
-        print(f"  {name}: {before.seconds:.0f} s; without a mutant fail {before.failures}", file=sys.stderr, flush=True)
+        before = {tier: run(folder, target, tier, stop=False) for tier in ("default", "all")}
+        seconds = {tier: round(outcome.seconds) for tier, outcome in before.items()}
+        failing = before["all"].failures
+        print(f"  {name}: seconds {seconds}; without a mutant fail {failing}", file=sys.stderr, flush=True)
         everything = mutants(source, target.functions)
         chosen = random.Random(f"{seed} {name}").sample(everything, min(count, len(everything)))
-        survivors, killers = [], {}
+        killers: dict[str, dict[str, str]] = {tier: {} for tier in before}
+        survivors = []
         for described, mutant in chosen:
             file.write_text(mutant)
-            done = run(folder, target, deselected=before.failures, limit=60 + 4 * before.seconds)
-            if done.passed:
-                survivors.append(described)
+            for tier, outcome in before.items():
+                done = run(folder, target, tier, deselected=failing, limit=60 + 4 * outcome.seconds)
+                if not done.passed:
+                    killers[tier][described] = done.failures[0] if done.failures else ""
+                    break
             else:
-                killers[described] = done.failures[:1]
-            print(f"  {name}: {described}: {'SURVIVED' if done.passed else 'killed'}", file=sys.stderr, flush=True)
+                survivors.append(described)
+            by = next((tier for tier in killers if described in killers[tier]), None)
+            print(f"  {name}: {described}: {f'killed by {by}' if by else 'SURVIVED'}", file=sys.stderr, flush=True)
     return {
         "module": target.module,
         "possible": len(everything),
         "mutants": len(chosen),
-        "killed": len(chosen) - len(survivors),
+        "seconds": seconds,
+        "killed": {"default": len(killers["default"]), "all": len(chosen) - len(survivors)},
         "survivors": survivors,
         "killers": killers,
-        "tests_left_out": before.failures,
+        "tests_left_out": failing,
     }
 
 
@@ -297,7 +307,6 @@ def main() -> None:
     parser.add_argument("modules", nargs="*", choices=[*TARGETS, []], metavar="module", help=", ".join(TARGETS))
     parser.add_argument("--mutants", type=int, default=20, help="sampled of each module")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests-of", metavar="COMMIT", help="the tests of this commit instead of today's")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -306,11 +315,15 @@ def main() -> None:
         importlib.import_module(module)
     found = {}
     for name in options.modules or TARGETS:
-        row = found[name] = measure(name, options.mutants, options.seed, options.tests_of)
+        row = found[name] = measure(name, options.mutants, options.seed)
+        killed = row["killed"]
         print(
-            f"{name:10} {row['killed']:3} of {row['mutants']:3} killed; {len(row['tests_left_out'])} tests left out",
+            f"{name:10} of {row['mutants']:3} killed: default tier {killed['default']:3}, all {killed['all']:3}; "
+            f"{len(row['tests_left_out'])} tests left out",
             flush=True,
         )
+        for described, test in row["killers"]["all"].items():
+            print(f"           by --tier all alone: {row['module']} {described} ({test})")
         for survivor in row["survivors"]:
             print(f"           survived: {row['module']} {survivor}")
     if options.json:

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Installs fastjax with its test dependencies in a virtual environment of its own and runs the tests, once for each
-# supported pair of Python and JAX that this machine can run. Arguments go to pytest:
+# Installs fastjax with its test dependencies in virtual environments of its own and runs what must pass: style, manual,
+# types and tests. Arguments go to pytest:
 #
-#     scripts/test.sh                              everything: style, manual, types, tests
-#     scripts/test.sh --quick                      style, manual, types, and the tests that are not marked slow, in one world
+#     scripts/test.sh                                    the default tier: every mechanism once
+#     scripts/test.sh --quick                            while writing: the fast modules, under one Python
+#     scripts/test.sh --all                              before a release: every case, under both Pythons
 #     scripts/test.sh tests/fastjax/training -k loop     only these tests
 #
 # The environments .venv-test-3.11 and .venv-test-3.12 are kept and reused until what they install changes, and so are
-# the compiled programs in .venv-test-programs. Where there are both worlds, each leaves to the other what one of them
-# proves: the newer one the tests marked one_world, the older one those marked newer_world. The newer one begins while
-# the older one, with torch, is being installed.
+# the compiled programs in .venv-test-programs. The newer pair of Python and JAX runs the tests, and begins while the
+# older one is being installed; that one has torch, and runs what compares with it and the command line's smoke tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
@@ -38,7 +38,8 @@ find_python() {
 # Makes or refreshes the environment $1 with Python $2 for the world $3.
 prepare() {
   local environment=$1 python=$2 world=$3 stamp version
-  stamp=$({ cat pyproject.toml "$0"; "$python" -VV; pwd; } | sha256sum | cut -d' ' -f1)
+  stamp=$({ sed -n '/^\[build-system\]/,/^\[tool/p' pyproject.toml; echo "${PINS[$world]} ${EXTRAS[$world]}"; "$python" -VV; pwd; } |
+    sha256sum | cut -d' ' -f1)
   if [ "$(cat "$environment/.stamp" 2>/dev/null)" = "$stamp" ]; then return 0; fi
   echo "== $environment: installing (Python $("$python" -V | cut -d' ' -f2), ${PINS[$world]})"
   rm -rf .venv-test-programs "$environment"
@@ -70,20 +71,22 @@ finish() {
   return "$status"
 }
 
-quick=()
-if [ "${1:-}" = --quick ]; then
-  shift
-  quick=(-m "not slow")
-fi
+tier=default
+case "${1:-}" in
+  --quick | --all)
+    tier=${1#--}
+    shift
+    ;;
+esac
 
 worlds=()
 declare -A installing
-for world in 3.11 3.12; do
-  [ ${#quick[@]} -gt 0 ] && [ ${#worlds[@]} -gt 0 ] && break
+for world in 3.12 3.11; do
+  [ $tier = quick ] && [ ${#worlds[@]} -gt 0 ] && break
   if python=$(find_python "$world"); then
     prepare ".venv-test-$world" "$python" "$world" & # side by side: each waits for the network and the disk in turn
     installing[$world]=$!
-    worlds=("$world" ${worlds[@]+"${worlds[@]}"}) # the newer first: without torch it is there earlier
+    worlds+=("$world")
   fi
 done
 if [ ${#worlds[@]} -eq 0 ]; then # another Python: the newer world's pins
@@ -101,7 +104,7 @@ typed=${worlds[-1]} # the world with torch, whose types pyright reads
 for world in "${worlds[@]}"; do
   if [ -n "${installing[$world]:-}" ]; then wait "${installing[$world]}"; fi
   bin=.venv-test-$world/bin
-  select=(${quick[@]+"${quick[@]}"})
+  select=(--tier "$tier")
   if [ $# -eq 0 ] && [ "$world" = "${worlds[0]}" ]; then
     check "ruff check" "$bin/ruff" check .
     check "ruff format" "$bin/ruff" format --check .
@@ -110,13 +113,17 @@ for world in "${worlds[@]}"; do
   if [ $# -eq 0 ] && [ "$world" = "$typed" ]; then
     "$bin/pyright" --pythonpath "$bin/python" >"$bin/../types" 2>&1 & # beside the tests
     pyright=$!
-    if [ ${#worlds[@]} -gt 1 ]; then select=(-m "not newer_world"); fi
-  elif [ $# -eq 0 ]; then
-    select=(-m "not one_world")
   fi
-  check "tests, Python $world" "$bin/python" -m pytest -n 2 --dist worksteal --durations 15 \
-    ${select[@]+"${select[@]}"} "$@" </dev/null
+  if [ $# -eq 0 ] && [ ${#worlds[@]} -gt 1 ]; then
+    case $tier:$world in
+      default:3.11) select+=(--share older) ;;
+      default:3.12) select+=(--share newer) ;;
+      all:3.12) select+=(-m "not torch") ;;
+    esac
+  fi
+  check "tests, Python $world" "$bin/python" -m pytest -n 2 --dist worksteal --durations 15 "${select[@]}" "$@" </dev/null
   if [ -n "$pyright" ]; then check "pyright" finish "$pyright" "$bin/../types"; fi
+  pyright=
 done
 
 if [ ${#failed[@]} -gt 0 ]; then

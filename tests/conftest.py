@@ -1,18 +1,16 @@
 """Strict numerics for every test: explicit promotion, eight fake CPU devices, no hub.
 
 On a CPU programs are compiled for the test and not for speed: they run for milliseconds and would compile for seconds.
-XLA's optimisations are off, its older emitter (a third of the newer one's compile time) makes the code where jaxlib
-still has it, a program's code stays in one piece (a tenth), and all workers share one cache of compiled programs beside
-the environments. A test marked `optimized` or `aot` has XLA's defaults for its optimisations. Fusions stay: without
-them jaxlib 0.11 compiles in half the time, to programs with wrong results.
+XLA's optimisations are off, its older emitter (a quarter of the newer one's compile time) makes the code, a program's
+code stays in one piece (a tenth), and all workers share one cache of compiled programs beside the environments. A test
+marked `optimized` or `aot` has XLA's defaults for its optimisations. Fusions stay: without them jaxlib 0.11 compiles
+programs with wrong results.
 """
 
-import collections
 import ctypes
 import gc
 import os
 import sys
-import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,10 +21,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share one card
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Beside the environments: a process with an empty home looks through all fonts first, for seconds.
+os.environ.setdefault("MPLCONFIGDIR", str(Path(__file__).parents[1] / ".venv-test-matplotlib"))
 if "cpu" in os.environ["JAX_PLATFORMS"]:
     _FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
     if version("jaxlib").startswith("0.10."):
         _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+    else:
+        _FLAGS.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
     if os.environ["JAX_PLATFORMS"] == "cpu":
         _FLAGS.append("--xla_force_host_platform_device_count=8")
         # A collective holds its thread until all devices have come to it, and those that do not depend on each other
@@ -40,6 +42,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from pallas_kernels.compat import JAX_VERSION
+from tests import progress, tiers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -84,7 +87,9 @@ def pytest_collection_finish(session):
 
 
 def pytest_addoption(parser):
-    """How long tests look that are never done."""
+    """The tier, and how long tests look that are never done."""
+    tiers.add_options(parser)
+    progress.add_options(parser)
     parser.addoption("--mutations", type=int, default=25, metavar="N", help="mutations of a checkpoint's files")
     parser.addoption("--fuzz", type=int, default=1000, metavar="N", help="hostile inputs of each kind, in tests/fuzz")
     parser.addoption("--every-mesh", action="store_true", help="all meshes of eight devices, in test_every_mesh.py")
@@ -100,160 +105,25 @@ def home(tmp_path_factory):
         yield
 
 
-#: The mark of what only the older world runs, which has torch, and of what only the newer one does.
-WORLDS = "one_world", "newer_world"
-#: Files, texts and tables, and runs that other tests make in both worlds: modules and folders.
-ONE_WORLD = (
-    "convert",
-    "fastjax/bench",
-    "fastjax/cli/test_bench.py",
-    "fastjax/cli/test_broken_runs.py",
-    "fastjax/cli/test_compare.py",
-    "fastjax/cli/test_convert.py",
-    "fastjax/cli/test_cookbook.py",
-    "fastjax/cli/test_documentation.py",
-    "fastjax/cli/test_hub_names.py",
-    "fastjax/cli/test_import_config.py",
-    "fastjax/cli/test_import_preferences.py",
-    "fastjax/cli/test_mixture.py",
-    "fastjax/cli/test_preview.py",
-    "fastjax/cli/test_quantization_aware.py",
-    "fastjax/cli/test_quickstart.py",
-    "fastjax/cli/test_resume.py",
-    "fastjax/cli/test_run_import.py",
-    "fastjax/cli/test_train.py",
-    "fastjax/data",
-    "fastjax/evaluation",
-    "fastjax/lora/test_experts.py",
-    "fastjax/lora/test_models.py",
-    "fastjax/lora/test_quantized.py",
-    "fastjax/models/test_families.py",
-    "fastjax/models/test_load.py",
-    "fastjax/models/test_mixture_formats.py",
-    "fastjax/models/test_precision.py",
-    "fastjax/models/test_quantized.py",
-    "fastjax/models/test_vocabulary.py",
-    "fastjax/parity",
-    "fastjax/quantization/test_fake.py",
-    "fastjax/quantization/test_served_weights.py",
-    "fastjax/runs/test_sft.py",
-    "fastjax/runs/test_trainer.py",
-    "fastjax/test_merged.py",
-    "fastjax/test_notebooks.py",
-    "fastjax/training/preferences",
-    "fastjax/training/test_accumulation.py",
-    "fastjax/training/test_device_steps.py",
-    "fastjax/training/test_loss.py",
-    "fastjax/training/test_packed_data.py",
-    "fastjax/training/test_progress.py",
-    "fastjax/training/test_report.py",
-    "fuzz",
-    "scripts",
-    "test_architecture.py",
-)
-#: Modules and folders that take more than ten seconds of a core.
-SLOW = (
-    "fastjax/bench/step/test_check.py",
-    "fastjax/bench/step/test_run.py",
-    "fastjax/cli/test_bench.py",
-    "fastjax/cli/test_broken_runs.py",
-    "fastjax/cli/test_cookbook.py",
-    "fastjax/cli/test_hub_names.py",
-    "fastjax/cli/test_launch.py",
-    "fastjax/cli/test_mixture.py",
-    "fastjax/cli/test_quickstart.py",
-    "fastjax/cli/test_resume.py",
-    "fastjax/cli/test_run_import.py",
-    "fastjax/cli/test_train.py",
-    "fastjax/lora",
-    "fastjax/models",
-    "fastjax/parallel",
-    "fastjax/parity",
-    "fastjax/quantization",
-    "fastjax/runs/test_trainer.py",
-    "fastjax/training/test_accumulation.py",
-    "fastjax/training/test_every_mesh.py",
-    "fastjax/training/test_packed_data.py",
-    "fastjax/training/test_step.py",
-    "fastjax/test_notebooks.py",
-    "fastjax/training/test_step_on_mesh.py",
-    "pallas_kernels/attention",
-    "pallas_kernels/glu",
-    "pallas_kernels/grouped_matmul",
-    "pallas_kernels/nf4",
-    "pallas_kernels/split_rope",
-)
+def pytest_configure(config):
+    """Progress is told by the process that the workers report to."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(progress.Progress(config))
 
 
 def pytest_ignore_collect(collection_path, config):
-    """A module that `-m "not slow"` or `-m "not one_world"` leaves out is not imported either."""
-    left_out = {"not slow": SLOW, "not one_world": ONE_WORLD}.get(config.option.markexpr, ())
-    return True if str(collection_path.relative_to(Path(__file__).parent)) in left_out else None
-
-
-def _mark_newer(item):
-    """What needs JAX 0.11 is left to the world that has it, and skipped where that is the only one without."""
-    if (mark := item.get_closest_marker("newer_jax")) is not None:
-        item.add_marker("newer_world")
-        if JAX_VERSION < (0, 11):
-            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
-
-
-def _share_out(items):
-    """Of a test's cases that nothing is said of both worlds run the first, and one of them, by its name, each other.
-
-    Nothing is left to neither: that is an error.
-    """
-    said = {*WORLDS, "both_worlds"}
-    tests = collections.defaultdict(list)
-    for item in items:
-        if hasattr(item, "callspec") and not said & {mark.name for mark in item.iter_markers()}:
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for _, *others in tests.values():
-        for item in others:
-            item.add_marker(WORLDS[zlib.crc32(item.callspec.id.encode()) % 2])
-    if neither := [item.nodeid for item in items if all(item.get_closest_marker(world) for world in WORLDS)]:
-        raise pytest.UsageError(f"marked both one_world and newer_world, so that no world runs it: {neither}")
-
-
-def _mark_cases(item):
-    """The cases of a test that `both_worlds` does not name are left to one world."""
-    for mark in item.iter_markers("both_worlds"):
-        if item.callspec.id not in mark.args:
-            item.add_marker(mark.kwargs.get("others", "one_world"))
-
-
-def _check_names(items):
-    """A name that no case has would silently leave a case to one world."""
-    named, found = collections.defaultdict(set), collections.defaultdict(set)
-    for item in items:
-        for mark in item.iter_markers("both_worlds"):
-            test = item.nodeid.partition("[")[0]
-            named[test] |= set(mark.args)
-            found[test].add(item.callspec.id)
-    if wrong := {test: names - found[test] for test, names in named.items() if names - found[test]}:
-        raise pytest.UsageError(f"both_worlds names cases that do not exist: {wrong}")
+    """A module without a test for this run is not imported either."""
+    return True if tiers.is_left_out(collection_path, config) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks by folder; tests marked gpu run only where there is one, elsewhere they are skipped with the reason."""
-    if not any("::" in argument for argument in config.args):
-        _check_names(items)
-    here = Path(__file__).parent
+    """Leave out what another tier runs, and skip, with the reason, what this machine cannot."""
+    tiers.select(config, items)
     anywhere = jax.default_backend() == "gpu" or config.getoption("gpu_tests_anywhere")
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU: run with JAX_PLATFORMS=cuda pytest -m gpu")
     for item in items:
-        module = item.path.relative_to(here)
-        parents = {str(path) for path in (module, *module.parents)}
-        if parents & set(ONE_WORLD):
-            item.add_marker("one_world")
-        if parents & set(SLOW):
-            item.add_marker("slow")
         if "gpu" in item.keywords and not anywhere:
             item.add_marker(skip)
-        if "torch" in item.keywords:
-            item.add_marker("one_world")
-        _mark_newer(item)
-        _mark_cases(item)
-    _share_out(items)
+        if (mark := item.get_closest_marker("newer_jax")) is not None and JAX_VERSION < (0, 11):
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import pytest
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("convert", "fastjax", "pallas_kernels")
-pytestmark = pytest.mark.one_world
 
 
 def listed(builder) -> set[str]:

@@ -25,6 +25,7 @@ def test_parameters_are_counted(base):
     assert full.num_parameters() == (weights, weights)
 
 
+@pytest.mark.exhaustive("scan-True", "unroll-False")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_a_fully_trained_model_is_saved_under_the_checkpoints_names(tmp_path, tied, layer_loop):

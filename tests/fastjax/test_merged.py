@@ -13,6 +13,7 @@ from tests.support import tiny
 TOLERANCE = 1e-4
 
 
+@pytest.mark.exhaustive("True")
 @pytest.mark.parametrize("load_in_4bit", [False, True])
 def test_merged_is_base_plus_adapter(tmp_path, load_in_4bit):
     config = tiny.config(hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
@@ -29,6 +30,7 @@ def test_merged_is_base_plus_adapter(tmp_path, load_in_4bit):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "merged"]
 
 
+@pytest.mark.exhaustive("bfloat16")
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_a_16_bit_base_in_4_bits_is_the_same_model_however_it_got_there(tmp_path, dtype):
     """Quantised as it was read or by `convert quantize`, decoded, merged: in float32 too, what was trained is kept."""

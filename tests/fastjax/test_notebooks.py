@@ -1,7 +1,7 @@
 """The notebooks run from top to bottom on the embedded model, and are kept without outputs.
 
 All run in one kernel, one after the other, each with a namespace and a folder of its own: the imports, a third of the
-time, are made once.
+time, are made once. Before that each is read: names, arguments and settings that are not there show without a run.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import ROOT, environment
+from tests.support.shown_code import Reader
 
 #: Notebook -> what its outputs show, besides no error and nothing on standard error.
 SHOWN = {
@@ -44,6 +45,7 @@ def text_of(cells) -> str:
     return "\n".join(found)
 
 
+@pytest.mark.exhaustive("alpaca_sft", by="test_its_names_and_settings_are_there")
 @pytest.mark.parametrize("name", SHOWN)
 def test_it_runs(name, client, tmp_path):
     """The cells as a reader runs them; the outputs are those of a model that has learnt something."""
@@ -60,6 +62,15 @@ def test_it_runs(name, client, tmp_path):
         done, steps = re.search(r'<progress value="(\d+)" max="(\d+)"', bar).groups()
         assert done == steps and f"finished after step {steps}" in bar and "<svg" in bar
     assert len(bars) == sum(".train(" in "".join(cell.source) for cell in book.cells if cell.cell_type == "code")
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_its_names_and_settings_are_there(name):
+    book, reader = json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")), Reader()
+    for cell in book["cells"]:
+        if cell["cell_type"] == "code":
+            reader.read("".join(cell["source"]))
+    assert reader.calls > 5
 
 
 def test_each_is_run():

@@ -9,6 +9,7 @@ import random
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,18 +59,27 @@ def survive(world: World, whole: Path, output: Path, kills: int, seed: int = 0) 
     """
     draw = random.Random(seed)
     landed = [
-        _kill(world, output, moment, number * STEPS_A_KILL + draw.randint(1, STEPS_A_KILL // 2), draw)
+        kill(world, output, moment, number * STEPS_A_KILL + draw.randint(1, STEPS_A_KILL // 2), draw)
         for number, moment in enumerate(moments(kills, draw))
     ]
+    finish(world, whole, output, landed)
+    return landed
+
+
+def finish(world: World, whole: Path, output: Path, landed: Sequence[Kill]) -> None:
+    """Resume a killed run to the end, and compare it with the uninterrupted one.
+
+    Raises:
+        AssertionError: results or figures differ, or unfinished files remain.
+    """
     last = world.start(output)
     assert last.status() == 0, last.output
     assert _unfinished(output) == ("", ""), f"unfinished at the end: {_unfinished(output)}; {landed}"
     assert contents(output / "adapter") == contents(whole / "adapter"), f"another adapter; {landed}"
     assert figures(output) == figures(whole), f"other figures; {landed}"
-    return landed
 
 
-def _kill(world: World, output: Path, moment: str, step: int, draw: random.Random) -> Kill:
+def kill(world: World, output: Path, moment: str, step: int, draw: random.Random) -> Kill:
     """Kill a process at a moment; a moment after its first step comes after that step of the run."""
     process = world.start(output)
     if moment == "start":

@@ -2,14 +2,11 @@
 
 import re
 
-import pytest
 import yaml
 
 from fastjax.cli import main
 from fastjax.training.metrics import Evaluation, JsonLines
 from tests.support.pages import check_self_contained, embedded_charts
-
-pytestmark = pytest.mark.one_world
 
 
 def run(folder, steps: int, *, learning_rate: float = 1e-3, name: str | None = None, again: int = 0, **model) -> str:

@@ -34,6 +34,7 @@ def run(*arguments):
     return main(["convert", *map(str, arguments)])
 
 
+@pytest.mark.older_jax
 def test_merge_then_verify_with_logits(model, adapter, tmp_path, capsys):
     assert run("merge", model, adapter, tmp_path / "out", "--dtype", "float32") == 0
     assert "read back and compared" in capsys.readouterr().out
@@ -87,6 +88,7 @@ def test_every_scheme_can_be_asked_for(model, tmp_path):
     assert open_weights(tmp_path / "out").formats()[-1].label == "INT8"
 
 
+@pytest.mark.older_jax
 def test_the_adapter_of_a_checkpoint(tmp_path, capsys):
     """The run's last checkpoint gives what the run itself wrote."""
     world = World(tmp_path, 8).make()

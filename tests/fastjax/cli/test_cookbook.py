@@ -1,10 +1,12 @@
-"""The recipes of docs/cookbook.md run, each after the page's beginning alone, and their assertions hold."""
+"""The recipes of docs/cookbook.md are read, and run, each after the page's beginning alone; their assertions hold."""
 
 import re
 from pathlib import Path
 
 import jax
 import pytest
+
+from tests.support.shown_code import Reader
 
 ROOT = Path(__file__).parents[3]
 #: Heading -> code, of each section that has any.
@@ -27,6 +29,16 @@ def beginning():
     return names
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_names_and_arguments_are_there(name):
+    assert Reader().read(BEGINNING).read(RECIPES[name]).calls > 4
+
+
+@pytest.mark.exhaustive(
+    "An optimizer of your own, for some of the weights",
+    "The kernels over a pytree of your own",
+    by="test_its_names_and_arguments_are_there",
+)
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name, beginning, tmp_path, monkeypatch, capsys):
     """A program that prints its figures, and ends well."""

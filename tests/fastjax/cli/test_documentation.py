@@ -21,6 +21,7 @@ from fastjax.commands.quickstart import quickstart_config
 from fastjax.commands.reference import list_sections
 from fastjax.commands.settings import parse_train_config
 from fastjax.training.report import usage
+from tests.support.shown_code import Reader
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -176,6 +177,17 @@ def test_readme_names_every_command():
             assert command in COMMANDS
 
 
+@pytest.mark.parametrize(
+    "file", ["README.md", *(f"docs/{name}.md" for name in ("python", "preferences", "evaluation"))]
+)
+def test_shown_python_has_names_and_arguments_that_are_there(file):
+    reader, shown = Reader(), blocks("python", (ROOT / file).read_text(encoding="utf-8"))
+    for block in shown:
+        if "from peft" not in block:
+            reader.read(block)
+    assert reader.calls > len(shown)
+
+
 def test_readme_python(chat_folder, chats, tmp_path, monkeypatch):
     """The blocks run one after the other, on a small model and two steps."""
     monkeypatch.chdir(tmp_path)
@@ -194,6 +206,7 @@ def test_readme_python(chat_folder, chats, tmp_path, monkeypatch):
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.exhaustive(by="test_shown_python_has_names_and_arguments_that_are_there, test_readme_python")
 def test_the_page_of_python(tmp_path, monkeypatch):
     """The other blocks of docs/python.md, one after the other, on the embedded model."""
     monkeypatch.chdir(tmp_path)
@@ -220,6 +233,10 @@ def test_the_page_of_python(tmp_path, monkeypatch):
     assert names["out"].shape == (1, 32, 4, 16) and not names["out"][0, 28:].any()  # padding sees nothing
 
 
+@pytest.mark.exhaustive(
+    by="test_shown_python_has_names_and_arguments_that_are_there, "
+    "tests/fastjax/cli/test_broken_runs.py::test_a_users_evaluation_decides_nothing_but_is_reported"
+)
 def test_own_loss_and_evaluation(chat_folder, chats, tmp_path, monkeypatch):
     """The block of docs/python.md, on a small model and two steps."""
     monkeypatch.chdir(ROOT)
@@ -234,6 +251,10 @@ def test_own_loss_and_evaluation(chat_folder, chats, tmp_path, monkeypatch):
     assert names["result"].evaluation.extra == {"eval_exact": 0.0}
 
 
+@pytest.mark.exhaustive(
+    by="test_shown_python_has_names_and_arguments_that_are_there, "
+    "tests/fastjax/cli/test_import_preferences.py::test_an_imported_run_over_preferences_trains"
+)
 def test_preferences(chat_folder, tmp_path, monkeypatch):
     """The blocks of docs/preferences.md, on a small model: the loss falls, the margin grows."""
     monkeypatch.chdir(tmp_path)

@@ -33,6 +33,7 @@ def train(tmp_path, chats):
         "model": {"model_name": "org/model", "max_seq_length": 64, "dtype": "float32"},
         "lora": {"r": 2, "target_modules": ["q_proj"]},
         "data": {"train": str(chats), "cache_dir": None},
+        "optimizer": {"lr_scheduler_type": "constant"},  # one program whatever the number of steps
         "training": {"max_steps": 1},
         "output": {"output_dir": str(tmp_path / "run"), "report_to": []},
     }
@@ -70,6 +71,7 @@ def test_the_commit_is_kept(cache, train, tmp_path, capsys):
     assert read_adapter(tmp_path / "out")[0].revision == FIRST
 
 
+@pytest.mark.exhaustive(by="test_the_commit_is_kept")
 def test_an_adapter_from_the_hub(cache, train, tmp_path):
     assert train() == 0
     home = tmp_path / "hub" / "models--org--adapter"

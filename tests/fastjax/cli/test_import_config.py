@@ -1,5 +1,6 @@
 """`fastjax import-config`: settings of Axolotl, LLaMA-Factory and torchtune, to files that `fastjax train` takes."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -256,10 +257,33 @@ assert not {{"jax", "transformers", "datasets"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
+def test_one_run_has_the_same_settings_by_each_tool(chat_folder, chats, imported, tmp_path):
+    """But for what makes no difference to this run, in which nothing is too long and all projections are adapted."""
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"talks": talks(chats)}))
+    places = {"model": chat_folder, "data": chats, "info": tmp_path, "output": tmp_path / "run"}
+    found = [dataclasses.asdict(imported(text.format(**places), "--force")[0]) for text in RUNS.values()]
+    differ = {
+        f"{section}.{key}"
+        for section in found[0]
+        for key, value in found[0][section].items()
+        if any(other[section][key] != value for other in found[1:])
+    }
+    same = {"data.too_long", "lora.target_modules", "training.num_train_epochs", "output.save_steps"}
+    assert differ == {*same, "model.dtype"}
+
+
+def talks(chats):
+    """The file of conversations in dataset_info.json."""
+    return {"file_name": str(chats), "formatting": "openai", "columns": {"messages": "messages"}}
+
+
+@pytest.mark.exhaustive(
+    by="test_one_run_has_the_same_settings_by_each_tool, "
+    "tests/fastjax/cli/test_import_preferences.py::test_an_imported_run_over_preferences_trains"
+)
 def test_imported_runs_train(chat_folder, chats, imported, tmp_path):
     """The same run by each tool, whose losses are the same."""
-    talks = {"file_name": str(chats), "formatting": "openai", "columns": {"messages": "messages"}}
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"talks": talks}))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"talks": talks(chats)}))
     losses = {}
     for name, text in RUNS.items():
         places = {"model": chat_folder, "data": chats, "info": tmp_path, "output": tmp_path / name}

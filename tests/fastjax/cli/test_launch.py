@@ -12,8 +12,6 @@ from fastjax.cli import main
 from tests.support import chat
 from tests.support.runs import Process, figures, rows
 
-pytestmark = pytest.mark.newer_world
-
 #: Enough for a kill and a signal in between.
 STEPS = 60
 #: For the second of two processes: its first checkpoint meets a full disk, its third one a bug.
@@ -71,6 +69,11 @@ def start(tmp_path_factory):
     return begin
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/cli/test_launched_result.py::test_the_result_is_gathered_from_both, "
+    "tests/fastjax/cli/test_resume.py::test_killed_while_saving, "
+    "tests/fastjax/cli/test_cli.py::test_processes_that_a_signal_stops_wait_for_each_other"
+)
 def test_two_processes_killed_stopped_and_resumed(start, tmp_path):
     output = tmp_path / "run"
     assert start.alone(tmp_path / "whole") == 0
@@ -99,6 +102,10 @@ def test_two_processes_killed_stopped_and_resumed(start, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/cli/test_launched_result.py::test_the_result_is_gathered_from_both, "
+    "tests/fastjax/cli/test_cli.py::test_one_process_of_several_says_which_and_ends_at_once"
+)
 def test_what_befalls_one_rank_alone(start, tmp_path, monkeypatch):
     """A save that one cannot begin none begins, and all go on; one that is ended by an error ends all, within seconds.
 

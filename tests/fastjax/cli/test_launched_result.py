@@ -1,14 +1,11 @@
 """The result of two processes that share the weights is the one that their checkpoint holds."""
 
-import pytest
 import yaml
 from rich.console import Console
 
 from fastjax.runs.adapter_export import export_checkpoint
 from tests.support import chat
 from tests.support.runs import ONE_DEVICE, Process, config, contents, rows
-
-pytestmark = [pytest.mark.newer_world, pytest.mark.slow]
 
 
 def test_the_result_is_gathered_from_both(tmp_path):

@@ -72,6 +72,9 @@ def test_what_is_learnt_and_said(run, capsys):
     assert main(generate) == 0 and main([*generate, "--adapter", str(folder / "adapter")]) == 0
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/cli/test_broken_runs.py::test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been"
+)
 def test_resumed_it_is_the_run_that_was_never_stopped(run, tmp_path):
     file, folder = run
     shutil.copytree(folder, tmp_path / "run")
@@ -86,6 +89,10 @@ def test_resumed_it_is_the_run_that_was_never_stopped(run, tmp_path):
     assert contents(tmp_path / "run" / "adapter").keys() == contents(folder / "adapter").keys()
 
 
+@pytest.mark.exhaustive(
+    by="test_what_is_learnt_and_said, "
+    "tests/fastjax/cli/test_run_import.py::test_training_goes_on_from_it_as_from_the_folder"
+)
 def test_trained_on_from_its_adapter(run, tmp_path):
     """By `lora.adapter`, and as the first checkpoint of a run."""
     file, folder = run

@@ -1,9 +1,11 @@
 """`fastjax plan`: a plan for a card that is not there, and what it refuses."""
 
+import contextlib
 import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,7 +17,7 @@ from fastjax.parallel import MeshShape
 from fastjax.planning import aot
 from fastjax.planning.cards import CARDS
 from fastjax.planning.collectives import Collective
-from fastjax.planning.memory import Room, StepMemory
+from fastjax.planning.memory import ALLOCATOR_BYTES, Room, StepMemory
 from fastjax.runs.plan import Planned, RunPlan
 from fastjax.training import step
 from tests.support.aot import QUICK_CODE, needs_cuda_plugin
@@ -44,9 +46,32 @@ def quickly(monkeypatch):
 
 @needs_cuda_plugin
 @pytest.mark.aot
-@pytest.mark.newer_world
 @pytest.mark.usefixtures("quickly")
 def test_a_plan_without_a_card(settings, tmp_path, capsys):
+    """Of two cards: of the matrices each holds half, and what it gathers takes the link."""
+    output = tmp_path / "plan.json"
+    options = ["--gpu", "t4", "--memory", "2.5", "--checkpointing", "full", "--output", str(output)]
+    assert main(["plan", settings, *options, "--gpus", "2", "--parallel.fsdp", "2"]) == 0
+    plan = json.loads(output.read_text())
+    assert (plan["gpu"], plan["memory_limit"], plan["chosen"]) == ("Tesla T4", 2.5e9, "full")
+    assert plan["mesh"] == {"data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 1}
+    (row,) = plan["policies"]
+    assert row["policy"] == "full" and row["fits"] and row["host_bytes"] == 0
+    assert row["device_bytes"] > row["argument_bytes"] > 68_928 / 4, "at least half of four bits a parameter"
+    assert 0 < row["recomputed_flops"] < row["model_flops"] < 65e12 * row["step_seconds"]
+    assert row["link_bytes"]["all-gather"] > 0 and 0 < row["link_seconds"] < row["step_seconds"]
+    assert not (tmp_path / "out").exists()
+    said, told = capsys.readouterr()
+    assert told.splitlines()[-1] == "compiling for Tesla T4: full"
+    assert "Tesla T4 × 2 · fsdp 2 · of one card" in said and "model.use_gradient_checkpointing: full" in said
+    assert f"{row['tokens_per_second']:,.0f}  " in said
+
+
+@needs_cuda_plugin
+@pytest.mark.aot
+@pytest.mark.exhaustive(by="test_a_plan_without_a_card")
+@pytest.mark.usefixtures("quickly")
+def test_a_plan_of_one_card_beside_one_of_two(settings, tmp_path, capsys):
     output = tmp_path / "plan.json"
     options = ["--gpu", "t4", "--memory", "2.5", "--checkpointing", "full", "--output", str(output)]
     assert main(["plan", settings, *options]) == 0
@@ -78,7 +103,7 @@ def test_a_plan_without_a_card(settings, tmp_path, capsys):
 
 @needs_cuda_plugin
 @pytest.mark.aot
-@pytest.mark.newer_world
+@pytest.mark.exhaustive(by="test_a_plan_without_a_card")
 @pytest.mark.usefixtures("quickly")
 def test_a_plan_of_full_fine_tuning(settings, tmp_path):
     """No weight is frozen."""
@@ -93,7 +118,7 @@ def test_a_plan_of_full_fine_tuning(settings, tmp_path):
 
 @needs_cuda_plugin
 @pytest.mark.aot
-@pytest.mark.newer_world
+@pytest.mark.exhaustive(by="test_the_longest_row_of_a_card_that_compiles_nothing, test_a_plan_without_a_card")
 @pytest.mark.usefixtures("quickly")
 def test_the_longest_row_that_fits(settings, tmp_path, capsys):
     output = tmp_path / "plan.json"
@@ -113,6 +138,43 @@ def test_the_longest_row_that_fits(settings, tmp_path, capsys):
     assert plan["mesh"]["context"] == 2 and half["tokens"] % 4 == 0
     assert half["tokens"] == row["tokens"] and half["device_bytes"] < row["device_bytes"]
     assert "Tesla T4 × 2 · context 2 · of one card" in capsys.readouterr().out
+
+
+def test_the_longest_row_of_a_card_that_compiles_nothing(settings, tmp_path, capsys, monkeypatch):
+    """The command's figures and words, with made-up memories."""
+    monkeypatch.setattr("fastjax.commands.plan._device", lambda gpu, gpus: Nothing())
+    measured = []
+
+    def compiled(run, policy, device, mesh):
+        measured.append((run.config.model.max_seq_length, policy))
+        names = ("output", "alias", "generated_code", "host_argument", "host_output", "host_alias", "host_temp")
+        sizes = {f"{name}_size_in_bytes": 0 for name in (*names, "argument")}
+        sizes["temp_size_in_bytes"] = 10**6 * measured[-1][0]
+        return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**sizes), as_text=lambda: "")
+
+    monkeypatch.setattr("fastjax.runs.plan._compiled", compiled)
+    output = tmp_path / "plan.json"
+    options = ["--gpu", "t4", "--longest", "--checkpointing", "full", "--output", str(output)]
+    assert main(["plan", settings, *options]) == 0
+    plan = json.loads(output.read_text())
+    (row,) = plan["longest"]
+    assert (row["policy"], row["bound"], row["tokens"]) == ("full", "positions", measured[-1][0])
+    assert plan["host_memory_limit"] == 128e9 and row["device_bytes"] == 10**6 * row["tokens"] + ALLOCATOR_BYTES
+    said, told = capsys.readouterr()
+    assert f"{row['tokens']:,}" in said and "the model's positions" in said
+    assert told.splitlines()[-1] == f"compiling for Tesla T4: full, rows of {row['tokens']:,} tokens"
+    narrow = (row["device_bytes"] - 1) / 1e9
+    assert main(["plan", settings, *options, "--memory", f"{narrow}"]) == 0
+    assert json.loads(output.read_text())["longest"] == [] and "none fits" in capsys.readouterr().out
+
+
+class Nothing:
+    """A card that compiles nothing."""
+
+    card, devices = CARDS["t4"], ()
+
+    def tracing(self):
+        return contextlib.nullcontext()
 
 
 def shown(plan, room, best, **training):

@@ -73,6 +73,7 @@ def test_full_fine_tuning_for_int4(settings, tmp_path, capsys):
     assert "nothing is left to do" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive(by="test_full_fine_tuning_for_int4, test_the_command_that_is_told")
 def test_an_adapter_computes_as_it_was_trained(settings, tmp_path, chat_folder, capsys):
     qat = {"weights": "int4-32", "activations": "int8", "start_step": 1, "modules_to_not_quantize": ["down_proj"]}
     output = {"output_dir": str(tmp_path / "run of mine")}

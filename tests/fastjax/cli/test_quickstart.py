@@ -1,8 +1,9 @@
-"""The quickstart, a little more than half of it: it learns the task, shows it, and says where the adapter is."""
+"""The quickstart: it asks, trains, asks again, shows all that and says where the adapter is; and it learns its task."""
 
 import dataclasses
 import io
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,22 +18,41 @@ def test_assets_are_small():
     assert sum(path.stat().st_size for path in (ASSETS / "tiny-llama").iterdir()) <= 4_000_000
 
 
-@pytest.mark.optimized
-def test_quickstart(tmp_path, monkeypatch):
-    held_out = tmp_path / "held_out.jsonl"
+def quickstart(folder, prompts: int, steps: int):
+    """Its answers before and after, to some of the prompts, and what it shows."""
+    held_out = folder / "held_out.jsonl"
     lines = (ASSETS / "tiny-chat" / "test.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    held_out.write_text("".join(lines[:16]), encoding="utf-8")
-    config = quickstart_config(str(tmp_path / "run"))
+    held_out.write_text("".join(lines[:prompts]), encoding="utf-8")
+    config = quickstart_config(str(folder / "run"))
     config = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, eval=str(held_out)),
-        training=dataclasses.replace(config.training, max_steps=80),
+        training=dataclasses.replace(config.training, max_steps=steps),
     )
     shown = io.StringIO()
     before, after = run(config, Console(file=shown, width=100))
+    return before, after, shown.getvalue()
+
+
+def test_it_shows_its_answers_and_its_adapter(tmp_path):
+    before, after, text = quickstart(tmp_path, prompts=2, steps=2)
+    assert before.answers != after.answers and before.exact == 0
+    assert f"exact match on 2 held-out prompts: before 0.0%, after {after.exact / 2:.1%}" in text
+    assert "step 2/2: loss" in text
+    shown = " ".join(text.split())
+    for name, answers in (("before", before.answers), ("after", after.answers)):
+        assert f"{name} {' '.join(answers[0].split())[:40]}" in shown
+    assert f"--adapter {tmp_path}/run/adapter --prompt 'Record: " in text
+    adapter, arrays = read_adapter(tmp_path / "run" / "adapter")
+    assert adapter.r == 16 and any(np.any(array != 0) for name, array in arrays.items() if name.endswith("lora_B"))
+
+
+# That a run with the same settings learns the task within its first steps is seen in a notebook.
+@pytest.mark.optimized
+@pytest.mark.exhaustive(by="test_it_shows_its_answers_and_its_adapter, tests/fastjax/test_notebooks.py::test_it_runs")
+def test_it_learns_its_task(tmp_path):
+    """A little more than half of it."""
+    before, after, text = quickstart(tmp_path, prompts=16, steps=80)
     assert before.exact == 0
     assert after.exact >= 14, after.answers  # 16 after the whole run of 142 steps
-    text = shown.getvalue()
     assert f"before 0.0%, after {after.exact / 16:.1%}" in text
-    assert f"--adapter {tmp_path}/run/adapter --prompt 'Record: " in text
-    assert read_adapter(tmp_path / "run" / "adapter")[0].r == config.lora.r == pytest.approx(16)

@@ -1,10 +1,11 @@
 """`fastjax train` as a process that is killed, terminated and interrupted: resumed, it is the run that never was."""
 
+import random
 import signal
 
 import pytest
 
-from tests.support.kills import STEPS_A_KILL, survive
+from tests.support.kills import STEPS_A_KILL, finish, kill, survive
 from tests.support.runs import World, contents, events, figures, rows
 
 KILLS = 5
@@ -26,6 +27,21 @@ def whole(world):
     return output
 
 
+def test_killed_while_saving(tmp_path):
+    """A checkpoint that is not its first is half written: it goes on from the one before."""
+    world, output, draw = World(tmp_path, 48).make(), tmp_path / "run", random.Random(0)
+    whole = world.start(tmp_path / "whole")
+    assert whole.status() == 0, whole.output
+    assert max(row.get("skipped_steps", 0) for row in rows(tmp_path / "whole")) > 0  # the loss scale matters
+    landed = []
+    while not landed or (landed[-1].during != "save" and len(landed) < 4):  # a save may end before its kill
+        landed.append(kill(world, output, "save", 17 + 8 * len(landed), draw))
+    assert landed[-1].during == "save", landed
+    finish(world, tmp_path / "whole", output, landed)
+    assert events(output)[-2].startswith("going on after step ")
+
+
+@pytest.mark.exhaustive(by="test_killed_while_saving")
 def test_killed_at_any_moment(world, whole, tmp_path):
     """More kills and their places: `python -m tests.support.kills`."""
     landed = survive(world, whole, tmp_path / "run", KILLS)
@@ -33,6 +49,10 @@ def test_killed_at_any_moment(world, whole, tmp_path):
     assert sum(kill.during == "save" for kill in landed) >= 0.15 * KILLS, landed
 
 
+@pytest.mark.exhaustive(
+    by="test_killed_while_saving, "
+    "tests/fastjax/cli/test_broken_runs.py::test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been"
+)
 def test_terminated_interrupted_and_ended_at_once(world, whole, tmp_path):
     output = tmp_path / "run"
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):

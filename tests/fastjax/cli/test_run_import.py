@@ -99,6 +99,7 @@ def test_a_damaged_checkpoint_is_passed_over(settings, adapter, tmp_path, capsys
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.older_jax
 def test_training_goes_on_from_it_as_from_the_folder(settings, adapter, tmp_path):
     peft, run, other = adapter(), tmp_path / "run", tmp_path / "other"
     assert main(["convert", "adapter", str(peft), str(run), "--config", settings()]) == 0

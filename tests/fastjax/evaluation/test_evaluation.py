@@ -47,8 +47,9 @@ def test_scores_are_those_of_the_whole_forward_pass():
     examples += list(zip(prompts, generate(made, prompts, max_new_tokens=5), strict=True))
     found = completion_scores(made, examples, rows=2)
     for (prompt, completion), score in zip(examples, found, strict=True):
-        logits = tiny.logits(made, np.asarray([[*prompt, *completion]], np.int32))[0, len(prompt) - 1 : -1]
-        logits = np.asarray(logits, np.float32)
+        row = np.zeros((1, 48), np.int32)  # of one length, for one program: what is behind is not seen
+        row[0, : len(prompt) + len(completion)] = [*prompt, *completion]
+        logits = tiny.logits(made, row)[0, len(prompt) - 1 : len(prompt) + len(completion) - 1]
         expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(completion)), completion].sum()
         np.testing.assert_allclose(score.log_prob, expected, rtol=2e-5)
         assert score.tokens == len(completion)

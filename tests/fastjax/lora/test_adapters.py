@@ -98,6 +98,7 @@ def test_a_modules_start_depends_neither_on_the_loop_nor_on_the_other_modules(ba
         assert np.array_equal(array, everything[name])
 
 
+@pytest.mark.exhaustive("options1", "options2")
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"init_lora_weights": "orthogonal"}, {"use_rslora": True}])
 def test_a_fresh_adapter_changes_nothing(base, options):
     tokens = np.stack(tiny.documents(tiny.CONFIG, (20, 20)))

@@ -56,7 +56,7 @@ def compiled(kind, rank):
     return aot.compile(forward_and_backward(apply), *specs, x, x, options=options)
 
 
-@pytest.mark.both_worlds("16-1150000000.0-nf4", others="newer_world")
+@pytest.mark.exhaustive("16-1150000000.0-nf4")
 @pytest.mark.parametrize("kind", ["nf4", "bfloat16"])
 @pytest.mark.parametrize(("rank", "most"), [(16, 1.15e9), (64, 1.45e9)])
 def test_adapters_add_one_pass_over_a_large_array(kind, rank, most):
@@ -71,7 +71,10 @@ def test_adapters_add_one_pass_over_a_large_array(kind, rank, most):
     assert grown < 0.5 * LARGE, "partial sums, and no copy of h, gate or up"
 
 
-@pytest.mark.newer_world
+@pytest.mark.exhaustive(
+    by="tests/fastjax/quantization/test_float8.py::"
+    "test_scales_and_rounding_that_are_left_to_the_gated_block_change_no_bit"
+)
 def test_scales_of_products_in_float8_take_no_pass_of_their_own():
     """The gated block and the sum with the adapter multiply as they read."""
     found = kernels(compiled("nf4 in float8", 16).as_text())
@@ -82,7 +85,7 @@ def test_scales_of_products_in_float8_take_no_pass_of_their_own():
     )
 
 
-@pytest.mark.both_worlds("nf4", others="newer_world")
+@pytest.mark.exhaustive("nf4")
 @pytest.mark.parametrize("kind", ["nf4", "bfloat16"])
 def test_no_dense_update_is_formed(kind):
     text = compiled(kind, 16).as_text()
@@ -94,7 +97,9 @@ def test_no_dense_update_is_formed(kind):
     assert len(products) == 4 + 2
 
 
-@pytest.mark.both_worlds("projections", others="newer_world")
+@pytest.mark.exhaustive(
+    by="tests/fastjax/lora/test_mlp.py::test_the_policy_by_names_keeps_gate_and_up_and_the_thin_products"
+)
 @pytest.mark.parametrize("remat", ["projections", "full"])
 def test_a_product_that_is_kept_is_computed_once(remat):
     """In the scan over the layers; with "full" its recomputation is the second time."""

@@ -14,7 +14,10 @@ CASES = {
     "NF4": ({"load_in_4bit": True}, {}),
     "dropout and rsLoRA": ({}, {"lora_dropout": 0.3, "use_rslora": True, "target_modules": EVERYTHING}),
     "DoRA": ({}, {"use_dora": True, "target_modules": EVERYTHING}),
-    "DoRA with dropout on NF4": ({"load_in_4bit": True}, {"use_dora": True, "lora_dropout": 0.3}),
+    "DoRA with dropout on NF4": (
+        {"load_in_4bit": True},
+        {"use_dora": True, "lora_dropout": 0.3, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+    ),
     "a subset": ({}, {"target_modules": ["q_proj", "v_proj", "up_proj"]}),
     "down alone": ({"load_in_4bit": True}, {"target_modules": ["down_proj"]}),
     "ranks and alphas of their own": (
@@ -38,6 +41,13 @@ CASES = {
 NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 
 
+# Units are held against plain LoRA with each option in test_linear.py and test_mlp.py; here is what lies between them.
+@pytest.mark.exhaustive(
+    "everything, with biases",
+    "DoRA with dropout on NF4",
+    "rows of tokens beside",
+    "no biases, a subset on NF4",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_units_equal_plain_lora(name, monkeypatch):
     load, options = CASES[name]

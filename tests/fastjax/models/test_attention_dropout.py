@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from fastjax.models.attention import Context
 from fastjax.models.rotary import rope_tables
@@ -38,7 +37,6 @@ def test_the_mean_of_a_layer_over_masks_is_the_layer_without():
     assert error.max() < 5  # standard errors; 576 numbers
 
 
-@pytest.mark.one_world
 def test_a_step_drops_by_its_key_the_same_however_it_is_computed():
     """Recomputed layers draw their masks again, whether they are scanned or not."""
     (batch,) = tiny.batches(tiny.CONFIG, 1)

@@ -28,7 +28,7 @@ def logits(model, tokens, **options):
     return np.asarray(run(model.trainable, model.frozen))
 
 
-@pytest.mark.both_worlds("load0-options0")
+@pytest.mark.exhaustive("load0-options0")
 @pytest.mark.parametrize(
     ("load", "options"),
     [

@@ -49,7 +49,7 @@ def part(name):
     return maker, FeedForward(Stream("mlp", norm, after, 1.0, 0.0, 0), mlp), nnx.Param if everything else LoraParam
 
 
-@pytest.mark.both_worlds("NF4")
+@pytest.mark.exhaustive("NF4")
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_equal_the_whole_in_value_and_gradients(name):
     maker, module, trains = part(name)

@@ -81,6 +81,7 @@ def test_fields_that_change_nothing_are_a_list():
         ModelConfig.from_hf(CONFIGS["mistral"] | layer_types)
 
 
+@pytest.mark.torch
 def test_activations_are_transformers_functions():
     activations = pytest.importorskip("transformers.activations")
     torch = pytest.importorskip("torch")
@@ -132,6 +133,8 @@ def folders(tmp_path_factory):
     return folder
 
 
+# Parts of one tensor, kinds of layers by turns, a tensor of all experts, constants, norms of other names.
+@pytest.mark.exhaustive("gemma3_text", "phi3", "cohere", "exaone4", "qwen2_moe", "gpt_oss", "glm4_moe")
 @pytest.mark.parametrize("family", EVERY)
 def test_a_folder_there_and_back_bit_for_bit(family, folders, tmp_path):
     model = tiny.model(folders(family), None, full_finetuning=True)
@@ -145,6 +148,7 @@ def test_a_folder_there_and_back_bit_for_bit(family, folders, tmp_path):
     assert model.num_parameters() == (sum(sizes.values()) - constant, sum(sizes.values()))
 
 
+@pytest.mark.exhaustive("gemma3_text", "phi3", "qwen2_moe", "glm4_moe")
 @pytest.mark.parametrize("family", EVERY)
 def test_an_adapter_there_and_back_bit_for_bit(family, folders, tmp_path):
     base = tiny.model(folders(family), None)
@@ -156,6 +160,11 @@ def test_an_adapter_there_and_back_bit_for_bit(family, folders, tmp_path):
     assert all(np.array_equal(first[path], second[path]) for path in first)
 
 
+# Windows by turns, rotations by the length of a row, layers without one, rotations of pairs, norms behind the rotation,
+# queries that grow with the position, experts, sinks.
+@pytest.mark.exhaustive(
+    "gemma3_text", "phi3", "granite", "smollm3", "cohere", "hunyuan_v1_dense", "ministral3", "gpt_oss"
+)
 @pytest.mark.parametrize("family", [*CONFIGS, "qwen2_moe", "gpt_oss"])
 def test_one_model_however_it_is_run(family, folders):
     """Scanned and unrolled, several documents a row and one."""
@@ -171,6 +180,7 @@ def test_one_model_however_it_is_run(family, folders):
         np.testing.assert_allclose(packed, alone, rtol=0, atol=1e-4)
 
 
+@pytest.mark.exhaustive("gemma3_text", "granite", "gpt_oss", "glm4_moe")
 @pytest.mark.parametrize("family", ["gemma3_text", "phi3", "granite", "smollm3", "cohere", "gpt_oss", "glm4_moe"])
 def test_greedy_answers_are_the_likeliest_tokens(family, folders):
     """Token by token through the cache, which turns a key once: so not with positions that change as a row grows."""
@@ -227,6 +237,7 @@ def test_scaling_is_replaced_where_the_layers_see_everything():
         assert set(of(changed)) == set(of(config))
 
 
+@pytest.mark.exhaustive("mistral", "gemma", "phi3", "gpt_oss", "glm4_moe")
 @pytest.mark.parametrize("family", EVERY)
 def test_random_weights_fill_the_table(family):
     """Norms start as the identity's scale, whatever is added to their weights."""

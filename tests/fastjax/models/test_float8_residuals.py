@@ -13,15 +13,18 @@ from fastjax.language_model import FastLanguageModel
 from fastjax.parallel import make_mesh
 from fastjax.training.loss import loss_sums
 from tests.fastjax.training.test_step import batch, packed_rows
-from tests.fastjax.training.test_step import model as step_model
 from tests.support import steps, tiny
 from tests.support.aot import AOT, needs_cuda_plugin
 
 POLICY = "projections_float8"
 
 
+@functools.cache
 def model(layer_loop, remat, dtype="bfloat16"):
-    return step_model("qlora", layer_loop, remat, dtype)
+    """Adapters before the block of gate and up, in it and behind."""
+    folder, options = tiny.shared_folder(tie_word_embeddings=False), {"load_in_4bit": True, "dtype": dtype}
+    base = tiny.model(folder, tiny.CONFIG, layer_loop=layer_loop, use_gradient_checkpointing=remat, **options)
+    return tiny.adapted(base, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
 
 
 def cosine(left, right):
@@ -29,7 +32,7 @@ def cosine(left, right):
     return left @ right / np.linalg.norm(left) / np.linalg.norm(right)
 
 
-@pytest.mark.one_world
+@pytest.mark.exhaustive("scan")
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_the_loss_is_the_same_and_gradients_are_rounded(layer_loop):
     rows = batch(packed_rows())
@@ -41,7 +44,10 @@ def test_the_loss_is_the_same_and_gradients_are_rounded(layer_loop):
     np.testing.assert_allclose(kept["grad_norm"], metrics["grad_norm"], rtol=0.02)
 
 
-@pytest.mark.one_world
+@pytest.mark.exhaustive(
+    by="test_the_loss_is_the_same_and_gradients_are_rounded, "
+    "tests/fastjax/models/test_remat.py::test_the_first_layers_have_a_policy_of_their_own"
+)
 def test_the_first_layers_alone():
     rows = batch(packed_rows())
     _, exact = steps.gradients(model("unroll", "projections:1"), rows)
@@ -53,7 +59,6 @@ def test_the_first_layers_alone():
     assert all(("down_proj" in name and "lora_B" in name) for name in same if "layers'][0]" in name)
 
 
-@pytest.mark.one_world
 def test_several_devices_keep_their_own_rows():
     rows = batch(packed_rows())
     expected, one = steps.gradients(model("scan", POLICY), rows)
@@ -67,7 +72,6 @@ def loss(ours, trainable):
     return loss_sums(nnx.merge(ours.graphdef, trainable, ours.frozen), ours.trainable_filter, rows, key=None).loss_sum
 
 
-@pytest.mark.one_world
 def test_what_is_kept(capsys):
     ours = model("unroll", POLICY)
     print_saved_residuals(functools.partial(loss, ours), ours.trainable)
@@ -76,7 +80,6 @@ def test_what_is_kept(capsys):
     assert f"bf16[8,40,{features}]" not in text
 
 
-@pytest.mark.one_world
 def test_what_it_is_not_for_is_refused():
     rows = batch(packed_rows())
     with pytest.raises(ConfigError, match="got projections_float8 with dtype float32"):
@@ -93,7 +96,6 @@ def test_what_it_is_not_for_is_refused():
 
 @needs_cuda_plugin
 @pytest.mark.aot
-@pytest.mark.one_world
 def test_a_card_without_float8_is_refused_by_name():
     aot = AOT("a100-80")
     ours = model("scan", POLICY)

@@ -54,6 +54,7 @@ def rows(config):
     return tiny.rows([tiny.documents(config, (30, 9)), tiny.documents(config, (40,))], 40)
 
 
+@pytest.mark.exhaustive("whole blocks-dynamic-unroll-False", "blocks across rows-uniform-scan-True")
 @pytest.mark.parametrize(("layer_loop", "nested"), [("scan", True), ("scan", False), ("unroll", False)])
 @pytest.mark.parametrize("kept", [(), KEPT], ids=["uniform", "dynamic"])
 @pytest.mark.parametrize("shapes", [WHOLE_BLOCKS, ODD], ids=["whole blocks", "blocks across rows"])
@@ -70,6 +71,10 @@ def test_a_4bit_folder_gives_the_logits_of_its_decoded_weights(tmp_path, shapes,
     np.testing.assert_allclose(tiny.logits(ours, tokens, positions, segments), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.exhaustive(  # of the units that models are made of, with DoRA and without
+    by="tests/fastjax/lora/test_linear.py::test_equals_plain_lora_on_packed_weights, "
+    "tests/fastjax/lora/test_mlp.py::test_equals_plain_lora_on_packed_weights"
+)
 @pytest.mark.parametrize("kept", [(), KEPT], ids=["uniform", "dynamic"])
 def test_gradients_through_packed_weights_equal_those_through_decoded_ones(tmp_path, kept):
     config = tiny.config(**WHOLE_BLOCKS, tie_word_embeddings=False)
@@ -78,7 +83,7 @@ def test_gradients_through_packed_weights_equal_those_through_decoded_ones(tmp_p
     found = []
     for folder, load_in_4bit in ((packed, True), (decoded, False)):
         base = tiny.model(folder, config, load_in_4bit=load_in_4bit)
-        targets = ["q_proj", "v_proj", "down_proj"]
+        targets = ["v_proj", "down_proj"]
         model = tiny.adapted(base, use_dora=True, lora_dropout=0.3, lora_alpha=8, target_modules=targets)
         metrics, grads = steps.gradients(model, batch)
         found.append((metrics["loss"], tiny.by_layer(grads, model.plan)))
@@ -107,6 +112,7 @@ def test_a_4bit_folder_loaded_in_16_bits_is_decoded(tmp_path):
     steps.assert_same(ours.frozen, plain.frozen)
 
 
+@pytest.mark.exhaustive("blocks across rows")
 @pytest.mark.parametrize("shapes", [WHOLE_BLOCKS, ODD], ids=["whole blocks", "blocks across rows"])
 def test_quantising_while_loading_gives_the_4bit_folders_model(tmp_path, shapes):
     config = tiny.config(**shapes)
@@ -179,6 +185,7 @@ def test_blocks_of_another_size_are_refused_by_name(tmp_path):
         tiny.model(tmp_path / "other", config, load_in_4bit=True)
 
 
+@pytest.mark.exhaustive("16 bits-scan", "4 bits-unroll")
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 @pytest.mark.parametrize("source", ["16 bits", "4 bits"])
 def test_device_memory_stays_at_the_4bit_model_and_one_layer(tmp_path, monkeypatch, layer_loop, source):
@@ -217,6 +224,7 @@ def bytes_by_device(arrays):
     return found
 
 
+@pytest.mark.exhaustive("4 bits-scan", "32 bits-unroll")
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 @pytest.mark.parametrize("load_in_4bit", [True, False], ids=["4 bits", "32 bits"])
 def test_no_device_holds_the_model_while_it_is_loaded_onto_a_mesh(tmp_path, monkeypatch, load_in_4bit, layer_loop):

@@ -13,7 +13,10 @@ from fastjax.models.layout import layer_of
 from fastjax.quantization import MXFP4Weight, NF4Weight, NVFP4Weight, Weight, as_weight
 from tests.convert.test_experts import in_mxfp4
 from tests.support import tiny
-from tests.support.families import MIXTURES
+from tests.support.families import FULL, MIXTURES, SLIDING
+
+#: A layer without a mixture and one with.
+TWO_LAYERS = MIXTURES["qwen2_moe"] | {"num_hidden_layers": 2, "layer_types": [FULL, SLIDING], "mlp_only_layers": []}
 
 
 def experts(model):
@@ -26,10 +29,11 @@ def experts(model):
     return layer["mlp"]["experts"]["gate_up"]["weight"]
 
 
+@pytest.mark.exhaustive("64")
 @pytest.mark.parametrize("width", [32, 64])  # blocks that cross rows, and rows of whole blocks
 def test_nf4(width, tmp_path):
     """A folder in NF4 as it is and decoded, and a plain folder quantised as it is loaded."""
-    config = MIXTURES["qwen2_moe"] | {"hidden_size": width, "moe_intermediate_size": 2 * width}
+    config = TWO_LAYERS | {"hidden_size": width, "moe_intermediate_size": 2 * width}
     tiny.write_folder(tmp_path / "plain", config, tiny.arrays(config))
     quantize(tmp_path / "plain", tmp_path / "packed")
     documents = tiny.documents(config, (40, 9))
@@ -50,7 +54,7 @@ def test_nf4(width, tmp_path):
 
 def test_nvfp4(tmp_path):
     """Experts packed one by one; an expert's gate and up share their global scale."""
-    config = MIXTURES["qwen2_moe"] | {"hidden_size": 64, "moe_intermediate_size": 128}
+    config = TWO_LAYERS | {"hidden_size": 64, "moe_intermediate_size": 128}
     config |= {"intermediate_size": 48, "shared_expert_intermediate_size": 32}
     tiny.write_folder(tmp_path / "plain", config, tiny.arrays(config))
     quantize(tmp_path / "plain", tmp_path / "packed", scheme="nvfp4", skip=["o_proj"])

@@ -100,6 +100,7 @@ def test_16_bits_multiply_16_bits_or_all_of_float32(name, dtype):
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
+@pytest.mark.exhaustive("bfloat16")
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_16_bits_give_the_logits_of_float32(dtype):
     """One precision of parameters, so that only the computation differs."""

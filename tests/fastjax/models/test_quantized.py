@@ -37,6 +37,7 @@ def quantized_folder(source, folder, config, dtype):
     return tiny.write_folder(folder, config, arrays)
 
 
+@pytest.mark.exhaustive("nf4-bfloat16")  # int4-32 is that of the modules left out and of weights trained whole
 @pytest.mark.parametrize(("scheme", "dtype"), [("nf4", "bfloat16"), ("nf4", "float32"), ("int4-32", "bfloat16")])
 def test_the_merged_and_quantised_folder_is_the_trained_model(tmp_path, scheme, dtype):
     config, own = tiny.config(**WIDE, dtype=dtype), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
@@ -53,23 +54,34 @@ def test_the_merged_and_quantised_folder_is_the_trained_model(tmp_path, scheme, 
     assert np.abs(tiny.logits(ours, tokens) - expected).max() > 1000 * TOLERANCE, "quantisation does nothing"
 
 
-def test_every_format_that_a_merge_writes_is_what_was_trained(tmp_path):
-    """One layer, so that the logits follow from products that are equal to the bit."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-    config = tiny.config(**WIDE | sizes, dtype="bfloat16", num_hidden_layers=1)
-    arrays = {name: array.astype(ml_dtypes.bfloat16) for name, array in tiny.arrays(config).items()}
-    folder = tiny.write_folder(tmp_path / "base", config, arrays)
-    ours = tiny.adapted(tiny.model(folder, config), target_modules=["q_proj", "v_proj", "down_proj"])
-    tokens = np.stack(tiny.documents(config, (40, 40)))
-    plain = tiny.logits(ours, tokens)
-    schemes = set(WRITERS) - {"nf4", "int4-128-zeros"}  # one above; zero points in groups of 128 are those of 32
-    for scheme in sorted(schemes):
-        merged = tiny.model(ours.save_pretrained_merged(tmp_path / scheme, dtype=scheme), config)
-        aware, expected = ours.with_fake_quantization(scheme), tiny.logits(merged, tokens)
-        np.testing.assert_allclose(tiny.logits(aware, tokens), expected, rtol=0, atol=1e-5, err_msg=scheme)
-        assert np.abs(plain - expected).max() > 0.1, scheme
+#: One layer, so that the logits follow from products that are equal to the bit.
+ONE_LAYER = tiny.config(
+    **WIDE | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}, dtype="bfloat16", num_hidden_layers=1
+)
 
 
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory):
+    """A model with an adapter, tokens, and its logits of them."""
+    arrays = {name: array.astype(ml_dtypes.bfloat16) for name, array in tiny.arrays(ONE_LAYER).items()}
+    folder = tiny.write_folder(tmp_path_factory.mktemp("base") / "model", ONE_LAYER, arrays)
+    ours = tiny.adapted(tiny.model(folder, ONE_LAYER), target_modules=["q_proj", "v_proj", "down_proj"])
+    tokens = np.stack(tiny.documents(ONE_LAYER, (40, 40)))
+    return ours, tokens, tiny.logits(ours, tokens)
+
+
+# Scales that a projection's parts share or have apart: by blocks of both sides, and a matrix's own beside its groups'.
+@pytest.mark.exhaustive("fp8-block", "nvfp4")
+@pytest.mark.parametrize("scheme", sorted(set(WRITERS) - {"nf4", "int4-128-zeros"}))  # one above; as those of 32
+def test_every_format_that_a_merge_writes_is_what_was_trained(one_layer, tmp_path, scheme):
+    ours, tokens, plain = one_layer
+    merged = tiny.model(ours.save_pretrained_merged(tmp_path / scheme, dtype=scheme), ONE_LAYER)
+    aware, expected = ours.with_fake_quantization(scheme), tiny.logits(merged, tokens)
+    np.testing.assert_allclose(tiny.logits(aware, tokens), expected, rtol=0, atol=1e-5)
+    assert np.abs(plain - expected).max() > 0.1
+
+
+@pytest.mark.exhaustive("q4_0")
 @pytest.mark.parametrize("type", ["q4_0", "q8_0"])
 def test_a_gguf_file_has_the_values_that_were_trained(tmp_path, type):
     """Of a merged folder in bfloat16, matrix by matrix, and in logits, whatever float32 sums differ by."""
@@ -154,7 +166,7 @@ def test_weights_trained_whole_are_those_quantised_after_the_save(tmp_path):
 def test_a_step_is_plain_before_the_start_and_quantised_from_it_on_in_one_program():
     config = tiny.config(**WIDE)
     plain = tiny.adapted(tiny.model(tiny.shared_folder(**WIDE), config), target_modules=["q_proj", "down_proj"])
-    aware = plain.with_fake_quantization("int4-32")
+    aware = plain.with_fake_quantization("int4-32", None, ["self_attn", "gate_proj", "up_proj"])
     [batch] = tiny.batches(config, 1)
     expected, quantized = gradients(plain, batch), gradients(aware, batch)
     step = recording_step(aware.graphdef, aware.trainable_filter, quantize_from=2)

@@ -46,18 +46,13 @@ def loop_bodies(text):
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
+    """Masks are half of a program's compilation: adapters before and in the MLP stand for the others."""
     base = tiny.model(tmp_path_factory.mktemp("base"), tiny.config(**LLAMA), load_in_4bit=True)
-    return tiny.adapted(base, lora_dropout=0.25)
+    return tiny.adapted(base, lora_dropout=0.25, target_modules=["q_proj", "down_proj"])
 
 
-@pytest.mark.parametrize(
-    ("policy", "chunk"),
-    [
-        pytest.param("full", None, marks=pytest.mark.newer_world),
-        pytest.param("projections", None, marks=pytest.mark.one_world),
-        pytest.param("offload", 16, marks=pytest.mark.one_world),
-    ],
-)
+@pytest.mark.exhaustive("offload-16")  # both passes, residuals and chunks; "full" is the mixture's below
+@pytest.mark.parametrize(("policy", "chunk"), [("full", None), ("projections", None), ("offload", 16)])
 def test_the_step_is_the_same_bit_for_bit(adapted, policy, chunk):
     plain = by_chunks(adapted.with_checkpointing(policy), chunk)
     moved = plain.with_host_layers()
@@ -68,23 +63,22 @@ def test_the_step_is_the_same_bit_for_bit(adapted, policy, chunk):
     steps.assert_same(grads, other)
 
 
-@pytest.mark.one_world
 def test_the_first_layers_alone_send_their_attention_to_the_host():
     base = tiny.model(
         tiny.shared_folder(**LLAMA), tiny.config(**LLAMA), use_gradient_checkpointing="offload_attention:2"
     )
-    ours, batch = tiny.adapted(base), tiny.batches(tiny.config(**LLAMA), 1)[0]
+    lora = {"target_modules": ["q_proj", "o_proj", "down_proj"]}
+    ours, batch = tiny.adapted(base, **lora), tiny.batches(tiny.config(**LLAMA), 1)[0]
     assert [(stack.start, stack.count) for stack in ours.plan] == [(0, 2), (2, 2)]
-    plain = tiny.adapted(tiny.model(tiny.shared_folder(**LLAMA), tiny.config(**LLAMA)))
+    plain = tiny.adapted(tiny.model(tiny.shared_folder(**LLAMA), tiny.config(**LLAMA)), **lora)
     (metrics, grads), (expected, other) = steps.gradients(ours, batch), steps.gradients(plain, batch)
     assert metrics["loss"] == expected["loss"]
     steps.assert_close(tiny.by_layer(grads, ours.plan), tiny.by_layer(other, plain.plan), 5e-6)
 
 
-@pytest.mark.one_world
 def test_periods_of_layers_and_their_sums(tmp_path):
     """Two kinds of layers by turns and one at the end, which stays on the device; the routers' sums have gradients."""
-    model = tiny.adapted(tiny.model(tmp_path, MIXTURE))
+    model = tiny.adapted(tiny.model(tmp_path, MIXTURE), target_modules=["q_proj", "o_proj"])
     moved = model.with_host_layers()
     assert [(stack.period, stack.count) for stack in moved.plan] == [(2, 2), (1, 1)]
     assert {name.split("]")[1] for name in in_host(moved)} == {"[0"}, "of the stack with number 0"
@@ -94,12 +88,11 @@ def test_periods_of_layers_and_their_sums(tmp_path):
     steps.assert_same(grads, other)
 
 
-@pytest.mark.newer_world
 def test_a_step_compiled_from_shapes_takes_layers_from_the_host(adapted):
-    """As a run compiles it, before its model is there."""
-    moved = adapted.with_host_layers()
-    batch = tiny.batches(tiny.config(**LLAMA), 1)[0]
-    step = make_train_step(moved.graphdef, steps.RECORDER, moved.trainable_filter, donate=False)
+    """As a run compiles it, before its model is there; the program of the test above."""
+    moved = by_chunks(adapted.with_checkpointing("offload"), 16).with_host_layers()
+    batch = tiny.batches(tiny.config(**LLAMA), 1, accumulation=2)[0]
+    step = make_train_step(moved.graphdef, steps.RECORDER, moved.trainable_filter)
     state = init_state(moved.trainable, steps.RECORDER, jax.random.key(0))
 
     def shape(leaf):
@@ -117,7 +110,6 @@ def test_a_step_compiled_from_shapes_takes_layers_from_the_host(adapted):
     steps.assert_same(jax.device_get(after.opt_state), grads)
 
 
-@pytest.mark.one_world
 def test_loaded_layers_stay_in_the_host(tmp_path):
     folder = tiny.shared_folder(**LLAMA)
     options = {"dtype": "float32", "max_seq_length": 64}
@@ -147,7 +139,7 @@ def test_refusals(adapted):
         step(state, model.frozen, tiny.batches(tiny.config(**LLAMA), 1)[0])
 
 
-@pytest.mark.one_world
+@pytest.mark.exhaustive("offload_projections-2-2-2")  # of every kind of residual; the other two are above
 @pytest.mark.parametrize(
     ("policy", "stream", "queries", "keys"),
     [("offload", 1, 0, 0), ("offload_attention", 1, 1, 0), ("offload_projections", 2, 2, 2)],
@@ -159,7 +151,7 @@ def test_residuals_in_the_host_change_nothing(adapted, policy, stream, queries, 
     (metrics, grads), (expected, other) = steps.gradients(moved, batch), steps.gradients(plain, batch)
     assert metrics["loss"] == expected["loss"]
     steps.assert_same(grads, other)
-    step = make_train_step(moved.graphdef, steps.RECORDER, moved.trainable_filter)
+    step = steps.recording_step(moved.graphdef, moved.trainable_filter)
     state = init_state(moved.trainable, steps.RECORDER, jax.random.key(0))
     made = re.findall(r"<host>\[3,2,40,(\S+)\] = device_put", str(step.trace(state, moved.frozen, batch).jaxpr))
     assert [made.count(one) for one in ("64", "4,16", "2,16")] == [stream, queries, keys]
@@ -196,7 +188,6 @@ def products_in(lines):
 
 @needs_cuda_plugin
 @pytest.mark.aot
-@pytest.mark.newer_world
 def test_residuals_travel_beside_the_products():
     """In both passes the copy of a layer's input begins before the layer's products and ends after them."""
     compiled = compiled_layers(two_products, ("in", "out"), tokens=4096, offload=True)
@@ -211,7 +202,7 @@ def test_residuals_travel_beside_the_products():
 
 @needs_cuda_plugin
 @pytest.mark.aot
-@pytest.mark.newer_world
+@pytest.mark.exhaustive(by="test_residuals_travel_beside_the_products")
 def test_several_residuals_travel_beside_the_products():
     """Equal ones too, without a copy by the host; and all are awaited at the end."""
 
@@ -232,7 +223,6 @@ def test_several_residuals_travel_beside_the_products():
 
 @needs_cuda_plugin
 @pytest.mark.aot
-@pytest.mark.newer_world
 def test_copies_run_beside_the_products():
     """In both passes a layer's copies, at offsets linear in the loop's counter, begin before another's products."""
     compiled = compiled_layers(two_products, ("in", "out"), tokens=512, memory_kind="pinned_host")

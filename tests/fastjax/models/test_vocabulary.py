@@ -75,13 +75,14 @@ def test_an_adapter_trains_the_new_rows_by_itself_and_only_these(tied):
     assert set(found) == names and all(array.shape == (2, 48) for array in found.values())
 
 
+@pytest.mark.exhaustive("True")  # of two tables, and by plain LoRA: lora/test_models.py, "rows of tokens beside"
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_have_the_gradient_that_the_whole_table_would_have(tied):
     """The trained table's gradient, its rows of these tokens; the order of sums differs."""
-    base = grown(tied)
+    base, lora = grown(tied), {"r": 4, "target_modules": ["q_proj"]}
     both = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": tied}
-    whole = FastLanguageModel.get_peft_model(base, r=4, **both)
-    rows = FastLanguageModel.get_peft_model(base, r=4, trainable_token_indices=[9, 5] if tied else None)
+    whole = FastLanguageModel.get_peft_model(base, **lora, **both)
+    rows = FastLanguageModel.get_peft_model(base, **lora, trainable_token_indices=[9, 5] if tied else None)
     batch = rows_batch(base)
     (before, all_grads), (after, own_grads) = (steps.gradients(model, batch) for model in (whole, rows))
     np.testing.assert_allclose(before["loss"], after["loss"], rtol=1e-6)

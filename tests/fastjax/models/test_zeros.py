@@ -46,7 +46,7 @@ def described(model):
     return jax.tree.structure(trees), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(trees)]
 
 
-@pytest.mark.both_worlds("nf4")
+@pytest.mark.exhaustive("nf4", "fp8")
 @pytest.mark.parametrize(
     ("write", "options", "lora", "stacks"),
     [

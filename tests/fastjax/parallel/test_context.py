@@ -51,10 +51,10 @@ def trained(kind, packed, mesh, mlp_chunk=None):
     return seen, jax.device_get(state.trainable)
 
 
-@pytest.mark.one_world  # test_every_mesh has such a mesh in both
+@pytest.mark.exhaustive("lora-True-context-16", "full-False-context-None")
 @pytest.mark.parametrize(
     ("kind", "packed", "mesh", "chunk"),
-    [("lora", True, "context", None), ("qlora", True, "mixed", 8), ("full", False, "context", None)],
+    [("lora", True, "context", 16), ("qlora", True, "mixed", 8), ("full", False, "context", None)],
 )
 def test_a_row_on_several_devices_equals_one(kind, packed, mesh, chunk):
     expected, arrays = trained(kind, packed, None)

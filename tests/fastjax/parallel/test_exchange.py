@@ -148,7 +148,7 @@ def losses(name, steps=40):
     return np.asarray(jax.device_get(found)), state
 
 
-@pytest.mark.one_world
+@pytest.mark.exhaustive("int4")
 @pytest.mark.parametrize("name", PACKED)
 def test_training_goes_where_float32_goes(name):
     expected, found = losses("float32")[0], losses(name)[0]
@@ -157,7 +157,6 @@ def test_training_goes_where_float32_goes(name):
     np.testing.assert_allclose(found[-1], expected[-1], rtol={"bfloat16": 0.01, "int8": 0.02, "int4": 0.1}[name])
 
 
-@pytest.mark.one_world
 def test_a_checkpoint_holds_what_is_kept_back_and_a_bad_step_leaves_it(tmp_path):
     made, start = step("int4")
     state, _ = made(start(), model().frozen, batch())

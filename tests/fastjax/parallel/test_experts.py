@@ -78,7 +78,7 @@ def assert_near(found, expected):
         assert difference <= TOLERANCE * np.linalg.norm(np.asarray(leaf, np.float64)), name
 
 
-@pytest.mark.both_worlds("four-trained")
+@pytest.mark.exhaustive("four-trained", "four-mxfp4")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("clamped with biases", jnp.float32), ("both", "nf4"), ("biases", "mxfp4")],
@@ -113,7 +113,6 @@ def test_the_room_travels_whole_among_the_gpus_of_a_host(monkeypatch, devices, r
     assert text.count(" all_to_all[") == 2 - ragged  # how many go to each device, and the rows
 
 
-@pytest.mark.one_world
 def test_no_token_is_dropped_where_all_choose_the_same_experts():
     experts = jnp.zeros((unit.TOKENS, unit.CHOSEN), jnp.int32).at[:, 1].set(1)
     expected, _ = value_and_gradients("both", "nf4", experts, None)

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from fastjax.data.batches import Batch
 from fastjax.errors import ConfigError
+from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.loading import shapes_of
 from fastjax.parallel import MeshShape, make_mesh
 from fastjax.planning.device import Elsewhere
 from fastjax.runs.mesh import open_mesh
@@ -82,7 +84,7 @@ def trained(kind, mesh=None, **options):
     return seen, jax.device_get(state.trainable)
 
 
-@pytest.mark.both_worlds("nf4-fsdp", others="one_world")
+@pytest.mark.exhaustive("nf4-fsdp")
 @pytest.mark.parametrize(
     ("kind", "axes"),
     [
@@ -107,7 +109,6 @@ def test_devices_that_sum_once_equal_one(kind, axes):
     steps.assert_close(spread, arrays, TOLERANCE)
 
 
-@pytest.mark.one_world
 @pytest.mark.parametrize(
     ("kind", "axes", "reason"),
     [
@@ -132,7 +133,6 @@ def test_who_does_not_sum_once(kind, axes, reason):
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
 @pytest.mark.parametrize(
     ("kind", "policy", "card", "reason"),
     [
@@ -157,7 +157,6 @@ def test_gpus_whose_memory_kernels_read_sum_once_with_fsdp(kind, policy, card, r
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.one_world
 def test_a_run_says_why_gpus_gather():
     config = TrainConfig(ModelSection("model"), DataSection("rows.jsonl"), OutputSection("run"))
     noisy = dataclasses.replace(config, training=dataclasses.replace(config.training, neftune_noise_alpha=5.0))
@@ -178,7 +177,6 @@ def test_a_run_says_why_gpus_gather():
     assert (said(gpus("h200", fsdp=2)) == "") == (JAX_VERSION >= (0, 11))
 
 
-@pytest.mark.one_world
 @pytest.mark.parametrize(
     ("section", "changes", "reason"),
     [
@@ -196,7 +194,10 @@ def test_a_run_whose_loss_is_no_sum_over_rows_does_not(section, changes, reason)
     assert sums_once(model("nf4"), mesh, config) == (reason is None) and not sums_once(model("nf4"), None, config)
 
 
-def test_mixtures_and_full_fine_tuning_sum_in_every_layer(tmp_path):
-    mixture = tiny.adapted(tiny.model(tmp_path, families.MIXTURES["qwen3_moe"]))
-    full = tiny.model(tiny.shared_folder(**SIZES), tiny.config(**SIZES), load_in_4bit=False, full_finetuning=True)
+def test_mixtures_and_full_fine_tuning_sum_in_every_layer():
+    def base(config, **options):
+        return FastLanguageModel.from_config(config, dtype="float32", load_in_4bit=False, **options)
+
+    mixture = shapes_of(lambda: FastLanguageModel.get_peft_model(base(families.MIXTURES["qwen3_moe"]), r=4))
+    full = shapes_of(lambda: base(tiny.config(**SIZES), full_finetuning=True))
     assert not any(sums_once(model, make_mesh(data=2)) for model in (mixture, full))

@@ -58,15 +58,14 @@ def trained(kind, mesh):
     return seen, jax.device_get(state.trainable)
 
 
-@pytest.mark.one_world
 def test_weights_held_apart_have_the_same_values_and_split():
     ours = model("qlora")
     placed = held_apart(ours.frozen, ours.config, 2)
     assert jax.tree.structure(held_apart(placed, ours.config, 2)) == jax.tree.structure(placed)
+    decode = jax.jit(jax.vmap(lambda weight: dequantize(weight, np.float32)))
     layers, apart = (tree["layers"][0][0] for tree in (ours.frozen, placed))
     for block, group in (*BY_ROWS, *BY_COLUMNS):
         one, other = layers[block][group]["weight"], apart[block][group]["weight"]
-        decode = jax.vmap(lambda weight: dequantize(weight, np.float32))
         np.testing.assert_array_equal(decode(one), decode(other))
         specs = jax.tree.leaves(as_weight(other).axes("rows", "columns"))
         assert P("rows", "columns") in specs
@@ -78,7 +77,7 @@ def test_columns_that_are_no_whole_blocks_are_refused():
         held_apart(ours.frozen, ours.config, 4)
 
 
-@pytest.mark.one_world  # test_every_mesh has such a mesh in both
+@pytest.mark.exhaustive("qlora-mixed")
 @pytest.mark.parametrize(("kind", "mesh"), [("lora", "pieces"), ("qlora", "mixed"), ("full", "tensor")])
 def test_a_layer_on_several_devices_equals_one(kind, mesh):
     expected, arrays = trained(kind, None)
@@ -90,11 +89,11 @@ def test_a_layer_on_several_devices_equals_one(kind, mesh):
     steps.assert_close(spread, arrays, TOLERANCE)
 
 
-@pytest.mark.one_world
+@pytest.mark.exhaustive(by="test_a_layer_on_several_devices_equals_one")
 def test_large_adapters_stay_where_they_lie(monkeypatch):
     """They are not copied to every device, and train alike."""
-    expected, _ = trained("lora", None)
+    expected, _ = trained("qlora", None)
     monkeypatch.setattr(tensor_parts, "MIN_ADAPTER", 1)
-    found, _ = trained.__wrapped__("lora", "tensor")
+    found, _ = trained.__wrapped__("qlora", "pieces")
     for one, many in zip(expected, found, strict=True):
         np.testing.assert_allclose(many["loss"], one["loss"], rtol=LOSS_TOLERANCE)

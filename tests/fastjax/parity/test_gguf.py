@@ -11,6 +11,8 @@ pytest.importorskip("gguf")
 
 from tests.support import llama_cpp, torch_family
 
+pytestmark = pytest.mark.torch
+
 YARN = {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 48}
 LLAMA3 = {
     "rope_type": "llama3",

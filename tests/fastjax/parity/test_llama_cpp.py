@@ -16,6 +16,8 @@ import llama_cpp  # pyright: ignore[reportMissingImports]
 from tests.fastjax.parity.test_gguf import CASES
 from tests.support import torch_family
 
+pytestmark = pytest.mark.torch
+
 #: llama.cpp chooses Phi-3's factors by the length of its context, a multiple of 256, and not of the text.
 SHORT = {"phi3": {"original_max_position_embeddings": 300, "max_position_embeddings": 900}}
 #: It looks GELU up in a table of float16; all else is float32.

@@ -46,6 +46,7 @@ def write_with_bitsandbytes(folder, *, nested, kept=("lm_head",)):
     return folder / "packed", torch_llama.build(CONFIG, decoded)
 
 
+@pytest.mark.exhaustive("uniform-False", "dynamic-True")
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kept", [("lm_head",), KEPT], ids=["uniform", "dynamic"])
 def test_logits_of_a_bitsandbytes_folder(tmp_path, kept, nested):

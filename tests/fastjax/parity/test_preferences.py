@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl", minversion="1.16")
 #: TRL's own: of its imports, and of its experimental trainers.
-pytestmark = [pytest.mark.torch, pytest.mark.one_world, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
 TINY = Path(fastjax.__file__).parent / "assets" / "tiny-llama"
 STEPS, BATCH = 10, 4
@@ -124,6 +124,8 @@ def theirs(kind, options, rows, start, folder, tokenizer):
     return losses
 
 
+# Pairs beside a base, answers alone, a head of one number; losses without a base are TRL's in tests of the objectives.
+@pytest.mark.exhaustive("DPO", "KTO", "Reward")
 @pytest.mark.parametrize("kind", CASES)
 def test_ten_steps(kind, base, tmp_path):
     model, tokenizer = base

@@ -107,6 +107,16 @@ TEN = (
 )
 
 
+#: One of each mechanism; "everything" has the others' ranks, scales, layers and dropout, schedule and clipping.
+TELLING = (
+    *("plain", "target_modules all-linear", "init_lora_weights false", "init_lora_weights orthogonal"),
+    *("init_lora_weights gaussian", "bias none", "use_dora"),
+    *("modules_to_save both", "modules_to_save lm_head, tied", "modules_to_save both, kept tied"),
+    *("adapters on both, tied", "use_dora on both", "everything"),
+)
+
+
+@pytest.mark.exhaustive(*TELLING)
 @pytest.mark.parametrize("name", CASES)
 def test_steps(name, tmp_path):
     case, steps = CASES[name], STEPS if name in TEN else 3
@@ -128,6 +138,7 @@ def test_steps(name, tmp_path):
     compare_tensors(start, theirs, ours)
 
 
+@pytest.mark.exhaustive("True")
 @pytest.mark.parametrize("tied", [False, True])
 def test_ten_steps_of_full_finetuning(tied, tmp_path):
     full = case(tied=tied, optimizer=SCHEDULED, accumulation=1 + tied)
@@ -145,6 +156,7 @@ def test_ten_steps_of_full_finetuning(tied, tmp_path):
 FIFTY = OptimizerConfig(learning_rate=2e-3, warmup_steps=5, weight_decay=0.1)
 
 
+@pytest.mark.exhaustive(by="test_steps, test_ten_steps_of_full_finetuning")
 @pytest.mark.parametrize("full", [False, True])
 def test_fifty_steps_in_float32(full, tmp_path):
     """As precise as float32 is: the losses of fifty steps, 4 to 6, within 1e-5."""

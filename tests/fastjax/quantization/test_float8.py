@@ -43,7 +43,7 @@ def wide(codes, scales):
     return np.asarray(codes, np.float64) * np.asarray(scales, np.float64)[..., None]
 
 
-@pytest.mark.both_worlds("nf4", others="newer_world")
+@pytest.mark.exhaustive("nf4")
 @pytest.mark.parametrize("kind", ["nf4", "mixed", "dense", "fp8, rows", "fp8, tensor", "fp8, blocks"])
 def test_products_are_those_of_the_rounded_operands(kind):
     base = weight(kind)
@@ -142,7 +142,6 @@ def cosines(found, expected):
     return [float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)) for a, b in flat]
 
 
-@pytest.mark.newer_world
 def test_loss_and_every_adapters_gradient_stay_near_float32s_with_outliers_in_the_input(folder):
     exact, expected = steps.gradients(model(folder, "float32"), batch())
     metrics, found = steps.gradients(model(folder, base_compute="float8"), batch())
@@ -155,7 +154,6 @@ def test_loss_and_every_adapters_gradient_stay_near_float32s_with_outliers_in_th
     assert min(near) > min(rounded) > 0.99
 
 
-@pytest.mark.newer_world
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_scales_and_rounding_that_are_left_to_the_gated_block_change_no_bit(dropout, monkeypatch):
     """They are powers of two. With a dropped input of down's adapter its gradient is added before the block."""
@@ -207,7 +205,6 @@ def test_an_mlp_by_chunks_decodes_once_and_computes_the_same(folder):
     assert mlp.decoded_dtype(jnp.dtype(jnp.bfloat16)) == jnp.float8_e4m3fn
 
 
-@pytest.mark.newer_world
 def test_several_devices_compute_what_one_does(folder):
     ours = model(folder, base_compute="float8")
     metrics, expected = steps.gradients(ours, batch())

@@ -25,7 +25,7 @@ def tensor(kind, rows, columns, seed=0, code="float8_e4m3fn", own="float32"):
     return fp8.FP8Tensor(codes, fp8.make_scale("scale", scales, codes.shape, BLOCK, "file"), own)
 
 
-@pytest.mark.both_worlds("36-rows2-float8_e4m3fn-blocks", "48-rows1-float8_e5m2-rows")
+@pytest.mark.exhaustive("36-rows2-float8_e4m3fn-blocks", "48-rows1-float8_e5m2-rows")
 @pytest.mark.parametrize("kind", ["blocks", "rows", "one"])
 @pytest.mark.parametrize("code", fp8.DTYPES)
 @pytest.mark.parametrize("rows", [(24,), (16, 8, 8), (20, 5)])  # the last: blocks end within a part
@@ -100,6 +100,7 @@ def leaves(model):
     return {leaf.dtype for leaf in jax.tree.leaves(model.frozen if model.frozen is not None else model.trainable)}
 
 
+@pytest.mark.exhaustive("scan")
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
 def test_a_folder_in_fp8_keeps_its_bits_and_says_what_its_values_say(folder, layer_loop):
     model = tiny.model(folder, tiny.CONFIG, layer_loop=layer_loop)

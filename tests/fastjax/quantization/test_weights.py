@@ -23,7 +23,7 @@ def tensors(rows, columns, nested):
     return [nf4.encode(rng.standard_normal((n, columns)).astype(np.float32), nested=nested) for n in rows]
 
 
-@pytest.mark.both_worlds("True-rows0-128", "True-rows1-72")
+@pytest.mark.exhaustive("True-rows0-128", "True-rows1-72")
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("nested", [False, True])
 def test_decoding_equals_the_file_formats_bit_for_bit(rows, columns, nested):
@@ -36,7 +36,7 @@ def test_decoding_equals_the_file_formats_bit_for_bit(rows, columns, nested):
         assert np.array_equal(np.asarray(dequantize(joined, dtype)), expected)
 
 
-@pytest.mark.both_worlds("float32-rows1-72", "bfloat16-rows0-128")
+@pytest.mark.exhaustive("float32-rows1-72", "bfloat16-rows0-128")
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_products_and_gradients_equal_those_of_the_decoded_matrix(rows, columns, dtype):

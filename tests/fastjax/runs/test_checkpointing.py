@@ -20,8 +20,6 @@ from fastjax.runs.steps import RunShapes
 from tests.support import chat
 from tests.support.runs import config, rows
 
-pytestmark = pytest.mark.one_world
-
 ORDER = candidates(48, hidden=True)
 
 
@@ -98,7 +96,15 @@ def test_the_choice_and_its_resumption(settings, memory, tmp_path, monkeypatch):
     assert "start" not in order and started["overlap_seconds"] == 0  # XLA may need what the weights would take
 
 
-def test_batches_of_several_lengths(settings, memory, tmp_path, monkeypatch):
+@pytest.mark.exhaustive("one")
+@pytest.mark.parametrize(
+    ("tile", "ends", "expected"),
+    [
+        pytest.param(24, (3,), [24, 24, 24], id="one"),
+        pytest.param(6, (3, 8), [18, 18, 12, 12, 12, 18, 18, 18], id="several, resumed"),
+    ],
+)
+def test_batches_of_other_lengths(settings, memory, tmp_path, monkeypatch, tile, ends, expected):
     """The step that was compiled takes whole rows and others their own; the losses are those of padded rows."""
     lengths, losses, real = [], [], training_run.of_length
 
@@ -109,12 +115,12 @@ def test_batches_of_several_lengths(settings, memory, tmp_path, monkeypatch):
     monkeypatch.setattr(training_run, "of_length", recorded)
     memory(2**40)
     own = {**settings, "data": {**settings["data"], "packing": False}}
-    for name, tile, ends in (("cut", 6, (3, 8)), ("whole", 48, (8,))):
-        monkeypatch.setattr(grouping, "TILE", tile)
-        for number, steps in enumerate(ends):
+    for name, multiple, parts in (("cut", tile, ends), ("whole", 48, ends[-1:])):
+        monkeypatch.setattr(grouping, "TILE", multiple)
+        for number, steps in enumerate(parts):
             run(own, tmp_path / name, steps, resume=number > 0, group_by_length=True)
         losses.append([row["loss"] for row in rows(tmp_path / name) if "loss" in row])
-    assert lengths == [18, 18, 12, 12, 12, 18, 18, 18, *[48] * 8]
+    assert lengths == [*expected, *[48] * len(expected)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # float32
 
 
@@ -139,6 +145,7 @@ def test_out_of_memory_of_a_step_whose_model_is_not_known(policy, way):
     assert re.fullmatch(rf".*RESOURCE_EXHAUSTED\. {way} training\.per_device.* or model\.max_seq_length", said)
 
 
+@pytest.mark.exhaustive("8-5-True")
 @pytest.mark.parametrize(("there", "pinned", "hint"), [(8, 5, True), (5, 8, False)])
 def test_the_hosts_memory_bounds_a_run_too(settings, memory, tmp_path, monkeypatch, there, pinned, hint):
     """What it has and what XLA pins of it; here the step needs six bytes. The run says so and is tried all the same."""

@@ -15,9 +15,9 @@ from fastjax.training.config import ParallelSection
 from tests.support import chat, tiny
 from tests.support.runs import config, figures, rows
 
-pytestmark = pytest.mark.one_world
 #: float32: a sum over devices is another order of the same terms, which Adam's division carries on.
 TOLERANCE = 1e-5
+ALONE = {"data": 1, "fsdp": 1}
 ALL = "parallel: expected a product of 8, all devices of 2 processes, got"
 
 
@@ -109,6 +109,13 @@ def run(tmp_path_factory):
     return train
 
 
+@pytest.fixture(scope="module")
+def whole(run):
+    """The figures of four steps on one device."""
+    run("whole", 4, ALONE)
+    return figures(run.folder / "whole")
+
+
 def close(found, expected):
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(
@@ -116,21 +123,30 @@ def close(found, expected):
         )
 
 
-def test_the_same_rows_on_other_meshes(run):
-    """Begun on one mesh, resumed on others, data parallel and sharded: the figures of one device to the end."""
-    run("whole", 6, {"data": 1, "fsdp": 1})
+def assert_equal_to_whole(found, whole):
+    close([row for row in found if row[1] is not None], [row for row in whole if row[1] is not None])
+    close(found[-1:], whole[-1:])  # the last evaluation
+
+
+def test_the_same_rows_on_other_meshes(run, whole):
+    """Begun on a mesh, data parallel and sharded, resumed on one device: the figures of one device to the end."""
     run("moved", 2, {"data": 2, "fsdp": 2})
-    run("moved", 4, {"data": 1, "fsdp": 1}, resume=True)
-    model = run("moved", 6, {"data": 1, "fsdp": 8}, resume=True).model
-    expected, found = (figures(run.folder / name) for name in ("whole", "moved"))
-    close([row for row in found if row[1] is not None], [row for row in expected if row[1] is not None])
-    close(found[-1:], expected[-1:])  # the last evaluation
-    codes = model.frozen["layers"][0][0]["mlp"]["down"]["weight"].codes
-    assert codes.addressable_shards[0].data.nbytes == codes.nbytes // 8
+    run("moved", 4, ALONE, resume=True)
+    assert_equal_to_whole(figures(run.folder / "moved"), whole)
     with pytest.raises(ConfigError, match="the rows of a step: expected 8, got 16"):
         run("moved", 8, {"data": 4, "fsdp": 1}, resume=True, rows=16)
 
 
+@pytest.mark.exhaustive(by="test_the_same_rows_on_other_meshes")
+def test_a_run_of_one_device_goes_on_on_eight(run, whole):
+    run("spread", 2, ALONE)
+    run("spread", 4, {"data": 1, "fsdp": 8}, resume=True)
+    assert_equal_to_whole(figures(run.folder / "spread"), whole)
+
+
+@pytest.mark.exhaustive(
+    by="tests/fastjax/parallel/test_exchange.py::test_a_checkpoint_holds_what_is_kept_back_and_a_bad_step_leaves_it"
+)
 def test_a_run_whose_gradients_travel_in_few_bits_goes_on_with_what_was_kept_back(run):
     mesh, full = {"data": 4, "fsdp": 1, "gradient_exchange": "int8"}, {"full_finetuning": True, "load_in_4bit": False}
     run("packed", 4, mesh, **full)
@@ -144,13 +160,17 @@ def test_a_run_whose_gradients_travel_in_few_bits_goes_on_with_what_was_kept_bac
         run("packed in parts", 6, mesh | {"gradient_exchange": "int4"}, resume=True, **full)
 
 
-@pytest.mark.parametrize(("limit", "shape"), [(2**40, "data 8"), (2**20, "fsdp 8")])
-def test_the_memory_of_a_device_decides(run, monkeypatch, capsys, limit, shape):
+@pytest.mark.exhaustive("fsdp 8")
+@pytest.mark.parametrize(
+    ("limit", "shape"), [pytest.param(2**40, "data 8", id="data 8"), pytest.param(2**20, "fsdp 8", id="fsdp 8")]
+)
+def test_the_memory_of_a_device_decides(run, whole, monkeypatch, capsys, limit, shape):
     monkeypatch.setattr(checkpointing, "device_stats", lambda: {"bytes_limit": limit, "bytes_in_use": 0})
-    run(shape, 2, {"data": "auto", "fsdp": "auto"})
+    model = run(shape, 2, {"data": "auto", "fsdp": "auto"}).model
     told = capsys.readouterr().out
     assert f"on 8 × cpu ({shape}), float32\n" in told
     assert ("the model does not fit on one device: fsdp 8\n" in told) == (shape == "fsdp 8")
+    codes = model.frozen["layers"][0][0]["mlp"]["down"]["weight"].codes
+    assert codes.addressable_shards[0].data.nbytes == codes.nbytes // (8 if shape == "fsdp 8" else 1)
     found = [row["loss"] for row in rows(run.folder / shape) if "loss" in row]
-    expected = [row["loss"] for row in rows(run.folder / "whole") if "loss" in row][:2]
-    np.testing.assert_allclose(found, expected, rtol=TOLERANCE)
+    np.testing.assert_allclose(found, [row[1] for row in whole if row[1] is not None][:2], rtol=TOLERANCE)

@@ -59,6 +59,7 @@ def test_a_policy_that_the_run_cannot_take_is_shown_with_the_reason(planned):
     }
 
 
+@pytest.mark.exhaustive("offload")
 @pytest.mark.parametrize("there", ["projections", "full", "offload"])
 def test_a_plan_of_a_single_policy(planned, there):
     """Without "full" or "projections" no memory is left over to fill."""

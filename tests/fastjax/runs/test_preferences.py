@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -48,7 +49,7 @@ def model():
     return FastLanguageModel.get_peft_model(base, r=4)
 
 
-@pytest.mark.one_world
+@pytest.mark.exhaustive(by="tests/fastjax/runs/test_references.py::test_losses_are_those_of_a_reference_in_the_step")
 def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path, capsys):
     """Float32, whose sums over two devices have another order."""
     rows, held_out = pairs(12), pairs(4, first=12)
@@ -105,10 +106,16 @@ def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path
         names = [name for name in one if name.partition("/")[0].endswith(("loss", "rewards", "logps", "grad_norm"))]
         assert len(names) > 6
         np.testing.assert_allclose([one[name] for name in names], [two[name] for name in names], rtol=1e-3, atol=1e-5)
+
+
+def test_the_reference_is_the_model_without_a_fresh_adapter(model):
+    trained = model.replace(trainable=jax.tree.map(lambda leaf: leaf + 1, model.trainable))
+    options = {"train_dataset": pairs(2), "console": Console(quiet=True)}
+    dpo, orpo = (TrainerSettings(OutputSection("o"), preferences=PreferencesSection(loss)) for loss in ("dpo", "orpo"))
+    Trainer(model, settings=dpo, **options)
+    Trainer(trained, settings=orpo, **options)
     with pytest.raises(ConfigError, match="model: expected a fresh adapter with a loss of preferences .* merge it"):
-        Trainer(trainer.model, **data)
-    orpo = dataclasses.replace(settings, preferences=PreferencesSection("orpo"))
-    Trainer(trainer.model, **data | {"settings": orpo})
+        Trainer(trained, settings=dpo, **options)
 
 
 def test_the_keys_are_the_losses_own():

@@ -1,6 +1,7 @@
 """Log-probabilities of the reference that are computed before a run: its losses, its file, a resumed run."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,6 @@ ASSETS = Path(fastjax.__file__).parent / "assets"
 TOLERANCE = 1e-6  # float32, losses near log 2: the same sums in another program
 
 
-@pytest.mark.one_world
 def test_losses_are_those_of_a_reference_in_the_step(tmp_path, capsys):
     lines = (ASSETS / "tiny-chat" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:14]
     chats = [json.loads(line)["messages"] for line in lines]
@@ -65,6 +65,7 @@ def test_losses_are_those_of_a_reference_in_the_step(tmp_path, capsys):
         {(row["step"], "loss" in row): row for row in metrics(tmp_path / name)} for name in ("within", "before")
     )
     assert set(within) == {(1, True), (2, True), (3, True), (4, True), (4, False)} < set(before)
+    assert within[1, True]["loss"] == pytest.approx(math.log(2)) and within[1, True]["rewards/margins"] == 0
     assert abs(within[4, True]["loss"] - within[1, True]["loss"]) > 0.1  # the policy has left the reference
     for place, row in within.items():
         names = [name for name in row if name.removeprefix("eval_").startswith(("loss", "rewards", "logps"))]

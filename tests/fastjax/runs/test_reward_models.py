@@ -68,7 +68,20 @@ def folders(model, base, tmp_path_factory):
     return folder
 
 
-@pytest.mark.one_world
+def test_a_run_from_python(model, tmp_path):
+    optimizer = {"learning_rate": 3e-3, "warmup_steps": 1}
+    args = RewardConfig(output_dir=str(tmp_path), max_length=None, eval_strategy="steps", **optimizer, **SHARED)
+    trainer = RewardTrainer(model, args=args, train_dataset=ranked(12), eval_dataset=ranked(4, first=12))
+    trainer.train()
+    found = metrics(tmp_path)
+    assert [row["step"] for row in found] == [1, 2, 2, 3, 3]
+    assert {"eval_loss", "eval_rewards/accuracies"} <= set(found[-1]) and "eval_perplexity" not in found[-1]
+    assert {"loss", "rewards/margins", "rewards/mean", "grad_norm"} <= set(found[0])
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert np.abs(written - np.asarray(model.trainable["score"]["weight"])).max() > 1e-3
+
+
+@pytest.mark.exhaustive(by="test_a_run_from_python")
 def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path, capsys):
     """Float32, whose sums over two devices have another order."""
     rows, held_out = ranked(12), ranked(4, first=12)

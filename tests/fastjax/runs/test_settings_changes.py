@@ -57,6 +57,24 @@ def test_another_accumulation_of_the_same_rows():
         check_settings(WHERE, old, settings(training={"per_device_train_batch_size": 4}))
 
 
+def test_other_copies_are_refused_where_they_hold_what_was_rounded_off():
+    for exchange, refused in (("float32", False), ("int8", True)):
+        old, new = (
+            settings(
+                training={"per_device_train_batch_size": rows},
+                parallel={"data": 8 // rows, "gradient_exchange": exchange},
+            )
+            for rows in (2, 4)
+        )
+        if not refused:
+            assert check_settings(WHERE, old, new, (4, 2))
+            continue
+        with pytest.raises(ConfigError, match="the copies of the model, which hold .*: expected 4, got 2"):
+            check_settings(WHERE, old, new, (4, 2))
+    with pytest.raises(ConfigError, match=r"parallel\.gradient_exchange: expected 'int8', got 'int4'"):
+        check_settings(WHERE, old, settings(parallel={"gradient_exchange": "int4"}))
+
+
 def test_what_makes_another_state_is_refused():
     with pytest.raises(ConfigError) as error:
         check_settings(WHERE, settings(), settings(lora={"r": 8}, model={"dtype": "float16"}, training={"seed": 1}))

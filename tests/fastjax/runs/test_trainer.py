@@ -33,8 +33,12 @@ def rows(name="train", count=40):
 
 
 @pytest.fixture(scope="module")
-def model():
-    base, _ = FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=128, load_in_4bit=True)
+def base():
+    return FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=128, load_in_4bit=True)[0]
+
+
+@pytest.fixture(scope="module")
+def model(base):
     return FastLanguageModel.get_peft_model(base, r=4)
 
 
@@ -111,7 +115,15 @@ def test_it_is_the_run_of_the_command_line(model, tmp_path):
     assert page.index("Sample answers") < page.index(html.escape(asked[1][1]).replace("&quot;", "&#34;"))
 
 
-@pytest.mark.one_world
+def test_a_device_with_room_keeps_projections(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpointing, "device_stats", lambda: {"bytes_limit": 2**40, "bytes_in_use": 2**20})
+    own = settings(tmp_path, max_steps=2, eval_steps=None)
+    trainer = Trainer(model, train_dataset=rows(), settings=own, console=quiet())
+    trainer.train()
+    assert model.remat == "full" and trainer.model.remat == "projections" and trainer.model.remat_auto
+
+
+@pytest.mark.exhaustive(by="test_a_device_with_room_keeps_projections")
 def test_what_is_recomputed_is_chosen_by_the_devices_memory(model, tmp_path, monkeypatch):
     def chosen(name, model, limit):
         stats = {"bytes_limit": limit, "bytes_in_use": 2**20}
@@ -140,7 +152,6 @@ def test_what_is_recomputed_is_chosen_by_the_devices_memory(model, tmp_path, mon
     assert trained.remat == third["policy"] == "attention" and not trained.remat_auto and third["refused"] == {}
 
 
-@pytest.mark.one_world
 def test_an_optimizer_a_loss_and_a_sink_of_ones_own_and_an_early_end(model, tmp_path):
     """Adam with a schedule is the settings' own rule; a callback ends the run, whose result is saved."""
 
@@ -178,10 +189,10 @@ def test_an_optimizer_a_loss_and_a_sink_of_ones_own_and_an_early_end(model, tmp_
         Trainer(model, settings=options, **data).train()
 
 
-@pytest.mark.one_world
-def test_a_run_that_is_stopped_goes_on(model, tmp_path):
+def test_a_run_that_is_stopped_goes_on(base, tmp_path):
     """In the middle of its first epoch, with evaluations after each, with Muon; rows as a `datasets.Dataset` too."""
     datasets = pytest.importorskip("datasets")
+    model = FastLanguageModel.get_peft_model(base, r=4, target_modules=["q_proj"])  # Muon has a program a matrix
 
     def options(folder):
         found = settings(folder, eval_steps="epoch", max_steps=None, num_train_epochs=2, early_stopping_patience=2)
@@ -221,7 +232,6 @@ def test_a_run_that_is_stopped_goes_on(model, tmp_path):
         trainer(folder, data).train(resume=True)
 
 
-@pytest.mark.one_world
 def test_what_cannot_be_trained_is_refused(model, tmp_path):
     base, _ = FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=128)
     plain = TrainerSettings(str(tmp_path / "out"))

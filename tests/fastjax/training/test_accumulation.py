@@ -66,6 +66,7 @@ def assert_equal_within_rounding(found, expected):
         assert np.linalg.norm(found[name] - leaf) < TOLERANCE * max(size, usual), name
 
 
+@pytest.mark.exhaustive("8-lora")
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("portions", [2, 8])
 def test_portions_of_one_step(kind, portions):
@@ -94,6 +95,7 @@ def reference(kind):
     return losses.astype(np.float64), grads
 
 
+@pytest.mark.exhaustive("8-lora")
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("portions", [1, 8])
 def test_the_loss_is_the_mean_over_all_tokens_at_once(kind, portions):
@@ -106,6 +108,7 @@ def test_the_loss_is_the_mean_over_all_tokens_at_once(kind, portions):
 
 
 @pytest.mark.torch
+@pytest.mark.exhaustive("8")
 @pytest.mark.parametrize("portions", [1, 8])
 def test_torchs_cross_entropy_over_all_tokens(portions):
     """Torch in float64, and all rows at once: what is left is our rounding."""

@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import json
+import logging
 import resource
 import shutil
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from fastjax.errors import ConfigError
 from fastjax.parallel import make_mesh
-from fastjax.training import checkpoint
+from fastjax.training import checkpoint, silence
 from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint import Checkpoints, SaveFailed, named_arrays
 from fastjax.training.checkpoint_files import Unreadable, seal
@@ -187,6 +188,21 @@ def test_a_write_that_fails_says_so_and_leaves_the_others(tmp_path, made):
     kept.rename(tmp_path / "c")
     save(checkpoints, 3)
     assert made(tmp_path / "c").steps() == [3]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('OUT_OF_RANGE: Error writing "2/c/0/0" in OCDBT database at local file "state/": File too large', False),
+        ("Error writing local file [tensorstore_spec='{}']", False),
+        ("a user's own", True),
+    ],
+)
+def test_an_error_of_a_failed_write_s_other_threads_is_not_shown(text, shown):
+    """It comes without a trace, by asyncio's log, where the first one has been raised in one sentence."""
+    error = (ValueError, ValueError(text), None)
+    record = logging.LogRecord("asyncio", logging.ERROR, "f", 1, "Future exception was never retrieved", (), error)
+    assert silence._is_of_others(record) == shown
 
 
 def test_a_disk_that_takes_no_more_is_told_without_tracebacks(tmp_path, made, capfd, caplog):

@@ -44,6 +44,8 @@ CONFIG = tiny.config(**CHANGES)
 EXPERTS_OF_EIGHT = MIXTURE | {"num_experts": 8} | {name: CHANGES[name] for name in ("vocab_size", "initializer_range")}
 LENGTH = 48
 KINDS = ("lora", "qlora", "full", "mixture")
+#: Trained weights over three axes; other tests of the default tier have steps of the other kinds and axes.
+TELLING = "full", {"data": 2, "fsdp": 2, "tensor": 2}
 #: One mesh an axis, and four mixed.
 SAMPLE = [
     ("mixture", {"data": 8}),
@@ -72,7 +74,12 @@ def pytest_generate_tests(metafunc):
     if "mesh" in metafunc.fixturenames:
         every = metafunc.config.getoption("--every-mesh")
         cases = list(itertools.product(KINDS, every_mesh())) if every else SAMPLE
-        metafunc.parametrize(("kind", "mesh"), cases, ids=[f"{kind}, {named(mesh)}" for kind, mesh in cases])
+        others = () if every else pytest.mark.exhaustive(by=metafunc.function.__name__)
+        parameters = [
+            pytest.param(*case, id=f"{case[0]}, {named(case[1])}", marks=() if case == TELLING else others)
+            for case in cases
+        ]
+        metafunc.parametrize(("kind", "mesh"), parameters)
 
 
 @functools.cache
@@ -99,7 +106,6 @@ def alone(kind):
     return metrics, steps.named(gradients)
 
 
-@pytest.mark.both_worlds("qlora, data=2 context=2 tensor=2")
 def test_eight_devices_have_the_loss_and_every_gradient_of_one(kind, mesh):
     ours, shape = model(kind), MeshShape(**mesh)
     unserved = ("context", "tensor") if kind == "mixture" else ("expert",)
@@ -127,7 +133,7 @@ def test_eight_devices_have_the_loss_and_every_gradient_of_one(kind, mesh):
         assert part < (OF_QUERIES_AND_KEYS if few else OF_AN_ARRAY), name
 
 
-@pytest.mark.one_world
+@pytest.mark.exhaustive(by="tests/fastjax/training/test_step_on_mesh.py::test_eight_devices_equal_one")
 def test_twenty_steps_have_one_devices_losses_on_two_four_and_eight():
     found = {}
     for mesh in ({}, {"data": 2}, {"data": 2, "fsdp": 2}, {"fsdp": 8}):

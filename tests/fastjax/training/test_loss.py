@@ -119,7 +119,6 @@ def recorded(model, rows):
     return logits, chosen
 
 
-@pytest.mark.one_world
 def test_residual_dropout_is_of_both_blocks_and_of_training_alone(monkeypatch, tmp_path):
     rate = 0.3
     config = families.CONFIGS["seed_oss"] | {"residual_dropout": rate}

@@ -64,7 +64,7 @@ def batch(arrays, accumulation=1):
     return Batch(*(array.reshape(accumulation, -1, array.shape[-1]) for array in arrays))
 
 
-@pytest.mark.both_worlds("lora", "qlora")
+@pytest.mark.exhaustive("lora", "qlora")
 @pytest.mark.parametrize("kind", ["full", "lora", "qlora", "mixed ranks", "tied"])
 def test_packed_equals_unpacked_in_loss_and_every_gradient(kind):
     metrics, grads = steps.gradients(model(kind), batch(packed_rows()))
@@ -94,7 +94,7 @@ def test_what_lies_in_the_padding_does_not_matter():
     steps.assert_same(other, grads)
 
 
-@pytest.mark.both_worlds("lora")
+@pytest.mark.exhaustive("lora")
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_accumulation_does_not_change_loss_and_gradients(kind):
     """Microbatches have very different numbers of targets: a mean of means would be off by far."""
@@ -136,7 +136,6 @@ def test_evaluation_draws_no_dropout():
     assert drops.metrics == keeps.metrics
 
 
-@pytest.mark.one_world
 def test_the_size_of_the_chunks_does_not_matter():
     rows = packed_rows()
     metrics, grads = steps.gradients(model("tied"), batch(rows))
@@ -147,7 +146,12 @@ def test_the_size_of_the_chunks_does_not_matter():
     steps.assert_close(chunked, grads, TOLERANCE)
 
 
-@pytest.mark.both_worlds("qlora-scan-projections-None")
+@pytest.mark.exhaustive(
+    "qlora-scan-projections-None",
+    "full-unroll-none-48",
+    "qlora-scan-offload_attention-48",
+    "full-scan-attention-None",
+)
 @pytest.mark.parametrize(
     ("kind", "layer_loop", "remat", "chunk"),
     [
@@ -168,7 +172,7 @@ def test_neither_loop_nor_rematerialisation_nor_chunks_change_the_gradients(kind
     steps.assert_close(tiny.by_layer(found, other.plan), tiny.by_layer(grads, reference.plan), TOLERANCE)
 
 
-@pytest.mark.one_world
+@pytest.mark.exhaustive(by="test_neither_loop_nor_rematerialisation_nor_chunks_change_the_gradients")
 @pytest.mark.parametrize(
     ("remat", "layer_loop", "chunk"),
     [
@@ -198,7 +202,7 @@ def losses(*arguments, **options):
     return found
 
 
-@pytest.mark.both_worlds("qlora-float16")
+@pytest.mark.exhaustive("lora-bfloat16", "qlora-float16")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("full", "bfloat16"), ("lora", "bfloat16"), ("tied", "bfloat16"), ("qlora", "float16")],
@@ -291,10 +295,12 @@ def data(state):
     return state._replace(key=jax.random.key_data(state.key))
 
 
-@pytest.mark.one_world
 @pytest.mark.parametrize(
     "options",
-    [{"use_dora": True}, {"target_modules": ["embed_tokens", "lm_head", "o_proj"]}],
+    [
+        pytest.param({"use_dora": True}, id="dora"),
+        pytest.param({"target_modules": ["embed_tokens", "lm_head", "o_proj"]}, id="embeddings"),
+    ],
 )
 def test_everything_trained_has_a_gradient_by_the_second_step(options):
     """B starts at zero (an embedding's A does), so its partner's gradient is zero in the first step only."""
@@ -330,7 +336,6 @@ def weighted(model, trainable_filter, rows, *, key):
     return LossSums((squares * rows.extra["weights"]).sum(), rows.extra["weights"].sum(), metrics)
 
 
-@pytest.mark.one_world
 def test_a_loss_of_ones_own_has_its_own_weight_and_its_own_fields():
     """The denominator is the sum of all weights, however the rows are divided into microbatches and devices."""
     weights = np.asarray([2.0, 0.0, 0.5, 3.0, 0.0, 0.25, 0.0, 1.0], np.float32)
@@ -359,7 +364,6 @@ def test_a_loss_of_ones_own_has_its_own_weight_and_its_own_fields():
     steps.assert_close(mesh_grads, grads, TOLERANCE)
 
 
-@pytest.mark.one_world
 def test_rows_that_weigh_nothing_change_nothing():
     ours = model("lora")
     rows = batch(packed_rows())._replace(extra={"weights": np.zeros((1, 8), np.float32)})

@@ -90,7 +90,7 @@ def trained(kind, mesh=None):
     return seen, jax.device_get(state.trainable)
 
 
-@pytest.mark.both_worlds("qlora-data and fsdp")
+@pytest.mark.exhaustive("qlora-data and fsdp", "mixture-experts and fsdp")
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [

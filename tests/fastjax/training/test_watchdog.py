@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 CODE = """
 import pathlib, sys, time
 from fastjax.training.watchdog import Watchdog
@@ -56,7 +54,6 @@ for name, options in stalled.items():
 """
 
 
-@pytest.mark.one_world
 def test_it_names_the_step_and_shows_the_stacks(tmp_path):
     done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True, timeout=60)
     file = tmp_path / "stacks-3.txt"
@@ -68,7 +65,6 @@ def test_it_names_the_step_and_shows_the_stacks(tmp_path):
     assert file.read_text().startswith(f"{waited}\n")
 
 
-@pytest.mark.one_world
 def test_a_stalled_evaluation_and_a_stalled_save_are_named(tmp_path):
     done = subprocess.run([sys.executable, "-c", STALLED, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.stdout == "evaluation 1\nsave 1\n", done.stderr

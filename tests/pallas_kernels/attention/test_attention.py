@@ -9,7 +9,7 @@ from pallas_kernels.attention import attention, config, reference
 from tests.support.attention import PACKED, assert_close, gradients, inputs, oracle, value_and_gradients
 
 
-@pytest.mark.both_worlds("2-True-True")
+@pytest.mark.exhaustive("2-True-True")
 @pytest.mark.parametrize(
     "kv_heads, causal, packed",
     [(1, True, True), (2, True, True), (4, True, True), (2, True, False), (2, False, True), (1, False, False)],
@@ -31,7 +31,7 @@ def test_16_bit_inputs_match_float64(dtype, tolerance):
     assert_close(ours, oracle(*arrays, **options), tolerance)
 
 
-@pytest.mark.both_worlds("6-True")
+@pytest.mark.exhaustive("6-True")
 @pytest.mark.parametrize("most, packed", [(1, True), (6, True), (6, False)])
 def test_blocks_of_queries_change_nothing(most, packed, monkeypatch):
     """Blocks of one query, and of six with a last one of four."""

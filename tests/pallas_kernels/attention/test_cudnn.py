@@ -40,7 +40,7 @@ PATHS = {
 }
 
 
-@pytest.mark.both_worlds("window", "ids", "ranges, window", "list")
+@pytest.mark.exhaustive("window", "ids", "ranges, window", "list")
 @pytest.mark.parametrize("path", PATHS)
 def test_values_and_gradients(path, monkeypatch):
     options, primitive, biased = PATHS[path]

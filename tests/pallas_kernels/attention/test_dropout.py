@@ -84,7 +84,7 @@ def kept_by(q, k, key, rate, ids):
     return once(attend, q, k, v).transpose(0, 2, 1, 3) != 0.0
 
 
-@pytest.mark.both_worlds("6")
+@pytest.mark.exhaustive("6")
 @pytest.mark.parametrize("most", [16, 6])
 def test_both_passes_drop_the_same_weights_in_blocks_of_any_size(most, monkeypatch):
     monkeypatch.setattr(config, "_LOGITS_BYTES", most * 4 * 3 * 4 * 16)

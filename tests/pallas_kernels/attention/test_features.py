@@ -66,7 +66,7 @@ def assert_matches(ours, wanted, tolerance):
         )
 
 
-@pytest.mark.both_worlds("window", "sinks", "an offset a row", "keys with documents of their own")
+@pytest.mark.exhaustive("window", "sinks", "an offset a row", "keys with documents of their own")
 @pytest.mark.parametrize("name", CASES)
 def test_matches_float64(name):
     seed = list(CASES).index(name)
@@ -118,7 +118,7 @@ def test_documents_in_several_pieces_are_served_as_ids():
     assert_close(ours, oracle(*arrays, segment_ids=ids), 3e-6)  # float32 over 8 keys
 
 
-@pytest.mark.both_worlds("True-3")
+@pytest.mark.exhaustive("True-3")
 @pytest.mark.parametrize("causal, window", [(True, None), (True, 3), (False, 3), (False, None)])
 def test_no_query_depends_on_a_key_it_does_not_see(causal, window):
     """The gradients of each query in every key and value are zero exactly where it sees none, documents included."""

@@ -116,11 +116,14 @@ def check(name, interpreted, configs, shape):
     assert_close(interpreted(arguments, cotangents, options, configs), wanted)
 
 
+# Causal rows, documents and windows over them are those of the tiles in turn, below.
+@pytest.mark.exhaustive("window on both sides", "cap, sinks", "an offset a row")
 @pytest.mark.parametrize("name", CASES)
 def test_every_feature_matches_float64(name, interpreted):
     check(name, interpreted, SMALL, {})
 
 
+@pytest.mark.exhaustive("192-128")
 @pytest.mark.parametrize(("size", "value_size"), [(80, 80), (128, 96), (192, 128), (256, 256)])
 def test_head_sizes(size, value_size, interpreted):
     arguments, cotangents = problem(size, length=150, size=size, value_size=value_size)
@@ -134,6 +137,7 @@ def test_head_sizes(size, value_size, interpreted):
     assert_close(interpreted(arguments, cotangents, {}, small), expected(arguments, cotangents, {}))
 
 
+@pytest.mark.exhaustive("False-True-True")
 @pytest.mark.parametrize(
     ("overlap", "pingpong", "lag"), [(False, False, False), (False, True, True), (True, False, True)]
 )
@@ -160,6 +164,7 @@ TWO_HEADS = {
 }
 
 
+@pytest.mark.exhaustive("own blocks, window, packed", "two heads, packed")
 @pytest.mark.parametrize(
     ("name", "configs"),
     [
@@ -174,6 +179,7 @@ def test_tiles_in_turn(name, configs, interpreted):
     check(name, interpreted, configs, {} if "length" in CASES[name] else {"length": 450})
 
 
+@pytest.mark.exhaustive("64-1.5-True")
 @pytest.mark.parametrize(("size", "cap", "packed"), [(64, None, False), (64, 1.5, True), (192, None, False)])
 def test_dropout(size, cap, packed, interpreted):
     arguments, cotangents = problem(2, size=size)

@@ -64,14 +64,14 @@ def compiled(aot, size, value_size, options, documents, folder, monkeypatch):
     return found
 
 
-@pytest.mark.both_worlds("128-128", others="newer_world")
+@pytest.mark.exhaustive(by="test_options")
 @pytest.mark.parametrize(("size", "value_size"), SIZES)
 def test_head_sizes(size, value_size, aot, tmp_path, monkeypatch):
     found = compiled(aot, size, value_size, {}, False, tmp_path, monkeypatch)
     assert found["forward"].spill_bytes == found["backward"].spill_bytes == 0
 
 
-@pytest.mark.newer_world
+@pytest.mark.exhaustive("documents and sinks")
 @pytest.mark.parametrize("name", CASES)
 def test_options(name, aot, tmp_path, monkeypatch):
     options, documents = CASES[name]

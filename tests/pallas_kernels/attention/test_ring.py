@@ -33,6 +33,7 @@ def order():
     return np.concatenate([np.concatenate([parts[d], parts[2 * N - 1 - d]]) for d in range(N)])
 
 
+@pytest.mark.exhaustive("documents in a window", "cap and sinks")
 @pytest.mark.parametrize("case", CASES)
 def test_ring_equals_whole_rows(case):
     options = dict(CASES[case])

@@ -102,7 +102,7 @@ def check(case, dtype, tolerance):
 
 
 # Weights, logits' gradients and results are rounded to 16 bits: one unit of the largest result.
-@pytest.mark.both_worlds("whole tiles", "more keys", "window", "cap and sinks", "documents", "dropout")
+@pytest.mark.exhaustive("whole tiles", "window", "documents", "dropout")
 @pytest.mark.parametrize("name", CASES)
 def test_matches_float64(name, interpreted):
     check(CASES[name], jnp.float16, 2**-10)
@@ -114,7 +114,7 @@ def test_all_features_at_once(dtype, tolerance, interpreted):
 
 
 # Whole tiles of keys and of queries that rows 64 to 95 of 128 never meet.
-@pytest.mark.both_worlds("documents")
+@pytest.mark.exhaustive("documents")
 @pytest.mark.parametrize(
     "options, documents, keys, queries",
     [

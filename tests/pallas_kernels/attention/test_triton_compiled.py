@@ -31,7 +31,7 @@ def passes(aot, size, options):
     }
 
 
-@pytest.mark.both_worlds("h200-128-everything-forward", "h200-128-everything-backward", others="newer_world")
+@pytest.mark.exhaustive("h200-128-everything-forward", "h200-128-everything-backward")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(
     "card, size, options",

@@ -51,6 +51,7 @@ def gemm_dtypes(text):
     return [tuple(dtypes[name] for name in call) for call in calls]
 
 
+@pytest.mark.exhaustive("None-1")
 @pytest.mark.parametrize("implementation, logits", [(None, 1), ("xla", 2)])
 def test_gradient_takes_two_bfloat16_products_and_one_chunk_of_logits(implementation, logits):
     """XLA's has the chunk's logits and beside them their gradient, the kernel's writes it in their place."""
@@ -60,7 +61,6 @@ def test_gradient_takes_two_bfloat16_products_and_one_chunk_of_logits(implementa
     assert logits * chunk < program.memory_analysis().temp_size_in_bytes < (logits + 0.08) * chunk
 
 
-@pytest.mark.newer_world
 def test_log_probs_with_a_cotangent_each_take_as_much():
     """The rows of the gradient in hidden, which is of hidden's size, are multiplied in the backward pass."""
     program = compiled(differentiate=True, log_probs=True)
@@ -69,7 +69,7 @@ def test_log_probs_with_a_cotangent_each_take_as_much():
     assert chunk < program.memory_analysis().temp_size_in_bytes < 1.08 * chunk
 
 
-@pytest.mark.both_worlds("128256-h200", others="newer_world")
+@pytest.mark.exhaustive("128256-h200")
 @pytest.mark.parametrize("card", ["h200", "a100-80", "4090"])
 @pytest.mark.parametrize("vocab", [128_256, 50_257])  # whole vectors, and a row that begins anywhere
 def test_the_kernel_stays_in_its_registers(vocab, card, tmp_path):
@@ -83,6 +83,9 @@ def test_the_kernel_stays_in_its_registers(vocab, card, tmp_path):
         assert used.registers * 32 * TILES.num_warps <= 65536
 
 
+@pytest.mark.exhaustive(
+    by="tests/pallas_kernels/cross_entropy/test_cross_entropy.py::test_only_the_loss_is_computed_without_differentiation"
+)
 def test_evaluation_takes_one_product_and_one_chunk_of_logits():
     program = compiled(differentiate=False)
     assert gemm_dtypes(program.as_text()) == [("bf16", "bf16", "bf16")]

@@ -192,6 +192,7 @@ def test_label_smoothing_is_that_of_transformers():
     np.testing.assert_allclose(ours.loss_sum / ours.num_targets.astype(jnp.float32), theirs, rtol=1e-6)
 
 
+@pytest.mark.exhaustive("37-16-plain", "37-16-all", "64-16-plain")
 @pytest.mark.parametrize("options", [Options(), Options(0.1, 0.01, 0.75, 6.0)], ids=["plain", "all"])
 @pytest.mark.parametrize("vocab, columns", [(37, 16), (64, 16), (37, 64)])  # a rest, none, less than a block
 def test_rows_of_the_triton_kernel(vocab, columns, options):
@@ -325,10 +326,13 @@ def test_the_first_of_equal_logits_is_the_prediction():
     def head(trainable, frozen, piece):
         return piece
 
-    for targets, correct in (([1, 0, 2], 3), ([2, 1, 2], 1), ([1, IGNORE_INDEX, 0], 1)):
-        targets = jnp.asarray([targets], jnp.int32)
+    @jax.jit
+    def counted(targets):
         sums = chunked_cross_entropy(head, (), (), logits, targets, chunk_size=2)
-        assert (sums.num_correct, sums.num_correct) == (correct, cross_entropy(logits, targets).num_correct)
+        return sums.num_correct, cross_entropy(logits, targets).num_correct
+
+    for targets, correct in (([1, 0, 2], 3), ([2, 1, 2], 1), ([1, IGNORE_INDEX, 0], 1)):
+        assert counted(jnp.asarray([targets], jnp.int32)) == (correct, correct)
 
 
 def test_large_logits_stay_finite():
@@ -341,7 +345,7 @@ def test_large_logits_stay_finite():
     def loss(hidden):
         return chunked_cross_entropy(head, (), (), hidden, targets, chunk_size=2).loss_sum
 
-    value, gradient = jax.value_and_grad(loss)(hidden)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(hidden)
     expected = cross_entropy(hidden * 1e4, targets).loss_sum
     assert np.isfinite(gradient).all() and np.allclose(value, expected, rtol=1e-6)
 

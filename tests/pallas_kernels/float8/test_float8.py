@@ -66,7 +66,6 @@ def test_operands_that_do_not_fit_are_refused():
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
 def test_the_kernel_reads_a_row_once_without_spills(tmp_path):
     aot = AOT("h200")
     used = resources.of_triton(aot, quantize_rows, aot.spec((8192, 28672), jnp.bfloat16), folder=tmp_path)

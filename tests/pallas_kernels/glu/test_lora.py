@@ -91,7 +91,7 @@ def test_xla_matches_float64(case, activation):
     close(found, exact(arrays, activation), 1e-6)
 
 
-@pytest.mark.both_worlds(
+@pytest.mark.exhaustive(
     "capability1-silu-case0", "capability1-silu-case1", "capability1-silu-case3", "capability0-relu-case2"
 )
 @pytest.mark.parametrize("case", CASES)
@@ -119,7 +119,7 @@ def test_a_run_of_several_tiles_is_added_up():
     close((*forward, *backward), exact(arrays, "silu"), 2**-8.5)
 
 
-@pytest.mark.both_worlds("case0")
+@pytest.mark.exhaustive("case0")
 @pytest.mark.parametrize("case", CASES)
 def test_gate_and_up_in_float8_are_kept_alike_and_the_gradients_are_theirs(case):
     """Forward as ever; backward as of the numbers that the codes stand for, at whatever magnitude a block has."""
@@ -156,7 +156,7 @@ def test_gate_and_up_in_float8_are_kept_alike_and_the_gradients_are_theirs(case)
         close(found, wide, 2**-8.5)
 
 
-@pytest.mark.both_worlds("case0")
+@pytest.mark.exhaustive("case0")
 @pytest.mark.parametrize("case", CASES)
 def test_scales_that_are_left_to_the_reader_change_no_bit(case):
     gate_up, products, b, dh, a, dproducts = arrays = operands(*case, jnp.bfloat16)
@@ -184,7 +184,7 @@ def test_scales_that_are_left_to_the_reader_change_no_bit(case):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.both_worlds("case0")
+@pytest.mark.exhaustive("case0")
 @pytest.mark.parametrize("case", CASES)
 def test_the_largest_of_each_row_of_the_gradient_is_that_of_what_is_written(case):
     gate_up, products, b, dh, a, dproducts = arrays = operands(*case, jnp.bfloat16)
@@ -204,7 +204,7 @@ def test_the_largest_of_each_row_of_the_gradient_is_that_of_what_is_written(case
             np.testing.assert_array_equal(found[4], np.abs(np.asarray(found[0], np.float32)).max(1))
 
 
-@pytest.mark.both_worlds("case0")
+@pytest.mark.exhaustive("case0")
 @pytest.mark.parametrize("case", CASES)
 def test_h_in_float8_is_h_with_its_rows_rounded(case):
     """The kernel rounds each tile by its own scale first: only codes below the row's least normal number may differ."""
@@ -250,7 +250,7 @@ def test_what_is_not_finite_stays_so_in_float8():
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
+@pytest.mark.exhaustive("True-128-h200")
 @pytest.mark.parametrize(("rank", "card"), [(16, "h200"), (128, "h200"), (16, "4090")])
 @pytest.mark.parametrize("keep", [True, False])
 def test_nothing_spills_in_float8(card, rank, keep, tmp_path):
@@ -274,7 +274,7 @@ def test_nothing_spills_in_float8(card, rank, keep, tmp_path):
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.both_worlds("16-h200", others="newer_world")
+@pytest.mark.exhaustive(by="test_nothing_spills_in_float8")
 @pytest.mark.parametrize("card", ["h200", "a100-80", "4090"])
 @pytest.mark.parametrize("rank", RANKS)
 def test_nothing_spills(card, rank, tmp_path):

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.aot, needs_cuda_plugin]
 X, N, K, T, M = 128, 1536, 2048, 8192, 65536
 
 
-@pytest.mark.both_worlds("gradient in x", others="newer_world")
+@pytest.mark.exhaustive("gradient in x", "gradient in w")
 @pytest.mark.parametrize("case", ["gathered, with a low-rank product", "gradient in x", "thin", "gradient in w"])
 def test_kernels_for_hopper(case, tmp_path, monkeypatch):
     aot = AOT("h200")

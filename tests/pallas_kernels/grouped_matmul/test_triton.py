@@ -76,7 +76,7 @@ def test_tiles_of_thin_products(arrays):
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.both_worlds("a100-80-many rows", others="newer_world")
+@pytest.mark.exhaustive("a100-80-many rows")
 @pytest.mark.parametrize("few", [False, True], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("card", ["a100-80", "4090"])
 def test_nothing_spills(card, few, tmp_path):

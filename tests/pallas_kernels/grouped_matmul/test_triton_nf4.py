@@ -66,7 +66,7 @@ def test_decode_first(packed):
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.both_worlds("a100-80-gradient", others="newer_world")
+@pytest.mark.exhaustive("a100-80-gradient")
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 @pytest.mark.parametrize("card", ["h200", "a100-80", "4090"])
 def test_compiled(card, gradient, tmp_path):

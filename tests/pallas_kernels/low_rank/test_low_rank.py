@@ -162,7 +162,6 @@ def test_rows_are_rounded_bit_for_bit_beside_the_gradients_behind_B(parts, rank)
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
 def test_nothing_spills_where_rows_are_rounded_beside_the_gradients_behind_B(tmp_path):
     aot, rank = AOT("h200"), config.LARGEST_OUTPUT_RANK
     wide, thin = (aot.spec((8192, width), jnp.bfloat16) for width in (6144, 3 * rank))
@@ -178,7 +177,7 @@ def test_nothing_spills_where_rows_are_rounded_beside_the_gradients_behind_B(tmp
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
+@pytest.mark.exhaustive("128")
 @pytest.mark.parametrize("rank", RANKS)
 def test_nothing_spills_where_rows_are_rounded(rank, tmp_path):
     aot = AOT("h200")
@@ -193,7 +192,6 @@ def test_nothing_spills_where_rows_are_rounded(rank, tmp_path):
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
 def test_nothing_spills_where_scales_are_left_to_the_sum(tmp_path):
     aot = AOT("h200")
     large, (rows, columns) = aot.spec((8192, 4096), jnp.bfloat16), (aot.spec((n,), jnp.float32) for n in (8192, 4096))
@@ -209,7 +207,7 @@ def test_nothing_spills_where_scales_are_left_to_the_sum(tmp_path):
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.both_worlds("32-h200", others="newer_world")
+@pytest.mark.exhaustive("32-h200")
 @pytest.mark.parametrize("card", ["h200", "a100-80"])
 @pytest.mark.parametrize("rank", RANKS[1:])
 def test_nothing_spills(card, rank, tmp_path):

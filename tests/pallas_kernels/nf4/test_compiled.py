@@ -28,7 +28,7 @@ def decode(shape, dtype, implementation):
     return lambda c, a: nf4.dequantize(c, a, shape=shape, dtype=dtype, implementation=implementation)
 
 
-@pytest.mark.both_worlds("benchmark-bfloat16", others="newer_world")
+@pytest.mark.exhaustive("benchmark-bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [BENCHMARK.shape, (37, 192)], ids=["benchmark", "tile and a bit"])
 def test_mosaic_for_hopper(shape, dtype, tmp_path, monkeypatch):
@@ -54,12 +54,11 @@ def multiply(gradient, rows, shape, dtype, aot):
     return backward if gradient else forward, (x, *specs(aot, shape))
 
 
-@pytest.mark.both_worlds(
+@pytest.mark.exhaustive(
     "False-16-shape0-bfloat16-128",
     "False-64-shape2-float16-128",
     "False-512-shape8-bfloat16-168",
     "True-512-shape9-bfloat16-168",
-    others="newer_world",
 )
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, registers",
@@ -88,7 +87,7 @@ def test_products_for_hopper(gradient, rows, shape, dtype, registers, tmp_path, 
     assert used.registers <= registers
 
 
-@pytest.mark.newer_world
+@pytest.mark.exhaustive(by="test_products_for_hopper")
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, sizes",
     [
@@ -107,7 +106,7 @@ def test_matmul_rs_for_hopper(gradient, rows, shape, dtype, sizes, tmp_path, mon
     assert used.spill_bytes == used.stack_bytes == 0
 
 
-@pytest.mark.both_worlds("matmul_rs", others="newer_world")
+@pytest.mark.exhaustive("matmul_rs")
 @pytest.mark.parametrize(
     "rows, shape, dtype, registers",
     [
@@ -137,7 +136,6 @@ def test_rounding_twice_takes_the_same_kernels(rows, shape, dtype, registers, tm
     assert used.registers <= registers
 
 
-@pytest.mark.newer_world
 def test_tritons_last_tile_stays_inside(tmp_path):
     """Where blocks are no multiple of a tile's: nothing else keeps a kernel of Pallas-Triton from writing further."""
     aot, shape = AOT("4090"), (396, 832)  # 5,148 blocks, 28 more than whole tiles of 64
@@ -146,7 +144,7 @@ def test_tritons_last_tile_stays_inside(tmp_path):
     assert re.search(r"min\.s32\s+%r\d+, %r\d+, 5084;", text), "the first block of the last tile is not bounded"
 
 
-@pytest.mark.both_worlds("h200-bfloat16", "a100-80-float32", others="newer_world")
+@pytest.mark.exhaustive("a100-80-float32")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("card", ["h200", "a100-80", "4090"])
 def test_triton(card, dtype, tmp_path):
@@ -159,6 +157,7 @@ def test_triton(card, dtype, tmp_path):
         assert used.registers <= 48
 
 
+@pytest.mark.exhaustive("h200-mosaic_gpu", "a100-80-triton")
 @pytest.mark.parametrize("card, kernel", [("h200", "mosaic_gpu"), ("a100-80", "triton"), ("4090", "triton")])
 def test_the_card_chooses_the_kernel_in_both_passes(card, kernel):
     aot = AOT(card)
@@ -191,7 +190,7 @@ def loss_of(shape, implementation):
     return unrolled, scanned
 
 
-@pytest.mark.both_worlds("mosaic", others="newer_world")
+@pytest.mark.exhaustive("mosaic")
 @pytest.mark.parametrize("implementation", ["mosaic", "triton", "xla"])
 def test_unrolled_layers_keep_no_decoded_weight(implementation):
     """Neither may the two passes' decodes be merged, nor those of all layers be done at once."""
@@ -205,6 +204,7 @@ def test_unrolled_layers_keep_no_decoded_weight(implementation):
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * decoded + 2 * layers * activation
 
 
+@pytest.mark.exhaustive("mosaic")
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
 def test_scanned_layers_are_decoded_where_they_lie(implementation):
     """A layer's codes are a slice of the stacked ones: no kernel may copy it first, forward or backward."""

@@ -144,7 +144,6 @@ def test_blocks_that_cross_rows_are_refused():
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
 @pytest.mark.parametrize("transposed", [False, True])
 def test_triton_for_hopper(transposed, tmp_path):
     aot, (out, columns) = AOT("h200"), BENCHMARK.shape
@@ -162,7 +161,7 @@ def test_triton_for_hopper(transposed, tmp_path):
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
+@pytest.mark.exhaustive("True-96")
 @pytest.mark.parametrize(("transposed", "registers"), [(False, 48), (True, 96)])  # transposed, five thread blocks
 def test_mosaic_for_hopper(transposed, registers, tmp_path, monkeypatch):
     aot, (out, columns) = AOT("h200"), BENCHMARK.shape

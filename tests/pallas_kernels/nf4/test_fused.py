@@ -58,6 +58,7 @@ def test_matvec(rows, shape, dtype, sizes):
 
 
 @pytest.mark.newer_jax("the interpreter of jax 0.10 misplaces rows behind the end of an array")
+@pytest.mark.exhaustive("forward, tiles cut in two", "gradient, tiles cut in two", "one tile cut in three")
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, sizes, cores",
     [
@@ -79,6 +80,7 @@ def test_matmul_ss(gradient, rows, shape, dtype, sizes, cores):
 
 
 @pytest.mark.newer_jax("the interpreter of jax 0.10 misplaces rows behind the end of an array")
+@pytest.mark.exhaustive("tiles cut in two", "odd steps, a tile moved back", "gradient, tiles cut")
 @pytest.mark.parametrize(
     "gradient, rows, shape, dtype, sizes, cores",
     [

@@ -125,6 +125,7 @@ def check_rounded(found, x, weight, a, offset):
     assert np.linalg.norm(np.asarray(products, np.float64) - exact) < eps * np.linalg.norm(exact)
 
 
+@pytest.mark.exhaustive("192-0.0-bfloat16", "192-1.0-float16", "256-0.0-bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("width", [192, 256])
@@ -143,7 +144,7 @@ def test_rows_in_float8_and_their_products(monkeypatch, offset, dtype, width):
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
+@pytest.mark.exhaustive("128-16384")
 @pytest.mark.parametrize("width", [4096, 16384])
 @pytest.mark.parametrize("rank", [RANKS[0], RANKS[-1]])
 def test_nothing_spills_where_rows_are_rounded(width, rank, tmp_path):
@@ -173,16 +174,14 @@ def test_what_triton_does_not_round_and_why():
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.both_worlds("32-h200", others="newer_world")
+@pytest.mark.exhaustive("32-h200")
 @pytest.mark.parametrize(
     ("rank", "card"), [*((rank, "h200") for rank in RANKS[1:]), (RANKS[1], "a100-80"), (RANKS[-1], "a100-80")]
 )
 def test_nothing_spills(rank, card, tmp_path):
     aot = AOT(card)
-    specs = [
-        aot.spec(array.shape, jnp.bfloat16)
-        for array in jax.eval_shape(lambda: operands(jnp.bfloat16, 8192, 4096, rank))
-    ]
+    rows, weight, a, products = (8192, 4096), (4096,), (rank, 4096), (8192, rank)  # of `operands`, which draws numbers
+    specs = [aot.spec(shape, jnp.bfloat16) for shape in (rows, weight, a, rows, rows, products)]
     found = of_triton(aot, lambda *arrays: results(arrays, 0.0, "triton"), *specs, folder=tmp_path)
     assert found is None or found.spill_bytes == 0
 

@@ -55,7 +55,6 @@ def test_the_codes_decode_to_float8_too():
         np.testing.assert_array_equal(here.astype(jnp.float32), there.astype(jnp.float32))
 
 
-@pytest.mark.one_world
 def test_a_forced_implementation_that_cannot_serve_says_why():
     arrays = stacks(2)
     gathered = island(2, lambda i, *own: shard_gather.gather(own, i, "fsdp", implementation="mosaic"), arrays)
@@ -63,7 +62,6 @@ def test_a_forced_implementation_that_cannot_serve_says_why():
         gathered(0, *arrays)
 
 
-@pytest.mark.one_world
 def test_who_reads_other_devices_memory(monkeypatch):
     monkeypatch.setattr(compat, "JAX_VERSION", (0, 11, 2))
     case = shard_gather.Case(H200, (4, 16, 128), jnp.uint8)

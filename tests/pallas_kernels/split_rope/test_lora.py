@@ -107,7 +107,6 @@ def test_the_gradient_of_the_product_comes_in_float8_too_on_a_card():
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
 def test_nothing_spills_where_scales_are_left_to_the_turn(tmp_path):
     aot = AOT("h200")
     make = lambda shape, scale, dtype: aot.spec(shape, dtype)  # noqa: E731
@@ -123,7 +122,7 @@ def test_nothing_spills_where_scales_are_left_to_the_turn(tmp_path):
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.both_worlds("32-h200", others="newer_world")
+@pytest.mark.exhaustive("32-h200")
 @pytest.mark.parametrize("card", ["h200", "a100-80"])
 @pytest.mark.parametrize("rank", RANKS[1:])
 def test_nothing_spills(card, rank, tmp_path):

@@ -61,6 +61,7 @@ def assert_rounded_once(found, arrays, **options):
         np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, rtol=tolerance, atol=1e-6)
 
 
+@pytest.mark.exhaustive("whole heads", "part of a head, scaled", "padded", "no turn")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_values_and_gradient_match_float64(case):
     arrays, interleaved = operands(*case), case[3]
@@ -76,6 +77,7 @@ def test_values_and_gradient_match_float64(case):
         assert_rounded_once(found, arrays, interleaved=interleaved)
 
 
+@pytest.mark.exhaustive("part of a head, scaled", "padded", "no turn")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_largest_for_each_token_is_that_of_what_is_written(case):
     (_, gradients, tables, scales), interleaved = operands(*case), case[3]
@@ -147,7 +149,7 @@ def test_an_unsupported_call_has_its_reason():
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.both_worlds("h200", others="newer_world")
+@pytest.mark.exhaustive("h200")
 @pytest.mark.parametrize(
     "card, heads, size, turning, interleaved",
     [("h200", (32, 8), 128, 128, False), ("a100-80", (16, 8), 256, 128, True), ("4090", (14, 2), 80, 32, False)],

@@ -47,6 +47,7 @@ def test_the_step_passes(found, reference):
     assert "more than rounding allows" in check.judged(found, reference, "float32")
 
 
+@pytest.mark.exhaustive(by="tests/fastjax/bench/step/test_run.py::test_several_devices_beside_one")
 def test_several_devices_are_compared_with_one(monkeypatch):
     meshes, make = [], check.make_train_step
     monkeypatch.setattr(
@@ -58,6 +59,7 @@ def test_several_devices_are_compared_with_one(monkeypatch):
     assert [None if mesh is None else mesh.size for mesh in meshes] == [None, None, 4]
 
 
+@pytest.mark.exhaustive("host memory")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -87,6 +89,7 @@ def test_what_cases_differ_in_is_computed(reference, changes, monkeypatch):
     assert (batch.segment_ids is None) == (small.lengths is None)
 
 
+@pytest.mark.exhaustive(by="test_a_wrong_gradient_of_one_layer_is_found, test_what_cases_differ_in_is_computed")
 def test_a_wrong_loop_is_found_where_it_is_used(reference, monkeypatch):
     """The loss is right and each gradient doubled, in the loop that offloads alone."""
     run = layer_loop.run_streamed

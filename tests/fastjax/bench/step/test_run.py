@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import io
 import json
+import pickle
 import re
 
 import jax
@@ -31,9 +32,11 @@ class Here(concurrent.futures.Executor):
     """Runs what it is given at once, in this process."""
 
     def __init__(self, *args, **kwargs):
-        pass
+        assert args == (1,) and kwargs["max_tasks_per_child"] == 1, "each in a process of its own, one after the other"
+        assert kwargs["mp_context"].get_start_method() == "spawn"
 
     def submit(self, function, *args):
+        args = pickle.loads(pickle.dumps(args))
         future = concurrent.futures.Future()
         try:
             future.set_result(function(*args))
@@ -56,6 +59,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
 
 
+@pytest.mark.exhaustive(by="test_packed_rows_with_a_forced_attention, test_several_devices_beside_one")
 def test_in_its_own_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
@@ -98,6 +102,7 @@ def test_packed_rows_with_a_forced_attention(tmp_path, capsys, here):
         main(["bench", "step", *given, "--attention", "mosaic"])
 
 
+@pytest.mark.exhaustive(by="test_packed_rows_with_a_forced_attention, test_rows_as_long_as_the_longest_of_their_batch")
 def test_padded_rows_count_their_documents_alone(tmp_path, capsys, here):
     lengths, output = tmp_path / "lengths.txt", tmp_path / "step.json"
     lengths.write_text("20\n20\n20\n20\n")
@@ -132,6 +137,10 @@ def test_several_devices_beside_one(tmp_path, capsys, here):
     assert line.endswith(f"| {four['tokens_per_second_per_device']:,.0f} | {four['share_of_linear']:.1%} |")
 
 
+@pytest.mark.exhaustive(
+    by="test_packed_rows_with_a_forced_attention, "
+    "tests/fastjax/cli/test_quantization_aware.py::test_full_fine_tuning_for_int4"
+)
 def test_a_step_with_fake_quantisers(tmp_path, capsys, here):
     output = tmp_path / "step.json"
     given = ["--method", "full", "--qat", "int4_weight_only", "--output", str(output)]
@@ -218,7 +227,7 @@ def test_first_losses_are_compared(tmp_path, capsys, here, monkeypatch):
     assert main([*given, "full", "projections"]) == 0
 
 
-@pytest.mark.one_world
+@pytest.mark.exhaustive(by="tests/fastjax/bench/step/test_check.py::test_what_cases_differ_in_is_computed")
 def test_in_the_host(here, monkeypatch):
     """Layers, embeddings and moments there: the same losses, and words for it."""
     states, begin = [], measuring.first_state

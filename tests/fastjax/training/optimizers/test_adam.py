@@ -164,7 +164,6 @@ def losses(name):
     return np.asarray(found), adam_state(state.opt_state)
 
 
-@pytest.mark.one_world
 def test_losses_are_those_of_32_bits():
     with_8, state = losses("adamw_8bit")
     with_32, _ = losses("adamw")

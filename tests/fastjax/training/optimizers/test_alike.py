@@ -93,7 +93,6 @@ def test_further_layers_add_no_arithmetic():
 
 @pytest.mark.aot
 @needs_cuda_plugin
-@pytest.mark.newer_world
 def test_gradients_are_joined_once_and_no_layer_has_a_kernel_of_its_own():
     """A kernel at a constant offset would be compiled for each layer, one that joins what it reads for each reader."""
     aot, layers, optimizer = AOT(), 12, make_optimizer(OptimizerConfig(), 10)

@@ -121,7 +121,7 @@ def test_small_updates_of_bfloat16_are_lost():
         assert bool(jnp.all(params["w"] + updates["w"] > 1)) is moves
 
 
-@pytest.mark.both_worlds("adamw_8bit")
+@pytest.mark.exhaustive("adamw_8bit")
 @pytest.mark.parametrize("name", NAMES)
 def test_state_is_arrays_and_goes_on_from_a_copy(name):
     """Through NumPy and back, and through a choice between two states, as a step that is not finite makes it."""
@@ -138,7 +138,7 @@ def test_state_is_arrays_and_goes_on_from_a_copy(name):
     assert jax.jit(optimizer.update)._cache_size() == 1, "compiled more than once"
 
 
-@pytest.mark.both_worlds("adamw_8bit", "adafactor")
+@pytest.mark.exhaustive("adamw_8bit", "adafactor")
 @pytest.mark.parametrize("name", NAMES)
 def test_stacked_layers_are_updated_like_separate_ones(name):
     """The embedding keeps its place; each layer becomes a run of its own, as with layer_loop: unroll."""

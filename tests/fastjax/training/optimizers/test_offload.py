@@ -50,7 +50,7 @@ def trained(model, name, offload):
     return state, losses
 
 
-@pytest.mark.one_world
+@pytest.mark.exhaustive("adamw_8bit")
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_steps_are_the_same(model, name, tmp_path, monkeypatch):
     monkeypatch.setattr(adam, "PART_BYTES", 2**12)  # the table's in eight parts
