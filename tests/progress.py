@@ -55,9 +55,9 @@ class Progress:
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report, config):
         """No letters: lines say how far it is, and failures have one of their own."""
-        if report.when == "call":
-            return report.outcome, "", ""
-        return {"passed": "", "failed": "error"}.get(report.outcome, report.outcome), "", ""
+        if report.when == "call" or report.outcome == "skipped":
+            return report.outcome, "", report.outcome.upper()
+        return {"failed": "error"}.get(report.outcome, ""), "", "ERROR"
 
     def pytest_runtest_logreport(self, report):
         self.spent[self._module(report.nodeid)] += report.duration

@@ -105,7 +105,7 @@ def dtype_name(dtype: Any) -> Any:
     """
     if dtype is None or isinstance(dtype, str):
         return dtype
-    if type(dtype).__module__.partition(".")[0] == "torch":
+    if type(dtype).__module__ == "torch":
         return str(dtype).removeprefix("torch.")
     try:
         return jnp.dtype(dtype).name

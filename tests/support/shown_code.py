@@ -11,8 +11,14 @@ from typing import Any
 
 from flax import nnx
 
+from fastjax.language_model import LanguageModel, ModelHandle
+
 #: Of whose names is read; of other packages the modules and what is imported from them.
 OWN = ("fastjax", "convert", "pallas_kernels")
+
+
+#: A class that answers for another → that one.
+HANDLES = {ModelHandle: LanguageModel}
 
 
 class Instance(typing.NamedTuple):
@@ -170,4 +176,6 @@ def _instance(hint: Any, names: dict[str, Any]) -> Instance | None:
     """Of an annotation's class, or tuple of classes; None: it is neither."""
     if isinstance(hint, str):
         hint = eval(hint, {}, _Names(vars(builtins) | names))
-    return Instance(hint) if isinstance(hint, type) or typing.get_origin(hint) is tuple else None
+    if typing.get_origin(hint) is tuple:
+        return Instance(tuple[*(HANDLES.get(part, part) for part in typing.get_args(hint))])
+    return Instance(HANDLES.get(hint, hint)) if isinstance(hint, type) else None

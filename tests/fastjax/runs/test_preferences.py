@@ -46,7 +46,7 @@ def pairs(count, first=0):
 @pytest.fixture(scope="module")
 def model():
     base, _ = FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=256, load_in_4bit=True)
-    return FastLanguageModel.get_peft_model(base, r=4)
+    return FastLanguageModel.get_peft_model(base, r=4).value
 
 
 @pytest.mark.exhaustive(by="tests/fastjax/runs/test_references.py::test_losses_are_those_of_a_reference_in_the_step")

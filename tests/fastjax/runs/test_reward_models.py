@@ -50,12 +50,12 @@ def ranked(count, first=0):
 
 @pytest.fixture(scope="module")
 def base():
-    return FastLanguageModel.from_pretrained(TINY, max_seq_length=256, load_in_4bit=True)[0]
+    return FastLanguageModel.from_pretrained(TINY, max_seq_length=256, load_in_4bit=True)[0].value
 
 
 @pytest.fixture(scope="module")
 def model(base):
-    return FastLanguageModel.get_peft_model(base.with_score_head(), r=4)
+    return FastLanguageModel.get_peft_model(base.with_score_head(), r=4).value
 
 
 @pytest.fixture(scope="module")

@@ -34,12 +34,13 @@ def rows(name="train", count=40):
 
 @pytest.fixture(scope="module")
 def base():
-    return FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=128, load_in_4bit=True)[0]
+    return FastLanguageModel.from_pretrained(ASSETS / "tiny-llama", max_seq_length=128, load_in_4bit=True)[0].value
 
 
 @pytest.fixture(scope="module")
 def model(base):
-    return FastLanguageModel.get_peft_model(base, r=4)
+    """A value, which no run changes."""
+    return FastLanguageModel.get_peft_model(base, r=4).value
 
 
 def settings(folder, **training):
@@ -192,7 +193,7 @@ def test_an_optimizer_a_loss_and_a_sink_of_ones_own_and_an_early_end(model, tmp_
 def test_a_run_that_is_stopped_goes_on(base, tmp_path):
     """In the middle of its first epoch, with evaluations after each, with Muon; rows as a `datasets.Dataset` too."""
     datasets = pytest.importorskip("datasets")
-    model = FastLanguageModel.get_peft_model(base, r=4, target_modules=["q_proj"])  # Muon has a program a matrix
+    model = FastLanguageModel.get_peft_model(base, r=4, target_modules=["q_proj"]).value  # Muon has a program a matrix
 
     def options(folder):
         found = settings(folder, eval_steps="epoch", max_steps=None, num_train_epochs=2, early_stopping_patience=2)
