@@ -34,6 +34,8 @@ class Counts(NamedTuple):
         dropped: Longer than a row: left out.
         no_targets: Left out for lack of a target.
         special: With special tokens in their content.
+        apart: Documents more than examples, since a template rewrites the past: one an answer.
+        elsewhere: Answers that follow on another text than generation's.
     """
 
     examples: int = 0
@@ -42,6 +44,8 @@ class Counts(NamedTuple):
     dropped: int = 0
     no_targets: int = 0
     special: int = 0
+    apart: int = 0
+    elsewhere: int = 0
 
 
 class Documents(NamedTuple):
@@ -105,17 +109,21 @@ class Documents(NamedTuple):
         starts = examples.offsets[example] + piece[ends] * max_length
         taken = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
         targets = np.where(examples.learn[taken + 1], examples.tokens[taken + 1], np.int32(IGNORE))
-        found = np.unique(example)
-        dropped = len(longer) if too_long == "drop" else 0
+        truncated = int(np.isin(longer, example).sum()) if too_long == "truncate" else 0
+        found, dropped = np.unique(examples.records[example]), np.zeros(0, np.int64)
+        if too_long == "drop":
+            dropped = np.setdiff1d(examples.records[longer], found)
         counts = Counts(
-            examples=len(examples),
-            truncated=int(np.isin(longer, found).sum()) if too_long == "truncate" else 0,
+            examples=examples.count,
+            truncated=truncated,
             split=len(longer) if too_long == "split" else 0,
-            dropped=dropped,
-            no_targets=len(examples) - dropped - len(found),
+            dropped=len(dropped),
+            no_targets=examples.count - len(dropped) - len(found),
             special=len(examples.special),
+            apart=len(examples) - examples.count,
+            elsewhere=examples.elsewhere,
         )
-        return cls(examples.tokens[taken], targets, offsets, example, counts)
+        return cls(examples.tokens[taken], targets, offsets, examples.records[example], counts)
 
     @classmethod
     def concatenate(cls, parts: Sequence["Documents"]) -> "Documents":

@@ -14,9 +14,7 @@ with any are counted.
 Examples are encoded in chunks to flat arrays, with a few Python calls an example and none a token.
 """
 
-import functools
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -29,7 +27,7 @@ from fastjax.data.examples import Examples
 from fastjax.data.records import ChatRecord, Message, Record
 from fastjax.data.settings import PARTS, LossOn, SpecialTokens
 from fastjax.data.special_texts import ContentAsText, SpecialTexts
-from fastjax.data.template import PROBE, ChatTemplate, RenderedChat
+from fastjax.data.template import ChatTemplate, RenderedChat
 from fastjax.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -96,11 +94,13 @@ class Encoder:
             self._template = ChatTemplate.from_tokenizer(self.tokenizer)
         return self._template
 
-    def encode(self, records: Iterable[Record]) -> Iterator[Examples]:
+    def encode(self, records: Iterable[Record], *, apart: bool = True) -> Iterator[Examples]:
         """Encode examples, `CHUNK` characters at a time.
 
         Args:
             records: The examples.
+            apart: Whether a conversation whose template rewrites the past becomes several, one for each answer that it
+                has otherwise; else it is refused.
 
         Yields:
             The examples, in order, chunk after chunk. One without a response has no targets and is no error.
@@ -109,21 +109,26 @@ class Encoder:
             ConfigError: A conversation, and a tokenizer without chat template.
             DataError: The chat template refuses a conversation.
         """
-        chats: list[RenderedChat] = []
-        templated: list[bool] = []
+        chats: list[tuple[int, RenderedChat, bool]] = []
         special: list[int] = []
-        size = 0
+        count = size = 0
         for record in records:
             if self._holds_special(record):
-                special.append(len(chats))
-            chats.append(self._render(record))
-            templated.append(isinstance(record, ChatRecord) or self._has_parts(record))
-            size += len(chats[-1].text)
+                special.append(count)
+            rendered, templated = self._render(record), isinstance(record, ChatRecord) or self._has_parts(record)
+            if len(rendered) > 1 and not apart:
+                raise DataError(
+                    f"{record.where}: the chat template rewrites earlier answers when messages follow, so these cannot "
+                    "be scored in one text; give the answers before the last one as part of the prompt"
+                )
+            chats += [(count, chat, templated) for chat in rendered]
+            count += 1
+            size += sum(len(chat.text) for chat in rendered)
             if size >= CHUNK:
-                yield self._encode_chunk(chats, templated, special)
-                chats, templated, special, size = [], [], [], 0
-        if chats:
-            yield self._encode_chunk(chats, templated, special)
+                yield self._encode_chunk(chats, special, count)
+                chats, special, count, size = [], [], 0, 0
+        if count:
+            yield self._encode_chunk(chats, special, count)
 
     def texts(self, records: Iterable[Record]) -> list[str]:
         """The tokenizer's input for examples.
@@ -134,7 +139,7 @@ class Encoder:
         Returns:
             Their texts, conversations rendered by the chat template.
         """
-        return [self._render(record).text for record in records]
+        return [self._render(record)[-1].text for record in records]
 
     def encode_prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Encode a conversation for the assistant to continue, with the tokens of its beginning in training.
@@ -213,14 +218,14 @@ class Encoder:
         return [self._bos, *ids[start:]]
 
     def _encode_chunk(
-        self, chats: Sequence[RenderedChat], templated: Sequence[bool], special: Sequence[int]
+        self, chats: Sequence[tuple[int, RenderedChat, bool]], special: Sequence[int], count: int
     ) -> Examples:
-        encodings = self._backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        encodings = self._backend.encode_batch([chat.text for _, chat, _ in chats], add_special_tokens=False)
         ids: list[list[int]] = []
         starts: list[int] = []
         ends: list[int] = []
         total = 0
-        for chat, by_template, encoding in zip(chats, templated, encodings, strict=True):
+        for (_, chat, by_template), encoding in zip(chats, encodings, strict=True):
             tokens, spans = self._spans(encoding, chat, by_template)
             ids.append(tokens)
             # Nothing predicts the first token.
@@ -230,31 +235,39 @@ class Encoder:
         offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
         flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, total)
         depth = np.bincount(starts, minlength=total + 1) - np.bincount(ends, minlength=total + 1)
-        return Examples(flat, np.cumsum(depth[:total]) > 0, offsets, np.asarray(special, np.int64))
+        return Examples(
+            flat,
+            np.cumsum(depth[:total]) > 0,
+            offsets,
+            np.asarray(special, np.int64),
+            np.asarray([record for record, _, _ in chats], np.int64),
+            sum(chat.elsewhere for _, chat, _ in chats),
+        )
 
-    def _render(self, record: Record) -> RenderedChat:
-        chat = self._read(record)
-        check_characters(chat.text, record.where)
-        return chat
+    def _render(self, record: Record) -> list[RenderedChat]:
+        chats = self._read(record)
+        for chat in chats:
+            check_characters(chat.text, record.where)
+        return chats
 
-    def _read(self, record: Record) -> RenderedChat:
+    def _read(self, record: Record) -> list[RenderedChat]:
         if self._as_text is None:
             return self._written(record)
         if isinstance(record, ChatRecord):
             messages, tools = (self._as_text.hidden(value, record.where) for value in (record.messages, record.tools))
-            chat = self._written(record._replace(messages=messages, tools=tools))
-            return chat._replace(text=self._as_text.shown(chat.text))
+            chats = self._written(record._replace(messages=messages, tools=tools))
+            return [chat._replace(text=self._as_text.shown(chat.text)) for chat in chats]
         self._as_text.check(record.text, record.where)
         return self._written(record)
 
-    def _written(self, record: Record) -> RenderedChat:
-        """The text of an example, written by the template or as it is, and what of it is learnt."""
+    def _written(self, record: Record) -> list[RenderedChat]:
+        """The texts of an example, written by the template or as it is, and what of them is learnt."""
         if isinstance(record, ChatRecord):
             if record.train is not None:
                 self._check_train(record, record.train)
             if self.loss_on == "all":
                 text = self.template.render(record.messages, record.where, tools=record.tools)
-                return RenderedChat(text, [(0, len(text))])
+                return [RenderedChat(text, [(0, len(text))])]
             return self.template.render_with_responses(
                 record.messages,
                 record.where,
@@ -265,9 +278,9 @@ class Encoder:
                 train=record.train,
             )
         if self._has_parts(record):
-            return RenderedChat(record.text, _responses(record.text, **cast(dict[str, str], self.loss_on)))
+            return [RenderedChat(record.text, _responses(record.text, **cast(dict[str, str], self.loss_on)))]
         start = 0 if self.loss_on == "all" else record.prompt
-        return RenderedChat(record.text, [(start, len(record.text))] if record.text else [])
+        return [RenderedChat(record.text, [(start, len(record.text))] if record.text else [])]
 
     def _has_parts(self, record: Record) -> bool:
         """Whether a record is a rendered conversation, whose responses are found by their beginning."""
@@ -297,11 +310,7 @@ class Encoder:
         """The tokens of an example and the ranges of its targets."""
         ids = encoding.ids
         length = len(ids)
-        responses = chat.responses
-        if templated and responses and chat.text.endswith(closing := self._closing) and not chat.marked:
-            start, end = responses[-1]
-            responses = [*responses[:-1], (start, min(end, max(start, len(chat.text) - len(closing))))]
-        spans = [_token_span(encoding, start, end) for start, end in responses]
+        spans = [_token_span(encoding, start, end) for start, end in chat.responses]
         # An end is learnt unless someone else than the assistant has the last word.
         needs_end = bool(spans) and spans[-1][1] == length
         if chat.marked:
@@ -325,24 +334,6 @@ class Encoder:
             ids = [*ids, self._eos]
             spans[-1] = (min(spans[-1][0], len(ids) - 1), len(ids))
         return ids, spans
-
-    @functools.cached_property
-    def _closing(self) -> str:
-        """What the template writes behind the end of the last answer's turn, and no other's: Phi-3's EOS.
-
-        Generation stops at the end of the turn, so this is not learnt.
-        """
-        if not self.tokenizer.chat_template:
-            return ""
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
-        try:
-            texts = [self.template.render(chat + more, "a probe") for more in ([], chat[:1])]
-        except DataError:  # it does not take such conversations: there is nothing to tell apart
-            return ""
-        last, inner = (text.partition(PROBE)[2] for text in texts)
-        common = os.path.commonprefix([last, inner])
-        ends = [common.rfind(token) + len(token) for token in self._special_texts.ids if token in common]
-        return last[max(ends) :] if ends and last[max(ends) :].strip() else ""
 
     def _ends(self, ids: list[int], span: tuple[int, int], templated: bool) -> bool:
         """Whether the last token learnt ends a text (EOS) or, written by a template, a turn (any special token)."""

@@ -27,13 +27,22 @@ class Examples:
         tokens: Token ids.
         learn: Whether each is a target.
         offsets: The start of each example, and the total at the end.
-        special: Indices of the examples with special tokens in their content, ascending.
+        special: Indices of the records with special tokens in their content, ascending.
+        records: The record of each example, ascending: a conversation may become several examples.
+        elsewhere: Number of answers that follow on another text than generation's.
     """
 
     tokens: Int32[np.ndarray, " N"]
     learn: Bool[np.ndarray, " N"]
     offsets: Int64[np.ndarray, " E_plus_1"]
-    special: Int64[np.ndarray, " _"] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    special: Int64[np.ndarray, " _"]
+    records: Int64[np.ndarray, " E"]
+    elsewhere: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of records."""
+        return int(self.records[-1]) + 1 if len(self.records) else 0
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -171,7 +171,7 @@ def prepare_records(
         parts.append(Documents.of(examples, max_seq_length, too_long))
         if first_special is None and len(examples.special):
             first_special = done + int(examples.special[0])
-        done += len(examples)
+        done += examples.count
         if progress is not None and done - reported >= _REPORT and done < len(records):
             progress(f"{where}: {done:,} of {len(records):,} examples encoded")
             reported = done
@@ -199,6 +199,8 @@ def prepare_records(
         rows=len(rows),
         slots=len(rows) * max_seq_length,
         special=documents.counts.special,
+        apart=documents.counts.apart,
+        elsewhere=documents.counts.elsewhere,
         first_special="" if first_special is None else records[first_special].where,
         special_tokens=special_tokens,
     )

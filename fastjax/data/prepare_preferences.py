@@ -152,7 +152,7 @@ def _encoded(
     found: list[list[Example]] = [[] for _ in records]
     special: dict[int, None] = {}
     done = reported = 0
-    for examples in encoder.encode(answer for record in records for answer in record.answers):
+    for examples in encoder.encode((answer for record in records for answer in record.answers), apart=False):
         special |= dict.fromkeys(owners[done + int(index)] for index in examples.special)
         for index in range(len(examples)):
             found[owners[done + index]].append(examples[index])

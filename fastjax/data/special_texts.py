@@ -34,7 +34,7 @@ class SpecialTexts:
             tokenizer: The tokenizer.
         """
         self.ids = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.pattern = _any_of(self.ids)
+        self.pattern = any_of(self.ids)
 
     def within(self, value: Any) -> bool:
         """Whether a text, or any text in a JSON value, holds special tokens.
@@ -78,7 +78,7 @@ class ContentAsText:
         self._check(texts, control, tokenizer.name_or_path)
         self._hide = texts.pattern, hidden
         back = {name: text for text, name in hidden.items()}
-        self._show = _any_of(control | back), control | back
+        self._show = any_of(control | back), control | back
 
     def hidden(self, value: Any, where: str) -> Any:
         """Content for the template, with its special tokens hidden.
@@ -141,7 +141,7 @@ class ContentAsText:
                 )
 
 
-def _any_of(texts: Any) -> re.Pattern[str]:
+def any_of(texts: Any) -> re.Pattern[str]:
     """Matches the longest of some texts."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 

@@ -28,6 +28,8 @@ class DataStatistics(NamedTuple):
         special: Examples with special tokens in their content.
         first_special: The place of the first of these; empty: there is none.
         special_tokens: The reading of these.
+        apart: Examples more than rows of data, since the chat template rewrites earlier answers: one an answer.
+        elsewhere: Answers that follow on another text than the generation prompt.
     """
 
     examples: int
@@ -43,6 +45,8 @@ class DataStatistics(NamedTuple):
     special: int = 0
     first_special: str = ""
     special_tokens: SpecialTokens = "control"
+    apart: int = 0
+    elsewhere: int = 0
 
     @property
     def slots_filled(self) -> float:
@@ -65,6 +69,16 @@ class DataStatistics(NamedTuple):
             parts.append(f"{self.dropped:,} too long, dropped")
         if self.no_targets:
             parts.append(f"{self.no_targets:,} left out: nothing to learn in them")
+        if self.apart:
+            parts.append(
+                f"{self.apart:,} answers in examples of their own, since the chat template rewrites them when messages "
+                "follow (loss_on: last_response leaves them out)"
+            )
+        if self.elsewhere:
+            parts.append(
+                f"{self.elsewhere:,} answers are learnt behind another text than generation's, since the chat template "
+                "begins an answer otherwise there"
+            )
         if self.special:
             read_as = READ_AS[self.special_tokens]
             parts.append(

@@ -5,20 +5,28 @@ Templates are rendered in transformers' environment (`template_environment`), wi
 
 If a template marks responses (`{% generation %} … {% endgeneration %}`), the marks are their ranges, and one rendering
 is enough. Otherwise a response is the text added by the assistant's message: it lies between the rendering of all
-messages before it, with the generation prompt, and the rendering of all messages up to it. Both must be prefixes of the
-whole conversation's text, or the template is refused: a response is never searched for.
+messages before it, with the generation prompt, and the rendering of all messages up to it; a response is never
+searched for. Where the whole conversation's text begins with both, but for the token that ends the turn (gpt-oss ends
+the last one with another), the response is learnt there. Where it does not, since the template rewrites the past (Qwen3
+and others cut the thoughts of earlier turns), it is learnt in a row of its own that ends with it: what generation sees.
+
+A generation prompt may be no beginning of the answer's text, as one that opens a thought which the answer has not. Such
+an answer is learnt from where the two part, and counted: generation begins it otherwise.
 
 A message of another role begins where its content does, which a rendering with other content in its place shows, and
 ends with its turn; the results of several tools in one turn are one range.
 """
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
 from fastjax.data.records import Message
+from fastjax.data.special_texts import SpecialTexts, any_of
 from fastjax.data.template_environment import END, START, compile_template
 from fastjax.data.template_limits import BUDGET, SOURCE, Budget
 from fastjax.errors import ConfigError, DataError
@@ -36,29 +44,40 @@ class RenderedChat(NamedTuple):
             assistant's message after the generation prompt, the end of its turn included.
         marked: Whether the template marked them.
         others: The range of each message of another role to learn, the end of its turn included.
+        elsewhere: How many of the responses follow on another text than the generation prompt.
     """
 
     text: str
     responses: list[tuple[int, int]]
     marked: bool = False
     others: Sequence[tuple[int, int]] = ()
+    elsewhere: int = 0
 
 
 class ChatTemplate:
     """A chat template and its special tokens."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None):
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        with_tools: str | None = None,
+        ends: Collection[str] | None = None,
+    ):
         """Compile a template.
 
         Args:
             source: The Jinja source.
             special_tokens: The template's variables `bos_token`, `eos_token` and the like.
             with_tools: The source for conversations with tools; None: the same.
+            ends: Texts of all special tokens, of which some end a turn; None: those of `special_tokens`.
 
         Raises:
             ConfigError: The source is not valid Jinja, or too long.
         """
         self._special_tokens = dict(special_tokens)
+        ends = [end for end in (special_tokens.values() if ends is None else ends) if end]
+        self._end, self._longest = any_of(ends), max(map(len, ends), default=0)
         self._template = _compiled(source)
         self._with_tools = self._template if with_tools is None else _compiled(with_tools)
 
@@ -81,15 +100,15 @@ class ChatTemplate:
                 "name one (data.chat_template: chatml, llama3, mistral, gemma, alpaca, plain or a file), or give rows "
                 "with 'text'"
             )
-        sources = tokenizer.chat_template
+        sources, ends = tokenizer.chat_template, SpecialTexts(tokenizer).ids
         if isinstance(sources, str):
-            return cls(sources, tokenizer.special_tokens_map)
+            return cls(sources, tokenizer.special_tokens_map, ends=ends)
         if "default" not in sources:
             raise ConfigError(
                 f"the tokenizer in {tokenizer.name_or_path} has chat templates named {', '.join(sorted(sources))}: "
                 "expected one named default; give the one to use as a file (data.chat_template)"
             )
-        return cls(sources["default"], tokenizer.special_tokens_map, sources.get("tool_use"))
+        return cls(sources["default"], tokenizer.special_tokens_map, sources.get("tool_use"), ends)
 
     def render(
         self,
@@ -125,7 +144,7 @@ class ChatTemplate:
         last: bool = False,
         train: Sequence[bool | None] | None = None,
         roles: Sequence[str] = ("assistant",),
-    ) -> RenderedChat:
+    ) -> list[RenderedChat]:
         """Render a conversation and find what of it is learnt.
 
         Args:
@@ -138,11 +157,11 @@ class ChatTemplate:
             roles: Whose messages are learnt.
 
         Returns:
-            The text, and the ranges in it of the responses and of the other messages.
+            The text with the ranges in it of the responses and of the other messages, behind the beginnings of the
+            conversation that end with a response which the text itself has otherwise, if any.
 
         Raises:
-            DataError: The template refuses the messages, or does not keep the beginning of a conversation when
-                messages follow.
+            DataError: The template refuses the messages, or does not keep what stands before a response.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [i for i in range(given, len(messages)) if not (train and train[i] is False)]
@@ -151,20 +170,119 @@ class ChatTemplate:
         others = [i for i in wanted if i not in turns and messages[i]["role"] in roles]
         chat = chat._replace(others=self._others(chat.text, messages, others, where, tools))
         if chat.marked:
-            return chat._replace(responses=self._marked(chat, messages, turns, learnt, where, tools))
-        text, responses = chat.text, []
-        for index in learnt:
-            before = self.render(messages[:index], where, tools=tools, add_generation_prompt=True)
-            end = index + 1
-            through = self.render(messages[:end], where, tools=tools) if end < len(messages) else text
-            if not (text.startswith(through) and through.startswith(before)):
-                raise DataError(
-                    f"{where}: the chat template changes the text up to messages[{index}] when messages follow, "
-                    "so what the assistant says there cannot be told apart; end the conversation at its first "
-                    "response, or learn other tokens (loss_on: last_response, or all)"
+            chat = self._marks(chat, len(turns))
+            rewritten = self._rewritten(chat.text, messages, learnt, where, tools)
+            alone = [
+                own._replace(
+                    responses=self._marked(
+                        own, messages[: index + 1], turns[: turns.index(index) + 1], [index], where, tools
+                    )
                 )
-            responses.append((len(before), len(through)))
-        return chat._replace(responses=responses)
+                for index, own in rewritten.items()
+            ]
+            kept = [index for index in learnt if index not in rewritten]
+            if len(turns) == len(chat.responses):
+                for index in kept:
+                    start, end = chat.responses[turns.index(index)]
+                    self._check_said(chat.text[start:end], messages, index, where)
+            whole = chat._replace(responses=self._marked(chat, messages, turns, kept, where, tools))
+            return [*alone, *([whole] if kept or whole.others or not alone else [])]
+        alone, responses, elsewhere = [], [], 0
+        for index in learnt:
+            through = chat.text
+            if index + 1 < len(messages):
+                through = self.render(messages[: index + 1], where, tools=tools)
+            start, follows = self._start(messages, index, through, where, tools)
+            end, reached = self._turn(through, chat.text)
+            self._check_said(through[start:end], messages, index, where)
+            if reached is None or start > end:
+                alone.append(RenderedChat(through, [(start, max(start, end))], elsewhere=not follows))
+                continue
+            responses.append((start, reached))
+            elsewhere += not follows
+        if alone and not responses and not chat.others:
+            return alone
+        return [*alone, chat._replace(responses=responses, elsewhere=elsewhere)]
+
+    def _check_said(self, said: str, messages: Sequence[Message], index: int, where: str) -> None:
+        """Refuse a turn of which the template writes nothing but the end."""
+        if self._end.sub("", said).strip():
+            return
+        message = messages[index]
+        content = self._end.sub("", message.get("content", "")).strip()
+        if what := "tool calls" if message.get("tool_calls") else "content" if content else "":
+            raise DataError(
+                f"{where}: the chat template does not write the {what} of messages[{index}], so that only the end of "
+                "its turn would be learnt; name a template that does (data.chat_template), or leave the turn out "
+                "(train: false)"
+            )
+
+    def _start(
+        self,
+        messages: Sequence[Message],
+        index: int,
+        through: str,
+        where: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> tuple[int, bool]:
+        """The place where a response begins, and whether all of the generation prompt stands before it."""
+        prompt = self.render(messages[:index], where, tools=tools, add_generation_prompt=True)
+        if through.startswith(prompt):
+            return len(prompt), True
+        start = self._whole_tokens(len(os.path.commonprefix([prompt, through])), prompt, through)
+        before = self._core(self.render(messages[:index], where, tools=tools))[0] if index else ""
+        if start < len(before):
+            raise DataError(
+                f"{where}: the chat template writes the text before messages[{index}] otherwise when the assistant is "
+                "to answer than when it has, so what it says there cannot be told apart; learn every token "
+                "(loss_on: all), or name another template (data.chat_template)"
+            )
+        return start, False
+
+    def _turn(self, through: str, text: str) -> tuple[int, int | None]:
+        """The end of the last turn in its conversation, and in one that goes on; None: that has it otherwise."""
+        core, end, behind = self._core(through)
+        own = len(core) + len(end) + len(behind)
+        if not text.startswith(core):
+            return own, None
+        place = len(core)
+        if end:
+            found = self._end.match(text, place)
+            if found is None:
+                return own, None
+            place = found.end()
+        return own, place + (len(behind) if text.startswith(behind, place) else 0)
+
+    def _core(self, text: str) -> tuple[str, str, str]:
+        """A conversation without the end of its last turn, that end's token ("": it has none), and the space behind."""
+        body = text.removesuffix(self._closing)
+        said = body.rstrip()
+        begin = max(0, len(said) - self._longest)
+        end = next((found for found in self._end.finditer(said, begin) if found.end() == len(said)), None)
+        return (body, "", "") if end is None else (said[: end.start()], end.group(), body[len(said) :])
+
+    def _whole_tokens(self, place: int, *texts: str) -> int:
+        """A place in texts that are the same up to it, moved before a special token that it divides."""
+        for text in texts:
+            found = self._end.finditer(text, max(0, place - self._longest), place + self._longest)
+            place = next((token.start() for token in found if token.start() < place < token.end()), place)
+        return place
+
+    @functools.cached_property
+    def _closing(self) -> str:
+        """What the template writes behind the end of the last answer's turn, and no other's: Phi-3's EOS.
+
+        Generation stops at the end of the turn, so this is not learnt.
+        """
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+        try:
+            texts = [self.render(chat + more, "a probe") for more in ([], chat[:1])]
+        except DataError:  # it does not take such conversations: there is nothing to tell apart
+            return ""
+        last, inner = (text.partition(PROBE)[2] for text in texts)
+        common = os.path.commonprefix([last, inner])
+        ends = [found.end() for found in self._end.finditer(common)]
+        return last[ends[-1] :] if ends and last[ends[-1] :].strip() else ""
 
     def _others(
         self,
@@ -194,6 +312,49 @@ class ChatTemplate:
             found.append((len(begun), len(through)))
         return found
 
+    def _rewritten(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        learnt: Sequence[int],
+        where: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> dict[int, RenderedChat]:
+        """The learnt turns that a conversation's text has otherwise than the text that ends with them → the latter."""
+        found = {}
+        for index in learnt if self._rewrites else ():
+            if index + 1 < len(messages):
+                own = self._render(messages[: index + 1], where, tools)
+                if self._turn(own.text, text)[1] is None:
+                    count = sum(message["role"] == "assistant" for message in messages[: index + 1])
+                    found[index] = self._marks(own, count)
+        return found
+
+    def _marks(self, chat: RenderedChat, turns: int) -> RenderedChat:
+        """The same marks without what closes the conversation behind its last turn, and, of more marks than turns,
+        without those that hold nothing.
+        """
+        own = len(chat.text.removesuffix(self._closing))
+        found = [(start, min(end, own)) for start, end in chat.responses if start < own]
+        if len(found) > turns:
+            found = [(start, end) for start, end in found if start < end]
+        return chat._replace(responses=found)
+
+    @functools.cached_property
+    def _rewrites(self) -> bool:
+        """Whether a conversation with thoughts is rewritten when messages follow; few marked ones are."""
+        user = {"role": "user", "content": "a"}
+        thoughts = ({"content": "<think>\nb\n</think>\n\nc"}, {"content": "c", "reasoning_content": "b"})
+        for said in thoughts:
+            chat = [user, {"role": "assistant", **said}]
+            try:
+                own, whole = self.render(chat, "a probe"), self.render(chat * 2, "a probe")
+            except DataError:
+                return True  # it is not known
+            if self._turn(own, whole)[1] is None:
+                return True
+        return False
+
     def _marked(
         self,
         chat: RenderedChat,
@@ -207,7 +368,8 @@ class ChatTemplate:
         if not learnt or len(learnt) == len(turns):
             return chat.responses if learnt else []
         runs = [(is_learnt, next(run)) for is_learnt, run in itertools.groupby(turns, learnt.__contains__)]
-        starts = [0, *(len(self._render(messages[:index], where, tools).responses) for _, index in runs[1:])]
+        before = (self._marks(self._render(messages[:at], where, tools), turns.index(at)) for _, at in runs[1:])
+        starts = [0, *(len(part.responses) for part in before)]
         ends = [*starts[1:], len(chat.responses)]
         kept = [(start, end) for (is_learnt, _), start, end in zip(runs, starts, ends, strict=True) if is_learnt]
         return [response for start, end in kept for response in chat.responses[start:end]]

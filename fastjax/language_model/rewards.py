@@ -82,7 +82,7 @@ def rewards_of(model: "LanguageModel", examples: Sequence[Any], batch_size: int)
         return np.zeros(0, np.float32)
     records = [parse_row(_row(example), f"example {number}") for number, example in enumerate(examples)]
     encoder = Encoder(cast("PreTrainedTokenizerFast", model.tokenizer))
-    encoded = [chunk[n] for chunk in encoder.encode(records) for n in range(len(chunk))]
+    encoded = [chunk[n] for chunk in encoder.encode(records, apart=False) for n in range(len(chunk))]
     for number, one in enumerate(encoded):
         if not one.learn.any():
             raise DataError(f"example {number}: expected one that ends with an answer, got none")

@@ -61,8 +61,9 @@ _FIXED = {
     "data": (
         "data.train",
         "the data",
-        "other rows, of which its position says nothing; to train on, start a new run from what was learnt "
-        "(lora.adapter, or model.model_name)",
+        "other rows, of which its position says nothing (fastjax 0.2 learns some conversations otherwise than 0.1, see "
+        "CHANGELOG.md: go on with the version that the run began with); to train on, start a new run from what was "
+        "learnt (lora.adapter, or model.model_name)",
     ),
 }
 #: Those that may differ, with the line that says so.

@@ -89,6 +89,7 @@ def make_examples():
     def make(examples):
         tokens = np.array([token for tokens, _ in examples for token in tokens], np.int32)
         learn = np.array([flag for _, flags in examples for flag in flags], bool)
-        return Examples(tokens, learn, np.cumsum([0, *(len(tokens) for tokens, _ in examples)]))
+        offsets = np.cumsum([0, *(len(tokens) for tokens, _ in examples)])
+        return Examples(tokens, learn, offsets, np.zeros(0, np.int64), np.arange(len(examples)))
 
     return make

@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 
 from fastjax.data import ChatRecord, Encoder, TextRecord, encoding
+from fastjax.data.documents import Documents
+from fastjax.data.prepare import prepare_records
 from fastjax.errors import ConfigError, DataError
 
 CHAT = [
@@ -328,6 +330,17 @@ def test_marks_may_hold_the_end_and_the_line_break_behind_it(make_tokenizer, ins
     assert pieces == [head, "a<|im_end|>", f"\n{head}", "b<|im_end|>", "\n"]
 
 
+def test_of_more_marks_than_answers_empty_ones_are_none(make_tokenizer):
+    """Else the special token behind one would be taken for its end."""
+    empty = "{% generation %}{% endgeneration %}"
+    template = f"{{% for m in messages %}}{empty}<|im_start|>{{{{ m.role }}}}\n"
+    template += "{% generation %}{{ m.content if m.role == 'assistant' }}{% endgeneration %}<|im_end|>\n{% endfor %}"
+    pieces, _ = encode(make_tokenizer(template + BEGUN), CHAT[:2])
+    assert pieces[1:] == [f"{CHAT[1]['content']}<|im_end|>", "\n"]
+    said, _ = encode(make_tokenizer(template.replace(empty, "") + BEGUN), [{"role": "assistant", "content": ""}])
+    assert said[1:] == ["<|im_end|>", "\n"]  # an empty answer is one
+
+
 def test_what_closes_a_conversation_behind_its_last_turn_is_not_learnt(make_tokenizer):
     """Phi-3's template writes EOS where there is no generation prompt; generation stops at the end of the turn."""
     template = TURNS + "{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -338,3 +351,48 @@ def test_what_closes_a_conversation_behind_its_last_turn_is_not_learnt(make_toke
     assert pieces[:2] == plain[:2] and pieces[1].endswith("<|im_end|>")
     assert tokens == [*others, make_tokenizer(closed).eos_token_id]
     assert Encoder(make_tokenizer(closed)).stop_tokens() == Encoder(make_tokenizer(template + BEGUN)).stop_tokens()
+
+
+REWRITTEN = (
+    TURNS + "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}" + BEGUN
+)
+
+
+def test_answers_that_are_rewritten_are_documents_of_their_own(make_tokenizer):
+    """Of a record's examples each is one answer, as generation would see it; they stay that record's."""
+    tokenizer = make_tokenizer(REWRITTEN)
+    chat = [{"role": role, "content": f"{role[0]}{turn}"} for turn in range(3) for role in ("user", "assistant")]
+    records = [ChatRecord(CHAT[:2], "one"), ChatRecord(chat, "three"), TextRecord("text", "text")]
+    (examples,) = Encoder(tokenizer).encode(records)
+    assert examples.records.tolist() == [0, 1, 1, 1, 2] and examples.count == 3
+    said = [tokenizer.decode(example.tokens[example.learn]) for example in (examples[n] for n in range(1, 4))]
+    assert said == [f"<think></think>a{turn}<|im_end|>" for turn in range(3)]
+    for turn in range(3):
+        prompt = Encoder(tokenizer).encode_prompt(chat[: 2 * turn + 1])
+        assert examples[1 + turn].tokens[: len(prompt)].tolist() == prompt
+    documents = Documents.of(examples, 100)
+    assert documents.examples.tolist() == [0, 1, 1, 1, 2]
+    assert (documents.counts.examples, documents.counts.apart, documents.counts.no_targets) == (3, 2, 0)
+    dropped = Documents.of(examples, 20, "drop").counts
+    assert (
+        dropped.examples
+        == 3
+        == dropped.dropped + dropped.no_targets + len(set(Documents.of(examples, 20, "drop").examples))
+    )
+    dataset = prepare_records(records, tokenizer, 200)
+    assert dataset.statistics.apart == 2 and "2 answers in examples of their own, since" in str(dataset.statistics)
+    (last,) = Encoder(tokenizer, "last_response").encode(records)
+    assert len(last) == 3
+    with pytest.raises(DataError, match="^three: the chat template rewrites earlier answers when messages follow"):
+        list(Encoder(tokenizer).encode(records, apart=False))
+
+
+def test_answers_behind_another_text_than_generation_s_are_counted(make_tokenizer):
+    tokenizer = make_tokenizer(
+        TURNS
+        + "{{ m.content }}<|im_end|>\n{% endfor %}"
+        + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+    )
+    statistics = prepare_records([ChatRecord(CHAT, "x")], tokenizer, 200).statistics
+    assert statistics.elsewhere == 2 and "2 answers are learnt behind another text than generation's" in str(statistics)

@@ -67,7 +67,7 @@ def test_of_several_templates_the_one_for_tools_has_them(make_tokenizer):
     template, tools = ChatTemplate.from_tokenizer(tokenizer), [{"type": "function", "function": {"name": "f"}}]
     for given in (tools, None):
         expected = tokenizer.apply_chat_template(CHAT, tools=given, tokenize=False)
-        rendered = template.render_with_responses(CHAT, "x", tools=given)
+        (rendered,) = template.render_with_responses(CHAT, "x", tools=given)
         assert rendered.text == expected and ("TOOLS" in expected) == bool(given)
         assert [rendered.text[start:end] for start, end in rendered.responses] == ["é\n\n", "d\n"]
     tokenizer.chat_template = {"tool_use": turns, "rag": "no"}
@@ -85,7 +85,7 @@ def test_of_several_templates_the_one_for_tools_has_them(make_tokenizer):
     ],
 )
 def test_responses_are_where_the_template_puts_them(make_tokenizer, name, responses):
-    rendered = ChatTemplate.from_tokenizer(make_tokenizer(name)).render_with_responses(CHAT, "x")
+    (rendered,) = ChatTemplate.from_tokenizer(make_tokenizer(name)).render_with_responses(CHAT, "x")
     assert [rendered.text[start:end] for start, end in rendered.responses] == responses
 
 
@@ -94,16 +94,102 @@ def test_a_response_that_also_stands_in_the_question_is_not_confused(make_tokeni
         {"role": "user", "content": "d<|im_end|>\n<|im_start|>assistant\nd"},
         {"role": "assistant", "content": "d"},
     ]
-    rendered = ChatTemplate.from_tokenizer(make_tokenizer("chatml")).render_with_responses(chat, "x")
+    (rendered,) = ChatTemplate.from_tokenizer(make_tokenizer("chatml")).render_with_responses(chat, "x")
     assert rendered.responses == [(len(rendered.text) - len("d<|im_end|>\n"), len(rendered.text))]
 
 
-def test_a_template_that_rewrites_the_past_is_refused(make_tokenizer):
-    template = ChatTemplate.from_tokenizer(make_tokenizer("forgetful"))
-    chat = [CHAT[0], {"role": "assistant", "content": "thought|answer"}, *CHAT[2:]]
-    with pytest.raises(DataError, match=r"^rows\.jsonl:7: the chat template changes the text up to messages\[1\]"):
-        template.render_with_responses(chat, "rows.jsonl:7")
-    assert len(template.render_with_responses(chat[:2], "x").responses) == 1
+S, E = "<|im_start|>", "<|im_end|>"
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+#: After the templates of supported models.
+SHAPES = {
+    # Qwen3: an empty thought before the last answer, and none before earlier ones.
+    "a thought": TURN + "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT,
+    # Phi-3: EOS where there is no generation prompt.
+    "closed": TURN + "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}</s>{% endif %}",
+    # gpt-oss: another token ends the last turn.
+    "two ends": TURN
+    + "{{ m.content }}{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
+    + PROMPT,
+    # R1-Distill: the generation prompt opens a thought, which the stored answer has not.
+    "opened": TURN + "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+}
+TWO = [{"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("user", "r"))]
+TWO += [{"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("shape", "learnt", "elsewhere"),
+    [
+        ("a thought", [["<think></think>a<|im_end|>\n"], ["<think></think>b<|im_end|>\n"]], 0),
+        ("closed", [["a<|im_end|>", "b<|im_end|>"]], 0),
+        ("two ends", [["a<|im_end|>", "b</s>"]], 0),
+        ("opened", [["a<|im_end|>\n", "b<|im_end|>\n"]], 2),
+    ],
+)
+def test_answers_are_learnt_as_generation_sees_them(make_tokenizer, shape, learnt, elsewhere):
+    """Between the generation prompt and the end of the turn, each in the text that generation continues."""
+    tokenizer = make_tokenizer(SHAPES[shape])
+    template = ChatTemplate.from_tokenizer(tokenizer)
+    found = template.render_with_responses(TWO, "x")
+    assert [[chat.text[start:end] for start, end in chat.responses] for chat in found] == learnt
+    assert sum(chat.elsewhere for chat in found) == elsewhere
+    assert found[-1].text == tokenizer.apply_chat_template(TWO, tokenize=False)
+    assert [chat.text for chat in found[:-1]] == [template.render(TWO[:2], "x")] * (len(found) - 1)
+    for end, index in ((2, 0), (4, -1)):  # all that generation continues stands before the answer
+        prompt = template.render(TWO[: end - 1], "x", add_generation_prompt=True)
+        chat = found[index]
+        start = chat.responses[index][0]
+        assert chat.text[:start] == prompt if not elsewhere else prompt.startswith(chat.text[:start])
+    (last,) = template.render_with_responses(TWO, "x", last=True)
+    assert [last.text[start:end] for start, end in last.responses] == [learnt[-1][-1]]
+
+
+def test_an_answer_that_is_followed_by_the_user_has_a_row_of_its_own_where_it_is_rewritten(make_tokenizer):
+    template = ChatTemplate.from_tokenizer(make_tokenizer(SHAPES["a thought"]))
+    (alone,) = template.render_with_responses(TWO[:3], "x")
+    assert alone.text == template.render(TWO[:2], "x")
+    alone, whole = template.render_with_responses(TWO[:3], "x", roles=("assistant", "user"))
+    assert alone.text == template.render(TWO[:2], "x") and not alone.others
+    assert [whole.text[start:end] for start, end in whole.others] == ["q<|im_end|>\n", "r<|im_end|>\n"]
+    assert not whole.responses
+
+
+@pytest.mark.parametrize("mark", ["", "generation"])
+def test_a_turn_that_is_not_written_is_refused(make_tokenizer, mark):
+    """Its end alone would be learnt; an empty answer is one, and one that is not learnt may be anything."""
+    said = "{{ m.content if m.content is not string }}{{ m.name }}<|im_end|>"
+    if mark:
+        marked = f"{{% generation %}}{said}{{% endgeneration %}}"
+        said = f"{{% if m.role == 'assistant' %}}{marked}{{% else %}}{said}{{% endif %}}"
+    template = ChatTemplate.from_tokenizer(make_tokenizer(TURN + said + "{% endfor %}" + PROMPT))
+    call = [{"function": {"name": "f", "arguments": {}}}]
+    for message, what in (({"content": "a"}, "content"), ({"content": "", "tool_calls": call}, "tool calls")):
+        chat = [TWO[0], {"role": "assistant", **message}]
+        with pytest.raises(
+            DataError, match=rf"^f:1: the chat template does not write the {what} of messages\[1\], so "
+        ):
+            template.render_with_responses(chat, "f:1")
+        (left_out,) = template.render_with_responses(chat, "f:1", train=(None, False))
+        assert not left_out.responses
+    for message in ({"content": ""}, {"content": "a", "name": "n"}):
+        (chat,) = template.render_with_responses([TWO[0], {"role": "assistant", **message}], "f:1")
+        assert [chat.text[start:end] for start, end in chat.responses] == [f"{message.get('name', '')}<|im_end|>"]
+
+
+def test_a_template_that_rewrites_the_question_is_refused(make_tokenizer):
+    template = ChatTemplate.from_tokenizer(
+        make_tokenizer(
+            "{% for m in messages %}{{ m.content ~ ('!' if add_generation_prompt and m.role == 'user') }}\n{% endfor %}"
+        )
+    )
+    with pytest.raises(
+        DataError, match=r"^rows\.jsonl:7: the chat template writes the text before messages\[1\] other"
+    ):
+        template.render_with_responses(TWO, "rows.jsonl:7")
 
 
 def test_a_refusal_by_the_template_names_the_row(make_tokenizer):
