@@ -226,7 +226,8 @@ class _Loop:
         values = jax.device_get(pending.metrics)
         rate = float(self.rates[min(int(values["updates"]), self.total - 1)])
         row = _row(pending.step, values, rate) | self.throughput.step(pending.step, pending.num_tokens)
-        finite, lost = bool(values["finite"]), not ("loss_scale" in values and float(values["loss_scale"]) > 1)
+        finite, scaled = bool(values["finite"]), float(values.get("loss_scale", 0.0)) > 1
+        lost = not (scaled and np.isfinite(values["loss"]))
         if not finite and not lost:
             row["skipped"] = True
         self.progress = self.progress._replace(seconds=float(row["seconds"] or 0.0))
@@ -274,10 +275,14 @@ class _Loop:
                 kept = str(error)
         self.watch(None)  # the rows are looked at one by one
         rows = "" if self.explain is None else f" {self.explain(state, pending.batch, pending.step)}"
+        way_out = "Look at these rows, or try a lower optimizer.learning_rate"
+        if "loss_scale" in row and not np.isfinite(row["loss"]):
+            way_out = (
+                "The forward pass overflows in float16: set model.dtype to bfloat16 or float32, or look at these rows"
+            )
         message = (
             f"step {pending.step}: the loss is {row['loss']} and the gradient norm {row['grad_norm']}; expected finite "
-            f"numbers. The weights are as they were before the step; {kept}.{rows} Look at these rows, or try a lower "
-            "optimizer.learning_rate"
+            f"numbers. The weights are as they were before the step; {kept}.{rows} {way_out}"
         )
         self.event("not_finite", message, pending.step)
         raise TrainingError(message)

@@ -2,7 +2,7 @@
 
 The loss is a sum over the batch divided by its weight, such as the number of target tokens, both over all microbatches
 and devices: accumulation, packing and data parallelism do not change it. A step whose loss or gradient is not finite
-leaves the weights as they were, decided inside jit. Under float16 that is an overflow: the loss scale falls and
+leaves the weights as they were, decided inside jit. Under float16 a gradient's is an overflow: the loss scale falls and
 training goes on. Otherwise the state is halted: later steps, which the host may have dispatched already, change nothing
 either.
 """
@@ -209,7 +209,9 @@ def make_train_step(
         lost = jnp.asarray(True)
         if state.loss_scale is not None:
             scale = state.loss_scale.after(finite, loss_scale_window)
-            new_state, lost = new_state._replace(loss_scale=scale), state.loss_scale.exhausted
+            new_state = new_state._replace(loss_scale=scale)
+            # A smaller scale mends gradients; it is no part of the forward pass.
+            lost = state.loss_scale.exhausted | ~jnp.isfinite(sums.loss_sum)
             metrics |= {"loss_scale": state.loss_scale.scale, "skipped_steps": scale.skipped_steps}
         return new_state._replace(halted=state.halted | (~finite & lost)), metrics
 

@@ -290,6 +290,17 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_as_it_was():
     steps.assert_same(data(after), data(state._replace(halted=True)))
 
 
+def test_a_forward_pass_that_overflows_halts_at_any_loss_scale():
+    """A smaller one would mend a gradient alone."""
+    ours, optimizer = model("qlora"), optax.adamw(1e-2)
+    table = ours.frozen["embed_tokens"]["weight"].at[POISON].set(np.inf)
+    bad = batch(packed_rows())
+    bad = bad._replace(tokens=np.where(bad.tokens == bad.tokens[0, 2, 3], POISON, bad.tokens))
+    state = init_state(ours.trainable, optimizer, jax.random.key(5), initial_loss_scale=1024.0)
+    halted, metrics = steps.adam_step(ours)(state, {**ours.frozen, "embed_tokens": {"weight": table}}, bad)
+    assert not np.isfinite(metrics["loss"]) and halted.halted
+
+
 def data(state):
     """The state with its key as numbers."""
     return state._replace(key=jax.random.key_data(state.key))
