@@ -15,6 +15,7 @@ from rich.text import Text
 
 from convert.files import atomic_file
 from fastjax.commands import compilation_cache
+from fastjax.commands.arguments import add_chat_template_kwargs
 from fastjax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +59,9 @@ def main(argv: Sequence[str]) -> None:
         def progress(task: str, done: int, rows: int) -> None:
             bar.update(bars[task], completed=done, total=rows)
 
-        results = evaluate(model, tasks, batch_size=arguments.batch_size, progress=progress)
+        variables = arguments.chat_template_kwargs
+        how = {"batch_size": arguments.batch_size, "chat_template_kwargs": variables, "progress": progress}
+        results = evaluate(model, tasks, **how)
     if arguments.output is not None:
         said = {"model": arguments.model, "adapter": arguments.adapter, "tasks": [one._asdict() for one in results]}
         with atomic_file(arguments.output) as file:
@@ -75,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, metavar="MODEL", help="folder, or name on the hub (NAME@REVISION)")
     parser.add_argument("--adapter", metavar="ADAPTER", help="PEFT adapter for it, likewise")
     parser.add_argument("--tasks", required=True, type=Path, metavar="FILE", help="YAML file with a list of tasks")
+    add_chat_template_kwargs(parser)
     parser.add_argument("--limit", type=int, metavar="N", help="the first rows of each task alone")
     parser.add_argument(
         "--batch_size", type=int, default=32, metavar="N", help="prompts at once (default: %(default)s)"

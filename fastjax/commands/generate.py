@@ -5,13 +5,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from convert.errors import shorten
-from fastjax import strict_yaml
 from fastjax.commands import compilation_cache
+from fastjax.commands.arguments import add_chat_template_kwargs, mapping
 from fastjax.errors import ConfigError, DataError
-from fastjax.strict_yaml import YamlError
 
 
 def main(argv: Sequence[str]) -> None:
@@ -46,6 +43,7 @@ def main(argv: Sequence[str]) -> None:
         prompts,
         chat=not arguments.raw,
         special_tokens=arguments.special_tokens,
+        chat_template_kwargs=arguments.chat_template_kwargs,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -72,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         default="control",
         help="what special tokens in prompts are read as, as data.special_tokens of training (default: %(default)s)",
     )
+    add_chat_template_kwargs(parser)
     parser.add_argument("--max_new_tokens", type=int, default=256, metavar="N", help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     parser.add_argument("--top_k", type=int, metavar="N", help="sample among the N likeliest tokens")
@@ -82,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--load_in_4bit", action="store_true", help="hold the layers' weights in NF4")
     parser.add_argument(
         "--rope_scaling",
-        type=_mapping,
+        type=mapping("{rope_type: yarn, factor: 4.0}"),
         metavar="MAPPING",
         help="as model.rope_scaling of the run that made the adapter: '{rope_type: yarn, factor: 4.0}'",
     )
@@ -90,17 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     compilation_cache.add_option(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object a prompt")
     return parser
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    expected = "expected a mapping such as '{rope_type: yarn, factor: 4.0}'"
-    try:
-        value = strict_yaml.parse(text)
-    except YamlError as error:
-        raise argparse.ArgumentTypeError(f"{expected}, got {shorten(text)}: {error.problem}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{expected}, got {shorten(text)}")
-    return value
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
@@ -118,7 +106,8 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
         except UnicodeDecodeError as error:
             raise DataError(f"{arguments.file}: not valid UTF-8 at byte {error.start}") from error
         check_characters(text, "standard input" if arguments.file == "-" else arguments.file)
-        prompts += [line for line in text.splitlines() if line.strip()]
+        # Lines end as in a file of JSON lines: U+2028 and its like may stand in a prompt.
+        prompts += [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not prompts:
         raise ConfigError("--prompt: expected at least one prompt, got none; use --prompt TEXT or --file FILE")
     return prompts

@@ -379,7 +379,7 @@ _ROWS: dict[str, Row] = {
     ),
     **dict.fromkeys(("jagged_restart_*", "embedding_lr_scale"), refused("no such schedule")),
     "default_system_message": refused("no system message is added; put it into the rows"),
-    "chat_template_kwargs": refused("templates take no arguments; data.chat_template takes a file"),
+    "chat_template_kwargs": to("data.chat_template_kwargs"),
     "added_tokens_overrides": refused("the tokenizer's files say which token has which id; change them there"),
     "use_pose": refused("positions are those of the rows"),
     "use_eaft": refused("the loss is cross-entropy"),

@@ -11,7 +11,9 @@ instruction, [input], output   a question and its answer
 text                           a text, all of it learnt
 =============================  =========================================================================
 
-With the first four, a column `tools` lists the functions that the assistant may call. Other columns are ignored.
+With the first four, a column `tools` lists the functions that the assistant may call, `system` (or `system_prompt`) is
+what the system says before the conversation, `documents` and `chat_template_kwargs` are given to the chat template;
+with instruction and output, `history` lists the questions and answers before. Other columns are ignored.
 A message may set whether it is learnt: `"train": false`, or `"weight": 0`, as in OpenAI's format. Templates do not see
 these two, so that a conversation is the same text in training and afterwards.
 `DataSource.columns` names the columns of a data set with other names, or with two kinds.
@@ -115,16 +117,15 @@ def parse_row(row: Any, where: str, columns: Mapping[str, str] | None = None, *,
     if kind == "text":
         return TextRecord(_text(value("text"), where, name("text")), where)
     tools = parse_tools(value("tools"), where)
-    if kind == "messages":
-        messages, train = _messages(value(kind), where, name(kind))
-        return ChatRecord(messages, where, tools, train=train)
-    if kind == "conversations":
-        messages, train = _messages(value(kind), where, name(kind), _turn)
-        return ChatRecord(messages, where, tools, train=train)
-    if kind == "instruction":
-        return _instruction(value, where, name, tools)
-    names = name("prompt"), name("completion")
-    return completion_record(value("prompt"), value("completion"), where, names, tools, templated=templated)
+    if kind in ("messages", "conversations"):
+        messages, train = _messages(value(kind), where, name(kind), _turn if kind == "conversations" else None)
+        record: Record = ChatRecord(messages, where, tools, train=train)
+    elif kind == "instruction":
+        record = _instruction(value, where, name, tools)
+    else:
+        names = name("prompt"), name("completion")
+        record = completion_record(value("prompt"), value("completion"), where, names, tools, templated=templated)
+    return with_context(record, value, name)
 
 
 def completion_record(
@@ -160,6 +161,73 @@ def completion_record(
     if templated:
         return ChatRecord(_question(prompt) + _answer(completion), where, tools)
     return TextRecord(prompt + completion, where, len(prompt))
+
+
+def with_context(record: Record, value: Callable[[str], Any], name: Callable[[str], str]) -> Record:
+    """A record with what its row says of the whole conversation: the system's message and the template's variables.
+
+    Args:
+        record: The record.
+        value: Gives the row's value of a meaning.
+        name: Gives a column's name for errors.
+
+    Raises:
+        DataError: Values of the wrong type, or beside a plain text, or another system's message in the conversation.
+    """
+    called = "system"
+    system = value("system")
+    if system is None and (system := value("system_prompt")) is not None:
+        called = "system_prompt"
+    options = value("chat_template_kwargs")
+    if isinstance(options, str) and options.strip():
+        options = _json(options, record.where, name("chat_template_kwargs")[1:-1])
+    options = check_options({} if options in (None, "") else options, f"{record.where}: {name('chat_template_kwargs')}")
+    if (documents := value("documents")) is not None:
+        if not isinstance(documents, list):
+            raise DataError(f"{record.where}: {name('documents')} must be a list, found {describe(documents)}")
+        options |= {"documents": documents}
+    if system in (None, "") and not options:
+        return record
+    if isinstance(record, TextRecord):
+        given = name(called) if system else name("documents" if "documents" in options else "chat_template_kwargs")
+        raise DataError(
+            f"{record.where}: {given}: expected a conversation beside it, since prompt and completion of plain text "
+            "have no chat template; name one (data.chat_template), or another column (columns)"
+        )
+    if system:
+        system = _text(system, record.where, name(called))
+        first = record.messages[0]
+        if first["role"] not in ("system", "developer"):
+            train = None if record.train is None else (None, *record.train)
+            messages = [{"role": "system", "content": system}, *record.messages]
+            record = record._replace(messages=messages, train=train, prompt=record.prompt and record.prompt + 1)
+        elif first.get("content") != system:
+            raise DataError(
+                f"{record.where}: {name(called)} and the system's message in the conversation are not the same: leave "
+                "one of them out"
+            )
+    return record._replace(options=options or None)
+
+
+def check_options(options: Any, where: str) -> dict[str, Any]:
+    """Check further variables of a chat template.
+
+    Args:
+        options: The variables.
+        where: Their name in errors.
+
+    Returns:
+        A dict of them.
+
+    Raises:
+        DataError: No mapping of names, or one of the names that every template has.
+    """
+    reserved = ("messages", "tools", "add_generation_prompt", "documents")
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) and key.isidentifier() for key in options):
+        raise DataError(f"{where} must be an object of names and values, found {describe(options)}")
+    if wrong := [key for key in options if key in reserved]:
+        raise DataError(f"{where}: expected none of {', '.join(reserved)}, which have columns, found {wrong[0]}")
+    return dict(options)
 
 
 _KINDS_IN_WORDS = "messages, conversations, prompt and completion, instruction and output, or text"
@@ -201,7 +269,14 @@ def _instruction(value: Any, where: str, name: Any, tools: Any) -> ChatRecord:
     if given is not None and _text(given, where, name("input")):
         # A template may set the two apart, as Alpaca's does.
         question[0] |= {"content": f"{instruction}\n\n{given}", "instruction": instruction, "input": given}
-    return ChatRecord(question + _answer(output), where, tools)
+    before = []
+    for number, turn in enumerate(value("history") or ()):
+        if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise DataError(
+                f"{where}: {name('history')}[{number}] must be a question and its answer, found {describe(turn)}"
+            )
+        before += _question(turn[0]) + _answer(turn[1])
+    return ChatRecord(before + question + _answer(output), where, tools)
 
 
 def _question(text: str) -> list[Message]:

@@ -15,14 +15,14 @@ Examples are encoded in chunks to flat arrays, with a few Python calls an exampl
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 
 from convert.errors import shown
 from fastjax.data.characters import check_characters
-from fastjax.data.columns import ROLES
+from fastjax.data.columns import ROLES, check_options
 from fastjax.data.examples import Examples
 from fastjax.data.records import ChatRecord, Message, Record
 from fastjax.data.settings import PARTS, LossOn, SpecialTokens
@@ -47,6 +47,7 @@ class Encoder:
         tokenizer: "PreTrainedTokenizerFast",
         loss_on: LossOn = "responses",
         special_tokens: SpecialTokens = "control",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
         """Read the tokenizer's special tokens.
 
@@ -58,6 +59,8 @@ class Encoder:
                 what stands between a response_part and the next instruction_part, or the end.
             special_tokens: "control": a special token's text in a row's content is that token; "text": it is text, and
                 only the template writes control tokens.
+            chat_template_kwargs: Variables of the chat template in every conversation, as `enable_thinking`; a row's
+                own stand before them.
 
         Raises:
             ConfigError: An unknown `loss_on` or `special_tokens`, or a tokenizer without EOS, or one that cannot read
@@ -85,13 +88,14 @@ class Encoder:
         self._eos = cast(int, tokenizer.eos_token_id)
         self._bos = self._find_bos()
         self._special = set(self._special_texts.ids.values())
+        self._options = check_options(chat_template_kwargs or {}, "chat_template_kwargs")
         self._template: ChatTemplate | None = None
 
     @property
     def template(self) -> ChatTemplate:
         """The tokenizer's chat template; without one a ConfigError."""
         if self._template is None:
-            self._template = ChatTemplate.from_tokenizer(self.tokenizer)
+            self._template = ChatTemplate.from_tokenizer(self.tokenizer, self._options)
         return self._template
 
     def encode(self, records: Iterable[Record], *, apart: bool = True) -> Iterator[Examples]:
@@ -206,7 +210,7 @@ class Encoder:
         """Whether a row's content holds special tokens."""
         within = self._special_texts.within
         if isinstance(record, ChatRecord):
-            return within(record.messages) or within(record.tools)
+            return within(record.messages) or within(record.tools) or within(record.options)
         return within(record.text)
 
     def _with_bos(self, ids: list[int]) -> list[int]:
@@ -254,8 +258,10 @@ class Encoder:
         if self._as_text is None:
             return self._written(record)
         if isinstance(record, ChatRecord):
-            messages, tools = (self._as_text.hidden(value, record.where) for value in (record.messages, record.tools))
-            chats = self._written(record._replace(messages=messages, tools=tools))
+            messages, tools, options = (
+                self._as_text.hidden(value, record.where) for value in (record.messages, record.tools, record.options)
+            )
+            chats = self._written(record._replace(messages=messages, tools=tools, options=options))
             return [chat._replace(text=self._as_text.shown(chat.text)) for chat in chats]
         self._as_text.check(record.text, record.where)
         return self._written(record)
@@ -266,12 +272,14 @@ class Encoder:
             if record.train is not None:
                 self._check_train(record, record.train)
             if self.loss_on == "all":
-                text = self.template.render(record.messages, record.where, tools=record.tools)
+                given = {"tools": record.tools, "options": record.options}
+                text = self.template.render(record.messages, record.where, **given)
                 return [RenderedChat(text, [(0, len(text))])]
             return self.template.render_with_responses(
                 record.messages,
                 record.where,
                 tools=record.tools,
+                options=record.options,
                 given=record.prompt,
                 last=self.loss_on == "last_response",
                 roles=self._roles,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import shorten, shown
-from fastjax.data.columns import completion_record, describe, parse_tools
+from fastjax.data.columns import completion_record, describe, parse_tools, with_context
 from fastjax.data.records import PreferenceRecord
 from fastjax.data.settings import Pairing
 from fastjax.errors import DataError
@@ -54,7 +54,11 @@ def parse_preference(
 
     def answer(prompt: Any, meaning: str, said: Any) -> Any:
         own = shown_names["prompt"], shown_names[meaning]
-        return completion_record(prompt, said, where, own, tools, templated=templated)
+        record = completion_record(prompt, said, where, own, tools, templated=templated)
+        named = columns or {}
+        return with_context(
+            record, lambda name: row.get(named.get(name, name)), lambda name: shown(named.get(name, name), 80)
+        )
 
     if all(values[meaning] is not None for meaning in _PAIR):
         chosen, rejected = values["chosen"], values["rejected"]
@@ -133,6 +137,8 @@ def _speaker(message: Any) -> Any:
 
 def _said(message: Any) -> Any:
     said = message.get("content", message.get("value")) if isinstance(message, Mapping) else message
+    if isinstance(said, list) and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in said):
+        said = "".join(part["text"] for part in said)
     return said.strip() if isinstance(said, str) else said
 
 

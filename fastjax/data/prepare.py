@@ -37,6 +37,7 @@ def prepare(
     chat_template: str | None = None,
     loss_on: LossOn = "responses",
     special_tokens: SpecialTokens = "control",
+    chat_template_kwargs: dict[str, Any] | None = None,
     too_long: TooLong = "truncate",
     packing: bool = True,
     mixture_ends: Exhaustion = "first_exhausted",
@@ -55,6 +56,7 @@ def prepare(
         chat_template: A named template or a file, set on the tokenizer; None: the tokenizer's own.
         loss_on: The target tokens; see `Encoder`.
         special_tokens: The reading of special tokens in content; see `Encoder`.
+        chat_template_kwargs: Variables of the chat template; see `Encoder`.
         too_long: The treatment of examples longer than a row; see `Documents`.
         packing: Whether examples share rows.
         mixture_ends: The end of an epoch with weights; see `choose`.
@@ -72,7 +74,15 @@ def prepare(
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
     opened = open_sources(sources)
-    options = [max_seq_length, loss_on, special_tokens, too_long, packing, chat_template is not None]
+    options = [
+        max_seq_length,
+        loss_on,
+        special_tokens,
+        chat_template_kwargs,
+        too_long,
+        packing,
+        chat_template is not None,
+    ]
     folder = None
     if cache_dir is not None:
         key = identity(opened, tokenizer, [*options, mixture_ends, seed, *(split or ()), *(preferences or ())])
@@ -113,6 +123,7 @@ def prepare(
     shared: Any = {
         "loss_on": loss_on,
         "special_tokens": special_tokens,
+        "chat_template_kwargs": chat_template_kwargs,
         "too_long": too_long,
         "packing": packing,
         "where": ", ".join(names),
@@ -137,6 +148,7 @@ def prepare_records(
     *,
     loss_on: LossOn = "responses",
     special_tokens: SpecialTokens = "control",
+    chat_template_kwargs: dict[str, Any] | None = None,
     too_long: TooLong = "truncate",
     packing: bool = True,
     where: str = "the data set",
@@ -151,6 +163,7 @@ def prepare_records(
         max_seq_length: Tokens in a row.
         loss_on: The target tokens; see `Encoder`.
         special_tokens: The reading of special tokens in content; see `Encoder`.
+        chat_template_kwargs: Variables of the chat template; see `Encoder`.
         too_long: The treatment of examples longer than a row; see `Documents`.
         packing: Whether examples share rows.
         where: The data set's name in errors.
@@ -163,7 +176,7 @@ def prepare_records(
     """
     if not records:
         raise DataError(f"{where}: no examples")
-    encoder = Encoder(tokenizer, loss_on, special_tokens)
+    encoder = Encoder(tokenizer, loss_on, special_tokens, chat_template_kwargs)
     parts: list[Documents] = []
     first_special = None
     done = reported = 0

@@ -51,6 +51,7 @@ def prepare_preferences(
     pairing: Pairing,
     loss_on: LossOn = "responses",
     special_tokens: SpecialTokens = "control",
+    chat_template_kwargs: dict[str, Any] | None = None,
     too_long: TooLong = "truncate",
     packing: bool = True,
     max_length: int | None = None,
@@ -67,6 +68,7 @@ def prepare_preferences(
         pairing: Pairs, single answers with mismatched ones, or ranked pairs, whose rows have a field `margins`.
         loss_on: The tokens that are scored: "responses" or "last_response".
         special_tokens: As of `Encoder`.
+        chat_template_kwargs: As of `Encoder`.
         too_long: The treatment of a group longer than a row, or of an answer longer than `max_length`: "truncate" or
             "drop".
         packing: Whether groups share rows.
@@ -85,7 +87,8 @@ def prepare_preferences(
     ):
         if value not in known:
             raise ConfigError(f"data.{name}: expected {' or '.join(known)} with preferences.loss, got {value}")
-    encoded, special = _encoded(Encoder(tokenizer, loss_on, special_tokens), records, where, progress)
+    encoder = Encoder(tokenizer, loss_on, special_tokens, chat_template_kwargs)
+    encoded, special = _encoded(encoder, records, where, progress)
     ranked = pairing == "ranked"
     groups = _single(records, encoded, where) if pairing == "unpaired" else _pairs(records, encoded)
     kept: list[Group] = []

@@ -29,6 +29,7 @@ class ChatRecord(NamedTuple):
         tools: The functions that the assistant may call, as JSON schemas; None: none.
         prompt: Messages at its beginning that are not learnt.
         train: Each message's flag, None where it has none; None: no message has one.
+        options: Further variables of the chat template, as `enable_thinking` or `documents`; None: none.
     """
 
     messages: list[Message]
@@ -36,6 +37,7 @@ class ChatRecord(NamedTuple):
     tools: list[dict[str, Any]] | None = None
     prompt: int = 0
     train: tuple[bool | None, ...] | None = None
+    options: dict[str, Any] | None = None
 
 
 Record = TextRecord | ChatRecord

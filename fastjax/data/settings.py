@@ -28,7 +28,7 @@ margin and keep each answer's last token, where a score is read."""
 
 COLUMNS = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "tools"),
-    *("chosen", "rejected", "label", "margin"),
+    *("chosen", "rejected", "label", "margin", "system", "history", "chat_template_kwargs", "documents"),
 )
 """Meanings of columns, each the default name of its column."""
 

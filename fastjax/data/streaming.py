@@ -327,6 +327,7 @@ def stream(
     chat_template: str | None = None,
     loss_on: LossOn = "responses",
     special_tokens: SpecialTokens = "control",
+    chat_template_kwargs: dict[str, Any] | None = None,
     too_long: TooLong = "truncate",
     packing: bool = True,
     mixture_ends: Exhaustion = "first_exhausted",
@@ -347,6 +348,7 @@ def stream(
         chat_template: A named template or a file, set on the tokenizer; None: the tokenizer's own.
         loss_on: The target tokens; see `Encoder`.
         special_tokens: The reading of special tokens in content; see `Encoder`.
+        chat_template_kwargs: Variables of the chat template; see `Encoder`.
         too_long: The treatment of examples longer than a row; see `Documents`.
         packing: Whether examples share rows.
         mixture_ends: With weights, the reaction to the end of a data set.
@@ -368,6 +370,7 @@ def stream(
         max_seq_length,
         loss_on,
         special_tokens,
+        chat_template_kwargs,
         too_long,
         packing,
         chat_template is not None,
@@ -376,7 +379,7 @@ def stream(
     ]
     return StreamedBatches(
         opened,
-        Encoder(tokenizer, loss_on, special_tokens),
+        Encoder(tokenizer, loss_on, special_tokens, chat_template_kwargs),
         max_seq_length,
         batch_size,
         accumulation_steps,

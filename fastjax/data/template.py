@@ -63,6 +63,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         with_tools: str | None = None,
         ends: Collection[str] | None = None,
+        options: Mapping[str, Any] | None = None,
     ):
         """Compile a template.
 
@@ -71,22 +72,26 @@ class ChatTemplate:
             special_tokens: The template's variables `bos_token`, `eos_token` and the like.
             with_tools: The source for conversations with tools; None: the same.
             ends: Texts of all special tokens, of which some end a turn; None: those of `special_tokens`.
+            options: Further variables of every conversation, as `enable_thinking`.
 
         Raises:
             ConfigError: The source is not valid Jinja, or too long.
         """
-        self._special_tokens = dict(special_tokens)
+        self._special_tokens, self._options = dict(special_tokens), dict(options or {})
         ends = [end for end in (special_tokens.values() if ends is None else ends) if end]
         self._end, self._longest = any_of(ends), max(map(len, ends), default=0)
         self._template = _compiled(source)
         self._with_tools = self._template if with_tools is None else _compiled(with_tools)
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: "PreTrainedTokenizerFast") -> "ChatTemplate":
+    def from_tokenizer(
+        cls, tokenizer: "PreTrainedTokenizerFast", options: Mapping[str, Any] | None = None
+    ) -> "ChatTemplate":
         """A tokenizer's template.
 
         Args:
             tokenizer: The tokenizer.
+            options: Further variables of every conversation.
 
         Returns:
             Its template; of several the one named "tool_use" where a conversation has tools, else "default".
@@ -102,13 +107,13 @@ class ChatTemplate:
             )
         sources, ends = tokenizer.chat_template, SpecialTexts(tokenizer).ids
         if isinstance(sources, str):
-            return cls(sources, tokenizer.special_tokens_map, ends=ends)
+            return cls(sources, tokenizer.special_tokens_map, None, ends, options)
         if "default" not in sources:
             raise ConfigError(
                 f"the tokenizer in {tokenizer.name_or_path} has chat templates named {', '.join(sorted(sources))}: "
                 "expected one named default; give the one to use as a file (data.chat_template)"
             )
-        return cls(sources["default"], tokenizer.special_tokens_map, sources.get("tool_use"), ends)
+        return cls(sources["default"], tokenizer.special_tokens_map, sources.get("tool_use"), ends, options)
 
     def render(
         self,
@@ -116,6 +121,7 @@ class ChatTemplate:
         where: str,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
         """Render messages as text.
@@ -124,6 +130,8 @@ class ChatTemplate:
             messages: The messages in order.
             where: Their place, for errors.
             tools: The functions that the assistant may call.
+            options: Further variables of the template, as `enable_thinking` or `documents`; they stand before the
+                template's own.
             add_generation_prompt: Add the beginning of the assistant's turn.
 
         Returns:
@@ -132,7 +140,7 @@ class ChatTemplate:
         Raises:
             DataError: The template refuses the messages.
         """
-        return self._render(messages, where, tools, add_generation_prompt).text
+        return self._render(messages, where, {**(options or {}), "tools": tools}, add_generation_prompt).text
 
     def render_with_responses(
         self,
@@ -140,6 +148,7 @@ class ChatTemplate:
         where: str,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
         given: int = 0,
         last: bool = False,
         train: Sequence[bool | None] | None = None,
@@ -151,6 +160,7 @@ class ChatTemplate:
             messages: The messages in order.
             where: Their place, for errors.
             tools: The functions that the assistant may call.
+            options: As of `render`.
             given: Messages at the beginning that are not learnt.
             last: Only the last response counts.
             train: Each message's flag; False: it is not learnt.
@@ -163,19 +173,20 @@ class ChatTemplate:
         Raises:
             DataError: The template refuses the messages, or does not keep what stands before a response.
         """
+        variables = {**(options or {}), "tools": tools}
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [i for i in range(given, len(messages)) if not (train and train[i] is False)]
         learnt = [i for i in turns[-1 if last else 0 :] if i in wanted and "assistant" in roles]
-        chat = self._render(messages, where, tools)
+        chat = self._render(messages, where, variables)
         others = [i for i in wanted if i not in turns and messages[i]["role"] in roles]
-        chat = chat._replace(others=self._others(chat.text, messages, others, where, tools))
+        chat = chat._replace(others=self._others(chat.text, messages, others, where, variables))
         if chat.marked:
             chat = self._marks(chat, len(turns))
-            rewritten = self._rewritten(chat.text, messages, learnt, where, tools)
+            rewritten = self._rewritten(chat.text, messages, learnt, where, variables)
             alone = [
                 own._replace(
                     responses=self._marked(
-                        own, messages[: index + 1], turns[: turns.index(index) + 1], [index], where, tools
+                        own, messages[: index + 1], turns[: turns.index(index) + 1], [index], where, variables
                     )
                 )
                 for index, own in rewritten.items()
@@ -185,14 +196,14 @@ class ChatTemplate:
                 for index in kept:
                     start, end = chat.responses[turns.index(index)]
                     self._check_said(chat.text[start:end], messages, index, where)
-            whole = chat._replace(responses=self._marked(chat, messages, turns, kept, where, tools))
+            whole = chat._replace(responses=self._marked(chat, messages, turns, kept, where, variables))
             return [*alone, *([whole] if kept or whole.others or not alone else [])]
         alone, responses, elsewhere = [], [], 0
         for index in learnt:
             through = chat.text
             if index + 1 < len(messages):
-                through = self.render(messages[: index + 1], where, tools=tools)
-            start, follows = self._start(messages, index, through, where, tools)
+                through = self._render(messages[: index + 1], where, variables).text
+            start, follows = self._start(messages, index, through, where, variables)
             end, reached = self._turn(through, chat.text)
             self._check_said(through[start:end], messages, index, where)
             if reached is None or start > end:
@@ -223,14 +234,14 @@ class ChatTemplate:
         index: int,
         through: str,
         where: str,
-        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> tuple[int, bool]:
         """The place where a response begins, and whether all of the generation prompt stands before it."""
-        prompt = self.render(messages[:index], where, tools=tools, add_generation_prompt=True)
+        prompt = self._render(messages[:index], where, variables, True).text
         if through.startswith(prompt):
             return len(prompt), True
         start = self._whole_tokens(len(os.path.commonprefix([prompt, through])), prompt, through)
-        before = self._core(self.render(messages[:index], where, tools=tools))[0] if index else ""
+        before = self._core(self._render(messages[:index], where, variables).text)[0] if index else ""
         if start < len(before):
             raise DataError(
                 f"{where}: the chat template writes the text before messages[{index}] otherwise when the assistant is "
@@ -290,7 +301,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         learnt: Sequence[int],
         where: str,
-        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> list[tuple[int, int]]:
         """The ranges of messages of other roles than the assistant's; one for successive ones of a role."""
         found, taken = [], set(learnt)
@@ -302,8 +313,8 @@ class ChatTemplate:
             while behind in taken and messages[behind]["role"] == role:
                 behind += 1
             other = [*messages[:first], {**messages[first], "content": PROBE}]
-            begun, probe, _ = self.render(other, where, tools=tools).partition(PROBE)
-            through = self.render(messages[:behind], where, tools=tools) if behind < len(messages) else text
+            begun, probe, _ = self._render(other, where, variables).text.partition(PROBE)
+            through = self._render(messages[:behind], where, variables).text if behind < len(messages) else text
             if not (probe and text.startswith(begun) and text.startswith(through) and len(begun) <= len(through)):
                 raise DataError(
                     f"{where}: the chat template does not write messages[{first}], the {role}'s, by itself, so it "
@@ -318,13 +329,13 @@ class ChatTemplate:
         messages: Sequence[Message],
         learnt: Sequence[int],
         where: str,
-        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> dict[int, RenderedChat]:
         """The learnt turns that a conversation's text has otherwise than the text that ends with them → the latter."""
         found = {}
         for index in learnt if self._rewrites else ():
             if index + 1 < len(messages):
-                own = self._render(messages[: index + 1], where, tools)
+                own = self._render(messages[: index + 1], where, variables)
                 if self._turn(own.text, text)[1] is None:
                     count = sum(message["role"] == "assistant" for message in messages[: index + 1])
                     found[index] = self._marks(own, count)
@@ -362,13 +373,13 @@ class ChatTemplate:
         turns: Sequence[int],
         learnt: Sequence[int],
         where: str,
-        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> list[tuple[int, int]]:
         """The marked responses of the learnt turns; a turn's marks follow those of the messages before it."""
         if not learnt or len(learnt) == len(turns):
             return chat.responses if learnt else []
         runs = [(is_learnt, next(run)) for is_learnt, run in itertools.groupby(turns, learnt.__contains__)]
-        before = (self._marks(self._render(messages[:at], where, tools), turns.index(at)) for _, at in runs[1:])
+        before = (self._marks(self._render(messages[:at], where, variables), turns.index(at)) for _, at in runs[1:])
         starts = [0, *(len(part.responses) for part in before)]
         ends = [*starts[1:], len(chat.responses)]
         kept = [(start, end) for (is_learnt, _), start, end in zip(runs, starts, ends, strict=True) if is_learnt]
@@ -378,20 +389,19 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         where: str,
-        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
         add_generation_prompt: bool = False,
     ) -> RenderedChat:
         """The text, with the template's marked responses if any."""
         try:
+            tools = variables.get("tools")
             template = self._with_tools if tools else self._template
             pieces = list(
                 template.generate(
-                    {BUDGET: Budget()},
+                    {BUDGET: Budget(), "documents": None, **self._special_tokens, **self._options, **variables},
                     messages=[_with_reasoning(message) for message in messages],
                     tools=list(tools) if tools else None,
-                    documents=None,
                     add_generation_prompt=add_generation_prompt,
-                    **self._special_tokens,
                 )
             )
         # Templates are programs: they fail with Jinja's errors, but also with TypeError where a message has no content.

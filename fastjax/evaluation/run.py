@@ -43,6 +43,7 @@ def evaluate(
     tasks: Sequence[Task],
     *,
     batch_size: int = 32,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     progress: Callable[[str, int, int], None] = lambda task, done, rows: None,
 ) -> list[Result]:
     """Let a model do tasks.
@@ -51,6 +52,7 @@ def evaluate(
         model: with or without an adapter; with a tokenizer.
         tasks: what is asked.
         batch_size: prompts, or rows of packed choices, that go through the model together.
+        chat_template_kwargs: variables of the chat template, as `enable_thinking`.
         progress: told a task's name, and how many of its rows are done of how many.
 
     Raises:
@@ -67,7 +69,8 @@ def evaluate(
         samples: list[dict[str, Any]] = []
         for start in range(0, len(rows), _PART * batch_size):
             progress(task.name, start, len(rows))
-            samples += run(model, task, rows[start : start + _PART * batch_size], shots, batch_size)
+            part = rows[start : start + _PART * batch_size]
+            samples += run(model, task, part, shots, batch_size, chat_template_kwargs)
         progress(task.name, len(rows), len(rows))
         results.append(Result(task.name, len(rows), _shares(task, samples), samples))
     return results
@@ -128,10 +131,11 @@ def _spaced(text: str) -> str:
 
 
 def _exact_match(
-    model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int
+    model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int, variables: Any
 ) -> list[dict[str, Any]]:
     prompts, until = [_asked(task, row, shots) for row in rows], _until(task, shots)
-    said = answer(model, prompts, chat=task.chat, max_new_tokens=task.max_new_tokens, batch_size=batch_size)
+    options = {"max_new_tokens": task.max_new_tokens, "batch_size": batch_size, "chat_template_kwargs": variables}
+    said = answer(model, prompts, chat=task.chat, **options)
     return [
         {
             "prompt": row.turns[0],
@@ -155,9 +159,10 @@ def _until(task: Task, shots: Sequence[_Row]) -> Sequence[str]:
 
 
 def _choice(
-    model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int
+    model: LanguageModel, task: Task, rows: list[_Row], shots: list[_Row], batch_size: int, variables: Any
 ) -> list[dict[str, Any]]:
-    encoder = Encoder(model.tokenizer)  # pyright: ignore[reportArgumentType]
+    tokenizer: Any = model.tokenizer
+    encoder = Encoder(tokenizer, chat_template_kwargs=variables)
     examples = []
     for row in rows:
         asked = _asked(task, row, shots)

@@ -1,7 +1,7 @@
 """Text in, text out: prompts through the chat template, the model and the tokenizer."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from fastjax.data import Encoder
 from fastjax.data.columns import describe, parse_messages
@@ -22,6 +22,7 @@ def answer(
     *,
     chat: bool = True,
     special_tokens: SpecialTokens = "control",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -37,6 +38,7 @@ def answer(
             beginnings of texts.
         chat: put the prompt through the chat template, exactly as training does.
         special_tokens: the reading of special tokens in prompts; see `Encoder`.
+        chat_template_kwargs: variables of the chat template, as `enable_thinking`; see `Encoder`.
         max_new_tokens: longest answer, in tokens.
         temperature: 0 takes the likeliest token.
         top_k: sample among the k likeliest tokens.
@@ -55,7 +57,7 @@ def answer(
     if model.tokenizer is None:
         raise ConfigError("answer: expected a model with a tokenizer, got one without; load it from a folder")
     tokenizer = cast("PreTrainedTokenizerFast", model.tokenizer)
-    encoder = Encoder(tokenizer, special_tokens=special_tokens)
+    encoder = Encoder(tokenizer, special_tokens=special_tokens, chat_template_kwargs=chat_template_kwargs)
     encoded = encode_prompts(encoder, prompts, chat=chat)
     stops = stop_tokens(model, encoder)
     answers: list[list[int]] = []

@@ -126,6 +126,7 @@ def load_datasets(
         "chat_template": data.chat_template,
         "loss_on": data.loss_on,
         "special_tokens": data.special_tokens,
+        "chat_template_kwargs": data.chat_template_kwargs,
         "too_long": data.too_long,
         "packing": data.packing,
         "mixture_ends": data.mixture_ends,

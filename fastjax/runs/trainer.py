@@ -75,6 +75,7 @@ class TrainerSettings:
         chat_template: likewise.
         loss_on: likewise.
         special_tokens: likewise.
+        chat_template_kwargs: likewise.
         too_long: likewise.
         packing: likewise.
         mixture_ends: likewise.
@@ -90,6 +91,7 @@ class TrainerSettings:
     chat_template: str | None = DataSection.chat_template
     loss_on: LossOn = DataSection.loss_on
     special_tokens: SpecialTokens = DataSection.special_tokens
+    chat_template_kwargs: dict[str, Any] | None = DataSection.chat_template_kwargs
     too_long: TooLong = DataSection.too_long
     packing: bool = DataSection.packing
     mixture_ends: Exhaustion = DataSection.mixture_ends

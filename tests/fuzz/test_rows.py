@@ -36,13 +36,15 @@ ROWS = (
     {"prompt": "the user ", "completion": "asked"},
     {"prompt": SAID[1:2], "completion": SAID[4:]},
     {"instruction": "what", "input": "the user", "output": "is"},
+    {"instruction": "what", "output": "is", "history": [["the", "user"]], "system": "s"},
+    {"messages": SAID[1:2] + SAID[4:], "chat_template_kwargs": {"a": 1}, "documents": [{"title": "t"}]},
 )
 #: Rows of preferences, in each form.
 PREFERENCES = (
     {"prompt": "the user ", "chosen": "asked", "rejected": ""},
     {"chosen": "the user asked", "rejected": "the user is"},
     {"prompt": SAID[1:2], "chosen": SAID[4:], "rejected": SAID[4:], "tools": [TOOL]},
-    {"prompt": "the", "chosen": [*SAID[1:2], *SAID[4:]], "rejected": [*SAID[1:2], *SAID[4:]]},
+    {"prompt": "what is", "chosen": [*SAID[1:2], *SAID[4:]], "rejected": [*SAID[1:2], *SAID[4:]]},
     {"prompt": "the user ", "completion": "asked", "label": True},
 )
 COLUMNS = ({"text": "output"}, {"messages": "conversations"}, {"prompt": "instruction", "completion": "output"})

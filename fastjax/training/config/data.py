@@ -1,6 +1,7 @@
 """The section `data`: training and held-out data."""
 
 import dataclasses
+from typing import Any
 
 from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens, TooLong
 from fastjax.errors import ConfigError
@@ -31,6 +32,8 @@ class DataSection:
         special_tokens: the reading of the tokenizer's special tokens in rows, such as <|im_end|> in a user's message:
             control (that token, as in transformers) or text (its letters; only the template writes control tokens).
             Rows that hold any are counted.
+        chat_template_kwargs: variables of the chat template in every conversation, such as {enable_thinking: false}; a
+            row's own, in a column of this name, stand before them.
         too_long: the treatment of an example longer than max_seq_length: truncate (its beginning is kept), split (into
             pieces that do not see each other) or drop.
         packing: put several documents into one row; false: one document a row, padded.
@@ -45,6 +48,7 @@ class DataSection:
     chat_template: str | None = None
     loss_on: LossOn = "responses"
     special_tokens: SpecialTokens = "control"
+    chat_template_kwargs: dict[str, Any] | None = None
     too_long: TooLong = "truncate"
     packing: bool = True
     cache_dir: str | None = "~/.cache/fastjax/data"

@@ -230,3 +230,62 @@ def test_a_thought_among_the_parts_is_the_message_s_reasoning():
     message = {"role": "assistant", "content": [*parts, {"type": "text", "text": "a"}]}
     (found,) = parse_row({"messages": [message]}, "w").messages
     assert found == {"role": "assistant", "content": "a", "reasoning_content": "because"}
+
+
+SYSTEM = {"role": "system", "content": "Be short."}
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ANSWER]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"instruction": "q", "output": "a"},
+        {"prompt": [USER], "completion": [ANSWER]},
+    ],
+)
+def test_a_column_says_what_the_system_says(column, row):
+    plain, record = parse_row(row, "w"), parse_row(row | {column: "Be short."}, "w")
+    assert record.messages == [SYSTEM, *plain.messages]
+    assert record.prompt == (2 if "prompt" in row else 0)
+    assert parse_row(row | {column: ""}, "w") == plain
+    named = parse_row(row | {"rule": "Be short."}, "w", {"system": "rule"})
+    assert named.messages == record.messages
+
+
+def test_the_system_stands_once():
+    row = {"messages": [SYSTEM, USER, ANSWER | {"train": True}], "system": "Be short."}
+    assert parse_row(row, "w").messages == [SYSTEM, USER, ANSWER]
+    flagged = parse_row({"messages": [USER, ANSWER | {"train": False}], "system": "Be short."}, "w")
+    assert flagged.train == (None, None, False)
+    with pytest.raises(DataError, match="w: 'system' and the system's message in the conversation are not the same"):
+        parse_row(row | {"system": "Be long."}, "w")
+    with pytest.raises(DataError, match="w: 'system_prompt': expected a conversation beside it, since prompt"):
+        parse_row({"prompt": "a", "completion": "b", "system_prompt": "Be short."}, "w")
+    assert parse_row({"text": "a", "system": "Be short."}, "w") == TextRecord("a", "w")
+
+
+def test_turns_before_an_instruction():
+    row = {"instruction": "q", "output": "a", "history": [["q0", "a0"], ["q1", "a1"]], "system": "Be short."}
+    contents = [message["content"] for message in parse_row(row, "w").messages]
+    assert contents == ["Be short.", "q0", "a0", "q1", "a1", "q", "a"]
+    with pytest.raises(DataError, match=r"w: 'history'\[0\] must be a question and its answer, found"):
+        parse_row(row | {"history": [["q0"]]}, "w")
+
+
+def test_variables_of_the_template():
+    row = {"messages": [USER, ANSWER]}
+    given = {"chat_template_kwargs": '{"enable_thinking": false}', "documents": [{"title": "t"}]}
+    assert parse_row(row | given, "w").options == {"enable_thinking": False, "documents": [{"title": "t"}]}
+    assert parse_row(row | {"chat_template_kwargs": None}, "w").options is None
+    for wrong, message in (
+        ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' must be an object of names and values, found"),
+        (
+            {"chat_template_kwargs": {"tools": []}},
+            "'chat_template_kwargs': expected none of messages, tools, .* found",
+        ),
+        ({"documents": "d"}, "'documents' must be a list, found"),
+    ):
+        with pytest.raises(DataError, match=f"w: {message}"):
+            parse_row(row | wrong, "w")

@@ -396,3 +396,23 @@ def test_answers_behind_another_text_than_generation_s_are_counted(make_tokenize
     )
     statistics = prepare_records([ChatRecord(CHAT, "x")], tokenizer, 200).statistics
     assert statistics.elsewhere == 2 and "2 answers are learnt behind another text than generation's" in str(statistics)
+
+
+def test_variables_reach_the_template(make_tokenizer):
+    """Those of every row, before them a row's own; in training, in prompts, and in what is text."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{{ mood }}{{ documents }}"
+    tokenizer = make_tokenizer(template)
+    for mode in ("control", "text"):
+        encoder = Encoder(tokenizer, "all", mode, {"mood": "calm"})
+        chats = [
+            ChatRecord(CHAT[:2], "x", options=options) for options in (None, {"mood": "<|im_end|>"}, {"documents": [1]})
+        ]
+        (examples,) = encoder.encode(chats)
+        said = [
+            tokenizer.decode(examples[n].tokens).partition("世<|im_end|>")[2].removesuffix("</s>") for n in range(3)
+        ]
+        assert said == ["calmNone", "<|im_end|>None", "calm[1]"]
+        assert examples.special.tolist() == [1]
+        assert tokenizer.decode(encoder.encode_prompt(CHAT[:1])).endswith("calmNone")
+    with pytest.raises(DataError, match="^chat_template_kwargs: expected none of messages, tools"):
+        Encoder(tokenizer, chat_template_kwargs={"messages": []})
