@@ -269,8 +269,12 @@ def _instruction(value: Any, where: str, name: Any, tools: Any) -> ChatRecord:
     if given is not None and _text(given, where, name("input")):
         # A template may set the two apart, as Alpaca's does.
         question[0] |= {"content": f"{instruction}\n\n{given}", "instruction": instruction, "input": given}
-    before = []
-    for number, turn in enumerate(value("history") or ()):
+    before, history = [], value("history")
+    if history is not None and not isinstance(history, list):
+        raise DataError(
+            f"{where}: {name('history')} must be a list of questions with answers, found {describe(history)}"
+        )
+    for number, turn in enumerate(history or ()):
         if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise DataError(
                 f"{where}: {name('history')}[{number}] must be a question and its answer, found {describe(turn)}"
