@@ -276,19 +276,20 @@ def measure(name: str, count: int, seed: int) -> dict:
         print(f"  {name}: seconds {seconds}; without a mutant fail {failing}", file=sys.stderr, flush=True)
         everything = mutants(source, target.functions)
         chosen = random.Random(f"{seed} {name}").sample(everything, min(count, len(everything)))
-        killers: dict[str, dict[str, str]] = {tier: {} for tier in before}
+        killers: dict[str, list[tuple[str, str]]] = {tier: [] for tier in before}
         survivors = []
         for described, mutant in chosen:
             file.write_text(mutant)
             for tier, outcome in before.items():
                 done = run(folder, target, tier, deselected=failing, limit=60 + 4 * outcome.seconds)
                 if not done.passed:
-                    killers[tier][described] = done.failures[0] if done.failures else ""
+                    killers[tier].append((described, done.failures[0] if done.failures else ""))
+                    became = f"killed by {tier}"
                     break
             else:
                 survivors.append(described)
-            by = next((tier for tier in killers if described in killers[tier]), None)
-            print(f"  {name}: {described}: {f'killed by {by}' if by else 'SURVIVED'}", file=sys.stderr, flush=True)
+                became = "SURVIVED"
+            print(f"  {name}: {described}: {became}", file=sys.stderr, flush=True)
     return {
         "module": target.module,
         "possible": len(everything),
@@ -322,7 +323,7 @@ def main() -> None:
             f"{len(row['tests_left_out'])} tests left out",
             flush=True,
         )
-        for described, test in row["killers"]["all"].items():
+        for described, test in row["killers"]["all"]:
             print(f"           by --tier all alone: {row['module']} {described} ({test})")
         for survivor in row["survivors"]:
             print(f"           survived: {row['module']} {survivor}")

@@ -1,4 +1,4 @@
-"""Types of the command line's arguments that several commands take."""
+"""Types of command-line arguments that several commands share."""
 
 import argparse
 from collections.abc import Callable
@@ -7,6 +7,17 @@ from typing import Any
 from convert.errors import shorten
 from fastjax import strict_yaml
 from fastjax.strict_yaml import YamlError
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {shorten(text)}")
+    return int(text)
 
 
 def mapping(example: str) -> Callable[[str], dict[str, Any]]:

@@ -269,17 +269,19 @@ def _instruction(value: Any, where: str, name: Any, tools: Any) -> ChatRecord:
     if given is not None and _text(given, where, name("input")):
         # A template may set the two apart, as Alpaca's does.
         question[0] |= {"content": f"{instruction}\n\n{given}", "instruction": instruction, "input": given}
-    before, history = [], value("history")
+    before: list[Message] = []
+    history = value("history")
     if history is not None and not isinstance(history, list):
         raise DataError(
             f"{where}: {name('history')} must be a list of questions with answers, found {describe(history)}"
         )
     for number, turn in enumerate(history or ()):
-        if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+        texts = list(turn) if isinstance(turn, list | tuple) else []
+        if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
             raise DataError(
                 f"{where}: {name('history')}[{number}] must be a question and its answer, found {describe(turn)}"
             )
-        before += _question(turn[0]) + _answer(turn[1])
+        before += _question(texts[0]) + _answer(texts[1])
     return ChatRecord(before + question + _answer(output), where, tools)
 
 

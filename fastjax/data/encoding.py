@@ -77,7 +77,7 @@ class Encoder:
         if tokenizer.eos_token_id is None:
             raise ConfigError(f"the tokenizer in {tokenizer.name_or_path} has no eos_token, so no end can be learnt")
         self.tokenizer = tokenizer
-        self.loss_on = loss_on
+        self.loss_on: LossOn = loss_on
         self._roles = tuple(loss_on) if isinstance(loss_on, list) else ("assistant",)
         self.special_tokens: SpecialTokens = special_tokens
         self._special_texts = SpecialTexts(tokenizer)

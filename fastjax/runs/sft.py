@@ -132,7 +132,8 @@ class SFTTrainer(TRLTrainer):
         Raises:
             ConfigError: rows of text without both parts.
         """
-        first, parts = self._first(), dict(zip(PARTS, (instruction_part, response_part), strict=True))
+        first = self._first()
+        parts: dict[str, str] = dict(zip(PARTS, (instruction_part, response_part), strict=True))
         self.args = dataclasses.replace(self.args, assistant_only_loss=True, completion_only_loss=None)
         if not isinstance(first, TextRecord) or first.prompt:
             self._trainer = self._made(self.model)
