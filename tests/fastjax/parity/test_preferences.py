@@ -74,7 +74,9 @@ def answers():
 
 @pytest.fixture(scope="module")
 def base():
-    return FastLanguageModel.from_pretrained(TINY, max_seq_length=120, load_in_4bit=False)
+    """A value, which no run changes, and its tokenizer."""
+    model, tokenizer = FastLanguageModel.from_pretrained(TINY, max_seq_length=120, load_in_4bit=False)
+    return model.value, tokenizer
 
 
 def causal(folder):
