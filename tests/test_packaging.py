@@ -30,4 +30,14 @@ def test_an_editable_install_is_a_folder_on_the_path():
 def test_a_source_distribution_holds_the_project_alone():
     """No environments, caches or runs, which lie beside it in a checkout; the backend adds what a build reads."""
     found = {name.partition("/")[0] for name in listed(SdistBuilder(str(ROOT)))}
-    assert found == {*PACKAGES, "docs", "examples", "notebooks", "scripts", "tests", "CONTRIBUTING.md", "mkdocs.yml"}
+    assert found == {
+        *PACKAGES,
+        "docs",
+        "examples",
+        "notebooks",
+        "scripts",
+        "tests",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "mkdocs.yml",
+    }
