@@ -91,7 +91,9 @@ def pytest_addoption(parser):
     tiers.add_options(parser)
     progress.add_options(parser)
     parser.addoption("--mutations", type=int, default=25, metavar="N", help="mutations of a checkpoint's files")
-    parser.addoption("--fuzz", type=int, default=1000, metavar="N", help="hostile inputs of each kind, in tests/fuzz")
+    parser.addoption(
+        "--fuzz", type=int, metavar="N", help="hostile inputs of each kind, in tests/fuzz (400, all: 1000)"
+    )
     parser.addoption("--every-mesh", action="store_true", help="all meshes of eight devices, in test_every_mesh.py")
     parser.addoption("--gpu-tests-anywhere", action="store_true", help="run tests marked gpu on whatever there is")
 
@@ -107,6 +109,8 @@ def home(tmp_path_factory):
 
 def pytest_configure(config):
     """Progress is told by the process that the workers report to."""
+    if config.option.fuzz is None:
+        config.option.fuzz = 1000 if config.option.tier == "all" else 400
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(progress.Progress(config))
 

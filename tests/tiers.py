@@ -57,19 +57,25 @@ def is_exhaustive(item) -> bool:
 def select(config, items) -> None:
     """Deselect what the tier leaves out; a test named by its id (with ::) is run, and one for a card."""
     _check(items)
-    if config.getoption("tier") == "all":
-        return
     named = [argument for argument in config.args if "::" in argument]
     share = config.getoption("share")
 
     def is_out(item) -> bool:
         if share and (share == "older") != any(mark in item.keywords for mark in OLDER):
             return True
-        return is_exhaustive(item) and "gpu" not in item.keywords and not any(_names(text, item) for text in named)
+        if config.getoption("tier") == "all" or "gpu" in item.keywords:
+            return False
+        return is_exhaustive(item) and not any(_names(text, item) for text in named)
 
     left_out = {item for item in items if is_out(item)}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+    known, tier = durations(), "all" if config.getoption("tier") == "all" else "default"
+
+    def seconds(item) -> float:
+        return known.get(item.path.relative_to(TESTS).as_posix(), {}).get(tier, 0.0)
+
+    # The slowest modules first: at the end no worker waits for another's.
+    items[:] = sorted((item for item in items if item not in left_out), key=seconds, reverse=True)
 
 
 def _names(argument: str, item) -> bool:

@@ -148,7 +148,10 @@ def losses(name, steps=40):
     return np.asarray(jax.device_get(found)), state
 
 
-@pytest.mark.exhaustive("int4")
+@pytest.mark.exhaustive(
+    by="test_replicas_hold_the_same_bits_and_what_is_kept_back_makes_up_the_sum, "
+    "test_a_checkpoint_holds_what_is_kept_back_and_a_bad_step_leaves_it"
+)
 @pytest.mark.parametrize("name", PACKED)
 def test_training_goes_where_float32_goes(name):
     expected, found = losses("float32")[0], losses(name)[0]

@@ -190,6 +190,10 @@ def test_an_optimizer_a_loss_and_a_sink_of_ones_own_and_an_early_end(model, tmp_
         Trainer(model, settings=options, **data).train()
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/cli/test_broken_runs.py::test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been, "
+    "tests/fastjax/runs/test_parallel_run.py::test_the_same_rows_on_other_meshes"
+)
 def test_a_run_that_is_stopped_goes_on(base, tmp_path):
     """In the middle of its first epoch, with evaluations after each, with Muon; rows as a `datasets.Dataset` too."""
     datasets = pytest.importorskip("datasets")

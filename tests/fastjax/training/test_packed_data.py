@@ -19,6 +19,9 @@ pytestmark = [
 TOLERANCE = 5e-6
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/training/test_step.py::test_packed_equals_unpacked_in_loss_and_every_gradient"
+)
 def test_packed_rows_train_as_unpacked_ones(tmp_path):
     lines = (SHARED / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:9]
     rows = [json.loads(line) for line in lines]

@@ -164,6 +164,7 @@ def losses(name):
     return np.asarray(found), adam_state(state.opt_state)
 
 
+@pytest.mark.exhaustive(by="test_steps_are_bitsandbytes, test_32_bits_have_the_exact_first_step")
 def test_losses_are_those_of_32_bits():
     with_8, state = losses("adamw_8bit")
     with_32, _ = losses("adamw")
