@@ -68,12 +68,12 @@ def compilation(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory():
-    """A worker that holds more than 2.25 GiB after a module forgets its compiled programs; the cache still has them."""
+    """A worker that holds more than 2 GiB after a module forgets its compiled programs; the cache still has them."""
     yield
     if not sys.platform.startswith("linux"):
         return
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    if pages * os.sysconf("SC_PAGE_SIZE") > 2.25 * 2**30:
+    if pages * os.sysconf("SC_PAGE_SIZE") > 2 * 2**30:
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)

@@ -52,6 +52,9 @@ def test_nf4(width, tmp_path):
     np.testing.assert_allclose(found["plain"], found["decoded"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/models/test_quantized.py::test_every_format_that_a_merge_writes_is_what_was_trained"
+)
 def test_nvfp4(tmp_path):
     """Experts packed one by one; an expert's gate and up share their global scale."""
     config = TWO_LAYERS | {"hidden_size": 64, "moe_intermediate_size": 128}

@@ -147,6 +147,7 @@ def assert_summed_once(text: str):
 @pytest.mark.aot
 @needs_cuda_plugin
 @pytest.mark.newer_jax("jax 0.10 gathers")
+@pytest.mark.exhaustive(by="test_only_whole_stacks_are_read_by_other_devices")
 def test_fsdp_devices_that_sum_once_read_each_others_codes():
     """Nothing is sent for the layers; tokens and embeddings are, and the sums."""
     config = CONFIG | {"hidden_size": 1024}  # a device's scales have 2 KiB: less is gathered
