@@ -254,7 +254,8 @@ class Trainer:
             try:
                 result = run.train(earlier, changed if resume else None, startup)
             except Interrupted:
-                self._keep(run.model)
+                if run.model.trainable is not None:  # it came as far as the loop
+                    self._keep(run.model)
                 raise
         self._keep(result.model)
         return result
