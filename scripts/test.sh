@@ -3,7 +3,7 @@
 # types and tests. Arguments go to pytest:
 #
 #     scripts/test.sh                                    the default tier: every mechanism once
-#     scripts/test.sh --quick                            while writing: the fast modules, under one Python
+#     scripts/test.sh --quick                            while writing: style, manual, the fast modules, one Python
 #     scripts/test.sh --all                              before a release: every case, under both Pythons
 #     scripts/test.sh tests/fastjax/training -k loop     only these tests
 #
@@ -110,7 +110,7 @@ for world in "${worlds[@]}"; do
     check "ruff format" "$bin/ruff" format --check .
     check "manual" env NO_MKDOCS_2_WARNING=1 "$bin/python" -m mkdocs build --strict --site-dir "$bin/../site"
   fi
-  if [ $# -eq 0 ] && [ "$world" = "$typed" ]; then
+  if [ $# -eq 0 ] && [ $tier != quick ] && [ "$world" = "$typed" ]; then
     "$bin/pyright" --pythonpath "$bin/python" >"$bin/../types" 2>&1 & # beside the tests
     pyright=$!
   fi
