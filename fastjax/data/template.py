@@ -281,7 +281,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _closing(self) -> str:
-        """What the template writes behind the end of the last answer's turn, and no other's: Phi-3's EOS.
+        """Text that the template writes behind the last answer's turn alone, such as Phi-3's EOS.
 
         Generation stops at the end of the turn, so this is not learnt.
         """

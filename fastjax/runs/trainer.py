@@ -75,7 +75,7 @@ class TrainerSettings:
         chat_template: likewise.
         loss_on: likewise.
         special_tokens: likewise.
-        chat_template_kwargs: likewise.
+        chat_template_kwargs: as of `DataSection`.
         too_long: likewise.
         packing: likewise.
         mixture_ends: likewise.

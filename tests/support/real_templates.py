@@ -1,4 +1,4 @@
-"""What of a conversation is to be learnt, by transformers' renderings alone: nothing of the project's is used here.
+"""A judge of learnt tokens by transformers' renderings alone: nothing of the project's is used here.
 
 An answer is what the generation prompt leaves to say: the text of the conversation up to it, behind the text that asks
 for it, to the special token that ends the turn.
@@ -70,7 +70,7 @@ def rendered(tokenizer, row, count=None, prompt=False):
 
 
 def judge(tokenizer, row, examples, elsewhere):
-    """What became of a row's answers: "" and how they are served, or what is wrong with them.
+    """Judge a row's answers: "" where all are learnt as they should be, else what is wrong.
 
     Args:
         tokenizer: with the template.
@@ -111,7 +111,7 @@ def judge(tokenizer, row, examples, elsewhere):
 
 
 def _marked(tokenizer, row, count):
-    """What stands before the last turn's marks, and what they hold, by transformers' mask."""
+    """The text before the last turn's marks and the text inside them, by transformers' mask."""
     found = tokenizer.apply_chat_template(
         row["messages"][:count],
         tools=row.get("tools"),

@@ -22,13 +22,13 @@ HANDLES = {ModelHandle: LanguageModel}
 
 
 class Instance(typing.NamedTuple):
-    """What is known of a variable: its class."""
+    """A variable of a known class."""
 
     of: type
 
 
 class Literal(typing.NamedTuple):
-    """Of a variable that is given a number, a text or so: its value."""
+    """A variable with a known value, such as a number or a text."""
 
     value: Any
 
@@ -173,7 +173,7 @@ class Reader(ast.NodeVisitor):
 
 
 def _instance(hint: Any, names: dict[str, Any]) -> Instance | None:
-    """Of an annotation's class, or tuple of classes; None: it is neither."""
+    """The instance that an annotation describes; None: it is neither a class nor a tuple of classes."""
     if isinstance(hint, str):
         hint = eval(hint, {}, _Names(vars(builtins) | names))
     if typing.get_origin(hint) is tuple:

@@ -48,7 +48,7 @@ def quickly(monkeypatch):
 @pytest.mark.aot
 @pytest.mark.usefixtures("quickly")
 def test_a_plan_without_a_card(settings, tmp_path, capsys):
-    """Of two cards: of the matrices each holds half, and what it gathers takes the link."""
+    """Two cards hold half of the matrices each; gathering the other half takes the link."""
     output = tmp_path / "plan.json"
     options = ["--gpu", "t4", "--memory", "2.5", "--checkpointing", "full", "--output", str(output)]
     assert main(["plan", settings, *options, "--gpus", "2", "--parallel.fsdp", "2"]) == 0

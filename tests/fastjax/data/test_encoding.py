@@ -360,7 +360,7 @@ REWRITTEN = (
 
 
 def test_answers_that_are_rewritten_are_documents_of_their_own(make_tokenizer):
-    """Of a record's examples each is one answer, as generation would see it; they stay that record's."""
+    """Each example of a record is one answer, as generation would see it, and keeps the record's number."""
     tokenizer = make_tokenizer(REWRITTEN)
     chat = [{"role": role, "content": f"{role[0]}{turn}"} for turn in range(3) for role in ("user", "assistant")]
     records = [ChatRecord(CHAT[:2], "one"), ChatRecord(chat, "three"), TextRecord("text", "text")]
@@ -399,7 +399,7 @@ def test_answers_behind_another_text_than_generation_s_are_counted(make_tokenize
 
 
 def test_variables_reach_the_template(make_tokenizer):
-    """Those of every row, before them a row's own; in training, in prompts, and in what is text."""
+    """A row's own variables stand before those of all rows, in training and in prompts."""
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{{ mood }}{{ documents }}"
     tokenizer = make_tokenizer(template)
     for mode in ("control", "text"):

@@ -1,4 +1,4 @@
-"""What a notebook holds is the trained model after `train()`, for every trainer; a value stays what it was."""
+"""A notebook's model is the trained one after `train()`, for every trainer; a value stays what it was."""
 
 import json
 import os
