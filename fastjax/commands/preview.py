@@ -47,8 +47,7 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
         num_rows: rows to show of the training data and of the held-out data.
         console: the output.
     """
-    from fastjax.data import Batches, Dataset, StreamedBatches
-    from fastjax.data.statistics import READ_AS
+    from fastjax.data import Batches, Dataset, StreamedBatches, notes
     from fastjax.preview.render import counts, histogram, legend, mixture, show_row
     from fastjax.preview.view import first_rows, view_row
     from fastjax.runs.datasets import load_datasets, total_steps, train_batches
@@ -87,9 +86,9 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
         console.print()
         console.print(counts(known))
         for name, found in ((name, dataset.statistics) for name, dataset in known.items()):
-            if found.special:
-                where = f"{name}: special tokens in what rows say, first in {found.first_special}, are read as "
-                console.print(where + READ_AS[found.special_tokens], highlight=False, markup=False, soft_wrap=True)
+            for kind, (count, first) in found.notes.items():
+                words = f"{name}: {count:,} {notes.say(kind, found.special_tokens)} (first: {first})"
+                console.print(words, highlight=False, markup=False, soft_wrap=True)
         console.print()
     size, parts = config.training.per_device_train_batch_size * replicas, config.training.gradient_accumulation_steps
     sentence = f"{f'{parts} × ' if parts > 1 else ''}{size} rows a step"
@@ -99,9 +98,10 @@ def preview(config: TrainConfig, num_rows: int, console: Console) -> None:
         sentence += f" ({steps / per_epoch:.3g} epoch{'s' * (steps != per_epoch)})"
     else:
         sentence += f"; {steps:,} steps of streamed data, whose number is not known"
-        if isinstance(train, StreamedBatches) and train.counts.special:
-            read = f"{train.counts.special:,} of the first {train.counts.examples:,} examples"
-            sentence += f"; {read} hold special tokens, which are read as {READ_AS[config.data.special_tokens]}"
+        if isinstance(train, StreamedBatches):
+            for kind, (count, first) in train.notes.items():
+                words = notes.say(kind, config.data.special_tokens)
+                sentence += f"; {count:,} of the first {train.counts.examples:,} examples {words} (first: {first})"
     if {"data", "fsdp"} - set(sizes):
         sentence += "; several devices take as many rows each, in fewer steps (parallel)"
     console.print(sentence, highlight=False, soft_wrap=True)

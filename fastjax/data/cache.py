@@ -23,7 +23,7 @@ from fastjax.data.documents import Counts, Documents
 from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows
 
-FORMAT = 3
+FORMAT = 4
 """The version; raise it when equal input gives other rows or another layout of the entry."""
 
 _META = "meta.json"

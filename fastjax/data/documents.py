@@ -33,7 +33,6 @@ class Counts(NamedTuple):
         split: Longer than a row: became several documents.
         dropped: Longer than a row: left out.
         no_targets: Left out for lack of a target.
-        special: With special tokens in their content.
         apart: Documents more than examples, since a template rewrites the past: one an answer.
         elsewhere: Answers that follow on another text than generation's.
     """
@@ -43,7 +42,6 @@ class Counts(NamedTuple):
     split: int = 0
     dropped: int = 0
     no_targets: int = 0
-    special: int = 0
     apart: int = 0
     elsewhere: int = 0
 
@@ -119,7 +117,6 @@ class Documents(NamedTuple):
             split=len(longer) if too_long == "split" else 0,
             dropped=len(dropped),
             no_targets=examples.count - len(dropped) - len(found),
-            special=len(examples.special),
             apart=len(examples) - examples.count,
             elsewhere=examples.elsewhere,
         )

@@ -24,6 +24,7 @@ from convert.errors import shown
 from fastjax.data.characters import check_characters
 from fastjax.data.columns import ROLES, check_options
 from fastjax.data.examples import Examples
+from fastjax.data.notes import SPECIAL
 from fastjax.data.records import ChatRecord, Message, Record
 from fastjax.data.settings import PARTS, LossOn, SpecialTokens
 from fastjax.data.special_texts import ContentAsText, SpecialTexts
@@ -114,25 +115,27 @@ class Encoder:
             DataError: The chat template refuses a conversation.
         """
         chats: list[tuple[int, RenderedChat, bool]] = []
-        special: list[int] = []
+        noted: dict[str, list[int]] = {}
         count = size = 0
         for record in records:
             if self._holds_special(record):
-                special.append(count)
+                noted.setdefault(SPECIAL, []).append(count)
             rendered, templated = self._render(record), isinstance(record, ChatRecord) or self._has_parts(record)
             if len(rendered) > 1 and not apart:
                 raise DataError(
                     f"{record.where}: the chat template rewrites earlier answers when messages follow, so these cannot "
                     "be scored in one text; give the answers before the last one as part of the prompt"
                 )
+            for kind in sorted(set[str]().union(*(chat.left_out for chat in rendered))):
+                noted.setdefault(kind, []).append(count)
             chats += [(count, chat, templated) for chat in rendered]
             count += 1
             size += sum(len(chat.text) for chat in rendered)
             if size >= CHUNK:
-                yield self._encode_chunk(chats, special, count)
-                chats, special, count, size = [], [], 0, 0
+                yield self._encode_chunk(chats, noted)
+                chats, noted, count, size = [], {}, 0, 0
         if count:
-            yield self._encode_chunk(chats, special, count)
+            yield self._encode_chunk(chats, noted)
 
     def texts(self, records: Iterable[Record]) -> list[str]:
         """The tokenizer's input for examples.
@@ -222,7 +225,7 @@ class Encoder:
         return [self._bos, *ids[start:]]
 
     def _encode_chunk(
-        self, chats: Sequence[tuple[int, RenderedChat, bool]], special: Sequence[int], count: int
+        self, chats: Sequence[tuple[int, RenderedChat, bool]], noted: Mapping[str, Sequence[int]]
     ) -> Examples:
         encodings = self._backend.encode_batch([chat.text for _, chat, _ in chats], add_special_tokens=False)
         ids: list[list[int]] = []
@@ -243,7 +246,7 @@ class Encoder:
             flat,
             np.cumsum(depth[:total]) > 0,
             offsets,
-            np.asarray(special, np.int64),
+            noted,
             np.asarray([record for record, _, _ in chats], np.int64),
             sum(chat.elsewhere for _, chat, _ in chats),
         )
@@ -273,8 +276,7 @@ class Encoder:
                 self._check_train(record, record.train)
             if self.loss_on == "all":
                 given = {"tools": record.tools, "options": record.options}
-                text = self.template.render(record.messages, record.where, **given)
-                return [RenderedChat(text, [(0, len(text))])]
+                return [self.template.render_whole(record.messages, record.where, **given)]
             return self.template.render_with_responses(
                 record.messages,
                 record.where,

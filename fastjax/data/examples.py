@@ -1,6 +1,7 @@
 """Examples as tokens in flat arrays, which are small and quick to cut and join."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ class Examples:
         tokens: Token ids.
         learn: Whether each is a target.
         offsets: The start of each example, and the total at the end.
-        special: Indices of the records with special tokens in their content, ascending.
+        noted: Kind (`fastjax.data.notes`) → indices of the records that people should know of, ascending.
         records: The record of each example, ascending: a conversation may become several examples.
         elsewhere: Number of answers that follow on another text than generation's.
     """
@@ -35,7 +36,7 @@ class Examples:
     tokens: Int32[np.ndarray, " N"]
     learn: Bool[np.ndarray, " N"]
     offsets: Int64[np.ndarray, " E_plus_1"]
-    special: Int64[np.ndarray, " _"]
+    noted: Mapping[str, Sequence[int]]
     records: Int64[np.ndarray, " E"]
     elsewhere: int = 0
 

@@ -10,7 +10,7 @@ import numpy as np
 import tokenizers
 
 from convert.errors import shown
-from fastjax.data import cache
+from fastjax.data import cache, notes
 from fastjax.data.dataset import Dataset
 from fastjax.data.documents import IGNORE, Documents
 from fastjax.data.encoding import Encoder
@@ -178,12 +178,11 @@ def prepare_records(
         raise DataError(f"{where}: no examples")
     encoder = Encoder(tokenizer, loss_on, special_tokens, chat_template_kwargs)
     parts: list[Documents] = []
-    first_special = None
+    noted: notes.Notes = {}
     done = reported = 0
     for examples in encoder.encode(records):
         parts.append(Documents.of(examples, max_seq_length, too_long))
-        if first_special is None and len(examples.special):
-            first_special = done + int(examples.special[0])
+        notes.add(noted, examples.noted, records[done:])
         done += examples.count
         if progress is not None and done - reported >= _REPORT and done < len(records):
             progress(f"{where}: {done:,} of {len(records):,} examples encoded")
@@ -211,10 +210,9 @@ def prepare_records(
         target_tokens=int(learnt[rows.order].sum()),
         rows=len(rows),
         slots=len(rows) * max_seq_length,
-        special=documents.counts.special,
         apart=documents.counts.apart,
         elsewhere=documents.counts.elsewhere,
-        first_special="" if first_special is None else records[first_special].where,
+        notes=noted,
         special_tokens=special_tokens,
     )
     largest = max(int(documents.tokens.max()), int(documents.targets.max()))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool
 
-from fastjax.data import cache
+from fastjax.data import cache, notes
 from fastjax.data.dataset import Dataset
 from fastjax.data.documents import IGNORE, Counts
 from fastjax.data.encoding import Encoder
@@ -88,7 +88,7 @@ def prepare_preferences(
         if value not in known:
             raise ConfigError(f"data.{name}: expected {' or '.join(known)} with preferences.loss, got {value}")
     encoder = Encoder(tokenizer, loss_on, special_tokens, chat_template_kwargs)
-    encoded, special = _encoded(encoder, records, where, progress)
+    encoded, noted = _encoded(encoder, records, where, progress)
     ranked = pairing == "ranked"
     groups = _single(records, encoded, where) if pairing == "unpaired" else _pairs(records, encoded)
     kept: list[Group] = []
@@ -105,7 +105,7 @@ def prepare_preferences(
             f"tokens, which the documents of a {'answer' if pairing == 'unpaired' else 'pair'} share: "
             f"{lost['no_targets']:,} have nothing left to score, {lost['dropped']:,} are longer and dropped"
         )
-    counts = Counts(len(records), lost["truncated"], 0, lost["dropped"], lost["no_targets"], len(special))
+    counts = Counts(len(records), lost["truncated"], 0, lost["dropped"], lost["no_targets"])
     flat = [document for group in kept for document in group.documents]
     examples = np.repeat([group.example for group in kept], [len(group.documents) for group in kept])
     tokens, learnt = [one.tokens for one in flat], [one.learn for one in flat]
@@ -135,8 +135,7 @@ def prepare_preferences(
         target_tokens=int(scored[rows.order].sum()),
         rows=len(rows),
         slots=len(rows) * max_seq_length,
-        special=counts.special,
-        first_special=records[special[0]].where if special else "",
+        notes=noted,
         special_tokens=special_tokens,
     )
     largest = max(int(documents.tokens.max()), int(documents.targets.max()))
@@ -149,21 +148,24 @@ _REPORT = 100_000
 
 def _encoded(
     encoder: Encoder, records: Sequence[PreferenceRecord], where: str, progress: Callable[[str], None] | None
-) -> tuple[list[list[Example]], list[int]]:
-    """The answers of each record as tokens, and the records with special tokens in what they say."""
+) -> tuple[list[list[Example]], notes.Notes]:
+    """The answers of each record as tokens, and the records that people should know of."""
     owners = [index for index, record in enumerate(records) for _ in record.answers]
     found: list[list[Example]] = [[] for _ in records]
-    special: dict[int, None] = {}
+    noted: dict[str, dict[int, None]] = {}
     done = reported = 0
     for examples in encoder.encode((answer for record in records for answer in record.answers), apart=False):
-        special |= dict.fromkeys(owners[done + int(index)] for index in examples.special)
+        for kind, answers in examples.noted.items():
+            noted.setdefault(kind, {}).update(dict.fromkeys(owners[done + index] for index in answers))
         for index in range(len(examples)):
             found[owners[done + index]].append(examples[index])
         done += len(examples)
         if progress is not None and done - reported >= _REPORT and done < len(owners):
             progress(f"{where}: {done:,} of {len(owners):,} answers encoded")
             reported = done
-    return found, list(special)
+    counted: notes.Notes = {}
+    notes.add(counted, {kind: list(rows) for kind, rows in noted.items()}, records)
+    return found, counted
 
 
 def _pairs(records: Sequence[PreferenceRecord], encoded: Sequence[list[Example]]) -> list[Group]:

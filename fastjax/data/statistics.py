@@ -1,14 +1,10 @@
 """Counts of a data set: examples cut and left out, tokens, the filling of the rows."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from fastjax.data import notes
 from fastjax.data.settings import SpecialTokens
-
-READ_AS: dict[SpecialTokens, str] = {
-    "control": "control tokens; special_tokens: text reads them as text",
-    "text": "text",
-}
-"""Reading of special tokens in content, for people."""
 
 
 class DataStatistics(NamedTuple):
@@ -25,9 +21,8 @@ class DataStatistics(NamedTuple):
         target_tokens: Targets of an epoch.
         rows: Rows of an epoch.
         slots: Room for tokens in these rows.
-        special: Examples with special tokens in their content.
-        first_special: The place of the first of these; empty: there is none.
-        special_tokens: The reading of these.
+        notes: Examples that people should know of: kind → number, and the place of the first.
+        special_tokens: The reading of special tokens in content.
         apart: Examples more than rows of data, since the chat template rewrites earlier answers: one an answer.
         elsewhere: Answers that follow on another text than the generation prompt.
     """
@@ -42,8 +37,7 @@ class DataStatistics(NamedTuple):
     target_tokens: int
     rows: int
     slots: int
-    special: int = 0
-    first_special: str = ""
+    notes: Mapping[str, tuple[int, str]] = {}
     special_tokens: SpecialTokens = "control"
     apart: int = 0
     elsewhere: int = 0
@@ -79,10 +73,6 @@ class DataStatistics(NamedTuple):
                 f"{self.elsewhere:,} answers are learnt behind another text than generation's, since the chat template "
                 "begins an answer otherwise there"
             )
-        if self.special:
-            read_as = READ_AS[self.special_tokens]
-            parts.append(
-                f"{self.special:,} with special tokens in what they say, which are read as {read_as} (first: "
-                f"{self.first_special})"
-            )
+        for kind, (count, first) in self.notes.items():
+            parts.append(f"{count:,} {notes.say(kind, self.special_tokens)} (first: {first})")
         return "; ".join(parts)

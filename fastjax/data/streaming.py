@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
+from fastjax.data import notes
 from fastjax.data.batches import Batch, stack
 from fastjax.data.documents import Counts, Documents
 from fastjax.data.encoding import Encoder
@@ -29,7 +30,6 @@ from fastjax.data.prepare import identity, nothing_to_learn
 from fastjax.data.records import Record
 from fastjax.data.settings import Exhaustion, LossOn, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, Sources, open_sources
-from fastjax.data.statistics import READ_AS
 from fastjax.errors import DataError
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class StreamedBatches:
         """See `stream`."""
         self.fingerprint = fingerprint
         self.counts = Counts()
+        self.notes: notes.Notes = {}
         self._sources = list(sources)
         self._encoder = encoder
         self._row_length = max_seq_length
@@ -231,7 +232,7 @@ class StreamedBatches:
                 chunk = reader.read(_READ)
                 records += chunk
                 for examples in self._encoder.encode(chunk):
-                    self._report_special(examples, records, sum(part.counts.examples for part in parts))
+                    self._note(examples, records[sum(part.counts.examples for part in parts) :])
                     parts.append(Documents.of(examples, self._row_length, self._too_long))
                     tokens += len(parts[-1].tokens)
                 if not tokens and min(reader.restarts) > 1:  # all of every data set was seen
@@ -246,15 +247,11 @@ class StreamedBatches:
             yield _Window(place, rows, np.random.default_rng((self._seed, place.window)).permutation(len(rows)))
             place = reader.place(place.window + 1, place.rows + len(rows))
 
-    def _report_special(self, examples: Examples, records: Sequence[Record], before: int) -> None:
-        """Report the first row with special tokens in its content."""
-        if self._progress is not None and len(examples.special):
-            where = records[before + int(examples.special[0])].where
-            read_as = READ_AS[self._encoder.special_tokens]
-            self._progress(
-                f"{where}: special tokens in what it says; here and in other rows they are read as {read_as}"
-            )
-            self._progress = None
+    def _note(self, examples: Examples, records: Sequence[Record]) -> None:
+        """Count rows that people should know of, and report the first of each kind."""
+        for kind in notes.add(self.notes, examples.noted, records):
+            if self._progress is not None:
+                self._progress(f"{self.notes[kind][1]}: the first row {notes.say(kind, self._encoder.special_tokens)}")
 
 
 class _Reader:

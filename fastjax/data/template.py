@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
+from fastjax.data.left_out import left_out
 from fastjax.data.records import Message
 from fastjax.data.special_texts import SpecialTexts, any_of
-from fastjax.data.template_environment import END, START, compile_template
+from fastjax.data.template_environment import END, START, compile_template, variables_of
 from fastjax.data.template_limits import BUDGET, SOURCE, Budget
 from fastjax.errors import ConfigError, DataError
 
@@ -45,6 +46,7 @@ class RenderedChat(NamedTuple):
         marked: Whether the template marked them.
         others: The range of each message of another role to learn, the end of its turn included.
         elsewhere: How many of the responses follow on another text than the generation prompt.
+        left_out: Kinds of parts of the messages that no text of the conversation has (`fastjax.data.left_out`).
     """
 
     text: str
@@ -52,6 +54,7 @@ class RenderedChat(NamedTuple):
     marked: bool = False
     others: Sequence[tuple[int, int]] = ()
     elsewhere: int = 0
+    left_out: Collection[str] = ()
 
 
 class ChatTemplate:
@@ -82,6 +85,7 @@ class ChatTemplate:
         self._end, self._longest = any_of(ends), max(map(len, ends), default=0)
         self._template = _compiled(source)
         self._with_tools = self._template if with_tools is None else _compiled(with_tools)
+        self._reads = variables_of(source) | variables_of(with_tools or "")
 
     @classmethod
     def from_tokenizer(
@@ -142,6 +146,34 @@ class ChatTemplate:
         """
         return self._render(messages, where, {**(options or {}), "tools": tools}, add_generation_prompt).text
 
+    def render_whole(
+        self,
+        messages: Sequence[Message],
+        where: str,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
+        """Render a conversation of which every token is learnt.
+
+        Args:
+            messages: The messages in order.
+            where: Their place, for errors.
+            tools: The functions that the assistant may call.
+            options: As of `render`.
+
+        Returns:
+            The text, one response.
+
+        Raises:
+            DataError: The template refuses the messages.
+        """
+        text = self.render(messages, where, tools=tools, options=options)
+        said = {index: (text, text) for index, message in enumerate(messages) if message["role"] == "assistant"}
+        return RenderedChat(
+            text, [(0, len(text))], left_out=self._left_out(messages, {**(options or {}), "tools": tools}, text, said)
+        )
+
     def render_with_responses(
         self,
         messages: Sequence[Message],
@@ -180,6 +212,7 @@ class ChatTemplate:
         chat = self._render(messages, where, variables)
         others = [i for i in wanted if i not in turns and messages[i]["role"] in roles]
         chat = chat._replace(others=self._others(chat.text, messages, others, where, variables))
+        said: dict[int, tuple[str, str]] = {}
         if chat.marked:
             chat = self._marks(chat, len(turns))
             rewritten = self._rewritten(chat.text, messages, learnt, where, variables)
@@ -195,8 +228,11 @@ class ChatTemplate:
             if len(turns) == len(chat.responses):
                 for index in kept:
                     start, end = chat.responses[turns.index(index)]
-                    self._check_said(chat.text[start:end], messages, index, where)
-            whole = chat._replace(responses=self._marked(chat, messages, turns, kept, where, variables))
+                    said[index] = self._check_said(chat.text[start:end], messages, index, where), chat.text
+            said |= {index: (own.text, own.text) for index, own in rewritten.items()}
+            missing = self._left_out(messages, variables, chat.text, {i: (chat.text, chat.text) for i in kept} | said)
+            responses = self._marked(chat, messages, turns, kept, where, variables)
+            whole = chat._replace(responses=responses, left_out=missing)
             return [*alone, *([whole] if kept or whole.others or not alone else [])]
         alone, responses, elsewhere = [], [], 0
         for index in learnt:
@@ -205,20 +241,32 @@ class ChatTemplate:
                 through = self._render(messages[: index + 1], where, variables).text
             start, follows = self._start(messages, index, through, where, variables)
             end, reached = self._turn(through, chat.text)
-            self._check_said(through[start:end], messages, index, where)
+            said[index] = self._check_said(through[start:end], messages, index, where), through
             if reached is None or start > end:
                 alone.append(RenderedChat(through, [(start, max(start, end))], elsewhere=not follows))
                 continue
             responses.append((start, reached))
             elsewhere += not follows
+        missing = self._left_out(messages, variables, chat.text, said)
         if alone and not responses and not chat.others:
-            return alone
-        return [*alone, chat._replace(responses=responses, elsewhere=elsewhere)]
+            return [*alone[:-1], alone[-1]._replace(left_out=missing)]
+        return [*alone, chat._replace(responses=responses, elsewhere=elsewhere, left_out=missing)]
 
-    def _check_said(self, said: str, messages: Sequence[Message], index: int, where: str) -> None:
-        """Refuse a turn of which the template writes nothing but the end."""
+    def _left_out(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        text: str,
+        learnt: Mapping[int, tuple[str, str]],
+    ) -> Collection[str]:
+        """`left_out`, of the messages as the template sees them."""
+        seen = [_with_reasoning(message) for message in messages]
+        return left_out(seen, {**self._options, **variables}, text, learnt, self._reads)
+
+    def _check_said(self, said: str, messages: Sequence[Message], index: int, where: str) -> str:
+        """A turn's text; refused is one of which the template writes nothing but the end."""
         if self._end.sub("", said).strip():
-            return
+            return said
         message = messages[index]
         content = self._end.sub("", message.get("content", "")).strip()
         if what := "tool calls" if message.get("tool_calls") else "content" if content else "":
@@ -227,6 +275,7 @@ class ChatTemplate:
                 "its turn would be learnt; name a template that does (data.chat_template), or leave the turn out "
                 "(train: false)"
             )
+        return said
 
     def _start(
         self,

@@ -130,6 +130,16 @@ _ESCAPE = re.compile(r"\\(?:u(fd[de][0-9a-f])|.)")
 
 
 @functools.lru_cache(maxsize=16)
+def variables_of(source: str) -> frozenset[str]:
+    """The names of the variables that a template reads or sets.
+
+    Args:
+        source: The source of a template that `compile_template` takes.
+    """
+    return frozenset(name.name for name in _environment().parse(source).find_all(jinja2.nodes.Name))
+
+
+@functools.lru_cache(maxsize=16)
 def compile_template(source: str) -> jinja2.Template:
     """Compile a template; it is rendered with a `Budget` as the variable `BUDGET`.
 
@@ -142,9 +152,7 @@ def compile_template(source: str) -> jinja2.Template:
     Raises:
         Exception: Whatever Jinja and Python raise for a source that is not valid, or too deep.
     """
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
+    environment = _environment()
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
@@ -158,3 +166,7 @@ def compile_template(source: str) -> jinja2.Template:
     # Each rendering copies these, and the chain of mappings that they are is slow to copy.
     template.globals = dict(template.globals)
     return template
+
+
+def _environment() -> _Environment:
+    return _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])

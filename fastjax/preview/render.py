@@ -11,7 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from fastjax.data import Dataset
+from fastjax.data import Dataset, notes
 from fastjax.preview.view import DocumentView, Piece
 
 _BINS = 16
@@ -88,7 +88,8 @@ def _lines(dataset: Dataset) -> Iterator[tuple[str, str]]:
     yield "  too long, truncated", f"{found.truncated:,}"
     yield "  too long, split into several documents", f"{found.split:,}"
     yield "  too long, dropped", f"{found.dropped:,}"
-    yield f"  special tokens in what they say, read as {found.special_tokens}", f"{found.special:,}"
+    for kind in notes.KINDS:
+        yield f"  {notes.KINDS[kind]}", f"{found.notes.get(kind, (0,))[0]:,}"
     yield "documents", f"{found.documents:,}"
     yield "  tokens in one: mean", f"{sizes.mean():,.0f}"
     yield "  tokens in one: median", f"{np.median(sizes):,.0f}"

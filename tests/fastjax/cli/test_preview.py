@@ -84,12 +84,13 @@ def test_rows_with_special_tokens_in_what_they_say(settings, tmp_path, kind):
     file.write_text("\n".join(rows * 2))
     argv = ["--config", str(settings), "--data.special_tokens", kind]
     out = shown([*argv, "--data.train", str(file)], rows=2, color_system="standard")
-    assert re.search(rf"special tokens in what they say, read as {kind} +2 +0\n", out)
-    assert f"special tokens in what rows say, first in {file}:1, are read as {kind}" in out
+    assert re.search(r"with special tokens in what they say +2 +0\n", out)
+    says = f"2 with special tokens in what they say, which are read as {kind}"
+    assert says in out and f"(first: {file}:1)" in out
     assert ("U:ab\x1b[35m</s>" in out, "U:ab</s>" in out) == (kind == "control", kind == "text")
     streamed = json.dumps([{"path": str(file), "streaming": True}])
     out = shown([*argv, "--data.train", streamed, "--training.max_steps", "1"], width=400)
-    assert re.search(rf"; [\d,]+ of the first [\d,]+ examples hold special tokens, which are read as {kind}", out)
+    assert re.search(rf"; [\d,]+ of the first [\d,]+ examples {says[2:]}", out)
 
 
 def test_the_rows_are_those_of_the_first_steps(settings):

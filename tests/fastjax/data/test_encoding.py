@@ -412,7 +412,7 @@ def test_variables_reach_the_template(make_tokenizer):
             tokenizer.decode(examples[n].tokens).partition("世<|im_end|>")[2].removesuffix("</s>") for n in range(3)
         ]
         assert said == ["calmNone", "<|im_end|>None", "calm[1]"]
-        assert examples.special.tolist() == [1]
+        assert examples.noted == {"special": [1]}
         assert tokenizer.decode(encoder.encode_prompt(CHAT[:1])).endswith("calmNone")
     with pytest.raises(DataError, match="^chat_template_kwargs: expected none of messages, tools"):
         Encoder(tokenizer, chat_template_kwargs={"messages": []})

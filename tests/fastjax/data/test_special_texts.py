@@ -119,12 +119,12 @@ def test_rows_with_special_tokens_are_counted(write_rows, kind, words):
     set_chat_template(tokenizer, "chatml")
     rows = write_rows("rows.jsonl", ROWS * 3)
     statistics = prepare(rows, tokenizer, 32, special_tokens=kind).statistics
-    assert (statistics.special, statistics.first_special) == (6, f"{rows}:2")
+    assert statistics.notes == {"special": (6, f"{rows}:2")}
     assert str(statistics).endswith(f"6 with special tokens in what they say, which are {words} (first: {rows}:2)")
     clean = prepare(write_rows("clean.jsonl", ROWS[:1]), tokenizer, 32, special_tokens=kind).statistics
-    assert clean.special == 0 and "special" not in str(clean)
+    assert clean.notes == {} and "special" not in str(clean)
     said = []
     batches = stream(rows, tokenizer, 32, 2, special_tokens=kind, progress=said.append)
     next(batches.from_step())
-    assert said == [f"{rows}:2: special tokens in what it says; here and in other rows they are {words}"]
-    assert batches.counts.special > 0
+    assert said == [f"{rows}:2: the first row with special tokens in what they say, which are {words}"]
+    assert batches.notes["special"][0] > 6

@@ -1,0 +1,95 @@
+"""Parts of a conversation that its chat template does not write.
+
+A part is taken to be written where the longest stretch of it that no template needs to escape (as JSON or XML) stands
+in the text. Thoughts of turns that are not learnt are not looked for: templates cut those on purpose.
+"""
+
+import collections
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from fastjax.data.records import Message
+
+CONTENT, REASONING, THOUGHTS = "content", "reasoning", "thoughts"
+TOOL_CALLS, TOOLS, DOCUMENTS, VARIABLES = "tool_calls", "tools", "documents", "chat_template_kwargs"
+
+_PLAIN = re.compile(r"[^\s\"'\\<>&/`{}\[\]|]+(?: +[^\s\"'\\<>&/`{}\[\]|]+)*")
+_THOUGHT_ENDS = re.compile(r"</(?:\w+:)?(?:think\w*|thoughts?|reasoning)>|\[/THINK\]", re.IGNORECASE)
+
+
+def left_out(
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    text: str,
+    learnt: Mapping[int, tuple[str, str]],
+    read: Collection[str],
+) -> set[str]:
+    """The kinds of parts that a rendering lacks.
+
+    Args:
+        messages: The conversation.
+        variables: The template's other variables in it.
+        text: The rendering.
+        learnt: Of each turn to learn by its index: its own text, and the rendering in which it is learnt.
+        read: Names of the variables that the template reads.
+
+    Returns:
+        Some of the names above, such as TOOLS.
+    """
+    found = set()
+    for index, message in enumerate(messages):
+        said, within = learnt.get(index, (text, text))
+        for kind, part in _parts(message, index in learnt):
+            if not _stands(part, said if kind == TOOL_CALLS else within):
+                found.add(kind)
+    called = collections.Counter(_function(call) for message in messages for call in message.get("tool_calls") or ())
+    for tool in variables.get("tools") or ():
+        name = _function(tool)
+        if name and text.count(name) <= called[name]:  # of a call or the tool that it calls one is missing
+            about = _inner(tool).get("description")
+            found.add(TOOL_CALLS if called[name] and _stands(about if isinstance(about, str) else "", text) else TOOLS)
+    for document in variables.get("documents") or ():
+        if not _stands(_longest(document), text):
+            found.add(DOCUMENTS)
+    if variables.keys() - {"tools", "documents"} - set(read):
+        found.add(VARIABLES)
+    return found
+
+
+def _parts(message: Message, learnt: bool) -> Iterator[tuple[str, str]]:
+    """The parts of a message that a text should have, each with its kind."""
+    content = message.get("content") or ""
+    if message["role"] == "assistant":
+        thought, *_, content = _THOUGHT_ENDS.split(content) if _THOUGHT_ENDS.search(content) else ("", content)
+        if learnt:
+            yield THOUGHTS, thought
+            yield REASONING, message.get("reasoning_content") or ""
+        for call in message.get("tool_calls") or ():
+            yield TOOL_CALLS, _function(call)
+    yield CONTENT, content
+
+
+def _function(value: Any) -> str:
+    """The name of a function, of a call or a tool."""
+    name = _inner(value).get("name")
+    return name if isinstance(name, str) else ""
+
+
+def _inner(value: Any) -> Mapping[str, Any]:
+    """A function as templates take it, with or without its type around it."""
+    value = value.get("function", value) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def _longest(value: Any) -> str:
+    """The longest text in a JSON value."""
+    if isinstance(value, str):
+        return value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max(map(_longest, inner), key=len, default="")
+
+
+def _stands(part: str, text: str) -> bool:
+    stretch = max(_PLAIN.findall(part), key=len, default="")
+    return stretch in text
