@@ -5,8 +5,10 @@ texts with one, whether the template writes it or not. Both end in a learnt toke
 after a response (Llama 3's `<|eot_id|>`), else the tokenizer's EOS. The template's text behind that token (ChatML's
 newline) is not learnt: generation stops before it.
 
-A token belongs to a response if any part of its characters does: a character may be several tokens, and a token a space
-and half of an emoji. The tokenizer's own offsets decide (`char_to_token`), never a search for a string.
+A prompt's tokens are those of generation: a token that would span its end and the answer's beginning is divided
+(`boundaries`). Otherwise a token belongs to a response if any part of its characters does: a character may be several
+tokens, and a token a space and half of an emoji. The tokenizer's own offsets decide (`char_to_token`), never a
+search for a string.
 
 Special tokens in a row's content are control tokens, as anywhere in the tokenizer's input, or on request text; rows
 with any are counted.
@@ -21,10 +23,11 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import numpy as np
 
 from convert.errors import shown
+from fastjax.data.boundaries import TokenOffsets, encoded_apart
 from fastjax.data.characters import check_characters
 from fastjax.data.columns import ROLES, check_options
 from fastjax.data.examples import Examples
-from fastjax.data.notes import SPECIAL
+from fastjax.data.notes import JOINED, SPECIAL
 from fastjax.data.records import ChatRecord, Message, Record
 from fastjax.data.settings import PARTS, LossOn, SpecialTokens
 from fastjax.data.special_texts import ContentAsText, SpecialTexts
@@ -32,7 +35,7 @@ from fastjax.data.template import ChatTemplate, RenderedChat
 from fastjax.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 CHUNK = 8_000_000
@@ -224,15 +227,17 @@ class Encoder:
             start += 1
         return [self._bos, *ids[start:]]
 
-    def _encode_chunk(
-        self, chats: Sequence[tuple[int, RenderedChat, bool]], noted: Mapping[str, Sequence[int]]
-    ) -> Examples:
+    def _encode_chunk(self, chats: Sequence[tuple[int, RenderedChat, bool]], noted: dict[str, list[int]]) -> Examples:
         encodings = self._backend.encode_batch([chat.text for _, chat, _ in chats], add_special_tokens=False)
         ids: list[list[int]] = []
         starts: list[int] = []
         ends: list[int] = []
         total = 0
-        for (_, chat, by_template), encoding in zip(chats, encodings, strict=True):
+        for (record, chat, by_template), whole in zip(chats, encodings, strict=True):
+            borders = (start for start, _ in chat.responses if start)
+            encoding, joined = encoded_apart(self._backend, chat.text, whole, borders)
+            if joined and noted.setdefault(JOINED, [])[-1:] != [record]:
+                noted[JOINED].append(record)
             tokens, spans = self._spans(encoding, chat, by_template)
             ids.append(tokens)
             # Nothing predicts the first token.
@@ -315,7 +320,7 @@ class Encoder:
                 )
 
     def _spans(
-        self, encoding: "Encoding", chat: RenderedChat, templated: bool
+        self, encoding: TokenOffsets, chat: RenderedChat, templated: bool
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of an example and the ranges of its targets."""
         ids = encoding.ids
@@ -358,7 +363,7 @@ class Encoder:
             end += 1
         return start, end
 
-    def _end_of_turn(self, encoding: "Encoding", ids: list[int], text: str, start: int, end: int) -> int:
+    def _end_of_turn(self, encoding: TokenOffsets, ids: list[int], text: str, start: int, end: int) -> int:
         """The end of the tokens [start, end) without the white space behind the special token that ends the turn."""
         last = end
         while last > start and ids[last - 1] not in self._special:
@@ -391,7 +396,7 @@ def _responses(text: str, instruction_part: str, response_part: str) -> list[tup
     return found
 
 
-def _token_span(encoding: "Encoding", start: int, end: int) -> tuple[int, int]:
+def _token_span(encoding: TokenOffsets, start: int, end: int) -> tuple[int, int]:
     """The range of tokens that share a character with the characters [start, end)."""
     first, last = (encoding.char_to_token(place) if start < end else None for place in (start, end - 1))
     if first is None or last is None:  # nothing was said, or a character has no token: the tokenizer strips it
