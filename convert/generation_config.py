@@ -1,8 +1,11 @@
 """generation_config.json: the tokens at which a model's makers let its answers end."""
 
+import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
+from convert.checkpoint import CONFIG
 from convert.errors import unexpected
 from convert.files import read_json
 
@@ -22,7 +25,49 @@ def end_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
         ConvertError: The file is not valid JSON, or the value neither of these.
         OSError: The file cannot be read.
     """
-    file = Path(folder) / GENERATION_CONFIG
+    return _ends(Path(folder) / GENERATION_CONFIG)
+
+
+def missing_ends(folder: str | os.PathLike[str], ends: Iterable[int]) -> tuple[int, ...]:
+    """Those of some ends at which transformers and vLLM do not stop.
+
+    Args:
+        folder: A model folder. Without an end in its generation_config.json those of its config.json count.
+        ends: Token ids.
+
+    Returns:
+        Those that the folder does not name, each once.
+
+    Raises:
+        ConvertError: As of `end_tokens`.
+        OSError: A file cannot be read.
+    """
+    return tuple(dict.fromkeys(token for token in ends if token not in _named(Path(folder))))
+
+
+def add_ends(folder: Path, ends: Iterable[int], base: str | os.PathLike[str]) -> None:
+    """Add ends to those of a base model.
+
+    Args:
+        folder: Gets a generation_config.json with the base's ends and these, and all else that one there says.
+        ends: Token ids that the base does not name.
+        base: A model folder, possibly the same.
+
+    Raises:
+        ConvertError: As of `end_tokens`.
+        OSError: A file cannot be read or written.
+    """
+    file = folder / GENERATION_CONFIG
+    config = read_json(file) if file.is_file() else {}
+    config["eos_token_id"] = [*_named(Path(base)), *ends]
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _named(folder: Path) -> tuple[int, ...]:
+    return end_tokens(folder) or _ends(folder / CONFIG)
+
+
+def _ends(file: Path) -> tuple[int, ...]:
     if not file.is_file():
         return ()
     given = read_json(file).get("eos_token_id")

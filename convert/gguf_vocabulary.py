@@ -13,6 +13,7 @@ from typing import Any
 
 from convert.errors import ConvertError, unexpected
 from convert.files import read_json
+from convert.generation_config import end_tokens
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -50,7 +51,7 @@ class Vocabulary:
         scores: For "llama": lower for later merges; else None.
         add_space_prefix: For "llama": whether a space precedes each text; else None.
         merges: For "gpt2": "left right", in order; else None.
-        special: "bos", "eos", … -> id.
+        special: "bos", "eos", … -> id; "eot": another end of generation_config.json, the last one.
         add: "bos", "eos" -> whether the tokenizer adds it to a text.
         chat_template: Jinja, or None.
     """
@@ -101,6 +102,9 @@ def read_vocabulary(folder: Path, rows: int, pre: str | None = None) -> Vocabula
         text = given.get("content") if isinstance(given, dict) else given
         if isinstance(text, str) and text in ids:
             special[name] = ids[text]
+    others = [end for end in end_tokens(folder) if end != special.get("eos") and end < rows]
+    if others:
+        special["eot"] = others[-1]  # llama.cpp takes one
     scores = None
     if byte_fallback:
         rank = {left + right: -float(index) for index, (left, right) in reversed(list(enumerate(pairs)))}

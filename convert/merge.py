@@ -22,6 +22,7 @@ from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
 from convert.derived import derived_tensors, served_together, tensor_blocks
 from convert.errors import unexpected
 from convert.formats import FLOATS, FORMATS, WRITERS, Writer
+from convert.generation_config import add_ends, end_tokens, missing_ends
 from convert.model.paths import HEAD, TABLES
 from convert.model.spec import MODULES, QUANTIZED, UNCAST, WHOLE
 from convert.model.tensors import TensorSpec
@@ -102,8 +103,9 @@ def merge(
         monitor: Called with the bytes done and the bytes to do.
 
     Returns:
-        The result. The folder has the base's config, generation config, chat template and licence, the adapter's
-        tokenizer if it knows as many tokens, and a model card; not quantised yet, also what it was trained for.
+        The result. The folder has the base's config, generation config (with the ends that the adapter's names too),
+        chat template and licence, the adapter's tokenizer if it knows as many tokens, and a model card; not quantised
+        yet, also what it was trained for.
 
     Raises:
         ConvertError: A folder is damaged, the adapter is of another model, values are not finite, or the place is
@@ -139,12 +141,17 @@ def merge(
     jobs = list(plan.jobs())
     new_config = _new_config(weights, found, plan, config)
     notes = _notes(weights, opened, found)
+    ends = missing_ends(weights.checkpoint.folder, end_tokens(opened.folder))
+    if ends:
+        notes.append(f"generation_config.json names {', '.join(map(str, ends))} too, at which learnt answers end")
     if trained is not None and dtype is not None and writer is not None and not plan.packed:
         notes += [f"{opened.folder.name} was {each}" for each in trained.differences(dtype, writer.activations, skip)]
 
     def finish(place: Path) -> None:
         copy_side_files(weights.checkpoint.folder, place)
         _copy_tokenizer(opened.folder, weights.checkpoint.folder, place)
+        if ends:
+            add_ends(place, ends, weights.checkpoint.folder)
         if new_config is None:
             shutil.copyfile(weights.checkpoint.folder / CONFIG, place / CONFIG)
         else:

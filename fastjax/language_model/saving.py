@@ -2,6 +2,7 @@
 
 import collections
 import errno
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,11 +15,13 @@ from convert.adapters import write_adapter
 from convert.checkpoint import WEIGHT_FILES
 from convert.families import family_for
 from convert.files import atomic_folder, scratch_folder
+from convert.generation_config import GENERATION_CONFIG, add_ends, missing_ends
 from convert.gguf import TYPES, export_gguf, require_gguf
 from convert.merge import merge
 from convert.saving import save
+from fastjax.data.encoding import Encoder
 from fastjax.data.tokenizer import load_tokenizer
-from fastjax.errors import ConfigError
+from fastjax.errors import ConfigError, DataError
 from fastjax.language_model.rewards import check_logits
 from fastjax.lora.export import export_adapters
 from fastjax.lora.tables import shares_whole_table
@@ -55,6 +58,15 @@ def save_trained(model: "LanguageModel", folder: Path) -> Path:
             model.quantization_aware.write(whole)
         if model.tokenizer is not None and (model.lora is not None or _has_own_tokenizer(model)):
             _save_tokenizer(model.tokenizer, whole)
+        ends = _new_ends(model)
+        if ends:
+            add_ends(whole, ends, model.folder)  # pyright: ignore[reportArgumentType]
+            tokens = ", ".join(model.tokenizer.convert_ids_to_tokens(ends))  # pyright: ignore[reportOptionalMemberAccess]
+            print(
+                f"note: {GENERATION_CONFIG} names {tokens} beside the base's ends of an answer; without it "
+                "transformers and vLLM (--generation-config) do not stop where the chat template ends a turn",
+                file=sys.stderr,
+            )
     return folder
 
 
@@ -167,6 +179,18 @@ def _has_own_tokenizer(model: "LanguageModel") -> bool:
     if model.folder is None or model.new_token_ids:
         return True
     return getattr(model.tokenizer, "chat_template", None) != load_tokenizer(model.folder).chat_template
+
+
+def _new_ends(model: "LanguageModel") -> list[int]:
+    """The ends of the chat template's turns that the base does not name."""
+    tokenizer = model.tokenizer
+    if model.folder is None or not getattr(tokenizer, "chat_template", None) or model.config.scored:
+        return []
+    try:
+        ends = Encoder(tokenizer).stop_tokens()  # pyright: ignore[reportArgumentType]
+    except (ConfigError, DataError):  # no EOS, or no template for conversations of two messages
+        return []
+    return list(missing_ends(model.folder, ends))
 
 
 def _save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:

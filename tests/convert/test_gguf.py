@@ -153,6 +153,7 @@ def test_queries_and_keys_pair_neighbours(model, tmp_path):
 
 def test_metadata_and_tokenizer(model, tmp_path):
     folder, _ = model()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [259, 260]}')
     export_gguf(folder, tmp_path / "m.gguf", type="q8_0")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     theirs = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
@@ -178,6 +179,7 @@ def test_metadata_and_tokenizer(model, tmp_path):
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.bos_token_id": 258,
         "tokenizer.ggml.eos_token_id": 259,
+        "tokenizer.ggml.eot_token_id": 260,
         "tokenizer.ggml.add_bos_token": True,
         "tokenizer.ggml.add_eos_token": False,
         "tokenizer.ggml.merges": ["a b", "ab c"],

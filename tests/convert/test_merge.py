@@ -247,6 +247,32 @@ def test_new_rows_without_values_are_refused(make_folder, tmp_path):
         merge(folder, tmp_path / "adapter", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("base", "adapter", "merged"),
+    [
+        ({"eos_token_id": 3, "top_k": 5}, [3, 4, 2], {"eos_token_id": [3, 4, 2], "top_k": 5}),
+        ({"eos_token_id": [3, 4]}, 4, {"eos_token_id": [3, 4]}),
+        ({"top_k": 5}, 4, {"top_k": 5, "eos_token_id": [7, 4]}),
+        (None, 7, None),
+        (None, [7, 2], {"eos_token_id": [7, 2]}),
+    ],
+)
+def test_ends_that_the_adapter_learnt_are_named(make_folder, tmp_path, base, adapter, merged):
+    """Those of the base's config.json count where it has no generation_config.json."""
+    folder, _ = make_folder()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
+    if base is not None:
+        (folder / "generation_config.json").write_text(json.dumps(base))
+    settings = AdapterConfig(r=R, target_modules=["q_proj"])
+    write_adapter(tmp_path / "adapter", settings, arrays(CONFIG, settings))
+    (tmp_path / "adapter" / "generation_config.json").write_text(json.dumps({"eos_token_id": adapter}))
+    notes = merge(folder, tmp_path / "adapter", tmp_path / "out").notes
+    file = tmp_path / "out" / "generation_config.json"
+    assert (json.loads(file.read_text()) if file.exists() else None) == merged
+    assert any("generation_config.json names" in note for note in notes) == (merged != base)
+
+
 def test_what_goes_along(make_folder, tmp_path):
     folder, _ = make_folder()
     adapter = AdapterConfig(r=R, target_modules=["q_proj"], base_model_name_or_path="org/other")

@@ -1,9 +1,13 @@
 """The entry points: what they count, save and refuse."""
 
+import json
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
+import fastjax
 from convert.checkpoint import open_checkpoint
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
@@ -100,3 +104,17 @@ def test_order_of_calls(base, tmp_path):
 def test_adapter_settings_that_are_refused(base, options, message):
     with pytest.raises(ConfigError, match=message):
         FastLanguageModel.get_peft_model(base, **{"r": 4, **options})
+
+
+@pytest.mark.parametrize(("end", "named"), [("<|eot_id|>", None), ("<|end_header_id|>", [1, 4, 3])])
+def test_an_end_that_the_base_does_not_name_is_saved_and_said(tmp_path, capsys, end, named):
+    """With the adapter, and in the merged model."""
+    source = Path(fastjax.__file__).parent / "assets" / "tiny-llama"
+    model = FastLanguageModel.get_peft_model(FastLanguageModel.from_pretrained(source)[0], r=2)
+    assert model.tokenizer is not None
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}" + end + "{% endfor %}"
+    model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained_merged(tmp_path / "merged")
+    assert (end in capsys.readouterr().err) == (named is not None)
+    files = [tmp_path / folder / "generation_config.json" for folder in ("adapter", "merged")]
+    assert [json.loads(file.read_text())["eos_token_id"] if file.exists() else None for file in files] == [named] * 2
