@@ -16,6 +16,7 @@ with any are counted.
 Examples are encoded in chunks to flat arrays, with a few Python calls an example and none a token.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -189,18 +190,29 @@ class Encoder:
         return self._beginning(text)
 
     def stop_tokens(self) -> tuple[int, ...]:
-        """The tokens that end a response: EOS and the chat template's end of the assistant's turn.
+        """The tokens that end a response: EOS and the chat template's ends of the assistant's turn.
+
+        The end of a turn that others follow may be another one than the last's.
 
         Returns:
             Token ids, at least one.
+
+        Raises:
+            DataError: The chat template does not take a question and an answer.
         """
         stops = [self._eos]
         if self.tokenizer.chat_template:
             probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            ((example,),) = self.encode([ChatRecord(probe, "a probe of the chat template")])
-            last = int(example.tokens[example.learn][-1])
-            stops += [last] if last != self._eos else []
-        return tuple(stops)
+            where = "a probe of the chat template"
+            ((example,),) = self.encode([ChatRecord(probe, where)])
+            found = [int(example.tokens[example.learn][-1])]
+            with contextlib.suppress(DataError):  # it takes no further turns
+                (examples,) = self.encode([ChatRecord(probe * 2, where)])
+                for tokens, learn in map(examples.__getitem__, range(len(examples))):
+                    ends = tokens[learn & ~np.append(learn[1:], False)]
+                    found += [token for token in ends.tolist() if token in self._special]
+            stops += found
+        return tuple(dict.fromkeys(stops))
 
     def _find_bos(self) -> int | None:
         """The BOS, if the tokenizer adds it to a text."""
@@ -330,13 +342,14 @@ class Encoder:
         needs_end = bool(spans) and spans[-1][1] == length
         if chat.marked:
             trimmed = ((start, self._end_of_turn(encoding, ids, chat.text, start, end)) for start, end in spans)
-            marked = [self._marked_end(ids, start, end) for start, end in trimmed]
+            marked = [self._with_end(ids, start, end) for start, end in trimmed]
             if spans and marked[-1][1] < length and not self._ends(ids, marked[-1], templated):
                 needs_end = not chat.text[chat.responses[-1][1] :].strip()
                 marked[-1] = (marked[-1][0], length) if needs_end else marked[-1]
             spans = marked
         elif templated:
-            spans = [(start, self._end_of_turn(encoding, ids, chat.text, start, end)) for start, end in spans]
+            trimmed = ((start, self._end_of_turn(encoding, ids, chat.text, start, end)) for start, end in spans)
+            spans = [self._with_end(ids, start, end) for start, end in trimmed]
         needs_end = needs_end and not self._ends(ids, spans[-1], templated)
         if chat.others:
             others = [_token_span(encoding, start, end) for start, end in chat.others]
@@ -357,9 +370,10 @@ class Encoder:
         last = ids[span[1] - 1]
         return last == self._eos or (templated and last in self._special)
 
-    def _marked_end(self, ids: list[int], start: int, end: int) -> tuple[int, int]:
-        """A marked response, extended by the special token right behind it that ends the turn."""
-        if end < len(ids) and not self._ends(ids, (start, end), templated=True) and ids[end] in self._special:
+    def _with_end(self, ids: list[int], start: int, end: int) -> tuple[int, int]:
+        """A response, extended by the special token right behind it that ends the turn, as GLM's `<|user|>` does."""
+        ends = self._ends(ids, (start, end), templated=True)
+        if end < len(ids) and not ends and ids[end] in self._special - {self._bos}:
             end += 1
         return start, end
 

@@ -352,18 +352,20 @@ class ChatTemplate:
         where: str,
         variables: Mapping[str, Any],
     ) -> list[tuple[int, int]]:
-        """The ranges of messages of other roles than the assistant's; one for successive ones of a role."""
-        found, taken = [], set(learnt)
+        """The ranges of messages of other roles than the assistant's; one for successive ones of a role in one turn."""
+        found, taken, behind = [], set(learnt), 0
         for first in learnt:
-            role = messages[first]["role"]
-            if first - 1 in taken and messages[first - 1]["role"] == role:
+            if first < behind:
                 continue
-            behind = first + 1
-            while behind in taken and messages[behind]["role"] == role:
-                behind += 1
             other = [*messages[:first], {**messages[first], "content": PROBE}]
             begun, probe, _ = self._render(other, where, variables).text.partition(PROBE)
-            through = self._render(messages[:behind], where, variables).text if behind < len(messages) else text
+            through, behind = "", first
+            while behind == first or not text.startswith(through):
+                behind += 1
+                through = self._render(messages[:behind], where, variables).text if behind < len(messages) else text
+                if behind not in taken or messages[behind]["role"] != messages[first]["role"]:
+                    break
+            role = messages[first]["role"]
             if not (probe and text.startswith(begun) and text.startswith(through) and len(begun) <= len(through)):
                 raise DataError(
                     f"{where}: the chat template does not write messages[{first}], the {role}'s, by itself, so it "

@@ -101,7 +101,10 @@ def judge(tokenizer, row, examples, elsewhere):
         found = [learnt for start, learnt in runs if _without_bos(tokenizer, start) == _without_bos(tokenizer, before)]
         if not found:
             return f"message {n}: nothing is learnt behind {before[-60:]!r}; learnt are {runs}"
-        if not any(_is_answer(learnt, said) for learnt in found):
+        whole = rendered(tokenizer, row) or ""
+        behind = _SPECIAL.match(whole, len(through)) if whole.startswith(through) else None
+        end = behind[0] if behind is not None and behind[0] in tokenizer.all_special_tokens else ""
+        if not any(_is_answer(learnt, said, end) for learnt in found):
             return f"message {n}: {found} is learnt of {said!r}"
     if others != elsewhere:
         return f"{others} answers follow on another text than the generation prompt, {elsewhere} are counted"
@@ -129,14 +132,19 @@ def _marked(tokenizer, row, count):
     return "", ""
 
 
-def _is_answer(learnt, said):
-    """Whether a text is all that is said, to the first of the tokens behind it; another may stand in its place."""
+def _is_answer(learnt, said, end):
+    """Whether a text is all that is said, to the first of the tokens behind it; another may stand in its place.
+
+    A turn without an end of its own ends with the special token right behind it (GLM's `<|user|>`).
+    """
     words = [word for word in _SPECIAL.split(said) if word.strip()]
     last = words[-1].rstrip() if words else ""
     begun = said[: said.rindex(last) + len(last)] if last else ""
     if not learnt.startswith(begun):
         return False
     rest, ends = learnt[len(begun) :], _SPECIAL.findall(said[len(begun) :])
+    if not ends and end:
+        return rest == end
     if not ends:
         return rest.strip() in ("", "</s>")
     tail = said[len(begun) :].rstrip()

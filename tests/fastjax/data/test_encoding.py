@@ -163,6 +163,22 @@ def test_roles_to_learn(make_tokenizer, roles, learnt, message):
     assert pieces[1::2] == learnt
 
 
+def test_a_message_in_a_turn_of_its_own_has_no_other_s_header(make_tokenizer):
+    """Seed-OSS and gpt-oss write each result of a tool as a turn."""
+    pieces, _ = encode(make_tokenizer("chatml"), CALLS, ["tool"])
+    assert pieces[1::2] == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_a_turn_ends_with_the_token_that_begins_the_next(make_tokenizer):
+    """As in GLM's templates: the last turn has EOS there, and generation stops at either."""
+    tokenizer = make_tokenizer("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}" + BEGUN)
+    chat = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 2]
+    pieces, _ = encode(tokenizer, chat)
+    assert pieces[1::2] == ["a<|im_start|>", "a</s>"]
+    stops = tokenizer.convert_ids_to_tokens(Encoder(tokenizer).stop_tokens())
+    assert stops == ["</s>", "<|im_start|>"]
+
+
 def test_roles_to_learn_and_messages_that_are_not(make_tokenizer):
     flags = (None, False, None, True, False, None, True)
     record = ChatRecord(CALLS, "x", prompt=1, train=flags)
