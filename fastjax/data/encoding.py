@@ -17,6 +17,7 @@ Examples are encoded in chunks to flat arrays, with a few Python calls an exampl
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -92,7 +93,6 @@ class Encoder:
         )
         self._eos = cast(int, tokenizer.eos_token_id)
         self._bos = self._find_bos()
-        self._special = set(self._special_texts.ids.values())
         self._options = check_options(chat_template_kwargs or {}, "chat_template_kwargs")
         self._template: ChatTemplate | None = None
 
@@ -102,6 +102,14 @@ class Encoder:
         if self._template is None:
             self._template = ChatTemplate.from_tokenizer(self.tokenizer, self._options)
         return self._template
+
+    @functools.cached_property
+    def _ends_of_turns(self) -> frozenset[int]:
+        """The tokens that may end a turn."""
+        ids = self._special_texts.ids
+        if not self.tokenizer.chat_template:
+            return frozenset(ids.values())
+        return frozenset((ids | self.tokenizer.get_added_vocab())[text] for text in self.template.ends)
 
     def encode(self, records: Iterable[Record], *, apart: bool = True) -> Iterator[Examples]:
         """Encode examples, `CHUNK` characters at a time.
@@ -192,7 +200,7 @@ class Encoder:
     def stop_tokens(self) -> tuple[int, ...]:
         """The tokens that end a response: EOS and the chat template's ends of the assistant's turn.
 
-        The end of a turn that others follow may be another one than the last's.
+        The end of a turn that others follow, or that calls tools, may be another one than the last's.
 
         Returns:
             Token ids, at least one.
@@ -205,13 +213,14 @@ class Encoder:
             probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             where = "a probe of the chat template"
             ((example,),) = self.encode([ChatRecord(probe, where)])
-            found = [int(example.tokens[example.learn][-1])]
-            with contextlib.suppress(DataError):  # it takes no further turns
-                (examples,) = self.encode([ChatRecord(probe * 2, where)])
-                for tokens, learn in map(examples.__getitem__, range(len(examples))):
-                    ends = tokens[learn & ~np.append(learn[1:], False)]
-                    found += [token for token in ends.tolist() if token in self._special]
-            stops += found
+            stops += [int(example.tokens[example.learn][-1])]
+            call = {"type": "function", "function": {"name": "c", "arguments": {}}}
+            for chat in (probe * 2, [probe[0], {"role": "assistant", "content": "", "tool_calls": [call]}]):
+                with contextlib.suppress(DataError):  # it takes no further turns, or no calls
+                    (examples,) = self.encode([ChatRecord(chat, where)])
+                    for tokens, learn in map(examples.__getitem__, range(len(examples))):
+                        ends = tokens[learn & ~np.append(learn[1:], False)].tolist()
+                        stops += [token for token in ends if token in self._ends_of_turns]
         return tuple(dict.fromkeys(stops))
 
     def _find_bos(self) -> int | None:
@@ -368,19 +377,19 @@ class Encoder:
         if span[1] <= span[0]:
             return False
         last = ids[span[1] - 1]
-        return last == self._eos or (templated and last in self._special)
+        return last == self._eos or (templated and last in self._ends_of_turns)
 
     def _with_end(self, ids: list[int], start: int, end: int) -> tuple[int, int]:
         """A response, extended by the special token right behind it that ends the turn, as GLM's `<|user|>` does."""
         ends = self._ends(ids, (start, end), templated=True)
-        if end < len(ids) and not ends and ids[end] in self._special - {self._bos}:
+        if end < len(ids) and not ends and ids[end] in self._ends_of_turns and ids[end] != self._bos:
             end += 1
         return start, end
 
     def _end_of_turn(self, encoding: TokenOffsets, ids: list[int], text: str, start: int, end: int) -> int:
         """The end of the tokens [start, end) without the white space behind the special token that ends the turn."""
         last = end
-        while last > start and ids[last - 1] not in self._special:
+        while last > start and ids[last - 1] not in self._ends_of_turns:
             chars = encoding.token_to_chars(last - 1)
             if chars is not None and text[chars[0] : chars[1]].strip():
                 return end

@@ -20,6 +20,7 @@ ends with its turn; the results of several tools in one turn are one range.
 import functools
 import itertools
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,6 +68,7 @@ class ChatTemplate:
         with_tools: str | None = None,
         ends: Collection[str] | None = None,
         options: Mapping[str, Any] | None = None,
+        added: Collection[str] = (),
     ):
         """Compile a template.
 
@@ -76,13 +78,14 @@ class ChatTemplate:
             with_tools: The source for conversations with tools; None: the same.
             ends: Texts of all special tokens, of which some end a turn; None: those of `special_tokens`.
             options: Further variables of every conversation, as `enable_thinking`.
+            added: Texts of other added tokens; one that the template writes behind answers ends a turn too.
 
         Raises:
             ConfigError: The source is not valid Jinja, or too long.
         """
         self._special_tokens, self._options = dict(special_tokens), dict(options or {})
-        ends = [end for end in (special_tokens.values() if ends is None else ends) if end]
-        self._end, self._longest = any_of(ends), max(map(len, ends), default=0)
+        self._special = [end for end in (special_tokens.values() if ends is None else ends) if end]
+        self._added = [token for token in added if token.strip()]
         self._template = _compiled(source)
         self._with_tools = self._template if with_tools is None else _compiled(with_tools)
         self._reads = variables_of(source) | variables_of(with_tools or "")
@@ -110,14 +113,42 @@ class ChatTemplate:
                 "with 'text'"
             )
         sources, ends = tokenizer.chat_template, SpecialTexts(tokenizer).ids
+        added = tokenizer.get_added_vocab().keys() - ends
         if isinstance(sources, str):
-            return cls(sources, tokenizer.special_tokens_map, None, ends, options)
+            return cls(sources, tokenizer.special_tokens_map, None, ends, options, added)
         if "default" not in sources:
             raise ConfigError(
                 f"the tokenizer in {tokenizer.name_or_path} has chat templates named {', '.join(sorted(sources))}: "
                 "expected one named default; give the one to use as a file (data.chat_template)"
             )
-        return cls(sources["default"], tokenizer.special_tokens_map, sources.get("tool_use"), ends, options)
+        return cls(sources["default"], tokenizer.special_tokens_map, sources.get("tool_use"), ends, options, added)
+
+    @functools.cached_property
+    def ends(self) -> frozenset[str]:
+        """Texts of the tokens that may end a turn: all special ones, and added ones that stand behind an answer."""
+        found, token = set(self._special), any_of(self._added)
+        question, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
+        call = {"type": "function", "function": {"name": "b", "arguments": {"c": PROBE}}}
+        for chat in ([question, said], [question, said, question]) if self._added else ():
+            found |= set(token.findall(self._behind(chat))[:1])
+        if found > set(self._special):
+            found |= set(token.findall(self._behind([question, {**said, "content": "", "tool_calls": [call]}]))[-1:])
+        return frozenset(found)
+
+    def _behind(self, chat: Sequence[Message]) -> str:
+        """The text behind the probe in a conversation; "" where the template refuses it."""
+        try:
+            return self.render(chat, "a probe").rpartition(PROBE)[2]
+        except DataError:
+            return ""
+
+    @functools.cached_property
+    def _end(self) -> re.Pattern[str]:
+        return any_of(self.ends)
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.ends), default=0)
 
     def render(
         self,
@@ -335,11 +366,7 @@ class ChatTemplate:
         Generation stops at the end of the turn, so this is not learnt.
         """
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
-        try:
-            texts = [self.render(chat + more, "a probe") for more in ([], chat[:1])]
-        except DataError:  # it does not take such conversations: there is nothing to tell apart
-            return ""
-        last, inner = (text.partition(PROBE)[2] for text in texts)
+        last, inner = (self._behind(chat + more) for more in ([], chat[:1]))
         common = os.path.commonprefix([last, inner])
         ends = [found.end() for found in self._end.finditer(common)]
         return last[ends[-1] :] if ends and last[ends[-1] :].strip() else ""

@@ -88,6 +88,8 @@ def _lines(dataset: Dataset) -> Iterator[tuple[str, str]]:
     yield "  too long, truncated", f"{found.truncated:,}"
     yield "  too long, split into several documents", f"{found.split:,}"
     yield "  too long, dropped", f"{found.dropped:,}"
+    yield "  answers in documents of their own, which the chat template rewrites", f"{found.apart:,}"
+    yield "  answers learnt behind another text than generation's", f"{found.elsewhere:,}"
     for kind in notes.KINDS:
         yield f"  {notes.KINDS[kind]}", f"{found.notes.get(kind, (0,))[0]:,}"
     yield "documents", f"{found.documents:,}"

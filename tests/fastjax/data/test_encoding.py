@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from fastjax.data import ChatRecord, Encoder, TextRecord, encoding
 from fastjax.data.documents import Documents
@@ -177,6 +178,25 @@ def test_a_turn_ends_with_the_token_that_begins_the_next(make_tokenizer):
     assert pieces[1::2] == ["a<|im_start|>", "a</s>"]
     stops = tokenizer.convert_ids_to_tokens(Encoder(tokenizer).stop_tokens())
     assert stops == ["</s>", "<|im_start|>"]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_added_tokens_that_end_turns_need_not_be_special(make_tokenizer, special):
+    """As those of `model.new_tokens`; with the text that closes a conversation, and another end of calls."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}"
+        "{% if m.tool_calls %}</call><|run|>{% else %}<|stop|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
+    )
+    tokenizer = make_tokenizer(template)
+    texts = ["<|user|>", "<|assistant|>", "<|tool|>", "</call>", "<|stop|>", "<|run|>"]
+    tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])
+    call = {"type": "function", "function": {"name": "the", "arguments": {}}}
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]
+    chat += [{"role": "tool", "content": "c"}, {"role": "assistant", "content": "d"}]
+    pieces, _ = encode(tokenizer, chat)
+    assert [piece[-16:] for piece in pieces[1::2]] == ["{}}}]</call><|run|>"[-16:], "d<|stop|>"]
+    assert tokenizer.convert_ids_to_tokens(Encoder(tokenizer).stop_tokens()) == ["</s>", "<|stop|>", "<|run|>"]
 
 
 def test_roles_to_learn_and_messages_that_are_not(make_tokenizer):
