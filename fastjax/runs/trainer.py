@@ -17,7 +17,7 @@ from convert.checkpoint import open_checkpoint
 from fastjax.data.records import Record
 from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, given_rows, open_sources
-from fastjax.errors import ConfigError, Interrupted
+from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel, ModelHandle
 from fastjax.language_model.handle import handle_of, value_of
 from fastjax.models.leaves import leaf_at
@@ -125,7 +125,7 @@ class Trainer:
 
     Attributes:
         model: the model as a value, trained after `train`.
-        handle: the model as it was given, where it is a handle; it becomes the trained one, also by an interruption.
+        handle: the model as it was given, where it is a handle; it becomes the trained one, also by an error.
     """
 
     handle: ModelHandle
@@ -253,9 +253,9 @@ class Trainer:
             startup = Startup(loaded, time.perf_counter() - began - loaded)
             try:
                 result = run.train(earlier, changed if resume else None, startup)
-            except Interrupted:
-                if run.model.trainable is not None:  # it came as far as the loop
-                    self._keep(run.model)
+            except BaseException:  # also what a callback raises
+                if (reached := run.reached()) is not None:
+                    self._keep(reached)
                 raise
         self._keep(result.model)
         return result

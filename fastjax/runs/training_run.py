@@ -189,7 +189,7 @@ class TrainingRun:
             if self.data.held_out is not None:
                 evaluations["evaluate"] = lambda trainable: self._evaluate(trainable, watchdog)
             fitted = fit(
-                self.train_step,
+                self._step,
                 self.state,
                 self.model.frozen,
                 self.data.batches.from_step(start.step, total, position),
@@ -222,7 +222,6 @@ class TrainingRun:
                     f"{status} after step {fitted.progress.step} of {total}; its state is saved, and --resume goes on"
                 )
                 _tell(sinks, fitted.progress.step, "interrupted", message)
-                self.model = self.model.replace(trainable=fitted.state.trainable)
                 raise Interrupted(message, stop.received)
             watchdog.watch(f"the result, {self.folder.result}")
             self.model = self.model.replace(trainable=self._chosen(fitted))
@@ -240,6 +239,19 @@ class TrainingRun:
             barrier("saved")
         evaluation = fitted.evaluation or last_evaluation(self.folder)  # where no step was left to take
         return FineTuned(self.model, self.folder.result, evaluation, config)
+
+    def reached(self) -> LanguageModel | None:
+        """The model as far as training came; None: the step that failed took its weights with it."""
+        if self.model.trainable is not None:
+            return self.model
+        trainable = self.state.trainable
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(trainable))
+        return None if lost else self.model.replace(trainable=trainable)
+
+    def _step(self, state: Any, frozen: Any, batch: Batch) -> tuple[Any, Any]:
+        """A train step, whose state is known to whoever asks when an error has ended the loop."""
+        self.state, metrics = self.train_step(state, frozen, batch)
+        return self.state, metrics
 
     def _with_references(self, model: LanguageModel, options: Any) -> RunData:
         """The data with the log-probabilities of the reference, which begins where the policy does."""

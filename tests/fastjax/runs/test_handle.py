@@ -73,18 +73,25 @@ def test_what_the_caller_holds_is_trained(make, base, tmp_path):
     )
 
 
-def test_an_interrupted_run_leaves_the_model_as_far_as_it_came(base, tmp_path):
+def test_a_run_that_ends_early_leaves_the_model_as_far_as_it_came(base, tmp_path):
     model = FastLanguageModel.get_peft_model(base, r=4, target_modules=["q_proj"])
 
-    def interrupt(event):
-        if event.name == "step" and event.step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+    def at_first_step(act):
+        return lambda event: act() if event.name == "step" and event.step == 1 else None
 
+    def fail():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        plain(model, tmp_path / "failed", steps=6, callbacks=[at_first_step(fail)]).train()
+    failed = largest(model.trainable)
+    assert failed > 0
+    interrupt = at_first_step(lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(Interrupted):
-        plain(model, tmp_path / "run", steps=6, callbacks=[interrupt]).train()
-    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        plain(model, tmp_path / "interrupted", steps=6, callbacks=[interrupt]).train()
+    events = [json.loads(line) for line in (tmp_path / "interrupted" / "metrics.jsonl").read_text().splitlines()]
     assert any(row.get("event") == "interrupted" for row in events)
-    assert largest(model.trainable) > 0
+    assert largest(model.trainable) > failed
 
 
 def test_a_handle_has_what_its_value_has(base):
