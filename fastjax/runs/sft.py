@@ -11,8 +11,7 @@ from fastjax.data.named_templates import set_chat_template
 from fastjax.data.records import ChatRecord, Record, TextRecord
 from fastjax.data.settings import PARTS
 from fastjax.errors import ConfigError
-from fastjax.language_model import LanguageModel, ModelHandle
-from fastjax.language_model.handle import handle_of
+from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import Callback, Trainer, TrainerSettings, first_record
 from fastjax.runs.trl_arguments import SharedArguments, with_names
 from fastjax.runs.trl_trainer import TRLTrainer
@@ -59,6 +58,7 @@ class SFTConfig(SharedArguments):
         whole = not self.assistant_only_loss if conversations else self.completion_only_loss is False
         return TrainerSettings(
             *self.sections(model),
+            max_seq_length=self.max_length,
             columns=self.columns,
             packing=self.packing,
             loss_on=parts or ("all" if whole else "responses"),
@@ -98,9 +98,6 @@ class SFTTrainer(TRLTrainer):
         if "max_seq_length" in others:
             others["max_length"] = others.pop("max_seq_length")
         args = with_names(args or SFTConfig, others)
-        if args.max_length is not None and args.max_length < model.max_seq_length:
-            origin = handle_of(model)
-            model = ModelHandle(origin.replace(max_seq_length=args.max_length), origin)
         if args.eval_strategy == "no":
             eval_dataset = None
         self.args, self._callbacks = args, callbacks

@@ -19,7 +19,7 @@ from fastjax.data.settings import DataSource, Exhaustion, LossOn, SpecialTokens,
 from fastjax.data.sources import OpenSource, given_rows, open_sources
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel, ModelHandle
-from fastjax.language_model.handle import handle_of, value_of
+from fastjax.language_model.handle import handle_of
 from fastjax.models.leaves import leaf_at
 from fastjax.parallel import MeshShape
 from fastjax.quantization.nf4 import NF4Weight
@@ -70,6 +70,7 @@ class TrainerSettings:
         training: length, batches, evaluation.
         optimizer: the rule of the updates and its schedule, where the trainer gets none of your own.
         preferences: learning from chosen and rejected answers.
+        max_seq_length: tokens of a row, where these are fewer than the model's; None: as many.
         val_set_size: as of `DataSection`.
         columns: likewise.
         chat_template: likewise.
@@ -86,6 +87,7 @@ class TrainerSettings:
     training: TrainingSection = dataclasses.field(default_factory=TrainingSection)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     preferences: PreferencesSection = dataclasses.field(default_factory=PreferencesSection)
+    max_seq_length: int | None = None
     val_set_size: int | float | None = DataSection.val_set_size
     columns: dict[str, str] | None = DataSection.columns
     chat_template: str | None = DataSection.chat_template
@@ -168,34 +170,44 @@ class Trainer:
             if value is None:
                 raise ConfigError(f"Trainer: {name}: expected one, got none")
         assert settings is not None and tokenizer is not None
-        self.handle, model = handle_of(model), value_of(model)
+        self.handle, self._settings, self._tokenizer = handle_of(model), settings, tokenizer
+        if jax.process_count() > 1:
+            raise ConfigError(f"Trainer: expected one process, got {jax.process_count()}; use fastjax launch")
+        self._paths: dict[str, Any] = {
+            "train": "train_dataset",
+            "eval": None if eval_dataset is None else "eval_dataset",
+        }
+        self._given: dict[str, list[OpenSource]] = {}
+        for name, data in (("train", train_dataset), ("eval", eval_dataset)):
+            if data is not None and (named := _named(data)) is not None:
+                self._paths[name] = named
+            elif data is not None:
+                self._given[name] = [given_rows(data, self._paths[name], settings.columns)]
+        self._optimizer, self._console, self._ended = optimizer, console or Console(), False
+        own = [_Told(callback, self._end) for callback in callbacks]
+        self._own = Own(loss, evaluate, None, (*sinks, *own), lambda: self._ended, in_memory=True)
+        self._take(self.handle.value)
+
+    def _take(self, model: LanguageModel) -> None:
+        """Look at the model, and make it what this trainer trains."""
+        settings = self._settings
         if model.lora is None and not model.full_finetuning:
             raise ConfigError(
                 "Trainer: model: expected one with an adapter (FastLanguageModel.get_peft_model) or with "
                 "full_finetuning=True, got one of which nothing is trained"
             )
-        if jax.process_count() > 1:
-            raise ConfigError(f"Trainer: expected one process, got {jax.process_count()}; use fastjax launch")
         qat = settings.training.quantization
+        self._taken = model
         if qat is not None and model.quantization_aware is None:
             model = model.with_fake_quantization(qat.weights, qat.activations, qat.modules_to_not_quantize)
-        columns = settings.columns
-        paths: dict[str, Any] = {"train": "train_dataset", "eval": None if eval_dataset is None else "eval_dataset"}
-        given: dict[str, list[OpenSource]] = {}
-        for name, data in (("train", train_dataset), ("eval", eval_dataset)):
-            if data is not None and (named := _named(data)) is not None:
-                paths[name] = named
-            elif data is not None:
-                given[name] = [given_rows(data, paths[name], columns)]
-        self.config, self._given = _config(model, settings, paths), given
+        if settings.max_seq_length is not None:
+            model = model.replace(max_seq_length=min(settings.max_seq_length, model.max_seq_length))
+        self.config = _config(model, settings, self._paths)
         if settings.preferences.needs_reference:
             _check_reference(model)
-        if loss is None or settings.preferences.scores:
+        if self._own.loss is None or settings.preferences.scores:
             _check_head(model, settings.preferences)
-        self.model, self._optimizer = model.replace(tokenizer=tokenizer), optimizer
-        self._console, self._ended = console or Console(), False
-        own = [_Told(callback, self._end) for callback in callbacks]
-        self._own = Own(loss, evaluate, None, (*sinks, *own), lambda: self._ended, in_memory=True)
+        self.model = model.replace(tokenizer=self._tokenizer)
 
     def train(self, resume: bool = False) -> FineTuned:
         """Train, and save the result.
@@ -215,6 +227,8 @@ class Trainer:
             Interrupted: SIGTERM, SIGHUP or SIGINT came; the state is saved.
             OSError: a file that cannot be read or written.
         """
+        if self.handle.value is not self._taken:
+            self._take(self.handle.value)  # another trainer has trained it since
         config, console, model = self.config, self._console, self.model
         self._ended, changed, resume = False, [], resume or config.output.resume
         with claimed(config, resume=resume) as folder:
@@ -262,8 +276,8 @@ class Trainer:
 
     def _keep(self, model: LanguageModel) -> None:
         """A model as this trainer's and as that of whoever holds the handle it was given."""
-        self.model = model
         self.handle.become(model)
+        self.model, self._taken = model, self.handle.value
 
     def _end(self) -> None:
         self._ended = True

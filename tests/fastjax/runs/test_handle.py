@@ -11,7 +11,16 @@ import pytest
 from safetensors.numpy import load_file
 
 import fastjax
-from fastjax import DPOConfig, DPOTrainer, FastLanguageModel, SFTConfig, SFTTrainer, Trainer, TrainerSettings
+from fastjax import (
+    DPOConfig,
+    DPOTrainer,
+    FastLanguageModel,
+    OptimizerConfig,
+    SFTConfig,
+    SFTTrainer,
+    Trainer,
+    TrainerSettings,
+)
 from fastjax.errors import Interrupted
 from fastjax.training.config import TrainingSection
 
@@ -37,9 +46,9 @@ def dpo(model, folder, **others):
     return DPOTrainer(model=model, train_dataset=PAIRS, args=args, **others)
 
 
-def plain(model, folder, steps=2, **others):
+def plain(model, folder, steps=2, settings=None, **others):
     training = TrainingSection(max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=1)
-    return Trainer(model, None, TEXTS, None, TrainerSettings(str(folder), training), **others)
+    return Trainer(model, None, TEXTS, None, TrainerSettings(str(folder), training, **(settings or {})), **others)
 
 
 def largest(tree):
@@ -56,6 +65,7 @@ def test_what_the_caller_holds_is_trained(make, base, tmp_path):
     before = model.value
     assert largest(model.trainable) == 0
     trainer = make(model, tmp_path / "run")
+    assert getattr(trainer, "handle", trainer.model) is model
     result = trainer.train()
     assert largest(model.trainable) > 0 and model.max_seq_length == 128
     model.save_pretrained(tmp_path / "saved")
@@ -82,16 +92,20 @@ def test_a_run_that_ends_early_leaves_the_model_as_far_as_it_came(base, tmp_path
     def fail():
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        plain(model, tmp_path / "failed", steps=6, callbacks=[at_first_step(fail)]).train()
-    failed = largest(model.trainable)
-    assert failed > 0
+    failing = plain(model, tmp_path / "failed", steps=6, callbacks=[at_first_step(fail)])
     interrupt = at_first_step(lambda: os.kill(os.getpid(), signal.SIGINT))
+    still = {"optimizer": OptimizerConfig(learning_rate=1e-20)}
+    interrupted = plain(model, tmp_path / "interrupted", steps=6, settings=still, callbacks=[interrupt])
+    with pytest.raises(KeyboardInterrupt):
+        failing.train()
+    assert (failed := largest(model.trainable)) > 0
     with pytest.raises(Interrupted):
-        plain(model, tmp_path / "interrupted", steps=6, callbacks=[interrupt]).train()
+        interrupted.train()
     events = [json.loads(line) for line in (tmp_path / "interrupted" / "metrics.jsonl").read_text().splitlines()]
     assert any(row.get("event") == "interrupted" for row in events)
-    assert largest(model.trainable) > failed
+    # A trainer that was made before another one's run goes on from what that has made of the model.
+    assert largest(model.trainable) == largest(interrupted.model.trainable) == failed
+    assert model.trainable is not failing.model.trainable
 
 
 def test_a_handle_has_what_its_value_has(base):
