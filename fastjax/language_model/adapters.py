@@ -171,5 +171,10 @@ def _with_vocabulary_of(
 
 
 def _check_bare(model: "LanguageModel") -> None:
-    if model.lora is not None or model.full_finetuning:
-        raise ConfigError("an adapter needs a model without adapters that was not loaded with full_finetuning")
+    if model.full_finetuning:
+        raise ConfigError("model: expected one for an adapter, got one loaded with full_finetuning=True")
+    if model.lora is not None:
+        raise ConfigError(
+            "model: expected one without an adapter, got one that has one, as a base has after the training of an "
+            "adapter that was added to it; load it again, or add adapters to its value as it was before (base.value)"
+        )

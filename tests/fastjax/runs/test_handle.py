@@ -21,7 +21,7 @@ from fastjax import (
     Trainer,
     TrainerSettings,
 )
-from fastjax.errors import Interrupted
+from fastjax.errors import ConfigError, Interrupted
 from fastjax.training.config import TrainingSection
 
 ASSETS = Path(fastjax.__file__).parent / "assets"
@@ -77,6 +77,8 @@ def test_what_the_caller_holds_is_trained(make, base, tmp_path):
     # As with PEFT, the object that the adapter was added to has it too; a value is what it was.
     assert origin.trainable is result.model.trainable and origin.lora == model.lora
     assert largest(before.trainable) == 0 and base.lora is None
+    with pytest.raises(ConfigError, match="its value as it was before"):
+        FastLanguageModel.load_adapter(origin, tmp_path / "saved")
     asked = ["Ben bought"]
     assert model.generate(asked, chat=False, max_new_tokens=4) == result.model.generate(
         asked, chat=False, max_new_tokens=4
