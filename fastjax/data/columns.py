@@ -87,7 +87,7 @@ def parse_messages(value: Any, where: str) -> list[Message]:
     Raises:
         DataError: Anything else.
     """
-    return [_message(message, f"{where}[{index}]") for index, message in enumerate(_list(value, where))]
+    return [_either(message, f"{where}[{index}]") for index, message in enumerate(_list(value, where))]
 
 
 def parse_row(row: Any, where: str, columns: Mapping[str, str] | None = None, *, templated: bool = False) -> Record:
@@ -118,13 +118,14 @@ def parse_row(row: Any, where: str, columns: Mapping[str, str] | None = None, *,
         return TextRecord(_text(value("text"), where, name("text")), where)
     tools = parse_tools(value("tools"), where)
     if kind in ("messages", "conversations"):
-        messages, train = _messages(value(kind), where, name(kind), _turn if kind == "conversations" else None)
+        messages, train = _messages(value(kind), where, name(kind))
         record: Record = ChatRecord(messages, where, tools, train=train)
     elif kind == "instruction":
         record = _instruction(value, where, name, tools)
     else:
         names = name("prompt"), name("completion")
-        record = completion_record(value("prompt"), value("completion"), where, names, tools, templated=templated)
+        prompt, completion = unpacked(value("prompt")), unpacked(value("completion"))
+        record = completion_record(prompt, completion, where, names, tools, templated=templated)
     return with_context(record, value, name)
 
 
@@ -151,8 +152,8 @@ def completion_record(
         DataError: Values of the wrong type.
     """
     if isinstance(prompt, list) or isinstance(completion, list):
-        given, before = _messages(prompt, where, names[0], _either)
-        said, behind = _messages(completion, where, names[1], _either)
+        given, before = _messages(prompt, where, names[0])
+        said, behind = _messages(completion, where, names[1])
         train = None
         if before or behind:
             train = (*(before or (None,) * len(given)), *(behind or (None,) * len(said)))
@@ -178,10 +179,8 @@ def with_context(record: Record, value: Callable[[str], Any], name: Callable[[st
     system = value("system")
     if system is None and (system := value("system_prompt")) is not None:
         called = "system_prompt"
-    options = value("chat_template_kwargs")
-    if isinstance(options, str) and options.strip():
-        options = _json(options, record.where, name("chat_template_kwargs")[1:-1])
-    options = check_options({} if options in (None, "") else options, f"{record.where}: {name('chat_template_kwargs')}")
+    options = _json(value("chat_template_kwargs"), record.where, name("chat_template_kwargs")[1:-1])
+    options = check_options({} if options is None else options, f"{record.where}: {name('chat_template_kwargs')}")
     if (documents := value("documents")) is not None:
         if not isinstance(documents, list):
             raise DataError(f"{record.where}: {name('documents')} must be a list, found {describe(documents)}")
@@ -305,15 +304,12 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
-def _messages(
-    value: Any, where: str, name: str, read: Callable[[Any, str], Message] | None = None
-) -> tuple[list[Message], tuple[bool | None, ...] | None]:
+def _messages(value: Any, where: str, name: str) -> tuple[list[Message], tuple[bool | None, ...] | None]:
     """The messages of a list, and their `train` flags; None: no message has one."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _json(value, where, name[1:-1])
     listed = _list(value, f"{where}: {name}")
-    read = read or _message
-    messages = [read(item, f"{where}: {name[1:-1]}[{index}]") for index, item in enumerate(listed)]
+    messages = [_either(item, f"{where}: {name[1:-1]}[{index}]") for index, item in enumerate(listed)]
     train = tuple(_train(item, f"{where}: {name[1:-1]}[{index}]") for index, item in enumerate(listed))
     return messages, (None if train.count(None) == len(train) else train)
 
@@ -349,13 +345,13 @@ def _message(message: Any, where: str) -> Message:
         content = [part for part in content if not _is_thought(part)]
         thought = "".join(part["thinking"] for part in thoughts)
         message = message | {"content": content, "reasoning_content": thought}
-    calls = _json(message.get("tool_calls"), where, "tool_calls") or None
+    calls = next((found for key in _CALLS if (found := _json(message.get(key), where, key))), None)
     if not isinstance(content, str):
         content = _joined(content, where, may_be_none=bool(calls))
-    if not (calls or None in message.values() or message.keys() & _ABOUT) and content is message["content"]:
+    if not (None in message.values() or message.keys() & _READ) and content is message["content"]:
         return message
     # Templates expect a missing key, not None.
-    message = {k: v for k, v in message.items() if v is not None and k not in _ABOUT} | {"content": content}
+    message = {k: v for k, v in message.items() if v is not None and k not in _READ} | {"content": content}
     if content is None:
         del message["content"]
     if calls:
@@ -374,8 +370,11 @@ def _is_thought(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "thinking" and isinstance(part.get("thinking"), str)
 
 
-_ABOUT = frozenset(("train", "weight"))
-"""Keys of a message that templates do not see."""
+_CALLS = ("tool_calls", "function_call")
+"""Keys of a message's calls; templates see the first. The other is OpenAI's older name, of one call."""
+
+_READ = frozenset(("train", "weight", *_CALLS))
+"""Keys of a message that templates do not see as they are."""
 
 
 def _joined(content: Any, where: str, *, may_be_none: bool) -> str | None:
@@ -394,13 +393,10 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: expected an object with 'name' and 'arguments', found {describe(call)}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = strict_json.parse(arguments)
-        except ValueError:
-            raise DataError(f"{where}: 'arguments' are not valid JSON: {describe(arguments)}") from None
-    function = {key: value for key, value in function.items() if value is not None} | {"arguments": arguments}
+    given = "arguments" if "arguments" in function else "parameters"  # as Llama writes them
+    arguments = _json(function.get(given), where, given)
+    function = {key: value for key, value in function.items() if value is not None and key != given}
+    function["arguments"] = {} if arguments is None else arguments
     outer = call if "function" in call else {}
     return {"type": "function"} | {k: v for k, v in outer.items() if v is not None} | {"function": function}
 
@@ -411,12 +407,8 @@ def _either(message: Any, where: str) -> Message:
     return (_turn if turn else _message)(message, where)
 
 
-def _turn(turn: Any, where: str) -> Message:
+def _turn(turn: dict[str, Any], where: str) -> Message:
     """A turn of a ShareGPT conversation as a message."""
-    if not isinstance(turn, dict):
-        raise DataError(f"{where}: expected an object with 'from' and 'value', found {describe(turn)}")
-    if "from" not in turn:
-        return _message(turn, where)
     who, said = turn["from"], turn.get("value")
     if not isinstance(who, str) or who not in SHAREGPT_ROLES:
         raise DataError(f"{where}: unknown speaker {shown(who, 60)}; known are {', '.join(SHAREGPT_ROLES)}")
@@ -443,17 +435,37 @@ def parse_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     Raises:
         DataError: Anything else.
     """
-    value = _json(value, where, "tools") if isinstance(value, str) and value.strip() else value
+    value = _json(value, where, "tools")
     if not value:
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+    tools = [_json(tool, where, "tools") for tool in value] if isinstance(value, list) else []
+    if not tools or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: 'tools' must be a list of JSON schemas, found {describe(value)}")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def unpacked(value: Any) -> Any:
+    """A conversation that is written as JSON text, as tables hold one, as a list; anything else as it is.
+
+    Args:
+        value: Of a column that may be plain text, too.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found = strict_json.parse(value)
+    except ValueError:
+        return value
+    is_one = all(isinstance(message, dict) and message.keys() & {"role", "from"} for message in found)
+    return found if found and is_one else value
 
 
 def _json(value: Any, where: str, name: str) -> Any:
+    """A value that may be JSON text; None for text without any."""
     if not isinstance(value, str):
         return value
+    if not value.strip():
+        return None
     try:
         return strict_json.parse(value)
     except ValueError:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.errors import shorten, shown
-from fastjax.data.columns import completion_record, describe, parse_tools, with_context
+from fastjax.data.columns import completion_record, describe, parse_tools, unpacked, with_context
 from fastjax.data.records import PreferenceRecord
 from fastjax.data.settings import Pairing
 from fastjax.errors import DataError
@@ -46,8 +46,9 @@ def parse_preference(
         raise DataError(f"{where}: expected an object with {expected}, found {describe(row)}")
     names = {meaning: (columns or {}).get(meaning, meaning) for meaning in (*_SINGLE, *_PAIR, "tools", "margin")}
     values = {meaning: row.get(name) for meaning, name in names.items()}
-    for meaning in (*_PAIR, "completion"):
-        if isinstance(message := values[meaning], Mapping) and message:
+    for meaning in ("prompt", *_PAIR, "completion"):
+        values[meaning] = message = unpacked(values[meaning])
+        if meaning != "prompt" and isinstance(message, Mapping) and message:
             values[meaning] = [message]
     shown_names = {meaning: shown(name, 80) for meaning, name in names.items()}
     tools = parse_tools(values["tools"], where)

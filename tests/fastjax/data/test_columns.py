@@ -143,7 +143,7 @@ def test_prompt_and_completion_are_messages_where_a_template_was_named():
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
             None,
-            "'arguments' are not valid JSON",
+            "'arguments' is not valid JSON",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, None, "'content' must be a string"),
         (
@@ -221,8 +221,37 @@ def test_columns_as_json_text():
         "tools": json.dumps([FUNCTION]),
     }
     assert parse_row(packed, "w") == parse_row(row, "w")
+    pair = {"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])}
+    assert parse_row(pair, "w") == ChatRecord([USER, ANSWER], "w", prompt=1)
+    for text in ("[1] and [2]", "[1]", "[]", '[{"x": 1}]'):  # texts that are no conversations
+        assert parse_row({"prompt": text, "completion": "a"}, "w") == TextRecord(f"{text}a", "w", prompt=len(text))
+    assert parse_row(row | {"tools": [json.dumps(FUNCTION)]}, "w") == parse_row(row, "w")
     with pytest.raises(DataError, match="w: 'messages' is not valid JSON: "):
         parse_row({"messages": "[oh"}, "w")
+
+
+@pytest.mark.parametrize(
+    ("said", "calls"),
+    [
+        ({"content": "a", "tool_calls": []}, None),
+        ({"content": "a", "tool_calls": ""}, None),
+        ({"content": "a", "tool_calls": "null", "function_call": None}, None),
+        ({"content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}, {"x": 1}),
+        ({"content": "", "tool_calls": [], "function_call": {"name": "f", "arguments": ""}}, {}),
+        ({"content": None, "tool_calls": [{"name": "f", "parameters": {"x": 1}}]}, {"x": 1}),
+        ({"content": None, "tool_calls": [{"name": "f", "arguments": None}]}, {}),
+    ],
+)
+def test_calls_in_other_forms(said, calls):
+    (found,) = parse_row({"messages": [{"role": "assistant", **said}]}, "w").messages
+    expected = {"role": "assistant"} | ({} if said["content"] is None else {"content": said["content"]})
+    call = {"type": "function", "function": {"name": "f", "arguments": calls}}
+    assert found == expected | ({} if calls is None else {"tool_calls": [call]})
+
+
+def test_turns_of_sharegpt_are_messages_in_any_column():
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert parse_row({"messages": turns}, "w") == parse_row({"conversations": turns}, "w")
 
 
 def test_a_thought_among_the_parts_is_the_message_s_reasoning():

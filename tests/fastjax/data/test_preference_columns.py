@@ -1,5 +1,7 @@
 """Rows of preferences to answers: the shapes of columns that TRL's data sets have."""
 
+import json
+
 import pytest
 
 from fastjax.data.columns import parse_row
@@ -48,6 +50,8 @@ TEXTS = TextRecord("Sky? Blue.", "f:1", 5), TextRecord("Sky? Green.", "f:1", 5)
             CHATS,
         ),
         ({"prompt": "Sky?", "chosen": [said("Blue.")], "rejected": [said("Green.")]}, CHATS),
+        # Conversations as JSON text.
+        ({"chosen": json.dumps(CHATS[0].messages), "rejected": json.dumps(CHATS[1].messages)}, CHATS),
         # Answers of one message; ShareGPT's turns.
         ({"prompt": [user("Sky?")], "chosen": said("Blue."), "rejected": said("Green.")}, CHATS),
         (
