@@ -111,6 +111,9 @@ def _split(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[Any, An
         count = len(prompt)
         if _alike(prompt, chosen[:count]) and _alike(prompt, rejected[:count]):
             return prompt, chosen[count:], rejected[count:]
+        shared = min(count, common)  # one of the two may have a system's message before what both have
+        if shared and _alike(prompt[-shared:], chosen[common - shared : common]):
+            return max(prompt, chosen[:common], key=len), chosen[common:], rejected[common:]
     return prompt, chosen, rejected
 
 

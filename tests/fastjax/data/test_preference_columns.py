@@ -39,6 +39,9 @@ TEXTS = TextRecord("Sky? Blue.", "f:1", 5), TextRecord("Sky? Green.", "f:1", 5)
         # The prompt again in both, as a text (UltraFeedback) or as messages.
         ({"prompt": " Sky?\n", "chosen": [user("Sky?"), CHATS[0].messages[1]], "rejected": CHATS[1].messages}, CHATS),
         ({"prompt": [user("Sky?\n")], "chosen": CHATS[0].messages, "rejected": CHATS[1].messages}, SPACED),
+        # The system's message stands in one of the two alone.
+        ({"prompt": CHATS[0].messages[:1], "chosen": ASKED[0].messages, "rejected": ASKED[1].messages}, ASKED),
+        ({"prompt": ASKED[0].messages[:2], "chosen": CHATS[0].messages, "rejected": CHATS[1].messages}, ASKED),
         # Both begin with the system's message, and what is asked stands in the prompt alone.
         ({"prompt": "Sky?", "chosen": [SYSTEM, said("Blue.")], "rejected": [SYSTEM, said("Green.")]}, ASKED),
         (
