@@ -270,7 +270,7 @@ class ChatTemplate:
             through = chat.text
             if index + 1 < len(messages):
                 through = self._render(messages[: index + 1], where, variables).text
-            start, follows = self._start(messages, index, through, where, variables)
+            through, start, follows = self._start(messages, index, through, where, variables)
             end, reached = self._turn(through, chat.text)
             said[index] = self._check_said(through[start:end], messages, index, where), through
             if reached is None or start > end:
@@ -315,20 +315,42 @@ class ChatTemplate:
         through: str,
         where: str,
         variables: Mapping[str, Any],
-    ) -> tuple[int, bool]:
-        """The place where a response begins, and whether all of the generation prompt stands before it."""
+    ) -> tuple[str, int, bool]:
+        """The text that ends with a response, its place, and whether all of the generation prompt stands before it.
+
+        Where the text before is another one than generation sees, as gpt-oss' that drops the thoughts before a tool's
+        call once the answer is there, the response stands behind the generation prompt instead.
+        """
         prompt = self._render(messages[:index], where, variables, True).text
         if through.startswith(prompt):
-            return len(prompt), True
+            return through, len(prompt), True
         start = self._whole_tokens(len(os.path.commonprefix([prompt, through])), prompt, through)
         before = self._core(self._render(messages[:index], where, variables).text)[0] if index else ""
         if start < len(before):
+            opening, head = self._opening(messages[:index], where, variables)
+            plain = self._opening([{"role": "user", "content": "a"}], where, variables)
+            if opening and head == plain[1] and through.startswith(opening):
+                return prompt + through[len(opening) :], len(prompt), True
             raise DataError(
                 f"{where}: the chat template writes the text before messages[{index}] otherwise when the assistant is "
                 "to answer than when it has, so what it says there cannot be told apart; learn every token "
                 "(loss_on: all), or name another template (data.chat_template)"
             )
-        return start, False
+        return through, start, False
+
+    def _opening(self, messages: Sequence[Message], where: str, variables: Mapping[str, Any]) -> tuple[str, str]:
+        """The text before an answer, its generation prompt included, and what stands between that and its content.
+
+        The former is "" where the answer's text has no generation prompt.
+        """
+        before, prompt = (self._render(messages, where, variables, asked).text for asked in (False, True))
+        answered = [*messages, {"role": "assistant", "content": PROBE}]
+        begun, turn, head = (
+            self._render(answered, where, variables)
+            .text.partition(PROBE)[0]
+            .rpartition(prompt.removeprefix(before) or PROBE)
+        )
+        return (begun + turn, head) if turn else ("", head)
 
     def _turn(self, through: str, text: str) -> tuple[int, int | None]:
         """The end of the last turn in its conversation, and in one that goes on; None: that has it otherwise."""

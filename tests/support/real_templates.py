@@ -50,6 +50,15 @@ ROWS = {
             _said("<think>\nthought two\n</think>\n\nanswer two"),
         ]
     },
+    "thoughts and calls": {
+        "messages": [
+            _user("question one"),
+            _said("", reasoning_content="thought one", tool_calls=[CALL | {"id": "call00001"}]),
+            _RESULT,
+            _said("answer one", reasoning_content="thought two"),
+        ],
+        "tools": [{"type": "function", "function": TOOL}],
+    },
     "user last": {"messages": [*_ONE, _user("question two")]},
 }
 
@@ -95,8 +104,11 @@ def judge(tokenizer, row, examples, elsewhere):
             before, said = _marked(tokenizer, row, n + 1)
         elif through.startswith(before):
             said = through[len(before) :]
-        else:
-            others += 1
+        else:  # the text before is rewritten, and the answer stands behind generation's, or it is said not to
+            others += not any(
+                _without_bos(tokenizer, start) == _without_bos(tokenizer, before) and through.rstrip().endswith(learnt)
+                for start, learnt in runs
+            )
             continue
         found = [learnt for start, learnt in runs if _without_bos(tokenizer, start) == _without_bos(tokenizer, before)]
         if not found:

@@ -116,6 +116,10 @@ SHAPES = {
     # R1-Distill: the generation prompt opens a thought, which the stored answer has not.
     "opened": TURN + "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+    # gpt-oss: thoughts before a call stand until the answer does.
+    "called": TURN
+    + "{{ '<think>' ~ m.thinking ~ '</think>' if m.thinking and (loop.last or messages[-1].role == 'tool') "
+    "}}{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT,
 }
 TWO = [{"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("user", "r"))]
 TWO += [{"role": "assistant", "content": "b"}]
@@ -156,6 +160,18 @@ def test_an_answer_that_is_followed_by_the_user_has_a_row_of_its_own_where_it_is
     assert alone.text == template.render(TWO[:2], "x") and not alone.others
     assert [whole.text[start:end] for start, end in whole.others] == ["q<|im_end|>\n", "r<|im_end|>\n"]
     assert not whole.responses
+
+
+def test_an_answer_before_which_the_past_is_rewritten_stands_behind_what_generation_sees(make_tokenizer):
+    template = ChatTemplate.from_tokenizer(make_tokenizer(SHAPES["called"]))
+    chat = [TWO[0], {"role": "assistant", "content": "call", "thinking": "t"}, {"role": "tool", "content": "x"}]
+    chat += [{"role": "assistant", "content": "a", "thinking": "u"}]
+    found = template.render_with_responses(chat, "x")
+    learnt = [[one.text[start:end] for start, end in one.responses] for one in found]
+    assert learnt == [["<think>t</think>call<|im_end|>\n"], ["<think>u</think>a<|im_end|>\n"]]
+    for one, count in zip(found, (1, 3), strict=True):
+        assert one.text[: one.responses[0][0]] == template.render(chat[:count], "x", add_generation_prompt=True)
+        assert not one.elsewhere
 
 
 @pytest.mark.parametrize("mark", ["", "generation"])
