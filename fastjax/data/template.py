@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
+from convert.errors import shorten
 from fastjax.data.left_out import left_out
 from fastjax.data.records import Message
 from fastjax.data.special_texts import SpecialTexts, any_of
@@ -81,7 +82,7 @@ class ChatTemplate:
             added: Texts of other added tokens; one that the template writes behind answers ends a turn too.
 
         Raises:
-            ConfigError: The source is not valid Jinja, or too long.
+            ConfigError: The source is not valid Jinja, or too long, or has none of the variables' names.
         """
         self._special_tokens, self._options = dict(special_tokens), dict(options or {})
         self._special = [end for end in (special_tokens.values() if ends is None else ends) if end]
@@ -89,6 +90,11 @@ class ChatTemplate:
         self._template = _compiled(source)
         self._with_tools = self._template if with_tools is None else _compiled(with_tools)
         self._reads = variables_of(source) | variables_of(with_tools or "")
+        if unread := sorted(self._options.keys() - self._reads):
+            raise ConfigError(
+                f"chat_template_kwargs: expected variables that the chat template reads, got {unread[0]}, which "
+                f"stands nowhere in it; {shorten(', '.join(sorted(self._reads)), 300)} do"
+            )
 
     @classmethod
     def from_tokenizer(

@@ -452,3 +452,7 @@ def test_variables_reach_the_template(make_tokenizer):
         assert tokenizer.decode(encoder.encode_prompt(CHAT[:1])).endswith("calmNone")
     with pytest.raises(DataError, match="^chat_template_kwargs: expected none of messages, tools"):
         Encoder(tokenizer, chat_template_kwargs={"messages": []})
+    with pytest.raises(
+        ConfigError, match="^chat_template_kwargs: expected variables .* got mod, which .*; .*, mood do$"
+    ):
+        _ = Encoder(tokenizer, chat_template_kwargs={"mod": "calm"}).template
