@@ -204,20 +204,14 @@ class Encoder:
 
         Returns:
             Token ids, at least one.
-
-        Raises:
-            DataError: The chat template does not take a question and an answer.
         """
         stops = [self._eos]
         if self.tokenizer.chat_template:
             probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            where = "a probe of the chat template"
-            ((example,),) = self.encode([ChatRecord(probe, where)])
-            stops += [int(example.tokens[example.learn][-1])]
             call = {"type": "function", "function": {"name": "c", "arguments": {}}}
-            for chat in (probe * 2, [probe[0], {"role": "assistant", "content": "", "tool_calls": [call]}]):
-                with contextlib.suppress(DataError):  # it takes no further turns, or no calls
-                    (examples,) = self.encode([ChatRecord(chat, where)])
+            for chat in (probe, probe * 2, [probe[0], {"role": "assistant", "content": "", "tool_calls": [call]}]):
+                with contextlib.suppress(DataError):  # it takes other conversations, or refuses each prompt
+                    (examples,) = self.encode([ChatRecord(chat, "a probe of the chat template")])
                     for tokens, learn in map(examples.__getitem__, range(len(examples))):
                         ends = tokens[learn & ~np.append(learn[1:], False)].tolist()
                         stops += [token for token in ends if token in self._ends_of_turns]

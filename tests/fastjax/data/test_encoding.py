@@ -246,6 +246,7 @@ def test_a_prompt_is_the_beginning_of_what_is_trained(make_tokenizer):
 def test_stop_tokens_are_eos_and_the_end_of_the_turn(make_tokenizer):
     names = {"chatml": (1, 3), "llama3": (1, 6), "llama2": (1,), "plain": (1,), None: (1,)}
     assert {name: Encoder(make_tokenizer(name)).stop_tokens() for name in names} == names
+    assert Encoder(make_tokenizer("{{ raise_exception('content in parts alone') }}")).stop_tokens() == (1,)
 
 
 def test_many_examples_come_in_order_across_chunks(make_tokenizer, monkeypatch):
