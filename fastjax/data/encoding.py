@@ -129,6 +129,7 @@ class Encoder:
         chats: list[tuple[int, RenderedChat, bool]] = []
         noted: dict[str, list[int]] = {}
         count = size = 0
+        instructed, answered = False, ""
         for record in records:
             if self._holds_special(record):
                 noted.setdefault(SPECIAL, []).append(count)
@@ -140,12 +141,21 @@ class Encoder:
                 )
             for kind in sorted(set[str]().union(*(chat.left_out for chat in rendered))):
                 noted.setdefault(kind, []).append(count)
+            if isinstance(self.loss_on, dict) and templated and not isinstance(record, ChatRecord):
+                instructed = instructed or self.loss_on["instruction_part"] in record.text
+                answered = answered or (record.where if rendered[0].responses else "")
             chats += [(count, chat, templated) for chat in rendered]
             count += 1
             size += sum(len(chat.text) for chat in rendered)
             if size >= CHUNK:
                 yield self._encode_chunk(chats, noted)
                 chats, noted, count, size = [], {}, 0, 0
+        if answered and not instructed:
+            raise DataError(
+                f"{answered}: a response_part stands in it, but the instruction_part, "
+                f"{shown(cast(dict[str, str], self.loss_on)['instruction_part'])}, in no text, so that what the user "
+                "says would be learnt; expected the text that begins an instruction there"
+            )
         if count:
             yield self._encode_chunk(chats, noted)
 

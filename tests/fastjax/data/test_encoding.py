@@ -339,8 +339,11 @@ def test_of_a_text_the_responses_are_learnt_by_what_begins_them(make_tokenizer):
     assert by_parts.tokens.tolist() == by_template.tokens.tolist()
     assert by_parts.learn.tolist() == by_template.learn.tolist() and 0 < by_parts.learn.sum() < len(by_parts.learn)
     assert not without.learn.any() and completion.learn.any()
-    ((cut,),) = Encoder(tokenizer, PARTS).encode([TextRecord(PARTS["response_part"] + "said", "w")])
+    cut = PARTS["response_part"] + "said"
+    ((cut, _),) = Encoder(tokenizer, PARTS).encode([TextRecord(cut, "w"), TextRecord(text, "w")])
     assert tokenizer.decode(cut.tokens[cut.learn]) == "said" + tokenizer.eos_token  # a text's end is learnt
+    with pytest.raises(DataError, match=r"^w: a response_part stands in it, but the instruction_part, 'User:', in no"):
+        list(Encoder(tokenizer, PARTS | {"instruction_part": "User:"}).encode([TextRecord(text, "w")]))
     for wrong in ({}, {"response_part": "a"}, PARTS | {"instruction_part": ""}, PARTS | {"more": "a"}):
         with pytest.raises(ConfigError, match="or of plain texts instruction_part and response_part, which are not em"):
             Encoder(tokenizer, wrong)
