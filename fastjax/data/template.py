@@ -305,8 +305,12 @@ class ChatTemplate:
         if self._end.sub("", said).strip():
             return said
         message = messages[index]
-        content = self._end.sub("", message.get("content", "")).strip()
-        if what := "tool calls" if message.get("tool_calls") else "content" if content else "":
+        given = {
+            "tool calls": message.get("tool_calls"),
+            "content": message.get("content"),
+            "thought": _thought(message),
+        }
+        if what := next((kind for kind, it in given.items() if it and self._end.sub("", str(it)).strip()), ""):
             raise DataError(
                 f"{where}: the chat template does not write the {what} of messages[{index}], so that only the end of "
                 "its turn would be learnt; name a template that does (data.chat_template), or leave the turn out "
@@ -535,8 +539,12 @@ def _compiled(source: str) -> jinja2.Template:
 
 def _with_reasoning(message: Message) -> Message:
     """A message with its reasoning under both names that templates read, as transformers gives it to them."""
-    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    reasoning = _thought(message)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _thought(message: Message) -> Any:
+    return next((message[name] for name in REASONING if message.get(name) is not None), None)
 
 
 REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -183,7 +183,11 @@ def test_a_turn_that_is_not_written_is_refused(make_tokenizer, mark):
         said = f"{{% if m.role == 'assistant' %}}{marked}{{% else %}}{said}{{% endif %}}"
     template = ChatTemplate.from_tokenizer(make_tokenizer(TURN + said + "{% endfor %}" + PROMPT))
     call = [{"function": {"name": "f", "arguments": {}}}]
-    for message, what in (({"content": "a"}, "content"), ({"content": "", "tool_calls": call}, "tool calls")):
+    for message, what in (
+        ({"content": "a"}, "content"),
+        ({"content": "", "tool_calls": call}, "tool calls"),
+        ({"content": "", "thinking": "a"}, "thought"),
+    ):
         chat = [TWO[0], {"role": "assistant", **message}]
         with pytest.raises(
             DataError, match=rf"^f:1: the chat template does not write the {what} of messages\[1\], so "
