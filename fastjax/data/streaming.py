@@ -2,7 +2,8 @@
 
 Examples are read, encoded and packed in windows of a few hundred rows. A window's rows are shuffled and dealt out to
 batches; the remainder begins the next window's first batch. A thread makes the next window during the training on this
-one. At their end the data begin again, in other windows.
+one. At their end the data begin again, in other windows; of a mixture with weights each data set at its own end, while
+the others go on.
 
 The beginning of a window determines it: the number of examples taken from each data set. A checkpoint stores this and
 the number of rows dealt out; the window is made again from them.
@@ -28,7 +29,7 @@ from fastjax.data.packing import PackedRows, Rows, pack_documents
 from fastjax.data.prefetch import prefetched
 from fastjax.data.prepare import identity, nothing_to_learn
 from fastjax.data.records import Record
-from fastjax.data.settings import Exhaustion, LossOn, SpecialTokens, TooLong
+from fastjax.data.settings import LossOn, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, Sources, open_sources
 from fastjax.errors import DataError
 
@@ -50,7 +51,7 @@ class Place(NamedTuple):
 
     Attributes:
         taken: Examples taken from each since its last beginning.
-        drawn: Examples taken from each since the mixture's last beginning.
+        drawn: Examples taken from each in all.
         window: Windows made.
         rows: Rows made.
     """
@@ -95,7 +96,6 @@ class StreamedBatches:
         *,
         too_long: TooLong = "truncate",
         packing: bool = True,
-        mixture_ends: Exhaustion = "first_exhausted",
         seed: int = 0,
         templated: bool = False,
         fingerprint: str = "",
@@ -111,7 +111,6 @@ class StreamedBatches:
         self._shape = (accumulation_steps, batch_size)
         self._too_long: TooLong = too_long
         self._packing = packing
-        self._ends: Exhaustion = mixture_ends
         self._seed = seed
         self._templated = templated
         self._progress = progress
@@ -222,7 +221,7 @@ class StreamedBatches:
         return stack(Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))), self._shape)
 
     def _make_windows(self, place: Place) -> Iterator[_Window]:
-        reader = _Reader(self._sources, self._ends, place, self._templated)
+        reader = _Reader(self._sources, place, self._templated)
         while True:
             reader.restarts = [0] * len(self._sources)
             records: list[Record] = []
@@ -257,9 +256,8 @@ class StreamedBatches:
 class _Reader:
     """The endless sequence of the mixture's examples."""
 
-    def __init__(self, sources: Sequence[OpenSource], ends: Exhaustion, place: Place, templated: bool):
+    def __init__(self, sources: Sequence[OpenSource], place: Place, templated: bool):
         self._sources = sources
-        self._ends = ends
         self._templated = templated
         self._taken = list(place.taken)
         self._drawn = list(place.drawn)
@@ -291,20 +289,15 @@ class _Reader:
         """Continue after the end of a data set."""
         if not self._taken[ended]:
             raise DataError(f"{self._sources[ended].source.path}: no examples")
-        if any(self._weights) and self._ends == "all_exhausted":
-            self._restart(ended)
-        elif not any(self._weights) and ended + 1 < len(self._sources):
-            self._turn += 1
+        if any(self._weights):
+            again = [ended]
         else:
-            for n in range(len(self._sources)):
-                self._restart(n)
-                self._drawn[n] = 0
-            self._turn = 0
-
-    def _restart(self, n: int) -> None:
-        self.restarts[n] += 1
-        self._taken[n] = 0
-        self._open[n] = self._records(n, 0)
+            self._turn = (self._turn + 1) % len(self._sources)
+            again = [] if self._turn else range(len(self._sources))
+        for n in again:
+            self.restarts[n] += 1
+            self._taken[n] = 0
+            self._open[n] = self._records(n, 0)
 
     def _records(self, n: int, skip: int) -> Iterator[Record]:
         return self._sources[n].records(templated=self._templated, skip=skip)
@@ -327,14 +320,13 @@ def stream(
     chat_template_kwargs: dict[str, Any] | None = None,
     too_long: TooLong = "truncate",
     packing: bool = True,
-    mixture_ends: Exhaustion = "first_exhausted",
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> StreamedBatches:
     """Batches from data sets that are read during training.
 
-    With weights, every data set has its share of the examples at any time; see `next_source`. At the end of one,
-    `first_exhausted` begins all data sets again, `all_exhausted` only that one.
+    With weights, every data set has its share of the examples at any time; see `next_source`. There are no epochs: a
+    data set begins again at its own end, and the others go on, so that every example has its turn.
 
     Args:
         sources: A path, several, or descriptions of data sets.
@@ -348,7 +340,6 @@ def stream(
         chat_template_kwargs: Variables of the chat template; see `Encoder`.
         too_long: The treatment of examples longer than a row; see `Documents`.
         packing: Whether examples share rows.
-        mixture_ends: With weights, the reaction to the end of a data set.
         seed: Of the order of the rows.
         progress: Takes a message at the first row with special tokens in its content.
 
@@ -371,7 +362,6 @@ def stream(
         too_long,
         packing,
         chat_template is not None,
-        mixture_ends,
         seed,
     ]
     return StreamedBatches(
@@ -382,7 +372,6 @@ def stream(
         accumulation_steps,
         too_long=too_long,
         packing=packing,
-        mixture_ends=mixture_ends,
         seed=seed,
         templated=chat_template is not None,
         fingerprint=identity(opened, tokenizer, options),

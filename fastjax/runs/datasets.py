@@ -129,13 +129,12 @@ def load_datasets(
         "chat_template_kwargs": data.chat_template_kwargs,
         "too_long": data.too_long,
         "packing": data.packing,
-        "mixture_ends": data.mixture_ends,
         "seed": settings.seed,
         "progress": progress,
     }
     pairing = config.preferences.pairing
     answers = None if pairing is None else (pairing, config.preferences.max_length)
-    kept: Any = shared | {"cache_dir": data.cache_dir, "preferences": answers}
+    kept: Any = shared | {"mixture_ends": data.mixture_ends, "cache_dir": data.cache_dir, "preferences": answers}
     if any(isinstance(source, DataSource) and source.streaming for source in sources["train"]):
         size, parts = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
         train = stream(sources["train"], tokenizer, length, size, parts, **shared)

@@ -22,7 +22,8 @@ class DataSection:
             part, the same ones whatever training.seed is; null: none.
         columns: names of the columns of data sets without their own: {prompt: question, completion: answer}.
         mixture_ends: with weights: first_exhausted (an epoch ends before any example would be repeated; of the other
-            data sets it has a random part) or all_exhausted (no example is left out; the others repeat).
+            data sets it has a random part) or all_exhausted (no example is left out; the others repeat). Streamed data
+            have no epochs: a data set begins again at its own end, and the others go on.
         chat_template: chatml, llama3, mistral, gemma, alpaca, plain, or a file with a Jinja template, which is saved
             with the tokenizer; prompt and completion then are a user's and an assistant's message. null: the
             tokenizer's own, for conversations only.
