@@ -50,7 +50,8 @@ def prepare(
     """Read, mix, encode and pack data sets.
 
     Args:
-        sources: A path, several, or descriptions of data sets.
+        sources: A path, a description of a data set, rows in memory (a `datasets.Dataset`, an iterable of dicts), or
+            several of these.
         tokenizer: The model's tokenizer.
         max_seq_length: Tokens in a row.
         chat_template: A named template or a file, set on the tokenizer; None: the tokenizer's own.

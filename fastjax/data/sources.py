@@ -97,18 +97,23 @@ class OpenSource(NamedTuple):
         if self.files is not None:
             rows = itertools.chain.from_iterable(map(read_rows, self.files))
             return itertools.islice(_sliced(rows, self.source.split), skip, None)
-        rows = self.dataset.skip(skip) if skip else self.dataset
-        given = isinstance(rows, Rows)  # a program's own dicts have the nulls that it wrote, Arrow's those of a schema
+        given = isinstance(self.dataset, Rows)  # whose nulls a program wrote; Arrow's are those of a schema
+        if given:
+            rows = itertools.islice(self.dataset, skip, None)
+        else:
+            rows = self.dataset.skip(skip) if skip else self.dataset
         name = f"{self.source.path} row" if given else f"{self.source.path}[{self.source.split or 'train'}] row"
         numbered = enumerate(_iterate(rows, name), start=skip)
         return ((row if given else without_nulls(row), f"{name} {number}") for number, row in numbered)
 
 
-Source = str | Path | DataSource | OpenSource
-"""A data set: a path, a description, or one that is open."""
+Source = str | Path | DataSource | OpenSource | Iterable[Mapping[str, Any]]
+"""A data set: a path, a description, one that is open, or one in memory (a `datasets.Dataset`, dicts of columns)."""
 
 Sources = Source | Sequence[Source]
 """One or several data sets."""
+
+_NAMED = (str, Path, DataSource, OpenSource)
 
 
 class Rows:
@@ -139,7 +144,8 @@ def given_rows(rows: Any, name: str, columns: dict[str, str] | None = None) -> O
     """A data set that is in memory.
 
     Args:
-        rows: a `datasets.Dataset`, or an iterable of dicts, which is read to its end.
+        rows: a `datasets.Dataset`, or a `datasets.IterableDataset` or an iterable of dicts, which are read to their
+            end.
         name: what it is called in errors.
         columns: as of `DataSource`.
 
@@ -148,17 +154,25 @@ def given_rows(rows: Any, name: str, columns: dict[str, str] | None = None) -> O
         DataError: a row that is no dict.
     """
     check_columns(columns or {})
+    arrow = hasattr(rows, "column_names")
+    if arrow and isinstance(rows, Mapping):
+        splits = ", ".join(map(str, rows)) or "none"
+        raise ConfigError(
+            f"{name}: expected one data set, got a {type(rows).__name__} with the splits {shorten(splits)}; give "
+            f"one of them, as data[{next(iter(rows), 'train')!r}]"
+        )
     if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
         raise ConfigError(f"{name}: expected a data set, an iterable of dicts or a path, got {type(rows).__name__}")
-    arrow = hasattr(rows, "_fingerprint") and hasattr(rows, "column_names")
-    return OpenSource(DataSource(name, columns=columns), None, rows if arrow else Rows(rows, name))
+    if not hasattr(rows, "_fingerprint"):
+        rows = Rows(map(without_nulls, rows) if arrow else rows, name)
+    return OpenSource(DataSource(name, columns=columns), None, rows)
 
 
 def open_sources(sources: Sources, *, streaming: bool = False) -> list[OpenSource]:
     """Find data sets.
 
     Args:
-        sources: The data sets.
+        sources: The data sets; a list of dicts is one.
         streaming: Let `datasets` stream them instead of fetching them first.
 
     Returns:
@@ -167,16 +181,25 @@ def open_sources(sources: Sources, *, streaming: bool = False) -> list[OpenSourc
     Raises:
         ConfigError: No data set, or a contradictory description.
         OSError: A missing file or data set.
-        DataError: `datasets` cannot read it.
+        DataError: `datasets` cannot read it, or a row in memory that is no dict.
     """
-    single = isinstance(sources, str | Path | DataSource | OpenSource)
-    listed: list[Any] = [sources] if single else list(sources)
+    listed: list[Any] = [sources]
+    if isinstance(sources, Sequence) and not isinstance(sources, _NAMED) and not _are_rows(sources):
+        listed = list(sources)
     if not listed:
         raise ConfigError("expected at least one data set, got none")
-    return [source if isinstance(source, OpenSource) else _open_one(source, streaming) for source in listed]
+    return [_open_one(item, f"data set {number}", streaming) for number, item in enumerate(listed, start=1)]
 
 
-def _open_one(item: str | Path | DataSource, streaming: bool) -> OpenSource:
+def _are_rows(listed: Sequence[Any]) -> bool:
+    return bool(listed) and isinstance(listed[0], Mapping) and not hasattr(listed[0], "column_names")
+
+
+def _open_one(item: Any, name: str, streaming: bool) -> OpenSource:
+    if isinstance(item, OpenSource):
+        return item
+    if not isinstance(item, _NAMED):
+        return given_rows(item, name)
     source = item if isinstance(item, DataSource) else DataSource(str(item))
     return _open(dataclasses.replace(source, streaming=streaming))
 

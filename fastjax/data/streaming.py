@@ -329,7 +329,8 @@ def stream(
     data set begins again at its own end, and the others go on, so that every example has its turn.
 
     Args:
-        sources: A path, several, or descriptions of data sets.
+        sources: A path, a description of a data set, rows in memory (a `datasets.Dataset`, an iterable of dicts), or
+            several of these.
         tokenizer: The model's tokenizer.
         max_seq_length: Tokens in a row.
         batch_size: Rows in a microbatch (B).

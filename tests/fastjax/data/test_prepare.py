@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from fastjax.data import Batches, DataSource, load_tokenizer, prepare
+from fastjax.data import Batches, DataSource, load_tokenizer, prepare, stream
 from fastjax.errors import ConfigError, DataError
 
 MIXED = (("many", 10), ("few", 4))
@@ -38,6 +38,26 @@ def test_from_a_file_to_batches(tmp_path, make_tokenizer):
     # Within a document a target is the token that goes in next.
     same = (batch.segment_ids[..., 1:] == batch.segment_ids[..., :-1]) & (batch.targets[..., :-1] != -100)
     np.testing.assert_array_equal(batch.targets[..., :-1][same], batch.tokens[..., 1:][same])
+
+
+def test_rows_in_memory(tmp_path, make_tokenizer):
+    """As from their file: dicts, `datasets`' kinds, several sets, and a resumed stream of them."""
+    datasets = pytest.importorskip("datasets")
+    tokenizer = make_tokenizer(None)
+    rows = [{"text": f"the user {n}" * (n + 1), "other": n or None} for n in range(6)]
+    file, table = write(tmp_path / "rows.jsonl", rows), datasets.Dataset.from_list(rows)
+    expected = prepare(file, tokenizer, 64).fingerprint
+    for given in (rows, iter(rows), table, table.to_iterable_dataset(), [table], [table.select(range(2)), rows[2:]]):
+        assert prepare(given, tokenizer, 64).fingerprint == expected
+    made = [list(stream(given, tokenizer, 64, 1).from_step(0, 9)) for given in (file, rows)]
+    resumed = stream(rows, tokenizer, 64, 1)
+    position = {"taken": [3], "drawn": [3], "window": 0, "rows": 0, "dealt": 0}
+    assert next(resumed.from_step(0, 1, position)).tokens.any()
+    np.testing.assert_array_equal(*(np.stack([batch.tokens for batch in one]) for one in made))
+    with pytest.raises(ConfigError, match=r"got a DatasetDict with the splits a, b; give one of them, as data\['a'\]"):
+        prepare(datasets.DatasetDict(a=table, b=table), tokenizer, 64)
+    with pytest.raises(ConfigError, match="data set 1: expected a data set, an iterable of dicts or a path, got int"):
+        prepare([3], tokenizer, 64)
 
 
 def test_nothing_to_train_on_is_an_error(tmp_path, make_tokenizer):
