@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         importlib.import_module(f"fastjax.commands.{arguments.command.replace('-', '_')}").main(arguments.arguments)
-    except (Exception, KeyboardInterrupt) as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no Exception
         rank = _rank()
         ending = _ending(error, arguments.command, rank, arguments.traceback)
         if ending is None:

@@ -34,6 +34,7 @@ from fastjax.data.records import ChatRecord, Message, Record
 from fastjax.data.settings import PARTS, LossOn, SpecialTokens
 from fastjax.data.special_texts import ContentAsText, SpecialTexts
 from fastjax.data.template import ChatTemplate, RenderedChat
+from fastjax.data.tokenizer import check_post_processor
 from fastjax.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Encoder:
 
         Raises:
             ConfigError: An unknown `loss_on` or `special_tokens`, or a tokenizer without EOS, or one that cannot read
-                special tokens as text.
+                special tokens as text, or adds tokens that it has no ids for.
         """
         if special_tokens not in get_args(SpecialTokens):
             expected = ", ".join(get_args(SpecialTokens))
@@ -229,6 +230,7 @@ class Encoder:
 
     def _find_bos(self) -> int | None:
         """The BOS, if the tokenizer adds it to a text."""
+        check_post_processor(self.tokenizer)
         backend = cast("Tokenizer", self.tokenizer.backend_tokenizer)
         plain, framed = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
         bos = cast(int | None, self.tokenizer.bos_token_id)

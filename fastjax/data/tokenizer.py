@@ -4,10 +4,12 @@ transformers' generic class reads tokenizer.json as it is. Its AutoTokenizer wou
 and import torch on the way wherever torch is installed.
 """
 
+import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from convert.errors import shorten
 from fastjax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +42,31 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerFast":
     # The readers behind it raise whatever they meet in a broken file, plain Exception included.
     except Exception as error:
         raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+
+
+def check_post_processor(tokenizer: "PreTrainedTokenizerFast") -> None:
+    """Refuse a tokenizer whose post-processor has no ids for a token that it adds; encoding with it ends in a panic.
+
+    Args:
+        tokenizer: A tokenizer with a Rust backend.
+
+    Raises:
+        ConfigError: The tokens, by name.
+    """
+    processor = tokenizer.backend_tokenizer.post_processor
+    found: dict[str, Any] = {} if processor is None else json.loads(processor.__getstate__())
+    lacking = {
+        piece["SpecialToken"]["id"]: None
+        for one in found.get("processors", [found])
+        for piece in (*one.get("single", ()), *one.get("pair", ()))
+        if piece.get("SpecialToken", {}).get("id") not in {None, *one["special_tokens"]}
+    }
+    if lacking:
+        raise ConfigError(
+            f"the tokenizer in {tokenizer.name_or_path}: post_processor: expected ids in its special_tokens for each "
+            f"token that it adds, got none for {shorten(', '.join(lacking))}; name them there, or leave the tokens out "
+            "(tokenizer.json)"
+        )
 
 
 def _import_tokenizer_class() -> "type[PreTrainedTokenizerFast]":

@@ -79,6 +79,7 @@ def one_of_four(monkeypatch):
         (OSError(errno.ENOSPC, "No space left on device", "out"), 1, "train: error: {}out: No space left on device"),
         (JaxRuntimeError("INTERNAL: NCCL"), 1, "train: error: {}unexpected JaxRuntimeError"),
         (KeyError("a bug"), 1, "train: error: {}unexpected KeyError"),
+        (BaseException("a panic of Rust"), 1, "train: error: {}unexpected BaseException"),
         (KeyboardInterrupt(), 130, ": {}interrupted"),
     ],
 )

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 from tokenizers import AddedToken
@@ -310,6 +312,20 @@ def test_a_beginning_has_no_end_that_the_tokenizer_adds(make_tokenizer):
     assert tokenizer.decode(encoder.encode_beginning("the user")) == "<s>the user"
     ((example,),) = encoder.encode([TextRecord("the user", "x")])
     assert tokenizer.decode(example.tokens) == "<s>the user</s>"
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_token_of_the_post_processor_without_ids(make_tokenizer, wrapped):
+    """Encoding would end in a panic, which is no Exception."""
+    tokenizer = make_tokenizer(None)
+    added, text = {"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    template = {"type": "TemplateProcessing", "single": [added, text], "pair": [text, text], "special_tokens": {}}
+    template = {"type": "Sequence", "processors": [template]} if wrapped else template
+    state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"post_processor": template}
+    backend = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
+    tokenizer.backend_tokenizer.post_processor = backend.post_processor
+    with pytest.raises(ConfigError, match="post_processor: expected ids in its special_tokens .*, got none for <x>;"):
+        Encoder(tokenizer)
 
 
 def test_what_cannot_be_done_is_said(make_tokenizer):
