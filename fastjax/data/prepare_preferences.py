@@ -123,6 +123,9 @@ def prepare_preferences(
     origins = Origins.of(record.where for record in records)
     placing: Any = {"packing": packing, "chosen": chosen, "origins": origins}
     rows = pack_groups(documents, roles, starts, max_seq_length, fields=fields, **placing)
+    same = [_same(group, encoded[group.example]) for group in kept]
+    repeated = same if chosen is None else np.asarray(same)[chosen]
+    found = roles[rows.order] if pairing == "unpaired" else roles[:0]
     scored = np.add.reduceat(documents.targets != IGNORE, documents.offsets[:-1], dtype=np.int64)
     statistics = DataStatistics(
         examples=len(records) if order is None else len(order),
@@ -137,6 +140,9 @@ def prepare_preferences(
         slots=len(rows) * max_seq_length,
         notes=noted,
         special_tokens=special_tokens,
+        identical=int(np.sum(repeated)),
+        desirable=int(np.sum(found == Role.CHOSEN)),
+        undesirable=int(np.sum(found == Role.REJECTED)),
     )
     largest = max(int(documents.tokens.max()), int(documents.targets.max()))
     return Dataset(rows, statistics, cache.fingerprint(rows), largest)
@@ -192,6 +198,13 @@ def _single(records: Sequence[PreferenceRecord], encoded: Sequence[list[Example]
         documents = [answer, _mismatched(answer, before[id(answer)])] if id(answer) in before else [answer]
         groups.append(Group(index, documents, [role, Role.MISMATCHED][: len(documents)]))
     return groups
+
+
+def _same(group: Group, answers: Sequence[Example]) -> bool:
+    """Whether the two answers of a pair are the same tokens as they fit; of single ones the chosen stands for both."""
+    single = Role.MISMATCHED in group.roles or len(group.roles) == 1
+    found = (answers if group.roles[0] == Role.CHOSEN else ()) if single else group.documents
+    return len(found) == 2 and np.array_equal(found[0].tokens, found[1].tokens)
 
 
 def _mismatched(example: Example, other: Example) -> Example:

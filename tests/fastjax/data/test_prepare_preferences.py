@@ -122,6 +122,24 @@ def test_a_pair_longer_than_a_row(tokenizer, write_rows, max_length, too_long, l
         prepare(path, tokenizer, 6, preferences=PAIRED, too_long="split")
 
 
+def test_pairs_that_say_nothing_and_answers_of_one_kind_are_counted(tokenizer, write_rows):
+    """The second is the same once cut."""
+    told = "2 pairs whose chosen and rejected answer are the same tokens, from which no preference is learnt"
+    path = write_rows("a.jsonl", [pair("xx ", "q", "q"), pair("y ", "q" * 30, "q" * 31), pair("xx ", "q", "z")])
+    found = prepare(path, tokenizer, 20, preferences=PAIRED)
+    assert (
+        told in str(found.statistics) and found.statistics.documents == 6 and "desirable" not in str(found.statistics)
+    )
+    single = prepare(path, tokenizer, 80, preferences=UNPAIRED).statistics
+    assert (single.identical, single.desirable, single.undesirable) == (1, 3, 3)
+    for label, said in (
+        (True, "3 answers desirable, 0 undesirable: none is undesirable, and kto learns from the"),
+        (False, "0 answers desirable, 3 undesirable: none is desirable, and kto"),
+    ):
+        path = write_rows("b.jsonl", [{"prompt": "x ", "completion": "q" * n, "label": label} for n in (1, 2, 3)])
+        assert said in str(prepare(path, tokenizer, 20, preferences=UNPAIRED).statistics)
+
+
 def test_weights_repeat_pairs(tokenizer, write_rows):
     from fastjax.data import DataSource
 
