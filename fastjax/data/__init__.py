@@ -4,7 +4,7 @@ A row passes through the modules of this folder in one direction::
 
     files            JSON lines, JSON, CSV, parquet → rows, each with its file and line
     sources          files, folders, globs and data sets of the `datasets` library → rows
-    columns          rows → TextRecord | ChatRecord
+    columns          rows → TextRecord | ChatRecord, or by token_rows TokenRecord
     mixture          the examples of an epoch from several data sets
     template         the chat template: messages → text and the ranges of the responses in it
                      (in template_environment, a sandbox with the limits of template_limits)
@@ -31,7 +31,7 @@ from fastjax.data.named_templates import NAMED_TEMPLATES, set_chat_template
 from fastjax.data.packing import PackedRows, pack_documents
 from fastjax.data.prefetch import Prefetched, prefetched
 from fastjax.data.prepare import prepare, prepare_records
-from fastjax.data.records import ChatRecord, Record, TextRecord
+from fastjax.data.records import ChatRecord, Record, TextRecord, TokenRecord
 from fastjax.data.settings import DataSource
 from fastjax.data.sources import read_jsonl
 from fastjax.data.statistics import DataStatistics
@@ -56,6 +56,7 @@ __all__ = [
     "Record",
     "StreamedBatches",
     "TextRecord",
+    "TokenRecord",
     "load_tokenizer",
     "pack_documents",
     "parse_row",

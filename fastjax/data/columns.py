@@ -1,6 +1,6 @@
 """Rows of a data set to examples, by the meaning of their columns.
 
-A row is a mapping from column to value. It holds one of five kinds of example, told apart by its columns that are not
+A row is a mapping from column to value. It holds one of six kinds of example, told apart by its columns that are not
 null:
 
 =============================  =========================================================================
@@ -9,8 +9,10 @@ conversations                  a conversation in ShareGPT's format, `{"from": â€
 prompt, completion             two texts, or two lists of messages or turns; only the completion is learnt
 instruction, [input], output   a question and its answer
 text                           a text, all of it learnt
+input_ids                      token ids, with labels or masks of what is learnt (`token_rows`)
 =============================  =========================================================================
 
+A row with input_ids may hold the columns that they were made of; these are ignored.
 With the first four, a column `tools` lists the functions that the assistant may call, `system` (or `system_prompt`) is
 what the system says before the conversation, `documents` and `chat_template_kwargs` are given to the chat template;
 with instruction and output, `history` lists the questions and answers before. Other columns are ignored.
@@ -26,8 +28,9 @@ from typing import Any, get_args
 
 from convert import strict_json
 from convert.errors import shorten, shown
-from fastjax.data.records import ChatRecord, Message, Record, TextRecord
+from fastjax.data.records import ChatRecord, Message, Record, TextRecord, Written
 from fastjax.data.settings import COLUMNS, Role
+from fastjax.data.token_rows import token_record
 from fastjax.errors import ConfigError, DataError
 
 ROLES = get_args(Role)
@@ -39,6 +42,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
     "text": ("text",),
+    "input_ids": ("input_ids",),
 }
 """Each kind of example â†’ the columns that it needs, the first of which is its name."""
 
@@ -116,10 +120,12 @@ def parse_row(row: Any, where: str, columns: Mapping[str, str] | None = None, *,
 
     if kind == "text":
         return TextRecord(_text(value("text"), where, name("text")), where)
+    if kind == "input_ids":
+        return token_record(value, name, where)
     tools = parse_tools(value("tools"), where)
     if kind in ("messages", "conversations"):
         messages, train = _messages(value(kind), where, name(kind))
-        record: Record = ChatRecord(messages, where, tools, train=train)
+        record: Written = ChatRecord(messages, where, tools, train=train)
     elif kind == "instruction":
         record = _instruction(value, where, name, tools)
     else:
@@ -137,7 +143,7 @@ def completion_record(
     tools: list[dict[str, Any]] | None = None,
     *,
     templated: bool = False,
-) -> Record:
+) -> Written:
     """A prompt and its completion as an example.
 
     Args:
@@ -164,7 +170,7 @@ def completion_record(
     return TextRecord(prompt + completion, where, len(prompt))
 
 
-def with_context(record: Record, value: Callable[[str], Any], name: Callable[[str], str]) -> Record:
+def with_context(record: Written, value: Callable[[str], Any], name: Callable[[str], str]) -> Written:
     """A record with what its row says of the whole conversation: the system's message and the template's variables.
 
     Args:
@@ -229,7 +235,7 @@ def check_options(options: Any, where: str) -> dict[str, Any]:
     return dict(options)
 
 
-_KINDS_IN_WORDS = "messages, conversations, prompt and completion, instruction and output, or text"
+_KINDS_IN_WORDS = "messages, conversations, prompt and completion, instruction and output, text, or input_ids"
 
 
 def _kind(row: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> str:
@@ -237,8 +243,8 @@ def _kind(row: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> str
     wanted, named = _wanted(tuple(columns.items()))
     there = {name for name, value in row.items() if value is not None}
     found = [kind for kind, needed in wanted.items() if there.issuperset(needed)]
-    if len(found) == 1:
-        return found[0]
+    if len(found) == 1 or found[-1:] == ["input_ids"]:
+        return found[-1]
     if found:
         raise DataError(
             f"{where}: the columns of several kinds of example: {', '.join(found)}; say which to read, for instance "

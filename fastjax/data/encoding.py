@@ -30,10 +30,11 @@ from fastjax.data.characters import check_characters
 from fastjax.data.columns import ROLES, check_options
 from fastjax.data.examples import Examples
 from fastjax.data.notes import JOINED, SPECIAL
-from fastjax.data.records import ChatRecord, Message, Record
+from fastjax.data.records import ChatRecord, Message, Record, TokenRecord, Written
 from fastjax.data.settings import PARTS, LossOn, SpecialTokens
 from fastjax.data.special_texts import ContentAsText, SpecialTexts
 from fastjax.data.template import ChatTemplate, RenderedChat
+from fastjax.data.token_rows import token_spans
 from fastjax.data.tokenizer import check_post_processor
 from fastjax.errors import ConfigError, DataError
 
@@ -127,27 +128,31 @@ class Encoder:
             ConfigError: A conversation, and a tokenizer without chat template.
             DataError: The chat template refuses a conversation.
         """
-        chats: list[tuple[int, RenderedChat, bool]] = []
+        chats: list[tuple[int, RenderedChat | TokenRecord, bool]] = []
         noted: dict[str, list[int]] = {}
         count = size = 0
         instructed, answered = False, ""
         for record in records:
-            if self._holds_special(record):
-                noted.setdefault(SPECIAL, []).append(count)
-            rendered, templated = self._render(record), isinstance(record, ChatRecord) or self._has_parts(record)
-            if len(rendered) > 1 and not apart:
-                raise DataError(
-                    f"{record.where}: the chat template rewrites earlier answers when messages follow, so these cannot "
-                    "be scored in one text; give the answers before the last one as part of the prompt"
-                )
-            for kind in sorted(set[str]().union(*(chat.left_out for chat in rendered))):
-                noted.setdefault(kind, []).append(count)
-            if isinstance(self.loss_on, dict) and templated and not isinstance(record, ChatRecord):
-                instructed = instructed or self.loss_on["instruction_part"] in record.text
-                answered = answered or (record.where if rendered[0].responses else "")
-            chats += [(count, chat, templated) for chat in rendered]
+            if isinstance(record, TokenRecord):
+                chats.append((count, record, False))
+                size += len(record.tokens)
+            else:
+                if self._holds_special(record):
+                    noted.setdefault(SPECIAL, []).append(count)
+                rendered, templated = self._render(record), isinstance(record, ChatRecord) or self._has_parts(record)
+                if len(rendered) > 1 and not apart:
+                    raise DataError(
+                        f"{record.where}: the chat template rewrites earlier answers when messages follow, so these cannot "
+                        "be scored in one text; give the answers before the last one as part of the prompt"
+                    )
+                for kind in sorted(set[str]().union(*(chat.left_out for chat in rendered))):
+                    noted.setdefault(kind, []).append(count)
+                if isinstance(self.loss_on, dict) and templated and not isinstance(record, ChatRecord):
+                    instructed = instructed or self.loss_on["instruction_part"] in record.text
+                    answered = answered or (record.where if rendered[0].responses else "")
+                chats += [(count, chat, templated) for chat in rendered]
+                size += sum(len(chat.text) for chat in rendered)
             count += 1
-            size += sum(len(chat.text) for chat in rendered)
             if size >= CHUNK:
                 yield self._encode_chunk(chats, noted)
                 chats, noted, count, size = [], {}, 0, 0
@@ -167,9 +172,9 @@ class Encoder:
             records: The examples.
 
         Returns:
-            Their texts, conversations rendered by the chat template.
+            Their texts, conversations rendered by the chat template; token ids have none.
         """
-        return [self._render(record)[-1].text for record in records]
+        return [self._render(record)[-1].text for record in records if not isinstance(record, TokenRecord)]
 
     def encode_prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Encode a conversation for the assistant to continue, with the tokens of its beginning in training.
@@ -239,7 +244,7 @@ class Encoder:
     def _beginning(self, text: str) -> list[int]:
         return self._with_bos(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def _holds_special(self, record: Record) -> bool:
+    def _holds_special(self, record: Written) -> bool:
         """Whether a row's content holds special tokens."""
         within = self._special_texts.within
         if isinstance(record, ChatRecord):
@@ -254,18 +259,24 @@ class Encoder:
             start += 1
         return [self._bos, *ids[start:]]
 
-    def _encode_chunk(self, chats: Sequence[tuple[int, RenderedChat, bool]], noted: dict[str, list[int]]) -> Examples:
-        encodings = self._backend.encode_batch([chat.text for _, chat, _ in chats], add_special_tokens=False)
+    def _encode_chunk(
+        self, chats: Sequence[tuple[int, RenderedChat | TokenRecord, bool]], noted: dict[str, list[int]]
+    ) -> Examples:
+        rendered = [chat for _, chat, _ in chats if isinstance(chat, RenderedChat)]
+        encodings = iter(self._backend.encode_batch([chat.text for chat in rendered], add_special_tokens=False))
         ids: list[list[int]] = []
         starts: list[int] = []
         ends: list[int] = []
         total = 0
-        for (record, chat, by_template), whole in zip(chats, encodings, strict=True):
-            borders = (start for start, _ in chat.responses if start)
-            encoding, joined = encoded_apart(self._backend, chat.text, whole, borders)
-            if joined and noted.setdefault(JOINED, [])[-1:] != [record]:
-                noted[JOINED].append(record)
-            tokens, spans = self._spans(encoding, chat, by_template)
+        for record, chat, by_template in chats:
+            if isinstance(chat, TokenRecord):
+                tokens, spans = token_spans(chat, self.loss_on)
+            else:
+                borders = (start for start, _ in chat.responses if start)
+                encoding, joined = encoded_apart(self._backend, chat.text, next(encodings), borders)
+                if joined and noted.setdefault(JOINED, [])[-1:] != [record]:
+                    noted[JOINED].append(record)
+                tokens, spans = self._spans(encoding, chat, by_template)
             ids.append(tokens)
             # Nothing predicts the first token.
             starts += [total + max(start, 1) for start, end in spans if end > 1]
@@ -280,16 +291,16 @@ class Encoder:
             offsets,
             noted,
             np.asarray([record for record, _, _ in chats], np.int64),
-            sum(chat.elsewhere for _, chat, _ in chats),
+            sum(chat.elsewhere for chat in rendered),
         )
 
-    def _render(self, record: Record) -> list[RenderedChat]:
+    def _render(self, record: Written) -> list[RenderedChat]:
         chats = self._read(record)
         for chat in chats:
             check_characters(chat.text, record.where)
         return chats
 
-    def _read(self, record: Record) -> list[RenderedChat]:
+    def _read(self, record: Written) -> list[RenderedChat]:
         if self._as_text is None:
             return self._written(record)
         if isinstance(record, ChatRecord):
@@ -301,7 +312,7 @@ class Encoder:
         self._as_text.check(record.text, record.where)
         return self._written(record)
 
-    def _written(self, record: Record) -> list[RenderedChat]:
+    def _written(self, record: Written) -> list[RenderedChat]:
         """The texts of an example, written by the template or as it is, and what of them is learnt."""
         if isinstance(record, ChatRecord):
             if record.train is not None:
@@ -324,7 +335,7 @@ class Encoder:
         start = 0 if self.loss_on == "all" else record.prompt
         return [RenderedChat(record.text, [(start, len(record.text))] if record.text else [])]
 
-    def _has_parts(self, record: Record) -> bool:
+    def _has_parts(self, record: Written) -> bool:
         """Whether a record is a rendered conversation, whose responses are found by their beginning."""
         return isinstance(self.loss_on, dict) and not isinstance(record, ChatRecord) and not record.prompt
 

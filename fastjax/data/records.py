@@ -1,6 +1,9 @@
-"""Examples before encoding: a text or a conversation, and its place."""
+"""Examples before encoding: a text, a conversation or token ids, and its place."""
 
 from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32
 
 Message = dict[str, Any]
 """One message of a conversation: `role`, `content`, and other keys for the chat template."""
@@ -40,7 +43,26 @@ class ChatRecord(NamedTuple):
     options: dict[str, Any] | None = None
 
 
-Record = TextRecord | ChatRecord
+class TokenRecord(NamedTuple):
+    """A text as token ids.
+
+    Attributes:
+        tokens: The ids.
+        learn: Whether each is learnt.
+        where: Its place, such as file and line, for messages to the user.
+        completion: Whether each is part of a completion, which alone is learnt unless all is; None: unknown.
+    """
+
+    tokens: Int32[np.ndarray, " N"]
+    learn: Bool[np.ndarray, " N"]
+    where: str
+    completion: Bool[np.ndarray, " N"] | None = None
+
+
+Written = TextRecord | ChatRecord
+"""An example in words."""
+
+Record = Written | TokenRecord
 """An example before encoding."""
 
 

@@ -29,6 +29,7 @@ margin and keep each answer's last token, where a score is read."""
 COLUMNS = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "text", "tools"),
     *("chosen", "rejected", "label", "margin", "system", "history", "chat_template_kwargs", "documents"),
+    *("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks", "position_ids", "seq_lengths"),
 )
 """Meanings of columns, each the default name of its column."""
 

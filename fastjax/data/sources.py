@@ -133,11 +133,16 @@ class Rows:
         for number, row in enumerate(self._rows):
             if not isinstance(row, Mapping):
                 raise DataError(f"{name} row {number}: expected a dict of columns, got {shorten(repr(row), 80)}")
-        told = json.dumps(self._rows, sort_keys=True, default=repr)
+        told = json.dumps(self._rows, sort_keys=True, default=_in_words)
         self._fingerprint = hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._rows)
+
+
+def _in_words(value: Any) -> Any:
+    """A value that JSON has none for; of an array all of its numbers, which `repr` leaves out."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def given_rows(rows: Any, name: str, columns: dict[str, str] | None = None) -> OpenSource:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastjax.data.named_templates import set_chat_template
-from fastjax.data.records import ChatRecord, Record, TextRecord
+from fastjax.data.records import ChatRecord, Record, TextRecord, TokenRecord
 from fastjax.data.settings import PARTS
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
@@ -127,9 +127,14 @@ class SFTTrainer(TRLTrainer):
             response_part: the text that begins a response; needed for rows of text.
 
         Raises:
-            ConfigError: rows of text without both parts.
+            ConfigError: rows of text without both parts, or of token ids.
         """
         first = self._first()
+        if isinstance(first, TokenRecord):
+            raise ConfigError(
+                "train_on_responses_only: expected rows of conversations or texts, got token ids (input_ids), of which "
+                "labels, completion_mask or assistant_masks say what is learnt"
+            )
         parts: dict[str, str] = dict(zip(PARTS, (instruction_part, response_part), strict=True))
         self.args = dataclasses.replace(self.args, assistant_only_loss=True, completion_only_loss=None)
         if not isinstance(first, TextRecord) or first.prompt:

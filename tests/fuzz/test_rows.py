@@ -38,6 +38,8 @@ ROWS = (
     {"instruction": "what", "input": "the user", "output": "is"},
     {"instruction": "what", "output": "is", "history": [["the", "user"]], "system": "s"},
     {"messages": SAID[1:2] + SAID[4:], "chat_template_kwargs": {"a": 1}, "documents": [{"title": "t"}]},
+    {"input_ids": [3, 1, 4, 1], "labels": [-100, -100, 4, 1], "attention_mask": [1, 1, 1, 1]},
+    {"input_ids": [3, 1, 4, 1], "completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 1, 1]},
 )
 #: Rows of preferences, in each form.
 PREFERENCES = (

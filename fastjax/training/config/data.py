@@ -15,8 +15,8 @@ class DataSection:
     Attributes:
         train: a file, a folder, or a name that `datasets.load_dataset` takes; or a list of these, or of sections with
             path, name, split, weight, streaming and columns. Rows hold messages (with tools), conversations (ShareGPT),
-            prompt and completion, instruction, input and output, or text; with preferences.loss prompt, chosen and
-            rejected, or prompt, completion and label. If one is streamed, all are.
+            prompt and completion, instruction, input and output, text, or input_ids (with labels); with
+            preferences.loss prompt, chosen and rejected, or prompt, completion and label. If one is streamed, all are.
         eval: held-out data, named in the same way; null: none but those of val_set_size.
         val_set_size: hold so many examples of the training data out, or a share of them below 1, of each data set its
             part, the same ones whatever training.seed is; null: none.

@@ -121,6 +121,14 @@ def test_answers_alone_of_rows_of_text(loaded, tmp_path, capsys):
     assert learnt[0] == learnt[1] and len({number for pair in learnt[0] for number in pair}) == 2
 
 
+def test_rows_of_token_ids(loaded):
+    """Their labels say what is learnt; no text is left to search."""
+    trainer = SFTTrainer(loaded[0], SFTConfig(output_dir="nowhere"), [{"input_ids": [5, 6], "labels": [-100, 6]}])
+    assert trainer._trainer.config.data.loss_on == "responses"
+    with pytest.raises(ConfigError, match=r"expected rows of conversations or texts, got token ids \(input_ids\)"):
+        train_on_responses_only(trainer, instruction_part="<|user|>", response_part="<|assistant|>")
+
+
 def test_a_chat_template_by_name():
     tokenizer = load_tokenizer(ASSETS / "tiny-llama")
     assert get_chat_template(tokenizer, chat_template="alpaca") is tokenizer

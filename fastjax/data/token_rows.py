@@ -1,0 +1,116 @@
+"""Rows that hold token ids, `input_ids`, with transformers' and TRL's names for what of them is learnt.
+
+`labels` are the ids in their own places, −100 where nothing is learnt. Without them `assistant_masks` and
+`completion_mask` say it, 1 where a token is learnt; without any, all are. `attention_mask` is 0 in padding, which is
+left out. Nothing is added: neither BOS nor EOS.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from convert.errors import shorten
+from fastjax.data.documents import IGNORE
+from fastjax.data.records import TokenRecord
+from fastjax.data.settings import PARTS, LossOn
+from fastjax.errors import DataError
+
+_LARGEST = np.iinfo(np.int32).max
+
+
+def token_record(value: Callable[[str], Any], name: Callable[[str], str], where: str) -> TokenRecord:
+    """The example of a row that holds token ids.
+
+    Args:
+        value: Gives the row's value of a meaning.
+        name: Gives a column's name for errors.
+        where: The row's place, for errors.
+
+    Raises:
+        DataError: Values that are no token ids or masks of their length, or several documents in one row.
+    """
+    tokens = _integers(value("input_ids"), f"{where}: {name('input_ids')}")
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() <= _LARGEST:
+        raise DataError(f"{where}: {name('input_ids')} must be token ids, found {tokens.min()} to {tokens.max()}")
+    positions = value("position_ids")
+    lengths = value("seq_lengths")
+    if (positions is not None and (np.diff(_integers(positions, f"{where}: {name('position_ids')}")) != 1).any()) or (
+        lengths is not None and len(lengths) > 1
+    ):
+        raise DataError(
+            f"{where}: {name('input_ids')}: expected one document, found several, as {name('position_ids')} or "
+            f"{name('seq_lengths')} says; give each a row of its own, which data.packing packs"
+        )
+
+    def mask(meaning: str) -> np.ndarray | None:
+        if (given := value(meaning)) is None:
+            return None
+        found = _alike(given, tokens, f"{where}: {name(meaning)}", bools=True)
+        if not np.isin(found, (0, 1)).all():
+            raise DataError(f"{where}: {name(meaning)} must hold 0 and 1 alone, found {found.min()} to {found.max()}")
+        return found.astype(bool)
+
+    attended, learn = mask("attention_mask"), np.ones(len(tokens), bool)
+    if (labels := value("labels")) is not None:
+        labels = _alike(labels, tokens, f"{where}: {name('labels')}")
+        learn, completion = labels != IGNORE, None
+        attended = np.ones(len(tokens), bool) if attended is None else attended
+        if wrong := np.flatnonzero(learn & attended & (labels != tokens)).tolist():
+            raise DataError(
+                f"{where}: {name('labels')} must be those of {name('input_ids')} in the same places, or {IGNORE}, "
+                f"found {labels[wrong[0]]} for {tokens[wrong[0]]} at {wrong[0]}"
+            )
+    else:
+        assistant, completion = mask("assistant_masks"), mask("completion_mask")
+        learn = learn if assistant is None else assistant
+    span = slice(None)
+    if attended is not None:
+        there = np.flatnonzero(attended)
+        span = slice(there[0], there[-1] + 1) if len(there) else slice(0)
+        if not attended[span].all():
+            raise DataError(f"{where}: {name('attention_mask')}: expected 0 at the ends alone, found it between others")
+    completion = None if completion is None else completion[span]
+    return TokenRecord(tokens[span].astype(np.int32), learn[span], where, completion)
+
+
+def token_spans(record: TokenRecord, loss_on: LossOn) -> tuple[list[int], list[tuple[int, int]]]:
+    """The tokens of an example and the ranges of its targets.
+
+    Args:
+        record: The example.
+        loss_on: As of `Encoder`; of a completion alone, unless all is learnt.
+
+    Raises:
+        DataError: A `loss_on` that is searched for in texts.
+    """
+    if isinstance(loss_on, dict):
+        raise DataError(
+            f"{record.where}: input_ids: expected loss_on responses or all, with labels or masks to say what is "
+            f"learnt, got {' and '.join(PARTS)}, which are searched for in texts"
+        )
+    learn = record.learn
+    if record.completion is not None and loss_on != "all":
+        learn = learn & record.completion
+    edges = np.flatnonzero(np.diff(learn, prepend=False, append=False)).reshape(-1, 2)
+    return record.tokens.tolist(), [(start, end) for start, end in edges.tolist()]
+
+
+def _alike(value: Any, tokens: np.ndarray, where: str, *, bools: bool = False) -> np.ndarray:
+    found = _integers(value, where, bools=bools)
+    if len(found) != len(tokens):
+        raise DataError(f"{where}: expected {len(tokens)} values, one for each token, found {len(found)}")
+    return found
+
+
+def _integers(value: Any, where: str, *, bools: bool = False) -> Int[np.ndarray, " N"]:
+    try:
+        found = np.asarray(value)
+    except (ValueError, TypeError, OverflowError):
+        found = np.zeros((), object)
+    if found.ndim == 1 and not found.size:
+        return np.zeros(0, np.int64)
+    if found.ndim != 1 or found.dtype.kind not in ("iub" if bools else "iu"):
+        raise DataError(f"{where} must be a list of integers, found {shorten(repr(value), 60)}")
+    return found.astype(np.int64)
