@@ -4,6 +4,9 @@ A document is an example as the model sees it: input tokens, and for each the to
 target (a user's last word, the newline after an end of turn, the end of turn itself as an input) change no loss and are
 cut off. Flat arrays are as small as the tokens, quick to build, and can be written to a file as they are.
 
+A row has inputs for max_length tokens, and the last one's target is the token behind it, which is no input: an example
+of max_length + 1 tokens is whole. (TRL counts that token too; its max_length is one more for the same targets.)
+
 An example longer than a row becomes one document, of its beginning (truncate), none (drop), or several (split): its
 successive pieces of a row's length. Each piece is a separate document: its positions begin at 0, it has no BOS and no
 attention to the pieces before it. A piece without a target is left out.

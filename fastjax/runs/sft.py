@@ -25,7 +25,8 @@ class SFTConfig(SharedArguments):
     """TRL's settings of supervised fine-tuning; each means what it means there. Further ones: `SharedArguments`.
 
     Attributes:
-        max_length: tokens of a row, at most the model's max_seq_length; None: that.
+        max_length: tokens of a row, at most the model's max_seq_length; None: that. The last has a target too, the
+            token behind it: of a row that is cut, one target more than in TRL, which counts that token.
         packing: put several examples into one row, which do not see each other.
         dataset_text_field: the column of plain texts.
         completion_only_loss: learn completions alone; None: where rows have them.
