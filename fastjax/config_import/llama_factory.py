@@ -3,6 +3,8 @@
 What its own arguments do not name are transformers' TrainingArguments, with their defaults.
 """
 
+from typing import Any
+
 from convert.errors import shorten
 from fastjax.config_import.common import (
     FLOAT8,
@@ -142,6 +144,16 @@ def _checkpoints(job: Job) -> None:
         job.not_carried[f"report_to: {', '.join(others)}"] = _SWANLAB
 
 
+def _sampling(job: Job, key: str, value: Any) -> None:
+    """Carry the order of the rows over, in transformers' newer spelling."""
+    if value == "group_by_length":
+        job.carry(key, "training.group_by_length", True)
+    elif value == "random":
+        job.not_needed[key] = "so it is here"
+    else:
+        job.refused[key] = "rows are shuffled (random), or of similar length in a step (group_by_length)"
+
+
 _ROWS: dict[str, Row] = {
     "cutoff_len": to("model.max_seq_length", 2048),
     "lora_dropout": to_number("lora.lora_dropout"),
@@ -180,7 +192,7 @@ _ROWS: dict[str, Row] = {
     **dict.fromkeys(("flash_attn", "use_unsloth", "use_unsloth_gc", "enable_liger_kernel"), unneeded(KERNELS)),
     **dict.fromkeys(("use_v1_kernels", "torch_compile*"), unneeded(KERNELS)),
     **dict.fromkeys(("gradient_checkpointing*", "disable_gradient_checkpointing"), unneeded(RECOMPUTE)),
-    "use_reentrant_gc": unneeded(RECOMPUTE),
+    **dict.fromkeys(("activation_checkpointing*", "use_reentrant_gc"), unneeded(RECOMPUTE)),
     **dict.fromkeys(("deepspeed", "fsdp*", "ddp_*", "ray_*"), unneeded(PARALLEL)),
     **dict.fromkeys(
         ("preprocessing_*", "dataloader_*", "overwrite_cache"), unneeded("data.cache_dir keeps prepared data")
@@ -219,6 +231,13 @@ _ROWS: dict[str, Row] = {
     "tool_format": lost("the chat template writes tools"),
     "eval_on_each_dataset": lost("one loss for all held-out data"),
     "group_by_length": to("training.group_by_length"),
+    "train_sampling_strategy": Row(_sampling, "training.group_by_length"),
+    "length_column_name": unneeded("lengths are counted"),
+    **dict.fromkeys(
+        ("metric_for_best_model", "greater_is_better"), lost("eval_loss", among("loss", "eval_loss", False))
+    ),
+    "data_seed": lost("training.seed is the data's too"),
+    **dict.fromkeys(("optim_args", "optim_target_modules"), refused(NAMES)),
     "create_new_adapter": unneeded("a fresh adapter, unless lora.adapter names one"),
     # What would make the result another.
     **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss"), refused(_LOSS)),

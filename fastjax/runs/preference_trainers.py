@@ -13,7 +13,7 @@ from typing import Any
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import Callback, Trainer, TrainerSettings
-from fastjax.runs.trl_arguments import SharedArguments, with_names
+from fastjax.runs.trl_arguments import SharedArguments, arguments, with_names
 from fastjax.runs.trl_trainer import TRLTrainer
 from fastjax.training.config import PreferencesSection
 
@@ -28,18 +28,13 @@ _ELSEWHERE = {
     "precompute_ref_batch_size": "per_device_eval_batch_size",
     "sync_ref_model": "a reference that stays",
     "generate_during_eval": "Trainer's evaluate",
-    "padding_free": "packing",
-    "activation_offloading": "use_gradient_checkpointing of FastLanguageModel",
     "router_aux_loss_coef": "a loss without it",
-    **dict.fromkeys(("eos_token", "pad_token"), "a tokenizer that has it"),
-    "pad_to_multiple_of": "max_seq_length of FastLanguageModel, the length of a row",
-    "chat_template_path": "TrainerSettings(chat_template=…)",
     "quantization_config": "FastLanguageModel.from_pretrained",
     **dict.fromkeys(("loss_weights", "ld_alpha", "use_weighting", "alpha", "is_encoder_decoder"), _SECTION),
 }
 
 
-@dataclasses.dataclass(kw_only=True)
+@arguments
 class PreferenceArguments(SharedArguments, abc.ABC):
     """What the configs share; further ones: `SharedArguments`.
 
@@ -83,7 +78,7 @@ class PreferenceArguments(SharedArguments, abc.ABC):
         return TrainerSettings(*self.sections(model), self.preferences(), packing=self.packing)
 
 
-@dataclasses.dataclass(kw_only=True)
+@arguments
 class PolicyArguments(PreferenceArguments, abc.ABC):
     """What those of log-probabilities share.
 
@@ -101,7 +96,7 @@ class PolicyArguments(PreferenceArguments, abc.ABC):
         self._expect("truncation_mode", "keep_start")
 
 
-@dataclasses.dataclass(kw_only=True)
+@arguments
 class DPOConfig(PolicyArguments):
     """TRL's settings of DPO.
 
@@ -133,7 +128,7 @@ class DPOConfig(PolicyArguments):
         return PreferencesSection(loss, self.beta, precompute_ref_log_probs=before, max_length=self.max_length)
 
 
-@dataclasses.dataclass(kw_only=True)
+@arguments
 class ORPOConfig(PolicyArguments):
     """TRL's settings of ORPO; its first term is over all tokens of the chosen documents, as there."""
 
@@ -142,7 +137,7 @@ class ORPOConfig(PolicyArguments):
         return PreferencesSection("orpo", self.beta, nll_tokens="all", max_length=self.max_length)
 
 
-@dataclasses.dataclass(kw_only=True)
+@arguments
 class KTOConfig(PolicyArguments):
     """TRL's settings of KTO.
 
@@ -174,7 +169,7 @@ class KTOConfig(PolicyArguments):
         )
 
 
-@dataclasses.dataclass(kw_only=True)
+@arguments
 class CPOConfig(PolicyArguments):
     """TRL's settings of CPO, of which SimPO is served: `loss_type="simpo"` with `cpo_alpha=0`.
 
@@ -203,7 +198,7 @@ class CPOConfig(PolicyArguments):
         )
 
 
-@dataclasses.dataclass(kw_only=True)
+@arguments
 class RewardConfig(PreferenceArguments):
     """TRL's settings of a reward model; pairs with an answer longer than `max_length` are left out, as there.
 
@@ -287,7 +282,7 @@ class ORPOTrainer(PreferenceTrainer):
 
 
 class KTOTrainer(PreferenceTrainer):
-    """TRL's trainer of KTO; the completions of its mismatched prompts are those before them in the data."""
+    """TRL's trainer of KTO, whose rows are shuffled; mismatched prompts have the completions before theirs."""
 
     Config = KTOConfig
 

@@ -13,14 +13,14 @@ from fastjax.data.settings import PARTS
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.runs.trainer import Callback, Trainer, TrainerSettings, first_record
-from fastjax.runs.trl_arguments import SharedArguments, with_names
+from fastjax.runs.trl_arguments import SharedArguments, arguments, with_names
 from fastjax.runs.trl_trainer import TRLTrainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-@dataclasses.dataclass(kw_only=True)
+@arguments
 class SFTConfig(SharedArguments):
     """TRL's settings of supervised fine-tuning; each means what it means there. Further ones: `SharedArguments`.
 
@@ -31,12 +31,14 @@ class SFTConfig(SharedArguments):
         dataset_text_field: the column of plain texts.
         completion_only_loss: learn completions alone; None: where rows have them.
         assistant_only_loss: learn the assistant's messages alone; without it, of conversations, every token.
+        router_aux_loss_coef: as in `TrainingSection`; None: 0.
     """
 
     packing: bool = False
     dataset_text_field: str = "text"
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
+    router_aux_loss_coef: float | None = None
 
     @property
     def columns(self) -> dict[str, str] | None:
@@ -57,8 +59,10 @@ class SFTConfig(SharedArguments):
             ConfigError: a dtype or length that the model does not have.
         """
         whole = not self.assistant_only_loss if conversations else self.completion_only_loss is False
+        output, training, optimizer = self.sections(model)
+        training = dataclasses.replace(training, router_aux_loss_coef=self.router_aux_loss_coef or 0.0)
         return TrainerSettings(
-            *self.sections(model),
+            *(output, training, optimizer),
             max_seq_length=self.max_length,
             columns=self.columns,
             packing=self.packing,

@@ -1,12 +1,16 @@
 """The arguments that TRL's trainers share, most of them transformers', as sections of a run's settings."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
+from fastjax.runs.trl_names import NOT_NEEDED, ONLY
 from fastjax.training.config import OptimizerConfig, OutputSection, TrainingSection
+
+A = TypeVar("A", bound="SharedArguments")
 
 _OPTIMIZERS = {
     "adamw_torch": "adamw",
@@ -22,35 +26,40 @@ _SCHEDULES = {name: name for name in ("linear", "cosine", "constant")} | {
     "constant_with_warmup": "constant",
     "warmup_stable_decay": "wsd",
 }
-#: Names that change nothing here -> why.
-_NOT_NEEDED = (
-    *("dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory", "remove_unused_columns", "tf32"),
-    *("disable_tqdm", "gradient_checkpointing_kwargs", "ddp_find_unused_parameters"),
-)
-#: Names with another place -> which.
-_ELSEWHERE = {
-    "gradient_checkpointing": "use_gradient_checkpointing of FastLanguageModel",
-    "model_init_kwargs": "FastLanguageModel.from_pretrained",
-    "peft_config": "FastLanguageModel.get_peft_model",
-    "deepspeed": "fastjax train with parallel.fsdp",
-    "fsdp": "fastjax train with parallel.fsdp",
-    "push_to_hub": "LanguageModel.push_to_hub",
-    "resume_from_checkpoint": "train(resume=True)",
-    "formatting_func": "rows that are formatted already, or a chat template",
-    "data_collator": "Trainer's loss_on: responses, last_response or all",
-    "compute_metrics": "Trainer's evaluate",
-}
+#: train_sampling_strategy -> group_by_length.
+_SAMPLING = {"random": False, "group_by_length": True}
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclass_transform(kw_only_default=True)
+def arguments(cls: type[A]) -> type[A]:
+    """A dataclass of settings by name, which also takes the names of theirs that it has no field for, as `others`."""
+    made = dataclasses.dataclass(kw_only=True)(cls)
+    own, init = {field.name for field in dataclasses.fields(made)}, made.__init__
+
+    @functools.wraps(init)
+    def collected(self: A, **named: Any) -> None:
+        rest = {name: named.pop(name) for name in list(named) if name not in own}
+        init(self, **{**named, "others": {**named.get("others", {}), **rest}})
+
+    made.__init__ = collected
+    return made
+
+
+@arguments
 class SharedArguments:
-    """Names of transformers' TrainingArguments; each means what it means there.
+    """Names of transformers' TrainingArguments; each means what it means there. What becomes of those that are no
+    fields is in `trl_names`.
 
     Attributes:
         output_dir: folder of the run.
         overwrite_output_dir: replace an earlier run there.
         max_length: tokens of a sequence; None: no limit of its own.
-        group_by_length: take rows of similar length into a step, which computes the longest.
+        warmup_steps: a number of steps, or a share of the run's below 1; none with lr_scheduler_type "constant".
+        warmup_ratio: the older name of the share.
+        train_sampling_strategy: "random", or "group_by_length": rows of similar length in a step, which computes the
+            longest.
+        group_by_length: the older name of the second.
+        full_determinism: two equal runs are equal bit for bit.
         bf16: the computation is in bfloat16, which the model was loaded for; None: whatever it is.
         fp16: likewise float16.
         embedding_learning_rate: that of embedding and head where these are trained, as of Unsloth; None: learning_rate.
@@ -73,7 +82,7 @@ class SharedArguments:
     learning_rate: float = 2e-5
     embedding_learning_rate: float | None = None
     lr_scheduler_type: str = "linear"
-    warmup_steps: int = 0
+    warmup_steps: float = 0
     warmup_ratio: float = 0.0
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
@@ -83,8 +92,10 @@ class SharedArguments:
     optim: str = "adamw_torch"
     label_smoothing_factor: float = 0.0
     neftune_noise_alpha: float | None = None
+    train_sampling_strategy: str = "random"
     group_by_length: bool = False
     seed: int = 42
+    full_determinism: bool = False
     bf16: bool | None = None
     fp16: bool | None = None
     logging_steps: int = 10
@@ -100,15 +111,18 @@ class SharedArguments:
 
     def __post_init__(self) -> None:
         own = type(self).__name__
-        elsewhere = {**_ELSEWHERE, **self.elsewhere()}
+        only = {**ONLY, **{name: ((), instead) for name, instead in self.elsewhere().items()}}
         for name, value in self.others.items():
-            if name in elsewhere and value:
-                raise ConfigError(f"{own}: {name}: expected none, got {value!r}; use {elsewhere[name]}")
-            if name not in elsewhere and name not in _NOT_NEEDED:
+            values, instead = only.get(name, ((value,), ""))
+            if value and value not in values:
+                served = f" or {' or '.join(map(repr, values))}" if values else ""
+                raise ConfigError(f"{own}: {name}: expected none{served}, got {value!r}; use {instead}")
+            if name not in only and name not in NOT_NEEDED:
                 raise ConfigError(f"{own}: {name}: expected a name of {own}, got an unknown one")
         for name, known in (
             ("optim", _OPTIMIZERS),
             ("lr_scheduler_type", _SCHEDULES),
+            ("train_sampling_strategy", _SAMPLING),
             ("eval_strategy", ("no", "steps", "epoch")),
             ("save_strategy", ("no", "steps", "epoch")),
         ):
@@ -151,19 +165,23 @@ class SharedArguments:
             max_steps=self.max_steps if self.max_steps > 0 else None,
             per_device_eval_batch_size=self.per_device_eval_batch_size,
             eval_steps=_every(self.eval_strategy, self.eval_steps or self.logging_steps),
-            group_by_length=self.group_by_length,
+            group_by_length=self.group_by_length or _SAMPLING[self.train_sampling_strategy],
             logging_steps=self.logging_steps,
             label_smoothing_factor=self.label_smoothing_factor,
             neftune_noise_alpha=self.neftune_noise_alpha,
             seed=self.seed,
+            deterministic=self.full_determinism,
         )
+        # As there: steps stand before the ratio, below 1 they are one, and "constant" has no warm-up.
+        steps, ratio = (0, 0.0) if self.lr_scheduler_type == "constant" else (self.warmup_steps, self.warmup_ratio)
+        steps, ratio = (0, steps) if 0 < steps < 1 else (int(steps), 0.0 if steps else ratio)
         optimizer = OptimizerConfig(
             name=_OPTIMIZERS[self.optim],  # pyright: ignore[reportArgumentType]
             learning_rate=self.learning_rate,
             embedding_learning_rate=self.embedding_learning_rate,
             lr_scheduler_type=_SCHEDULES[self.lr_scheduler_type],  # pyright: ignore[reportArgumentType]
-            warmup_steps=self.warmup_steps,
-            warmup_ratio=self.warmup_ratio,
+            warmup_steps=steps,
+            warmup_ratio=ratio,
             weight_decay=self.weight_decay,
             adam_beta1=self.adam_beta1,
             adam_beta2=self.adam_beta2,
@@ -178,9 +196,6 @@ def _every(strategy: str, steps: int | float) -> Any:
     return {"no": None, "steps": steps, "epoch": "epoch"}[strategy]
 
 
-A = TypeVar("A", bound=SharedArguments)
-
-
 def with_names(args: A | type[A], others: Mapping[str, Any]) -> A:
     """The arguments with those that were given to the trainer itself, as older versions of TRL have it.
 
@@ -188,9 +203,4 @@ def with_names(args: A | type[A], others: Mapping[str, Any]) -> A:
         args: the trainer's; or their class, where it was given none.
         others: by name; those of `args` replace its own, the rest is looked at as its `others` are.
     """
-    fields = {field.name for field in dataclasses.fields(args)} - {"others"}
-    changes = {name: value for name, value in others.items() if name in fields}
-    rest = {name: value for name, value in others.items() if name not in fields}
-    if isinstance(args, type):
-        return args(**changes, others=rest)
-    return dataclasses.replace(args, **changes, others={**args.others, **rest})
+    return args(**others) if isinstance(args, type) else dataclasses.replace(args, **others)

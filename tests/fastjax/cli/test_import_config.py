@@ -154,6 +154,13 @@ def test_evaluations_and_saves_of_axolotl(imported, given, expected):
     assert "not carried over" not in lists(out)
 
 
+def test_newer_spellings_of_transformers(imported, tmp_path):
+    (tmp_path / "dataset_info.json").write_text(json.dumps(INFO))
+    given = {"train_sampling_strategy": "group_by_length", "neat_packing": False, "warmup_steps": 0.2}
+    config, _ = imported({**yaml.safe_load(LLAMA_FACTORY), **given})
+    assert config.training.group_by_length and config.optimizer.warmup_ratio == 0.2
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -206,6 +213,10 @@ TUNE = yaml.safe_load(TORCHTUNE)
             {"model_name_or_path": "m", "stage": "rm", "dataset": "pairs"},
             "stage: rm: sft, pt (plain text), dpo and kto there are (for a reward model write preferences.loss: "
             "reward); dataset_info.json: pairs: rows of preferences are",
+        ),
+        (
+            {"model_name_or_path": "m", "stage": "sft", "dataset": "own", "train_sampling_strategy": "sequential"},
+            "train_sampling_strategy: rows are shuffled (random), or of similar length in a step (group_by_length)",
         ),
         (
             {"model_name_or_path": "m", "stage": "sft", "dataset": "none"},

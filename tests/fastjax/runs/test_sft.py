@@ -1,5 +1,6 @@
 """TRL's and Unsloth's names: a run as their notebooks write it, what their settings become, what is refused."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -138,6 +139,47 @@ def test_a_chat_template_by_name():
         get_chat_template(tokenizer, chat_template="chatml")
 
 
+@pytest.mark.parametrize(
+    ("given", "section", "expected"),
+    [
+        ({"warmup_steps": 0.1}, 2, {"warmup_steps": 0, "warmup_ratio": 0.1}),
+        ({"warmup_steps": 7.0, "warmup_ratio": 0.5}, 2, {"warmup_steps": 7, "warmup_ratio": 0.0}),
+        ({"warmup_ratio": 0.5}, 2, {"warmup_steps": 0, "warmup_ratio": 0.5}),
+        ({"warmup_steps": 7, "lr_scheduler_type": "constant"}, 2, {"warmup_steps": 0, "warmup_ratio": 0.0}),
+        ({"warmup_steps": 7, "lr_scheduler_type": "constant_with_warmup"}, 2, {"warmup_steps": 7}),
+        ({"train_sampling_strategy": "group_by_length"}, 1, {"group_by_length": True}),
+        (
+            {"full_determinism": True, "router_aux_loss_coef": 0.1},
+            1,
+            {"deterministic": True, "router_aux_loss_coef": 0.1},
+        ),
+        ({"run_name": "r", "gradient_checkpointing": True, "logging_strategy": "steps"}, 0, {"run_name": "r"}),
+    ],
+)
+def test_what_names_become(loaded, given, section, expected):
+    """As transformers means them: below 1 warmup_steps are a share, and "constant" has no warm-up."""
+    settings = SFTConfig(**given).settings(loaded[0], True)
+    found = (settings.output, settings.training, settings.optimizer)[section]
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+def test_every_name_of_theirs_is_known():
+    """A default of theirs is what is done here, but for CPO, of which SimPO alone is, and the order of KTO's rows."""
+    trl = pytest.importorskip("trl", minversion="1.16", reason="TRL is in the environment with torch")
+    from trl.experimental import cpo, orpo
+
+    for kind, place in {"SFT": trl, "DPO": trl, "KTO": trl, "Reward": trl, "ORPO": orpo, "CPO": cpo}.items():
+        ours, theirs = getattr(fastjax, f"{kind}Config"), getattr(place, f"{kind}Config")
+        served = {"CPO": {"loss_type": "simpo", "cpo_alpha": 0.0}, "KTO": {"train_sampling_strategy": "random"}}
+        served = served.get(kind, {})
+        for field in dataclasses.fields(theirs):
+            value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+            if field.init and field.name not in served:
+                ours(**served | {field.name: value})
+
+
 def test_evaluations_and_saves(loaded):
     by_epoch = SFTConfig(eval_strategy="epoch", save_strategy="steps", save_steps=0.2).settings(loaded[0], True)
     assert (by_epoch.training.eval_steps, by_epoch.output.save_steps) == ("epoch", 0.2)
@@ -186,6 +228,14 @@ def test_what_is_learnt_is_what_it_is_there(loaded, given, loss_on, expected):
     ("others", "message"),
     [
         ({"peft_config": object()}, "peft_config: expected none, .* use FastLanguageModel.get_peft_model"),
+        (
+            {"train_sampling_strategy": "sequential"},
+            "train_sampling_strategy: expected one of random, group_by_length, got 'sequential'",
+        ),
+        (
+            {"packing_strategy": "wrapped"},
+            r"packing_strategy: expected none or 'bfd', .* use TrainerSettings\(too_long",
+        ),
         ({"bogus": 1}, "SFTConfig: bogus: expected a name of SFTConfig, got an unknown one"),
         ({"optim": "sgd"}, "SFTConfig: optim: expected one of adamw_torch, .* got 'sgd'"),
         ({"save_strategy": "best"}, "SFTConfig: save_strategy: expected one of no, steps, epoch, got 'best'"),
@@ -198,6 +248,8 @@ def test_what_is_learnt_is_what_it_is_there(loaded, given, loss_on, expected):
 def test_names_that_are_not_served(loaded, others, message):
     with pytest.raises(ConfigError, match=message):
         SFTTrainer(loaded[0], train_dataset=rows(1), **others)
+    with pytest.raises(ConfigError, match=message):
+        SFTConfig(**others).settings(loaded[0], True)
     with pytest.raises(ConfigError, match="save_method: expected one of merged_16bit, .*, lora, got merged_8bit"):
         loaded[0].save_pretrained_merged("nowhere", save_method="merged_8bit")
     with pytest.raises(ConfigError, match="loftq_config: expected None"):
