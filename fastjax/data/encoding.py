@@ -142,8 +142,8 @@ class Encoder:
                 rendered, templated = self._render(record), isinstance(record, ChatRecord) or self._has_parts(record)
                 if len(rendered) > 1 and not apart:
                     raise DataError(
-                        f"{record.where}: the chat template rewrites earlier answers when messages follow, so these cannot "
-                        "be scored in one text; give the answers before the last one as part of the prompt"
+                        f"{record.where}: the chat template rewrites earlier answers when messages follow, so these "
+                        "cannot be scored in one text; give the answers before the last one as part of the prompt"
                     )
                 for kind in sorted(set[str]().union(*(chat.left_out for chat in rendered))):
                     noted.setdefault(kind, []).append(count)

@@ -144,7 +144,7 @@ def test_a_run_of_the_command_line_and_a_resumed_one_from_python(model, tmp_path
 
 def test_rewards_do_not_depend_on_their_neighbours(model):
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
-    examples = [{"prompt": "Ben has ", "completion": "9 pens." * n} for n in (1, 5)] + [chat, "Ben has 9 pens."]
+    examples = [{"prompt": "Ben has", "completion": " 9 pens." * n} for n in (1, 5)] + [chat, "Ben has 9 pens."]
     together = model.rewards(examples, batch_size=2)
     assert together.dtype == np.float32 and np.ptp(together) > 0.05
     assert together[0] == pytest.approx(together[3], abs=1e-5)  # a text is all of it
