@@ -331,15 +331,23 @@ class ChatTemplate:
         Where the text before is another one than generation sees, as gpt-oss' that drops the thoughts before a tool's
         call once the answer is there, the response stands behind the generation prompt instead.
         """
+        question: list[Message] = [{"role": "user", "content": "a"}]
+        if not index:  # a template may look at the first message, or write what comes before any with it
+            opening, _ = self._opening([], question, where, variables)
+            if opening and through.startswith(opening):
+                return through, len(opening), True
         prompt = self._render(messages[:index], where, variables, True).text
         if through.startswith(prompt):
             return through, len(prompt), True
         start = self._whole_tokens(len(os.path.commonprefix([prompt, through])), prompt, through)
         before = self._core(self._render(messages[:index], where, variables).text)[0] if index else ""
         if start < len(before):
-            opening, head = self._opening(messages[:index], where, variables)
-            plain = self._opening([{"role": "user", "content": "a"}], where, variables)
-            if opening and head == plain[1] and through.startswith(opening):
+            opening, head = self._opening(messages[:index], messages[:index], where, variables)
+            if (
+                opening
+                and head == self._opening(question, question, where, variables)[1]
+                and through.startswith(opening)
+            ):
                 return prompt + through[len(opening) :], len(prompt), True
             raise DataError(
                 f"{where}: the chat template writes the text before messages[{index}] otherwise when the assistant is "
@@ -348,18 +356,18 @@ class ChatTemplate:
             )
         return through, start, False
 
-    def _opening(self, messages: Sequence[Message], where: str, variables: Mapping[str, Any]) -> tuple[str, str]:
-        """The text before an answer, its generation prompt included, and what stands between that and its content.
+    def _opening(
+        self, messages: Sequence[Message], asked: Sequence[Message], where: str, variables: Mapping[str, Any]
+    ) -> tuple[str, str]:
+        """The text before an answer to messages, the beginning of its turn included, and what stands between that and
+        its content; the beginning is what the generation prompt adds to the messages `asked`.
 
-        The former is "" where the answer's text has no generation prompt.
+        The former is "" where the answer's text has no such beginning.
         """
-        before, prompt = (self._render(messages, where, variables, asked).text for asked in (False, True))
+        before, prompt = (self._render(asked, where, variables, prompted).text for prompted in (False, True))
         answered = [*messages, {"role": "assistant", "content": PROBE}]
-        begun, turn, head = (
-            self._render(answered, where, variables)
-            .text.partition(PROBE)[0]
-            .rpartition(prompt.removeprefix(before) or PROBE)
-        )
+        said = self._render(answered, where, variables).text.partition(PROBE)[0]
+        begun, turn, head = said.rpartition(prompt.removeprefix(before) or PROBE)
         return (begun + turn, head) if turn else ("", head)
 
     def _turn(self, through: str, text: str) -> tuple[int, int | None]:

@@ -174,6 +174,18 @@ def test_an_answer_before_which_the_past_is_rewritten_stands_behind_what_generat
         assert not one.elsewhere
 
 
+@pytest.mark.parametrize("before", ["{{ messages[0].role ~ '!' }}", "{{ 'assistant!' if messages }}"])
+def test_an_answer_may_stand_first_whatever_the_template_writes_with_the_first_message(make_tokenizer, before):
+    template = ChatTemplate.from_tokenizer(make_tokenizer(before + SHAPES["two ends"]))
+    (found,) = template.render_with_responses([TWO[1], *TWO], "x")
+    assert found.text.startswith("assistant!<|im_start|>assistant\na") and not found.elsewhere
+    assert [found.text[start:end] for start, end in found.responses] == ["a<|im_end|>", "a<|im_end|>", "b</s>"]
+    with pytest.raises(DataError, match="^x: the chat template refuses the conversation: list object has no"):
+        ChatTemplate(
+            "{{ messages[0].role }}{% for m in messages %}{{ m.content }}{% endfor %}", {}
+        ).render_with_responses(TWO[1:], "x")
+
+
 @pytest.mark.parametrize("mark", ["", "generation"])
 def test_a_turn_that_is_not_written_is_refused(make_tokenizer, mark):
     """Its end alone would be learnt; an empty answer is one, and one that is not learnt may be anything."""
