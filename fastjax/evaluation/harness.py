@@ -105,9 +105,8 @@ class HarnessModel(LM):
             for start in range(0, len(members), self.batch_size):
                 part = members[start : start + self.batch_size]
                 prompts = [self._cut(self.encoder.encode_beginning(requests[n].args[0]), most) for n in part]
-                new = generate(
-                    self.model, prompts, max_new_tokens=most, seed=self.seed + start, stop_tokens=stops, **names
-                )
+                place = {"seed": self.seed, "first_row": start}
+                new = generate(self.model, prompts, max_new_tokens=most, stop_tokens=stops, **place, **names)
                 for number, tokens in zip(part, new, strict=True):
                     text = str(decode(tokens, skip_special_tokens=True))
                     for end in _until(requests[number].args[1]):

@@ -30,6 +30,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    first_row: int = 0,
     stop_tokens: Sequence[int] = (),
 ) -> list[list[int]]:
     """Continue each prompt.
@@ -42,6 +43,7 @@ def generate(
         top_k: sample among the k likeliest tokens.
         top_p: sample among the likeliest tokens of this total probability.
         seed: of the sampling.
+        first_row: number of the first prompt among all, of which these are a batch: each batch draws its own numbers.
         stop_tokens: the first of these ends a row, and is not returned.
 
     Returns:
@@ -74,7 +76,7 @@ def generate(
             model.frozen,
             tokens,
             lengths,
-            jax.random.key(seed),
+            jax.random.fold_in(jax.random.key(seed), first_row),
             jnp.asarray(tuple(stop_tokens), jnp.int32),
             max_new_tokens=max_new_tokens,
             temperature=float(temperature),

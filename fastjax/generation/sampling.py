@@ -33,13 +33,14 @@ def sample(
     Args:
         logits: of the next token.
         key: random state of this step.
-        temperature: divides the logits; 0 takes the likeliest token.
+        temperature: divides the logits; 0 takes the likeliest token, and so does what is 0 among normal float32.
         top_k: only the k likeliest tokens.
         top_p: only the likeliest tokens of this total probability (Holtzman et al., arXiv 1904.09751).
     """
-    if temperature == 0:
+    if temperature < jnp.finfo(jnp.float32).tiny:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits.astype(jnp.float32) / temperature
+    logits = logits.astype(jnp.float32)
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature  # the likeliest is 0: it overflows never
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -47,6 +48,6 @@ def sample(
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probability = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(probability, axis=-1) - probability
-        least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        least = jnp.min(jnp.where(before < top_p, ordered, ordered[:, :1]), axis=-1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)

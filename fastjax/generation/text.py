@@ -69,7 +69,8 @@ def answer(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            seed=seed + start,
+            seed=seed,
+            first_row=start,
             stop_tokens=stops,
         )
     return [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in answers]

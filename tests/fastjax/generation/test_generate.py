@@ -53,6 +53,8 @@ def test_the_seed_decides_what_is_sampled():
     options = {"max_new_tokens": 12, "temperature": 1.0, "top_k": 50, "top_p": 0.95}
     first, again, other = (generate(model(), prompts(), seed=seed, **options) for seed in (1, 1, 2))
     assert first == again != other
+    last = [generate(model(), prompts(), seed=2**32 - 1, first_row=row, **options) for row in (0, 4)]
+    assert last[0] != last[1]
     assert generate(model(), prompts(), max_new_tokens=12, temperature=1.0, top_k=1, seed=3) == generate(
         model(), prompts(), max_new_tokens=12
     )
@@ -101,6 +103,9 @@ PROBABILITY = np.array([0.05, 0.4, 0.15, 0.3, 0.1])
         ({"top_p": 0.01}, [1]),
         ({"top_k": 3, "top_p": 0.8}, [1, 3]),  # of the three likeliest alone: 0.47, 0.82, 1
         ({"temperature": 0.0}, [1]),
+        ({"temperature": 1e-38}, [1]),  # the quotients overflow
+        ({"temperature": 1e-46}, [1]),  # 0 in float32
+        ({"top_p": 1e-46}, [1]),
     ],
 )
 def test_tokens_are_drawn_by_their_probability_among_those_that_are_kept(options, kept):
