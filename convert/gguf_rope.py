@@ -43,6 +43,10 @@ def rope_keys(found: Architecture, model: ModelConfig, file: str) -> tuple[dict[
         if local.kind != "default":
             raise unexpected(file, "the windows' rope_type", "'default', for GGUF", local.kind)
         keys["rope_freq_base_swa"] = local.theta
+    if rope.base_dim(model.head_dim) % 2:
+        raise unexpected(
+            file, "partial_rotary_factor", "an even number of turning features, for GGUF", rope.partial_rotary_factor
+        )
     original = rope.original_max_position_embeddings
     if rope.kind in ("linear", "yarn"):
         keys |= {"rope_scaling_type": rope.kind, "rope_scaling_factor": rope.factor}

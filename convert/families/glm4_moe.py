@@ -41,9 +41,7 @@ def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
         groups_per_token=allowed,
         choice_bias=True,
     )
-    size, dense = get.integer("moe_intermediate_size"), get.value("first_k_dense_replace")
-    if type(dense) is not int or not 0 <= dense < layers:
-        raise get.wrong("first_k_dense_replace", f"a number of dense layers from 0 to {layers - 1}")
+    size, dense = get.integer("moe_intermediate_size"), get.count("first_k_dense_replace", layers - 1)
     moe = MoeConfig(router, size, size * get.integer("n_shared_experts"))
     if moe.shared_intermediate_size >= 2**31:
         raise unexpected(get.where, "n_shared_experts", "a width below 2³¹", moe.shared_intermediate_size)

@@ -83,8 +83,6 @@ def _read_fields(family: Family, config: Mapping[str, Any], where: str) -> dict[
     heads, key_heads, width, head_dim = (sizes[name] for name in "HKED")
     if heads % key_heads:
         raise get.wrong("num_key_value_heads", f"a divisor of {heads} heads")
-    if get.value("head_dim") is None and width % heads:
-        raise get.wrong("hidden_size", f"a multiple of {heads} heads")
     if head_dim % 2:
         raise ConvertError(f"{where}: head_dim: expected an even number (rotary pairs), got {head_dim}")
     layers = get.layers()

@@ -36,13 +36,19 @@ def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     beta = settings.values.pop(_BETA, None)
     settings.values.pop("max_position_embeddings", None)  # transformers ignores it
     rope = parse_rope(settings, get.where, positions=positions, head_dim=fields["head_dim"])
-    where = Reader({_BETA: beta, ORIGINAL: rope.original_max_position_embeddings}, f"{get.where}: {settings.field}", {})
-    where.integer(ORIGINAL)
-    return {**window_everywhere(get, fields), "rope": dataclasses.replace(rope, query_beta=where.number(_BETA))}
+    # the scale of queries counts in original lengths, whether or not the scaling of positions does
+    original = rope.original_max_position_embeddings or settings.values.get(ORIGINAL)
+    where = Reader({_BETA: beta, ORIGINAL: original}, f"{get.where}: {settings.field}", {})
+    scaled = {ORIGINAL: where.integer(ORIGINAL), "query_beta": where.number(_BETA)}
+    return {**window_everywhere(get, fields), "rope": dataclasses.replace(rope, **scaled)}
 
 
 def _to_hf(config: "ModelConfig") -> dict[str, Any]:
-    return {**window_to_hf(config), NEW: {**rope_to_hf(config.rope), _BETA: config.rope.query_beta}}
+    rope = config.rope
+    return {
+        **window_to_hf(config),
+        NEW: {**rope_to_hf(rope), ORIGINAL: rope.original_max_position_embeddings, _BETA: rope.query_beta},
+    }
 
 
 MINISTRAL3 = Family(

@@ -14,7 +14,7 @@ DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max_windo
 
 def read_windows(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Windows from `max_window_layers` on, or from `layer_types`; only if `use_sliding_window` is true."""
-    layers, used, first = fields["num_hidden_layers"], get.flag("use_sliding_window"), get.value("max_window_layers")
+    layers, used, first = fields["num_hidden_layers"], get.flag("use_sliding_window"), get.count("max_window_layers")
     window = get.optional_integer("sliding_window") if used else None
     get.asked.add("sliding_window")
     types = get.layer_types(layers) or [number >= first for number in range(layers)]

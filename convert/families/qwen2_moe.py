@@ -22,7 +22,7 @@ def _mixture(get: Reader, layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
 
 def _read(get: Reader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Windows in every other one of the first `max_window_layers`, or by `layer_types`; if `use_sliding_window`."""
-    layers, used, last = fields["num_hidden_layers"], get.flag("use_sliding_window"), get.integer("max_window_layers")
+    layers, used, last = fields["num_hidden_layers"], get.flag("use_sliding_window"), get.count("max_window_layers")
     window = get.optional_integer("sliding_window") if used else None
     get.asked.add("sliding_window")
     types = get.layer_types(layers) or [number % 2 == 0 and number < last for number in range(layers)]

@@ -51,6 +51,13 @@ class Reader:
             raise self.wrong(name, "a positive integer below 2³¹")
         return value
 
+    def count(self, name: str, most: int = 2**31 - 1) -> int:
+        """An integer from 0 to `most`."""
+        value = self.value(name)
+        if type(value) is not int or not 0 <= value <= most:
+            raise self.wrong(name, "an integer from 0" + (f" to {most}" if most < 2**31 - 1 else " and below 2³¹"))
+        return value
+
     def optional_integer(self, name: str) -> int | None:
         """A positive integer or null."""
         return None if self.value(name) is None else self.integer(name)

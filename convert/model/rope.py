@@ -89,6 +89,10 @@ class RopeConfig:
 
     def rotary_dim(self, head_dim: int) -> int:
         """The number of a head's rotated features."""
+        return self.base_dim(head_dim) + self.base_dim(head_dim) % 2
+
+    def base_dim(self, head_dim: int) -> int:
+        """The number that exponents of the base are divided by; transformers' share of a head, which may be odd."""
         return int(head_dim * self.partial_rotary_factor)
 
     def max_length(self, max_position_embeddings: int) -> int:
@@ -160,16 +164,14 @@ def parse_rope(
         raise _wrong(where, f"{field}.high_freq_factor", expected, values["high_freq_factor"])
     share = 1.0 if partial is None else float(partial)
     rope = RopeConfig(float(theta), kind, partial_rotary_factor=share, **_scaling(kind, values, positions))
-    turning = rope.rotary_dim(head_dim)
+    turning = rope.base_dim(head_dim)
     least = 4 if kind == "dynamic" else 2  # its base grows with a power of turning / (turning - 2)
-    if turning % 2 or turning < least:
-        raise ConvertError(
-            f"{where}: expected an even number of turning features a head, {least} or more, got {turning}"
-        )
+    if turning < least:
+        raise ConvertError(f"{where}: expected a number of turning features a head of {least} or more, got {turning}")
     for name in _LISTS if kind == "longrope" else ():
-        if len(getattr(rope, name)) != turning // 2:
-            given = len(getattr(rope, name))
-            raise ConvertError(f"{where}: {field}.{name}: expected {turning // 2} numbers, got {given}")
+        pairs, given = rope.rotary_dim(head_dim) // 2, len(getattr(rope, name))
+        if given != pairs:
+            raise ConvertError(f"{where}: {field}.{name}: expected {pairs} numbers, got {given}")
     return rope
 
 

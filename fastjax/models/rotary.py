@@ -37,7 +37,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _exponents(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    turning = rope.rotary_dim(head_dim)
+    turning = rope.base_dim(head_dim)
     return np.arange(0, turning, 2, dtype=np.float32) / np.float32(turning)
 
 
@@ -85,7 +85,7 @@ def frequencies_by_length(rope: RopeConfig, head_dim: int, lengths: Int[Array, "
     if rope.kind == "longrope":
         ratio = np.asarray(rope.short_factor, np.float32) / np.asarray(rope.long_factor, np.float32)
         return jnp.where((lengths > original)[:, :, None], usual * jnp.asarray(ratio)[None, None, :], usual)
-    turning = rope.rotary_dim(head_dim)
+    turning = rope.base_dim(head_dim)
     longer = jnp.maximum(lengths, original).astype(jnp.float32) / original
     growth = (rope.factor * longer - (rope.factor - 1)) ** (turning / (turning - 2))
     return usual / growth[:, :, None] ** jnp.asarray(_exponents(rope, head_dim))[None, None, :]

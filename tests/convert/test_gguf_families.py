@@ -198,6 +198,11 @@ def test_what_comes_out_otherwise_is_noted(kind, changes, note, tmp_path):
         ("gemma3", {"layer_types": [SLIDING] * 7}, "layer_types: expected a window in all layers but each 6th"),
         ("phi3", UNSCALED, "head_dim: expected 16: in llama.cpp PHI3's heads fill its width, got 24"),
         ("phi3", {"rope_scaling": LONGROPE | {"long_factor": LONG[1:]}}, "long_factor: expected 6 numbers"),
+        (
+            "phi3",
+            {"rope_scaling": None, "partial_rotary_factor": 0.7},
+            "partial_rotary_factor: expected an even number",
+        ),
         ("olmo2", {"tie_word_embeddings": True}, "tie_word_embeddings: expected false: llama.cpp's OLMO2 has a head"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected 0 for each 4th layer alone, for GGUF"),
         ("qwen3", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor: expected 1 \(every pair turns\), got 0.5"),

@@ -397,6 +397,16 @@ VARIANTS = {
         "exaone4",
         CONFIGS["exaone4"] | {"sliding_window": None, "layer_types": [FULL] * 4, "sliding_window_pattern": None},
     ),
+    "ministral3, unscaled": (
+        "ministral3",
+        CONFIGS["ministral3"]
+        | {
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 300.0},
+                **{"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.7},
+            },
+        },
+    ),
     "arcee, relu2": ("arcee", CONFIGS["arcee"] | {"hidden_act": "relu2", "tie_word_embeddings": False}),
     "cohere, no norm of queries": ("cohere", CONFIGS["cohere"] | {"use_qk_norm": False, "tie_word_embeddings": True}),
 }
@@ -426,12 +436,13 @@ MIXTURE_VARIANTS = {
     ),
     "glm4_moe, groups together": (
         "glm4_moe",
-        _without(MIXTURES["glm4_moe"], "rope_parameters")
+        _without(MIXTURES["glm4_moe"], "rope_parameters", "head_dim")
         | {
             "topk_group": 4,
             "norm_topk_prob": True,
             "use_qk_norm": False,
             "first_k_dense_replace": 0,
+            **{"num_attention_heads": 3, "num_key_value_heads": 1},  # 10 features, of which 5 turn
             "rope_theta": 300.0,
             "num_nextn_predict_layers": 1,
         },

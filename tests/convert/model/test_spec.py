@@ -93,13 +93,21 @@ def test_latent_attention_is_refused_by_name(name):
         ("glm4_moe", "n_group", 3, "a divisor of 8 experts"),
         ("glm4_moe", "topk_group", 5, "at most n_group, 4"),
         ("glm4_moe", "num_experts_per_tok", 5, "at most the 4 experts of 2 groups"),
-        ("glm4_moe", "first_k_dense_replace", 4, "a number of dense layers from 0 to 3"),
+        ("glm4_moe", "first_k_dense_replace", 4, "an integer from 0 to 3"),
+        ("qwen2_moe", "max_window_layers", None, "an integer from 0"),
         ("gpt_oss", "sliding_window", None, "a positive integer, as there are layers with a window"),
     ],
 )
 def test_a_wrong_mixture_is_named(family, field, value, expected):
     with pytest.raises(ConvertError, match=f"{field}: expected {expected}"):
         ModelConfig.from_hf(MIXTURES[family] | {field: value})
+
+
+@pytest.mark.parametrize(("config", "windows"), [(CONFIGS["qwen2"], 5), (MIXTURES["qwen2_moe"], None)])
+def test_windows_from_layer_0_or_in_no_layer(config, windows):
+    """`max_window_layers` of 0: Qwen 2 has windows from that layer on, its mixtures in layers before it."""
+    parsed = ModelConfig.from_hf(config | {"max_window_layers": 0, "layer_types": None})
+    assert {layer.sliding_window for layer in parsed.layers} == {windows}
 
 
 _ATTENTION = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
