@@ -13,7 +13,6 @@ independently:
 `config.preference` has the order.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from pallas_kernels.attention.implementations import NEEDS_RANGES, REGISTRY, cho
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import SegmentRanges
+from pallas_kernels.transformations import custom_vjp, number
 
 
 def attention(
@@ -101,11 +101,11 @@ def attention(
     checks.documents(q, k, segment_ids, kv_segment_ids, segment_ranges)
     place, offset = _offset(q, k, query_offset)
     options = Options(
-        q.shape[3] ** -0.5 if scale is None else scale,
+        q.shape[3] ** -0.5 if scale is None else number("attention", "scale", scale),
         causal,
         sliding_window,
-        logits_soft_cap,
-        dropout_rate,
+        None if logits_soft_cap is None else number("attention", "logits_soft_cap", logits_soft_cap),
+        dropout_rate := number("attention", "dropout_rate", dropout_rate),
         place if isinstance(place, int) else None,
     )
     checks.options(options, dropout_key)
@@ -132,15 +132,12 @@ def attention(
     if dropout_key is not None and dropout_rate > 0.0:
         heads_before = jnp.asarray(dropout_row).astype(jnp.uint32) * jnp.uint32(q.shape[2])
         seed = jax.random.bits(dropout_key, (2,), jnp.uint32).at[0].add(heads_before)
-    if sinks is not None:  # one for all devices in a checked shard_map: their gradients are summed over the devices
-        axes = jax.typeof(q).mat.varying - jax.typeof(sinks).mat.varying
-        sinks = jax.lax.pcast(sinks, tuple(axes), to="varying") if axes else sinks
     results: tuple[JaxArray, JaxArray] = _attend(q, k, v, mask, sinks, seed, options, forward, backward)
     out, lse = results
     return (out, jnp.where(lse == jnp.inf, -jnp.inf, lse)) if return_lse else out
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+@custom_vjp(nondiff_argnums=(6, 7, 8))
 def _attend(q, k, v, mask, sinks, seed, options: Options, forward: str, backward: str) -> tuple[JaxArray, JaxArray]:
     return REGISTRY[forward].forward(q, k, v, mask, sinks, seed, options)
 

@@ -19,7 +19,7 @@ def arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
     """
     fitting = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
     fitting = (
-        fitting and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3] and min(*q.shape, *k.shape, *v.shape) > 0
+        fitting and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3] and 0 not in (*q.shape, *k.shape, *v.shape)
     )
     if not fitting or q.shape[2] % k.shape[2]:
         raise ValueError(

@@ -5,6 +5,7 @@ import contextvars
 from collections.abc import Iterator, Sequence
 
 from pallas_kernels.dispatch import Target
+from pallas_kernels.transformations import known
 
 SAVEABLE_NAMES = ("attention_out", "attention_lse")
 """Residuals of the backward pass beside q, k and v: the output [B, S, H, Dv] in q's dtype and the log-sum-exp of each
@@ -58,7 +59,7 @@ def query_block(batch: int, heads: int, length: int, keys: int) -> int:
     """Queries that the XLA path handles at once: as many as keep the float32 logits at 128 MiB, in equal blocks.
 
     Args:
-        batch: B.
+        batch: B; one that is symbolic counts as 1.
         heads: H.
         length: S.
         keys: T.
@@ -66,6 +67,6 @@ def query_block(batch: int, heads: int, length: int, keys: int) -> int:
     Returns:
         Queries a block, between 1 and length; length itself means one block and no loop.
     """
-    most = min(length, max(1, _LOGITS_BYTES // (4 * batch * heads * keys)))
+    most = min(length, max(1, _LOGITS_BYTES // (4 * int(known(batch, 1)) * heads * keys)))
     blocks = -(-length // most)
     return -(-length // blocks)

@@ -13,6 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int, Int32
 
+from pallas_kernels.transformations import with_automatic_axes
+
 TILE = 128
 """Rows of a tile in the orders below; the kernels' tiles of queries and of keys."""
 
@@ -87,7 +89,7 @@ def segment_ranges(
         got = "kv_segment_ids beside it" if kv_segment_ids is not None else max_documents
         raise ValueError(f"segment_ranges: max_documents: expected at least 1 and no kv_segment_ids, got {got}")
     kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
-    if segment_ids.ndim != 2 or kv_segment_ids.ndim != 2 or len(segment_ids) != len(kv_segment_ids):
+    if segment_ids.ndim != 2 or kv_segment_ids.ndim != 2 or segment_ids.shape[0] != kv_segment_ids.shape[0]:
         raise ValueError(
             "segment_ranges: expected segment_ids [batch, queries] and kv_segment_ids [batch, keys], got "
             f"{segment_ids.shape} and {kv_segment_ids.shape}"
@@ -103,11 +105,15 @@ def segment_ranges(
                 f"segment_ranges: max_documents: expected at least {max(counts)}, the documents of row "
                 f"{np.argmax(counts)}, got {max_documents}"
             )
-    queries, keys = _carried(segment_ids), _carried(kv_segment_ids)
-    k_start, k_end = _range(queries, keys, segment_ids, kv_segment_ids)
-    q_start, q_end = _range(keys, queries, kv_segment_ids, segment_ids)
-    documents = None if max_documents is None else _documents(segment_ids, k_start, k_end, max(max_documents, 2))
-    return ordered(k_start, k_end, q_start, q_end)._replace(documents=documents)
+
+    def ranges(segment_ids: Array, kv_segment_ids: Array) -> SegmentRanges:
+        queries, keys = _carried(segment_ids), _carried(kv_segment_ids)
+        k_start, k_end = _range(queries, keys, segment_ids, kv_segment_ids)
+        q_start, q_end = _range(keys, queries, kv_segment_ids, segment_ids)
+        documents = None if max_documents is None else _documents(segment_ids, k_start, k_end, max(max_documents, 2))
+        return ordered(k_start, k_end, q_start, q_end)._replace(documents=documents)
+
+    return with_automatic_axes(ranges, segment_ids, kv_segment_ids, rows_like=segment_ids)
 
 
 def ordered(

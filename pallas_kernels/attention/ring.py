@@ -12,7 +12,6 @@ query (`ranges`), in places of the whole row, and are cut to a pair's own.
 """
 
 import dataclasses
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +27,7 @@ from pallas_kernels.attention.implementations import REGISTRY, choose_pair
 from pallas_kernels.attention.mask import Mask
 from pallas_kernels.attention.options import Options
 from pallas_kernels.attention.ranges import SegmentRanges, ordered
+from pallas_kernels.transformations import custom_vjp
 
 
 def ring_attention(
@@ -150,7 +150,7 @@ class _Queries(NamedTuple):
     out: Array | None = None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
+@custom_vjp(nondiff_argnums=(5,))
 def _attend(q, k, v, bounds, sinks, ring: _Ring) -> Array:
     return _forward(q, k, v, bounds, sinks, ring)[0]
 

@@ -15,8 +15,6 @@ Implementations, in order of preference:
 References: Liger Kernel (arXiv 2410.10989), Cut Cross-Entropy (arXiv 2411.09009).
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,6 +23,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from pallas_kernels.cross_entropy.chunks import Call, Project, checked_call, rows_of, scan_chunks, zeros_in_chunks
 from pallas_kernels.cross_entropy.reference import CrossEntropy
 from pallas_kernels.cross_entropy.rows import Options, sums_of
+from pallas_kernels.transformations import custom_vjp
 
 
 def chunked_cross_entropy(
@@ -69,18 +68,13 @@ def chunked_cross_entropy(
         ValueError: shapes that do not fit, a number out of range, or a trainable leaf that is not floating-point.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    if not 0 <= label_smoothing < 1 or not z_loss >= 0:
-        raise ValueError(
-            "chunked_cross_entropy: label_smoothing must be in [0, 1) and z_loss at least 0, got "
-            f"{label_smoothing} and {z_loss}"
-        )
     options = Options(label_smoothing, z_loss, logits_scale, logits_soft_cap)
     name = "chunked_cross_entropy"
     call = checked_call(name, project, trainable, hidden, targets, chunk_size, options, implementation)
     return _cross_entropy(call, trainable, frozen, hidden, targets)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(nondiff_argnums=(0,))
 def _cross_entropy(call: Call, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array) -> CrossEntropy:
     """The loss alone, without differentiation."""
 

@@ -15,6 +15,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.cross_entropy.implementations import REGISTRY, Case
 from pallas_kernels.cross_entropy.reference import IGNORE_INDEX
 from pallas_kernels.cross_entropy.rows import Options
+from pallas_kernels.transformations import number
 
 Project = Callable[[Any, Any, Float[Array, "B C E"]], Float[Array, "B C V"]]
 
@@ -67,6 +68,14 @@ def checked_call(
         )
     if chunk_size < 1:
         raise ValueError(f"{name}: chunk_size must be at least 1, got {chunk_size}")
+    names = ("label_smoothing", "z_loss", "logits_scale", "logits_soft_cap")
+    given = zip(names, options, strict=True)
+    options = Options(*(None if value is None else number(name, key, value) for key, value in given))  # pyright: ignore[reportArgumentType]
+    if not 0 <= options.label_smoothing < 1 or not options.z_loss >= 0:
+        raise ValueError(
+            f"{name}: label_smoothing must be in [0, 1) and z_loss at least 0, got "
+            f"{options.label_smoothing} and {options.z_loss}"
+        )
     if not options.scale > 0 or (options.soft_cap is not None and not options.soft_cap > 0):
         raise ValueError(
             f"{name}: logits_scale and logits_soft_cap must be greater than 0, got "
@@ -109,7 +118,8 @@ def scan_chunks(
 
 def zeros_in_chunks(call: Call, hidden: Float[Array, "B S E"]) -> Float[Array, "B P E"]:
     """Room for the gradient of hidden in whole chunks."""
-    return jnp.zeros_like(_pad(hidden, call.chunk_size))
+    # Of hidden's sharding and devices, by its type; the compiler sees zeros.
+    return jnp.where(True, jnp.zeros((), hidden.dtype), _pad(hidden, call.chunk_size))
 
 
 def rows_of(call: Call, logits: Float[Array, "B C V"], targets: Int[Array, "B C"], *, differentiated: bool) -> Any:

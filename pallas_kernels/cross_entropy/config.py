@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.transformations import known
+
 _TOKENS = 2048
 _LOGITS_BYTES = 2**30
 
@@ -14,7 +16,7 @@ def chunk_size_for(batch: int, length: int, vocab: int) -> int:
     equal as can be, so that no chunk is mostly padding.
 
     Args:
-        batch: rows on one device.
+        batch: rows on one device; a symbolic number counts as 1.
         length: positions a row.
         vocab: words.
 
@@ -22,7 +24,7 @@ def chunk_size_for(batch: int, length: int, vocab: int) -> int:
         Positions a row and chunk, between 1 and length.
     """
     tokens = min(_TOKENS, _LOGITS_BYTES // (4 * vocab))
-    most = min(length, max(1, tokens // batch))
+    most = min(length, max(1, tokens // int(known(batch, 1))))
     chunks = -(-length // most)
     return -(-length // chunks)
 

@@ -12,7 +12,7 @@ of as many bits. Before that the factors are divided by the largest one, so that
 float16 whatever the loss's scale.
 """
 
-from functools import partial
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from pallas_kernels.cross_entropy.chunks import Call, Project, checked_call, rows_of, scan_chunks, zeros_in_chunks
 from pallas_kernels.cross_entropy.rows import Options, log_probs_of
+from pallas_kernels.transformations import custom_vjp
 
 
 def token_log_probs(
@@ -64,7 +65,7 @@ def token_log_probs(
     return _log_probs(call, trainable, frozen, hidden, targets)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@custom_vjp(nondiff_argnums=(0,))
 def _log_probs(call: Call, trainable: PyTree, frozen: PyTree, hidden: Array, targets: Array) -> Array:
     """The log-probabilities alone, without differentiation."""
 
@@ -106,7 +107,7 @@ def _head_gradient(
 ) -> PyTree:
     """The gradient in the head's trained arrays; the logits are computed again."""
     frozen, hidden, targets = head
-    largest = jnp.max(jnp.abs(cotangent))
+    largest = jnp.max(jnp.abs(cotangent), initial=0)
     factors = cotangent / jnp.where(largest > 0, largest, 1.0)
 
     def step(
@@ -126,4 +127,4 @@ def _head_gradient(
 def _whole(chunks: Float[Array, "N B C"], length: int) -> Float[Array, "B S"]:
     """Stacked chunks as a sequence, without the positions that were added."""
     joined = jnp.moveaxis(chunks, 0, 1)
-    return joined.reshape(joined.shape[0], -1)[:, :length]
+    return joined.reshape(joined.shape[0], math.prod(joined.shape[1:]))[:, :length]

@@ -50,7 +50,7 @@ def quantize_columns(w: Float[Array, "out in"]) -> tuple[Float[Array, "in out"],
     Args:
         w: bfloat16, float16 or float32.
     """
-    scales, inverse = scale_of(jnp.max(jnp.abs(w), axis=0).astype(jnp.float32))
+    scales, inverse = scale_of(jnp.max(jnp.abs(w), axis=0, initial=0).astype(jnp.float32))
     return (w.astype(jnp.float32) * inverse[None, :]).astype(jnp.float8_e4m3fn).T, scales
 
 

@@ -1,15 +1,14 @@
 """Gated linear units for XLA's fusions: the residuals are gate and up, the activation is computed again."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.glu.reference import ACTIVATIONS
+from pallas_kernels.transformations import custom_vjp
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@custom_vjp(nondiff_argnums=(2,))
 def glu(gate: Array, up: Array, activation: str) -> Array:
     """``api.glu`` without its checks."""
     return (ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)

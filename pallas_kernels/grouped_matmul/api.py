@@ -15,15 +15,14 @@ Implementations, in order of preference:
 
 import functools
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul.implementations import DW, DX, MATMUL, Case
+from pallas_kernels.transformations import custom_vjp, with_automatic_axes
 
 
 def grouped_matmul(
@@ -71,7 +70,9 @@ def grouped_matmul_dx(
     """
     _check("grouped_matmul_dx", dy, w, group_sizes, rows, low_rank, summed=1)
     case = Case(dispatch.target(), (dy if rows is None else rows).shape[0], w.shape, (dy.dtype, dy.dtype))
-    return DX[DX.choose(case, implementation)].forward(dy, w, group_sizes, rows, low_rank)
+    forward = DX[DX.choose(case, implementation)].forward
+    like = dy if rows is None else rows
+    return with_automatic_axes(forward, dy, w, group_sizes, rows, low_rank, rows_like=like)
 
 
 def grouped_matmul_dw(
@@ -105,13 +106,16 @@ def grouped_matmul_dw(
     dtype = jnp.dtype(dy.dtype if dtype is None else dtype)
     shape = (group_sizes.shape[0], dy.shape[1], x.shape[1])
     case = Case(dispatch.target(), count, shape, (dy.dtype, dtype))
-    return DW[DW.choose(case, implementation)].forward(dy, x, group_sizes, rows, dtype)
+    forward = functools.partial(DW[DW.choose(case, implementation)].forward, dtype=dtype)
+    return with_automatic_axes(forward, dy, x, group_sizes, rows, rows_like=None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@custom_vjp(nondiff_argnums=(5,))
 def _matmul(x, w, group_sizes, rows, low_rank, implementation: str | None) -> Array:
     case = Case(dispatch.target(), (x if rows is None else rows).shape[0], w.shape, (x.dtype, x.dtype))
-    return MATMUL[MATMUL.choose(case, implementation)].forward(x, w, group_sizes, rows, low_rank)
+    forward = MATMUL[MATMUL.choose(case, implementation)].forward
+    like = x if rows is None else rows
+    return with_automatic_axes(forward, x, w, group_sizes, rows, low_rank, rows_like=like)
 
 
 def _matmul_forward(x, w, group_sizes, rows, low_rank, implementation):
@@ -124,10 +128,14 @@ def _matmul_backward(implementation, kept, dy):
     outer = functools.partial(grouped_matmul_dw, dy, group_sizes=group_sizes, implementation=implementation)
     dx = transposed(w)
     if rows is not None:
-        dx = jnp.zeros(x.shape, jnp.float32).at[rows].add(dx.astype(jnp.float32)).astype(x.dtype)
+        dx = with_automatic_axes(functools.partial(_summed, x), dx, rows, rows_like=x)
     more = None if low_rank is None else (transposed(low_rank[1]), outer(low_rank[0]))
-    no_gradient = jax.tree.map(lambda array: np.zeros(array.shape, jax.dtypes.float0), (group_sizes, rows))
-    return dx, outer(x, rows=rows), *no_gradient, more
+    return dx, outer(x, rows=rows), None, None, more
+
+
+def _summed(x: Array, copies: Array, rows: Array) -> Array:
+    """The gradient of x from that of its rows' copies."""
+    return jnp.zeros(x.shape, jnp.float32).at[rows].add(copies.astype(jnp.float32)).astype(x.dtype)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)

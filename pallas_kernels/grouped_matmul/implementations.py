@@ -7,8 +7,11 @@
 Each product chooses its own.
 """
 
+import functools
 from typing import NamedTuple
 
+import jax
+import jax.custom_batching
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -56,11 +59,20 @@ def _why_not_any_kernel(case: Case) -> str | None:
     return None
 
 
+def _one_by_one(product):
+    """Mapped by `jax.vmap`, products over groups are made one after the other: none of them has a batch of its own."""
+
+    def call(*operands, **options):
+        return jax.custom_batching.sequential_vmap(functools.partial(product, **options))(*operands)
+
+    return call
+
+
 def _registry(op: str, of_mosaic, of_triton, of_xla) -> Registry[Case]:
     implementations = {
-        "mosaic": Implementation(_why_not_mosaic, of_mosaic),
-        "triton": Implementation(_why_not_triton, of_triton),
-        "xla": Implementation(lambda case: None, of_xla),
+        "mosaic": Implementation(_why_not_mosaic, _one_by_one(of_mosaic)),
+        "triton": Implementation(_why_not_triton, _one_by_one(of_triton)),
+        "xla": Implementation(lambda case: None, _one_by_one(of_xla)),
     }
     return Registry(op, implementations, lambda case: ("mosaic", "triton", "xla"))
 

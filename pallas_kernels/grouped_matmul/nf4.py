@@ -10,6 +10,7 @@ Both multiply the same decoded values, those of `nf4.dequantize`; the order of t
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from pallas_kernels.grouped_matmul import triton_nf4
 from pallas_kernels.grouped_matmul.api import grouped_matmul, grouped_matmul_dx
 from pallas_kernels.grouped_matmul.config import NF4_MOST_ROWS, nf4_config
 from pallas_kernels.nf4.codebook import BLOCK
+from pallas_kernels.transformations import known, with_automatic_axes
 
 
 class Case(NamedTuple):
@@ -80,7 +82,9 @@ def grouped_nf4_matmul(
     _check(x, codes, absmax, group_sizes, shape, rows, gradient)
     case = Case(dispatch.target(), (x if rows is None else rows).shape[0], (codes.shape[0], *shape), x.dtype)
     forward = REGISTRY[REGISTRY.choose(case, implementation)].forward
-    return forward(x, codes, absmax, group_sizes, rows, low_rank, gradient=gradient, weight_dtype=weight_dtype)
+    forward = functools.partial(forward, gradient=gradient, weight_dtype=weight_dtype)
+    like = x if rows is None else rows
+    return with_automatic_axes(forward, x, codes, absmax, group_sizes, rows, low_rank, rows_like=like)
 
 
 def _triton(x, codes, absmax, group_sizes, rows, low_rank, *, gradient: bool, weight_dtype: DTypeLike | None) -> Array:
@@ -123,7 +127,7 @@ def _why_not_triton(case: Case) -> str | None:
 
 
 def _preference(case: Case) -> tuple[str, ...]:
-    few = case.rows <= NF4_MOST_ROWS * case.shape[0]
+    few = known(case.rows, math.inf) <= NF4_MOST_ROWS * case.shape[0]
     return ("triton", "decode_first") if few else ("decode_first", "triton")
 
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.float8.scaled import Rounded, Scaled, product_of
 from pallas_kernels.low_rank.implementations import ADD, INPUT, OUTPUT, ROUND, Case
+from pallas_kernels.transformations import with_automatic_axes
 
 
 def low_rank_add(
@@ -84,7 +85,12 @@ def low_rank_output_gradients(
     if absmax is not None:
         _check_absmax("low_rank_output_gradients", dy, absmax)
         case = case._replace(float8=True)
-    return OUTPUT[OUTPUT.choose(case, implementation)].forward(dy, products, lora_B, parts, absmax)
+    forward = OUTPUT[OUTPUT.choose(case, implementation)].forward
+    return with_automatic_axes(
+        lambda dy, products, lora_B, absmax: forward(dy, products, lora_B, parts, absmax),
+        *(dy, products, lora_B, absmax),
+        rows_like=(dy, None, dy),
+    )
 
 
 def low_rank_round_rows(
@@ -150,7 +156,8 @@ def low_rank_input_gradients(
         raise ValueError(f"{op}: dproducts must be [{dx.shape[0]}, {rank}], got {list(dproducts.shape)}")
     _check_dtypes(op, dx, x, dproducts, lora_A)
     case = Case(dispatch.target(), dx.shape[0], (dx.shape[1],), dx.dtype, rank)
-    return INPUT[INPUT.choose(case, implementation)].forward(dx, x, dproducts, lora_A)
+    forward = INPUT[INPUT.choose(case, implementation)].forward
+    return with_automatic_axes(forward, dx, x, dproducts, lora_A, rows_like=(dx, None))
 
 
 def _checked(op: str, large: Array, products: Array, lora_B: Array, parts: tuple[int, ...]) -> Case:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.transformations import custom_vjp, with_automatic_axes
+
 #: Rows that are read in the place of those of absent pairs: few enough for a cache, and enough for all of its banks.
 _ABSENT_ROWS = 64
 
@@ -124,6 +126,14 @@ def sort_by_expert(experts: Int[Array, "N k"], num_experts: int, absent: bool = 
             products over groups make zeros; `inverse` points such a pair to one of the first of these rows, so that
             few of them are read.
     """
+    return with_automatic_axes(
+        lambda experts: _sorted(experts, num_experts, absent),
+        experts,
+        rows_like=Order(experts, experts, experts, None),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _sorted(experts: Array, num_experts: int, absent: bool) -> Order:
     flat = experts.reshape(-1).astype(jnp.int32)
     numbers = jnp.arange(flat.size, dtype=jnp.int32)
     _, order = jax.lax.sort((flat, numbers), num_keys=1, is_stable=True)
@@ -135,7 +145,7 @@ def sort_by_expert(experts: Int[Array, "N k"], num_experts: int, absent: bool = 
     return Order(order // experts.shape[1], order, inverse.reshape(experts.shape), sizes)
 
 
-@jax.custom_vjp
+@custom_vjp
 def combine(y: Float[Array, "M E"], weights: Float[Array, "N k"], order: Order) -> Float[Array, "N E"]:
     """Each token's sum of its experts' outputs, accumulated in float32.
 
@@ -147,6 +157,10 @@ def combine(y: Float[Array, "M E"], weights: Float[Array, "N k"], order: Order) 
     Returns:
         The sums in the dtype of y. Differentiable in y and the weights.
     """
+    return with_automatic_axes(_sums, y, weights, order, rows_like=weights)
+
+
+def _sums(y: Array, weights: Array, order: Order) -> Array:
     # A sum and no matrix product, which XLA would not fuse with the gather.
     chosen = y[order.inverse].astype(jnp.float32) * weights.astype(jnp.float32)[:, :, None]
     return jnp.sum(chosen, axis=1).astype(y.dtype)
@@ -157,10 +171,14 @@ def _combine_forward(y, weights, order: Order):
 
 
 def _combine_backward(residuals, dout):
-    y, weights, order = residuals
+    dy, dweights = with_automatic_axes(_sums_gradients, *residuals, dout, rows_like=(residuals[0], residuals[1]))
+    return dy, dweights, None
+
+
+def _sums_gradients(y: Array, weights: Array, order: Order, dout: Array) -> tuple[Array, Array]:
     dy = dout[order.rows].astype(jnp.float32) * weights.reshape(-1)[order.order].astype(jnp.float32)[:, None]
     dweights = jnp.sum(y[order.inverse].astype(jnp.float32) * dout.astype(jnp.float32)[:, None, :], axis=2)
-    return dy.astype(y.dtype), dweights.astype(weights.dtype), None
+    return dy.astype(y.dtype), dweights.astype(weights.dtype)
 
 
 combine.defvjp(_combine_forward, _combine_backward)
@@ -237,7 +255,7 @@ def _in_best_groups(choice: Float[Array, "N X"], settings: RouterSettings) -> Bo
     return jnp.any(chosen[:, :, None] == of_expert[None, None, :], axis=1)
 
 
-@jax.custom_vjp
+@custom_vjp
 def _chosen(scores: Float[Array, "N X"], experts: Int[Array, "N k"]) -> Float[Array, "N k"]:
     """The scores of the chosen experts; the gradient is a sum over k comparisons instead of a scatter."""
     return jnp.take_along_axis(scores, experts, axis=1)

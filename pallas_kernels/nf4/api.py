@@ -11,10 +11,8 @@ The product decodes by one of them and then multiplies, or takes ``fused``, with
 as they multiply, so that nothing decoded passes through memory.
 """
 
-import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,6 +25,7 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, NF4_VALUES, ORDERS, num_blocks, num_bytes
 from pallas_kernels.nf4.implementations import DEQUANTIZE, FLOAT8, MATMUL, Decode, Float8, Product
 from pallas_kernels.shard_gather import Shared, whole
+from pallas_kernels.transformations import custom_vjp
 
 
 def dequantize(
@@ -163,7 +162,7 @@ def matmul(
     return _matmul(x, codes, absmax, quant_map, shape, order, through, implementation)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@custom_vjp(nondiff_argnums=(4, 5, 6, 7))
 def _matmul(x, codes, absmax, quant_map, shape, order, through, implementation):
     chosen = _chosen(x, quant_map, shape, order, through, implementation, gradient=False)
     return chosen.forward(x, codes, absmax, quant_map, shape=shape, order=order, through=through)

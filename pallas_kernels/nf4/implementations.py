@@ -33,6 +33,7 @@ from pallas_kernels.dispatch import Implementation, Registry, Target
 from pallas_kernels.nf4 import config, mosaic_sm90, products, triton, triton_float8, triton_scales, xla
 from pallas_kernels.nf4.codebook import BLOCK, BLOCK_BYTES, num_blocks
 from pallas_kernels.shard_gather import Shared, whole, why_not_peers
+from pallas_kernels.transformations import known
 
 
 class Decode(NamedTuple):
@@ -132,13 +133,13 @@ def _why_not_fused(case: Product) -> str | None:
     if any(size % BLOCK or size < 2 * BLOCK for size in weight.shape):
         out, columns = weight.shape
         return f"it takes weights whose sides are multiples of {BLOCK} from {2 * BLOCK} on, this is {out}×{columns}"
-    return None if case.rows else "x has no rows"
+    return "x has no rows" if case.rows == 0 else None
 
 
 def _product_preference(case: Product) -> tuple[str, ...]:
     """Few rows decode inside the product; with more rows it is faster to decode first, and "fused" must be forced."""
     others = tuple(DEQUANTIZE.implementations)
-    few = case.rows <= config.most_rows(case.weight.shape, case.gradient)
+    few = known(case.rows, math.inf) <= config.most_rows(case.weight.shape, case.gradient)
     return ("fused", *others) if few else (*others, "fused")
 
 

@@ -11,6 +11,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.nf4 import config, mosaic_sm90
 from pallas_kernels.nf4.codebook import BLOCK
 from pallas_kernels.shard_gather import Shared, whole
+from pallas_kernels.transformations import known
 
 #: Fewer rows are multiplied in the time in which the weight is read.
 _FEW_ROWS = 128
@@ -73,5 +74,5 @@ def decode_first(
     # Products in 16 bits are accumulated in float32, and of many rows XLA writes a float32 result, when it is asked for
     # one, before it converts it in a second kernel. Of few rows it splits the sums and adds their parts in the result's
     # dtype: those are asked for in float32, which costs nothing beside the reading of the weight.
-    wide = jnp.float32 if math.prod(x.shape[:-1]) < _FEW_ROWS else None
+    wide = jnp.float32 if known(math.prod(x.shape[:-1]), 0) < _FEW_ROWS else None
     return lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=wide).astype(x.dtype)

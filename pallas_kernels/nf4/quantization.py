@@ -7,6 +7,7 @@ XLA contracts a product and a sum that it fuses to one instruction with one roun
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
@@ -20,6 +21,7 @@ from pallas_kernels.nf4.codebook import (
     ORDERS,
 )
 from pallas_kernels.rounding import kept, quotient
+from pallas_kernels.transformations import with_automatic_axes
 
 _BRANCHES = 16
 # What bitsandbytes records for a last, partial block of zeros. It is subnormal; XLA's CPU code flushes those to zero in
@@ -120,6 +122,10 @@ def quantize_absmax(
         offset: float32 scalar.
     """
     offset = mean(absmax) if offset is None else jnp.asarray(offset, jnp.float32)
+    return with_automatic_axes(_quantize_absmax, absmax, offset, rows_like=(absmax, None, None))
+
+
+def _quantize_absmax(absmax: Array, offset: Array) -> tuple[Array, Array, Array]:
     centred = absmax - offset[None]
     padded = jnp.pad(centred, (0, -absmax.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
     nested_absmax = jnp.max(jnp.abs(padded), axis=1)
@@ -139,7 +145,16 @@ def mean(scales: Float[Array, " blocks"]) -> Float[Array, ""]:
 
     Args:
         scales: float32, none below 0; finite.
+
+    Raises:
+        ValueError: there are none, or `jax.export` leaves their number open.
     """
+    if jax.export.is_symbolic_dim(scales.size) or not scales.size:
+        raise ValueError(f"nf4.mean: expected scales of a known number, at least one, got {scales.shape}")
+    return with_automatic_axes(_mean, scales, rows_like=None)
+
+
+def _mean(scales: Array) -> Array:
     # A power of two, so that no sum of fewer than 2²⁸ scales overflows.
     large = jnp.max(scales) > 2.0**99
     unit, back = (jnp.where(large, jnp.float32(power), jnp.float32(1)) for power in (2.0**-28, 2.0**28))

@@ -6,22 +6,23 @@ The implementations of the norm in a residual stream, in order of preference:
 - ``xla``: everything else.
 """
 
-import functools
 import math
 
-import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.rms_norm import xla
 from pallas_kernels.rms_norm.implementations import REGISTRY, Case
+from pallas_kernels.transformations import custom_vjp, number
 
 
 def rms_norm(
     x: Float[Array, "*rows E"],
     weight: Float[Array, " E"],
     *,
-    eps: float,
+    eps: ArrayLike,
     offset: float = 0.0,
 ) -> Float[Array, "*rows E"]:
     """Divide each row by its root mean square and scale it: y = (weight + offset) · x / sqrt(mean(x²) + eps).
@@ -33,16 +34,17 @@ def rms_norm(
     Args:
         x: rows to normalise, any floating dtype.
         weight: the scale of each feature; a dtype of its own.
-        eps: added to the mean square.
-        offset: added to the scale.
+        eps: added to the mean square; a number or an array of one, traced or not. A constant: it has no gradient.
+        offset: added to the scale; a number that is known while the function is traced.
 
     Returns:
         The normalised rows in x's dtype. Differentiable in x and weight.
 
     Raises:
-        ValueError: the weight is not one number a feature.
+        ValueError: the weight is not one number a feature, or eps not one number.
     """
-    _check("rms_norm", x, weight)
+    _check("rms_norm", x, weight, eps)
+    offset = number("rms_norm", "offset", offset)
     return xla.rms_norm(x, weight, eps, offset)
 
 
@@ -50,7 +52,7 @@ def rms_norm_in_stream(
     x: Float[Array, "*rows E"],
     weight: Float[Array, " E"],
     *,
-    eps: float,
+    eps: ArrayLike,
     offset: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*rows E"], Float[Array, "*rows E"]]:
@@ -70,36 +72,39 @@ def rms_norm_in_stream(
         x; the normalised rows in x's dtype. Differentiable in x and weight.
 
     Raises:
-        ValueError: the weight is not one number a feature.
+        ValueError: the weight is not one number a feature, or eps not one number.
         NotImplementedError: the forced implementation cannot serve this call; the message says why.
     """
-    _check("rms_norm_in_stream", x, weight)
+    _check("rms_norm_in_stream", x, weight, eps)
+    offset = number("rms_norm_in_stream", "offset", offset)
     case = Case(dispatch.target(), math.prod(x.shape[:-1]), x.shape[-1], x.dtype)
     chosen = REGISTRY.choose(case, implementation)
-    return _in_stream(eps, offset, chosen, x, weight)
+    return _in_stream(x, weight, eps, offset, chosen)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _in_stream(eps: float, offset: float, chosen: str, x: Array, weight: Array) -> tuple[Array, Array]:
-    return _forward(eps, offset, chosen, x, weight)[0]
+@custom_vjp(nondiff_argnums=(3, 4))
+def _in_stream(x: Array, weight: Array, eps: ArrayLike, offset: float, chosen: str) -> tuple[Array, Array]:
+    return _forward(x, weight, eps, offset, chosen)[0]
 
 
-def _forward(eps: float, offset: float, chosen: str, x: Array, weight: Array) -> tuple[tuple[Array, Array], tuple]:
+def _forward(x: Array, weight: Array, eps: ArrayLike, offset: float, chosen: str) -> tuple[tuple[Array, Array], tuple]:
     normed, rstd = REGISTRY[chosen].forward(x.reshape(-1, x.shape[-1]), weight, eps, offset)
     return (x, normed.reshape(x.shape)), (x, weight, rstd)
 
 
-def _backward(eps: float, offset: float, chosen: str, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
+def _backward(offset: float, chosen: str, residuals: tuple, gradients: tuple[Array, Array]) -> tuple:
     x, weight, rstd = residuals
     rows, dresidual, dnormed = (array.reshape(-1, x.shape[-1]) for array in (x, *gradients))
     dx, dweight = REGISTRY[chosen].backward(rows, weight, rstd, dresidual, dnormed, offset)
-    return dx.reshape(x.shape), dweight.astype(weight.dtype)
+    return dx.reshape(x.shape), dweight.astype(weight.dtype), None
 
 
 _in_stream.defvjp(_forward, _backward)
 
 
-def _check(op: str, x: Array, weight: Array) -> None:
+def _check(op: str, x: Array, weight: Array, eps: ArrayLike) -> None:
+    if jnp.shape(eps) != ():
+        raise ValueError(f"{op}: eps must be one number, got {jnp.shape(eps)}")
     if weight.shape != x.shape[-1:]:
         raise ValueError(
             f"{op}: weight must have the shape of x's last axis, {x.shape[-1:]}, got {weight.shape} for x {x.shape}"

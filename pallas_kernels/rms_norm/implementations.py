@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels import compat
 from pallas_kernels.dispatch import Implementation, Registry, Target
@@ -44,7 +44,7 @@ def _why_not_triton(case: Case) -> str | None:
     return None
 
 
-def _triton_forward(x: Array, weight: Array, eps: float, offset: float) -> tuple[Array, Array]:
+def _triton_forward(x: Array, weight: Array, eps: ArrayLike, offset: float) -> tuple[Array, Array]:
     compat.silence_triton_deprecation()
     return triton.forward(x, weight, eps, offset, config.warps(x.shape[1]))
 

@@ -11,25 +11,26 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import ArrayLike
 
 from pallas_kernels.rms_norm.config import Programs
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def forward(
-    x: Array, weight: Array, eps: float, offset: float, num_warps: int, interpret: bool = False
+    x: Array, weight: Array, eps: ArrayLike, offset: float, num_warps: int, interpret: bool = False
 ) -> tuple[Array, Array]:
     """The normalised rows, and the reciprocal root mean square of each."""
     rows, features = x.shape
     normed, rstd = pl.pallas_call(
-        functools.partial(_forward, eps=eps, offset=offset),
+        functools.partial(_forward, offset=offset),
         out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)),
         grid=(rows,),
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="rms_norm_forward",
-    )(x, weight)
+    )(x, weight, jnp.float32(eps).reshape(1))
     return normed, rstd[:, None]
 
 
@@ -64,12 +65,12 @@ def _columns(features: int) -> tuple[Array, Array | None]:
     return columns, None if columns.size == features else columns < features
 
 
-def _forward(x_ref, weight_ref, normed_ref, rstd_ref, *, eps: float, offset: float):
+def _forward(x_ref, weight_ref, eps_ref, normed_ref, rstd_ref, *, offset: float):
     row, features = pl.program_id(0), x_ref.shape[1]
     columns, inside = _columns(features)
     x = _load(x_ref.at[row, columns], inside)
     scale = _load(weight_ref.at[columns], inside) + offset
-    rstd = jax.lax.rsqrt(jnp.sum(x * x) / features + eps)
+    rstd = jax.lax.rsqrt(jnp.sum(x * x) / features + eps_ref[0])
     normed = _rounded(x * rstd, normed_ref.dtype, offset) * scale
     pltriton.store(normed_ref.at[row, columns], normed.astype(normed_ref.dtype), mask=inside)
     rstd_ref[row] = rstd

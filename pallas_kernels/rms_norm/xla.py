@@ -6,20 +6,20 @@ dtype, and the reciprocal root mean square of each row. With n = x · rstd and g
     dx = rstd · (g − n · mean(g · n))        dweight = Σ_rows dy · n
 """
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import ArrayLike
+
+from pallas_kernels.transformations import custom_vjp
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
+@custom_vjp(nondiff_argnums=(3,))
+def rms_norm(x: Array, weight: Array, eps: ArrayLike, offset: float) -> Array:
     """``api.rms_norm`` without its checks."""
     return forward(x, weight, eps, offset)[0]
 
 
-def forward(x: Array, weight: Array, eps: float, offset: float) -> tuple[Array, Array]:
+def forward(x: Array, weight: Array, eps: ArrayLike, offset: float) -> tuple[Array, Array]:
     """The normalised rows, and the reciprocal root mean square of each, [*rows, 1]."""
     x32 = x.astype(jnp.float32)
     rstd = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)  # [*rows, 1]
@@ -42,15 +42,15 @@ def backward(
     return dx if dresidual is None else dresidual + dx, dweight
 
 
-def _forward(x: Array, weight: Array, eps: float, offset: float) -> tuple[Array, tuple[Array, Array, Array]]:
+def _forward(x: Array, weight: Array, eps: ArrayLike, offset: float) -> tuple[Array, tuple[Array, Array, Array]]:
     normed, rstd = forward(x, weight, eps, offset)
     return normed, (x, weight, rstd)
 
 
-def _backward(eps: float, offset: float, residuals: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array]:
+def _backward(offset: float, residuals: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
     x, weight, rstd = residuals
     dx, dweight = backward(x, weight, rstd, None, dy, offset)
-    return dx, dweight.astype(weight.dtype)
+    return dx, dweight.astype(weight.dtype), None
 
 
 def scale_of(weight: Array, offset: float, ndim: int) -> Array:

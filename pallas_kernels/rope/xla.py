@@ -4,11 +4,10 @@ Autodiff of the plain formula keeps the tables broadcast over the heads in float
 rotation by the opposite angle, so the backward pass here is the forward one with −sin, and keeps the tables as given.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import Array
+
+from pallas_kernels.transformations import custom_vjp
 
 
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
@@ -25,7 +24,7 @@ def transpose(dy: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     return _joined(turned, dy)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@custom_vjp(nondiff_argnums=(3,))
 def _rope(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     half = cos.shape[-1]
     turned = x[..., : 2 * half]

@@ -10,14 +10,12 @@ Implementations, in order of preference:
 - ``xla``: everything else.
 """
 
-import functools
-
-import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.rope.api import check_tables
 from pallas_kernels.split_rope.implementations import REGISTRY, Case
+from pallas_kernels.transformations import custom_vjp
 
 
 def split_rope(
@@ -59,7 +57,7 @@ def split_rope(
     return _split(qkv, tables, query_scales, (heads, key_heads), interleaved, chosen)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@custom_vjp(nondiff_argnums=(3, 4, 5))
 def _split(qkv, tables, scales, heads: tuple[int, int], interleaved: bool, implementation: str):
     return REGISTRY[implementation].forward(qkv, tables, scales, heads, interleaved)
 

@@ -1,5 +1,7 @@
 """Queries, keys and values out of one product for XLA, on every device; arguments as in `api`."""
 
+import math
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -13,7 +15,7 @@ def forward(
     count, key_count = heads
     size = qkv.shape[-1] // (count + 2 * key_count)
     parts = jnp.split(qkv, [count * size, (count + key_count) * size], axis=-1)
-    q, k, v = (part.reshape(*qkv.shape[:2], -1, size) for part in parts)
+    q, k, v = (part.reshape(*qkv.shape[:2], part.shape[2] // size, size) for part in parts)
     if tables is not None:
         q, k = (turn.rope(part, *tables, interleaved) for part in (q, k))
     return q if scales is None else q * _factors(scales, q), k, v
@@ -31,7 +33,9 @@ def backward(
     dq = dq if scales is None else dq * _factors(scales, dq)
     if tables is not None:
         dq, dk = (turn.transpose(part, *tables, interleaved) for part in (dq, dk))
-    found = jnp.concatenate([part.reshape(*part.shape[:2], -1) for part in (dq, dk, dv)], axis=-1)
+    found = jnp.concatenate(
+        [part.reshape(*part.shape[:2], math.prod(part.shape[2:])) for part in (dq, dk, dv)], axis=-1
+    )
     return found, jnp.max(jnp.abs(found), axis=-1).astype(jnp.float32) if with_absmax else None
 
 

@@ -24,6 +24,7 @@ from pallas_kernels.float8.blocks import Blocks
 from pallas_kernels.float8.scaled import Rounded, Scaled, product_of
 from pallas_kernels.glu.lora.implementations import REGISTRY, Case
 from pallas_kernels.glu.reference import ACTIVATIONS
+from pallas_kernels.transformations import with_automatic_axes
 
 
 class Gradients(NamedTuple):
@@ -132,7 +133,12 @@ def glu_lora_backward(
         raise ValueError(f"glu_lora_backward: dh must be {wide.dtype} of half of {list(wide.shape)}, got {below}")
     case = Case(dispatch.target(), wide.shape, wide.dtype, ranks, activation, isinstance(gate_up, Blocks))
     chosen = REGISTRY[REGISTRY.choose(case, implementation)]
-    return Gradients(*chosen.backward(gate_up, inner, dh, down_A, dproducts, activation, with_h, with_absmax))
+    gradients = with_automatic_axes(
+        lambda *operands: chosen.backward(*operands, activation, with_h, with_absmax),
+        *(gate_up, inner, dh, down_A, dproducts),
+        rows_like=(below, below, None, None, below),
+    )
+    return Gradients(*gradients)
 
 
 def _check(op: str, gate_up, inner: Inner | None, down_A, activation: str) -> tuple[int, int]:

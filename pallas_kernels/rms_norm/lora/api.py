@@ -16,15 +16,18 @@ Implementations, in order of preference:
 - ``xla``: everything else.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, low_rank
 from pallas_kernels.float8.scaled import Rounded
 from pallas_kernels.rms_norm.lora.implementations import REGISTRY, ROUND
 from pallas_kernels.rms_norm.xla import scale_of
+from pallas_kernels.transformations import number, with_automatic_axes
 
 
 class Normed(NamedTuple):
@@ -62,7 +65,7 @@ def rms_norm_lora_round(
     weight: Float[Array, " E"],
     lora_A: Float[Array, "R E"],
     *,
-    eps: float,
+    eps: ArrayLike,
     offset: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[Rounded, Float[Array, "N R"], Float[Array, " N"]]:
@@ -72,8 +75,8 @@ def rms_norm_lora_round(
         x: input of the norm.
         weight: the scale of each feature, without the offset.
         lora_A: in the dtype of x.
-        eps: added to the mean square.
-        offset: added to the weight.
+        eps: as in `rms_norm`.
+        offset: added to the weight; known while the function is traced.
         implementation: None, "triton" or "xla".
 
     Returns:
@@ -89,6 +92,7 @@ def rms_norm_lora_round(
             f"rms_norm_lora_round: for x {x.dtype}{list(x.shape)}, weight must be {list(width)} and lora_A {x.dtype} "
             f"[R, {width[0]}], got {list(weight.shape)} and {lora_A.dtype}{list(lora_A.shape)}"
         )
+    offset = number("rms_norm_lora_round", "offset", offset)
     case = low_rank.Case(dispatch.target(), x.shape[0], (x.shape[1],), x.dtype, lora_A.shape[0], float8=True)
     return ROUND[ROUND.choose(case, implementation)].forward(x, weight, lora_A, eps, offset)
 
@@ -122,14 +126,21 @@ def rms_norm_lora_backward(
             f"rms_norm_lora_backward: for x {list(x.shape)} and lora_A {list(lora_A.shape)}, gradients must be of x's "
             f"shape and products of [{x.shape[0]}, {rank}], got {wide} and {thin}"
         )
+    offset = number("rms_norm_lora_backward", "offset", offset)
     case = low_rank.Case(dispatch.target(), x.shape[0], (x.shape[1],), x.dtype, rank)
-    chosen = REGISTRY.choose(case, implementation)
-    scale, rstd = scale_of(normed.weight, offset, 1), normed.rstd
+    forward = REGISTRY[REGISTRY.choose(case, implementation)].forward
+    return with_automatic_axes(
+        functools.partial(_backward, forward, offset), normed, lora_A, gradients, rows_like=(x, None, None)
+    )
+
+
+def _backward(forward, offset: float, normed: Normed, lora_A: Array, gradients: Gradients):
+    x, scale, rstd = normed.x, scale_of(normed.weight, offset, 1), normed.rstd
     dproducts = gradients.products.astype(jnp.float32)
     wide_normed, unit = gradients.normed.astype(jnp.float32), x.astype(jnp.float32) * rstd[:, None]
     # the row's factor outside of the sum, so that rstd's own sum may be made in the same pass over x
     mean = rstd * jnp.sum(wide_normed * scale[None] * x.astype(jnp.float32), axis=1)
     mean = (mean + jnp.sum(dproducts * normed.products.astype(jnp.float32), axis=1)) / x.shape[1]
-    dx, dA = REGISTRY[chosen].forward(x, scale, rstd, mean, lora_A, *gradients)
+    dx, dA = forward(x, scale, rstd, mean, lora_A, *gradients)
     through = jnp.dot(gradients.products, lora_A, precision="highest", preferred_element_type=jnp.float32)
     return dx, jnp.sum((wide_normed + through) * unit, axis=0), dA

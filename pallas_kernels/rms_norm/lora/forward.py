@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jax.typing import ArrayLike
 
 from pallas_kernels.float8.config import RowConfig
 from pallas_kernels.float8.scaled import Rounded
@@ -22,13 +23,13 @@ from pallas_kernels.tiles import Tiles, divisor, width
 
 
 # Under jit of their own, so that the layers of an unrolled model lower each kernel once and not once each.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def round_rows(
-    x: Array, weight: Array, eps: float, offset: float, config: RowConfig, interpret: bool = False
+    x: Array, weight: Array, eps: ArrayLike, offset: float, config: RowConfig, interpret: bool = False
 ) -> tuple[Rounded, Array]:
     """The normalised rows in float8, and the reciprocal root mean square of each."""
     codes, scales, rstd = pl.pallas_call(
-        functools.partial(_round_rows, eps=eps, offset=offset, size=config.columns),
+        functools.partial(_round_rows, offset=offset, size=config.columns),
         out_shape=(
             jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct(x.shape[:1], jnp.float32),
@@ -38,11 +39,11 @@ def round_rows(
         compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="rms_norm_round_rows",
-    )(x, weight)
+    )(x, weight, jnp.float32(eps).reshape(1))
     return Rounded(codes, scales), rstd
 
 
-def _round_rows(x_ref, weight_ref, codes_ref, scales_ref, rstd_ref, *, eps: float, offset: float, size: int):
+def _round_rows(x_ref, weight_ref, eps_ref, codes_ref, scales_ref, rstd_ref, *, offset: float, size: int):
     row, features = pl.program_id(0), x_ref.shape[1]
     columns = jax.lax.iota(jnp.int32, size)
     inside = None if size == features else columns < features
@@ -52,7 +53,7 @@ def _round_rows(x_ref, weight_ref, codes_ref, scales_ref, rstd_ref, *, eps: floa
         return pltriton.load(ref, mask=inside, other=other).astype(jnp.float32)
 
     x, scale = load(x_ref.at[row, columns]), load(weight_ref.at[columns]) + offset
-    rstd = jax.lax.rsqrt(jnp.sum(x * x) / features + eps)
+    rstd = jax.lax.rsqrt(jnp.sum(x * x) / features + eps_ref[0])
     normed = (x * rstd * scale).astype(x_ref.dtype).astype(jnp.float32)
     scales, inverse = scale_of(jnp.max(jnp.abs(normed)))
     pltriton.store(codes_ref.at[row, columns], (normed * inverse).astype(codes_ref.dtype), mask=inside)

@@ -8,6 +8,7 @@ ROUND:     forward(x, weight, lora_A, eps, offset) -> (normalised rows in float8
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from pallas_kernels import compat, dispatch
 from pallas_kernels.dispatch import Implementation, Registry
@@ -34,7 +35,9 @@ def _why_not_triton_round(case: Case) -> str | None:
     return None
 
 
-def _triton_round(x: Array, weight: Array, lora_A: Array, eps: float, offset: float) -> tuple[Rounded, Array, Array]:
+def _triton_round(
+    x: Array, weight: Array, lora_A: Array, eps: ArrayLike, offset: float
+) -> tuple[Rounded, Array, Array]:
     compat.silence_triton_deprecation()
     rows, rstd = forward.round_rows(x, weight, eps, offset, row_config(x.shape[1]))
     scaled_A = (lora_A.astype(jnp.float32) * scale_of(weight, offset, 2)).astype(x.dtype)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from pallas_kernels.float8.api import quantize_rows
 from pallas_kernels.float8.scaled import Rounded
@@ -26,7 +27,7 @@ def backward(
     return dx, dot(dproducts, (unit * scale[None]).astype(x.dtype), ((0,), (0,)), jnp.float32)
 
 
-def round_rows(x: Array, weight: Array, lora_A: Array, eps: float, offset: float) -> tuple[Rounded, Array, Array]:
+def round_rows(x: Array, weight: Array, lora_A: Array, eps: ArrayLike, offset: float) -> tuple[Rounded, Array, Array]:
     """The normalised rows in float8, their rank products, rstd."""
     normed, rstd = forward(x, weight, eps, offset)
     return quantize_rows(normed), dot(normed, lora_A, ((1,), (1,))), rstd[:, 0]

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.float8.scaled import Rounded, Scaled, product_of
 from pallas_kernels.split_rope.lora.implementations import REGISTRY, Case
+from pallas_kernels.transformations import with_automatic_axes
 
 
 class Gradients(NamedTuple):
@@ -63,7 +64,11 @@ def split_rope_lora_forward(
     large = product_of(base)
     _check("split_rope_lora_forward", large, products, lora_B, cos, sin, heads)
     chosen = REGISTRY.choose(_case(large, lora_B, cos, heads), implementation)
-    return REGISTRY[chosen].forward(base, products, lora_B, cos, sin, heads)
+    return with_automatic_axes(
+        lambda *operands: REGISTRY[chosen].forward(*operands, heads),
+        *(base, products, lora_B, cos, sin),
+        rows_like=large,
+    )
 
 
 def split_rope_lora_backward(
@@ -102,7 +107,12 @@ def split_rope_lora_backward(
             f"split_rope_lora_backward: gradients must be {shapes} for {heads} heads of {size}, got {given}"
         )
     chosen = REGISTRY.choose(_case(dq, lora_B, cos, heads), implementation)
-    return Gradients(*REGISTRY[chosen].backward(dq, dk, dv, products, lora_B, cos, sin, heads, rounded))
+    found = with_automatic_axes(
+        lambda *operands: REGISTRY[chosen].backward(*operands, heads, rounded),
+        *(dq, dk, dv, products, lora_B, cos, sin),
+        rows_like=(dq, dq, None, dq),
+    )
+    return Gradients(*found)
 
 
 def _case(array: Array, lora_B: Array, cos: Array, heads: tuple[int, int]) -> Case:

@@ -1,5 +1,7 @@
 """The sums of `low_rank` and the turn of `split_rope`, one after the other; arguments as in `implementations`."""
 
+import math
+
 from jax import Array
 
 from pallas_kernels import dispatch
@@ -22,8 +24,8 @@ def forward(
     y = low_rank_add(base, products, lora_B, parts=parts, implementation=implementation)
     turn = _chosen(y, heads, 2 * cos.shape[1], implementation)
     q, k, v = turn.forward(y[None], (cos[None], sin[None]), None, heads, False)
-    rows = y.shape[0]
-    return q.reshape(rows, -1), k.reshape(rows, -1), v.reshape(rows, -1)
+    q, k, v = (part.reshape(y.shape[0], math.prod(part.shape[2:])) for part in (q, k, v))
+    return q, k, v
 
 
 def backward(
