@@ -3,6 +3,7 @@
 from convert.errors import shorten
 from fastjax.config_import.job import Job
 from fastjax.config_import.preferences import PAIR, REFERENCE, answer_length, no_dropout, wants
+from fastjax.training.config.preferences import WITH_REFERENCE
 
 STAGES = ("dpo", "kto")
 #: pref_loss → the loss here.
@@ -37,6 +38,11 @@ def preferences(job: Job) -> None:
     for key, only in (("pref_ftx", 0), ("pref_bco_weight", 0), ("ld_alpha", 1.0)):
         wants(job, key, job.number(key), only, _SUM)
     wants(job, "ref_model", job.text("ref_model"), None, REFERENCE)
+    if "lora.adapter" in job.carried and job.carried["preferences.loss"].value in WITH_REFERENCE:
+        job.refused["adapter_name_or_path"] = (
+            "the reference is the base there, and here the adapter to start from; merge it first (`fastjax convert "
+            "merge`)"
+        )
     answer_length(job, "cutoff_len", 2048)
     no_dropout(job, "lora_dropout")
 

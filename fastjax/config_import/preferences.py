@@ -7,7 +7,7 @@ from fastjax.config_import.job import Job
 #: The losses that the tools have too, by their names here.
 LOSSES = ("dpo", "ipo", "kto", "orpo", "simpo")
 NO_RL = "there is no PPO or GRPO; preferences.loss has dpo, ipo, kto, orpo and simpo"
-REFERENCE = "the reference is the model without its adapter, in the same step"
+REFERENCE = "the reference is the model as training begins: without a fresh adapter"
 OTHER = "of another loss, or of none"
 ONE_TEMPLATE = "all rows of a run go through one chat template"
 SYSTEM = "a column of system messages is not read: put each into its prompt, as messages"

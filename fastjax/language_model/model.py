@@ -30,8 +30,10 @@ from fastjax.lora.sites import adapter_sites
 from fastjax.models.chunks import Chunk
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import LayerStack
+from fastjax.models.leaves import START
 from fastjax.models.precision import DTYPES, Precision
 from fastjax.models.quantized import QuantizationAware, quantize_layers
+from fastjax.models.start import hold
 from fastjax.models.streamed import is_streamed
 
 if TYPE_CHECKING:
@@ -209,6 +211,19 @@ class LanguageModel:
         module.remat = remat
         graphdef = nnx.split(module, self.trainable_filter, ...)[0]
         return self.replace(graphdef=graphdef, remat=remat, remat_auto=False)
+
+    def with_start(self, arrays: Any) -> "LanguageModel":
+        """The same model that holds arrays as those it begins with: the reference of a loss of preferences.
+
+        Args:
+            arrays: of the tree of `trainable`; None: it holds none any more.
+        """
+        if arrays is None and START not in self.frozen:
+            return self
+        module = self.module()
+        hold(module, arrays)
+        graphdef, _, frozen = nnx.split(module, self.trainable_filter, ...)
+        return self.replace(graphdef=graphdef, frozen=nnx.to_pure_dict(frozen))
 
     @property
     def folder_dtype(self) -> str:

@@ -65,6 +65,7 @@ class Decoder(nnx.Module):
         remat: policy of rematerialisation, as `remat.policy_of` takes it.
         mlp_chunk: tokens that an MLP computes at a time, as `chunks.chunk_places` takes it.
         quantizing: whether the layers' fake quantisers are in force, bool []; None: they are.
+        start: the trained arrays as a run begins with them (`models.start`), or None.
     """
 
     lm_head: Head
@@ -96,6 +97,7 @@ class Decoder(nnx.Module):
         self.config, self.plan, self.precision, self.remat = config, tuple(plan), precision, remat
         self.mlp_chunk: Chunk = mlp_chunk
         self.quantizing: Constant | None = None
+        self.start: nnx.Dict | None = None
         adapters = adapters or Adapters([[{}] * stack.period for stack in plan])
         self.layers = nnx.List(
             [

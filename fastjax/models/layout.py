@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from convert.model.config import ModelConfig
 from convert.model.paths import WeightPath
-from fastjax.models.leaves import LORA_A, LORA_B, leaf_at
+from fastjax.models.leaves import LORA_A, LORA_B, START, leaf_at
 from fastjax.models.streamed import layer_at
 from fastjax.parallel import as_input
 from fastjax.quantization import Weight, WeightLike, as_weight, concatenate, rows_of
@@ -136,6 +136,7 @@ def logical_axes(tree: Any, config: ModelConfig) -> Any:
 
     def of(path: tuple[Any, ...], weight: Any) -> Any:
         keys = tuple(key.key for key in path)
+        keys = keys[keys[0] == START :]
         found = matrices.get(keys[3:] if keys[0] == "layers" else keys)  # after run and position
         if found is None:
             return jax.tree.map(lambda leaf: _alone_axes(path, leaf), weight)

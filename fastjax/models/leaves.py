@@ -13,6 +13,8 @@ from convert.families import FAMILIES
 from convert.model import spec
 from convert.model.paths import EXPERTS, NORM, SCORE, TABLES, WeightPath
 
+#: Key of the decoder under which the trained arrays stand as they were at the start (`models.start`).
+START = "start"
 #: Kinds that are vectors in a layer.
 VECTORS = spec.VECTORS | {"magnitude"}
 #: Keys of every family's weights in a layer, those of a group for all of its projections -> their kind.
@@ -66,9 +68,10 @@ class Leaf(NamedTuple):
 
 
 def leaf_at(path: Sequence[Any]) -> Leaf:
-    """The leaf at a key path of `jax.tree_util`."""
+    """The leaf at a key path of `jax.tree_util`; one of the start is as the trained one."""
     keys = [getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))) for entry in path]
     name = ".".join(map(str, keys))
+    keys = keys[keys[0] == START :]
     stack, position = None, None
     if keys[0] == "layers" and len(keys) > 3 and isinstance(keys[1], int) and isinstance(keys[2], int):
         (stack, position), keys = keys[1:3], keys[3:]

@@ -51,6 +51,11 @@ def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | 
         raise ConfigError(f"{folder}: expected a new folder for the run, got one that exists")
     if config.model.full_finetuning:
         raise ConfigError("model.full_finetuning: expected false for a run that begins with an adapter, got true")
+    if config.preferences.needs_reference:
+        raise ConfigError(
+            f"preferences.loss: expected none that has a reference, got {config.preferences.loss}, whose reference is "
+            "the adapter that a run begins with; name it as lora.adapter of a new run"
+        )
     settings = config_from_json(read_json(Path(adapter) / CONFIG), Path(adapter) / CONFIG)
     config = pinned(_with_lora_of(config, settings))
     opened = open_model(config)

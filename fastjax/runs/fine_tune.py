@@ -112,7 +112,7 @@ def fine_tune(
             say(console, f"{name}: {became}")
         identity = run_identity(data, opened)
         if earlier is not None:
-            changed += check_identity(earlier.where, earlier.identity, identity)
+            changed += check_identity(earlier.where, earlier.identity, identity, holds_start=config.holds_start)
         options = compiler_options(config.training.deterministic, folder.path)
         before = None if earlier is None else earlier.checkpointing
         tell = functools.partial(say, console)

@@ -11,9 +11,9 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class Identity(NamedTuple):
         adapter_weights: of its tensors, sampled.
         tokenizer: of the tokenizer, with its chat template.
         held_out: of the held-out rows.
+        start: of the trained arrays in memory that a run begins with, where they are its reference.
     """
 
     model: str
@@ -51,6 +52,7 @@ class Identity(NamedTuple):
     adapter_weights: str | None = None
     tokenizer: str | None = None
     held_out: str | None = None
+    start: str | None = None
 
 
 #: Those that decide the meaning of the state: the setting, the expected input, the other one.
@@ -65,6 +67,7 @@ _FIXED = {
         "CHANGELOG.md: go on with the version that the run began with); to train on, start a new run from what was "
         "learnt (lora.adapter, or model.model_name)",
     ),
+    "start": ("model", "the adapter that the run began with, its reference,", "another one; load that adapter again"),
 }
 #: Those that may differ, with the line that says so.
 _TOLD = {
@@ -117,13 +120,14 @@ def base_identity(base: Checkpoint) -> dict[str, str]:
     return {"model": model_fingerprint(base.folder), "weights": tensors_fingerprint(base.tensors)}
 
 
-def check_identity(where: Path, old: Identity, new: Identity) -> list[str]:
+def check_identity(where: Path, old: Identity, new: Identity, *, holds_start: bool = False) -> list[str]:
     """Compare the inputs of a checkpoint's run with those of the run that resumes from it.
 
     Args:
         where: the checkpoint, or the result.
         old: its fingerprints.
         new: the resumed run's.
+        holds_start: whether the adapter to start from is the run's reference, and so must be the same.
 
     Returns:
         A line for each difference that is allowed.
@@ -136,6 +140,11 @@ def check_identity(where: Path, old: Identity, new: Identity) -> list[str]:
     for name, (key, what, other) in _FIXED.items():
         if name in differ:
             raise ConfigError(f"{key}: expected {what} of {where}, got {other}")
+    if holds_start and "adapter_weights" in differ:
+        raise ConfigError(
+            f"lora.adapter: expected the adapter that the run of {where} began with, its reference, got one with other "
+            "weights"
+        )
     return [line for name, line in _TOLD.items() if name in differ]
 
 
@@ -183,6 +192,26 @@ def tensors_fingerprint(tensors: Mapping[str, TensorInfo]) -> str:
     finally:
         for descriptor in files.values():
             os.close(descriptor)
+    return digest.hexdigest()[:16]
+
+
+def arrays_fingerprint(arrays: Any) -> str:
+    """A short name for arrays in memory, of every byte.
+
+    Args:
+        arrays: a tree of dicts, of NumPy's or JAX's.
+    """
+
+    def parts(tree: Any, name: str) -> Iterator[tuple[str, np.ndarray]]:
+        if isinstance(tree, Mapping):
+            for key in sorted(tree, key=str):
+                yield from parts(tree[key], f"{name}.{key}")
+        else:
+            yield name, np.asarray(tree)
+
+    digest = hashlib.sha256()
+    for name, array in parts(arrays, ""):
+        digest.update(f"{name} {array.dtype} {list(array.shape)}\n".encode() + array.tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -65,9 +65,21 @@ def run_shapes(config: TrainConfig, opened: OpenModel | OpenShapes) -> LanguageM
         config: the run.
         opened: its folders.
     """
+    alike = config
     if config.lora.adapter is None:  # all starts have one shape, and an orthogonal one is drawn by NumPy
-        config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, init_lora_weights=True))
-    return _placed(shapes_of(lambda: with_adapter(load_base(config, opened, zeros=True), config, opened)), config)
+        alike = dataclasses.replace(config, lora=dataclasses.replace(config.lora, init_lora_weights=True))
+    made = shapes_of(lambda: with_adapter(load_base(alike, opened, zeros=True), alike, opened))
+    return with_start(_placed(made, config), config)
+
+
+def with_start(model: LanguageModel, config: TrainConfig) -> LanguageModel:
+    """A run's model as it begins, which holds its start where that is the reference.
+
+    Args:
+        model: with the trained arrays' initial values.
+        config: the run.
+    """
+    return model.with_start(model.trainable) if config.holds_start else model
 
 
 def _placed(model: LanguageModel, config: TrainConfig) -> LanguageModel:

@@ -12,7 +12,7 @@ import jax
 from convert.weights import Weights
 from fastjax.language_model import LanguageModel
 from fastjax.parallel import MeshShape
-from fastjax.runs.model import load_model
+from fastjax.runs.model import load_model, with_start
 from fastjax.runs.opening import OpenModel
 from fastjax.runs.steps import with_policy
 from fastjax.training.config import TrainConfig
@@ -112,6 +112,7 @@ class ModelLoading:
         if outline.weights is not None:
             outline = dataclasses.replace(outline, weights=_Stoppable.of(outline.weights, self._stopped))
         model = load_model(with_policy(self._config, policy), self._opened._replace(outline=outline), shape)
+        model = with_start(model, self._config)
         self.load_seconds += time.perf_counter() - began
         return model
 

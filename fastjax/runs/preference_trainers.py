@@ -17,7 +17,7 @@ from fastjax.runs.trl_arguments import SharedArguments, arguments, with_names
 from fastjax.runs.trl_trainer import TRLTrainer
 from fastjax.training.config import PreferencesSection
 
-_REFERENCE = "the model without its adapter, which is the reference in the same step"
+_REFERENCE = "the model as training begins, with the adapter that it has by then, which is the reference"
 _SECTION = "TrainerSettings(preferences=PreferencesSection(…)) for what losses there are"
 #: Names with another place -> which.
 _ELSEWHERE = {

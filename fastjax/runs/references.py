@@ -88,6 +88,7 @@ def reference_file(
     depends = {
         "format": _FORMAT,
         "base": [identity.model, identity.weights, weights],
+        "start": identity.adapter_weights,
         "model": dataclasses.asdict(config.model),
         "lora": dataclasses.asdict(config.lora),  # the reference's products are the adapted ones, at scale zero
         "deterministic": config.training.deterministic,

@@ -26,7 +26,14 @@ from fastjax.quantization.nf4 import NF4Weight
 from fastjax.runs.checkpointing import RunStep, compile_loaded
 from fastjax.runs.datasets import load_run_data
 from fastjax.runs.folder import claimed
-from fastjax.runs.identity import Identity, base_identity, check_identity, digest, tokenizer_fingerprint
+from fastjax.runs.identity import (
+    Identity,
+    arrays_fingerprint,
+    base_identity,
+    check_identity,
+    digest,
+    tokenizer_fingerprint,
+)
 from fastjax.runs.messages import say
 from fastjax.runs.model import check_vocabulary
 from fastjax.runs.result import finished
@@ -203,8 +210,13 @@ class Trainer:
         if settings.max_seq_length is not None:
             model = model.replace(max_seq_length=min(settings.max_seq_length, model.max_seq_length))
         self.config = _config(model, settings, self._paths)
-        if settings.preferences.needs_reference:
-            _check_reference(model)
+        if settings.preferences.needs_reference and model.quantization_aware is not None:
+            raise ConfigError(
+                "Trainer: model: expected one without quantisation-aware training with a loss of preferences that has "
+                "a reference, got one with it"
+            )
+        begun = self.config.holds_start or (settings.preferences.needs_reference and _is_trained(model))
+        self._start = model.trainable if begun else None
         if self._own.loss is None or settings.preferences.scores:
             _check_head(model, settings.preferences)
         self.model = model.replace(tokenizer=self._tokenizer)
@@ -229,7 +241,7 @@ class Trainer:
         """
         if self.handle.value is not self._taken:
             self._take(self.handle.value)  # another trainer has trained it since
-        config, console, model = self.config, self._console, self.model
+        config, console, model = self.config, self._console, self.model.with_start(self._start)
         self._ended, changed, resume = False, [], resume or config.output.resume
         with claimed(config, resume=resume) as folder:
             if resume and finished(folder, config):
@@ -247,7 +259,7 @@ class Trainer:
             check_profile(config.output, data.total_steps)
             for name, became in data.statistics().items():
                 say(console, f"{name}: {became}")
-            identity = _identity(model, data)
+            identity = _identity(model, data, self._start)
             if earlier is not None:
                 changed += check_identity(earlier.where, earlier.identity, identity)
             check_vocabulary(model, data)
@@ -276,6 +288,7 @@ class Trainer:
 
     def _keep(self, model: LanguageModel) -> None:
         """A model as this trainer's and as that of whoever holds the handle it was given."""
+        model = model.with_start(None)
         self.handle.become(model)
         self.model, self._taken = model, self.handle.value
 
@@ -361,22 +374,10 @@ def _config(model: LanguageModel, settings: TrainerSettings, paths: Mapping[str,
     )
 
 
-def _check_reference(model: LanguageModel) -> None:
-    """Refuse a model that, without its adapter, is not the one that training begins from."""
-    if model.quantization_aware is not None:
-        raise ConfigError(
-            "Trainer: model: expected one without quantisation-aware training with a loss of preferences that has a "
-            "reference, got one with it"
-        )
-    if model.lora is None or model.lora.init_lora_weights not in (True, "gaussian"):
-        return  # else one half of a fresh product is zero
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model.trainable):
-        if leaf_at(path).kind in ("lora_B", "lora_embedding_A") and bool(jnp.any(leaf)):
-            raise ConfigError(
-                "Trainer: model: expected a fresh adapter with a loss of preferences whose reference is the model "
-                "without it, got one that has been trained; merge it (save_pretrained_merged), and train a new one "
-                "over the result"
-            )
+def _is_trained(model: LanguageModel) -> bool:
+    """Whether an adapter whose fresh products are zero has others."""
+    leaves = jax.tree_util.tree_leaves_with_path(model.trainable)
+    return any(bool(jnp.any(leaf)) for path, leaf in leaves if leaf_at(path).kind in ("lora_B", "lora_embedding_A"))
 
 
 def _check_head(model: LanguageModel, preferences: PreferencesSection) -> None:
@@ -403,8 +404,8 @@ def _rule(optimizer: Optimizer | None, total: int) -> tuple[optax.GradientTransf
     return rule, rates
 
 
-def _identity(model: LanguageModel, data: Any) -> Identity:
-    """The fingerprints of the run's inputs; what the model has learnt before is not among them."""
+def _identity(model: LanguageModel, data: Any, start: Any) -> Identity:
+    """The fingerprints of the run's inputs; what the model has learnt before is among them as its reference alone."""
     if model.folder is None:
         base = {"model": digest(str(sorted(model.hf_config.items())))}
     else:
@@ -414,4 +415,5 @@ def _identity(model: LanguageModel, data: Any) -> Identity:
         data=data.train.fingerprint,
         tokenizer=tokenizer_fingerprint(model.tokenizer),  # pyright: ignore[reportArgumentType]
         held_out=None if data.held_out is None else data.held_out.fingerprint,
+        start=None if start is None else arrays_fingerprint(start),
     )

@@ -224,7 +224,7 @@ class TrainingRun:
                 _tell(sinks, fitted.progress.step, "interrupted", message)
                 raise Interrupted(message, stop.received)
             watchdog.watch(f"the result, {self.folder.result}")
-            self.model = self.model.replace(trainable=self._chosen(fitted))
+            self.model = self.model.replace(trainable=self._chosen(fitted)).with_start(None)
             self.model.save_pretrained(self.folder.result)  # all processes, of which the first writes
             watchdog.watch(None)
             self._sample(sinks, fitted.progress.step)

@@ -89,7 +89,7 @@ class TrainConfig:
                 f"output.sample_answers: expected 0 with preferences.loss: {self.preferences.loss}, got "
                 f"{self.output.sample_answers}"
             )
-        check_preferences(self.preferences, self.model, self.data, self.lora, training)
+        check_preferences(self.preferences, self.model, self.data, training)
         parallel = self.parallel.sizes
         alone = {"data.packing: false": not self.data.packing} | {
             f"parallel.{name}: 1": parallel.get(name, 1) == 1 for name in ("context", "tensor")
@@ -111,3 +111,10 @@ class TrainConfig:
                     f"{name}: expected a number of steps, or a share of them, for streamed data, got epoch; the end of "
                     "theirs is not known"
                 )
+
+    @property
+    def holds_start(self) -> bool:
+        """Whether the reference of the preferences is what the adapter begins with, since that is not the base."""
+        lora = self.lora
+        is_base = lora.adapter is None and not lora.modules_to_save and lora.init_lora_weights in (True, "gaussian")
+        return self.preferences.needs_reference and not is_base

@@ -28,8 +28,9 @@ class PreferencesSection:
         loss: dpo, ipo, orpo or simpo over rows with prompt, chosen and rejected; kto over rows with prompt, completion
             and label (or chosen and rejected); reward, of a reward model, over rows with prompt, chosen, rejected and
             perhaps margin; null: there are no preferences, and data.train is learnt as it is.
-        beta: of dpo, ipo and kto the strength of the tie to the reference, the model without its adapter; of orpo the
-            factor of the odds ratio's term; of simpo that of the log-probabilities; null: 0.1, of simpo 2.
+        beta: of dpo, ipo and kto the strength of the tie to the reference, the model as training begins: without a
+            fresh adapter, or with lora.adapter as it is there; of orpo the factor of the odds ratio's term; of simpo
+            that of the log-probabilities; null: 0.1, of simpo 2.
         label_smoothing: of dpo and simpo, the probability that a pair's label is wrong; null: 0.
         gamma: of simpo, the margin between the two answers' rewards; null: 1.
         nll_tokens: of orpo, the tokens of the first term: answer, the mean over those of each chosen answer; or all, as
@@ -92,7 +93,7 @@ class PreferencesSection:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares with the model without its adapter."""
+        """Whether the loss compares with the model as training begins."""
         return self.loss in WITH_REFERENCE
 
     @property
@@ -107,14 +108,13 @@ class PreferencesSection:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-def check_preferences(preferences: PreferencesSection, model: Any, data: Any, lora: Any, training: Any) -> None:
+def check_preferences(preferences: PreferencesSection, model: Any, data: Any, training: Any) -> None:
     """Refuse settings of other sections that no run with preferences can serve.
 
     Args:
         preferences: the section.
         model: the section `model`.
         data: likewise.
-        lora: likewise.
         training: likewise.
 
     Raises:
@@ -138,15 +138,8 @@ def check_preferences(preferences: PreferencesSection, model: Any, data: Any, lo
     for name in ("neftune_noise_alpha", "qat"):
         if (value := getattr(training, name)) is not None:
             raise ConfigError(f"training.{name}: expected null {beside}, got {value}")
-    if not preferences.needs_reference:
-        return
-    reference = f"{beside}, whose reference is the model without its adapter"
-    if model.full_finetuning:
-        raise ConfigError(f"model.full_finetuning: expected false {reference}, got true; orpo and simpo need none")
-    if lora.modules_to_save:
-        raise ConfigError(f"lora.modules_to_save: expected none {reference}, got {', '.join(lora.modules_to_save)}")
-    if lora.adapter is not None:
+    if preferences.needs_reference and model.full_finetuning:
         raise ConfigError(
-            f"lora.adapter: expected null {reference}, got {lora.adapter}; merge that adapter first (fastjax "
-            "convert merge), and train a new one over the result"
+            f"model.full_finetuning: expected false {beside}, whose reference is the model as training begins, got "
+            "true; orpo and simpo need none"
         )

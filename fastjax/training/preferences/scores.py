@@ -2,9 +2,10 @@
 
 The reference of an adapter is the model without it: a second pass over the same frozen arrays, in the same step, of
 which nothing is kept for the backward pass. The adapter is there at scale zero, so that both passes round alike:
-kernels that add an adapter's products as they go add in another order than products alone. Where the trained weights
-have no frozen original, or the reference is another model, its log-probabilities are computed once and come with the
-rows.
+kernels that add an adapter's products as they go add in another order than products alone. Where training begins from
+something else than the base, as an adapter that has been trained, the model holds that start (`models.start`), with
+which the second pass is made. Where neither is there, or the reference is another model, its log-probabilities are
+computed once and come with the rows.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from fastjax.errors import ConfigError
 from fastjax.models.decoder import Decoder
 from fastjax.models.projection import at_scale_zero, without_adapters
+from fastjax.models.start import at_start
 from fastjax.training.head import head_log_probs
 from pallas_kernels.cross_entropy import IGNORE_INDEX
 
@@ -152,7 +154,7 @@ def reference_log_probs(
         model: the decoder, merged.
         trainable_filter: the nnx filter of the trained variables.
         rows: as for `document_scores`. `extra["reference_log_probs"]`, float32 [B, D], are those of the reference;
-            without them it is the model without its adapters.
+            without them it is the model as it holds its start, or else without its adapters.
         chunk_size: as for `document_scores`.
 
     Raises:
@@ -160,6 +162,8 @@ def reference_log_probs(
     """
     if "reference_log_probs" in rows.extra:
         return jax.lax.stop_gradient(rows.extra["reference_log_probs"])
+    if (start := at_start(model, trainable_filter)) is not None:
+        return document_scores(start, trainable_filter, rows, chunk_size=chunk_size).log_probs
     expected = "reference_log_probs: expected in the rows' extra fields, as the model without adapters is no reference"
     try:
         base = without_adapters(model)

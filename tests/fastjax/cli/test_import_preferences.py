@@ -102,7 +102,6 @@ def test_preferences(imported, tmp_path, text, changes, preferences, data, colum
         (AXOLOTL_DPO, {"rl": "simpo"}, "cpo_alpha: by it, or by its default of 1, cross-entropy is added; only 0"),
         (AXOLOTL_DPO, {"rpo_alpha": 1.0}, "rpo_alpha: no cross-entropy is added"),
         (AXOLOTL_DPO, {"adapter": None}, "becomes model.full_finetuning: expected false with preferences.loss: dpo"),
-        (AXOLOTL_DPO, {"lora_model_dir": "a"}, "lora_model_dir: becomes lora.adapter: expected null with"),
         (
             AXOLOTL_DPO,
             {"datasets": [{"path": "a", "type": "chatml.intel"}, {"path": "b", "type": "llama3.intel"}]},
@@ -121,7 +120,12 @@ def test_preferences(imported, tmp_path, text, changes, preferences, data, colum
         (AXOLOTL_DPO, {"reward_model": True}, "reward_model: reward models are not carried over"),
         (LLAMA_FACTORY_SIMPO, {"pref_loss": "hinge"}, "pref_loss: hinge: sigmoid, ipo, orpo, simpo there are"),
         (LLAMA_FACTORY_SIMPO, {"pref_ftx": 0.5}, "pref_ftx: no other loss is added"),
-        (LLAMA_FACTORY_SIMPO, {"ref_model": "m"}, "ref_model: the reference is the model without its adapter"),
+        (LLAMA_FACTORY_SIMPO, {"ref_model": "m"}, "ref_model: the reference is the model as training begins"),
+        (
+            LLAMA_FACTORY_SIMPO,
+            {"pref_loss": "sigmoid", "adapter_name_or_path": "a"},
+            "adapter_name_or_path: the reference is the base there, and here the adapter to start from; merge it first",
+        ),
         (LLAMA_FACTORY_SIMPO, {"dataset": "own"}, "dataset_info.json: own: stage dpo takes data sets with ranking"),
         (
             LLAMA_FACTORY_SIMPO,

@@ -59,7 +59,7 @@ def test_settings(model, kind, given, section):
         ("DPO", {"loss_type": "hinge"}, "DPOConfig: loss_type: expected sigmoid or ipo, got 'hinge'"),
         ("DPO", {"loss_type": ["sigmoid", "sft"]}, r"loss_type: expected sigmoid or ipo, got \['sigmoid', 'sft'\]"),
         ("DPO", {"label_smoothing": 0.1}, "label_smoothing: expected 0 with loss_type 'sigmoid', .* cDPO is"),
-        ("DPO", {"ref_model": object()}, "DPOConfig: ref_model: expected none, .* use the model without its adapter"),
+        ("DPO", {"ref_model": object()}, "DPOConfig: ref_model: expected none, .* use the model as training begins"),
         ("DPO", {"max_prompt_length": 9}, "max_prompt_length: expected none, got 9; use max_length"),
         ("DPO", {"peft_config": object()}, "peft_config: expected none, .* use FastLanguageModel.get_peft_model"),
         ("DPO", {"truncation_mode": "keep_end"}, "truncation_mode: expected keep_start, got 'keep_end'"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,9 @@ ASSETS = Path(fastjax.__file__).parent / "assets"
 TOLERANCE = 1e-6  # float32, losses near log 2: the same sums in another program
 
 
-def test_losses_are_those_of_a_reference_in_the_step(tmp_path, capsys):
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Runs `fastjax train` by `run.content`; gives what it says."""
     lines = (ASSETS / "tiny-chat" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:14]
     chats = [json.loads(line)["messages"] for line in lines]
     rows = [
@@ -46,11 +49,17 @@ def test_losses_are_those_of_a_reference_in_the_step(tmp_path, capsys):
     }
     content["data"]["cache_dir"] = str(tmp_path / "cache")
 
-    def run(*options):
+    def run(*options, status=0):
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-        assert main(["train", "--config", str(tmp_path / "run.yaml"), *options]) == 0
-        return " ".join(capsys.readouterr().out.split())
+        assert main(["train", "--config", str(tmp_path / "run.yaml"), *options]) == status
+        return " ".join("".join(capsys.readouterr()).split())
 
+    run.content = content
+    return run
+
+
+def test_losses_are_those_of_a_reference_in_the_step(run, tmp_path):
+    content = run.content
     assert "log-probabilities" not in run()
     content["preferences"]["precompute_ref_log_probs"] = True
     content["output"]["output_dir"] = str(tmp_path / "before")
@@ -74,6 +83,34 @@ def test_losses_are_those_of_a_reference_in_the_step(tmp_path, capsys):
         np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
     adapters = [tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("within", "before")]
     assert len({adapter.stat().st_size for adapter in adapters}) == 1
+
+
+@pytest.mark.exhaustive(
+    by="tests/fastjax/training/preferences/test_losses.py::test_a_reference_that_training_begins_with"
+)
+def test_an_adapter_to_start_from_is_the_reference(run, tmp_path):
+    """In the step, computed before, and resumed: none but the adapter's own start will do."""
+    content, start = run.content, tmp_path / "start"
+    content["training"] |= {"max_steps": 3, "eval_steps": 3}
+    run()
+    shutil.copytree(tmp_path / "within" / "adapter", start)
+    content["lora"], content["output"]["output_dir"] = {"adapter": str(start)}, str(tmp_path / "whole")
+    run()
+    whole = metrics(tmp_path / "whole")
+    assert whole[0]["loss"] == pytest.approx(math.log(2)) and whole[0]["rewards/margins"] == 0
+    assert whole[0]["logps/chosen"] != metrics(tmp_path / "within")[0]["logps/chosen"]
+    content["output"]["output_dir"], content["preferences"]["precompute_ref_log_probs"] = str(tmp_path / "before"), True
+    run("--training.max_steps", "2", "--training.eval_steps", "2")
+    run("--resume")
+    before = {(row["step"], "loss" in row): row for row in metrics(tmp_path / "before")}
+    for row in whole:
+        names = [name for name in row if name.removeprefix("eval_").startswith(("loss", "rewards", "logps"))]
+        ours, theirs = ([each[name] for name in names] for each in (before[row["step"], "loss" in row], row))
+        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+    shutil.copy(tmp_path / "whole" / "adapter" / "adapter_model.safetensors", start)
+    (tmp_path / "before" / "adapter" / "adapter_config.json").unlink()  # the result is made again
+    said = run("--resume", status=2)
+    assert "lora.adapter: expected the adapter that the run of" in said and "got one with other weights" in said
 
 
 def test_what_is_kept(tmp_path):

@@ -16,12 +16,15 @@ from fastjax.data.batches import batch_of
 from fastjax.data.preferences import Answer, Role, pack_preferences, with_reference
 from fastjax.errors import ConfigError
 from fastjax.models.decoder import lm_logits
+from fastjax.models.layout import logical_axes
+from fastjax.models.leaves import START
 from fastjax.parallel import make_mesh
 from fastjax.training.loop import run_evaluation
 from fastjax.training.loss import LossSums, Mean
 from fastjax.training.preferences import DPOLoss, IPOLoss, KTOLoss, ORPOLoss, SimPOLoss, reference_log_probs
 from fastjax.training.preferences.losses import pairs_of
 from fastjax.training.preferences.objectives import orpo
+from fastjax.training.preferences.scores import document_scores
 from tests.support import steps, tiny
 
 TOLERANCE = 2e-5
@@ -199,6 +202,30 @@ def test_a_reference_that_was_computed_before():
     for name, total in sums["dpo"].metrics.items():
         np.testing.assert_allclose(metrics[name], total / 4, rtol=TOLERANCE, err_msg=name)
     steps.assert_close(found, gradients, TOLERANCE)
+
+
+def test_a_reference_that_training_begins_with():
+    """Of an adapter and a table that have been trained: a constant that stays as they move, laid out as they are."""
+    ours = tiny.adapted(base(), target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    held, rows = ours.with_start(ours.trainable), jax.tree.map(lambda array: array[0], packed())
+    start, trained = (jax.tree.leaves(logical_axes(tree, ours.config)) for tree in (held.frozen, ours.trainable))
+    assert start[-len(trained) :] == trained and len(set(trained)) > 1  # behind the base's own, by name
+
+    @jax.jit
+    def program(trainable, frozen, rows):
+        def reference(trainable):
+            decoder = nnx.merge(held.graphdef, trainable, frozen)
+            found = reference_log_probs(decoder, held.trainable_filter, rows)
+            return found.sum(), (found, document_scores(decoder, held.trainable_filter, rows).log_probs)
+
+        return jax.grad(reference, has_aux=True)(trainable)
+
+    gradient, (before, policy) = program(held.trainable, held.frozen, rows)
+    np.testing.assert_allclose(before, policy, rtol=1e-6)
+    _, (after, moved) = program(jax.tree.map(lambda leaf: leaf + 0.01, held.trainable), held.frozen, rows)
+    np.testing.assert_array_equal(after, before)
+    assert np.abs(moved - after).max() > 0.01 and not any(map(np.any, jax.tree.leaves(gradient)))
+    assert START not in held.with_start(None).frozen and ours.with_start(None) is ours
 
 
 def test_two_devices():
