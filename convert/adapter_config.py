@@ -220,10 +220,22 @@ def selects(config: AdapterConfig, module: WeightPath, family: Family) -> bool:
         module: The module's path in the tree.
         family: The model's table.
     """
-    name = family.module_name(module)
-    if module.of_experts:
-        return targets_parameter(config, name)
-    return targets_parameter(config, f"{name}.weight") if module.is_router else targets(config, name, family=family)
+    name = tuned_name(module, family)
+    of_parameter = module.of_experts or module.is_router
+    return targets_parameter(config, name) if of_parameter else targets(config, name, family=family)
+
+
+def tuned_name(module: str, family: Family) -> str:
+    """The name by which PEFT looks an adapted module up: of a mixture's experts and routers their parameter's.
+
+    Args:
+        module: The module's path in the tree.
+        family: The model's table.
+
+    Raises:
+        ConvertError: The family has no such module.
+    """
+    return family.module_name(module) + (".weight" if WeightPath.parse(module).is_router else "")
 
 
 def rank_and_alpha(config: AdapterConfig, module: str) -> tuple[int, float]:
@@ -231,7 +243,7 @@ def rank_and_alpha(config: AdapterConfig, module: str) -> tuple[int, float]:
 
     Args:
         config: The settings.
-        module: The module's Hugging Face name.
+        module: The module's name in PEFT (`tuned_name`).
 
     Returns:
         (r, lora_alpha).
@@ -247,7 +259,7 @@ def scaling(config: AdapterConfig, module: str) -> float:
 
     Args:
         config: The settings.
-        module: The module's Hugging Face name.
+        module: The module's name in PEFT (`tuned_name`).
     """
     rank, alpha = rank_and_alpha(config, module)
     return alpha / math.sqrt(rank) if config.use_rslora else alpha / rank

@@ -35,6 +35,7 @@ from convert.adapter_config import (
     scaling,
     selects,
     targets,
+    tuned_name,
 )
 from convert.checkpoint import write_config
 from convert.errors import ConvertError, shorten, unexpected
@@ -206,7 +207,7 @@ def open_adapter(
     for module, shape in expert_shapes(specs).items():
         a, b = (tensors.get(module.with_leaf(leaf)) for leaf in _PAIRS[0])
         if a is not None and b is not None:
-            rank, _ = rank_and_alpha(config, family.module_name(module))
+            rank, _ = rank_and_alpha(config, tuned_name(module, family))
             layouts[module] = find_layout(
                 module,
                 shape,
@@ -310,7 +311,6 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family:
         else:
             modules.setdefault(path.module, set()).add(path.leaf)
     for module, leaves in modules.items():
-        name = family.module_name(module)
         whole = leaves & _WHOLE
         adapter = leaves - whole - {"trainable_tokens_delta", "base_layer.weight"}
         twins = _twins(config, module, family)
@@ -326,7 +326,7 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig, family:
             wrong.append(f"{module} (needs both A and B)")
         for first, second in _PAIRS:
             if first in leaves and second in leaves:
-                rank, _ = rank_and_alpha(config, name)
+                rank, _ = rank_and_alpha(config, tuned_name(module, family))
                 a, b = shapes[module.with_leaf(first)], shapes[module.with_leaf(second)]
                 experts = a[0] // rank if module.of_experts and a else 1
                 if len(a) != 2 or len(b) != 2 or a[0] != experts * rank or b[1] != a[0]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from convert.adapter_config import scaling
+from convert.adapter_config import scaling, tuned_name
 from convert.adapters import Adapter
 from convert.blocks import Block, Blocks, array_blocks
 from convert.derived import Values
@@ -63,7 +63,7 @@ def with_lora(adapter: Adapter, weights: Weights, module: str, blocks: Blocks) -
         module: Path of the matrix's module.
         blocks: W.
     """
-    scale = np.float32(scaling(adapter.config, weights.family.module_name(module)))
+    scale = np.float32(scaling(adapter.config, tuned_name(module, weights.family)))
 
     def run() -> Iterator[Block]:
         a, b, magnitude = _arrays(adapter, module, _LINEAR)
@@ -100,7 +100,7 @@ class ExpertAdapters:
         module, rows = expert_module(self.weights.specs, path)
         if module not in self.adapter.layouts:
             return None
-        scale = np.float32(scaling(self.adapter.config, self.weights.family.module_name(module)))
+        scale = np.float32(scaling(self.adapter.config, tuned_name(module, self.weights.family)))
         experts = self.weights.specs[path].shape[0]
 
         def values(path: str, expert: int | None) -> Blocks:
@@ -132,7 +132,7 @@ def with_lookup_lora(adapter: Adapter, weights: Weights, module: str, blocks: Bl
         module: Path of the embedding.
         blocks: W.
     """
-    scale = np.float32(scaling(adapter.config, weights.family.module_name(module)))
+    scale = np.float32(scaling(adapter.config, tuned_name(module, weights.family)))
 
     def run() -> Iterator[Block]:
         a, b, magnitude = _arrays(adapter, module, _LOOKUP)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convert.adapter_config import CONFIG, SCORED, rank_and_alpha, saves_whole, selects
+from convert.adapter_config import CONFIG, SCORED, rank_and_alpha, saves_whole, selects, tuned_name
 from convert.adapters import WEIGHTS, Adapter
 from convert.blocks import Block, Blocks, array_blocks
 from convert.derived import Values
@@ -244,7 +244,7 @@ def _misfits(weights: Weights, adapter: Adapter, tables: _Tables) -> list[str]:
             problems.append(f"{path}: the model has no such tensor")
             continue
         else:
-            rank = rank_and_alpha(adapter.config, weights.family.module_name(module))[0]
+            rank = rank_and_alpha(adapter.config, tuned_name(module, weights.family))[0]
             rows, columns = (shape[0], shape[-1])
             wanted = {
                 "lora_A": (rank, columns),

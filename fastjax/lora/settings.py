@@ -5,11 +5,12 @@ Both take names, defaults and descriptions from `LoraSettings`; a model turns th
 """
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from convert.adapter_config import SCORED
+from convert.adapter_config import SCORED, tuned_name
 from convert.adapters import AdapterConfig
 from convert.errors import ConvertError, shown
 from convert.families import family_for
@@ -37,7 +38,7 @@ class LoraSettings:
             router's, such as "mlp.gate.weight"; null: none.
         use_rslora: scale by lora_alpha / √r instead.
         use_dora: train the magnitude of each weight row apart from its direction (DoRA).
-        rank_pattern: ranks for modules that match a name or pattern, in place of r.
+        rank_pattern: ranks for modules (and target_parameters) that match a name or pattern, in place of r.
         alpha_pattern: the same for lora_alpha.
         layers_to_transform: indices of the layers that get adapters; null: all.
         modules_to_save: modules trained whole and saved with the adapter: embed_tokens, lm_head; score, which a
@@ -148,7 +149,7 @@ def check_adapter(
 def _check_names(adapter: AdapterConfig, config: ModelConfig) -> None:
     """Refuse names in a fresh adapter's settings that match nothing; PEFT passes over them."""
     family = family_for({"model_type": config.model_type})
-    targeted = [family.module_name(site.path) for site in adapter_sites(adapter, config)]
+    targeted = [tuned_name(site.path, family) for site in adapter_sites(adapter, config)]
     modules = [family.module_name(path) for path in candidates(config) if not path.of_experts and not path.is_router]
     known = ", ".join(module_names(config))
     listed = adapter.target_modules if isinstance(adapter.target_modules, list) else []
@@ -172,9 +173,10 @@ def _check_names(adapter: AdapterConfig, config: ModelConfig) -> None:
         patterns = getattr(adapter, field)
         unknown = [name for name in patterns if not any(match(rf"(.*\.)?({name})$", module) for module in targeted)]
         if unknown:
+            there = dict.fromkeys(re.sub(r".*\.layers\.\d+\.", "", name) for name in targeted)
             raise ConfigError(
                 f"{field}: expected names or patterns of modules that get an adapter, got {shown(unknown)}, which "
-                f"match none; there are {known}"
+                f"match none; there are {', '.join(there)}"
             )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from convert.adapter_config import selects
+from convert.adapter_config import selects, tuned_name
 from convert.adapters import AdapterConfig, rank_and_alpha, scaling
 from convert.errors import shown
 from convert.expert_adapters import expert_shapes
@@ -45,8 +45,8 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
     sites = []
     family = family_for({"model_type": config.model_type})
     for path in candidates(config):
-        name = family.module_name(path)
         if selects(adapter, path, family) and path not in saved:
+            name = tuned_name(path, family)
             rank, _ = rank_and_alpha(adapter, name)
             sites.append(AdapterSite(path, rank, scaling(adapter, name)))
     if not sites and not adapter.modules_to_save:
@@ -83,7 +83,7 @@ def parameters(config: ModelConfig) -> list[str]:
     """The whole names of what `target_parameters` can select: routers' weights and experts' matrices."""
     family = family_for({"model_type": config.model_type})
     found = [path for path in candidates(config) if path.of_experts or path.is_router]
-    return [family.module_name(path) + ("" if path.of_experts else ".weight") for path in found]
+    return [tuned_name(path, family) for path in found]
 
 
 def _check_experts(adapter: AdapterConfig) -> None:

@@ -10,6 +10,7 @@ from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.lora.settings import LoraSettings, fresh_adapter
+from fastjax.lora.sites import adapter_sites
 from fastjax.training.config import LoraSection
 from tests.support.families import MIXTURES
 
@@ -31,6 +32,17 @@ def test_get_peft_model_takes_the_same():
 
 def test_all_others_are_pefts():
     assert SETTINGS.keys() - {field.name for field in dataclasses.fields(AdapterConfig)} == {"bias", "random_state"}
+
+
+def test_a_routers_rank_and_scale_go_by_its_parameters_name():
+    config, targets = ModelConfig.from_hf(MIXTURES["qwen3_moe"]), {"target_modules": ["q_proj"], "r": 4}
+    targets["target_parameters"] = ["gate.weight"]
+    patterns = {"rank_pattern": {"gate.weight": 2}, "alpha_pattern": {"mlp.gate.weight": 3}}
+    adapter = fresh_adapter(config, **targets, **patterns)
+    sites = {(site.path.part, site.rank, site.scaling) for site in adapter_sites(adapter, config)}
+    assert sites == {("q_proj", 4, 4.0), ("router", 2, 1.5)}
+    with pytest.raises(ConfigError, match=r"alpha_pattern: .* got \['mlp.gate'\], .* there are .*mlp.gate.weight"):
+        fresh_adapter(config, **targets, alpha_pattern={"mlp.gate": 3})
 
 
 def test_dora_is_refused_where_peft_holds_an_adapter_on_a_weight():

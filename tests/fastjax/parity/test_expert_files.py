@@ -19,7 +19,7 @@ torch_llama = pytest.importorskip("tests.support.torch_llama")
 pytestmark = [
     pytest.mark.torch,
     *torch_llama.NOTES_OF_PEFT,
-    pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match"),  # it counts modules alone
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match"),  # it counts modules
 ]
 
 transformers = pytest.importorskip("transformers")
@@ -29,14 +29,17 @@ GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
 def test_what_peft_writes_and_merges(family, tmp_path):
-    """PEFT's adapter on attention, experts and a shared expert, merged by PEFT and here."""
+    """PEFT's adapter on attention, experts, router and a shared expert, merged by PEFT and here."""
     config = MIXTURES[family]
     tiny.write_folder(tmp_path / "model", config, tiny.arrays(config))
     weights = open_weights(tmp_path / "model")
     torch.manual_seed(7)
     settings = {"r": 3, "lora_alpha": 7, "rank_pattern": {"experts.down_proj": 2}, "init_lora_weights": False}
     targets = ["q_proj", "shared_expert_gate"] if family == "qwen2_moe" else ["q_proj"]
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, target_parameters=[GATE_UP, DOWN], **settings)
+    router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
+    settings["target_parameters"] = [GATE_UP, DOWN, router]
+    settings["alpha_pattern"] = {router.removesuffix(".weight"): 90, router: 20}  # a router's is found by the weight
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **settings)
     theirs = peft.get_peft_model(torch_family.build(config, tiny.arrays(config)), lora)
     theirs.save_pretrained(tmp_path / "adapter")
     merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged")

@@ -32,7 +32,12 @@ CASES = {
     "qwen3_moe": {"target_modules": ["q_proj"], "rank_pattern": {"experts.down_proj": 2}},
     "qwen2_moe": {"target_modules": "all-linear", "alpha_pattern": {"experts.gate_up_proj": 3.5}},
     "gpt_oss": {"target_modules": ["v_proj"], "use_rslora": True},
-    "glm4_moe": {"target_modules": ["o_proj"], "target_parameters": ["gate.weight", "mlp.experts.down_proj"]},
+    "glm4_moe": {
+        "target_modules": ["o_proj"],
+        "target_parameters": ["gate.weight", "mlp.experts.down_proj"],
+        "rank_pattern": {"mlp.gate.weight": 3},
+        "alpha_pattern": {r"gate\.weight": 20},
+    },
     "mixtral": {"target_modules": ["k_proj"], "target_parameters": ["gate_up_proj"]},
     "olmoe": {"target_modules": ["q_proj"], "alpha_pattern": {"experts.down_proj": 2.5}},
 }
