@@ -284,7 +284,9 @@ def _named(names: list[str] | str, module: str) -> bool:
 def _expressions(names: list[str] | str) -> list[str]:
     """Names of modules as regular expressions for the whole name."""
     if isinstance(names, str):
-        return [f"(?:{names})"]
+        rest = re.sub(r"^(?:\(\?[a-zA-Z]+\))+", "", names)  # flags may stand at the beginning of an expression alone
+        flags = "".join(dict.fromkeys(re.findall("[a-zA-Z]", names.removesuffix(rest))))
+        return [f"(?{flags}:{rest})"]
     return [rf"(?:.*\.)?{re.escape(name)}" for name in names]
 
 
@@ -360,7 +362,8 @@ def _check(config: AdapterConfig) -> None:
         need(name, all(len(one) <= PATTERN_LENGTH for one in listed), f"at most {PATTERN_LENGTH} characters a name")
     for name, patterns in expressions.items():
         for pattern in patterns or ():
-            wrong = mistake(rf"(.*\.)?({pattern})$") or mistake(pattern)
+            whole = name in ("target_modules", "exclude_modules")  # alone, with flags of their own such as (?i)
+            wrong = mistake(pattern) or ("" if whole else mistake(rf"(.*\.)?({pattern})$"))
             if wrong:
                 raise unexpected(CONFIG, name, f"regular expressions ({wrong})", pattern)
 

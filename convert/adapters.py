@@ -22,11 +22,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from convert.adapter_config import (
     CONFIG,
+    PEFT_VERSION,
     AdapterConfig,
     config_from_json,
     config_to_json,
@@ -37,14 +39,17 @@ from convert.adapter_config import (
     targets,
     tuned_name,
 )
+from convert.adapter_names import Place, place_of, settings_here, with_own_names, without_own_name
 from convert.checkpoint import write_config
 from convert.errors import ConvertError, shorten, unexpected
 from convert.expert_adapters import (
     ExpertsLayout,
+    SingleExperts,
     expert_shapes,
     find_layout,
-    nested_module,
     nested_name,
+    parameter_module,
+    single_experts,
     written_layout,
 )
 from convert.families import Family
@@ -83,8 +88,9 @@ _STORED = {
     "modules_to_save.bias": ".bias",
 }
 _WHOLE = frozenset(("modules_to_save.weight", "modules_to_save.bias"))
-# PEFT's further names where the vocabulary has grown; a trained module stands there twice.
-_GROWN = (
+# PEFT's further names: where the vocabulary has grown, where a trained module stands twice, and of a whole state dict.
+_OTHERS = (
+    ("lora_magnitude_vector", ".lora_magnitude_vector.weight"),
     ("base_layer.weight", ".token_adapter.base_layer.weight"),
     ("base_layer.weight", ".original_module.weight"),
     ("modules_to_save.weight", ".modules_to_save.weight"),
@@ -135,6 +141,7 @@ class Adapter:
         config: Its settings.
         tensors: Name, as in this module's description -> the array's place.
         layouts: Module with an adapter on experts -> how its arrays lie in the file.
+        single: Module with an adapter on each expert by itself -> their arrays, which `tensors` stands for.
         allow_nonfinite: Whether arrays may hold NaN and infinity.
     """
 
@@ -142,7 +149,16 @@ class Adapter:
     config: AdapterConfig
     tensors: Mapping[str, TensorInfo]
     layouts: Mapping[WeightPath, ExpertsLayout] = field(default_factory=dict)
+    single: Mapping[WeightPath, SingleExperts] = field(default_factory=dict)
     allow_nonfinite: bool = False
+
+    @property
+    def stored(self) -> Mapping[str, TensorInfo]:
+        """Name -> the array's place, for all arrays of the file."""
+        stored = {path: info for path, info in self.tensors.items() if WeightPath.parse(path).module not in self.single}
+        for module, experts in self.single.items():
+            stored |= {f"{module}.{'.'.join(map(str, place))}": info for place, info in experts.places()}
+        return stored
 
     def shape(self, path: str) -> tuple[int, ...]:
         """The shape of an array, as `read` returns it."""
@@ -155,14 +171,19 @@ class Adapter:
         Raises:
             ConvertError: Its file was cut short since it was opened, or its values are not finite.
         """
-        array, name = read_tensor(path, self.tensors[path]), WeightPath.parse(path)
+        name = WeightPath.parse(path)
         layout = self.layouts.get(name.module)
         if name.of_experts and layout is None:
             raise ConvertError(f"{self.folder / WEIGHTS}: {path}: expected an adapter opened with its model's weights")
-        if layout is not None:
-            pair = [name.with_leaf(leaf) for leaf in _PAIRS[0]]
-            both = (array if leaf == name else read_tensor(leaf, self.tensors[leaf]) for leaf in pair)
-            array = layout.to_tree(*both)[pair.index(name)]
+        if layout is None:
+            array = read_tensor(path, self.tensors[path])
+        else:
+            pair, single = [name.with_leaf(leaf) for leaf in _PAIRS[0]], self.single.get(name.module)
+            if single is None:
+                both = layout.to_tree(*(read_tensor(leaf, self.tensors[leaf]) for leaf in pair))
+            else:
+                both = single.to_tree(name.module)
+            array = both[pair.index(name)]
         if not self.allow_nonfinite and not is_finite(array):
             raise nonfinite(self.tensors[path].file, path)
         return array
@@ -199,9 +220,12 @@ def open_adapter(
     config = config_from_json(raw, folder / CONFIG)
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise unexpected(folder, "weights", f"{WEIGHTS} (pickles are never loaded)", "adapter_model.bin")
-    header = read_header(folder / WEIGHTS)
-    names = _tree_names(header, config, family, folder / WEIGHTS)
-    tensors: dict[str, TensorInfo] = {path: header[name] for path, name in names.items()}
+    config = with_own_names(config, family)
+    tensors, arrays, modules = _tree_names(read_header(folder / WEIGHTS), config, family, folder / WEIGHTS)
+    single = single_experts(arrays, folder / WEIGHTS)
+    for module, stored in ((module, experts.stored()) for module, experts in single.items()):
+        tensors |= {module.with_leaf(leaf): info for leaf, info in zip(_PAIRS[0], stored, strict=True)}
+    config = settings_here(config, modules, family, folder / WEIGHTS)
     _check({path: info.shape for path, info in tensors.items()}, config, family, folder / WEIGHTS)
     layouts = {}
     for module, shape in expert_shapes(specs).items():
@@ -214,11 +238,11 @@ def open_adapter(
                 rank,
                 a.shape,
                 b.shape,
-                version=raw.get("peft_version"),
-                slowest=unsloth_expert_layout,
+                version=PEFT_VERSION if module in single else raw.get("peft_version"),
+                slowest=unsloth_expert_layout and module not in single,
                 file=str(folder / WEIGHTS),
             )
-    return Adapter(folder, config, tensors, layouts, allow_nonfinite)
+    return Adapter(folder, config, tensors, layouts, single, allow_nonfinite)
 
 
 def write_adapter(
@@ -251,34 +275,55 @@ def write_adapter(
         write_config(temporary / CONFIG, to_parameters(config_to_json(config, family), modules, family))
 
 
-def _tree_names(
-    header: Mapping[str, TensorInfo], config: AdapterConfig, family: Family, file: Path
-) -> dict[WeightPath, str]:
-    """Tree name -> name in the file; one error lists all unknown names."""
-    names: dict[WeightPath, str] = {}
-    unknown = []
-    for name in header:
-        path = None
-        for leaf, stored in (*_STORED.items(), *_GROWN):
-            if name.startswith(PREFIX) and name.endswith(stored):
-                start = name[len(PREFIX) : -len(stored)]
-                try:
-                    nested = nested_module(start, config, family) if leaf in _PAIRS[0] else None
-                    module = nested or family.module_path(start)
-                except ConvertError:
-                    continue
-                if stored == ".weight" and module in TABLES and not _whole(config, module, family):
-                    leaf = "base_layer.weight"  # not trained, but grown
-                path = module.with_leaf(leaf)
-                break
-        if path is None:
+class _Names(NamedTuple):
+    """The arrays of a file by tree names.
+
+    Attributes:
+        tensors: Path -> array.
+        single: Path of an A or B on experts one by one -> expert -> array.
+        modules: Module with A and B -> its names in the file, of experts one by one those of each.
+    """
+
+    tensors: dict[str, TensorInfo]
+    single: dict[WeightPath, dict[int, TensorInfo]]
+    modules: dict[WeightPath, dict[str, None]]
+
+
+def _tree_names(header: Mapping[str, TensorInfo], config: AdapterConfig, family: Family, file: Path) -> _Names:
+    """The arrays of a file by tree names; one error lists all unknown ones."""
+    found, unknown, twice = _Names({}, {}, {}), [], []
+    for name, info in header.items():
+        if (parsed := _parsed(without_own_name(name), config, family)) is None:
             unknown.append(name)
-        else:
-            names[path] = name
-    if unknown:
-        expected = f"LoRA tensors of {family.model_type} modules under {PREFIX}"
-        raise ConvertError(f"{file}: expected only {expected}, got {shorten(', '.join(unknown), 2000)}")
-    return names
+            continue
+        start, (module, expert), leaf = parsed
+        path = module.with_leaf(leaf)
+        place: dict[Any, TensorInfo] = found.tensors if expert is None else found.single.setdefault(path, {})
+        key = path if expert is None else expert
+        if leaf.startswith("lora_"):
+            twice += [name] * (key in place)
+            found.modules.setdefault(module if expert is None else parameter_module(module), {})[start] = None
+        place[key] = info
+    if unknown or twice:
+        wrong, expected = unknown or twice, f"LoRA tensors of {family.model_type} modules under {PREFIX}"
+        expected = f"only {expected}" if unknown else f"one adapter's {expected}, each once"
+        raise ConvertError(f"{file}: expected {expected}, got {shorten(', '.join(wrong), 2000)}")
+    return found
+
+
+def _parsed(name: str, config: AdapterConfig, family: Family) -> tuple[str, Place, str] | None:
+    """The module's name in the file, its place, and the leaf of an array; None: unknown."""
+    for leaf, stored in (*_STORED.items(), *_OTHERS):
+        if name.startswith(PREFIX) and name.endswith(stored):
+            start = name[len(PREFIX) : -len(stored)]
+            try:
+                place = place_of(start, config, family, lora=leaf in _PAIRS[0])
+            except ConvertError:
+                continue
+            if stored == ".weight" and place.module in TABLES and not _whole(config, place.module, family):
+                leaf = "base_layer.weight"  # not trained, but grown
+            return start, place, leaf
+    return None
 
 
 def _in_file(arrays: Mapping[str, np.ndarray], family: Family) -> dict[str, np.ndarray]:

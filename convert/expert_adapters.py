@@ -5,12 +5,15 @@ PEFT adapts all experts' matrices as one parameter (``target_parameters``): "mlp
 "mlp.experts.base_layer". In a file A is [X·r, in], the expert slowest, and B [out, X·r], the expert fastest; in the
 tree A is [X, r, in] and B [X, out, r], gate's rows before up's. The change of an expert's matrix is s · B · A.
 
+Before transformers 5 each expert's projections are modules of their own, with an adapter each. Of gate and up, which
+are one parameter now, A becomes [A of gate; A of up] and B diag(B of gate, B of up), of twice the rank.
+
 PEFT before 0.19 takes the sizes of an expert's matrix [out, in] the other way round: A is [X·r, out], B [in, X·r], and
 the change s · Aᵀ · Bᵀ. Sizes tell the two apart; where out = in, the version does.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +24,7 @@ from convert.errors import ConvertError, unexpected
 from convert.families import Family
 from convert.model.paths import EXPERTS, WeightPath
 from convert.model.spec import INTERLEAVED, WeightSpec
+from convert.tensor_file import TensorInfo, read_tensor
 
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _INNER = ".base_layer"
@@ -92,6 +96,78 @@ class ExpertsLayout(NamedTuple):
         return np.ascontiguousarray(a.reshape(experts * rank, columns)), np.ascontiguousarray(flat)
 
 
+class SingleExperts(NamedTuple):
+    """The arrays of adapters on experts one by one, for one adapter on all of them.
+
+    Attributes:
+        parts: A and B of each expert, for each projection of the parameter; None: it has no adapter.
+    """
+
+    parts: tuple[tuple[tuple[TensorInfo, TensorInfo], ...] | None, ...]
+
+    def stored(self) -> tuple[TensorInfo, TensorInfo]:
+        """A and B of one adapter, by the shapes that PEFT's file would have."""
+        present = [part for part in self.parts if part is not None]
+        a, b = present[0][0]
+        rank = len(present[0]) * len(present) * a.shape[0]
+        shapes = (rank, a.shape[1]), (b.shape[0] * len(self.parts), rank)
+        return a._replace(shape=shapes[0]), b._replace(shape=shapes[1])
+
+    def places(self) -> Iterator[tuple[tuple[int, int, int], TensorInfo]]:
+        """(projection, expert, 0 for A and 1 for B) and its array, for all of them."""
+        for number, part in enumerate(self.parts):
+            for expert, pair in enumerate(part or ()):
+                yield from (((number, expert, side), info) for side, info in enumerate(pair))
+
+    def to_tree(self, module: WeightPath) -> tuple[np.ndarray, np.ndarray]:
+        """A [X, R, in] and B [X, out, R].
+
+        Args:
+            module: The adapter's, for messages.
+        """
+        present = [part for part in self.parts if part is not None]
+        (first_a, first_b), *_ = present[0]
+        rank, rows = first_a.shape[0], first_b.shape[0]
+        a = np.empty((len(present[0]), rank * len(present), first_a.shape[1]), first_a.dtype)
+        b = np.zeros((len(a), rows * len(self.parts), a.shape[1]), first_b.dtype)
+        for place, part in enumerate(present):
+            columns, number = slice(place * rank, (place + 1) * rank), self.parts.index(part)
+            for expert, (one, other) in enumerate(part):
+                a[expert, columns] = read_tensor(module, one)
+                b[expert, number * rows : (number + 1) * rows, columns] = read_tensor(module, other)
+        return a, b
+
+
+def single_experts(
+    arrays: Mapping[WeightPath, Mapping[int, TensorInfo]], file: object
+) -> dict[WeightPath, SingleExperts]:
+    """Adapters on experts one by one as one a parameter: its module -> their arrays.
+
+    Args:
+        arrays: Path of a projection's A or B -> expert -> its array.
+        file: The file, for messages.
+
+    Raises:
+        ConvertError: An expert without an array, or with one of another shape.
+    """
+    found: dict[WeightPath, SingleExperts] = {}
+    for module in dict.fromkeys(map(parameter_module, arrays)):
+        every = [
+            [arrays.get(WeightPath(module.layer, EXPERTS, part, leaf), {}) for leaf in ("lora_A", "lora_B")]
+            for part in _PARTS[module.part]
+        ]
+        present = [pair for pair in every if any(pair)]
+        count = max(len(one) for pair in present for one in pair)
+        kinds = [{(info.shape, info.dtype) for pair in present for info in pair[n].values()} for n in (0, 1)]
+        alike = all(len(kind) == 1 and all(len(shape) == 2 for shape, _ in kind) for kind in kinds)
+        if not alike or any(one.keys() != set(range(count)) for pair in present for one in pair):
+            expected = f"an A [r, in] and a B [out, r] of one shape and dtype for each of the experts 0 to {count - 1}"
+            raise unexpected(str(file), module, expected, [sorted(map(str, kind)) for kind in kinds])
+        parts = [tuple((a[x], b[x]) for x in range(count)) if a else None for a, b in every]
+        found[module] = SingleExperts(tuple(parts))
+    return found
+
+
 def expert_shapes(specs: Iterable[WeightSpec]) -> dict[WeightPath, ExpertsShape]:
     """The matrices with one adapter: path of the adapter's module -> their shape."""
     weights = {spec.path.module: spec for spec in specs if spec.kind == "experts"}
@@ -113,14 +189,24 @@ def expert_module(specs: Mapping[str, WeightSpec], path: WeightPath) -> tuple[We
         specs: Path -> weight.
         path: Of the projection's weight.
     """
-    parameter = next(parameter for parameter, parts in _PARTS.items() if path.part in parts)
+    module = parameter_module(path)
     first = 0
-    for part in _PARTS[parameter]:
+    for part in _PARTS[module.part]:
         rows = specs[WeightPath(path.layer, EXPERTS, part)].shape[1]
         if part == path.part:
             break
         first += rows
-    return WeightPath(path.layer, EXPERTS, parameter, ""), slice(first, first + rows)
+    return module, slice(first, first + rows)
+
+
+def parameter_module(path: WeightPath) -> WeightPath:
+    """The module with the adapter of an expert's projection.
+
+    Args:
+        path: The projection's, or of an array of it.
+    """
+    parameter = next(parameter for parameter, parts in _PARTS.items() if path.part in parts)
+    return WeightPath(path.layer, EXPERTS, parameter, "")
 
 
 def find_layout(

@@ -110,8 +110,8 @@ def _adapter(folder: Path) -> Inspection:
         empty = Inspection(folder, "adapter", None, None, {}, 0, None, count_tokens(folder), _has_template(folder), {},
                            {}, (problems[0],))  # fmt: skip
         return empty
-    counts = Counter(info.dtype for info in adapter.tensors.values())
-    sizes = {dtype: sum(i.nbytes for i in adapter.tensors.values() if i.dtype == dtype) for dtype in counts}
+    counts = Counter(info.dtype for info in adapter.stored.values())
+    sizes = {dtype: sum(i.nbytes for i in adapter.stored.values() if i.dtype == dtype) for dtype in counts}
     names = (
         "r",
         "lora_alpha",
@@ -127,7 +127,7 @@ def _adapter(folder: Path) -> Inspection:
         folder,
         "adapter",
         adapter.config.base_model_name_or_path,
-        sum(math.prod(info.shape) for info in adapter.tensors.values()),
+        sum(math.prod(info.shape) for info in adapter.stored.values()),
         {dtype: (count, sizes[dtype]) for dtype, count in counts.items()},
         1,
         None,

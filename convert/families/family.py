@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from convert.errors import ConvertError, unexpected
 from convert.families.gguf import Architecture
-from convert.families.mixture import Mixture, moe_flags, moe_sizes
-from convert.model.paths import EMBEDDING, HEAD, WeightPath
+from convert.families.mixture import PROJECTIONS, Mixture, moe_flags, moe_sizes
+from convert.model.paths import EMBEDDING, EXPERTS, HEAD, SCORE, WeightPath
 from convert.model.reader import Reader
 from convert.model.spec import (
     APART,
     ATTENTION,
     FUSED_ATTENTION,
     FUSED_MLP,
+    INTERLEAVED,
     LINEAR,
     MERGED,
     MLP,
@@ -72,6 +73,9 @@ IGNORED = (
 #: Flag of a family's switches -> how queries and keys are normalised where it is raised.
 QK_NORM_FLAGS = {"qk_norm by head": "head", "qk_norm of heads": "heads"}
 _MERGED = ".experts.gate_up_proj"
+#: Before the names of a text model's modules inside another model, in versions of transformers.
+_INSIDE = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
+_EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.\w{1,99}\.experts\.(\d{1,9})\.(\w{1,99})")
 _CAUSAL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
@@ -275,14 +279,40 @@ class Family:
     def module_path(self, name: str) -> WeightPath:
         """The inverse of `module_name`; experts' parameters of all experts are modules here too.
 
+        Args:
+            name: The module's; also as another version of transformers, or a model around this one, has it.
+
         Raises:
             ConvertError: The family has no such module.
         """
-        template, layer = _template(name)
+        template, layer = _template(self.own_name(name))
         path = self._paths.get(template)
         if path is None:
             raise self._no_module(name)
         return path.in_layer(layer)
+
+    def own_name(self, name: str) -> str:
+        """A module's name with this family's prefix: "language_model.model.norm" -> "model.norm" of a text model.
+
+        Args:
+            name: The module's, with the prefix that it has here or that of a text model inside another model.
+        """
+        return _begun(_begun(_text_name(name), self.starts), self.modules)
+
+    def expert_of(self, name: str) -> tuple[WeightPath, int] | None:
+        """A projection of an expert by itself, which is a module before transformers 5.
+
+        Args:
+            name: The module's: "model.layers.0.mlp.experts.3.gate_proj".
+
+        Returns:
+            The projection's path, and the expert's number; None for other modules.
+        """
+        found, mixture = _EXPERT.fullmatch(_text_name(name)), self.mixture
+        if found is None or mixture is None or mixture.layout == INTERLEAVED or found[3] not in mixture.projections:
+            return None
+        part = PROJECTIONS[mixture.projections.index(found[3])]
+        return WeightPath(int(found[1]), EXPERTS, part, ""), int(found[2])
 
     def unquantized(self, paths: Iterable[str]) -> list[str]:
         """Names of the unquantised modules of a quantised folder, for ``llm_int8_skip_modules``.
@@ -299,7 +329,7 @@ class Family:
 
     def is_layer_linear(self, name: str) -> bool:
         """Whether a module, by its name in PEFT, is a matrix inside a layer (what PEFT calls "all-linear")."""
-        return _template(name)[0] in self._matrices
+        return _template(self.own_name(name))[0] in self._matrices
 
     @functools.cached_property
     def _modules(self) -> dict[WeightPath, str]:
@@ -314,7 +344,9 @@ class Family:
 
     @functools.cached_property
     def _paths(self) -> dict[str, WeightPath]:
-        return {name: path for path, name in self._modules.items()}
+        in_files = {row.name.removesuffix(f".{row.path.leaf}"): row.path.module for row in self.table}
+        named = {_begun(name, self.modules): path for name, path in in_files.items() if not path.of_experts}
+        return named | {name: path for path, name in self._modules.items()}
 
     @functools.cached_property
     def _matrices(self) -> frozenset[str]:
@@ -408,6 +440,15 @@ def _template(name: str) -> tuple[str, int | None]:
     if match is None:
         return name, None
     return f"{name[: match.start()]}{{i}}{name[match.end() :]}", int(match.group())
+
+
+def _text_name(name: str) -> str:
+    """A name in a text model by itself, of one that may be inside another model."""
+    inside = _INSIDE.match(name)
+    if inside is None:
+        return name
+    rest = name[inside.end() :]
+    return rest if rest.partition(".")[0] in (HEAD, SCORE) else f"model.{rest}"
 
 
 def _begun(name: str, starts: Mapping[str, str]) -> str:

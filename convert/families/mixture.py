@@ -19,7 +19,7 @@ from convert.model.spec import APART, EXPERTS_DOWN, EXPERTS_GATE_UP, SHARED_DOWN
 if TYPE_CHECKING:
     from convert.model.config import ModelConfig
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 #: Projection -> its dimensions, its group, and its tensor where all experts share one.
 _EXPERTS = {
     "gate_proj": (("X", "EF", "E"), EXPERTS_GATE_UP, "gate_up_proj"),
@@ -54,7 +54,7 @@ class Mixture:
     block: str = "mlp"
     router: str = "gate"
     shared: str = "shared_expert"
-    projections: tuple[str, str, str] = _PROJECTIONS
+    projections: tuple[str, str, str] = PROJECTIONS
     renamed: bool = True
 
     def rows(self) -> tuple[Row, ...]:
@@ -76,7 +76,7 @@ class Mixture:
 
     def _experts(self) -> tuple[Row, ...]:
         rows = []
-        for part, own in zip(_PROJECTIONS, self.projections, strict=True):
+        for part, own in zip(PROJECTIONS, self.projections, strict=True):
             dims, group, together = _EXPERTS[part]
             for leaf, kind, axes in (("weight", "experts", dims), ("bias", "bias", dims[:2])):
                 if self.layout == APART:

@@ -95,7 +95,7 @@ def run_identity(data: RunData, model: OpenModel) -> Identity:
         **base_identity(base.checkpoint),
         data=data.train.fingerprint,
         adapter=settings,
-        adapter_weights=None if adapter is None else tensors_fingerprint(adapter.tensors),
+        adapter_weights=None if adapter is None else tensors_fingerprint(adapter.stored),
         tokenizer=tokenizer_fingerprint(tokenizer),
         held_out=None if data.held_out is None else data.held_out.fingerprint,
     )

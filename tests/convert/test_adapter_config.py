@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from convert.adapter_config import AdapterConfig, config_from_json, config_to_json, rank_and_alpha, scaling, targets
 from convert.errors import ConvertError
+from convert.families import FAMILIES
 
 Q = "model.layers.0.self_attn.q_proj"
 MODULES = [
@@ -137,6 +138,16 @@ def test_what_is_not_supported_is_refused_by_name(field, value):
     assert repr(given) in str(caught.value)
 
 
+def test_flags_of_an_expression_are_kept_beside_a_vision_tower():
+    config = AdapterConfig(target_modules=r"(?i).*Q_PROJ", exclude_modules=r"(?i).*LAYERS\.1\..*")
+    written = config_to_json(config, FAMILIES["gemma3"])
+    again = config_from_json(json.loads(json.dumps(written)), "adapter_config.json")
+    assert [module for module in MODULES if targets(again, module)] == [
+        f"model.layers.{number}.self_attn.q_proj" for number in (0, 2, 11)
+    ]
+    assert re.fullmatch(written["exclude_modules"], "model.vision_tower.layers.0.self_attn.q_proj")
+
+
 def test_layers_cannot_be_chosen_twice():
     for changes in ({"layers_to_transform": 1}, {"layers_to_transform": [1], "layers_pattern": "layers"}):
         with pytest.raises(ConvertError, match="layers_to_transform: expected null, since target_modules is a string"):
@@ -188,6 +199,7 @@ MATCHING = [
     {"target_modules": ["v_proj", "lm_head"], "exclude_modules": ["layers.1.self_attn.v_proj"]},
     {"target_modules": ["v_proj", "lm_head"], "exclude_modules": r".*\.1\..*|lm_head"},
     {"target_modules": r".*\.(q|k)_proj|lm_head"},
+    {"target_modules": r"(?i).*\.(Q|k)_PROJ", "exclude_modules": r"(?i).*LAYERS\.1\..*"},
     {"target_modules": r"model\.layers\.\d+\.mlp\..*", "modules_to_save": ["lm_head"]},
     {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["embed_tokens", "layers.1"]},
 ]

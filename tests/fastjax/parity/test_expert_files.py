@@ -1,5 +1,7 @@
 """Mixtures' folders and PEFT's adapters on experts: read and written as transformers and PEFT do."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from convert.adapters import read_adapter, write_adapter
 from convert.families import family_for
 from convert.formats import mxfp4
 from convert.merge import merge
+from convert.tensor_file import write_tensor_file
 from convert.verify import compare
 from convert.weights import open_weights
 from tests.support import tiny
@@ -60,6 +63,37 @@ def test_what_peft_writes_and_merges(family, tmp_path):
     again = peft.PeftModel.from_pretrained(torch_family.build(config, tiny.arrays(config)), tmp_path / "ours")
     for name, tensor in again.merge_and_unload().state_dict().items():
         assert torch.equal(tensor, merged[name]), name
+
+
+def test_a_file_with_experts_one_by_one(tmp_path):
+    """PEFT makes one adapter of them too."""
+    config = MIXTURES["mixtral"]
+    tiny.write_folder(tmp_path / "model", config, tiny.arrays(config))
+    weights, rng, tensors = open_weights(tmp_path / "model"), np.random.default_rng(0), {}
+    parts = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for layer in range(config["num_hidden_layers"]):
+        block = f"base_model.model.model.layers.{layer}.block_sparse_moe"
+        router = weights.specs[f"layers.{layer}.mlp.router.weight"].shape
+        shapes = {f"{block}.gate": router}
+        for part, own in parts.items():
+            experts, *shape = weights.specs[f"layers.{layer}.mlp.experts.{part}.weight"].shape
+            shapes |= {f"{block}.experts.{number}.{own}": shape for number in range(experts)}
+        for name, (rows, columns) in shapes.items():
+            tensors[f"{name}.lora_A.weight"] = rng.random((2, columns), np.float32)
+            tensors[f"{name}.lora_B.weight"] = rng.random((rows, 2), np.float32)
+    (tmp_path / "adapter").mkdir()
+    write_tensor_file(tmp_path / "adapter" / "adapter_model.safetensors", tensors)
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 3}
+    settings["target_modules"] = [*parts.values(), "gate"]
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    base = torch_family.build(config, tiny.arrays(config))
+    merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged")
+    after = open_weights(tmp_path / "merged").checkpoint
+    stored = {name: after.read(name) for name in after.names}
+    for name, array in torch_family.in_memory(family_for(config), config, stored):
+        # float32 sums of up to three products of a few units
+        np.testing.assert_allclose(array, merged[name].numpy(), rtol=0, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
