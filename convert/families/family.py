@@ -448,7 +448,7 @@ def _text_name(name: str) -> str:
     if inside is None:
         return name
     rest = name[inside.end() :]
-    return rest if rest.partition(".")[0] in (HEAD, SCORE) else f"model.{rest}"
+    return rest if rest in (HEAD, SCORE) else f"model.{rest}"
 
 
 def _begun(name: str, starts: Mapping[str, str]) -> str:

@@ -39,20 +39,16 @@ def main(argv: Sequence[str]) -> None:
     if arguments.limit is not None:
         tasks = [dataclasses.replace(task, limit=arguments.limit) for task in tasks]
     from fastjax.evaluation import evaluate  # JAX is imported once the arguments are right
-    from fastjax.language_model import FastLanguageModel
-    from fastjax.language_model.as_trained import as_trained
+    from fastjax.language_model.as_trained import load_as_trained
 
     compilation_cache.keep_programs(not arguments.no_compilation_cache)
-    model, _ = FastLanguageModel.from_pretrained(
+    model = load_as_trained(
         arguments.model,
+        arguments.adapter,
         max_seq_length=arguments.max_seq_length,
         dtype=arguments.dtype,
         load_in_4bit=arguments.load_in_4bit,
     )
-    if arguments.adapter is None:
-        model = as_trained(model, load_in_4bit=arguments.load_in_4bit)
-    else:
-        model = FastLanguageModel.load_adapter(model, arguments.adapter)
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as bar:
         bars = {task.name: bar.add_task(escape(task.name), total=None) for task in tasks}
 

@@ -21,23 +21,19 @@ def main(argv: Sequence[str]) -> None:
     prompts = _prompts(arguments)
     from fastjax.generation.sampling import check_sampling  # JAX is imported once the arguments are right
     from fastjax.generation.text import answer
-    from fastjax.language_model import FastLanguageModel
-    from fastjax.language_model.as_trained import as_trained
+    from fastjax.language_model.as_trained import load_as_trained
 
     compilation_cache.keep_programs(not arguments.no_compilation_cache)
     check_sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    model, _ = FastLanguageModel.from_pretrained(
+    model = load_as_trained(
         arguments.model,
+        arguments.adapter,
         max_seq_length=arguments.max_seq_length,
         dtype=arguments.dtype,
         load_in_4bit=arguments.load_in_4bit,
         rope_scaling=arguments.rope_scaling,
         allow_nonfinite=arguments.allow_nonfinite,
     )
-    if arguments.adapter is None:
-        model = as_trained(model, load_in_4bit=arguments.load_in_4bit)
-    else:
-        model = FastLanguageModel.load_adapter(model, arguments.adapter, allow_nonfinite=arguments.allow_nonfinite)
     answers = answer(
         model,
         prompts,

@@ -11,22 +11,22 @@ from jaxtyping import PRNGKeyArray
 
 from convert.adapter_config import CONFIG as ADAPTER_CONFIG
 from convert.adapter_config import SCORED, config_from_json
-from convert.adapters import Adapter, AdapterConfig, open_adapter
+from convert.adapters import Adapter, AdapterConfig
 from convert.checkpoint import CONFIG
-from convert.families import family_for
 from convert.files import read_json
 from convert.hub import Source, fetch
 from convert.model.paths import SCORE, TABLES
-from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
+from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
+from fastjax.lora.fit import open_fitting
 from fastjax.lora.params import LoraParam, SavedParam
-from fastjax.lora.settings import check_adapter
 from fastjax.lora.sites import adapter_sites, layer_signatures
 from fastjax.lora.tables import adapter_rows
 from fastjax.models.adapters import build_adapters
 from fastjax.models.decoder import Decoder
 from fastjax.models.layout import layer_of, plan_layers, rearrange, signature
 from fastjax.models.new_rows import grown
+from fastjax.models.outline import read_outline
 from fastjax.models.places import fill_layers
 from fastjax.models.remat import policy_of
 from fastjax.models.vocabulary import with_vocab_size
@@ -102,14 +102,33 @@ def base_and_adapter(source: Source) -> tuple[Source, Path | None]:
     return fetch(adapter.base_model_name_or_path, adapter.revision), source.folder
 
 
+def check_fits(model_name: str | Path, adapter: str | Path, rope_scaling: Mapping[str, Any] | None = None) -> None:
+    """Refuse an adapter that is for another model before weights are read.
+
+    Args:
+        model_name: the base's folder, or its name on the hub.
+        adapter: the adapter's, likewise.
+        rope_scaling: as for `FastLanguageModel.from_pretrained`.
+
+    Raises:
+        ConvertError: what is wrong with either folder.
+        ConfigError: the adapter is not for this model (the first misfits named).
+    """
+    source, own = base_and_adapter(fetch(model_name))
+    if own is not None:
+        raise ConfigError(f"{adapter}: expected none beside {model_name}, which is an adapter with a base of its own")
+    outline = read_outline(source.folder, rope_scaling=rope_scaling, weights=False, tokenizer=False)
+    open_fitting(fetch(adapter).folder, outline.hf_config, outline.config)
+
+
 def load_adapter(
     model: "LanguageModel", folder: str | Path, lora_dropout: float | None, allow_nonfinite: bool
 ) -> "LanguageModel":
     """`FastLanguageModel.load_adapter`."""
     _check_bare(model)
-    family, specs = family_for(model.hf_config), model.config.specs
-    opened = open_adapter(folder, family=family, specs=specs, allow_nonfinite=allow_nonfinite)
-    return attach_opened(model, opened, own_tokenizer(folder), lora_dropout)
+    known = model.hf_config, model.config, model.new_token_ids
+    opened, tokenizer = open_fitting(Path(folder), *known, allow_nonfinite=allow_nonfinite)
+    return attach_opened(model, opened, tokenizer, lora_dropout)
 
 
 def attach_opened(
@@ -118,7 +137,7 @@ def attach_opened(
     tokenizer: "PreTrainedTokenizerBase | None",
     lora_dropout: float | None = None,
 ) -> "LanguageModel":
-    """Attach the adapter of a PEFT folder that is open.
+    """Attach the adapter of a PEFT folder that is open (`lora.fit.open_fitting`).
 
     Args:
         model: without adapters.
@@ -139,7 +158,6 @@ def attach_opened(
     if lora_dropout is not None:
         adapter = dataclasses.replace(adapter, lora_dropout=lora_dropout)
     model = _with_vocabulary_of(model, tokenizer, adapter, arrays)
-    check_adapter(adapter, model.config, model.new_token_ids, opened.folder)
     return attach_adapter(model, adapter, arrays, jax.random.key(0))
 
 

@@ -1,11 +1,48 @@
-"""A model that was trained whole for a quantisation, and is saved in 16 bits, as it was trained."""
+"""Models as they were trained: with their adapter, or whole for a quantisation and saved in 16 bits."""
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from convert.formats import FORMATS
 from convert.quantization_aware import QuantizationAware
 from fastjax.errors import ConfigError
+from fastjax.language_model.adapters import check_fits
+from fastjax.language_model.loading import FastLanguageModel
 from fastjax.language_model.model import LanguageModel
+
+
+def load_as_trained(
+    model_name: str | Path,
+    adapter: str | Path | None = None,
+    *,
+    load_in_4bit: bool = False,
+    rope_scaling: Mapping[str, Any] | None = None,
+    allow_nonfinite: bool = False,
+    **options: Any,
+) -> LanguageModel:
+    """A model to compute with, with or without an adapter, which is refused before the weights are read.
+
+    Args:
+        model_name: folder, or name on the hub.
+        adapter: PEFT's, likewise; None: there is none.
+        load_in_4bit: as for `FastLanguageModel.from_pretrained`, as the arguments not listed here.
+        rope_scaling: likewise.
+        allow_nonfinite: likewise, and of the adapter.
+        options: likewise.
+
+    Raises:
+        ConfigError: arguments that contradict each other, or an adapter for another model.
+        ConvertError: what is wrong with a folder.
+    """
+    if adapter is not None:
+        check_fits(model_name, adapter, rope_scaling)
+    options |= {"load_in_4bit": load_in_4bit, "rope_scaling": rope_scaling, "allow_nonfinite": allow_nonfinite}
+    model, _ = FastLanguageModel.from_pretrained(model_name, **options)
+    if adapter is None:
+        return as_trained(model, load_in_4bit=load_in_4bit)
+    return FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=allow_nonfinite)
 
 
 def as_trained(model: LanguageModel, *, load_in_4bit: bool = False) -> LanguageModel:

@@ -16,6 +16,7 @@ from fastjax.errors import ConfigError
 from fastjax.language_model.adapters import attach_adapter, base_and_adapter, load_adapter
 from fastjax.language_model.handle import ModelHandle, value_of
 from fastjax.language_model.model import LanguageModel, check_host_layers
+from fastjax.lora.fit import open_fitting
 from fastjax.lora.settings import fresh_adapter
 from fastjax.models.chunks import Chunk, check_chunk
 from fastjax.models.decoder import Decoder
@@ -110,6 +111,8 @@ class FastLanguageModel:
             new_tokens=new_tokens,
             rope_scaling=rope_scaling,
         )
+        if adapter is not None:  # before the weights are read
+            open_fitting(adapter, outline.hf_config, outline.config, outline.new_token_ids)
         model = load_opened(
             source,
             outline,

@@ -14,7 +14,7 @@ from convert.expert_adapters import expert_shapes
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, WeightPath
 from convert.model.spec import ADAPTED
-from fastjax.errors import ConfigError
+from fastjax.lora.fit import check_shapes
 from fastjax.lora.initial import initial_arrays, initial_embedding
 from fastjax.lora.params import LoraEmbedding, LoraExperts, LoraLinear, SavedParam
 from fastjax.lora.sites import AdapterSite, adapter_sites
@@ -60,9 +60,11 @@ def make_adapters(
         dtype: module -> dtype of its trained arrays.
 
     Raises:
-        ConfigError: arrays that are missing, left over, or of the wrong shape (all named).
+        ConfigError: arrays that are missing, left over, or of the wrong shape (the first named).
     """
-    source = _Source(adapter, config, None if arrays is None else dict(arrays), key, frozen, dtype)
+    if arrays is not None:
+        check_shapes(adapter, config, {path: tuple(array.shape) for path, array in arrays.items()})
+    source = _Source(adapter, config, arrays, key, frozen, dtype)
     layers: list[dict[WeightPath, LoraLinear | LoraExperts]] = [{} for _ in range(config.num_hidden_layers)]
     tables: dict[str, Any] = {"embedding": None, "head": None, "whole": {}, "rows": {}}
     for site in adapter_sites(adapter, config):
@@ -79,16 +81,15 @@ def make_adapters(
             tables["whole"] |= dict.fromkeys(table.uses, source.whole(table))
         else:
             tables["rows"] |= dict.fromkeys(table.uses, source.rows(table, table.ids))
-    source.finish()
     return Adapters(layers, **tables)
 
 
 class _Source:
-    """The arrays of one module after another, fresh or from a file, checked."""
+    """The arrays of one module after another, fresh or from a file."""
 
-    def __init__(self, adapter, config, arrays: dict[str, Any] | None, key, frozen, dtype):
+    def __init__(self, adapter, config, arrays: Mapping[str, Any] | None, key, frozen, dtype):
         self.adapter, self.config, self.arrays, self.key = adapter, config, arrays, key
-        self.frozen, self.dtype, self.problems = frozen, dtype, []
+        self.frozen, self.dtype = frozen, dtype
         self._shapes = {spec.path.module: spec.shape for spec in config.specs if spec.kind in ADAPTED}
         self._experts = expert_shapes(config.specs)
 
@@ -97,23 +98,19 @@ class _Source:
         if self.arrays is None:
             a, b = initial_arrays(self._key(site.path), self.adapter.init_lora_weights, site.rank, columns, rows)
         else:
-            a = self._take(site.path, "lora_A", (site.rank, columns))
-            b = self._take(site.path, "lora_B", (rows, site.rank))
+            a, b = (self._take(site.path, leaf) for leaf in ("lora_A", "lora_B"))
         magnitude = self._magnitude(site, b, a, axis=1)
         held = self._held(site.path, a, b, magnitude)
         return LoraLinear(*held, scaling=site.scaling, dropout=self.adapter.lora_dropout)
 
     def experts(self, site: AdapterSite) -> LoraExperts:
         experts, rows, columns, *_ = self._experts[site.path]
-        shapes = (experts, site.rank, columns), (experts, rows, site.rank)
         if self.arrays is None:
             keys = jax.random.split(self._key(site.path), experts)
             method = self.adapter.init_lora_weights
             a, b = jax.vmap(lambda key: initial_arrays(key, method, site.rank, columns, rows))(keys)
         else:
-            a, b = (
-                self._take(site.path, leaf, shape) for leaf, shape in zip(("lora_A", "lora_B"), shapes, strict=True)
-            )
+            a, b = (self._take(site.path, leaf) for leaf in ("lora_A", "lora_B"))
         return LoraExperts(*self._held(site.path, a, b), scaling=site.scaling)
 
     def embedding(self, site: AdapterSite) -> LoraEmbedding:
@@ -121,8 +118,7 @@ class _Source:
         if self.arrays is None:
             a, b = initial_embedding(self._key(site.path), self.adapter.init_lora_weights, site.rank, vocabulary, width)
         else:
-            a = self._take(site.path, "lora_embedding_A", (site.rank, vocabulary))
-            b = self._take(site.path, "lora_embedding_B", (width, site.rank))
+            a, b = (self._take(site.path, leaf) for leaf in ("lora_embedding_A", "lora_embedding_B"))
         magnitude = self._magnitude(site, b, a, axis=0)
         return LoraEmbedding(*self._held(site.path, a, b, magnitude), scaling=site.scaling)
 
@@ -131,25 +127,15 @@ class _Source:
         stored = next((path for path in paths if path in (self.arrays or ())), paths[0])
         weight = self._table(stored)
         if self.arrays is not None:
-            weight = self._take(stored.module, stored.leaf, weight.shape)
-            self._drop(paths)
+            weight = self._take(stored.module, stored.leaf)
         return SavedParam(self._held(stored.module, weight)[0])
 
     def rows(self, table: TrainedTable, ids: tuple[int, ...]) -> TrainableTokens:
         paths = [WeightPath(None, "", name, "trainable_tokens_delta") for name in table.uses]
         rows = self._table(paths[0])[np.asarray(ids, np.int32)]
         if self.arrays is not None:
-            rows = self._take(paths[0].module, paths[0].leaf, rows.shape)
-            self._drop(paths)  # PEFT writes a copy for the head where the vocabulary has grown
+            rows = self._take(paths[0].module, paths[0].leaf)
         return TrainableTokens(ids, self._held(paths[0].module, rows)[0])
-
-    def finish(self) -> None:
-        """Refuse missing and left-over arrays; frozen matrices that PEFT saves beside adapters may be left."""
-        left = [name for name in self.arrays or () if WeightPath.parse(name).leaf != "base_layer.weight"]
-        problems = self.problems + [f"{name}: no module of this model takes it" for name in left]
-        if problems:
-            listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise ConfigError(f"adapter does not fit the model: {listed}")
 
     def _key(self, module: WeightPath) -> PRNGKeyArray:
         return jax.random.fold_in(self.key, zlib.crc32(module.encode()) & 0x7FFFFFFF)
@@ -159,7 +145,7 @@ class _Source:
         if not self.adapter.use_dora:
             return None
         if self.arrays is not None:
-            return self._take(site.path, "lora_magnitude_vector", (b.shape[0],))
+            return self._take(site.path, "lora_magnitude_vector")
         delta = jnp.matmul(b, a, precision="highest")
         weight = self._table(site.path) if site.path.layer is None else self.frozen(site.path)
         full = weight.astype(jnp.float32) + site.scaling * (delta if axis == 1 else delta.T)
@@ -169,19 +155,9 @@ class _Source:
         """Arrays in the dtype of the module's trained arrays; None stays."""
         return [None if array is None else jnp.asarray(array, self.dtype(module)) for array in arrays]
 
-    def _take(self, module: WeightPath, leaf: str, shape: tuple[int, ...]) -> Array:
+    def _take(self, module: WeightPath, leaf: str) -> Array:
         assert self.arrays is not None
-        array = self.arrays.pop(module.with_leaf(leaf), None)
-        if array is None or tuple(array.shape) != tuple(shape):
-            found = "nothing" if array is None else list(array.shape)
-            self.problems.append(f"{module.with_leaf(leaf)}: expected {list(shape)}, got {found}")
-            return jnp.zeros(shape, jnp.float32)
-        return jnp.asarray(np.asarray(array).astype(np.float32))
-
-    def _drop(self, paths: list[WeightPath]) -> None:
-        assert self.arrays is not None
-        for path in paths:
-            self.arrays.pop(path, None)
+        return jnp.asarray(np.asarray(self.arrays[module.with_leaf(leaf)]).astype(np.float32))
 
     def _shape(self, path: WeightPath) -> tuple[int, int]:
         if path.layer is None:

@@ -14,6 +14,7 @@ from convert.files import atomic_folder, read_json, remove_unfinished
 from fastjax.errors import ConfigError
 from fastjax.language_model import LanguageModel
 from fastjax.language_model.adapters import load_adapter
+from fastjax.lora.fit import open_fitting
 from fastjax.lora.sites import adapter_sites
 from fastjax.lora.tables import saved_modules
 from fastjax.runs.datasets import load_run_data
@@ -59,6 +60,8 @@ def import_adapter(config: TrainConfig, adapter: str | Path, console: Console | 
     settings = config_from_json(read_json(Path(adapter) / CONFIG), Path(adapter) / CONFIG)
     config = pinned(_with_lora_of(config, settings))
     opened = open_model(config)
+    outline = opened.outline
+    open_fitting(Path(adapter), outline.hf_config, outline.config, outline.new_token_ids)  # before weights are read
     data = load_run_data(config, opened.tokenizer, lambda text: say(console, text))
     base = load_base(config, opened)
     imported = load_adapter(base, adapter, None, config.model.allow_nonfinite)

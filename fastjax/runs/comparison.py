@@ -17,6 +17,7 @@ from convert.weights import open_weights
 from fastjax.data.encoding import Encoder
 from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel, LanguageModel
+from fastjax.language_model.adapters import check_fits
 from fastjax.language_model.rewards import check_logits
 from fastjax.models.decoder import lm_logits
 
@@ -66,6 +67,8 @@ def compare_logits(
     if not texts:
         raise ConfigError("texts: expected at least one, got none")
     options: dict[str, Any] = {"dtype": "float32", "allow_nonfinite": True}  # differences show them
+    if adapter is not None:
+        check_fits(first, adapter)
     model, _ = FastLanguageModel.from_pretrained(first, load_in_4bit=base_in_nf4, **options)
     if adapter is not None:
         model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True, fake_quantization=False)

@@ -9,15 +9,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from convert.adapters import CONFIG, Adapter, config_from_json, open_adapter
+from convert.adapters import CONFIG, Adapter, config_from_json
 from convert.checkpoint import WEIGHT_FILES
 from convert.errors import ConvertError
-from convert.families import family_for
 from convert.files import read_json
 from convert.hub import Source
 from convert.model.config import ModelConfig
 from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
+from fastjax.lora.fit import open_fitting
 from fastjax.lora.settings import check_adapter, fresh_adapter
 from fastjax.lora.tables import adapter_rows
 from fastjax.models.outline import Outline, read_outline
@@ -174,18 +174,14 @@ def lora_arguments(lora: LoraSection) -> dict[str, Any]:
 def _open_adapter(config: TrainConfig, outline: Outline, weights: bool) -> OpenAdapter:
     """The adapter to start from, whose settings fit the model."""
     source = located(config, "lora.adapter", weights=weights)
-    folder, tokenizer = source.folder, own_tokenizer(source.folder)
-    opened, shapes = None, {}
+    folder, base = source.folder, outline.config
     if weights or source.name is None:
-        allow = config.model.allow_nonfinite
-        family, specs = family_for(outline.hf_config), outline.config.specs
-        opened = open_adapter(folder, family=family, specs=specs, allow_nonfinite=allow)
-        adapter, shapes = opened.config, {path: info.shape for path, info in opened.tensors.items()}
-    else:
-        adapter = config_from_json(read_json(folder / CONFIG), folder / CONFIG)
-    rows = max(outline.config.vocab_size, adapter_rows(adapter, shapes, tokenizer))
-    check_adapter(adapter, dataclasses.replace(outline.config, vocab_size=rows), outline.new_token_ids, folder)
-    return OpenAdapter(opened, tokenizer)
+        model, allow = (outline.hf_config, base, outline.new_token_ids), config.model.allow_nonfinite
+        return OpenAdapter(*open_fitting(folder, *model, allow_nonfinite=allow))
+    adapter, tokenizer = config_from_json(read_json(folder / CONFIG), folder / CONFIG), own_tokenizer(folder)
+    rows = max(base.vocab_size, adapter_rows(adapter, {}, tokenizer))
+    check_adapter(adapter, dataclasses.replace(base, vocab_size=rows), outline.new_token_ids, folder)
+    return OpenAdapter(None, tokenizer)
 
 
 def _larger(base: "PreTrainedTokenizerFast", own: "PreTrainedTokenizerFast | None") -> "PreTrainedTokenizerFast":

@@ -3,12 +3,19 @@
 import importlib
 import json
 
+import numpy as np
 import pytest
 
+from convert.adapters import AdapterConfig, write_adapter
 from convert.errors import ConvertError
 from fastjax.errors import ConfigError
+from fastjax.language_model import FastLanguageModel
+from fastjax.language_model.as_trained import load_as_trained
+from fastjax.runs.comparison import compare_logits
 from fastjax.runs.fine_tune import fine_tune
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig
+
+OTHER_SHAPES = {"A": (2, 6), "B": (6, 2)}
 
 
 @pytest.fixture
@@ -105,6 +112,25 @@ def test_an_adapter_to_start_from_is_opened_before(run, tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConvertError, match="adapter_model.safetensors: no such file"):
         run(lora={"adapter": str(tmp_path / "adapter")})
+
+
+@pytest.mark.parametrize("where", ["lora.adapter", "--adapter", "verify", "from_pretrained"])
+def test_an_adapter_of_another_model_is_refused_before(run, where, chat_folder, tmp_path):
+    config = AdapterConfig(r=2, target_modules=["q_proj"], base_model_name_or_path=str(chat_folder))
+    arrays = {f"layers.0.self_attn.q_proj.lora_{side}": np.ones(shape, "f4") for side, shape in OTHER_SHAPES.items()}
+    folder, base = tmp_path / "adapter", str(chat_folder)
+    write_adapter(folder, config, arrays)
+    with pytest.raises(
+        ConfigError, match=f"adapter: the adapter does not fit the model .*name {base} as .*lora_A: exp"
+    ):
+        if where == "lora.adapter":
+            run(lora={"adapter": str(folder)})
+        elif where == "--adapter":
+            load_as_trained(base, folder)
+        elif where == "verify":
+            compare_logits(base, base, ["one"], adapter=folder)
+        else:
+            FastLanguageModel.from_pretrained(folder, load_in_4bit=False)
 
 
 def test_a_folder_without_its_weights_is_told_before(run, chat_folder, tmp_path):
