@@ -266,13 +266,13 @@ def scaling(config: AdapterConfig, module: str) -> float:
 
 
 def saves_whole(config: AdapterConfig, module: str) -> bool:
-    """Whether PEFT trains a module whole: its name ends with an entry of ``modules_to_save``.
+    """Whether PEFT trains a module whole: its name, or that of a block around it, ends as ``modules_to_save`` says.
 
     Args:
         config: The settings.
         module: The module's Hugging Face name.
     """
-    return any(module.endswith(name) for name in config.modules_to_save or ())
+    return any(f"{name}." in f"{module}." for name in config.modules_to_save or ())
 
 
 def _named(names: list[str] | str, module: str) -> bool:

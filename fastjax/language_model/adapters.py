@@ -20,6 +20,7 @@ from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.lora.fit import open_fitting
 from fastjax.lora.params import LoraParam, SavedParam
+from fastjax.lora.settings import fresh_adapter
 from fastjax.lora.sites import adapter_sites, layer_signatures
 from fastjax.lora.tables import adapter_rows
 from fastjax.models.adapters import build_adapters
@@ -78,6 +79,23 @@ def attach_adapter(
         plan=plan,
         lora=adapter,
     )
+
+
+def with_fresh_adapter(model: "LanguageModel", *, random_state: int, **settings: Any) -> "LanguageModel":
+    """A model with a fresh adapter attached.
+
+    Args:
+        model: without adapters.
+        random_state: seed of the adapter.
+        settings: as of `lora.settings.fresh_adapter`.
+
+    Raises:
+        ConfigError: a value that is not supported, or settings that match no module.
+    """
+    name, revision = model.source or (None if model.folder is None else str(model.folder), None)
+    named = {"base_model_name_or_path": name, "revision": revision}
+    adapter = fresh_adapter(model.config, model.new_token_ids, **named, **settings)
+    return attach_adapter(model, adapter, None, jax.random.key(random_state))
 
 
 def base_and_adapter(source: Source) -> tuple[Source, Path | None]:

@@ -1,5 +1,6 @@
 """`FastLanguageModel`: models from folders, from the hub and from a config, with Unsloth's argument names."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,11 +14,11 @@ from convert.formats import FORMATS
 from convert.hub import Source, fetch
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
-from fastjax.language_model.adapters import attach_adapter, base_and_adapter, load_adapter
+from fastjax.language_model.adapters import base_and_adapter, load_adapter, with_fresh_adapter
 from fastjax.language_model.handle import ModelHandle, value_of
 from fastjax.language_model.model import LanguageModel, check_host_layers
 from fastjax.lora.fit import open_fitting
-from fastjax.lora.settings import fresh_adapter
+from fastjax.lora.settings import tables_note
 from fastjax.models.chunks import Chunk, check_chunk
 from fastjax.models.decoder import Decoder
 from fastjax.models.load import load_weights, random_weights
@@ -249,15 +250,12 @@ class FastLanguageModel:
         if loftq_config:
             raise ConfigError(f"loftq_config: expected None, got {shown(loftq_config)}; see init_lora_weights")
         origin, model = model if isinstance(model, ModelHandle) else None, value_of(model)
-        name, revision = model.source or (None if model.folder is None else str(model.folder), None)
         if use_gradient_checkpointing is not None:
             auto = use_gradient_checkpointing == "auto"
             model = model.replace(remat=_remat(use_gradient_checkpointing), remat_auto=auto)
-        adapter = fresh_adapter(
-            model.config,
-            model.new_token_ids,
-            base_model_name_or_path=name,
-            revision=revision,
+        model = with_fresh_adapter(
+            model,
+            random_state=random_state,
             r=r,
             target_modules=target_modules,
             lora_alpha=lora_alpha,
@@ -274,7 +272,10 @@ class FastLanguageModel:
             trainable_token_indices=trainable_token_indices,
             target_parameters=target_parameters,
         )
-        return ModelHandle(attach_adapter(model, adapter, None, jax.random.key(random_state)), origin)
+        assert model.lora is not None, "it has been attached"
+        if (note := tables_note(model.lora, model.config)) is not None:
+            print(f"note: {note}", file=sys.stderr)
+        return ModelHandle(model, origin)
 
     @staticmethod
     def for_inference(model: LanguageModel) -> LanguageModel:

@@ -115,6 +115,22 @@ def fresh_adapter(
     return adapter
 
 
+def tables_note(adapter: AdapterConfig, config: ModelConfig) -> str | None:
+    """A sentence about embedding and head among the targets of a fresh adapter; None: they are none.
+
+    Args:
+        adapter: PEFT's settings.
+        config: the model's.
+    """
+    names = [site.path for site in adapter_sites(adapter, config) if site.path in TABLES]
+    if not names:
+        return None
+    return (
+        f"target_modules: low-rank adapters on {' and '.join(names)}, as in PEFT; Unsloth trains the whole table: "
+        f"for that leave it out here and set modules_to_save: [{', '.join(names)}]"
+    )
+
+
 def check_adapter(
     adapter: AdapterConfig, config: ModelConfig, new_token_ids: Sequence[int] = (), where: str | Path = "adapter"
 ) -> list[AdapterSite]:

@@ -40,7 +40,10 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
     saved = saved_modules(adapter)
     known = savable(config)
     if unknown := [name for name in adapter.modules_to_save or () if name.removeprefix("model.") not in known]:
-        raise ConfigError(f"modules_to_save: expected some of {list(known)}, got {shown(unknown)}")
+        raise ConfigError(
+            f"modules_to_save: expected some of {list(known)}, which alone are trained whole here, "
+            f"got {shown(unknown)}; an adapter of PEFT's with others can be merged (fastjax convert merge)"
+        )
     _check_experts(adapter)
     sites = []
     family = family_for({"model_type": config.model_type})

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from convert.model.spec import QUANTIZED
 from fastjax.errors import ConfigError
-from fastjax.language_model import FastLanguageModel, LanguageModel
-from fastjax.language_model.adapters import attach_opened
+from fastjax.language_model import LanguageModel
+from fastjax.language_model.adapters import attach_opened, with_fresh_adapter
 from fastjax.language_model.loading import load_opened, shapes_of
 from fastjax.parallel import MeshShape
 from fastjax.runs.datasets import RunData
@@ -119,7 +119,7 @@ def with_adapter(model: LanguageModel, config: TrainConfig, opened: OpenModel | 
         )
     if config.model.full_finetuning:
         return _quantized(model, config, opened)
-    return _quantized(FastLanguageModel.get_peft_model(model, **lora_arguments(config.lora)), config, opened)
+    return _quantized(with_fresh_adapter(model, **lora_arguments(config.lora)), config, opened)
 
 
 def scored(model: LanguageModel, config: TrainConfig) -> LanguageModel:

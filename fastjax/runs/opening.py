@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from convert.adapters import CONFIG, Adapter, config_from_json
+from convert.adapters import CONFIG, Adapter, AdapterConfig, config_from_json
 from convert.checkpoint import WEIGHT_FILES
 from convert.errors import ConvertError
 from convert.files import read_json
@@ -18,7 +18,7 @@ from convert.model.config import ModelConfig
 from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.lora.fit import open_fitting
-from fastjax.lora.settings import check_adapter, fresh_adapter
+from fastjax.lora.settings import check_adapter, fresh_adapter, tables_note
 from fastjax.lora.tables import adapter_rows
 from fastjax.models.outline import Outline, read_outline
 from fastjax.runs.hub_names import located
@@ -129,11 +129,29 @@ def _adapter(config: TrainConfig, outline: Outline, weights: bool) -> OpenAdapte
     if config.lora.adapter is not None:
         return _open_adapter(config, outline, weights)
     if not config.model.full_finetuning:
-        settings = lora_arguments(config.lora)
-        del settings["random_state"]
         with _within("lora", config.lora):
-            fresh_adapter(outline.config, outline.new_token_ids, **settings)
+            _fresh(config, outline)
     return None
+
+
+def adapter_note(config: TrainConfig, outline: Outline) -> str | None:
+    """A sentence for the user about the fresh adapter of a run; None: there is none to be said.
+
+    Args:
+        config: its settings.
+        outline: of its base.
+    """
+    if config.lora.adapter is not None or config.model.full_finetuning:
+        return None
+    outline = dataclasses.replace(outline, config=_with_score(config, outline))
+    note = tables_note(_fresh(config, outline), outline.config)
+    return None if note is None else f"lora.{note}"
+
+
+def _fresh(config: TrainConfig, outline: Outline) -> AdapterConfig:
+    settings = lora_arguments(config.lora)
+    del settings["random_state"]
+    return fresh_adapter(outline.config, outline.new_token_ids, **settings)
 
 
 def _with_score(config: TrainConfig, outline: Outline) -> ModelConfig:

@@ -72,7 +72,11 @@ def test_a_run_with_nothing_wrong_gets_to_its_data(run):
             r"^lora.alpha_pattern: .*\['v_proj'\]",
         ),
         ("lora", {"layers_to_transform": [0, 99]}, r"^lora.layers_to_transform: expected layers from 0 to .* \[99\]"),
-        ("lora", {"modules_to_save": ["norm"]}, "^lora.modules_to_save: expected some of"),
+        (
+            "lora",
+            {"modules_to_save": ["mlp"]},
+            "^lora.modules_to_save: expected some of .*'lm_head'.*, got .'mlp'.;",
+        ),
         (
             "lora",
             {"trainable_token_indices": [10**6]},
@@ -112,6 +116,13 @@ def test_an_adapter_to_start_from_is_opened_before(run, tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConvertError, match="adapter_model.safetensors: no such file"):
         run(lora={"adapter": str(tmp_path / "adapter")})
+
+
+def test_adapters_on_embedding_and_head_are_told_once(run, capsys):
+    with pytest.raises(AssertionError, match="too late"):
+        run(lora={"target_modules": ["q_proj", "embed_tokens", "lm_head"]})
+    note = "lora.target_modules: low-rank adapters on embed_tokens and lm_head, as in PEFT; Unsloth trains the whole"
+    assert capsys.readouterr().out.count(note) == 1
 
 
 @pytest.mark.parametrize("where", ["lora.adapter", "--adapter", "verify", "from_pretrained"])

@@ -152,6 +152,13 @@ def test_what_is_refused(base, options, message):
         FastLanguageModel.get_peft_model(base, **options)
 
 
+def test_adapters_on_a_table_are_told(base, capsys):
+    FastLanguageModel.get_peft_model(base, r=2, target_modules=["q_proj"])
+    assert capsys.readouterr().err == ""
+    FastLanguageModel.get_peft_model(base, r=2, target_modules=["q_proj", "embed_tokens"])
+    assert capsys.readouterr().err.startswith("note: target_modules: low-rank adapters on embed_tokens, as in PEFT")
+
+
 def test_an_adapter_that_does_not_fit_is_refused_with_every_misfit(base, tmp_path):
     (tmp_path / "wide").mkdir()
     wide = tiny.model(tmp_path / "wide", tiny.config(hidden_size=40, num_hidden_layers=4))

@@ -31,6 +31,7 @@ CASES = {
     "embedding and head, tied": (True, {"target_modules": ["v_proj", *BOTH]}, 0),
     "embedding, tied": (True, {"target_modules": ["v_proj", "embed_tokens"]}, 0),
     "whole": (False, {"modules_to_save": BOTH}, 0),
+    "whole blocks": (False, {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["mlp", "1.self_attn"]}, 0),
     "whole, tied": (True, {"modules_to_save": BOTH}, 0),
     "whole head, tied": (True, {"modules_to_save": ["lm_head"]}, 0),
     "whole, kept tied": (True, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, 0),
