@@ -13,6 +13,7 @@ from convert.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from convert.errors import ConvertError
 from convert.families import FAMILIES
 from convert.formats import nf4
+from convert.model.config import ModelConfig
 from convert.model.paths import HEAD, SCORE
 from convert.source import count_tokens
 from convert.weights import Weights, open_weights
@@ -67,12 +68,15 @@ def inspect(folder: str | os.PathLike[str]) -> Inspection:
         return _adapter(folder)
     checkpoint = open_checkpoint(folder)
     problems: list[str] = []
-    weights = None
+    weights, config = None, checkpoint.config
     try:
         weights = open_weights(folder)
     except ConvertError as error:
         problems.append(str(error))
-    config = checkpoint.config
+    try:
+        ModelConfig.from_hf(config, where=str(folder / CONFIG))
+    except ConvertError as error:
+        problems.append(str(error))
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     text = config.get("text_config")
     shown = text if isinstance(text, dict) else config
@@ -94,7 +98,7 @@ def inspect(folder: str | os.PathLike[str]) -> Inspection:
         _has_template(folder),
         {} if weights is None else _ignored(weights),
         settings,
-        tuple(problems),
+        tuple(dict.fromkeys(problems)),
     )
 
 

@@ -154,8 +154,9 @@ def _folder(text: str) -> Path:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     from convert.inspect import inspect
+    from fastjax.runs.loadable import with_refusals
 
-    found = inspect(_folder(arguments.folder))
+    found = with_refusals(inspect(_folder(arguments.folder)))
     if arguments.json:
         fields = {name: value for name, value in vars(found).items()} | {"folder": str(found.folder)}
         print(json.dumps(fields, ensure_ascii=False, indent=2))

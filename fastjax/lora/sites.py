@@ -14,7 +14,7 @@ from convert.model.paths import EMBEDDING, HEAD, TABLES, WeightPath
 from convert.model.spec import ADAPTED
 from convert.renamed_modules import is_renamed
 from fastjax.errors import ConfigError
-from fastjax.lora.tables import savable, saved_modules
+from fastjax.lora.tables import check_saved, savable, saved_modules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,7 @@ def adapter_sites(adapter: AdapterConfig, config: ModelConfig) -> list[AdapterSi
             supported.
     """
     saved = saved_modules(adapter)
-    known = savable(config)
-    if unknown := [name for name in adapter.modules_to_save or () if name.removeprefix("model.") not in known]:
-        raise ConfigError(
-            f"modules_to_save: expected some of {list(known)}, which alone are trained whole here, "
-            f"got {shown(unknown)}; an adapter of PEFT's with others can be merged (fastjax convert merge)"
-        )
+    check_saved(adapter, savable(config))
     _check_experts(adapter)
     sites = []
     family = family_for({"model_type": config.model_type})

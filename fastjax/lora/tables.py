@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from convert.adapters import AdapterConfig, targets
+from convert.errors import shown
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING, HEAD, SCORE, TABLES
 from convert.vocabulary import head_follows, table_rows, token_ids
@@ -42,6 +43,23 @@ def savable(config: ModelConfig) -> tuple[str, ...]:
 def saved_modules(adapter: AdapterConfig) -> tuple[str, ...]:
     """The modules that are trained whole, by their path in the model."""
     return tuple(dict.fromkeys(name.removeprefix("model.") for name in adapter.modules_to_save or ()))
+
+
+def check_saved(adapter: AdapterConfig, known: Sequence[str]) -> None:
+    """Refuse modules that cannot be trained whole.
+
+    Args:
+        adapter: PEFT's settings.
+        known: those that can.
+
+    Raises:
+        ConfigError: names in `modules_to_save` besides these.
+    """
+    if unknown := [name for name in saved_modules(adapter) if name not in known]:
+        raise ConfigError(
+            f"modules_to_save: expected some of {list(known)}, which alone are trained whole here, got "
+            f"{shown(unknown)}; an adapter of PEFT's with others can be merged (fastjax convert merge)"
+        )
 
 
 def shares_whole_table(adapter: AdapterConfig, config: ModelConfig) -> bool:

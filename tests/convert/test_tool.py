@@ -16,7 +16,8 @@ from tests.convert.conftest import CONFIG
 
 
 def test_a_model_is_described(make_folder):
-    folder, tensors = make_folder(extra={"rotary_emb.inv_freq": np.zeros(4, np.float32)}, max_shard_bytes=9000)
+    extra = {"rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    folder, tensors = make_folder(config=CONFIG | {"head_dim": 10}, extra=extra, max_shard_bytes=9000)
     found = inspect(folder)
     count = sum(array.size for name, array in tensors.items() if "inv_freq" not in name)
     assert (found.kind, found.family, found.parameters, found.tied) == ("model", "llama", count, False)
@@ -27,8 +28,8 @@ def test_a_model_is_described(make_folder):
 
 def test_what_would_not_be_supported_is_said(make_folder):
     folder, tensors = make_folder(extra={"model.vision.weight": np.zeros(4, np.float16)})
-    [problem] = inspect(folder).unsupported
-    assert "model.vision.weight" in problem
+    weights, config = inspect(folder).unsupported
+    assert "model.vision.weight" in weights and "head_dim: expected an even number" in config
     write_checkpoint(folder, tensors.items(), CONFIG | {"model_type": "mamba"})
     found = inspect(folder)
     assert "model_type" in found.unsupported[0] and found.parameters is None

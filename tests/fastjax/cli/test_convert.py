@@ -1,6 +1,7 @@
 """`fastjax convert` from the command line: every subcommand on small folders, and what it says when it refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -9,11 +10,14 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from convert.errors import ConvertError
 from convert.formats import WRITERS
 from convert.weights import open_weights
 from fastjax.cli import main
 from fastjax.commands.convert import _SCHEMES
+from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
+from fastjax.models.outline import read_outline
 from tests.support import chat, tiny
 from tests.support.runs import World
 
@@ -68,6 +72,30 @@ def test_verify_a_merge_over_the_base_in_4_bits(model, adapter, tmp_path, capsys
     assert "logits differ by up to" in capsys.readouterr().err
     assert run("verify", model, tmp_path / "out", "--base_in_nf4") == 1
     assert "--base_in_nf4: expected --text with it" in capsys.readouterr().err
+
+
+def test_inspect_refuses_what_loading_refuses(model, adapter, tmp_path, capsys):
+    config = json.loads((model / "config.json").read_text())
+    for name, changes, message in (
+        ("act", {"hidden_act": "tanh"}, "hidden_act: expected"),
+        ("rope", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "rope_type: expected"),
+        ("rows", {"vocab_size": 40}, "tokens"),
+    ):
+        shutil.copytree(model, tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises((ConfigError, ConvertError)) as refused:
+            read_outline(tmp_path / name)
+        assert run("inspect", tmp_path / name, "--json") == 0
+        assert str(refused.value) in json.loads(capsys.readouterr().out)["unsupported"], message
+    settings = json.loads((adapter / "adapter_config.json").read_text()) | {"modules_to_save": ["norm"]}
+    for number, base in enumerate((settings["base_model_name_or_path"], "nowhere")):
+        shutil.copytree(adapter, tmp_path / f"adapter{number}")
+        settings["base_model_name_or_path"] = base
+        (tmp_path / f"adapter{number}" / "adapter_config.json").write_text(json.dumps(settings))
+        assert run("inspect", tmp_path / f"adapter{number}") == 0
+        told = capsys.readouterr().out
+        assert "unsupported: modules_to_save: expected some of" in told and "everything" not in told
+    assert run("inspect", adapter) == 0 and "everything in it is supported" in capsys.readouterr().out
 
 
 def test_quantize_and_inspect(model, tmp_path, capsys):
