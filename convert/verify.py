@@ -11,10 +11,12 @@ from convert.blocks import array_blocks, whole_groups
 from convert.checkpoint import Checkpoint, open_checkpoint
 from convert.derived import tensor_blocks
 from convert.errors import ConvertError
-from convert.formats import FLOATS
+from convert.formats import FLOATS, FORMATS
 from convert.weights import Weights, open_weights
 
 _LENGTH = 2**20
+#: Of a scale and of the value that it gives, each rounded to bfloat16, over the largest magnitude.
+_DECODED = 2 * 2.0**-9
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Difference:
         formats: Likewise: "bfloat16", "nf4", …
         largest: Largest difference of two elements; NaN where only one is NaN, None if the shapes differ.
         relative: 2-norm of the difference over that of the first folder's tensor.
+        scale: Largest magnitude in the first folder's tensor.
     """
 
     name: str
@@ -34,6 +37,21 @@ class Difference:
     formats: tuple[str, str]
     largest: float | None
     relative: float | None
+    scale: float | None = None
+
+    @property
+    def rounding(self) -> float:
+        """Largest difference, over the largest magnitude, that another format of 4 or 8 bits makes; 0 without one."""
+        kinds = [FORMATS[name] for name in self.formats if name in FORMATS]
+        found = sum(form.rounding for form in kinds) if self.formats[0] != self.formats[1] else 0.0
+        return found and found + _DECODED
+
+    @property
+    def fits(self) -> bool:
+        """Whether the tensors are equal, or differ by what another format of 4 or 8 bits rounds."""
+        if self.largest is None or self.scale is None:
+            return False
+        return self.equal or (self.rounding > 0 and self.largest <= self.rounding * self.scale)
 
     @property
     def equal(self) -> bool:
@@ -60,6 +78,11 @@ class Comparison:
         """Whether names, shapes and formats match."""
         same = all(t.shapes[0] == t.shapes[1] and t.formats[0] == t.formats[1] for t in self.tensors)
         return same and not self.missing and not self.added
+
+    @property
+    def fits(self) -> bool:
+        """Whether both have the same tensors, and each fits."""
+        return not self.missing and not self.added and all(tensor.fits for tensor in self.tensors)
 
     @property
     def largest(self) -> float:
@@ -164,13 +187,14 @@ def _difference(name: str, first: _Side, second: _Side) -> Difference:
     formats = first.format(name), second.format(name)
     if shapes[0] != shapes[1]:
         return Difference(name, shapes, formats, None, None)
-    largest, squares, of_first = 0.0, 0.0, 0.0
+    largest, squares, of_first, scale = 0.0, 0.0, 0.0, 0.0
     for (_, one), (_, other) in zip(first.values(name), second.values(name), strict=True):
         same = (one == other) | (np.isnan(one) & np.isnan(other))
         with np.errstate(invalid="ignore", over="ignore"):
             gap = np.where(same, 0, np.abs(one - other))
         largest = float(np.maximum(largest, gap.max(initial=0)))
+        scale = float(np.maximum(scale, np.abs(one).max(initial=0)))
         squares += float(np.square(gap, dtype=np.float64).sum())
         of_first += float(np.square(one, dtype=np.float64).sum())
     relative = 0.0 if squares == 0 else float(np.sqrt(squares / of_first)) if of_first else float("inf")
-    return Difference(name, shapes, formats, largest, relative)
+    return Difference(name, shapes, formats, largest, relative, scale)

@@ -48,6 +48,7 @@ class Int8Tensor(NamedTuple):
 class _Int8(Compressed):
     name, label, target = "int8", "INT8", "int8"
     bits, packed, kind = 8, Int8Tensor, ("int", 8, None)
+    rounding = 0.5 / 127.5
     suffixes = "", SCALE
 
     def holds(self, stored: Stored) -> bool:

@@ -68,6 +68,8 @@ class Writer:
         name: Its key in `FORMATS`, of one that is read too, or in `WRITERS`: "int4-128".
         label: What messages call the format: "NF4".
         bits: A weight's, without its scales.
+        rounding: Largest error of a value over the largest of its scale's values: half the widest gap between codes, or
+            what is clipped; 0 for plain ones.
         whole: Whether there is a scale of the whole matrix, of all that is served as one matrix with it.
         inputs: Formats of a matrix's inputs that such a folder can tell servers to make, for each token, the usual one
             first; None: inputs stay as they are.
@@ -77,6 +79,7 @@ class Writer:
     name: str
     label: str
     bits: int
+    rounding: float = 0.0
     whole: bool = False
     inputs: tuple[str | None, ...] = (None,)
     activations: str | None = None

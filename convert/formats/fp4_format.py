@@ -27,6 +27,7 @@ MODELOPT = "modelopt"
 class _NVFP4(Compressed):
     name, label, target = "nvfp4", "NVFP4", "nvfp4"
     bits, packed, kind = 4, NVFP4Tensor, ("float", 4, "tensor_group")
+    rounding = 17 / 16 / 6  # half of the step from 4 to 6, and of its scale's
     suffixes, codes_suffix, global_suffix = (PACKED, SCALE, GLOBAL_SCALE), PACKED, GLOBAL_SCALE
 
     def codes_name(self, name: str) -> str:
@@ -82,6 +83,7 @@ class _ModelOptNVFP4(_NVFP4):
 class _MXFP4(Compressed):
     name, label, target = "mxfp4-rows", "MXFP4", "mxfp4"
     bits, packed, kind = 4, MXFP4Tensor, ("float", 4, "group")
+    rounding = mxfp4.ROUNDING
     suffixes = PACKED, SCALE
 
     def codes_name(self, name: str) -> str:

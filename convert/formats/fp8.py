@@ -147,6 +147,7 @@ def decode(
 class _FP8(Format):
     name, label, target = "fp8", "FP8", "fp8"
     bits, packed, methods = 8, FP8Tensor, METHODS
+    rounding = 1 / 16  # half of a step over the least value that has it
 
     def holds(self, stored: Stored) -> bool:
         info = stored.info

@@ -23,6 +23,7 @@ _IN_A_WORD = 8  # codes, or zero points of rows
 class _Int4(Compressed):
     name, label, target = "int4", "INT4", "int4"
     bits, packed, kind = 4, Int4Tensor, ("int", 4, None)
+    rounding = 1 / 7.5  # a step: half of one, and with zero points half of theirs
     suffixes, rows_together = (PACKED, SCALE, ZEROS, SHAPE), _IN_A_WORD
 
     def codes_name(self, name: str) -> str:

@@ -25,6 +25,8 @@ _NUMBERS = np.arange(256, dtype=np.uint8)
 #: The two values of a byte.
 _PAIRS = np.stack([_NUMBERS & 15, _NUMBERS >> 4], axis=1).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 _LARGEST, _EXPONENT = np.float32(6), 2  # of E2M1's values
+ROUNDING = 2 / 8
+"""Of values up to 8 times a power of two, which are clipped at 6."""
 
 
 class MXFP4Tensor(NamedTuple):
@@ -111,6 +113,7 @@ def encode(values: Float[np.ndarray, "*X out in"]) -> MXFP4Tensor:
 class _MXFP4(Format):
     name, label, target = "mxfp4", "MXFP4", "mxfp4"
     bits, packed, methods = 4, MXFP4Tensor, ("mxfp4",)
+    rounding = ROUNDING
     writable = shared_experts = True
 
     def holds(self, stored: Stored) -> bool:

@@ -16,6 +16,7 @@ from convert.blocks import Block, Blocks, row_ranges, whole_groups
 from convert.errors import unexpected
 from convert.finite import is_finite, nonfinite, not_in
 from convert.formats import nf4
+from convert.formats.dynamic import dynamic_map
 from convert.formats.format import Format, Stored
 from convert.formats.nf4 import NF4Tensor
 from convert.shard import Job, Part
@@ -31,6 +32,9 @@ class _NF4(Format):
 
     def __init__(self, name: str, nested: bool):
         self.name, self.nested = name, nested
+        self.rounding = float(np.diff(nf4.NF4_MAP).max()) / 2
+        if nested:
+            self.rounding += float(np.diff(dynamic_map()).max()) / 2
 
     def holds(self, stored: Stored) -> bool:
         tensors = stored.checkpoint.tensors

@@ -94,14 +94,16 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance",
         type=float,
         metavar="X",
-        help="accept differences up to X, and other dtypes (default: equal; with --text: the logits alone decide)",
+        help="accept differences up to X, and other dtypes (default: equal, or what another format of 4 or 8 bits "
+        "rounds; with --text: the logits alone decide)",
     )
     verify.add_argument("--text", action="append", default=[], help="compare logits on it too; several are possible")
     verify.add_argument(
         "--logit_tolerance",
         type=float,
         metavar="X",
-        help=f"with --text: accept logits that differ by up to X of the largest (default: {_LOGIT_TOLERANCE})",
+        help=f"with --text: accept logits that differ by up to X of the largest (default: {_LOGIT_TOLERANCE}, and more "
+        "where B has 4 or 8 bits)",
     )
     verify.add_argument("--adapter", metavar="ADAPTER", help="with --text: put this adapter on A first")
     verify.add_argument(
@@ -323,6 +325,14 @@ def _verify(arguments: argparse.Namespace) -> None:
             console.print(f"only in {where}: {', '.join(names[:8])}{more}", markup=False, highlight=False)
     same = len(found.tensors) - len(different)
     console.print(f"{same} of {len(found.tensors)} tensors are equal; largest difference {found.largest:.6g}")
+    rounded = [tensor for tensor in different if tensor.rounding]
+    for kind in sorted({tensor.formats for tensor in rounded}):
+        those = [tensor for tensor in rounded if tensor.formats == kind]
+        count = f"{sum(tensor.fits for tensor in those)} of {len(those)} tensors"
+        console.print(
+            f"{' / '.join(kind)}: {count} differ by no more than these formats round, {those[0].rounding:.3g} of a "
+            "tensor's largest value"
+        )
     if arguments.text:
         from fastjax.runs.comparison import compare_logits  # JAX is imported for this alone
 
@@ -333,7 +343,9 @@ def _verify(arguments: argparse.Namespace) -> None:
             f"{logits.largest / logits.scale:.2%} of the largest, mean KL divergence "
             f"{logits.divergence:.3g}, the likeliest token is the same on {logits.agreement:.1%}"
         )
-        tolerance = _LOGIT_TOLERANCE if arguments.logit_tolerance is None else arguments.logit_tolerance
+        tolerance = arguments.logit_tolerance
+        if tolerance is None:
+            tolerance = _LOGIT_TOLERANCE + 3 * logits.rounding
         if not logits.largest <= tolerance * logits.scale:
             raise ConvertError(
                 f"{second}: not the same as {first}: logits differ by up to {logits.largest:.6g}, more than "
@@ -342,8 +354,7 @@ def _verify(arguments: argparse.Namespace) -> None:
         if arguments.tolerance is None:
             return
     shapes_fit = all(tensor.largest is not None for tensor in found.tensors) and not found.missing and not found.added
-    right = found.same_form if arguments.tolerance is None else shapes_fit
-    if not right or not found.largest <= (arguments.tolerance or 0.0):
+    if not (found.fits if arguments.tolerance is None else shapes_fit and found.largest <= arguments.tolerance):
         raise ConvertError(f"{second}: not the same as {first}")
 
 

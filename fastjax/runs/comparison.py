@@ -31,6 +31,8 @@ class LogitDifference(NamedTuple):
         scale: largest magnitude of the first model's logits.
         divergence: mean of KL(first ‖ second) of the distributions of the next token, in nats.
         agreement: share of the tokens after which both have the same likeliest one.
+        rounding: of the second model's formats of 4 or 8 bits (`convert.formats.Format.rounding`), the largest; 0 where
+            the first model's matrices have been rounded to the same values.
     """
 
     tokens: int
@@ -38,6 +40,7 @@ class LogitDifference(NamedTuple):
     scale: float
     divergence: float
     agreement: float
+    rounding: float
 
 
 def compare_logits(
@@ -73,8 +76,10 @@ def compare_logits(
     if adapter is not None:
         model = FastLanguageModel.load_adapter(model, adapter, allow_nonfinite=True, fake_quantization=False)
     trained = None if adapter is None and base_in_nf4 else fetch(first if adapter is None else adapter).folder
-    packed = any(form.bits <= 8 for form in open_weights(second).formats())
-    aware = QuantizationAware.read(trained) if trained is not None and packed else None
+    formats = [form for form in open_weights(fetch(second).folder).formats() if form.bits <= 8]
+    aware = QuantizationAware.read(trained) if trained is not None and formats else None
+    own = [form for form in open_weights(fetch(first).folder).formats() if form.bits <= 8]
+    same = aware is not None or (adapter is None and formats == own)
     if aware is not None:
         model = model.with_fake_quantization(aware.weights, None, aware.modules_to_not_quantize)
     check_logits(model, str(first))
@@ -97,6 +102,7 @@ def compare_logits(
         scale=float(np.abs(one).max()),
         divergence=float((np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean()),
         agreement=float((one.argmax(axis=1) == two.argmax(axis=1)).mean()),
+        rounding=0.0 if same else max((form.rounding for form in formats), default=0.0),
     )
 
 

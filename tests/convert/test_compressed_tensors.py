@@ -68,7 +68,7 @@ def test_values_are_those_of_the_definition(folder, tmp_path, scheme, monkeypatc
         assert np.array_equal(np.concatenate(list(weights.blocks(path)())).reshape(right.shape), right)
     found = inspect(tmp_path / "out")
     assert not found.unsupported and found.formats[weights.format(packed[0])][0] == 6
-    assert compare(tmp_path / "out", tmp_path / "out").largest == 0
+    assert compare(tmp_path / "out", tmp_path / "out").largest == 0 and compare(folder, tmp_path / "out").fits
     with pytest.raises(ConvertError, match="it is quantised already"):
         quantize(tmp_path / "out", tmp_path / "again", scheme=scheme)
 

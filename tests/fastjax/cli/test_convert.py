@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from convert.errors import ConvertError
 from convert.formats import WRITERS
+from convert.tensor_file import read_header, read_tensor, write_tensor_file
 from convert.weights import open_weights
 from fastjax.cli import main
 from fastjax.commands.convert import _SCHEMES
@@ -114,6 +115,25 @@ def test_every_scheme_can_be_asked_for(model, tmp_path):
     assert tuple(WRITERS) == _SCHEMES
     assert run("quantize", model, tmp_path / "out", "--scheme", "int8") == 0
     assert open_weights(tmp_path / "out").formats()[-1].label == "INT8"
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "fp8-tensor", "mxfp4"])
+def test_verify_allows_what_a_format_rounds_and_no_more(model, scheme, tmp_path, capsys):
+    text = ["--text", "what is there to say"]
+    assert run("quantize", model, tmp_path / "out", "--scheme", scheme) == 0
+    capsys.readouterr()
+    assert run("verify", model, tmp_path / "out") == 0
+    assert "14 of 14 tensors differ by no more than these formats round" in capsys.readouterr().out
+    assert run("verify", model, tmp_path / "out", *text) == 0
+    assert run("verify", model, tmp_path / "out", "--tolerance", "0") == 1
+    file = next((tmp_path / "out").glob("*.safetensors"))
+    tensors = {name: read_tensor(name, info) for name, info in read_header(file).items()}
+    codes = next(name for name in tensors if "layers.1.mlp.up_proj.weight" in name and tensors[name].itemsize == 1)
+    tensors[codes] = np.roll(tensors[codes], 1, axis=0)
+    write_tensor_file(file, tensors)
+    capsys.readouterr()
+    assert run("verify", model, tmp_path / "out") == 1
+    assert "13 of 14 tensors differ by no more" in capsys.readouterr().out
 
 
 @pytest.mark.older_jax
