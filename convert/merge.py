@@ -29,7 +29,7 @@ from convert.model.tensors import TensorSpec
 from convert.output import Job, Monitor, Written, write_folder
 from convert.plan_merge import Changes, changes
 from convert.quantization_aware import QuantizationAware
-from convert.quantize import modules_named, writer_for
+from convert.quantize import loading_note, modules_named, writer_for
 from convert.saving import copy_side_files
 from convert.source import TOKENIZER_FILES, check_apart, count_tokens, fingerprint
 from convert.weights import Weights, open_weights
@@ -88,8 +88,8 @@ def merge(
             one that it decodes to.
         base_in_nf4: The base has 16 bits but the adapter was trained with its layers' matrices quantised to NF4 as
             they were read (``load_in_4bit``): they are quantised and decoded before the adapter is added.
-        skip: With a quantised `dtype`, modules or ends of their names ("layers.0.mlp.down_proj", "o_proj") that are
-            not quantised.
+        skip: With a quantised `dtype` or `base_in_nf4`, modules or ends of their names ("layers.0.mlp.down_proj",
+            "o_proj") that are not quantised.
         activations: With a quantised `dtype`, as of `convert.quantize.quantize`; None: what the adapter was trained
             for, likewise.
         unsloth_expert_layout: The adapter is on experts and from an Unsloth before September 2026, which ordered B
@@ -116,7 +116,7 @@ def merge(
         raise unexpected(folder, "dtype", f"one of {', '.join(DTYPES)}", dtype)
     given = {"skip": ("no module", list(skip)), "activations": ("none", activations)}
     for name, (nothing, value) in given.items():
-        if value and dtype not in WRITERS:
+        if value and dtype not in WRITERS and not (name == "skip" and base_in_nf4):
             raise unexpected(folder, name, f"{nothing}, unless dtype is one of {', '.join(WRITERS)}", value)
     check_apart(folder, base, adapter)
     weights = open_weights(base)
@@ -127,20 +127,21 @@ def merge(
         unsloth_expert_layout=unsloth_expert_layout,
         allow_nonfinite=allow_nonfinite,
     )
-    found = changes(weights, opened, base_in_nf4=base_in_nf4)
+    kept = modules_named(weights, skip)
+    found = changes(weights, opened, base_in_nf4=base_in_nf4, kept=kept)
     if found.scored and dtype in WRITERS:
         raise unexpected(
             folder, "dtype", f"one of {', '.join(FLOATS)} for a model with a score in place of logits", dtype
         )
     trained = QuantizationAware.read(opened.folder)
     writer = writer_for(dtype, activations, trained, folder) if dtype in WRITERS else None
-    plan = _Plan(weights, found, dtype, writer, modules_named(weights, skip))
+    plan = _Plan(weights, found, dtype, writer, kept)
     for name, (nothing, value) in given.items():
         if value and plan.packed:
             raise unexpected(folder, name, f"{nothing} of a base that is in {dtype} already", value)
     jobs = list(plan.jobs())
     new_config = _new_config(weights, found, plan, config)
-    notes = _notes(weights, opened, found)
+    notes = _notes(weights, opened, found) + [note for note in [loading_note(weights.family, dtype)] if note]
     ends = missing_ends(weights.checkpoint.folder, end_tokens(opened.folder))
     if ends:
         notes.append(f"generation_config.json names {', '.join(map(str, ends))} too, at which learnt answers end")

@@ -4,7 +4,7 @@ The vocabulary may grow. An adapter that treats tied embedding and head differen
 does.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,13 +58,14 @@ class Changes:
     scored: bool = False
 
 
-def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) -> Changes:
+def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False, kept: Collection[str] = ()) -> Changes:
     """Match an adapter with a model; only small arrays are read.
 
     Args:
         weights: The base model.
         adapter: The adapter.
         base_in_nf4: Whether the adapter was trained over (nested) NF4 matrices that the folder holds in 16 bits.
+        kept: Paths of matrices that were in 16 bits there.
 
     Raises:
         ConvertError: The adapter does not fit the model: modules, ranks, sizes or rows (all listed).
@@ -83,7 +84,8 @@ def changes(weights: Weights, adapter: Adapter, *, base_in_nf4: bool = False) ->
         if row.kind == "table":
             continue
         dtype = weights.decoded_dtype(path)
-        in_nf4 = base_in_nf4 and row.kind in QUANTIZED and FORMATS[weights.format(path)].target != "nf4"
+        in_nf4 = base_in_nf4 and row.kind in QUANTIZED and path not in kept
+        in_nf4 = in_nf4 and FORMATS[weights.format(path)].target != "nf4"
         base = _through_nf4(weights) if in_nf4 else weights.blocks
         whole = path.with_leaf(f"modules_to_save.{path.leaf}")
         if whole in adapter.tensors:

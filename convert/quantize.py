@@ -12,6 +12,7 @@ from convert.blocks import copied
 from convert.checkpoint import CONFIG, MAX_SHARD_BYTES, write_config
 from convert.derived import derived_tensors, served_together, tensor_blocks
 from convert.errors import ConvertError, unexpected
+from convert.families import Family
 from convert.formats import FLOATS, FORMATS, WRITERS, Writer
 from convert.formats.nf4_format import NF4, NF4_NESTED
 from convert.model.paths import SCORE
@@ -158,6 +159,21 @@ def writer_for(
     if trained is not None and trained.weights == scheme and trained.activations in writer.inputs:
         return writer.serving(trained.activations)
     return writer
+
+
+def loading_note(family: Family, scheme: str | None) -> str | None:
+    """A sentence about a written folder that transformers does not load; None for others.
+
+    Args:
+        family: The model's.
+        scheme: A key of `convert.formats.WRITERS`, or None.
+    """
+    if scheme != NF4_NESTED.target or family.mixture is None:
+        return None
+    return (
+        "transformers and bitsandbytes have no experts in 4 bits and do not load this folder, which fastjax does; for "
+        "them merge in 16 bits, for servers take --scheme (of quantize) or --dtype (of merge) int4-128 or fp8-row"
+    )
 
 
 def modules_named(weights: Weights, skip: Sequence[str]) -> set[str]:

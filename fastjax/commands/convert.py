@@ -76,7 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("--plain_scales", action="store_true", help="nf4: leave the scales in float32")
 
     for made in (merge, quantize):
-        made.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="modules that are not quantised")
+        made.add_argument(
+            "--skip",
+            nargs="+",
+            default=[],
+            metavar="NAME",
+            help="modules that are not quantised",
+        )
         made.add_argument(
             "--activations",
             choices=_ACTIVATIONS,
@@ -216,7 +222,8 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 def _quantize(arguments: argparse.Namespace) -> None:
     from convert.quantization_aware import QuantizationAware
-    from convert.quantize import quantize, writer_for
+    from convert.quantize import loading_note, quantize, writer_for
+    from convert.weights import open_weights
 
     folder = _folder(arguments.model)
     if (trained := QuantizationAware.read(folder)) is not None:
@@ -237,6 +244,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
             allow_nonfinite=arguments.allow_nonfinite,
             monitor=monitor,
         )
+    if (note := loading_note(open_weights(written.folder).family, arguments.scheme)) is not None:
+        print(f"note: {note}")
     _report(written, f"{written.tensors} tensors")
 
 

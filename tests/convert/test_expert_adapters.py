@@ -169,7 +169,8 @@ def test_merged_expert_by_expert(family, dtype, tmp_path):
             merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged", dtype=dtype)
         return
     options = {"base_in_nf4": True} if dtype == "over nf4" else {"dtype": dtype}
-    merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged", **options)
+    result = merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged", **options)
+    assert any("do not load this folder" in note for note in result.notes) == (dtype == "nf4")
     merged = open_weights(tmp_path / "merged")
     for path, change in wanted.items():
         before = weights.read(path)

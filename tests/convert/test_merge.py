@@ -183,6 +183,12 @@ def test_a_16_bit_base_that_was_trained_over_in_4_bits(make_folder, tmp_path, mo
     other = dict(stream(tmp_path / "two"))
     for path, array in stream(tmp_path / "one"):
         assert array.tobytes() == other[path].tobytes(), path
+    skip = ["layers.0.mlp.down_proj", "layers.1.mlp.up_proj"]  # as the run's float32_modules
+    merge(folder, tmp_path / "adapter", tmp_path / "kept", base_in_nf4=True, skip=skip)
+    merge(folder, tmp_path / "adapter", tmp_path / "plain")
+    kept, plain = dict(stream(tmp_path / "kept")), dict(stream(tmp_path / "plain"))
+    for path, array in kept.items():
+        assert array.tobytes() == (plain if path.removesuffix(".weight") in skip else other)[path].tobytes(), path
     merge(folder, tmp_path / "adapter", tmp_path / "three", dtype="nf4")
     written = open_weights(tmp_path / "three")
     assert {written.format(path) for path in written.specs if "proj.weight" in path} == {"nf4-nested"}

@@ -6,11 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from convert.families import family_for
+from convert.families import FAMILIES, family_for
+from convert.formats.compressed import group_weights
 from convert.hub import split
+from convert.model.config import ModelConfig
+from convert.model.spec import QUANTIZED
+from fastjax.models.module_names import module_paths
 from fastjax.training.config import ModelSection, TrainConfig
 
 _CONVERT = "# transformers does not bring this base into 4 bits: fastjax convert quantize {} base-nf4"
+_MERGE = "# transformers does not hold a mixture's experts in 4 bits as the run did; merge into the run's base before:"
 
 
 def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str) -> list[str]:
@@ -22,18 +27,22 @@ def usage(config: TrainConfig, folder: Path, base: Mapping[str, Any], dtype: str
         base: the base's config.json, with the run's scaling of the positions.
         dtype: of the run's computation.
     """
-    model, result, scores = config.model, str(folder), config.preferences.scores
+    model, result, scores, merged = config.model, str(folder), config.preferences.scores, False
     auto = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
     if model.full_finetuning:
         options, lines, names = ["--model", result], [f"model = {_load(auto, _text(result))}"], set()
     else:
         options = ["--model", model.model_name, "--adapter", result] + ["--load_in_4bit"] * model.load_in_4bit
         options += ["--rope_scaling", json.dumps(model.rope_scaling)] if model.rope_scaling is not None else []
-        lines, names = _base(model, base, dtype, auto, {"num_labels": "1"} if scores else {})
+        merged = _merges(model, base)
+        if merged:
+            lines, names = _merged(model, base, result, dtype, auto)
+        else:
+            lines, names = _base(model, base, dtype, auto, {"num_labels": "1"} if scores else {})
     options += ["--dtype", model.dtype] if model.dtype is not None else []
     lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_text(result)})")
     libraries = []
-    if not model.full_finetuning:
+    if not model.full_finetuning and not merged:
         libraries.append("from peft import PeftModel")
         if model.new_tokens:
             rows = "max(len(tokenizer), model.get_input_embeddings().num_embeddings)"
@@ -72,14 +81,10 @@ def _base(
     stored = config.get("dtype", config.get("torch_dtype"))
     kind = (config.get("quantization_config") or {}).get("quant_method")
     lines, options, names = [], dict(given), set()
-    if model.load_in_4bit and kind not in (None, "bitsandbytes"):
+    if model.load_in_4bit and kind is not None and not _has_4_bits(config):
         lines.append(_CONVERT.format(shlex.quote(model.model_name)))
         place, kind = '"base-nf4"', "bitsandbytes"
-    if model.rope_scaling is not None:  # an adapter's folder has no place for it
-        lines.append(f"config = AutoConfig.from_pretrained({place})")
-        lines += [f"config.{name} = {value!r}" for name, value in _positions(config).items()]
-        options["config"] = "config"
-        names.add("AutoConfig")
+    lines += _longer(model, config, place, options, names)
     if model.load_in_4bit and kind is None:
         lines += _in_4bit(model, dtype)
         options["quantization_config"] = "settings"
@@ -89,9 +94,55 @@ def _base(
     elif kind is None and stored != dtype:
         options["dtype"] = _text(dtype)
     lines.append(f"model = {_load(auto, place, options)}")
-    if model.load_in_4bit and stored != dtype:  # bitsandbytes' own products decode to that dtype instead
+    if (
+        model.load_in_4bit and kind in (None, "bitsandbytes") and stored != dtype
+    ):  # bitsandbytes' own products decode to that dtype instead
         lines.append(f"model = model.dequantize().to(torch.{dtype})  # computes in {dtype} with what 4 bits decode to")
     return lines, names
+
+
+def _merges(model: ModelSection, config: Mapping[str, Any]) -> bool:
+    """Whether the base is a mixture in 4 bits, which transformers does not bring its experts into."""
+    family = FAMILIES.get(config.get("model_type", ""))
+    return model.load_in_4bit and family is not None and family.mixture is not None
+
+
+def _merged(
+    model: ModelSection, config: Mapping[str, Any], result: str, dtype: str, auto: str
+) -> tuple[list[str], set[str]]:
+    """Code that loads the base with the adapter merged into it, and its imports from transformers."""
+    command = ["fastjax", "convert", "merge", model.model_name, result, "merged"]
+    if not _has_4_bits(config):
+        command.append("--base_in_nf4")
+        parsed = ModelConfig.from_hf(config)
+        own = module_paths(model.float32_modules or (), parsed)
+        kept = [spec.path.module for spec in parsed.specs if spec.kind in QUANTIZED and spec.path.module in own]
+        command += ["--skip", *kept] if kept else []
+    if config.get("dtype", config.get("torch_dtype")) != dtype:
+        command += ["--dtype", dtype]
+    options, names = {}, set()
+    longer = _longer(model, config, '"merged"', options, names)
+    return [_MERGE, f"# {shlex.join(command)}", *longer, f"model = {_load(auto, _text('merged'), options)}"], names
+
+
+def _has_4_bits(config: Mapping[str, Any]) -> bool:
+    """Whether a base has 4 bits in its folder, which a run in 4 bits keeps."""
+    quantization = config.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    kinds = [weights.get("num_bits") for _, weights in group_weights(quantization)]
+    return method in ("bitsandbytes", "mxfp4") or 4 in kinds or "NVFP4" in str(quantization.get("quant_algo"))
+
+
+def _longer(
+    model: ModelSection, config: Mapping[str, Any], place: str, options: dict[str, str], names: set[str]
+) -> list[str]:
+    """Code for the run's scaling of the positions, which no adapter's folder has a place for."""
+    if model.rope_scaling is None:
+        return []
+    options["config"] = "config"
+    names.add("AutoConfig")
+    lines = [f"config.{name} = {value!r}" for name, value in _positions(config).items()]
+    return [f"config = AutoConfig.from_pretrained({place})", *lines]
 
 
 def _positions(config: Mapping[str, Any]) -> dict[str, Any]:

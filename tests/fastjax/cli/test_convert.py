@@ -20,6 +20,7 @@ from fastjax.errors import ConfigError
 from fastjax.language_model import FastLanguageModel
 from fastjax.models.outline import read_outline
 from tests.support import chat, tiny
+from tests.support.families import MIXTURES
 from tests.support.runs import World
 
 
@@ -115,6 +116,14 @@ def test_every_scheme_can_be_asked_for(model, tmp_path):
     assert tuple(WRITERS) == _SCHEMES
     assert run("quantize", model, tmp_path / "out", "--scheme", "int8") == 0
     assert open_weights(tmp_path / "out").formats()[-1].label == "INT8"
+
+
+def test_a_mixture_in_nf4_is_told_to_be_for_fastjax_alone(tmp_path, capsys):
+    mixture = chat.write_model(tmp_path / "mixture", MIXTURES["olmoe"] | {"hidden_size": 64})
+    assert run("quantize", mixture, tmp_path / "int8", "--scheme", "int8") == 0
+    assert "note:" not in capsys.readouterr().out
+    assert run("quantize", mixture, tmp_path / "nf4") == 0
+    assert "note: transformers and bitsandbytes have no experts in 4 bits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "fp8-tensor", "mxfp4"])

@@ -33,6 +33,7 @@ from fastjax.training.report.panels import panels
 from fastjax.training.report.plots import draw_panel
 from fastjax.training.report.settings import list_settings
 from fastjax.training.report.spikes import Spike, find_spikes
+from tests.support.families import MIXTURES
 from tests.support.pages import check_self_contained, embedded_charts
 
 CONFIG = TrainConfig(
@@ -342,6 +343,9 @@ def test_usage(tmp_path):
     assert "peft" not in python and "AutoTokenizer.from_pretrained" in python
 
 
+INT4 = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 4}}}}
+
+
 @pytest.mark.parametrize(
     ("changes", "base", "dtype", "expected"),
     [
@@ -350,6 +354,7 @@ def test_usage(tmp_path):
         ({"load_in_4bit": False}, {"torch_dtype": "bfloat16"}, "float32", 'from_pretrained("base", dtype="float32")'),
         ({}, {"dtype": "bfloat16", "quantization_config": {"quant_method": "bitsandbytes"}}, "bfloat16", '("base")'),
         ({}, {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}, "bfloat16", '("base-nf4")'),
+        ({}, {"dtype": "bfloat16", "quantization_config": INT4}, "bfloat16", '("base")'),
     ],
 )  # fmt: skip
 def test_the_base_is_loaded_as_the_run_held_it(changes, base, dtype, expected):
@@ -360,6 +365,28 @@ def test_the_base_is_loaded_as_the_run_held_it(changes, base, dtype, expected):
     assert ("BitsAndBytesConfig(" in python) == ("settings" in expected)
     assert 'tokenizer = AutoTokenizer.from_pretrained("adapter")' in python
     assert ("fastjax convert quantize base base-nf4" in python) == ("base-nf4" in expected)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "expected"),
+    [
+        (None, "float32", "--base_in_nf4 --skip layers.1.self_attn.q_proj"),
+        ({"quant_method": "fp8"}, "bfloat16", "--base_in_nf4 --skip layers.1.self_attn.q_proj --dtype bfloat16"),
+        ({"quant_method": "mxfp4"}, "float32", ""),
+    ],
+)
+def test_an_adapter_on_a_mixture_in_4_bits_is_merged(quantization, dtype, expected):
+    """transformers leaves experts in 16 bits under BitsAndBytesConfig: PEFT's lines would load another model."""
+    section = ModelSection("base", float32_modules=["layers.1.self_attn.q_proj", "norm"])
+    base = MIXTURES["olmoe"] | ({} if quantization is None else {"quantization_config": quantization})
+    _, python = usage(dataclasses.replace(CONFIG, model=section), Path("adapter"), base, dtype)
+    assert f"# fastjax convert merge base adapter merged {expected}".rstrip() in python.splitlines()
+    assert 'model = AutoModelForCausalLM.from_pretrained("merged")' in python
+    assert "peft" not in python and "BitsAndBytes" not in python
+    _, plain = usage(
+        dataclasses.replace(CONFIG, model=ModelSection("base", load_in_4bit=False)), Path("a"), base, dtype
+    )
+    assert "PeftModel.from_pretrained" in plain and "merge" not in plain
 
 
 def test_environment(tmp_path, monkeypatch):
