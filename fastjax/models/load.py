@@ -112,7 +112,7 @@ def load_weights(
             yield path, weight
 
     plan = plan_held(config, held, precision, layer_loop, remat)
-    tree = fill_tree(config, plan, arrays(), offload_layers=offload_layers, mesh=mesh)
+    tree = fill_tree(config, plan, arrays(), trained=trained, offload_layers=offload_layers, mesh=mesh)
     for path, right in jax.device_get(finite).items():
         if not right and (quantizes(path) or not allow_nonfinite):
             raise _nonfinite(opened, path, precision.weight_dtype(path, trained=trained), quantizes(path))
@@ -252,7 +252,7 @@ def random_weights(
             yield weight(spec, jax.random.fold_in(key, 1))
 
     plan = plan_held(config, {}, precision, layer_loop, remat)
-    return plan, fill_tree(config, plan, everything(), mesh=mesh)
+    return plan, fill_tree(config, plan, everything(), trained=trained, mesh=mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

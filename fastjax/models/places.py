@@ -30,6 +30,7 @@ def fill_tree(
     plan: Sequence[LayerStack],
     arrays: Iterable[tuple[WeightPath, WeightLike]],
     *,
+    trained: bool = False,
     offload_layers: bool = False,
     mesh: Mesh | None = None,
 ) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def fill_tree(
         config: the model's.
         plan: arrangement of the layers.
         arrays: by path, a layer's beside each other and the layers in their order.
+        trained: whether they are trained: then the tree is the same on every mesh, as a run's state is.
         offload_layers: place the matrices of stacked layers in the host's memory.
         mesh: of the devices that get parts of the arrays; None: the arrays stay on their device.
     """
@@ -59,13 +61,14 @@ def fill_tree(
             current = path.layer
             if current is None:
                 table = {path.part: {path.leaf: value}}
-                tree.setdefault(path.part, {}).update(_spread(table, config, mesh)[path.part])
+                tree.setdefault(path.part, {}).update(_spread(table, config, mesh, trained)[path.part])
             else:
                 pending[path.inside] = value
         if current is not None:
             yield fused(current)
 
-    return {"layers": fill_layers(config, plan, layers(), offload_layers=offload_layers, mesh=mesh), **tree}
+    where: Any = {"trained": trained, "offload_layers": offload_layers, "mesh": mesh}
+    return {"layers": fill_layers(config, plan, layers(), **where), **tree}
 
 
 def fill_layers(
@@ -74,6 +77,7 @@ def fill_layers(
     layers: Iterable[Any],
     *,
     offload_layers: bool,
+    trained: bool = False,
     mesh: Mesh | None = None,
 ) -> list[list[Any]]:
     """Layers as they come, put in their places of the runs.
@@ -83,22 +87,23 @@ def fill_layers(
         plan: arrangement of the layers.
         layers: trees of single layers, in their order.
         offload_layers: as for `fill_tree`.
+        trained: as for `fill_tree`.
         mesh: as for `fill_tree`.
     """
     runs: list[list[Any]] = [[None] * run.period for run in plan]
     index = 0
     for layer in layers:
-        _place(runs, config, plan, index, layer, offload_layers, mesh)
+        _place(runs, config, plan, index, layer, offload_layers, mesh, trained)
         del layer  # not while the next one is read, nor in a tuple of `enumerate`
         index += 1
     return runs
 
 
-def _spread(tree: Any, config: ModelConfig, mesh: Mesh | None) -> Any:
+def _spread(tree: Any, config: ModelConfig, mesh: Mesh | None, trained: bool) -> Any:
     """Arrays of a decoder's tree in their parts on the mesh, if there is one."""
     if mesh is None:
         return tree
-    tree = held_apart(tree, config, mesh.shape[TENSOR])
+    tree = tree if trained else held_apart(tree, config, mesh.shape[TENSOR])
     return place(tree, shard_frozen(tree, logical_axes(tree, config), mesh))
 
 
@@ -110,6 +115,7 @@ def _place(
     layer: Any,
     offload_layers: bool,
     mesh: Mesh | None,
+    trained: bool,
 ) -> None:
     """Copy a layer to its place.
 
@@ -131,7 +137,7 @@ def _place(
 
         runs[number][position] = jax.tree.map(zeros, layer)
 
-    layer = _spread({"layers": {0: {0: layer}}}, config, mesh)["layers"][0][0]
+    layer = _spread({"layers": {0: {0: layer}}}, config, mesh, trained)["layers"][0][0]
     number, position, repeat = _place_of(plan, index)
     stacked = plan[number].count > 1
     if runs[number][position] is None:

@@ -23,6 +23,8 @@ from fastjax.models import load, places
 from fastjax.models.outline import read_outline
 from fastjax.parallel import make_mesh
 from fastjax.quantization import NF4Weight
+from fastjax.training.cadence import Progress
+from fastjax.training.checkpoint import Checkpoints
 from tests.support import steps, tiny
 
 WHOLE_BLOCKS = {"hidden_size": 64, "intermediate_size": 128}
@@ -259,6 +261,26 @@ def test_no_device_holds_the_model_while_it_is_loaded_onto_a_mesh(tmp_path, monk
     # Parts, and what they are joined to: of a layer in 4 bits both are less than one that is not.
     assert first < share + layer * (1 if load_in_4bit else 2)
     assert first < whole
+
+
+def test_a_checkpoint_of_trained_weights_does_not_know_its_mesh(tmp_path):
+    """Over `tensor` frozen weights of several projections are held apart; trained ones are what the state names."""
+    folder = tiny.write_folder(tmp_path / "model", config := tiny.config(), tiny.arrays(config))
+    options = {"dtype": "float32", "load_in_4bit": False, "full_finetuning": True}
+    meshes = {"one": None, "tensor": make_mesh(fsdp=2, tensor=2)}
+    models = {
+        name: load_opened(fetch(folder), read_outline(folder), mesh=mesh, **options).trainable
+        for name, mesh in meshes.items()
+    }
+    for name, other in (("one", "tensor"), ("tensor", "one")):
+        checkpoints = Checkpoints(tmp_path / name)
+        checkpoints.save(models[name], Progress(1))
+        checkpoints.wait()
+        found = checkpoints.load(1, jax.tree.map(lambda array: array * 0, models[other]))
+        checkpoints.close()
+        for new, old, whole in zip(*map(jax.tree.leaves, (found, models[other], models["one"])), strict=True):
+            assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
+            np.testing.assert_array_equal(new, whole)
 
 
 def test_host_memory_stays_at_one_shard(tmp_path, monkeypatch):
