@@ -88,7 +88,7 @@ SHARED = (
     "jax",
     "flax.nnx",
     "optax",
-    "orbax.checkpoint",
+    "tensorstore",
     "transformers",
     "tokenizers",
     "hypothesis",

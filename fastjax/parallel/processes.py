@@ -5,14 +5,19 @@ a run leaves. What decides the program (a choice, a step to resume from) is agre
 different programs wait for each other for ever.
 """
 
+import collections
 import contextlib
+import ctypes
 import importlib.util
+import itertools
 import os
 import re
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -27,8 +32,11 @@ from fastjax.parallel.placing import fetched, spans_processes
 
 #: Seconds without a sign of life after which a process counts as dead, and the others end.
 HEARTBEAT_SECONDS = 30
-#: Seconds that the first process stays after its error. With it goes the service of all, and they with that.
+#: Seconds that the first process stays after its error: with it goes the service of all, and they with that. The others
+#: stay as long after one's error: that one is to be the first that ends.
 LAST_WORDS_SECONDS = 2.0
+#: Where a process that ends by an error says so, and the seconds between two looks of the others.
+_ENDED, _LOOK_SECONDS = "fastjax/ended", 0.5
 #: Environment variables that give the number of processes under a cluster's launcher, in JAX's order: inside a job of
 #: SLURM `mpirun` leaves both.
 CLUSTERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "SLURM": "SLURM_STEP_NUM_TASKS"}
@@ -37,6 +45,10 @@ _OLD_OPEN_MPI = "OMPI_MCA_orte_hnp_uri"
 #: JAX's own variable: the GPUs of a process, which then stay as they are.
 _JAX_GPUS = "JAX_LOCAL_DEVICE_IDS"
 _TOLD_MILLISECONDS = 60_000
+#: A week: JAX ends this process where another has died, and the watchdog where it waits too long for another.
+_EVER_MILLISECONDS = 604_800_000
+_PR_SET_PDEATHSIG = 1
+_CALLS: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 T = TypeVar("T")
 
@@ -137,19 +149,70 @@ def own_gpu(seen: Sequence[str], index: int) -> int | None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once.
+    """End this process at once, and with it the others (`end_with_others`).
 
     An ordinary end waits, up to five minutes, for the other processes to end too, and they may wait for this one in a
-    collective: neither they nor what has started them would know. They miss the heartbeat of one that is gone.
+    collective: neither they nor what has started them would know.
 
     Args:
         status: its exit status.
     """
+    state = distributed.global_state
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another has said so before
+        if state.client is not None:
+            state.client.key_value_set(_ENDED, f"{state.process_id} {status}")
+    if state.process_id == 0:
+        time.sleep(LAST_WORDS_SECONDS)
+    _exit(status)
+
+
+def end_with_others() -> None:
+    """End this process when another ends by an error: a thread looks for that, as a collective would wait for ever."""
+    if (client := distributed.global_state.client) is None:
+        return
+
+    def look() -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            try:
+                rank, status = map(int, client.key_value_try_get(_ENDED).split())
+            except jax.errors.JaxRuntimeError as error:
+                if "NOT_FOUND" in str(error):
+                    continue
+                return  # the first process is gone, or this one is at its end
+            if rank != distributed.global_state.process_id:
+                time.sleep(LAST_WORDS_SECONDS)
+                print(f"fastjax: {rank_name()}: ended, as rank {rank} has with an error", file=sys.stderr)
+                _exit(status)
+            return
+
+    threading.Thread(target=look, name="fastjax-others", daemon=True).start()
+
+
+def wait_for_words() -> None:
+    """Stay until `end_with_others` or what has started the processes ends this one, if another has ended before.
+
+    An error of a collective comes of that, and says nothing about it.
+    """
+    time.sleep(_LOOK_SECONDS + LAST_WORDS_SECONDS)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel end this process, by SIGKILL, when the one that has started it is gone. On Linux alone.
+
+    Args:
+        parent: its id: it may be gone already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exit(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    if distributed.global_state.process_id == 0:
-        time.sleep(LAST_WORDS_SECONDS)
     os._exit(status)
 
 
@@ -202,6 +265,25 @@ def gathered_numbers(value: int) -> list[int]:
         return [value]
     halves = np.array([value >> 31, value & 0x7FFFFFFF], np.int32)  # 64 bits would need another mode of JAX
     return [(int(high) << 31) | int(low) for high, low in multihost_utils.process_allgather(halves)]
+
+
+def told(subject: str, text: str) -> list[str]:
+    """What every process tells about a thing, by its index; waits for all of them.
+
+    No device takes part: one thread of a process may ask for each subject, also while devices wait for each other.
+
+    Args:
+        subject: of what is told: its calls come in the same order in all processes.
+        text: this process's.
+    """
+    state = distributed.global_state
+    if state.num_processes == 1:
+        return [text]
+    assert state.client is not None, "joined"
+    place = f"fastjax/told/{subject}/{next(_CALLS[subject])}"
+    state.client.key_value_set(f"{place}/{state.process_id}", text)
+    keys = (f"{place}/{index}" for index in range(state.num_processes))
+    return [state.client.blocking_key_value_get(key, _EVER_MILLISECONDS) for key in keys]
 
 
 def on_host(tree: Any) -> Any:

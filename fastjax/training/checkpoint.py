@@ -1,24 +1,21 @@
-"""Checkpoints of a run through Orbax: the train state, progress, data position and settings.
+"""Checkpoints of a run: the train state, progress, data position and settings.
 
-One folder a step under `checkpoints/`, which Orbax writes under a temporary name and renames when it is whole, so a
-killed run leaves whole checkpoints only. A background thread writes from a copy of the state: on the device if there is
-room, which costs the run a millisecond, otherwise on the host. The arrays are stored under their names in the state,
-but for the learning rates, which follow from the settings; beside them, as JSON, a checksum of each, progress, data
-position and settings. A checkpoint is renamed before it is deleted.
+One folder a step under `checkpoints/`, which is renamed when it is whole, so a killed run leaves whole checkpoints
+only. A background thread writes from a copy of the state: on the device if there is room, which costs the run a
+millisecond, otherwise on the host. The arrays are stored under their names in the state, but for the learning rates,
+which follow from the settings; beside them, as JSON, a checksum of each, progress, data position and settings. A
+checkpoint is renamed before it is deleted.
 
-Of several processes each writes the parts that its devices hold, and the first one the JSON. Each reads the parts that
-its devices are to hold then, so a run goes on on another mesh (`checkpoint_parts`). Large arrays are stored in chunks
-of a layer, or of some rows of a table, for readers that need a part of them.
+Of several processes each writes the parts that its devices hold, and the first one the JSON, when all have told that
+their parts are written; what goes wrong in one is told to all before any goes on. Each reads the parts that its devices
+are to hold then, so a run goes on on another mesh (`checkpoint_parts`). Large arrays are stored in chunks of a layer,
+or of some rows of a table, for readers that need a part of them.
 """
 
 import concurrent.futures
-import contextlib
-import functools
-import math
+import importlib
 import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +25,9 @@ import numpy as np
 
 from fastjax.errors import ConfigError, TrainingError
 from fastjax.host_memory import in_host_memory
-from fastjax.parallel.placing import spans_processes
-from fastjax.parallel.processes import gathered_numbers, is_primary
+from fastjax.parallel.processes import is_primary, told
 from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint_files import (
-    BLOCK_BYTES,
     METADATA,
     UNCHECKED_FORMAT,
     Unreadable,
@@ -40,19 +35,14 @@ from fastjax.training.checkpoint_files import (
     read_metadata,
     seal,
 )
-from fastjax.training.checkpoint_parts import Parts, check_sums, gather_all, put
+from fastjax.training.checkpoint_parts import Parts, check_sums, gather_all, own_parts, put, whole
 from fastjax.training.checkpoint_stacks import apart, with_parts, with_stacks
 from fastjax.training.checkpoint_sums import checksum, element_sum, sum_checksum
+from fastjax.training.checkpoint_writing import UNFINISHED, Stored, finish, retire, sweep, write_parts
 from fastjax.training.optimizers import LearningRates
-from fastjax.training.silence import silence
 
 #: Version of the JSON beside the arrays; later ones are refused. Of several processes the checksums are sums.
 SOLE_FORMAT, FORMAT = 2, 3
-#: Bytes of the smallest chunks that an array is cut into.
-LEAST_CHUNK = 2**20
-_GONE = ".deleted"
-#: After a failed save: looks for what it left, seconds between them, and looks in a row that must find nothing.
-_LOOKS, _PAUSE, _ABSENT = 40, 0.05, 4
 
 
 class SaveFailed(TrainingError):
@@ -81,10 +71,9 @@ class Checkpoints:
         self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copied: tuple[int, Callable[[], None]] | None = None
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
-        self._writer.submit(_orbax)  # its import takes a second; later it would delay a step
-        lefts = [*self.folder.glob(f"*{_GONE}"), *self.folder.glob("*.orbax-checkpoint-tmp*")] if is_primary() else ()
-        for left in lefts:
-            shutil.rmtree(left, ignore_errors=True)
+        self._writer.submit(importlib.import_module, "tensorstore")  # later it would delay a step
+        if is_primary():
+            sweep(self.folder)
 
     def steps(self) -> list[int]:
         """The steps of the whole checkpoints, the newest first."""
@@ -99,7 +88,7 @@ class Checkpoints:
             progress: of the run.
 
         Raises:
-            SaveFailed: the write before this one failed, or this one at its start.
+            SaveFailed: the write before this one failed.
         """
         self.wait()
         arrays = named_arrays(state)
@@ -108,67 +97,46 @@ class Checkpoints:
         metadata: Any = {"format": number, "progress": progress._asdict(), "arrays": _described(arrays)}
         metadata |= self.extra(progress.step)
         arrays = {name: array for name, array in arrays.items() if array.size}  # zarr has no empty arrays
-        path = self.folder / str(progress.step)
-        failed = None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):  # Orbax leaves threads behind where it cannot even begin
-                pass
-        except OSError as error:
-            failed = error
-        ranks = [rank for rank, wrong in enumerate(gathered_numbers(failed is not None)) if wrong]  # all save, or none
-        if failed is not None:
-            raise self._failed(progress.step, failed) from failed
-        if ranks:
-            raise SaveFailed(
-                f"the checkpoint of step {progress.step} could not be written to {self.folder} by rank "
-                f"{', '.join(map(str, ranks))}"
-            )
-        if shared:
-            self._pending = progress.step, self._write_parts(path, arrays, metadata, progress)
+        if shared:  # only the caller's thread may wait for other processes' devices
+            sums = {name: sum_checksum(value) for name, value in jax.device_get(_element_sums(arrays)).items()}
+            parts = {name: own_parts(array) for name, array in arrays.items()}
+            self._copied = progress.step, lambda: self._write(parts, metadata | {"checksums": sums}, progress)
             return
-        stored = _copy(arrays)
+        copied = _copy(arrays)
 
-        def write(arrays: dict[str, Any]) -> None:
-            # One at a time: Orbax would send all at once and delay the dispatch of the next steps.
-            arrays = {name: np.asarray(arrays.pop(name)) for name in list(arrays)}
-            checked = metadata | {"checksums": {name: checksum(array) for name, array in arrays.items()}}
-            sealed = checked | {"checksum": seal(checked)}
-            with _storage() as orbax:
-                orbax.save_checkpointables(
-                    str(path), {"state": arrays}, overwrite=path.exists(), custom_metadata=sealed
-                )
-            self._retire(progress)
+        def write() -> None:
+            # One at a time: all at once would delay the dispatch of the next steps.
+            values = {name: np.asarray(copied.pop(name)) for name in list(copied)}
+            sums = {name: checksum(array) for name, array in values.items()}
+            parts = {name: whole(array) for name, array in values.items()}
+            self._write(parts, metadata | {"checksums": sums}, progress)
 
-        self._copied = progress.step, functools.partial(write, stored)
+        self._copied = progress.step, write
 
-    def _write_parts(
-        self, path: Path, arrays: dict[str, jax.Array], metadata: Mapping[str, Any], progress: Progress
-    ) -> "concurrent.futures.Future[None]":
-        """Write the arrays with the other processes: the parts are copied to the host here, and written later.
-
-        Only the caller's thread may wait for other processes' devices: they do everything in one order.
-        """
-        sums = jax.device_get(_element_sums(arrays))
-        checked = {**metadata, "checksums": {name: sum_checksum(value) for name, value in sums.items()}}
-        parts = {name: array if spans_processes(array) else np.asarray(array) for name, array in arrays.items()}
+    def _write(self, arrays: Mapping[str, Stored], metadata: Mapping[str, Any], progress: Progress) -> None:
+        """Write this process's parts, and with the others' make a checkpoint of them, or none: all get one answer."""
+        target = self.folder / str(progress.step)
+        unfinished = self.folder / f"{progress.step}{UNFINISHED}"
+        error: Exception | None = None
         try:
-            with _storage() as orbax:
-                response = orbax.save_checkpointables_async(
-                    str(path),
-                    {"state": parts},
-                    overwrite=path.exists(),
-                    custom_metadata=checked | {"checksum": seal(checked)},
-                )
-        except Exception as error:
-            raise self._failed(progress.step, error) from error
-
-        def finish() -> None:
-            response.result()
-            if is_primary():
-                self._retire(progress)
-
-        return self._writer.submit(finish)
+            write_parts(unfinished, jax.process_index(), arrays)
+        except Exception as caught:
+            error = caught
+        wrong = told("checkpoint", _reason(error))
+        if is_primary():
+            try:
+                if not any(wrong):
+                    finish(unfinished, jax.process_count(), {**metadata, "checksum": seal(metadata)}, target)
+                    self._retire(progress)
+            except Exception as caught:
+                error = caught
+            shutil.rmtree(unfinished, ignore_errors=True)
+        ends = told("checkpoint", _reason(error))
+        for rank, reason in enumerate(wrong if any(wrong) else ends):
+            if reason:
+                by = f" by rank {rank}" if len(ends) > 1 else ""
+                text = f"the checkpoint of step {progress.step} could not be written to {self.folder}{by}: {reason}"
+                raise SaveFailed(text) from error
 
     def begin(self) -> None:
         """Start to write the copy. It keeps Python busy at first: call it when the device has its next step."""
@@ -196,10 +164,7 @@ class Checkpoints:
         if self._pending is None:
             return None
         (step, future), self._pending = self._pending, None
-        try:
-            future.result()
-        except Exception as error:
-            raise self._failed(step, error) from error
+        future.result()
         return step
 
     def close(self) -> None:
@@ -305,60 +270,7 @@ class Checkpoints:
         """
         for step in [step for step in self.steps() if step <= progress.step][self._keep :]:
             if step != progress.best_step:
-                path = self.folder / str(step)
-                gone = path.rename(path.with_name(f"{step}{_GONE}"))
-                shutil.rmtree(gone, ignore_errors=True)
-
-    def _failed(self, step: int, error: Exception) -> SaveFailed:
-        # Orbax gives up with the first array; writes of others that are under way make their folder again.
-        absent = 0
-        for _ in range(_LOOKS):
-            lefts = list(self.folder.glob(f"{step}.orbax-checkpoint-tmp*"))
-            for left in lefts:
-                shutil.rmtree(left, ignore_errors=True)
-            absent = 0 if lefts else absent + 1
-            if absent == _ABSENT:
-                break
-            time.sleep(_PAUSE)
-        text = " ".join(str(error).split())
-        return SaveFailed(f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(text)}")
-
-
-def _orbax() -> Any:
-    """Orbax, imported on first use, its long logs of a failure silenced: the error is raised here."""
-    from orbax.checkpoint import v1
-
-    silence()
-    return v1
-
-
-@contextlib.contextmanager
-def _storage() -> Iterator[Any]:
-    """Orbax, which stores arrays in chunks."""
-    orbax = _orbax()
-    context = orbax.Context()
-    options = context.array.saving
-    options.scoped_storage_options_creator = lambda _, array: options.StorageOptions(**chunks_of(array))
-    with context:
-        yield orbax
-
-
-def chunks_of(array: Any) -> dict[str, Any]:
-    """How Orbax cuts what a process writes of an array: nothing, a layer each, or rows of a table.
-
-    Args:
-        array: of NumPy, or of JAX.
-    """
-    sharding = getattr(array, "sharding", None)
-    shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
-    row = math.prod(shape[1:]) * array.dtype.itemsize
-    if not shape or shape[0] * row <= BLOCK_BYTES:
-        return {}
-    if len(shape) > 2:
-        return {"shard_axes": (0,)} if row >= LEAST_CHUNK else {}
-    most = max(1, BLOCK_BYTES // row)
-    rows = next(count for count in range(most, 0, -1) if shape[0] % count == 0)  # Orbax cuts into equal chunks
-    return {"chunk_byte_size": rows * row} if rows * row >= LEAST_CHUNK else {}
+                retire(self.folder / str(step))
 
 
 @jax.jit
@@ -433,8 +345,13 @@ def _show(described: Sequence[Any] | None) -> str:
     return "nothing" if described is None else f"{described[1]}{list(described[0])}"
 
 
-def _reason(text: str) -> str:
-    """The short cause of a storage error."""
+def _reason(error: Exception | None) -> str:
+    """The short cause of a failed write; empty: there was none."""
+    if error is None:
+        return ""
+    text = " ".join(str(error).split("[tensorstore_spec")[0].split()) or type(error).__name__
     if "No space left" in text or "ENOSPC" in text:
         return "the disk is full"
+    if "[os_error_code" in text:  # behind it all that is open, before it what the system says
+        text = text.split(" [os_error_code")[0].rpartition(": ")[2]
     return text if len(text) <= 300 else f"{text[:297]}..."

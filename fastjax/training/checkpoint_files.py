@@ -1,10 +1,9 @@
-"""A checkpoint on disk: written by Orbax, read by TensorStore, verified by checksums.
+"""A checkpoint on disk: read by TensorStore, and verified by checksums.
 
-Orbax stores each array in zarr's format in a database of TensorStore (OCDBT), which compresses without a checksum: a
-flipped bit comes back as another value. It reads all arrays at once, and if one is damaged, the reads of the others end
-in tracebacks. Here TensorStore reads each array on its own; the CRC-32 in the checkpoint's metadata (3 GB/s a core; no
-burst of up to 32 bits escapes it, anything else with a chance of 2⁻³²) finds the damaged one. The metadata carry their
-own checksum and are not trusted without it.
+Each array is stored in zarr's format in a database of TensorStore (OCDBT), which compresses without a checksum: a
+flipped bit comes back as another value. Each is read on its own; the CRC-32 in the checkpoint's metadata (3 GB/s a
+core; no burst of up to 32 bits escapes it, anything else with a chance of 2⁻³²) finds the damaged one. The metadata
+carry their own checksum and are not trusted without it.
 
 An array that several processes hold in parts has no bytes in one place: its checksum is a sum over its elements
 (`checkpoint_sums`).
@@ -30,7 +29,7 @@ import numpy as np
 from fastjax.errors import TrainingError
 from fastjax.training.checkpoint_sums import SUM, Region, array_bytes, region_sum, sum_checksum, whole_region
 
-#: Orbax's file of the metadata.
+#: File of the metadata: the name is Orbax's, which wrote earlier versions' checkpoints in the same format.
 METADATA = "_CHECKPOINT_METADATA"
 #: Format of metadata from before the checksums.
 UNCHECKED_FORMAT = 1

@@ -15,8 +15,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fastjax.parallel import place
+from fastjax.parallel.processes import is_primary
 from fastjax.training.checkpoint_files import Unreadable, check_sum
 from fastjax.training.checkpoint_sums import SUM, Region, whole_region
+from fastjax.training.checkpoint_writing import Stored, chunk_of
 
 
 class Parts(NamedTuple):
@@ -86,6 +88,33 @@ def region_of(index: Sequence[slice], shape: Sequence[int]) -> Region:
         shape: of the array.
     """
     return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+
+
+def own_parts(array: jax.Array) -> Stored:
+    """What this process writes of an array, copied to the host: of each part one process has the first copy.
+
+    Args:
+        array: on the devices of several processes, or the same in each of them.
+    """
+    if array.is_fully_addressable:
+        return whole(np.array(array), write=is_primary())
+    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    for shard in shards:
+        shard.data.copy_to_host_async()
+    parts = [(region_of(shard.index, array.shape), np.array(shard.data)) for shard in shards]
+    chunk = chunk_of(array.sharding.shard_shape(array.shape), array.dtype.itemsize)
+    return Stored(array.shape, array.dtype, chunk, parts)
+
+
+def whole(array: np.ndarray, *, write: bool = True) -> Stored:
+    """An array that one process writes.
+
+    Args:
+        array: of NumPy.
+        write: whether it is this process.
+    """
+    parts = [(whole_region(array.shape), array)] if write else []
+    return Stored(array.shape, array.dtype, chunk_of(array.shape, array.dtype.itemsize), parts)
 
 
 def put(values: Sequence[np.ndarray], parts: Parts, sharding: jax.sharding.Sharding) -> jax.Array:

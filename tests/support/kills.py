@@ -111,7 +111,7 @@ def _begun(process: Process) -> bool:
 def _unfinished(output: Path) -> tuple[str, str]:
     """Names of an unfinished checkpoint and an unfinished result; empty if there are none."""
     found = [path.name for folder in (output, output / "checkpoints") if folder.is_dir() for path in folder.iterdir()]
-    checkpoints = [name for name in found if ".orbax-checkpoint-tmp" in name]
+    checkpoints = [name for name in found if name.endswith(".unfinished")]
     return next(iter(checkpoints), ""), next((name for name in found if name.endswith(".partial")), "")
 
 

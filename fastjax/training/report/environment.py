@@ -46,7 +46,7 @@ def describe_environment(shape: MeshShape) -> dict[str, str]:
         "jax-cuda13-plugin",
         "flax",
         "optax",
-        "orbax-checkpoint",
+        "tensorstore",
         "transformers",
     ):
         found[package] = _version(package)

@@ -1,15 +1,17 @@
 """How processes find each other, and which GPU each takes: what JAX is told, and what it reads by itself."""
 
 import importlib.util
+import socket
 import types
 
 import jax
 import pytest
 from jax._src import clusters
+from jax.errors import JaxRuntimeError
 
 from fastjax.errors import ConfigError
 from fastjax.parallel import processes
-from fastjax.parallel.processes import Rank, in_cluster, join, leave, own_gpu, rank_name
+from fastjax.parallel.processes import Rank, end_with_others, in_cluster, join, leave, own_gpu, rank_name
 
 #: A process of each launcher: the fourth of the second of two hosts with 8 GPUs.
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "11", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
@@ -180,12 +182,53 @@ def test_jax_gives_each_process_of_a_cluster_the_gpu_of_its_rank_on_the_host(mon
     assert clusters.K8sCluster.get_local_process_id() is None, "a pod has all that it sees"
 
 
+class Words:
+    """The part of JAX's store in which one process tells the others that it has ended."""
+
+    def __init__(self):
+        self.told = {}
+
+    def key_value_set(self, key, value):
+        if key in self.told:
+            raise JaxRuntimeError("ALREADY_EXISTS")
+        self.told[key] = value
+
+    def key_value_try_get(self, key):
+        if key not in self.told:
+            raise JaxRuntimeError("NOT_FOUND")
+        return self.told[key]
+
+
+class Gone(BaseException):
+    """The end of a process."""
+
+
 @pytest.mark.parametrize(("index", "seconds"), [(0, [processes.LAST_WORDS_SECONDS]), (3, [])])
-def test_the_first_process_leaves_last(monkeypatch, index, seconds):
-    state, slept, left = types.SimpleNamespace(num_processes=4, process_id=index), [], []
+def test_the_first_process_leaves_last_and_others_follow_with_its_status(monkeypatch, capsys, index, seconds):
+    state, slept, left = types.SimpleNamespace(num_processes=4, process_id=index, client=Words()), [], []
+
+    def end(status):
+        left.append((state.process_id, status))
+        raise Gone
+
     monkeypatch.setattr(processes.distributed, "global_state", state)
     monkeypatch.setattr(processes.time, "sleep", slept.append)
-    monkeypatch.setattr(processes.os, "_exit", left.append)
-    leave(5)
-    assert (slept, left) == (seconds, [5])
+    monkeypatch.setattr(processes.os, "_exit", end)
+    with pytest.raises(Gone):
+        leave(5)
     assert rank_name().startswith(f"rank {index} of 4 on ")
+    assert (slept, left) == (seconds, [(index, 5)])
+    slept.clear()
+    state.process_id = 2
+    monkeypatch.setattr(processes.threading, "Thread", lambda target, **options: types.SimpleNamespace(start=target))
+    with pytest.raises(Gone):
+        end_with_others()
+    assert slept == [processes._LOOK_SECONDS, processes.LAST_WORDS_SECONDS] and left[1:] == [(2, 5)]
+    assert (
+        f"rank 2 of 4 on {socket.gethostname()}: ended, as rank {index} has with an error\n" in capsys.readouterr().err
+    )
+    with pytest.raises(Gone):
+        leave(1)  # of two that fail the first has told
+    assert left[2:] == [(2, 1)] and state.client.told == {processes._ENDED: f"{index} 5"}
+    state.process_id = index
+    end_with_others()  # it is itself that has ended

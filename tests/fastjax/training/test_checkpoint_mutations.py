@@ -65,7 +65,7 @@ def test_every_mutation_is_restored_bit_for_bit_or_refused_by_name(tmp_path, pyt
         checkpoints.wait()
     checkpoints.close()
     files = [path.relative_to(whole) for path in (whole / "2").rglob("*") if path.is_file()]
-    files.sort(key=lambda path: (path.parent, (whole / path).stat().st_size))  # Orbax draws the names of some
+    files.sort(key=lambda path: (path.parent, (whole / path).stat().st_size))  # TensorStore draws the names of some
     counts, number = collections.Counter(), pytestconfig.getoption("--mutations")
     for index in range(number):
         damaged = tmp_path / f"damaged {index}"

@@ -12,11 +12,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fastjax.parallel import make_mesh
-from fastjax.training import checkpoint, checkpoint_files
+from fastjax.training import checkpoint, checkpoint_files, checkpoint_writing
 from fastjax.training.cadence import Progress
 from fastjax.training.checkpoint import Checkpoints
-from fastjax.training.checkpoint_files import Unreadable, read_arrays
+from fastjax.training.checkpoint_files import Unreadable, read_arrays, seal
 from fastjax.training.checkpoint_parts import Parts, check_sums
+from fastjax.training.checkpoint_sums import sum_checksum
+from fastjax.training.checkpoint_writing import Stored, finish, write_parts
 
 LAYERS, BLOCK = 6, 8192
 SPECS = {
@@ -43,24 +45,37 @@ def state(mesh, seed=0):
 @pytest.fixture
 def small(monkeypatch):
     """Blocks and chunks for arrays of some kilobytes."""
-    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(checkpoint, "LEAST_CHUNK", 1024)
+    monkeypatch.setattr(checkpoint_writing, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(checkpoint_writing, "LEAST_CHUNK", 1024)
     monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", BLOCK)
 
 
 @pytest.fixture(params=["sums", "CRCs"])
-def saved(request, small, tmp_path, monkeypatch):
+def saved(request, small, tmp_path):
     """A checkpoint as several processes write it, or as one does; its state, and what is known of it."""
     arrays, checkpoints = state(make_mesh(2, 4)), Checkpoints(tmp_path)
     if request.param == "sums":
         metadata = {"format": checkpoint.FORMAT, "arrays": checkpoint._described(arrays), "progress": {"step": 1}}
-        monkeypatch.setattr(checkpoint, "spans_processes", lambda array: True)
-        checkpoints._write_parts(tmp_path / "1", arrays, metadata, Progress(1)).result()
+        sums = checkpoint._element_sums(arrays)
+        metadata |= {"checksums": {name: sum_checksum(value) for name, value in sums.items()}}
+        for process in range(2):
+            parts = parts_of(arrays, PROCESSES["halves"], process)
+            stored = {name: written(array, parts[name], process) for name, array in arrays.items()}
+            write_parts(tmp_path / "1.unfinished", process, stored)
+        finish(tmp_path / "1.unfinished", 2, metadata | {"checksum": seal(metadata)}, tmp_path / "1")
     else:
         checkpoints.save(arrays, Progress(1))
         checkpoints.wait()
     yield arrays, checkpoints, request.param
     checkpoints.close()
+
+
+def written(array, parts, process):
+    """What a process writes of an array: the regions that it is the first to hold."""
+    own = [region for region, held in parts.holders.items() if held[0] == process]
+    values = [(region, np.asarray(array)[tuple(slice(*axis) for axis in region)]) for region in own]
+    chunk = checkpoint_writing.chunk_of(array.sharding.shard_shape(array.shape), array.dtype.itemsize)
+    return Stored(array.shape, array.dtype, chunk, values)
 
 
 class Reads:
@@ -198,18 +213,18 @@ def test_large_arrays_are_stored_in_layers_and_rows(saved):
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((80, 4096, 4096), {"shard_axes": (0,)}),
-        ((80, 4096), {}),
-        ((4000, 16, 16), {}),
-        ((128256, 4096), {"chunk_byte_size": 4008 * 16384}),
-        ((151643, 4096), {}),  # a prime
-        ((2**26,), {"chunk_byte_size": 2**26}),
-        ((), {}),
+        ((80, 4096, 4096), (1, 4096, 4096)),
+        ((80, 4096), (80, 4096)),
+        ((4000, 16, 16), (4000, 16, 16)),
+        ((128256, 4096), (4008, 4096)),
+        ((151643, 4096), (151643, 4096)),  # a prime
+        ((2**26,), (2**24,)),
+        ((), ()),
     ],
     ids=str,
 )
 def test_chunks(shape, expected):
-    assert checkpoint.chunks_of(jax.ShapeDtypeStruct(shape, np.float32)) == expected
+    assert checkpoint_writing.chunk_of(shape, 4) == expected
 
 
 def test_an_array_that_was_stored_in_one_piece_is_decoded_once(tmp_path, monkeypatch):
