@@ -6,6 +6,7 @@ a number blocks. A step that is not finite halts the state on the device, so tha
 nothing. A thread makes batches and sends them to the device.
 """
 
+import collections
 import contextlib
 import functools
 import math
@@ -36,6 +37,8 @@ EvalStep = Callable[[Any, Any, Batch], LossSums]
 PREFETCH = 2
 #: Batches of an evaluation that devices may have before them.
 AHEAD = 8
+#: Steps whose time tells how long the next may take.
+_LAST_STEPS = 16
 
 _START = Progress()
 _NEVER = Cadence()
@@ -100,7 +103,7 @@ def fit(
     check: GradientCheck | None = None,
     explain: Callable[[Any, Batch, int], str] | None = None,
     send: Callable[[Batch], Batch] = jax.device_put,
-    watch: Callable[[str | None], None] = lambda what: None,
+    watch: Callable[..., None] = lambda what, usual=None: None,
     profile: StepProfile | None = None,
     ended: Callable[[], bool] = lambda: False,
 ) -> Fitted:
@@ -123,7 +126,8 @@ def fit(
         check: judges the first gradients.
         explain: (state, batch, step) → the rows that broke the step.
         send: puts a batch on the devices.
-        watch: is told what the loop waits for; None: for something that may take any time.
+        watch: (what, usual) is told what the loop waits for, None: for something that may take any time; and of the
+            numbers of a step the seconds that the slowest of the last steps has taken.
         profile: traces some of the steps; None: none.
         ended: whether the run is to end before its last step; asked before each.
 
@@ -149,6 +153,7 @@ class _Loop:
         self.startup = startup
         self.checkpoints, self.check, self.explain, self.watch = checkpoints, check, explain, watch
         self.pending: _Pending | None = None
+        self.took: collections.deque[float] = collections.deque(maxlen=_LAST_STEPS)
         self.saved_step = start.step or None  # this step has a whole checkpoint
         self.saving_step: int | None = None  # the last one of which a save was begun
 
@@ -222,8 +227,9 @@ class _Loop:
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        self.watch(f"the numbers of step {pending.step}")
+        self.watch(f"the numbers of step {pending.step}", max(self.took, default=None))
         values = jax.device_get(pending.metrics)
+        self.took.append(time.perf_counter() - pending.called)
         rate = float(self.rates[min(int(values["updates"]), self.total - 1)])
         row = _row(pending.step, values, rate) | self.throughput.step(pending.step, pending.num_tokens)
         finite, scaled = bool(values["finite"]), float(values.get("loss_scale", 0.0)) > 1

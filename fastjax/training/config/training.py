@@ -44,7 +44,8 @@ class TrainingSection:
         deterministic: on a GPU, deterministic operations only, and kernels chosen once and kept beside the
             checkpoints: two equal runs are equal bit for bit. Slower. On a CPU they always are.
         step_timeout: seconds that a step may take, compiling included, or a save, or a few batches of an evaluation,
-            before the run ends with the stacks of its threads, as where another process hangs; null: for ever.
+            before the run ends with the stacks of its threads, as where another process hangs; null: for ever. The
+            device has less for a step that others have come before: 300 s and ten times the slowest of the last 16.
         seed: of the order of the rows and of dropout.
     """
 

@@ -271,7 +271,7 @@ def test_evaluations_and_saves_are_waited_for_by_name():
         return Evaluation(1.0, 0.5, 10)
 
     cadence, saves = Cadence(evaluate=2, save=2), Seen(slow=True)
-    run(4, evaluate=evaluate, cadence=cadence, checkpoints=saves, watch=watched.append)
+    run(4, evaluate=evaluate, cadence=cadence, checkpoints=saves, watch=lambda what, usual=None: watched.append(what))
     second, fourth = ("the evaluation after step {}", "the checkpoint of step {}"), "the checkpoint of step 4"
     assert seen == [text.format(2) for text in second] + [second[0].format(4), second[1].format(2), fourth, fourth]
     assert watched[:3] == [

@@ -1,5 +1,6 @@
 """A step, evaluation or save that does not end ends its process, which says what it waited for and where it stands."""
 
+import re
 import subprocess
 import sys
 
@@ -29,15 +30,22 @@ with Watchdog(0.4, pathlib.Path(sys.argv[1]), 3, "rank 3 of 4 on node", facts) a
 #: The loop with a part that does not end, each in a process of its own.
 STALLED = """
 import os, pathlib, sys, time, types
+import jax
 import numpy as np
 from fastjax.data.batches import Batch
 from fastjax.training.cadence import Cadence
+from fastjax.training import watchdog
 from fastjax.training.loop import fit
 from fastjax.training.watchdog import Watchdog
 
+class Late:
+    def __array__(self, *arguments, **options):
+        stuck()
+
 def step(state, frozen, batch):
+    calls.append(1)
     names = "loss", "grad_norm", "squared_norms", "finite", "updates"
-    return state, dict.fromkeys(names, np.float32(1))
+    return state, dict.fromkeys(names, Late() if name == "numbers" and len(calls) == 3 else np.float32(1))
 
 def stuck(*arguments):
     time.sleep(60)
@@ -45,10 +53,14 @@ def stuck(*arguments):
 saves = types.SimpleNamespace(begin=lambda: None, save=stuck, wait=lambda: None, poll=lambda: None, close=lambda: None)
 stalled = {"evaluation": {"evaluate": stuck, "cadence": Cadence(evaluate=2)}}
 stalled["save"] = {"checkpoints": saves, "cadence": Cadence(save=2)}
+stalled["numbers"] = {}
+watchdog.FLOOR = 0.5
 state, batch = types.SimpleNamespace(trainable=None), Batch(*[np.zeros((1, 1, 1), np.int32)] * 4)
 for name, options in stalled.items():
     if (child := os.fork()) == 0:
-        with Watchdog(0.5, pathlib.Path(sys.argv[1]), 0) as dog:
+        jax.local_devices()  # not while it is watched
+        calls, timeout = [], 30 if name == "numbers" else 0.5
+        with Watchdog(timeout, pathlib.Path(sys.argv[1]), 0) as dog:
             fit(step, state, None, [batch] * 4, learning_rates=np.ones(4), watch=dog.watch, **options)
     print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -65,9 +77,13 @@ def test_it_names_the_step_and_shows_the_stacks(tmp_path):
     assert file.read_text().startswith(f"{waited}\n")
 
 
-def test_a_stalled_evaluation_and_a_stalled_save_are_named(tmp_path):
+def test_what_does_not_end_is_named(tmp_path):
     done = subprocess.run([sys.executable, "-c", STALLED, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "evaluation 1\nsave 1\n", done.stderr
+    assert done.stdout == "evaluation 1\nsave 1\nnumbers 1\n", done.stderr
     for what in ("the evaluation after step 2", "the checkpoint of step 2"):
         assert f"fastjax: error: waited 0.5 s (training.step_timeout) for {what}; the stacks" in done.stderr
-    assert done.stderr.count("in stuck\n") == 2
+    # An hour for what has not come yet; of a step the others' own time says more.
+    assert re.search(
+        r"error: waited 0\.\d+ s \(the last took [\d.e-]+ s at most\) for the numbers of step 3;", done.stderr
+    )
+    assert done.stderr.count("in stuck\n") == 3
