@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import metadata
-from typing import NoReturn
+from types import ModuleType
 
 from convert.errors import ConvertError, shorten
 from fastjax.errors import ConfigError, DataError, Interrupted, TrainingError
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     except BaseException as error:  # a panic of a library in Rust is no Exception
         rank = _rank()
+        if rank is not None and type(error).__name__ == "JaxRuntimeError":
+            _processes().wait_for_words()
         ending = _ending(error, arguments.command, rank, arguments.traceback)
         if ending is None:
             raise
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(text, file=sys.stderr, flush=True)
         finally:
             if rank is not None and not isinstance(error, Interrupted):  # which stops all at the same step
-                _leave(status)
+                _processes().leave(status)
         return status
     return 0
 
@@ -80,17 +82,11 @@ def _ending(error: BaseException, command: str, rank: str | None, with_traceback
 
 def _rank() -> str | None:
     """The process among several, and its host; None: it is the only one, as every one without JAX."""
-    if "fastjax.parallel.processes" not in sys.modules:
-        return None
-    from fastjax.parallel.processes import rank_name
-
-    return rank_name()
+    return _processes().rank_name() if "fastjax.parallel.processes" in sys.modules else None
 
 
-def _leave(status: int) -> NoReturn:
-    from fastjax.parallel.processes import leave
-
-    leave(status)
+def _processes() -> ModuleType:
+    return importlib.import_module("fastjax.parallel.processes")
 
 
 def _parser() -> argparse.ArgumentParser:

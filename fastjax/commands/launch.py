@@ -1,7 +1,10 @@
 """`fastjax launch`: a command in several processes of this host, each with a GPU of its own."""
 
 import argparse
+import collections
 import contextlib
+import math
+import os
 import signal
 import socket
 import subprocess
@@ -9,20 +12,32 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, NamedTuple
 
 from convert.errors import shown
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 
 #: Commands that run in several processes.
 COMMANDS = ("train",)
-#: Seconds that the others have to end by themselves after one has failed, and after they are asked to.
-PATIENCE = 10.0
+#: Environment variable of a process that is started here: the id of this one, with which it ends.
+LAUNCHER = "FASTJAX_LAUNCHER"
+#: Seconds that the others have after one has ended with an error, which may be theirs, too.
+PATIENCE = 3.0
 #: The same after a signal, which they end with a checkpoint.
 SAVING = 600.0
 #: Seconds for the last lines of a process that has ended; what it has started itself may hold its output open.
 _LAST_LINES = 2.0
 _POLL = 0.1
+#: Seconds that lines wait: those of the others about the end of the first that fails are not shown.
+_LAG = 3 * _POLL
+
+
+class _Line(NamedTuple):
+    """A line of a process's output, and when it came."""
+
+    time: float
+    rank: int
+    text: str
 
 
 def main(argv: Sequence[str]) -> None:
@@ -66,6 +81,7 @@ def launch(command: Sequence[str], count: int) -> None:
     address = f"127.0.0.1:{_free_port()}"
     processes: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
+    lines: collections.deque[_Line] = collections.deque()
     with _forwarded(processes) as received:
         for index in range(count):
             piped = None if index == 0 else subprocess.PIPE
@@ -76,18 +92,22 @@ def launch(command: Sequence[str], count: int) -> None:
                 stdout=piped,
                 stderr=piped and subprocess.STDOUT,
                 text=True,
+                env=os.environ | {LAUNCHER: str(os.getpid())},
                 start_new_session=True,  # a Ctrl-C reaches them once, forwarded
             )
             processes.append(process)
             if process.stdout is not None:
-                readers.append(threading.Thread(target=_show, args=(index, process.stdout), daemon=True))
+                readers.append(threading.Thread(target=_read, args=(index, process.stdout, lines), daemon=True))
                 readers[-1].start()
+        first = None
         try:
-            first = _first_failure(processes)
+            first = _first_failure(processes, lines)
         finally:
-            _end(processes, SAVING if received else PATIENCE)
+            killed = first is not None and first[1] < 0  # which the others cannot do without
+            _end(processes, 0.0 if killed else SAVING if received else PATIENCE)
             for reader in readers:
                 reader.join(_LAST_LINES)
+            _show(lines, math.inf, None if received or first is None else first[0])
     if first is None:
         return
     index, status = first
@@ -100,28 +120,32 @@ def launch(command: Sequence[str], count: int) -> None:
     raise SystemExit(status)
 
 
-def _first_failure(processes: Sequence["subprocess.Popen[str]"]) -> tuple[int, int] | None:
-    """Rank and status of the first process that fails; None: none does."""
+def _first_failure(
+    processes: Sequence["subprocess.Popen[str]"], lines: "collections.deque[_Line]"
+) -> tuple[int, int] | None:
+    """Rank and status of the first process that fails; None: none does. The others' lines are shown until then."""
     while True:
+        now = time.monotonic()
         statuses = [process.poll() for process in processes]
         for index, status in enumerate(statuses):
             if status:
                 return index, status
         if None not in statuses:
             return None
+        _show(lines, now - _LAG)
         time.sleep(_POLL)
 
 
 def _end(processes: Sequence["subprocess.Popen[str]"], patience: float) -> None:
-    """Wait for processes that end, so many seconds, then ask those that do not, then kill them."""
-    for ask in (lambda process: None, subprocess.Popen.terminate, subprocess.Popen.kill):
-        left = [process for process in processes if process.poll() is None]
-        for process in left:
-            ask(process)
-        end = time.monotonic() + patience
-        for process in left:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
+    """Wait for processes that end, so many seconds, then kill them."""
+    end = time.monotonic() + patience
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager
@@ -144,10 +168,18 @@ def _forwarded(processes: Sequence["subprocess.Popen[str]"]) -> Iterator[list[in
             signal.signal(number, handler)
 
 
-def _show(index: int, lines: IO[str]) -> None:
-    """Copy a process's output to standard error, each line behind its rank."""
-    with lines:
-        for line in lines:
+def _read(index: int, output: IO[str], lines: "collections.deque[_Line]") -> None:
+    """Take a process's output, each line with its time."""
+    with output:
+        for line in output:
+            lines.append(_Line(time.monotonic(), index, line))
+
+
+def _show(lines: "collections.deque[_Line]", until: float, rank: int | None = None) -> None:
+    """Copy lines to standard error, each behind its rank: those up to a time, of one rank or of all."""
+    while lines and lines[0].time <= until:
+        _, index, line = lines.popleft()
+        if rank in (None, index):
             print(f"[{index}] {line}", end="", file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,7 @@
 """`fastjax train`: fine-tune as a YAML file says."""
 
 import argparse
+import os
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from fastjax.commands.compilation_cache import OPTION, keep_programs
+from fastjax.commands.launch import LAUNCHER
 from fastjax.commands.settings import DISTRIBUTED, VERBOSE, parse_train_config
 
 if TYPE_CHECKING:
@@ -22,13 +24,17 @@ def main(argv: Sequence[str]) -> None:
     """
     config = parse_train_config(argv)
     keep_programs(OPTION not in argv and not config.training.deterministic)
-    from fastjax.parallel.processes import Rank, in_cluster, is_primary, join
+    from fastjax.parallel.processes import Rank, end_with_others, end_with_parent, in_cluster, is_primary, join
     from fastjax.runs.fine_tune import fine_tune  # JAX is imported once the settings are right
     from fastjax.training.report import usage
 
+    if launcher := os.environ.pop(LAUNCHER, None):  # which ends all when one has ended
+        end_with_parent(int(launcher))
     given = _distributed(argv)
     if given is not None or in_cluster():
         join(Rank.parse(given) if given else None)
+        if launcher is None:
+            end_with_others()
     console = Console()
     result = fine_tune(config, console, resume="--resume" in argv, verbose=VERBOSE in argv)
     if not is_primary():

@@ -32,11 +32,12 @@ from fastjax.parallel.placing import fetched, spans_processes
 
 #: Seconds without a sign of life after which a process counts as dead, and the others end.
 HEARTBEAT_SECONDS = 30
-#: Seconds that the first process stays after its error: with it goes the service of all, and they with that. The others
-#: stay as long after one's error: that one is to be the first that ends.
+#: Seconds that the first process stays after its error: with it goes the service of all, and they with that.
 LAST_WORDS_SECONDS = 2.0
+#: Seconds that a process stays after an error of a collective, which may come of another's end.
+OTHERS_WORDS_SECONDS = 5.0
 #: Where a process that ends by an error says so, and the seconds between two looks of the others.
-_ENDED, _LOOK_SECONDS = "fastjax/ended", 0.5
+_ENDED, _LOOK_SECONDS = "fastjax/ended", 1.0
 #: Environment variables that give the number of processes under a cluster's launcher, in JAX's order: inside a job of
 #: SLURM `mpirun` leaves both.
 CLUSTERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "SLURM": "SLURM_STEP_NUM_TASKS"}
@@ -181,7 +182,6 @@ def end_with_others() -> None:
                     continue
                 return  # the first process is gone, or this one is at its end
             if rank != distributed.global_state.process_id:
-                time.sleep(LAST_WORDS_SECONDS)
                 print(f"fastjax: {rank_name()}: ended, as rank {rank} has with an error", file=sys.stderr)
                 _exit(status)
             return
@@ -190,11 +190,11 @@ def end_with_others() -> None:
 
 
 def wait_for_words() -> None:
-    """Stay until `end_with_others` or what has started the processes ends this one, if another has ended before.
+    """Stay until `end_with_others`, or `fastjax launch`, ends this process, if another has ended before.
 
     An error of a collective comes of that, and says nothing about it.
     """
-    time.sleep(_LOOK_SECONDS + LAST_WORDS_SECONDS)
+    time.sleep(OTHERS_WORDS_SECONDS)
 
 
 def end_with_parent(parent: int) -> None:
@@ -205,8 +205,20 @@ def end_with_parent(parent: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
+        if os.getppid() != parent and not lives(parent):  # nor is there a wrapper between them
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lives(process: int) -> bool:
+    """Whether a process of this host, which has Linux, is at work.
+
+    Args:
+        process: its id.
+    """
+    try:
+        return Path(f"/proc/{process}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _exit(status: int) -> NoReturn:

@@ -65,10 +65,11 @@ def one_of_four(monkeypatch):
     def end(status):
         raise Left(status)
 
-    state = types.SimpleNamespace(num_processes=4, process_id=3)
+    state = types.SimpleNamespace(num_processes=4, process_id=3, client=None)
     monkeypatch.setattr(processes, "distributed", types.SimpleNamespace(global_state=state))
     monkeypatch.setattr(processes.socket, "gethostname", lambda: "node2")
     monkeypatch.setattr(processes.os, "_exit", end)
+    monkeypatch.setattr(processes, "wait_for_words", lambda: None)
 
 
 @pytest.mark.parametrize(

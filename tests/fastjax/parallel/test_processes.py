@@ -1,7 +1,11 @@
 """How processes find each other, and which GPU each takes: what JAX is told, and what it reads by itself."""
 
 import importlib.util
+import os
+import signal
 import socket
+import subprocess
+import sys
 import types
 
 import jax
@@ -11,7 +15,16 @@ from jax.errors import JaxRuntimeError
 
 from fastjax.errors import ConfigError
 from fastjax.parallel import processes
-from fastjax.parallel.processes import Rank, end_with_others, in_cluster, join, leave, own_gpu, rank_name
+from fastjax.parallel.processes import (
+    Rank,
+    end_with_others,
+    end_with_parent,
+    in_cluster,
+    join,
+    leave,
+    own_gpu,
+    rank_name,
+)
 
 #: A process of each launcher: the fourth of the second of two hosts with 8 GPUs.
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "11", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
@@ -223,7 +236,7 @@ def test_the_first_process_leaves_last_and_others_follow_with_its_status(monkeyp
     monkeypatch.setattr(processes.threading, "Thread", lambda target, **options: types.SimpleNamespace(start=target))
     with pytest.raises(Gone):
         end_with_others()
-    assert slept == [processes._LOOK_SECONDS, processes.LAST_WORDS_SECONDS] and left[1:] == [(2, 5)]
+    assert slept == [processes._LOOK_SECONDS] and left[1:] == [(2, 5)]
     assert (
         f"rank 2 of 4 on {socket.gethostname()}: ended, as rank {index} has with an error\n" in capsys.readouterr().err
     )
@@ -232,3 +245,21 @@ def test_the_first_process_leaves_last_and_others_follow_with_its_status(monkeyp
     assert left[2:] == [(2, 1)] and state.client.told == {processes._ENDED: f"{index} 5"}
     state.process_id = index
     end_with_others()  # it is itself that has ended
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes do not end with another")
+def test_a_process_whose_launcher_ended_before_it_asked_ends(monkeypatch):
+    asked, killed = [], []
+    library = types.SimpleNamespace(prctl=lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(processes.os, "kill", lambda *arguments: killed.append(arguments))
+    end_with_parent(os.getppid())
+    end_with_parent(os.getpid())  # which lives: there is a wrapper between them
+    assert killed == []
+    gone = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
+    end_with_parent(gone.pid)  # which nobody has waited for yet
+    gone.wait()
+    end_with_parent(gone.pid)
+    assert killed == [(os.getpid(), signal.SIGKILL)] * 2
+    assert asked == [(1, signal.SIGKILL)] * 4
