@@ -137,15 +137,15 @@ def _together(
     found = {rank_and_alpha(config, name) for name in names}
     if len(found) > 1:
         listed = ", ".join(f"rank {rank} with lora_alpha {alpha:g}" for rank, alpha in sorted(found))
-        raise ConvertError(f"{file}: {module}: expected one rank and lora_alpha for the experts of a layer, got {listed}")
+        raise ConvertError(
+            f"{file}: {module}: expected one rank and lora_alpha for the experts of a layer, got {listed}"
+        )
     [(rank, alpha)] = found
     count = len({single[0] for name in names if (single := family.expert_of(name))}) or 1
     return rank * count, alpha * (math.sqrt(count) if config.use_rslora else count)
 
 
-def _by_module(
-    config: AdapterConfig, wanted: Mapping[WeightPath, tuple[int, float]], family: Family
-) -> AdapterConfig:
+def _by_module(config: AdapterConfig, wanted: Mapping[WeightPath, tuple[int, float]], family: Family) -> AdapterConfig:
     """Settings that name each module, its rank and its alpha."""
     names = {tuned_name(module, family): module.of_experts or module.is_router for module in wanted}
     ranks, alphas = (

@@ -15,6 +15,7 @@ class Dataset(NamedTuple):
         fingerprint: A checksum of the rows, independent of their origin.
         max_token_id: The largest token id, for which the model's embedding must have a row.
         from_cache: Whether an earlier run prepared it.
+        now: The time that its chat template has told, in ISO 8601; None: none, or an earlier version did not keep it.
     """
 
     rows: PackedRows
@@ -22,3 +23,4 @@ class Dataset(NamedTuple):
     fingerprint: str
     max_token_id: int
     from_cache: bool = False
+    now: str | None = None

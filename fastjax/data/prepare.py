@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from fastjax.data.records import Record
 from fastjax.data.settings import PARTS, Exhaustion, LossOn, Pairing, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, Sources, open_sources
 from fastjax.data.statistics import DataStatistics
+from fastjax.data.template_environment import strftime_at
 from fastjax.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def prepare(
     split: tuple[float, bool] | None = None,
     preferences: tuple[Pairing, int | None] | None = None,
     cache_dir: str | Path | None = None,
+    now: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Dataset:
     """Read, mix, encode and pack data sets.
@@ -65,6 +68,8 @@ def prepare(
         split: How much is held out (`split_off`), and whether it is that which is wanted; None: everything is.
         preferences: Of answers, their pairing and `max_length` (`prepare_preferences`); None: examples of one answer.
         cache_dir: Folder of the cache; None: no cache.
+        now: The time that the chat template's `strftime_now` tells, in ISO 8601; None: the present, or what kept data
+            have, whose first run's date stays.
         progress: Takes messages for people; None: no messages.
 
     Raises:
@@ -89,8 +94,9 @@ def prepare(
         key = identity(opened, tokenizer, [*options, mixture_ends, seed, *(split or ()), *(preferences or ())])
         folder = Path(cache_dir).expanduser() / key
         found = cache.load(folder)
-        if found is not None:
+        if found is not None and (now is None or found[1].get("now") in (None, now)):
             return _dataset(*found)
+    now, variables = told_time(tokenizer, now, chat_template_kwargs)
     templated = chat_template is not None
     records: list[list[Any]] = [
         list(source.preferences(preferences[0], templated=templated))
@@ -124,7 +130,7 @@ def prepare(
     shared: Any = {
         "loss_on": loss_on,
         "special_tokens": special_tokens,
-        "chat_template_kwargs": chat_template_kwargs,
+        "chat_template_kwargs": variables,
         "too_long": too_long,
         "packing": packing,
         "where": ", ".join(names),
@@ -136,8 +142,9 @@ def prepare(
         dataset = prepare_preferences(used, tokenizer, max_seq_length, pairing=pairing, max_length=max_length, **shared)
     else:
         dataset = prepare_records(used, tokenizer, max_seq_length, **shared)
+    dataset = dataset._replace(now=now)
     if folder is not None:
-        extra = {"statistics": dataset.statistics._asdict(), "max_token_id": dataset.max_token_id}
+        extra = {"statistics": dataset.statistics._asdict(), "max_token_id": dataset.max_token_id, "now": now}
         cache.store(folder, dataset.rows, extra | {"fingerprint": dataset.fingerprint}, progress)
     return dataset
 
@@ -224,10 +231,29 @@ _REPORT = 100_000
 """Examples between two progress messages."""
 
 
+def told_time(
+    tokenizer: "PreTrainedTokenizerFast", now: str | None, variables: dict[str, Any] | None
+) -> tuple[str | None, dict[str, Any]]:
+    """The time that a chat template tells in all rows, and its variables with the function that tells it.
+
+    Args:
+        tokenizer: The tokenizer, with the chat template.
+        now: The time in ISO 8601; None: the present.
+        variables: Of the chat template.
+
+    Returns:
+        The time; None: the template asks for none. And the variables.
+    """
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return None, variables or {}
+    now = now or datetime.now().isoformat(timespec="seconds")
+    return now, {"strftime_now": strftime_at(now), **(variables or {})}
+
+
 def identity(opened: Iterable[OpenSource], tokenizer: "PreTrainedTokenizerFast", options: Any) -> str:
     """A fingerprint of everything that shapes prepared data, without preparing them.
 
-    The date of a template that writes one is not part of it: the first run's stays.
+    The date of a template that writes one is not part of it.
 
     Args:
         opened: The data sets.
@@ -274,4 +300,4 @@ def nothing_to_learn(where: str, documents: Documents, max_seq_length: int, loss
 
 def _dataset(rows: PackedRows, extra: dict[str, Any]) -> Dataset:
     statistics = DataStatistics(**extra["statistics"])
-    return Dataset(rows, statistics, extra["fingerprint"], extra["max_token_id"], from_cache=True)
+    return Dataset(rows, statistics, extra["fingerprint"], extra["max_token_id"], True, extra.get("now"))

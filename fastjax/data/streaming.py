@@ -27,7 +27,7 @@ from fastjax.data.named_templates import set_chat_template
 from fastjax.data.origins import Origins
 from fastjax.data.packing import PackedRows, Rows, pack_documents
 from fastjax.data.prefetch import prefetched
-from fastjax.data.prepare import identity, nothing_to_learn
+from fastjax.data.prepare import identity, nothing_to_learn, told_time
 from fastjax.data.records import Record
 from fastjax.data.settings import LossOn, SpecialTokens, TooLong
 from fastjax.data.sources import OpenSource, Sources, open_sources
@@ -82,6 +82,7 @@ class StreamedBatches:
     Attributes:
         fingerprint: Of everything that shapes the rows: the data sets, the tokenizer, the options.
         counts: Of the examples read so far, ahead of training.
+        now: As of `Dataset`.
     """
 
     steps_per_epoch = None
@@ -99,10 +100,11 @@ class StreamedBatches:
         seed: int = 0,
         templated: bool = False,
         fingerprint: str = "",
+        now: str | None = None,
         progress: Callable[[str], None] | None = None,
     ):
         """See `stream`."""
-        self.fingerprint = fingerprint
+        self.fingerprint, self.now = fingerprint, now
         self.counts = Counts()
         self.notes: notes.Notes = {}
         self._sources = list(sources)
@@ -321,6 +323,7 @@ def stream(
     too_long: TooLong = "truncate",
     packing: bool = True,
     seed: int = 0,
+    now: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> StreamedBatches:
     """Batches from data sets that are read during training.
@@ -342,6 +345,7 @@ def stream(
         too_long: The treatment of examples longer than a row; see `Documents`.
         packing: Whether examples share rows.
         seed: Of the order of the rows.
+        now: As of `prepare`.
         progress: Takes a message at the first row with special tokens in its content.
 
     Returns:
@@ -365,9 +369,10 @@ def stream(
         chat_template is not None,
         seed,
     ]
+    now, variables = told_time(tokenizer, now, chat_template_kwargs)
     return StreamedBatches(
         opened,
-        Encoder(tokenizer, loss_on, special_tokens, chat_template_kwargs),
+        Encoder(tokenizer, loss_on, special_tokens, variables),
         max_seq_length,
         batch_size,
         accumulation_steps,
@@ -376,5 +381,6 @@ def stream(
         seed=seed,
         templated=chat_template is not None,
         fingerprint=identity(opened, tokenizer, options),
+        now=now,
         progress=progress,
     )

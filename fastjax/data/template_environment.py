@@ -8,6 +8,7 @@ limits (`template_limits`).
 import functools
 import json
 import re
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -129,6 +130,19 @@ def _tojson(
 _ESCAPE = re.compile(r"\\(?:u(fd[de][0-9a-f])|.)")
 
 
+def strftime_at(moment: str | None) -> Callable[[str], str]:
+    """The function `strftime_now` of templates.
+
+    Args:
+        moment: the time that it tells, in ISO 8601; None: that of each call.
+    """
+
+    def strftime_now(pattern: str) -> str:
+        return (datetime.now() if moment is None else datetime.fromisoformat(moment)).strftime(pattern)
+
+    return strftime_now
+
+
 @functools.lru_cache(maxsize=16)
 def variables_of(source: str) -> frozenset[str]:
     """The names of the variables that a template reads or sets.
@@ -156,7 +170,7 @@ def compile_template(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+        "strftime_now": strftime_at(None),
         "dict": _Dict(),
         "namespace": _Namespace,
     }

@@ -251,19 +251,17 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def in_turn(make: Callable[[], T]) -> T:
+def in_turn(make: Callable[[str], T], word: Callable[[T], str]) -> T:
     """What a function makes, in the first process before the others: these find what it has kept.
 
     Args:
-        make: called once in every process.
+        make: called once in every process, with what the first one tells; there it is empty.
+        word: of what the first process has made, for the others.
     """
-    if jax.process_count() == 1:
-        return make()
     if not is_primary():
-        barrier("first")
-    made = make()
-    if is_primary():
-        barrier("first")
+        return make(told("first", "")[0])
+    made = make("")
+    told("first", word(made))
     return made
 
 

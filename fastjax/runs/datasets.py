@@ -78,6 +78,7 @@ def load_run_data(
     progress: Callable[[str], None] | None = None,
     replicas: int = 1,
     given: Given = _NONE,
+    now: str | None = None,
 ) -> RunData:
     """The data, batches and number of steps of a run; see `load_datasets`.
 
@@ -87,8 +88,9 @@ def load_run_data(
         progress: takes a message for people now and then.
         replicas: devices, or groups of them, that take per_device_train_batch_size rows each.
         given: as for `load_datasets`.
+        now: as for `load_datasets`.
     """
-    train, held_out = load_datasets(config, tokenizer, progress, replicas, given)
+    train, held_out = load_datasets(config, tokenizer, progress, replicas, given, now)
     batches = train_batches(config, train, replicas)
     return RunData(train, held_out, batches, total_steps(config, batches))
 
@@ -99,6 +101,7 @@ def load_datasets(
     progress: Callable[[str], None] | None = None,
     replicas: int = 1,
     given: Given = _NONE,
+    now: str | None = None,
 ) -> tuple[Dataset | StreamedBatches, Dataset | None]:
     """Read, encode and pack the training data and the held-out data.
 
@@ -108,6 +111,8 @@ def load_datasets(
         progress: takes a message for people now and then.
         replicas: as for `load_run_data`.
         given: data sets that are open already, by "train" and "eval", in place of the settings'.
+        now: the time that the chat template tells, in ISO 8601; None: as of `prepare`. The held-out data have the
+            training data's.
 
     Returns:
         The training data, which are only opened where one of them is streamed; and the held-out data where the
@@ -137,13 +142,15 @@ def load_datasets(
     kept: Any = shared | {"mixture_ends": data.mixture_ends, "cache_dir": data.cache_dir, "preferences": answers}
     if any(isinstance(source, DataSource) and source.streaming for source in sources["train"]):
         size, parts = settings.per_device_train_batch_size * replicas, settings.gradient_accumulation_steps
-        train = stream(sources["train"], tokenizer, length, size, parts, **shared)
+        train = stream(sources["train"], tokenizer, length, size, parts, now=now, **shared)
     else:
         size = data.val_set_size
-        train = prepare(sources["train"], tokenizer, length, split=None if size is None else (size, False), **kept)
+        train = prepare(
+            sources["train"], tokenizer, length, split=None if size is None else (size, False), now=now, **kept
+        )
         if size is not None:
-            return train, prepare(sources["train"], tokenizer, length, split=(size, True), **kept)
-    return train, prepare(sources["eval"], tokenizer, length, **kept) if sources["eval"] else None
+            return train, prepare(sources["train"], tokenizer, length, split=(size, True), now=train.now, **kept)
+    return train, prepare(sources["eval"], tokenizer, length, now=train.now, **kept) if sources["eval"] else None
 
 
 def train_batches(config: TrainConfig, train: Dataset | StreamedBatches, replicas: int = 1) -> BatchSource:

@@ -108,7 +108,9 @@ def fine_tune(
         check_model(config, opened, meshes)
         if (note := adapter_note(config, opened.outline)) is not None:
             say(console, note)
-        data = in_turn(lambda: load_run_data(config, opened.tokenizer, functools.partial(say, console), replicas))
+        now = None if earlier is None else earlier.now
+        load = functools.partial(load_run_data, config, opened.tokenizer, functools.partial(say, console), replicas)
+        data = in_turn(lambda told: load(now=told or now), lambda data: data.train.now or "")
         check_profile(config.output, data.total_steps)
         for name, became in data.statistics().items():
             say(console, f"{name}: {became}")

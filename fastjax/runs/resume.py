@@ -28,6 +28,7 @@ class Earlier(NamedTuple):
         position: in the data.
         checkpointing: policy of rematerialisation; None: an earlier version did not keep it, or no step was taken.
         replicas: parts in which the devices took a step's rows; None: no step was taken.
+        now: the time that the chat template told in its data; None: none, or an earlier version did not keep it.
     """
 
     where: Path
@@ -38,6 +39,7 @@ class Earlier(NamedTuple):
     position: Mapping[str, Any]
     checkpointing: str | None = None
     replicas: int | None = None
+    now: str | None = None
 
 
 def newest(checkpoints: Checkpoints, console: Console, before: int | None = None) -> Earlier | None:
@@ -71,6 +73,7 @@ def newest(checkpoints: Checkpoints, console: Console, before: int | None = None
             warn(console, f"{error}; looking at the one before")
         checked, progress = found["format"] != UNCHECKED_FORMAT, Progress(**found["progress"])
         named |= {"checkpointing": found.get("checkpointing"), "replicas": found.get("replicas", 1)}
+        named |= {"now": found.get("now")}
         return Earlier(where, checked, progress, identity=identity, **named)
     if damaged:
         others = f"; nor can the {len(damaged) - 1} before it" if len(damaged) > 1 else ""

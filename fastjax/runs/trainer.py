@@ -255,7 +255,8 @@ class Trainer:
                 changed += check_settings(earlier.where, earlier.config, dataclasses.asdict(config), None)
             check_trackers(config.output.report_to)
             began, tell = time.perf_counter(), functools.partial(say, console)
-            data = load_run_data(config, model.tokenizer, tell, given=self._given)  # pyright: ignore[reportArgumentType]
+            now = None if earlier is None else earlier.now
+            data = load_run_data(config, model.tokenizer, tell, given=self._given, now=now)  # pyright: ignore[reportArgumentType]
             check_profile(config.output, data.total_steps)
             for name, became in data.statistics().items():
                 say(console, f"{name}: {became}")

@@ -431,6 +431,7 @@ def describe(
         replicas: parts in which the devices take a step's rows; None: no step was taken.
     """
     stored = {"config": dataclasses.asdict(config), **identity._asdict(), "checkpointing": policy, "replicas": replicas}
+    stored |= {"now": data.train.now}
     return lambda step: {**stored, "position": data.batches.position(step)}
 
 

@@ -5,6 +5,7 @@ was stopped, a weight without gradient, a row that breaks a step, and the best s
 """
 
 import dataclasses
+import datetime
 import functools
 import io
 import itertools
@@ -12,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 
 import jax
@@ -37,6 +39,7 @@ from fastjax.training.config import (
 from fastjax.training.loss import LossSums, loss_sums
 from fastjax.training.step import IGNORED
 from tests.support import steps
+from tests.support.chat import TEMPLATE
 from tests.support.runs import contents, events, figures, rows
 
 pytestmark = pytest.mark.usefixtures("no_report")
@@ -197,16 +200,26 @@ def test_a_result_that_is_gone_is_made_from_the_last_checkpoint(config, tmp_path
     assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
-def test_what_may_not_change_is_refused_and_nothing_is_touched(config, chat_folder, tmp_path):
-    short = {"max_steps": 2, "eval_steps": None}
+class TenDaysLater(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + datetime.timedelta(10)
+
+
+def test_what_may_not_change_is_refused_and_nothing_is_touched(config, chat_folder, tmp_path, monkeypatch):
+    """The day of the start is in the data, and stays."""
+    short, dated = {"max_steps": 2, "eval_steps": None}, tmp_path / "dated.jinja"
+    dated.write_text("{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
+    config = functools.partial(config, data={"chat_template": str(dated)})
     light_tune(config(training=short))
+    monkeypatch.setattr(sys.modules["fastjax.data.prepare"], "datetime", TenDaysLater)
     before = contents(tmp_path / "run")
     with pytest.raises(ConfigError, match="another configuration: lora.r: expected 4, got 8"):
         light_tune(config(training=short, lora={"r": 8}), resume=True)
     other = tmp_path / "other.jsonl"
     other.write_text((json.dumps({"text": "abc"}) + "\n") * 9)
     with pytest.raises(ConfigError, match="^data.train: expected the data of"):
-        light_tune(config(training=short, data={"train": str(other)}), resume=True)
+        light_tune(config(training=short, data={"train": str(other), "chat_template": str(dated)}), resume=True)
     shutil.copytree(chat_folder, tmp_path / "base")
     base = open_checkpoint(chat_folder)
     write_checkpoint(tmp_path / "base", [(name, -base.read(name)) for name in base.names], base.config)

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from fastjax.data import Batches, DataSource, prepare
+from fastjax.data import Batches, DataSource, prepare, stream
 from fastjax.data import cache as cache_module
 
 
@@ -42,6 +42,28 @@ def test_the_second_time_rows_come_from_the_cache_mapped(prepared, file):
     same(first, prepared(too_long="split", cache_dir=None))
     named = Batches(second.rows, 2).describe_rows(np.arange(len(second.rows)))
     assert re.search(rf"{re.escape(str(file))}:(\d+, )*8\b", named)
+
+
+def test_the_time_that_a_template_tells_stays(write_rows, tmp_path, make_tokenizer, templates):
+    """That of the first run, unless a run goes on that had another: it gets its own data, from files and streams."""
+    first, later = "2024-07-26T12:00:00", "2024-08-05T07:30:00"
+    tokenizer = make_tokenizer("{{ strftime_now('%d %H') }}" + templates["chatml"])
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": n * "b"}] for n in range(1, 9)]
+    file = write_rows("chats.jsonl", [{"messages": chat} for chat in chats])
+
+    def run(now):
+        return prepare(file, tokenizer, 64, cache_dir=tmp_path / "cache", now=now)
+
+    made, kept, other, again = run(first), run(None), run(later), run(first)
+    assert [data.from_cache for data in (made, kept, other, again)] == [False, True, False, False]
+    assert [data.now for data in (made, kept, other, again)] == [first, first, later, first]
+    same(made, kept)
+    same(made, again)
+    assert made.fingerprint != other.fingerprint
+    for now in (first, later):
+        batch = next(stream(file, tokenizer, 64, 1, now=now).from_step())
+        assert f"{now[8:10]} {now[11:13]}" in tokenizer.decode(batch.tokens[0, 0])
+    assert prepare(file, make_tokenizer("chatml"), 64, now=later).now is None  # nothing of it is in the data
 
 
 def test_whatever_shapes_the_rows_makes_another_entry(prepared, file, tmp_path, make_tokenizer):
