@@ -120,6 +120,16 @@ class World(NamedTuple):
         )
 
 
+def assert_gone(processes: list[int], seconds: float = 10.0) -> None:
+    """Wait until processes have ended, so many seconds at most."""
+    from fastjax.parallel.processes import lives  # which imports JAX
+
+    end = time.monotonic() + seconds
+    while left := [one for one in processes if lives(one)]:
+        assert time.monotonic() < end, f"still there: {left}"
+        time.sleep(0.01)
+
+
 def environment(compiled: Path) -> dict[str, str]:
     """The variables of a process of its own: one device, quick compilation, and a folder of compiled programs."""
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
@@ -182,6 +192,14 @@ class Process:
         """Ids of the processes that it has started, in their order."""
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
         return sorted(map(int, children.read_text().split()))
+
+    def kill(self, victim: int | None) -> None:
+        """End the process by SIGKILL, or the one of that place among its children, where there is."""
+        children = self.children()
+        if victim is not None and victim < len(children):
+            os.kill(children[victim], signal.SIGKILL)
+        else:
+            self.send(signal.SIGKILL)
 
     def status(self, seconds: float = 300.0) -> int:
         """Wait for the end: the exit status, or less than zero, a signal's number."""

@@ -1,7 +1,10 @@
 """`fastjax launch`: a run of two processes that is killed, stopped and resumed is the run of one process."""
 
+import contextlib
 import os
+import random
 import signal
+import subprocess
 import time
 
 import numpy as np
@@ -10,29 +13,34 @@ import yaml
 
 from fastjax.cli import main
 from tests.support import chat
-from tests.support.runs import Process, figures, rows
+from tests.support.runs import Process, assert_gone, contents, figures, rows
 
 #: Enough for a kill and a signal in between.
 STEPS = 60
-#: For the second of two processes: its first checkpoint meets a full disk, its third one a bug.
+#: For the second of two processes: its second checkpoint meets a bug.
 FAILING = """
-import sys, tempfile
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
-def fail(*arguments, dir=None, **options):
-    if str(dir).endswith("checkpoints"):
-        saves.append(dir)
-        if len(saves) == 1:
-            raise OSError(28, "No space left on device")
-        if len(saves) == 3:
+def submit(self, *arguments):
+    if self._thread_name_prefix == "checkpoint":
+        calls.append(1)
+        if len(calls) == 3:  # after the first, which imports
             raise KeyError("a bug of one rank")
-    return plain(*arguments, dir=dir, **options)
+    return plain(self, *arguments)
 
 if sys.orig_argv[-1].endswith(",2,1,1"):
-    saves, plain = [], tempfile.TemporaryFile
-    tempfile.TemporaryFile = fail
+    calls, plain = [], ThreadPoolExecutor.submit
+    ThreadPoolExecutor.submit = submit
 """
 #: float32: a sum over devices is another order of the same terms, which Adam's division carries on.
 TOLERANCE = 1e-4
+#: Enough for twenty disturbances, of processes that share the weights.
+LONG = ["--training.max_steps", "240", "--parallel.fsdp", "2"]
+DISTURBED = (
+    "tests/fastjax/cli/test_launched_result.py::test_a_full_disk_and_a_kill_and_the_result_is_gathered_from_both"
+)
+FULL = "the disk is full"
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +62,12 @@ def start(tmp_path_factory):
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(content))
 
-    def begin(output, *arguments):
-        return Process(["launch", "-n", "2", "--", *train(output), *arguments], folder / "compiled")
+    def begin(output, *arguments, resume=True):
+        return Process(["launch", "-n", "2", "--", *train(output, resume), *arguments], folder / "compiled")
 
-    def train(output):
-        return ["train", "--config", str(folder / "run.yaml"), "--output.output_dir", str(output), "--resume"]
+    def train(output, resume=True):
+        found = ["train", "--config", str(folder / "run.yaml"), "--output.output_dir", str(output)]
+        return [*found, "--resume"] if resume else found
 
     def alone(output):
         """In the process of the tests, on one of its devices; returns the exit status."""
@@ -70,7 +79,7 @@ def start(tmp_path_factory):
 
 
 @pytest.mark.exhaustive(
-    by="tests/fastjax/cli/test_launched_result.py::test_the_result_is_gathered_from_both, "
+    by="tests/fastjax/cli/test_launched_result.py::test_a_full_disk_and_a_kill_and_the_result_is_gathered_from_both, "
     "tests/fastjax/cli/test_resume.py::test_killed_while_saving, "
     "tests/fastjax/cli/test_cli.py::test_processes_that_a_signal_stops_wait_for_each_other"
 )
@@ -103,29 +112,28 @@ def test_two_processes_killed_stopped_and_resumed(start, tmp_path):
 
 
 @pytest.mark.exhaustive(
-    by="tests/fastjax/cli/test_launched_result.py::test_the_result_is_gathered_from_both, "
-    "tests/fastjax/cli/test_cli.py::test_one_process_of_several_says_which_and_ends_at_once"
+    by="tests/fastjax/cli/test_cli.py::test_one_process_of_several_says_which_and_ends_at_once, "
+    "tests/fastjax/parallel/test_processes.py::test_the_first_process_leaves_last_and_others_follow_with_its_status"
 )
-def test_what_befalls_one_rank_alone(start, tmp_path, monkeypatch):
-    """A save that one cannot begin none begins, and all go on; one that is ended by an error ends all, within seconds.
-
-    Without `processes.leave` JAX would keep it, waiting five minutes for the others, which wait for its gradients.
-    """
+def test_an_error_of_one_rank_is_told_once_and_ends_all(start, tmp_path, monkeypatch):
+    """Within seconds: the others would wait for its gradients, and JAX keep it, waiting for them, five minutes."""
     (tmp_path / "sitecustomize.py").write_text(FAILING)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     output = tmp_path / "run"
-    failed = start(output, "--output.save_steps", "1")
-    assert failed.until(lambda: "a bug of one rank" in failed.output), failed.output
+    failed = start(output)
+    assert failed.until(lambda: "ended first" in failed.output), failed.output
     assert failed.status(30) == 1, failed.output
     where = f"rank 1 of 2 on {os.uname().nodename}"
     assert f"\n[1] fastjax train: error: {where}: unexpected KeyError\n[1] Traceback" in failed.output
-    assert "\nfastjax launch: rank 1 of 2 ended first, with exit status 1\n" in failed.output
-    assert [(row["step"], row["event"]) for row in rows(output) if row.get("event") in ("save_failed", "saved")] == [
-        (1, "save_failed"),
-        (2, "saved"),
-    ]
-    told = f"the checkpoint of step 1 could not be written to {output / 'checkpoints'} by rank 1\n"
-    assert f"step 1/{STEPS}: {told}" in failed.output
+    assert failed.output.endswith("\nfastjax launch: rank 1 of 2 ended first, with exit status 1\n")
+    assert "JaxRuntimeError" not in failed.output and failed.output.count("error:") == 1
+    refused = start(output, resume=False)
+    assert refused.status() == 2
+    told = refused.output[refused.output.index("fastjax train: error:") :].splitlines()
+    assert told[0].startswith(
+        f"fastjax train: error: rank 0 of 2 on {os.uname().nodename}: output.output_dir: expected"
+    )
+    assert told[1:] == ["fastjax launch: rank 0 of 2 ended first, with exit status 2"]
 
 
 @pytest.mark.parametrize(
@@ -139,3 +147,98 @@ def test_what_befalls_one_rank_alone(start, tmp_path, monkeypatch):
 def test_what_cannot_be_launched(capsys, arguments, message):
     assert main(["launch", *arguments]) == 2
     assert capsys.readouterr().err == f"fastjax launch: error: {message}\n"
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory):
+    """The folder of a long run of two processes that share the weights, which nothing disturbed."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    process = start(output, *LONG)
+    assert process.status() == 0, process.output
+    return output
+
+
+@pytest.mark.exhaustive(by=DISTURBED)
+@pytest.mark.parametrize("victim", [None, 0, 1], ids=["launch", "rank 0", "rank 1"])
+def test_any_process_killed_at_any_moment(start, whole, tmp_path, victim):
+    """None of the others stays, and from the newest whole checkpoint it goes on to the bit."""
+    draw, output = random.Random(victim), tmp_path / "run"
+    for number in range(7):
+        process = start(output, *LONG)
+        if number == 3:
+            until, end = 0, time.monotonic() + draw.uniform(0.0, 8.0)
+        else:
+            until, end = 30 * number + draw.randint(1, 30), time.monotonic() + 300
+        process.until(lambda process=process, until=until, end=end: until in process.steps or time.monotonic() > end)
+        time.sleep(draw.uniform(0.0, 0.3))
+        ranks = process.children()
+        process.kill(victim)
+        status = process.status(30)
+        assert status == (-signal.SIGKILL if victim is None or victim >= len(ranks) else 1), process.output
+        assert_gone(ranks)
+    finish(start, output, whole)
+
+
+@pytest.mark.exhaustive(by=DISTURBED)
+def test_a_disk_that_fills_again_and_again(start, whole, tmp_path):
+    """At any place of a checkpoint, in the middle and at the end of a run: it goes on without that checkpoint."""
+    draw, output = random.Random(0), tmp_path / "run"
+    with small_disk(tmp_path / "disk") as (fill, lend):
+        process = start(output, *LONG, "--output.save_steps", "2")
+        assert process.until(lambda: bool(process.steps)), process.output
+        lend(output / "checkpoints")
+        saved = process.output.count(" saved\n") + 1
+        assert process.until(lambda: process.output.count(" saved\n") > saved), process.output
+        for number in range(1, 20):
+            fill(draw.randrange(300_000))
+            assert process.until(lambda number=number: process.output.count(FULL) >= number, 60), process.output
+            fill(None)
+            done = process.output.count(" saved\n")
+            assert process.until(lambda done=done: process.output.count(" saved\n") > done, 60), process.output
+        fill(0)
+        process.send(signal.SIGTERM)
+        assert process.status(60) == 1
+        assert f"fastjax train: error: rank 0 of 2 on {os.uname().nodename}: the checkpoint of step" in process.output
+        assert process.output.count(FULL) >= 20 and "JaxRuntimeError" not in process.output
+        fill(None)
+        finish(start, output, whole)
+
+
+def finish(start, output, whole):
+    last = start(output, *LONG)
+    assert last.status() == 0, last.output
+    assert "going on after step" in last.output
+    assert figures(output) == figures(whole)
+    assert contents(output / "model") == contents(whole / "model")
+
+
+@contextlib.contextmanager
+def small_disk(disk):
+    """A disk, and two functions: one leaves so many bytes of it free (None: all that is not used), one lends it."""
+    places = []
+
+    def mount(place, *what):
+        place.mkdir(exist_ok=True)
+        done = subprocess.run(["mount", *what, str(place)], capture_output=True)
+        if not done.returncode:
+            places.append(place)
+        return done.returncode == 0
+
+    def fill(free):
+        (disk / "ballast").unlink(missing_ok=True)
+        while free is not None:
+            found = os.statvfs(disk)
+            with open(disk / "ballast", "wb") as file, contextlib.suppress(OSError):  # the run writes, too
+                os.posix_fallocate(file.fileno(), 0, max(1, found.f_bavail * found.f_frsize - free))
+                break
+
+    def lend(place):
+        assert mount(place, "--bind", str(disk))
+
+    try:
+        if not mount(disk, "-t", "tmpfs", "-o", "size=16m", "none"):
+            pytest.skip("needs the right to mount a disk")
+        yield fill, lend
+    finally:
+        for place in reversed(places):
+            subprocess.run(["umount", "--lazy", str(place)], check=True)
