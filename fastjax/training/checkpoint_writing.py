@@ -129,14 +129,30 @@ def finish(folder: Path, processes: int, metadata: Mapping[str, Any], target: Pa
         part = tensorstore.KvStore.open(_database(state / _part(process)), context=context).result()
         part.experimental_copy_range_to(whole.with_transaction(transaction)).result()
     transaction.commit_async().result()
-    file = folder / METADATA
-    file.write_text(json.dumps({"custom_metadata": metadata}), encoding="utf-8")
-    for path in (file, state, folder):
+    handlers = {"state": "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"}
+    names = [name for name, (shape, _) in metadata["arrays"].items() if math.prod(shape)]
+    files = {
+        folder / METADATA: json.dumps({"item_handlers": handlers, "custom_metadata": metadata}),
+        state / "_METADATA": json.dumps(_tree(names)),
+        folder / "orbax.checkpoint": "",
+    }
+    for file, text in files.items():
+        file.write_text(text, encoding="utf-8")
+    for path in (*files, state, folder):
         flush(path)
     if target.exists():
         retire(target)
     folder.rename(target)
     flush(target.parent)
+
+
+def _tree(names: Sequence[str]) -> dict[str, Any]:
+    """Description of a flat dict of arrays for Orbax, which reads such checkpoints."""
+    value = {"value_type": "np.ndarray", "skip_deserialize": False}
+    arrays = {
+        str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value} for name in names
+    }
+    return {"tree_metadata": arrays, "use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
 
 
 def retire(checkpoint: Path) -> None:

@@ -77,6 +77,18 @@ def test_round_trip(tmp_path, made):
     assert jax.random.key_impl(again.load(12, state(2)).key) == jax.random.key_impl(jax.random.key(0))
 
 
+def test_orbax_reads_a_checkpoint(tmp_path, made):
+    """Whoever trains in JAX opens it without this library."""
+    import orbax.checkpoint as orbax
+
+    save(made(tmp_path), 3)
+    item = orbax.args.Composite(state=orbax.args.PyTreeRestore())
+    with orbax.Checkpointer(orbax.CompositeCheckpointHandler(state=orbax.PyTreeCheckpointHandler())) as reader:
+        found = reader.restore(tmp_path / "3", args=item)["state"]
+    wanted = {name: array for name, array in named_arrays(state(3)).items() if array.size}
+    steps.assert_same(found, wanted)
+
+
 def test_learning_rates_are_those_of_the_settings(tmp_path, made):
     """Checkpoints of before the optimizer's state held them have the same names."""
     params = {"w": jnp.ones((2, 2))}
