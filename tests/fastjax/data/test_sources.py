@@ -43,7 +43,7 @@ def test_a_tool_call_needs_no_content(tmp_path):
     [
         ('{"text": "a"', r":2: not valid JSON at column \d+"),
         (b'{"text": "\xff"}', ":2: not valid UTF-8 at byte 10"),
-        ("[1]", r":2: expected an object with messages, .* text, .* found \[1\]"),
+        ("[1]", r":2: expected an object with messages, .* or input_ids, found \[1\]"),
         ('{"prompt": "a", "answer": "b"}', ":2: expected the columns .*; the columns there are: prompt, answer"),
         ('{"text": "a", "messages": []}', ":2: the columns of several kinds of example: messages, text; say which"),
         ('{"text": 3}', ":2: 'text' must be a string, found 3"),

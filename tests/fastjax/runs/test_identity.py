@@ -132,7 +132,7 @@ def changed(old, new):
 
 def test_each_file_has_its_fingerprint(run):
     first = run.identity()
-    assert first.data == "rows" and first.held_out is None and None not in first[:-1]
+    assert first.data == "rows" and (first.held_out, first.start) == (None, None) and None not in first[:-2]
     run.write(sign=-1)
     assert changed(first, run.identity()) == {"adapter_weights"}
     run.write(lora_alpha=3)
