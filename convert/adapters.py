@@ -60,6 +60,7 @@ from convert.model.paths import TABLES, WeightPath
 from convert.model.spec import WeightSpec
 from convert.renamed_modules import to_parameters
 from convert.tensor_file import TensorInfo, read_header, read_tensor, write_tensor_file
+from convert.trained_over import TrainedOver, read_trained_over
 
 __all__ = [
     "Adapter",
@@ -143,6 +144,7 @@ class Adapter:
         layouts: Module with an adapter on experts -> how its arrays lie in the file.
         single: Module with an adapter on each expert by itself -> their arrays, which `tensors` stands for.
         allow_nonfinite: Whether arrays may hold NaN and infinity.
+        over: The base that it was trained over; None: its folder does not tell.
     """
 
     folder: Path
@@ -151,6 +153,7 @@ class Adapter:
     layouts: Mapping[WeightPath, ExpertsLayout] = field(default_factory=dict)
     single: Mapping[WeightPath, SingleExperts] = field(default_factory=dict)
     allow_nonfinite: bool = False
+    over: TrainedOver | None = None
 
     @property
     def stored(self) -> Mapping[str, TensorInfo]:
@@ -242,7 +245,8 @@ def open_adapter(
                 slowest=unsloth_expert_layout and module not in single,
                 file=str(folder / WEIGHTS),
             )
-    return Adapter(folder, config, tensors, layouts, single, allow_nonfinite)
+    over = read_trained_over(folder / WEIGHTS)
+    return Adapter(folder, config, tensors, layouts, single, allow_nonfinite, over)
 
 
 def write_adapter(
@@ -251,6 +255,7 @@ def write_adapter(
     arrays: Mapping[str, np.ndarray],
     *,
     family: Family = LLAMA,
+    over: TrainedOver | None = None,
 ) -> None:
     """Write a PEFT LoRA folder, whole or not at all.
 
@@ -259,6 +264,7 @@ def write_adapter(
         config: The settings.
         arrays: By the names in this module's description.
         family: The table of the base model.
+        over: The base that it was trained over, which is noted in the header; None: nothing is.
 
     Raises:
         ConvertError: Names, ranks and settings contradict each other (all listed).
@@ -271,7 +277,8 @@ def write_adapter(
     paths = [path for path in map(WeightPath.parse, hosts) if path.leaf in {first for first, _ in _PAIRS}]
     modules = [family.module_name(path.module) for path in paths if not path.of_experts and not path.is_router]
     with atomic_folder(folder, replaces=("adapter_model.*",)) as temporary:
-        write_tensor_file(temporary / WEIGHTS, tensors)
+        noted = {} if over is None else over.metadata()
+        write_tensor_file(temporary / WEIGHTS, tensors, {"format": "pt", **noted})
         write_config(temporary / CONFIG, to_parameters(config_to_json(config, family), modules, family))
 
 

@@ -1,14 +1,17 @@
-"""The model card (README.md) of a merged folder: its sources and the merge."""
+"""Model cards (README.md): of a merged folder its sources and the merge, of an adapter its base."""
 
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from convert.adapter_config import SCORED
+from convert.adapter_config import SCORED, AdapterConfig
 from convert.adapters import Adapter
 from convert.checkpoint import Checkpoint
+from convert.trained_over import TrainedOver
 
+#: By which an adapter's card is known as one that is written here.
+_MARK = "A PEFT adapter by fastjax."
 _SHOWN = (
     "r",
     "lora_alpha",
@@ -75,6 +78,46 @@ def write_card(
     ]
     if recipe:
         lines += ["", "## Training", "", recipe.strip()]
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_adapter_card(folder: Path, adapter: AdapterConfig, over: TrainedOver | None, place: Path) -> None:
+    """Write an adapter's README.md, with the fields that PEFT's has, unless its final folder has one of another's.
+
+    Args:
+        folder: Where it is written.
+        adapter: PEFT's settings.
+        over: The base that it was trained over; None: not known.
+        place: The final folder.
+    """
+    earlier = place / "README.md"
+    if earlier.is_file() and _MARK not in earlier.read_text("utf-8", errors="replace"):
+        return
+    named = adapter.base_model_name_or_path or ""
+    task = "text-classification" if adapter.task_type == SCORED else "text-generation"
+    base = _is_name(named)
+    lines = [
+        "---",
+        *([f"base_model: {named}"] if base else []),
+        "library_name: peft",
+        f"pipeline_tag: {task}",
+        "tags:",
+        *([f"- base_model:adapter:{named}"] if base else []),
+        "- lora",
+        "- transformers",
+        "---",
+        "",
+        f"# {Path(named).name or 'An adapter'}, fine-tuned",
+        "",
+        f"{_MARK} Trained over {'a base that is not known' if over is None else f'`{over.told}`'}.",
+    ]
+    if over is not None and over.when_read:
+        skip = f" --skip {' '.join(over.skipped)}" if over.skipped else ""
+        lines += [
+            "",
+            f"It belongs to these values. To merge it into them: `fastjax convert merge {over.name} ADAPTER OUT "
+            f"--base_in_nf4{skip}`",
+        ]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -32,6 +32,7 @@ from convert.quantization_aware import QuantizationAware
 from convert.quantize import loading_note, modules_named, writer_for
 from convert.saving import copy_side_files
 from convert.source import TOKENIZER_FILES, check_apart, count_tokens, fingerprint
+from convert.trained_over import base_notes, held_as
 from convert.weights import Weights, open_weights
 
 DTYPES = (*FLOATS, *WRITERS)
@@ -141,7 +142,8 @@ def merge(
             raise unexpected(folder, name, f"{nothing} of a base that is in {dtype} already", value)
     jobs = list(plan.jobs())
     new_config = _new_config(weights, found, plan, config)
-    notes = _notes(weights, opened, found) + [note for note in [loading_note(weights.family, dtype)] if note]
+    notes = _notes(weights, opened, found, base_in_nf4, kept)
+    notes += [note for note in [loading_note(weights.family, dtype)] if note is not None]
     ends = missing_ends(weights.checkpoint.folder, end_tokens(opened.folder))
     if ends:
         notes.append(f"generation_config.json names {', '.join(map(str, ends))} too, at which learnt answers end")
@@ -324,13 +326,15 @@ def _copy_tokenizer(adapter: Path, base: Path, place: Path) -> None:
         shutil.copyfile(file, place / file.name)
 
 
-def _notes(weights: Weights, adapter: Adapter, found: Changes) -> list[str]:
+def _notes(weights: Weights, adapter: Adapter, found: Changes, base_in_nf4: bool, kept: set[str]) -> list[str]:
     """The remarks for the user."""
     notes = []
-    named = adapter.config.base_model_name_or_path
-    given = weights.checkpoint.folder
-    if named and Path(named).name != given.name:
-        notes.append(f"the adapter names {named} as its base; it was added to {given.name}, whose shapes fit")
+    apart = [spec.path.module for path, spec in weights.specs.items() if path in kept and spec.kind in QUANTIZED]
+    given = held_as(weights, base_in_nf4, name=str(weights.checkpoint.folder), skipped=apart)
+    if differences := base_notes(adapter, given):
+        notes += differences
+    elif adapter.over is not None and given.when_read:
+        notes.append(f"the adapter was trained over {adapter.over.told}, and so is what it was added to")
     if found.untied:
         notes.append("the adapter treats embedding and head differently: they are no longer tied")
     before = weights.specs["embed_tokens.weight"].shape[0]

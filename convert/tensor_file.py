@@ -82,6 +82,27 @@ def read_header(file: str | os.PathLike[str]) -> dict[str, TensorInfo]:
         ConvertError: The file is missing or truncated, or its header contradicts itself or the file's size.
     """
     file = Path(file)
+    header, _, length, size = _header(file)
+    tensors = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)))
+    _check_layout(file, tensors, 8 + length, size)
+    return tensors
+
+
+def read_metadata(file: str | os.PathLike[str]) -> dict[str, str]:
+    """Read the ``__metadata__`` of a safetensors header.
+
+    Args:
+        file: The file.
+
+    Raises:
+        ConvertError: As `read_header`.
+    """
+    return _header(Path(file))[1]
+
+
+def _header(file: Path) -> tuple[dict[str, Any], dict[str, str], int, int]:
+    """The tensors' entries, the metadata, the header's length and the file's size."""
     try:
         with open(file, "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -99,10 +120,7 @@ def read_header(file: str | os.PathLike[str]) -> dict[str, TensorInfo]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise unexpected(file, "__metadata__", "an object of strings", metadata)
-    tensors = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items()}
-    tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)))
-    _check_layout(file, tensors, 8 + length, size)
-    return tensors
+    return header, metadata, length, size
 
 
 def read_tensor(name: str, info: TensorInfo) -> np.ndarray:

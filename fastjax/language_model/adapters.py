@@ -1,6 +1,7 @@
 """Adapters on a model: fresh or from a PEFT folder, with the folder's vocabulary."""
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from convert.checkpoint import CONFIG
 from convert.files import read_json
 from convert.hub import Source, fetch
 from convert.model.paths import SCORE, TABLES
+from convert.trained_over import base_notes
 from fastjax.data.new_tokens import vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.lora.fit import open_fitting
@@ -146,6 +148,8 @@ def load_adapter(
     _check_bare(model)
     known = model.hf_config, model.config, model.new_token_ids
     opened, tokenizer = open_fitting(Path(folder), *known, allow_nonfinite=allow_nonfinite)
+    for note in [] if model.base is None else base_notes(opened, model.base):
+        print(f"note: {note}", file=sys.stderr)
     return attach_opened(model, opened, tokenizer, lora_dropout)
 
 

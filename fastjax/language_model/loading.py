@@ -13,6 +13,8 @@ from convert.errors import shown
 from convert.formats import FORMATS
 from convert.hub import Source, fetch
 from convert.model.config import ModelConfig
+from convert.model.spec import QUANTIZED
+from convert.trained_over import held_as
 from fastjax.errors import ConfigError
 from fastjax.language_model.adapters import base_and_adapter, load_adapter, with_fresh_adapter
 from fastjax.language_model.handle import ModelHandle, value_of
@@ -392,7 +394,12 @@ def load_opened(
     if offload_layers:
         check_host_layers(model.plan, full_finetuning)
     name = None if source.name is None or source.revision is None else (source.name, source.revision)
-    return model.replace(new_token_ids=new_ids, source=name)
+    base, place = outline.weights, source.name or str(source.folder)
+    if base is not None:
+        kept = [spec.path.module for spec in base.specs.values() if spec.kind in QUANTIZED]
+        apart = [module for module in kept if module in precision.float32_modules]
+        base = held_as(base, load_in_4bit, name=place, revision=source.revision, skipped=apart)
+    return model.replace(new_token_ids=new_ids, source=name, base=base)
 
 
 def shapes_of(make: Callable[[], LanguageModel]) -> LanguageModel:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int
 from convert.adapters import AdapterConfig
 from convert.model.config import ModelConfig
 from convert.model.paths import EMBEDDING
+from convert.trained_over import TrainedOver
 from fastjax.errors import ConfigError
 from fastjax.host_memory import in_host_memory, to_device_memory, to_host_memory
 from fastjax.language_model import saving
@@ -97,6 +98,7 @@ class LanguageModel:
         tokenizer: the folder's, with the new tokens, or None.
         new_token_ids: tokens added to the checkpoint's vocabulary.
         source: name and commit of a checkpoint from the hub; None for a folder.
+        base: the checkpoint as its matrices were read (`convert.trained_over`), noted beside an adapter; or None.
         quantization_aware: the quantisation that it is trained for (`models.quantized`), or None.
         remat_auto: whether a trainer chooses another policy, by the device's memory.
     """
@@ -118,6 +120,7 @@ class LanguageModel:
     tokenizer: "PreTrainedTokenizerBase | None"
     new_token_ids: tuple[int, ...] = ()
     source: tuple[str, str] | None = None
+    base: TrainedOver | None = None
     quantization_aware: QuantizationAware | None = None
     remat_auto: bool = False
 

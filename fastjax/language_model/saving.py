@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.adapters import write_adapter
+from convert.card import write_adapter_card
 from convert.checkpoint import WEIGHT_FILES
 from convert.families import family_for
 from convert.files import atomic_folder, scratch_folder
@@ -51,7 +52,8 @@ def save_trained(model: "LanguageModel", folder: Path) -> Path:
         return folder
     with atomic_folder(folder, replaces=("adapter_model.*",) if model.lora is not None else WEIGHT_FILES) as whole:
         if model.lora is not None:
-            write_adapter(whole, model.lora, _adapter(model), family=family_for(model.hf_config))
+            write_adapter(whole, model.lora, _adapter(model), family=family_for(model.hf_config), over=model.base)
+            write_adapter_card(whole, model.lora, model.base, folder)
         else:
             save(whole, trained_tensors(model), dict(model.hf_config), source=model.folder)
         if model.quantization_aware is not None:

@@ -28,7 +28,7 @@ from fastjax.runs.mesh import check_model, run_meshes
 from fastjax.runs.messages import say, warn
 from fastjax.runs.model import check_vocabulary, load_model, tell_model
 from fastjax.runs.model_loading import ModelLoading
-from fastjax.runs.opening import adapter_note, open_model
+from fastjax.runs.opening import adapter_notes, open_model
 from fastjax.runs.result import check_result, damage, finished, last_evaluation
 from fastjax.runs.resume import Earlier, newest
 from fastjax.runs.settings_changes import check_settings
@@ -106,7 +106,7 @@ def fine_tune(
         check_trackers(config.output.report_to)
         opened = open_model(config)
         check_model(config, opened, meshes)
-        if (note := adapter_note(config, opened.outline)) is not None:
+        for note in adapter_notes(config, opened):
             say(console, note)
         now = None if earlier is None else earlier.now
         load = functools.partial(load_run_data, config, opened.tokenizer, functools.partial(say, console), replicas)

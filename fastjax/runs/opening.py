@@ -15,6 +15,7 @@ from convert.errors import ConvertError
 from convert.files import read_json
 from convert.hub import Source
 from convert.model.config import ModelConfig
+from convert.trained_over import base_notes, held_as
 from fastjax.data.new_tokens import own_tokenizer, vocabulary_size
 from fastjax.errors import ConfigError
 from fastjax.lora.fit import open_fitting
@@ -134,18 +135,22 @@ def _adapter(config: TrainConfig, outline: Outline, weights: bool) -> OpenAdapte
     return None
 
 
-def adapter_note(config: TrainConfig, outline: Outline) -> str | None:
-    """A sentence for the user about the fresh adapter of a run; None: there is none to be said.
+def adapter_notes(config: TrainConfig, opened: OpenModel) -> list[str]:
+    """Sentences for the user about the adapter of a run.
 
     Args:
         config: its settings.
-        outline: of its base.
+        opened: its folders.
     """
+    if opened.adapter is not None and opened.adapter.arrays is not None and opened.outline.weights is not None:
+        place = opened.source.name or str(opened.source.folder)
+        given = held_as(opened.outline.weights, config.model.load_in_4bit, name=place)
+        return [f"lora.adapter: {note}" for note in base_notes(opened.adapter.arrays, given)]
     if config.lora.adapter is not None or config.model.full_finetuning:
-        return None
-    outline = dataclasses.replace(outline, config=_with_score(config, outline))
+        return []
+    outline = dataclasses.replace(opened.outline, config=_with_score(config, opened.outline))
     note = tables_note(_fresh(config, outline), outline.config)
-    return None if note is None else f"lora.{note}"
+    return [] if note is None else [f"lora.{note}"]
 
 
 def _fresh(config: TrainConfig, outline: Outline) -> AdapterConfig:

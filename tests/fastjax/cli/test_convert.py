@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 from convert.errors import ConvertError
 from convert.formats import WRITERS
 from convert.tensor_file import read_header, read_tensor, write_tensor_file
+from convert.trained_over import read_trained_over
 from convert.weights import open_weights
 from fastjax.cli import main
 from fastjax.commands.convert import _SCHEMES
@@ -116,6 +117,44 @@ def test_every_scheme_can_be_asked_for(model, tmp_path):
     assert tuple(WRITERS) == _SCHEMES
     assert run("quantize", model, tmp_path / "out", "--scheme", "int8") == 0
     assert open_weights(tmp_path / "out").formats()[-1].label == "INT8"
+
+
+def test_the_base_that_an_adapter_was_trained_over_is_told(model, adapter, tmp_path, capsys):
+    options = {"dtype": "float32", "max_seq_length": 32}
+    four, _ = FastLanguageModel.from_pretrained(model, float32_modules=["layers.0.self_attn"], **options)
+    (tmp_path / "four").mkdir()
+    (tmp_path / "four" / "README.md").write_text("mine")
+    folder = tiny.adapted(four, r=4).save_pretrained(tmp_path / "four")
+    skipped = [f"layers.0.self_attn.{name}_proj" for name in "koqv"]
+    assert read_trained_over(folder / "adapter_model.safetensors") == (str(model), None, "nf4", True, tuple(skipped))
+    assert (folder / "README.md").read_text() == "mine"
+    card = tiny.adapted(four, r=4).save_pretrained(tmp_path / "new") / "README.md"
+    text = card.read_text()
+    assert "library_name: peft" in text and f"{model} in NF4 (but {', '.join(skipped)})" in text
+    assert f"`fastjax convert merge {model} ADAPTER OUT --base_in_nf4 --skip {' '.join(skipped)}`" in text
+    capsys.readouterr()
+
+    but = f"NF4 (but {', '.join(skipped)})"
+    told = f"note: the adapter was trained over {model} in {but}, quantised as it was read"
+    added, other = f"and is added to {model.name} in", "which is another model;"
+    way = "load_in_4bit (of convert --base_in_nf4)"
+    for place, options_of, said in (
+        ("16", [], f"{added} 16 bits, {other} {way} quantises this base so"),
+        ("4", ["--base_in_nf4", "--skip", *skipped], "and so is what it was added to"),
+        ("all", ["--base_in_nf4"], f"{added} NF4, {other} float32_modules (of convert --skip) keeps modules out"),
+    ):
+        assert run("merge", model, folder, tmp_path / place, *options_of) == 0
+        assert f"{told}, {said}\n" in capsys.readouterr().out
+    sixteen, _ = FastLanguageModel.from_pretrained(model, load_in_4bit=False, **options)
+    for base, place, said in (
+        (four, folder, ""),
+        (sixteen, adapter, ""),
+        (sixteen, folder, f"{told}, {added} 16 bits, {other} {way} quantises this base so\n"),
+        (four, adapter, f"{added} {but}, {other} leave {way} out for it\n"),
+    ):
+        FastLanguageModel.load_adapter(base, place)
+        err = capsys.readouterr().err
+        assert err.startswith("note: ") == bool(said) and said in err
 
 
 def test_a_mixture_in_nf4_is_told_to_be_for_fastjax_alone(tmp_path, capsys):
