@@ -120,7 +120,8 @@ def prepare(
     chosen = choose([len(read) for read in records], [s.source.weight for s in opened], mixture_ends, seed)
     if progress is not None and len(opened) > 1:
         parts = zip(names, chosen, records, strict=True)
-        progress("; ".join(f"{name}: {len(part):,} of {len(read):,} examples" for name, part, read in parts))
+        shares = [f"{name}: {len(part):,} of {len(read):,} examples" for name, part, read in parts]
+        progress(f"{'; '.join(shares)}; every epoch has the same ones, in another order")
     used: list[Any] = []
     order: list[np.ndarray] = []
     for read, part in zip(records, chosen, strict=True):

@@ -149,9 +149,7 @@ def finish(folder: Path, processes: int, metadata: Mapping[str, Any], target: Pa
 def _tree(names: Sequence[str]) -> dict[str, Any]:
     """Description of a flat dict of arrays for Orbax, which reads such checkpoints."""
     value = {"value_type": "np.ndarray", "skip_deserialize": False}
-    arrays = {
-        str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value} for name in names
-    }
+    arrays = {str((name,)): {"key_metadata": [{"key": name, "key_type": 2}], "value_metadata": value} for name in names}
     return {"tree_metadata": arrays, "use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
 
 

@@ -90,9 +90,10 @@ def test_data_sets_are_mixed_by_weight_and_repeated(tmp_path, make_tokenizer):
     found, said = texts(mixture_ends="first_exhausted", seed=1)
     # The first token of a text is not predicted, so of "few 0" only " 0" is read back.
     assert len(found) == len(set(said)) * 8 == 8
-    assert said == [f"{files[0]}: 4 of 10 examples; {files[1]}: 4 of 4 examples"]
+    same = "; every epoch has the same ones, in another order"
+    assert said == [f"{files[0]}: 4 of 10 examples; {files[1]}: 4 of 4 examples{same}"]
     found, said = texts(mixture_ends="all_exhausted", seed=1)
-    assert len(found) == 20 and said == [f"{files[0]}: 10 of 10 examples; {files[1]}: 10 of 4 examples"]
+    assert len(found) == 20 and said == [f"{files[0]}: 10 of 10 examples; {files[1]}: 10 of 4 examples{same}"]
 
 
 def test_what_is_held_out_is_not_trained_on(tmp_path, make_tokenizer):
