@@ -83,7 +83,7 @@ def test_order_of_calls(base, tmp_path):
         base.save_pretrained(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
     adapted = FastLanguageModel.get_peft_model(base, r=4)
-    with pytest.raises(ConfigError, match="without adapters"):
+    with pytest.raises(ConfigError, match="without an adapter"):
         FastLanguageModel.get_peft_model(adapted, r=4)
     full = tiny.model(tiny.shared_folder(), tiny.CONFIG, full_finetuning=True)
     with pytest.raises(ConfigError, match="full_finetuning"):
