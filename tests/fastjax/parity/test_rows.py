@@ -36,7 +36,7 @@ def test_targets(kind, cut):
     half = [int(place > 2) for place in range(len(ids))]
     row = {
         "text": {"text": TEXT},
-        "completion": {"prompt": TEXT[:8], "completion": TEXT[8:]},
+        "completion": {"prompt": TEXT[:7], "completion": TEXT[7:]},
         "labels": {
             "input_ids": ids,
             "labels": [one if learnt else -100 for one, learnt in zip(ids, half, strict=True)],
