@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from convert.errors import ConvertError, listed, shorten, shown, unexpected
-from convert.files import atomic_folder, read_json
+from convert.files import read_json
 from convert.tensor_file import TensorInfo, read_header, read_tensor, write_tensor_file
 
 CONFIG = "config.json"
@@ -89,30 +89,6 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         way_out = "pickled weights are never loaded; save them as safetensors first"
         raise ConvertError(f"{folder}: expected {SINGLE} or {INDEX}, got {', '.join(pickles[:3])}: {way_out}")
     raise ConvertError(f"{folder}: expected {SINGLE} or {INDEX}, got neither")
-
-
-def write_checkpoint(
-    folder: str | os.PathLike[str],
-    tensors: Iterable[tuple[str, np.ndarray]],
-    config: Mapping[str, Any],
-    *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Write a folder from named tensors, whole or not at all, holding one shard in memory.
-
-    Args:
-        folder: The final path; weight files of an earlier save are replaced, other files stay.
-        tensors: (name, array) pairs, in any order.
-        config: Contents of config.json.
-        max_shard_bytes: Largest shard; a larger tensor gets its own.
-
-    Raises:
-        ConvertError: A name repeats, or a dtype cannot be stored.
-        OSError: The files cannot be written; nothing half-written is left.
-    """
-    with atomic_folder(folder, replaces=WEIGHT_FILES) as temporary:
-        write_shards(temporary, ({name: array} for name, array in tensors), max_shard_bytes=max_shard_bytes)
-        write_config(temporary / CONFIG, config)
 
 
 def write_shards(

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.checkpoint import write_checkpoint
 from convert.families import family_for
+from tests.support.folders import write_checkpoint
 
 CONFIG = {
     "model_type": "llama",

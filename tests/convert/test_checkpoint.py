@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert import tensor_file
-from convert.checkpoint import INDEX, SINGLE, open_checkpoint, write_checkpoint
+from convert.checkpoint import INDEX, SINGLE, open_checkpoint
 from convert.errors import ConvertError
 from convert.tensor_file import write_tensor_file
+from tests.support.folders import write_checkpoint
 from tests.support.full_disk import FullDisk
 
 CONFIG = {"model_type": "llama"}

@@ -8,7 +8,6 @@ import pytest
 
 from convert.adapter_config import AdapterConfig
 from convert.adapters import write_adapter
-from convert.checkpoint import write_checkpoint
 from convert.errors import ConvertError
 from convert.families import family_for
 from convert.inspect import inspect
@@ -18,6 +17,7 @@ from convert.quantize import quantize
 from convert.verify import compare
 from convert.weights import open_weights, stream
 from tests.convert.conftest import CONFIG as LLAMA
+from tests.support.folders import write_checkpoint
 from tests.support.served import SCHEMES, values_of
 
 CONFIG = LLAMA | {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "num_hidden_layers": 1}

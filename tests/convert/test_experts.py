@@ -8,7 +8,7 @@ import pytest
 
 from convert.adapter_config import AdapterConfig
 from convert.adapters import write_adapter
-from convert.checkpoint import open_checkpoint, write_checkpoint
+from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import family_for
 from convert.formats import mxfp4, nf4
@@ -21,6 +21,7 @@ from convert.saving import save
 from convert.verify import compare
 from convert.weights import open_weights, stream
 from tests.support.families import MIXTURES
+from tests.support.folders import write_checkpoint
 from tests.support.tiny import arrays, write_fp8_folder
 
 #: Name of an expert's projection in files -> what it is.

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convert.checkpoint import write_checkpoint
 from convert.errors import ConvertError
 from convert.gguf import _Plan, export_gguf
 from convert.gguf_header import read_gguf_header
 from convert.gguf_vocabulary import read_vocabulary
 from convert.unfinished import Unfinished
 from convert.weights import open_weights
+from tests.support.folders import write_checkpoint
 from tests.support.gguf_models import TEMPLATE, write_model
 
 gguf = pytest.importorskip("gguf")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from convert.adapter_config import AdapterConfig, config_from_json, rank_and_alpha, targets
-from convert.checkpoint import INDEX, open_checkpoint, write_checkpoint, write_config
+from convert.checkpoint import INDEX, open_checkpoint, write_config
 from convert.errors import ConvertError
 from convert.files import parse_json
 from convert.formats import nf4
@@ -19,6 +19,7 @@ from convert.patterns import fullmatch, match, mistake
 from convert.tensor_file import read_header
 from convert.weights import open_weights
 from tests.support import tiny
+from tests.support.folders import write_checkpoint
 
 SLOW = r"(.|..|...)+(?<!.)"
 MODULE = "model.layers.11.self_attn.q_proj"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from convert.adapters import AdapterConfig, rank_and_alpha, saves_whole, scaling, targets, write_adapter
-from convert.checkpoint import open_checkpoint, write_checkpoint
+from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.families import family_for
 from convert.families.llama import LLAMA as FAMILY
@@ -18,6 +18,7 @@ from convert.saving import save
 from convert.weights import open_weights, stream
 from tests.convert.conftest import CONFIG
 from tests.support.families import CONFIGS as FAMILIES_CONFIGS
+from tests.support.folders import write_checkpoint
 
 V, E, R = CONFIG["vocab_size"], CONFIG["hidden_size"], 3
 BOTH = ["embed_tokens", "lm_head"]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from convert.adapters import AdapterConfig, write_adapter
-from convert.checkpoint import open_checkpoint, write_checkpoint
+from convert.checkpoint import open_checkpoint
 from convert.errors import ConvertError
 from convert.formats import nf4
 from convert.inspect import inspect
@@ -13,6 +13,7 @@ from convert.quantize import quantize
 from convert.verify import compare
 from convert.weights import open_weights, stream
 from tests.convert.conftest import CONFIG
+from tests.support.folders import write_checkpoint
 
 
 def test_a_model_is_described(make_folder):

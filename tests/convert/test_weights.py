@@ -10,13 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.checkpoint import INDEX, open_checkpoint, write_checkpoint
+from convert.checkpoint import INDEX, open_checkpoint
 from convert.errors import ConvertError
 from convert.families import Family, Ignored, family_for
 from convert.formats import nf4
 from convert.model.spec import QKV
 from convert.saving import save
 from convert.weights import open_weights, stream
+from tests.support.folders import write_checkpoint
 
 
 def quantized(folder, *, nested=True, keep=(), **options):

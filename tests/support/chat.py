@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from convert.checkpoint import write_checkpoint
 from tests.support import tiny
+from tests.support.folders import write_checkpoint
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }}\n"

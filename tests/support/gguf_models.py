@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-from convert.checkpoint import write_checkpoint
 from convert.families import family_for
+from tests.support.folders import write_checkpoint
 
 TEMPLATE = "{{ messages }}"
 HEADS, KEY_HEADS, SIZE, LAYERS = 4, 2, 16, 2

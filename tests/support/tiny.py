@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer, models
 
-from convert.checkpoint import write_checkpoint
 from convert.families import family_for
 from convert.model.spec import VECTORS
 from convert.model.tensors import tensors_of
@@ -26,6 +25,7 @@ from fastjax.lora.export import export_adapters
 from fastjax.lora.tables import shares_whole_table
 from fastjax.models.decoder import lm_logits
 from fastjax.models.layout import layer_of
+from tests.support.folders import write_checkpoint
 
 #: Wavelengths of D = 16 and this base lie on all three sides of the two bounds (8 and 32 positions).
 ROPE = {

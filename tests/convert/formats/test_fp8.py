@@ -6,12 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.checkpoint import write_checkpoint
 from convert.errors import ConvertError
 from convert.formats import fp8
 from convert.saving import save
 from convert.weights import open_weights, stream
 from tests.convert.conftest import CONFIG
+from tests.support.folders import write_checkpoint
 
 BLOCK = [8, 16]
 

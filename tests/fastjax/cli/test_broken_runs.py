@@ -24,7 +24,7 @@ from flax import nnx
 from rich.console import Console
 
 from convert import tensor_file
-from convert.checkpoint import open_checkpoint, write_checkpoint
+from convert.checkpoint import open_checkpoint
 from fastjax.errors import ConfigError, Interrupted, TrainingError
 from fastjax.runs.fine_tune import fine_tune
 from fastjax.training.config import (
@@ -40,6 +40,7 @@ from fastjax.training.loss import LossSums, loss_sums
 from fastjax.training.step import IGNORED
 from tests.support import steps
 from tests.support.chat import TEMPLATE
+from tests.support.folders import write_checkpoint
 from tests.support.runs import contents, events, figures, rows
 
 pytestmark = pytest.mark.usefixtures("no_report")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from convert.adapters import AdapterConfig, write_adapter
-from convert.checkpoint import write_checkpoint
 from convert.errors import ConvertError
 from convert.formats import nf4
 from fastjax.language_model import FastLanguageModel
 from tests.support import tiny
+from tests.support.folders import write_checkpoint
 
 CONFIG = tiny.config(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
 MATRIX, NORM = "model.layers.1.mlp.down_proj.weight", "model.norm.weight"

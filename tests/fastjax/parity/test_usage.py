@@ -8,13 +8,13 @@ import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by its name)
 import numpy as np
 import pytest
 
-from convert.checkpoint import write_checkpoint
 from fastjax.cli import main
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig
 from fastjax.training.report import usage
 from tests.support import chat, tiny
 from tests.support.families import MIXTURES
+from tests.support.folders import write_checkpoint
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")

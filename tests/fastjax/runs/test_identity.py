@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from convert.adapters import AdapterConfig, write_adapter
-from convert.checkpoint import open_checkpoint, write_checkpoint
+from convert.checkpoint import open_checkpoint
 from fastjax.errors import ConfigError
 from fastjax.runs.identity import Identity, check_identity, model_fingerprint, run_identity, tensors_fingerprint
 from fastjax.runs.opening import open_model
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig
 from tests.support import chat
+from tests.support.folders import write_checkpoint
 
 
 def tensors(folder, arrays, **options):
