@@ -67,7 +67,6 @@ __all__ = [
     "AdapterConfig",
     "open_adapter",
     "rank_and_alpha",
-    "read_adapter",
     "saves_whole",
     "scaling",
     "targets",
@@ -97,40 +96,6 @@ _OTHERS = (
     ("modules_to_save.weight", ".modules_to_save.weight"),
 )
 _PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
-
-
-def read_adapter(
-    folder: str | os.PathLike[str],
-    *,
-    family: Family = LLAMA,
-    specs: Iterable[WeightSpec] = (),
-    unsloth_expert_layout: bool = False,
-    allow_nonfinite: bool = False,
-) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
-    """Read a PEFT LoRA folder.
-
-    Args:
-        folder: Holds adapter_config.json and adapter_model.safetensors.
-        family: The table of the base model.
-        specs: The base model's weights; for adapters on experts.
-        unsloth_expert_layout: As for `open_adapter`.
-        allow_nonfinite: Let NaN and infinity through.
-
-    Returns:
-        The settings, and the arrays, by the names in this module's description.
-
-    Raises:
-        ConvertError: A file is missing or damaged, a setting is not supported, names, ranks and settings contradict
-            each other (all listed), or values are not finite.
-    """
-    adapter = open_adapter(
-        folder,
-        family=family,
-        specs=specs,
-        unsloth_expert_layout=unsloth_expert_layout,
-        allow_nonfinite=allow_nonfinite,
-    )
-    return adapter.config, {path: adapter.read(path) for path in adapter.tensors}
 
 
 @dataclass(frozen=True)
@@ -214,7 +179,8 @@ def open_adapter(
         The adapter.
 
     Raises:
-        ConvertError: As `read_adapter`.
+        ConvertError: A file is missing or damaged, a setting is not supported, or names, ranks and settings contradict
+            each other (all listed).
     """
     folder = Path(folder)
     if not folder.is_dir():

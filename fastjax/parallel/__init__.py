@@ -13,7 +13,7 @@ from fastjax.parallel.islands import (
     local,
     several_devices,
 )
-from fastjax.parallel.mesh import MeshShape, as_input, batch_sharding, make_mesh, shard_frozen, shard_replicated
+from fastjax.parallel.mesh import MeshShape, as_input, batch_sharding, make_mesh, shard_frozen
 from fastjax.parallel.placing import place, row_shardings
 from fastjax.parallel.tensor import all_tokens, own_sums, rows_split, split_axis, tensor_devices
 
@@ -41,7 +41,6 @@ __all__ = [
     "rows_split",
     "several_devices",
     "shard_frozen",
-    "shard_replicated",
     "split_axis",
     "tensor_devices",
 ]

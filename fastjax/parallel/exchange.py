@@ -7,7 +7,7 @@ is rounded twice, whatever the number of replicas, and all replicas hold the sam
 to the next step's (1-bit Adam's two-sided feedback, Tang et al., arXiv 2102.02888; LoCo, Xie et al., arXiv 2407.04480).
 
 A number takes the link twice, as in a float32 all-reduce of n replicas, which moves 2(n - 1)/n · 4 bytes of it: so a
-format moves `link_share` of float32's bytes, 1/2 for bfloat16, 1/3.94 for int8 and 1/7.11 for int4, scales included.
+format moves its share of float32's bytes, 1/2 for bfloat16, 1/3.94 for int8 and 1/7.11 for int4, scales included.
 No format of eight bits can come below 1/4; but it travels once a step, and float32's all-reduce once a microbatch.
 """
 
@@ -69,15 +69,6 @@ class Feedback(NamedTuple):
 
     sent: Any
     summed: Any
-
-
-def link_share(name: str) -> float:
-    """The bytes that a gradient takes on the link, scales included, over those of a float32 all-reduce.
-
-    Args:
-        name: a key of `FORMATS`.
-    """
-    return FORMATS[name].bytes / FORMATS["float32"].bytes
 
 
 def no_feedback(gradients: Any, replicas: int) -> Feedback:

@@ -102,11 +102,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(None, on_axes(BATCH, mesh)))
 
 
-def shard_replicated(tree: Any, mesh: Mesh) -> Any:
-    """A replicating NamedSharding for every leaf."""
-    return jax.tree.map(lambda _: NamedSharding(mesh, P()), tree)
-
-
 def as_input(axis: str) -> str:
     """The name of a logical axis as a matrix's input."""
     return f"{axis} input"

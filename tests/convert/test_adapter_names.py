@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from convert.adapter_config import rank_and_alpha, tuned_name
-from convert.adapters import open_adapter, read_adapter, write_adapter
+from convert.adapters import open_adapter, write_adapter
 from convert.errors import ConvertError
 from convert.families import FAMILIES
 from convert.inspect import inspect
@@ -15,7 +15,7 @@ from convert.model.paths import WeightPath
 from convert.tensor_file import write_tensor_file
 from convert.weights import open_weights
 from tests.support.families import MIXTURES
-from tests.support.folders import write_checkpoint
+from tests.support.folders import read_adapter, write_checkpoint
 from tests.support.tiny import arrays
 
 PATHS = [f"layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qv"]

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convert import tensor_file
-from convert.adapters import AdapterConfig, read_adapter, scaling, write_adapter
+from convert.adapters import AdapterConfig, scaling, write_adapter
 from convert.errors import ConvertError
 from convert.tensor_file import write_tensor_file
+from tests.support.folders import read_adapter
 from tests.support.full_disk import FullDisk
 
 LAYER = "layers.1.self_attn.q_proj"

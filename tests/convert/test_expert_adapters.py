@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from convert.adapter_config import AdapterConfig
-from convert.adapters import open_adapter, read_adapter, write_adapter
+from convert.adapters import open_adapter, write_adapter
 from convert.errors import ConvertError
 from convert.families import family_for
 from convert.formats import nf4
@@ -15,7 +15,7 @@ from convert.merge import merge
 from convert.tensor_file import read_header, read_tensor, write_tensor_file
 from convert.weights import open_weights
 from tests.support.families import MIXTURES
-from tests.support.folders import write_checkpoint
+from tests.support.folders import read_adapter, write_checkpoint
 from tests.support.tiny import arrays
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

@@ -281,7 +281,7 @@ def test_converting_does_not_import_jax(make_folder, tmp_path):
     packed = quantized(folder)
     script = """
 import sys
-from convert.adapters import read_adapter
+from tests.support.folders import read_adapter
 from convert.saving import save
 from convert.weights import stream
 save(sys.argv[2], stream(sys.argv[1]), source=sys.argv[1])

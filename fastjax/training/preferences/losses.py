@@ -148,7 +148,7 @@ class IPOLoss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ORPOLoss:
-    """`objectives.orpo` over pairs: the chosen answer's cross-entropy a token and the odds ratio, without a reference.
+    """ORPO over pairs: the chosen answer's cross-entropy a token and `objectives.odds_ratio`, without a reference.
 
     Attributes:
         beta: factor of the odds ratio's term (λ).

@@ -99,23 +99,18 @@ def kto_divergence(
     return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
 
 
-def orpo(policy_chosen: Float[Array, "*P"], policy_rejected: Float[Array, "*P"], *, beta: float) -> Float[Array, "*P"]:
-    """ORPO (arXiv 2403.07691, equation 6), with odds(p) = p / (1 − p):
-
-        −log p(y₊) − λ·log σ(log(odds(p(y₊)) / odds(p(y₋)))),   log p(y) = mean of log π over y's tokens
-
-    Args:
-        policy_chosen: log p of the chosen answer, below 0.
-        policy_rejected: likewise of the rejected one.
-        beta: λ.
-    """
-    return -policy_chosen + odds_ratio(policy_chosen, policy_rejected, beta=beta)
-
-
 def odds_ratio(
     policy_chosen: Float[Array, "*P"], policy_rejected: Float[Array, "*P"], *, beta: float
 ) -> Float[Array, "*P"]:
-    """The second term of `orpo`."""
+    """ORPO's second term (arXiv 2403.07691, equation 6), with odds(p) = p / (1 − p); the first is −log p(y₊):
+
+        −λ·log σ(log(odds(p(y₊)) / odds(p(y₋)))),   log p(y) = mean of log π over y's tokens
+
+    Args:
+        policy_chosen: log p of the chosen answer, below 0.
+        policy_rejected: that of the rejected one.
+        beta: λ.
+    """
     return -beta * jax.nn.log_sigmoid(log_odds(policy_chosen) - log_odds(policy_rejected))
 
 
@@ -132,7 +127,7 @@ def simpo(
     gamma: float,
     label_smoothing: float = 0.0,
 ) -> Float[Array, "*P"]:
-    """SimPO (arXiv 2405.14734, equation 6): −log σ(β·log p(y₊) − β·log p(y₋) − γ), log p as for `orpo`.
+    """SimPO (arXiv 2405.14734, equation 6): −log σ(β·log p(y₊) − β·log p(y₋) − γ), log p as for `odds_ratio`.
 
     Args:
         policy_chosen: log p of the chosen answer.

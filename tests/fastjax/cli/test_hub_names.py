@@ -6,9 +6,9 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from convert.adapters import read_adapter
 from convert.hub import fetch
 from fastjax.cli import main
+from tests.support.folders import read_adapter
 
 FIRST, SECOND = "1" * 40, "2" * 40
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 import yaml
 
-from convert.adapters import read_adapter
 from fastjax.cli import main
+from tests.support.folders import read_adapter
 from tests.support.other_runs import RUNS
 from tests.support.other_tools import (
     AXOLOTL,

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import yaml
 
-from convert.adapters import read_adapter
 from convert.families import family_for
 from convert.model.config import ModelConfig
 from fastjax.cli import main
@@ -18,6 +17,7 @@ from fastjax.runs.opening import open_model
 from fastjax.training.config import DataSection, ModelSection, OutputSection, TrainConfig, TrainingSection
 from tests.support import chat
 from tests.support.families import MIXTURES
+from tests.support.folders import read_adapter
 from tests.support.runs import contents, figures
 
 CONFIG = MIXTURES["qwen3_moe"] | {"num_hidden_layers": 3, "mlp_only_layers": [0], "decoder_sparse_step": 1}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from convert.adapters import read_adapter
 from fastjax.commands.quickstart import ASSETS, quickstart_config, run
+from tests.support.folders import read_adapter
 
 
 def test_assets_are_small():

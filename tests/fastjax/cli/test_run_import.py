@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import yaml
 
-from convert.adapters import read_adapter
 from fastjax.cli import main
 from fastjax.language_model import FastLanguageModel
 from fastjax.training.checkpoint import Checkpoints
+from tests.support.folders import read_adapter
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from convert import tensor_file
-from convert.adapters import read_adapter
 from fastjax.cli import main
 from fastjax.data.new_tokens import own_tokenizer
 from fastjax.language_model import FastLanguageModel, saving
 from fastjax.runs.fine_tune import fine_tune
 from fastjax.training.config import DataSection, LoraSection, ModelSection, OutputSection, TrainConfig, TrainingSection
+from tests.support.folders import read_adapter
 
 IDLE = "devices 1 to 7 of 8, since the settings (parallel) take 1"
 

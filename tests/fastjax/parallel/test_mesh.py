@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from convert.model.config import ModelConfig
 from fastjax.errors import ConfigError
 from fastjax.models.layout import logical_axes
-from fastjax.parallel import batch_sharding, make_mesh, shard_frozen, shard_replicated
+from fastjax.parallel import batch_sharding, make_mesh, shard_frozen
 from fastjax.quantization import FP8Weight, NF4Weight, as_weight, concatenate
 from tests.support import tiny
 
@@ -54,7 +54,6 @@ def test_what_does_not_divide_is_repeated():
     tree = {"odd": {"weight": jnp.zeros((66, 8))}, "small": {"weight": jnp.zeros((16, 8))}}
     axes = jax.tree.map(lambda _: P("mlp", "embed input"), tree)
     assert all(s.spec == P() for s in jax.tree.leaves(shard_frozen(tree, axes, mesh)))
-    assert all(s.spec == P() for s in jax.tree.leaves(shard_replicated(tree, mesh)))
 
 
 def test_two_axes_of_an_array_do_not_share_a_mesh_axis():

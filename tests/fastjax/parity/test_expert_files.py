@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from convert.adapters import read_adapter, write_adapter
+from convert.adapters import write_adapter
 from convert.families import family_for
 from convert.formats import mxfp4
 from convert.merge import merge
@@ -14,6 +14,7 @@ from convert.verify import compare
 from convert.weights import open_weights
 from tests.support import tiny
 from tests.support.families import MIXTURES
+from tests.support.folders import read_adapter
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -23,7 +23,7 @@ from fastjax.training.loop import run_evaluation
 from fastjax.training.loss import LossSums, Mean
 from fastjax.training.preferences import DPOLoss, IPOLoss, KTOLoss, ORPOLoss, SimPOLoss, reference_log_probs
 from fastjax.training.preferences.losses import pairs_of
-from fastjax.training.preferences.objectives import orpo
+from fastjax.training.preferences.objectives import odds_ratio
 from fastjax.training.preferences.scores import document_scores
 from tests.support import steps, tiny
 
@@ -269,7 +269,9 @@ def test_documents_without_a_partner_are_not_silent():
 def test_places_without_a_pair_have_no_gradient():
     """A document that is not there has a log-probability of zero, and infinite odds."""
     pairs = pairs_of(jnp.asarray([[0, 1, 2, 0]]))
-    gradient = jax.grad(lambda values: pairs.total(orpo(*pairs.of(values), beta=0.5)))(jnp.asarray([[0.0, -1, -2, 0]]))
+    gradient = jax.grad(lambda values: pairs.total(odds_ratio(*pairs.of(values), beta=0.5)))(
+        jnp.asarray([[0.0, -1, -2, 0]])
+    )
     assert np.all(np.isfinite(gradient)) and np.array_equal(gradient[0] != 0, [False, True, True, False])
 
 

@@ -68,9 +68,9 @@ def ipo_in_torch(chosen, rejected):
     return (ratio - 1 / (2 * 0.3)) ** 2
 
 
-def orpo_in_torch(chosen, rejected):
+def odds_ratio_in_torch(chosen, rejected):
     odds = [p / (1 - p) for p in (chosen.exp(), rejected.exp())]
-    return -chosen - 0.3 * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
+    return -0.3 * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
 
 
 def simpo_in_torch(chosen, rejected):
@@ -93,7 +93,7 @@ def test_formulas_in_torch():
     assert_equal(ours(objectives.dpo, pair, **bases, beta=0.3, label_smoothing=0.2), theirs(dpo_in_torch, pair))
     bases = {"reference_chosen": MEANS[2], "reference_rejected": MEANS[3]}
     assert_equal(ours(objectives.ipo, MEANS[:2], **bases, beta=0.3), theirs(ipo_in_torch, MEANS[:2]))
-    assert_equal(ours(objectives.orpo, MEANS[:2], beta=0.3), theirs(orpo_in_torch, MEANS[:2]))
+    assert_equal(ours(objectives.odds_ratio, MEANS[:2], beta=0.3), theirs(odds_ratio_in_torch, MEANS[:2]))
     assert_equal(ours(objectives.simpo, MEANS[:2], beta=2.5, gamma=0.7), theirs(simpo_in_torch, MEANS[:2]))
     marks = {"reference": BASE_CHOSEN, "desirable": DESIRABLE, "divergence": jnp.float32(1.25), "beta": 0.3}
     weights = {"desirable_weight": 1.5, "undesirable_weight": 0.6}
@@ -194,9 +194,9 @@ def test_orpo_simpo_and_cdpo_of_trl(trl):
 
     def odds_ratio(chosen, rejected):
         stub = types.SimpleNamespace(beta=0.3, accelerator=accelerator)
-        return -chosen - ORPOTrainer.odds_ratio_loss(stub, chosen, rejected)[0]
+        return -ORPOTrainer.odds_ratio_loss(stub, chosen, rejected)[0]
 
-    assert_equal(ours(objectives.orpo, MEANS[:2], beta=0.3), theirs(odds_ratio, MEANS[:2]))
+    assert_equal(ours(objectives.odds_ratio, MEANS[:2], beta=0.3), theirs(odds_ratio, MEANS[:2]))
 
     def cpo(kind):
         options = {"alpha": 0.0, "simpo_gamma": 0.7, "label_smoothing": 0.2, "loss_type": kind, "beta": 2.5}
