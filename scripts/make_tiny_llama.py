@@ -84,25 +84,23 @@ def text_of(document: tiny_world.Document) -> str:
     return "\n".join(message["content"] for message in document["messages"])  # pyright: ignore
 
 
-def train(config: dict, tokenizer, documents: list, *, steps: int, batch_size: int, learning_rate: float, seed: int):
+def train(tokenizer, documents: list, *, steps: int, batch_size: int, learning_rate: float, seed: int):
     """Full fine-tuning from random weights."""
     records = [parse_row(document, "generated text") for document in documents]
     data = prepare_records(records, tokenizer, LENGTH, loss_on="all")
     print(data.statistics)
     model = FastLanguageModel.from_config(
-        config, LENGTH, full_finetuning=True, random_state=seed, tokenizer=tokenizer, use_gradient_checkpointing="none"
+        CONFIG, LENGTH, full_finetuning=True, random_state=seed, tokenizer=tokenizer, use_gradient_checkpointing="none"
     )
     settings = OptimizerConfig(learning_rate=learning_rate, warmup_steps=200, weight_decay=0.05, adam_beta2=0.98)
     optimizer = make_optimizer(settings, steps)
     step = make_train_step(model.graphdef, optimizer, model.trainable_filter)
     state = init_state(model.trainable, optimizer, jax.random.key(seed))
     batches = Batches(data.rows, batch_size, seed=seed)
-    losses = []
     for number, batch in enumerate(batches.from_step(0, steps)):
         state, metrics = step(state, model.frozen, batch)
         if number % 100 == 99:
-            losses.append(float(metrics["loss"]))
-            print(f"step {number + 1}/{steps}: loss {losses[-1]:.4f}", flush=True)
+            print(f"step {number + 1}/{steps}: loss {float(metrics['loss']):.4f}", flush=True)
     return model.replace(trainable=state.trainable)
 
 
@@ -125,15 +123,8 @@ def main() -> None:
     texts = [text_of(d) for d in documents[:20_000]] + [text_of(d) for d in learnt]
     tokenizer = make_tokenizer(texts)
     assert len(tokenizer) == CONFIG["vocab_size"], len(tokenizer)
-    model = train(
-        CONFIG,
-        tokenizer,
-        documents,
-        steps=arguments.steps,
-        batch_size=arguments.batch_size,
-        learning_rate=arguments.learning_rate,
-        seed=arguments.seed,
-    )
+    options = {name: getattr(arguments, name) for name in ("steps", "batch_size", "learning_rate", "seed")}
+    model = train(tokenizer, documents, **options)
     folder = arguments.output / "tiny-llama"
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)

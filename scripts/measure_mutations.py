@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -36,115 +36,63 @@ class Target(NamedTuple):
 
     Attributes:
         module: Its path.
-        tests: Paths of its own tests.
+        names: Of its own tests, in the folder that mirrors its own.
         functions: Only these are mutated; empty: all.
     """
 
     module: str
-    tests: tuple[str, ...]
+    names: str
     functions: tuple[str, ...] = ()
+
+    @property
+    def tests(self) -> list[str]:
+        """Paths of its own tests."""
+        return [str(Path("tests", self.module).with_name(f"test_{name}.py")) for name in self.names.split()]
 
 
 TARGETS = {
-    "encoding": Target(
-        "fastjax/data/encoding.py",
-        (
-            "tests/fastjax/data/test_encoding.py",
-            "tests/fastjax/data/test_ends.py",
-            "tests/fastjax/data/test_template.py",
-        ),
-    ),
-    "packing": Target(
-        "fastjax/data/packing.py",
-        ("tests/fastjax/data/test_packing.py", "tests/fastjax/data/test_batches.py"),
-    ),
-    "nf4": Target("convert/formats/nf4.py", ("tests/convert/formats/test_nf4.py",)),
+    "encoding": Target("fastjax/data/encoding.py", "encoding ends template"),
+    "packing": Target("fastjax/data/packing.py", "packing batches"),
+    "nf4": Target("convert/formats/nf4.py", "nf4"),
     "export": Target(
-        "convert/adapters.py",
-        ("tests/convert/test_adapters.py", "tests/convert/test_merge.py"),
-        ("write_adapter", "_file_name", "_check", "_twins", "_whole"),
+        "convert/adapters.py", "adapters merge", ("write_adapter", "_file_name", "_check", "_twins", "_whole")
     ),
-    "template": Target(
-        "fastjax/data/template.py",
-        (
-            "tests/fastjax/data/test_template.py",
-            "tests/fastjax/data/test_named_templates.py",
-            "tests/fastjax/data/test_encoding.py",
-        ),
-    ),
-    "ranges": Target(
-        "pallas_kernels/attention/ranges.py",
-        ("tests/pallas_kernels/attention/test_ranges.py", "tests/pallas_kernels/attention/test_features.py"),
-    ),
-    "units": Target("fastjax/lora/linear.py", ("tests/fastjax/lora/test_linear.py",)),
-    "resume": Target(
-        "fastjax/runs/resume.py",
-        ("tests/fastjax/runs/test_resume.py", "tests/fastjax/runs/test_folder.py"),
-    ),
+    "template": Target("fastjax/data/template.py", "template named_templates encoding"),
+    "ranges": Target("pallas_kernels/attention/ranges.py", "ranges features"),
+    "units": Target("fastjax/lora/linear.py", "linear"),
+    "resume": Target("fastjax/runs/resume.py", "resume folder"),
 }
 
 #: Imported once, before the first test: each run is a fork.
-SHARED = (
-    "jax",
-    "flax.nnx",
-    "optax",
-    "tensorstore",
-    "transformers",
-    "tokenizers",
-    "hypothesis",
-    "safetensors.numpy",
-)
+SHARED = "jax flax.nnx optax tensorstore transformers tokenizers hypothesis safetensors.numpy".split()
 
-SWAPS: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.LShift: ast.RShift,
-    ast.RShift: ast.LShift,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+_PAIRS: tuple[tuple[type[ast.AST], type[ast.AST]], ...] = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+    *((ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.LShift, ast.RShift), (ast.BitAnd, ast.BitOr)),
+    (ast.And, ast.Or),
+)
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
+SWAPS |= {ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, Callable[[ast.AST], None]]]:
     """Description and change, in place, of each mutation of one node."""
 
+    def put(make: Callable[[Any], ast.AST], field: str, index: int | None):
+        def change(copied: ast.AST) -> None:
+            if index is None:
+                setattr(copied, field, make(getattr(copied, field)))
+            else:
+                getattr(copied, field)[index] = make(getattr(copied, field)[index])
+
+        return change
+
     def swap(field: str, operator: ast.AST, index: int | None = None):
         other = SWAPS[type(operator)]
-
-        def change(copied: ast.AST) -> None:
-            if index is None:
-                setattr(copied, field, other())
-            else:
-                getattr(copied, field)[index] = other()
-
-        return f"{type(operator).__name__} → {other.__name__}", change
+        return f"{type(operator).__name__} → {other.__name__}", put(lambda _: other(), field, index)
 
     def negated(field: str, index: int | None = None):
-        def change(copied: ast.AST) -> None:
-            value = getattr(copied, field) if index is None else getattr(copied, field)[index]
-            wrong = ast.UnaryOp(ast.Not(), value)
-            if index is None:
-                setattr(copied, field, wrong)
-            else:
-                getattr(copied, field)[index] = wrong
-
-        return "condition negated", change
+        return "condition negated", put(lambda value: ast.UnaryOp(ast.Not(), value), field, index)
 
     if isinstance(node, ast.Compare):
         for index, operator in enumerate(node.ops):
@@ -221,10 +169,12 @@ def run(
 
     In a fork of this process, which has imported the slow libraries and nothing of the tree.
     """
-    arguments = [*target.tests, f"--tier={tier}", "-q", "-p", "no:cacheprovider", "-rfE", "--hypothesis-seed=0"] + [
-        "-x"
-    ] * stop
-    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", *(f"--deselect={test}" for test in deselected)]
+    arguments = [*target.tests, f"--tier={tier}", "-q", "-p", "no:cacheprovider", "-rfE", "--hypothesis-seed=0"]
+    arguments += ["-x"] * stop + [
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+        *(f"--deselect={test}" for test in deselected),
+    ]
     output, start = folder / "output.txt", time.monotonic()
     child = os.fork()
     if not child:

@@ -37,12 +37,7 @@ HELD_OUT = 500
 TIE = 1e-4
 """Largest difference of two logits that float32 may take for the other order."""
 SETTINGS: dict[str, Any] = {
-    "model": {
-        "max_seq_length": 1024,
-        "load_in_4bit": True,
-        "dtype": "bfloat16",
-        "use_gradient_checkpointing": False,
-    },
+    "model": {"max_seq_length": 1024, "load_in_4bit": True, "dtype": "bfloat16", "use_gradient_checkpointing": False},
     "lora": {"r": 16, "lora_alpha": 16},
     "optimizer": {"learning_rate": 5e-4, "lr_scheduler_type": "cosine", "warmup_ratio": 0.03},
     "training": {"per_device_train_batch_size": 8, "num_train_epochs": 3, "logging_steps": 50},
@@ -272,14 +267,8 @@ def _answer_with_torch(model: Any, prompts: str, new: int, file: str) -> None:
     def step(tokens: Any) -> Any:
         positions = (state["mask"].cumsum(1) - 1).clip(min=0)[:, -tokens.shape[1] :]
         with torch.no_grad():
-            out = model(
-                input_ids=tokens,
-                attention_mask=state["mask"],
-                position_ids=positions,
-                past_key_values=state["past"],
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            inputs = {"input_ids": tokens, "attention_mask": state["mask"], "position_ids": positions}
+            out = model(**inputs, past_key_values=state["past"], use_cache=True, logits_to_keep=1)
         state["past"] = out.past_key_values
         state["mask"] = torch.cat([state["mask"], torch.ones_like(state["mask"][:, :1])], dim=1)
         return out.logits[:, -1]
@@ -306,17 +295,8 @@ def answer_with_llama_cpp(gguf: str, prompts: str, new: int, file: str) -> None:
 
     given = json.loads(Path(prompts).read_text())
     context = -(-(max(map(len, given["prompts"])) + new) // 256) * 256
-    float32 = llama_cpp.GGML_TYPE_F32
-    model = llama_cpp.Llama(
-        gguf,
-        n_ctx=context,
-        n_threads=os.cpu_count(),
-        logits_all=True,
-        verbose=False,
-        type_k=float32,
-        type_v=float32,
-        flash_attn=False,
-    )
+    options = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32, "flash_attn": False}
+    model = llama_cpp.Llama(gguf, n_ctx=context, n_threads=os.cpu_count(), logits_all=True, verbose=False, **options)
     rows = []
     for prompt in given["prompts"]:
         row: dict[str, list] = {"tokens": [], "second": []}
