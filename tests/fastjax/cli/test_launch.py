@@ -80,7 +80,6 @@ def start(tmp_path_factory):
 
 @pytest.mark.exhaustive(
     by="tests/fastjax/cli/test_launched_result.py::test_a_full_disk_and_a_kill_and_the_result_is_gathered_from_both, "
-    "tests/fastjax/cli/test_resume.py::test_killed_while_saving, "
     "tests/fastjax/cli/test_cli.py::test_processes_that_a_signal_stops_wait_for_each_other"
 )
 def test_two_processes_killed_stopped_and_resumed(start, tmp_path):

@@ -27,6 +27,9 @@ def whole(world):
     return output
 
 
+@pytest.mark.exhaustive(
+    by="tests/fastjax/cli/test_launched_result.py::test_a_full_disk_and_a_kill_and_the_result_is_gathered_from_both"
+)
 def test_killed_while_saving(tmp_path):
     """A checkpoint that is not its first is half written: it goes on from the one before."""
     world, output, draw = World(tmp_path, 48).make(), tmp_path / "run", random.Random(0)
@@ -41,7 +44,9 @@ def test_killed_while_saving(tmp_path):
     assert events(output)[-2].startswith("going on after step ")
 
 
-@pytest.mark.exhaustive(by="test_killed_while_saving")
+@pytest.mark.exhaustive(
+    by="tests/fastjax/cli/test_launched_result.py::test_a_full_disk_and_a_kill_and_the_result_is_gathered_from_both"
+)
 def test_killed_at_any_moment(world, whole, tmp_path):
     """More kills and their places: `python -m tests.support.kills`."""
     landed = survive(world, whole, tmp_path / "run", KILLS)
@@ -50,7 +55,7 @@ def test_killed_at_any_moment(world, whole, tmp_path):
 
 
 @pytest.mark.exhaustive(
-    by="test_killed_while_saving, "
+    by="tests/fastjax/cli/test_launched_result.py::test_a_full_disk_and_a_kill_and_the_result_is_gathered_from_both, "
     "tests/fastjax/cli/test_broken_runs.py::test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been"
 )
 def test_terminated_interrupted_and_ended_at_once(world, whole, tmp_path):

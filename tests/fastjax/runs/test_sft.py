@@ -42,6 +42,7 @@ def loaded():
     return model, tokenizer
 
 
+@pytest.mark.exhaustive(by="tests/fastjax/test_notebooks.py::test_it_runs")
 def test_a_notebook_s_cells(loaded, tmp_path, capsys):
     """Conversations, answers alone, saved in three ways, generated from."""
     model, tokenizer = loaded

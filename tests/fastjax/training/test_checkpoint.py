@@ -77,6 +77,7 @@ def test_round_trip(tmp_path, made):
     assert jax.random.key_impl(again.load(12, state(2)).key) == jax.random.key_impl(jax.random.key(0))
 
 
+@pytest.mark.exhaustive(by="test_round_trip")
 def test_orbax_reads_a_checkpoint(tmp_path, made):
     """Whoever trains in JAX opens it without this library."""
     import orbax.checkpoint as orbax
